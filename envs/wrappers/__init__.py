@@ -1,12 +1,14 @@
 """Wrappers of one environment, and two that wrap many side by side.
 
 `wrapper` has the base classes; `actions`, `endings`, `rewards` and `observations` have
-wrappers that change these; `history` remembers the actions of an episode. `normalize`
+wrappers that change these; `history` remembers the actions of an episode; `trials`
+plays several episodes as one; `flatten` makes one array of an observation. `normalize`
 wraps a `VectorEnv`, with the statistics of `running_stats`.
 """
 
 from rollout.envs.wrappers.actions import ActionRepeat, RescaleAction
 from rollout.envs.wrappers.endings import EndOnFault, ForceLength, TimeLimit
+from rollout.envs.wrappers.flatten import FlattenObs
 from rollout.envs.wrappers.history import History, NoRepeat
 from rollout.envs.wrappers.normalize import NormalizeObs, NormalizeReward
 from rollout.envs.wrappers.observations import (
@@ -14,14 +16,17 @@ from rollout.envs.wrappers.observations import (
     FrameStack,
     ObserveInfo,
     ObservePrevious,
+    ObserveState,
     TransformObs,
 )
 from rollout.envs.wrappers.rewards import TransformReward
+from rollout.envs.wrappers.trials import Trials
 
 __all__ = [
     "ActionRepeat",
     "AgentNumber",
     "EndOnFault",
+    "FlattenObs",
     "ForceLength",
     "FrameStack",
     "History",
@@ -30,8 +35,10 @@ __all__ = [
     "NormalizeReward",
     "ObserveInfo",
     "ObservePrevious",
+    "ObserveState",
     "RescaleAction",
     "TimeLimit",
     "TransformObs",
     "TransformReward",
+    "Trials",
 ]

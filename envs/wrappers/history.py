@@ -108,7 +108,9 @@ class History(Wrapper):
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`."""
         state, obs = self.env.reset(key)
-        kinds = jax.eval_shape(self.action_space.sample, jax.random.key(0))
+        kinds = jax.eval_shape(
+            self.action_space.sample, jax.eval_shape(jax.random.key, 0)
+        )
         memory = {
             "actions": jax.tree.map(
                 lambda x: jnp.zeros((self.window, *x.shape), x.dtype), kinds

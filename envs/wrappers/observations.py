@@ -257,13 +257,48 @@ class ObserveInfo(Wrapper):
         return result.replace(obs={"obs": result.obs, "info": info})
 
 
+class ObserveState(Wrapper):
+    """Shows the environment's state, for policies that plan with the environment.
+
+    The observation becomes `{"obs": obs, "state": state}`, so that a search, such as
+    those of mctx, can begin where the lane is. Keep the state out of what is recorded:
+
+        def record(t):
+            return t.replace(obs=t.obs["obs"], next_obs=t.next_obs["obs"])
+
+        collector = Collector(env=vectorize(ObserveState(env), 64), policy=search,
+                              record_fn=record)
+
+    Attributes:
+        env: the environment.
+    """
+
+    @property
+    def observation_space(self) -> AnySpace:
+        """Space of `obs`, and an unbounded one of the state."""
+        space = space_of(_eval_reset(self.env, lambda state, obs: prng.words(state)))
+        return Dict({"obs": super().observation_space, "state": space})
+
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
+        """Starts an episode: `(state, obs)`."""
+        state, obs = self.env.reset(key)
+        return state, {"obs": obs, "state": state}
+
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+        """Takes one step."""
+        result = self.env.step(key, state, action)
+        return result.replace(obs={"obs": result.obs, "state": result.state})
+
+
 class ObservePrevious(Wrapper):
     """Shows the last action and reward, and starts of episodes, in the observation.
 
     The observation becomes `{"obs": obs, "action": action, "reward": reward, "first":
     first}`, the input of recurrent policies that learn to learn. At the start of an
-    episode the action is zero in every entry, the reward 0 and `first` True. With
-    several agents each sees its own.
+    episode the action is zero in every entry, the reward 0 and `first` True: what
+    followed the last action of the episode before is not shown, so a policy that is to
+    learn over several episodes of one task takes `Trials`. With several agents each
+    sees its own.
 
     Attributes:
         env: the environment; one of several agents must be simultaneous.
@@ -278,13 +313,13 @@ class ObservePrevious(Wrapper):
     @property
     def observation_space(self) -> AnySpace:
         """Space of `obs`; the reward is unbounded."""
-        return _space_with_previous(super().observation_space, self.action_space)
+        return space_with_previous(super().observation_space, self.action_space)
 
     @property
     def observation_spaces(self) -> dict[str, AnySpace]:
         """Space of one agent's `obs`, by group."""
         return {
-            name: _space_with_previous(as_space(space), self.action_spaces[name])
+            name: space_with_previous(as_space(space), self.action_spaces[name])
             for name, space in super().observation_spaces.items()
         }
 
@@ -292,11 +327,11 @@ class ObservePrevious(Wrapper):
         """Starts an episode: `(state, obs)`, without a previous step."""
         state, obs, *acting = self.env.reset(key)
         if not acting:
-            action = _first_of(self.action_space)
-            obs = _with_previous(obs, action, jnp.float32(0), jnp.bool_(True))
+            action = first_of(self.action_space)
+            obs = with_previous(obs, action, jnp.float32(0), jnp.bool_(True))
             return state, obs
         action = {
-            name: _first_of(Repeated(as_space(self.action_spaces[name]), len(members)))
+            name: first_of(Repeated(as_space(self.action_spaces[name]), len(members)))
             for name, members in self.groups.items()
         }
         reward = jnp.zeros(len(self.agents), jnp.float32)
@@ -308,7 +343,7 @@ class ObservePrevious(Wrapper):
         reward = jnp.asarray(result.reward, jnp.float32)
         if isinstance(result, MultiAgentStep):
             return result.replace(obs=self._see(result.obs, action, reward, False))
-        obs = _with_previous(result.obs, action, reward, jnp.bool_(False))
+        obs = with_previous(result.obs, action, reward, jnp.bool_(False))
         return result.replace(obs=obs)
 
     def _see(
@@ -319,7 +354,7 @@ class ObservePrevious(Wrapper):
         for name, members in self.groups.items():
             own = reward[jnp.asarray([self.agents.index(x) for x in members])]
             flag = jnp.full(own.shape, first)
-            shown[name] = _with_previous(obs[name], action[name], own, flag)
+            shown[name] = with_previous(obs[name], action[name], own, flag)
         return shown
 
 
@@ -335,9 +370,11 @@ def _stacked(space: AnySpace, num: int) -> AnySpace:
     return Box(low, high, shape, space.dtype)
 
 
-def _first_of(space: AnySpace) -> ArrayTree:
+def first_of(space: AnySpace) -> ArrayTree:
     """Returns zeros like an element."""
-    return prng.blank(jax.eval_shape(space.sample, jax.random.key(0)))
+    # The shape of a key only: `probe` takes a key for a draw of the environment's own.
+    key = jax.eval_shape(jax.random.key, 0)
+    return prng.blank(jax.eval_shape(space.sample, key))
 
 
 def _by_name(tree: Any, otherwise: Any) -> dict[str, Any]:
@@ -349,7 +386,8 @@ def _by_name(tree: Any, otherwise: Any) -> dict[str, Any]:
     return dict(tree)
 
 
-def _space_with_previous(obs: AnySpace, action: AnySpace) -> AnySpace:
+def space_with_previous(obs: AnySpace, action: AnySpace) -> AnySpace:
+    """Returns the space of what `with_previous` returns."""
     return Dict(
         {
             "obs": obs,
@@ -360,9 +398,10 @@ def _space_with_previous(obs: AnySpace, action: AnySpace) -> AnySpace:
     )
 
 
-def _with_previous(
+def with_previous(
     obs: ArrayTree, action: ArrayTree, reward: jax.Array, first: jax.Array
 ) -> dict[str, ArrayTree]:
+    """Shows an observation with the step before it."""
     return {"obs": obs, "action": action, "reward": reward, "first": first}
 
 

@@ -1,0 +1,81 @@
+"""`Trials`: several episodes of one task in a row, for policies that learn to learn."""
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from rollout import checks
+from rollout.envs import prng
+from rollout.envs.types import AnySpace, ArrayTree, EnvStep
+from rollout.envs.vectorize import cast_step
+from rollout.envs.wrappers.observations import (
+    first_of,
+    space_with_previous,
+    with_previous,
+)
+from rollout.envs.wrappers.wrapper import Wrapper, WrapperState
+
+
+class Trials(Wrapper):
+    """Plays `num_episodes` episodes of one task as one episode, a trial.
+
+    Every episode of a trial starts with the key of the trial, so whatever `reset` draws
+    is the task: the chances of a bandit, a goal, a maze. The next trial has another
+    one. The observation is `{"obs": obs, "action": action, "reward": reward, "first":
+    first}`, with the last action and reward also after an episode of the trial has
+    ended, where `first` is True: with a recurrent policy, whose memory lasts for the
+    trial, that is RL².
+
+    The trial ends as its last episode does; endings of the others are no endings here.
+    A trial resets the environment in every step, and keeps the reset where it is due.
+
+    Attributes:
+        env: the environment.
+        num_episodes: episodes of a trial, an int of at least 1.
+
+    Raises:
+        ValueError: if `num_episodes` is not an int of at least 1.
+
+    Source:
+        "RL²: Fast Reinforcement Learning via Slow Reinforcement Learning", section 2,
+        arXiv:1611.02779.
+    """
+
+    num_episodes: int = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.int_between("num_episodes", self.num_episodes)
+
+    @property
+    def observation_space(self) -> AnySpace:
+        """Space of `obs`; the reward is unbounded."""
+        return space_with_previous(super().observation_space, self.action_space)
+
+    def reset(self, key: chex.PRNGKey) -> tuple[WrapperState, ArrayTree]:
+        """Starts a trial: `(state, obs)`, without a previous step."""
+        state, obs = self.env.reset(key)
+        memory = jax.random.key_data(key), jnp.int32(0)
+        action = first_of(self.action_space)
+        obs = with_previous(obs, action, jnp.float32(0), jnp.bool_(True))
+        return WrapperState(env_state=state, memory=memory), obs
+
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+        """Takes one step, into the trial's next episode where one has ended."""
+        words, num_before = state.memory
+        result = cast_step(self.env.step(key, state.env_state, action))
+        ended = result.terminated | result.truncated
+        num_ended = num_before + ended.astype(jnp.int32)
+        is_last = num_ended >= self.num_episodes
+        begins = ended & ~is_last
+        start = jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
+        env_state, obs = prng.select(
+            begins, self.env.reset(start), (result.state, result.obs)
+        )
+        return result.replace(
+            state=WrapperState(env_state=env_state, memory=(words, num_ended)),
+            obs=with_previous(obs, action, result.reward, begins),
+            terminated=result.terminated & is_last,
+            truncated=result.truncated & is_last,
+        )

@@ -1,0 +1,126 @@
+"""Flat observations against NumPy, and observations with the state for a search."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv, quick_jit
+from suite_checks import KEY, play
+
+import rollout
+from rollout import envs
+from rollout.envs import spaces
+from rollout.envs.wrappers import FlattenObs, ObserveState
+
+TWO = {"a": envs.Discrete(3, start=-1), "b": envs.Box(-2.0, 5.0, (2, 1))}
+SPACES = {
+    "discrete": envs.Discrete(4, start=10),
+    "multi discrete": spaces.MultiDiscrete([[2, 3], [1, 2]], start=[[5, 0], [0, -1]]),
+    "multi binary": spaces.MultiBinary((2, 2)),
+    "flags": envs.Box(False, True, (3,), jnp.dtype(bool)),
+    "image": envs.Box(0, 255, (2, 2, 1), jnp.uint8),
+    "number": envs.Box(0.0, 1.0, ()),
+    "dict": spaces.Dict(TWO),
+    "tuple": spaces.Tuple((TWO["a"], spaces.Dict({"c": TWO["b"]}))),
+    "repeated": spaces.Repeated(envs.Discrete(3, start=1), 2),
+    "repeated dict": spaces.Repeated(spaces.Dict(TWO), 2),
+}
+
+
+def plain(space, x):
+    """One leaf after another, entry by entry."""
+    flat = []
+    for part, leaf in zip(space.leaves(), jax.tree.leaves(x), strict=True):
+        inner = part.space if isinstance(part, spaces.Repeated) else part
+        low = np.broadcast_to(np.asarray(part.bounds[0]), leaf.shape).reshape(-1)
+        if isinstance(inner, envs.Discrete | spaces.MultiDiscrete):
+            sizes = np.ravel(getattr(inner, "nvec", getattr(inner, "n", 0)))
+            sizes = np.tile(sizes, low.size // sizes.size)
+            for value, least, size in zip(leaf.reshape(-1), low, sizes, strict=True):
+                flat += [float(value - least == i) for i in range(size)]
+        else:
+            flat += leaf.reshape(-1).astype(float).tolist()
+    return np.array(flat, np.float32)
+
+
+def showing(space):
+    """`CountEnv` that shows an element drawn by its count."""
+
+    def see(obs):
+        return space.sample(jax.random.fold_in(KEY, obs[0].astype(jnp.int32)))
+
+    return envs.TransformObs(CountEnv(), see, space)
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_flat_observations_are_those_of_numpy(name):
+    inner = showing(SPACES[name])
+    env = FlattenObs(inner)
+    _, flat = play(envs.vectorize(env, 2), 12)
+    _, rows = play(envs.vectorize(inner, 2), 12)
+    space = env.observation_space
+    for obs, seen in ((flat.obs, rows.obs), (flat.next_obs, rows.next_obs)):
+        for at in np.ndindex(12, 2):
+            one = jax.tree.map(lambda x, at=at: np.asarray(x)[at], seen)
+            np.testing.assert_array_equal(obs[at], plain(SPACES[name], one))
+            assert space.contains(obs[at])
+    assert flat.obs.dtype == space.dtype == np.float32
+    assert flat.obs.shape[2:] == space.shape
+
+
+def test_mask_of_actions_stays_apart():
+    mask = spaces.MultiBinary((3,), jnp.dtype(bool))
+    space = spaces.Dict({"place": envs.Discrete(3), "action_mask": mask})
+
+    def see(obs):
+        n = obs[0].astype(jnp.int32) % 3
+        return {"place": n, "action_mask": jnp.arange(3) == n}
+
+    env = FlattenObs(envs.TransformObs(CountEnv(), see, space))
+    assert env.observation_space.spaces["action_mask"] == mask
+    mask_fn = lambda obs: obs["action_mask"]  # noqa: E731
+    policy = rollout.random_policy(env.action_space, mask_fn=mask_fn)
+    collector = rollout.Collector(env=envs.vectorize(env, 4), policy=policy)
+    rows = quick_jit(
+        lambda key: collector.collect_steps(collector.init(key), None, 12)[1]
+    )(KEY)
+    np.testing.assert_array_equal(rows.obs["obs"].argmax(-1), rows.action)
+
+
+def test_space_without_bounds_is_refused():
+    class Odd(spaces.Space):
+        shape, dtype = (), np.dtype(np.int32)
+
+        def sample(self, key):
+            return jnp.int32(0)
+
+    odd = envs.TransformObs(CountEnv(), lambda obs: jnp.int32(0), Odd())
+    with pytest.raises(ValueError, match=r"made of Box, Discrete, .* for `FlattenObs`"):
+        _ = FlattenObs(odd).observation_space
+
+
+def test_policy_may_search_from_the_state_of_its_lane():
+    """It tries both actions in the environment itself, and takes the better one."""
+    env = ObserveState(envs.make("CartPole-v1"))
+
+    def act(params, obs, key):
+        def angle(action):
+            take = jax.vmap(lambda state: env.env.step(KEY, state, action).obs)
+            return jnp.abs(take(obs["state"]) @ jnp.array([0.0, 0.0, 1.0, 0.5]))
+
+        return (angle(jnp.int32(1)) < angle(jnp.int32(0))).astype(jnp.int32)
+
+    def record(t):
+        return t.replace(obs=t.obs["obs"], next_obs=t.next_obs["obs"])
+
+    collector = rollout.Collector(
+        env=envs.vectorize(env, 4),
+        policy=rollout.stateless_policy(act),
+        record_fn=record,
+    )
+    rows = quick_jit(
+        lambda key: collector.collect_steps(collector.init(key), None, 150)[1]
+    )(KEY)
+    assert rows.obs.shape == (150, 4, 4)
+    assert not rows.terminated.any()  # at random half fall within 20 steps
+    assert env.observation_space.spaces["state"]

@@ -1,0 +1,104 @@
+"""Trials against a plain loop over episodes of one task."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv, quick_jit
+from flax import struct
+from suite_checks import KEY, play
+
+import rollout
+from rollout import envs
+from rollout.envs.wrappers import History, ObservePrevious, Trials
+
+NUM_EPISODES, NUM_STEPS, B = 3, 60, 4
+
+
+def test_rows_are_those_of_episodes_one_after_another():
+    _, rows = play(envs.vectorize(Trials(CountEnv(), NUM_EPISODES), B), NUM_STEPS)
+    for lane in range(B):
+        at = jax.tree.map(lambda x, lane=lane: x[:, lane], rows)
+        t, lengths = 0, []
+        while t < NUM_STEPS:  # a trial
+            length, num_ended, count = None, 0, 0
+            previous = 0, np.float32(0)
+            is_first = True
+            while num_ended < NUM_EPISODES and t < NUM_STEPS:
+                assert at.obs["obs"][t] == count
+                assert (at.obs["action"][t], at.obs["reward"][t]) == previous
+                assert at.obs["first"][t] == is_first
+                count, is_first = count + 1, False
+                assert at.reward[t] == count
+                previous = at.action[t], at.reward[t]
+                flags = at.terminated[t] or at.truncated[t]
+                shown = at.next_obs
+                if shown["first"][t]:  # the next episode of the trial
+                    assert not flags
+                    assert shown["obs"][t] == 0
+                    num_ended, is_first = num_ended + 1, True
+                    assert length in (None, count)  # of one task
+                    length, count = count, 0
+                elif flags:
+                    num_ended += 1
+                    assert num_ended == NUM_EPISODES
+                    assert shown["obs"][t] == count == length
+                assert (shown["action"][t], shown["reward"][t]) == previous
+                t += 1
+            lengths.append(length)
+        assert len(set(lengths)) > 1  # other trials, other tasks
+    assert rows.terminated.any()
+    assert rows.truncated.any()
+
+
+@struct.dataclass
+class Bandit:
+    """One arm of two pays with chance 0.9, the other with 0.1; one pull an episode."""
+
+    observation_space = envs.Box(0.0, 1.0, ())
+    action_space = envs.Discrete(2)
+
+    def reset(self, key):
+        return jax.random.randint(key, (), 0, 2), jnp.zeros((), jnp.float32)
+
+    def step(self, key, state, action):
+        pays = jax.random.bernoulli(key, jnp.where(action == state, 0.9, 0.1))
+        return envs.EnvStep(
+            state=state,
+            obs=jnp.zeros((), jnp.float32),
+            reward=pays.astype(jnp.float32),
+            terminated=jnp.bool_(True),
+            truncated=jnp.bool_(False),
+            info={},
+        )
+
+
+def test_policy_sees_what_the_last_action_of_an_episode_paid():
+    """Stay where it paid, else shift: right 90 % of the time after a right pull."""
+
+    def stay_or_shift(params, obs, key):
+        shift = obs["reward"] == 0
+        return jnp.where(shift, 1 - obs["action"], obs["action"])
+
+    def mean_reward(env):
+        lanes = envs.vectorize(env, 64)
+        policy = rollout.stateless_policy(stay_or_shift)
+        collector = rollout.Collector(env=lanes, policy=policy)
+        collect = quick_jit(
+            lambda key: collector.collect_steps(collector.init(key), None, 200)[
+                1
+            ].reward.mean()
+        )
+        return collect(KEY)
+
+    # P(right) = 0.9 P + 0.9 (1 - P) = 0.9, so 0.9 * 0.9 + 0.1 * 0.1 = 0.82 is paid.
+    assert abs(mean_reward(Trials(Bandit(), 100)) - 0.82) < 0.02
+    assert abs(mean_reward(ObservePrevious(Bandit())) - 0.5) < 0.03
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [ObservePrevious, lambda env: History(env, 2), lambda env: Trials(env, 2)],
+)
+def test_probe_takes_no_zero_for_a_draw(wrap):
+    assert rollout.probe(wrap(CountEnv()), num_steps=100) == ()
