@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import multiprocessing.process
 import os
 import pickle
 import selectors
@@ -104,6 +105,10 @@ class WorkerPool:
         )
         with theirs:
             handle.process.start()
+        # At exit multiprocessing ends and joins the processes of this set, also in a
+        # fork of this process, to which they do not belong. `close` ends them.
+        children: Any = vars(multiprocessing.process)["_children"]
+        children.discard(handle.process)
         self._selector.register(handle.pipe, selectors.EVENT_READ, handle)
 
     def ask(self, handle: WorkerHandle, method: str, *args: Any) -> None:

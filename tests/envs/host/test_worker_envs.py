@@ -418,6 +418,39 @@ def test_workers_end_with_a_main_process(tmp_path, method, steps):
     assert not errors  # nor a warning of multiprocessing
 
 
+FORK = """
+import os, sys, time
+import numpy as np
+sys.path.insert(0, {support!r})
+from host_envs import Count
+from rollout import envs
+
+if __name__ == "__main__":
+    env = envs.workers([Count] * 2, 2)
+    env.reset(np.uint32([0, 0]), np.ones(2, bool))
+    child = os.fork()
+    if not child:
+        sys.exit(3)
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        time.sleep(0.01)
+    print(*env.step(np.int32([1, 2])).reward)
+"""
+
+
+def test_fork_of_the_main_process_ends_and_leaves_the_workers(tmp_path):
+    script = tmp_path / "main.py"
+    script.write_text(FORK.format(support=str(SUPPORT)))
+    path = os.pathsep.join([str(SUPPORT.parent.parent), *sys.path])
+    main = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (main.stdout, main.returncode) == ("1.0 2.0\n", 0), main.stderr
+
+
 def test_functions_may_be_lambdas_and_classes_of_a_notebook(make):
     class Local(Count):
         pass
