@@ -37,8 +37,8 @@ def vectorize(env: Env, num_envs: int, *, auto_reset: str = "auto") -> VectorEnv
         num_envs: B, at least 1.
         auto_reset: `"compact"` resets only the lanes that are done; `"select"` resets
             every lane at every step and keeps the done ones; `"auto"` chooses by the
-            platform that the program is lowered for. All play the same episodes, bit for
-            bit; what is computed from them, such as normalised observations or the
+            platform that the program is lowered for. All play the same episodes, bit
+            for bit; what is computed from them, such as normalised observations or the
             values of a network, may be rounded otherwise.
 
     Returns:
