@@ -8,7 +8,7 @@ wraps a `VectorEnv`, with the statistics of `running_stats`.
 
 from rollout.envs.wrappers.actions import ActionRepeat, RescaleAction
 from rollout.envs.wrappers.endings import EndOnFault, ForceLength, TimeLimit
-from rollout.envs.wrappers.flatten import FlattenObs
+from rollout.envs.wrappers.flatten import FlattenObs, flatten_obs, mask_in
 from rollout.envs.wrappers.history import History, NoRepeat
 from rollout.envs.wrappers.normalize import NormalizeObs, NormalizeReward
 from rollout.envs.wrappers.observations import (
@@ -41,4 +41,6 @@ __all__ = [
     "TransformObs",
     "TransformReward",
     "Trials",
+    "flatten_obs",
+    "mask_in",
 ]

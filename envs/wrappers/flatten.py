@@ -1,6 +1,5 @@
-"""`FlattenObs`: observations of any space as one array, for dense layers."""
+"""`flatten_obs`, `FlattenObs`: observations of any space as one array of floats."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import chex
@@ -8,27 +7,47 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout.envs.spaces import (
-    Box,
-    Composite,
-    Dict,
-    Discrete,
-    MultiDiscrete,
-    Repeated,
-)
+from rollout.envs.spaces import Box, Dict, Discrete, MultiDiscrete, Repeated, as_space
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
 from rollout.envs.wrappers.wrapper import Wrapper
 
 _MASK = "action_mask"
 
 
-class FlattenObs(Wrapper):
-    """Shows every observation as one float32 array.
+def flatten_obs(space: AnySpace, obs: ArrayTree) -> jax.Array:
+    """Makes one float32 array of each observation, for a network of dense layers.
 
     The parts of a `Dict` or `Tuple` are flattened and put one after another, in the
     order of `jax.tree.leaves`. A `Discrete` part becomes one-hot, and so does each
     entry of a `MultiDiscrete`; flags and other numbers become floats. An entry
-    `action_mask` of a `Dict` stays as it is: the observation is then `{"obs": array,
+    `action_mask` of a `Dict` is left out; see `mask_in`.
+
+    Args:
+        space: the space of one observation.
+        obs: `[..., *shape]`, one observation or a batch of them.
+
+    Returns:
+        `[..., n]` float32.
+
+    Raises:
+        ValueError: if the space has a part of another kind.
+    """
+    spaces, leaves = as_space(space).leaves(), jax.tree.leaves_with_path(obs)
+    pairs = zip(leaves, spaces, strict=True)
+    flat = [_flat(part, x) for (path, x), part in pairs if not _is_mask(path)]
+    return jnp.concatenate(flat, axis=-1)
+
+
+def mask_in(obs: ArrayTree) -> jax.Array | None:
+    """Returns the entry `action_mask` of an observation, None if there is none."""
+    leaves = jax.tree.leaves_with_path(obs)
+    return next((x for path, x in leaves if _is_mask(path)), None)
+
+
+class FlattenObs(Wrapper):
+    """Shows every observation as one float32 array, as `flatten_obs` makes it.
+
+    An entry `action_mask` stays as it is: the observation is then `{"obs": array,
     "action_mask": mask}`.
 
     Attributes:
@@ -36,19 +55,23 @@ class FlattenObs(Wrapper):
 
     Raises:
         ValueError: where its space is read, also while tracing, if the environment's
-            has a part of another kind.
+            has a part that `flatten_obs` does not take.
     """
 
     @property
     def observation_space(self) -> AnySpace:
         """Space of `obs`: a box, or a dict of one and the mask."""
-        mask, space = self._parts(super().observation_space)
-        lows, highs = zip(*map(_bounds, space.leaves()), strict=True)
-        known = not any(isinstance(x, jax.Array) for x in (*lows, *highs))
-        xp = np if known else jnp
-        low, high = xp.concatenate(lows), xp.concatenate(highs)
-        box = Box(low, high, low.shape)
-        return box if mask is None else Dict({"obs": box, _MASK: mask})
+        seen = jax.eval_shape(lambda: self.env.reset(jax.random.key(0))[1])
+        paths = [path for path, _ in jax.tree.leaves_with_path(seen)]
+        pairs = list(zip(paths, super().observation_space.leaves(), strict=True))
+        bounds = [_bounds(part) for path, part in pairs if not _is_mask(path)]
+        lows, highs = zip(*bounds, strict=True)
+        is_known = not any(isinstance(x, jax.Array) for x in (*lows, *highs))
+        xp = np if is_known else jnp
+        low = xp.concatenate(lows)
+        box = Box(low, xp.concatenate(highs), low.shape)
+        masks = [part for path, part in pairs if _is_mask(path)]
+        return Dict({"obs": box, _MASK: masks[0]}) if masks else box
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`."""
@@ -60,20 +83,13 @@ class FlattenObs(Wrapper):
         result = self.env.step(key, state, action)
         return result.replace(obs=self._see(result.obs))
 
-    def _see(self, obs: Any) -> ArrayTree:
-        mask, obs = self._parts(obs)
-        _, space = self._parts(super().observation_space)
-        pairs = zip(space.leaves(), jax.tree.leaves(obs), strict=True)
-        flat = jnp.concatenate([_flat(part, x) for part, x in pairs])
+    def _see(self, obs: ArrayTree) -> ArrayTree:
+        flat, mask = flatten_obs(super().observation_space, obs), mask_in(obs)
         return flat if mask is None else {"obs": flat, _MASK: mask}
 
-    def _parts(self, whole: Any) -> tuple[Any, Any]:
-        """Takes the mask, if there is one, from an observation or its space."""
-        parts = whole.spaces if isinstance(whole, Composite) else whole
-        if not isinstance(parts, Mapping) or _MASK not in parts:
-            return None, whole
-        rest = {name: part for name, part in parts.items() if name != _MASK}
-        return parts[_MASK], Dict(rest) if parts is not whole else rest
+
+def _is_mask(path: Any) -> bool:
+    return bool(path) and getattr(path[-1], "key", None) == _MASK
 
 
 def _sizes(space: AnySpace) -> np.ndarray | None:
@@ -82,32 +98,33 @@ def _sizes(space: AnySpace) -> np.ndarray | None:
         space = space.space
     if isinstance(space, Discrete):
         return np.array([space.n])
-    if isinstance(space, MultiDiscrete):
-        return np.asarray(space.nvec).reshape(-1)
-    return None
+    return np.ravel(space.nvec) if isinstance(space, MultiDiscrete) else None
 
 
 def _flat(space: AnySpace, x: jax.Array) -> jax.Array:
-    sizes = _sizes(space)
+    if space.shape is None or space.bounds is None:
+        raise ValueError(
+            "`env.observation_space` must be made of Box, Discrete, MultiDiscrete and "
+            f"MultiBinary to be flattened, got {space!r}."
+        )
+    x, sizes = jnp.asarray(x), _sizes(space)
+    lead = x.shape[: x.ndim - len(space.shape)]
     if sizes is None:
-        return jnp.ravel(x).astype(jnp.float32)
-    low = jnp.broadcast_to(jnp.asarray(space.bounds[0], x.dtype), x.shape)
-    columns = (x - low).reshape(-1, len(sizes)).T
-    hot = [jax.nn.one_hot(y, n) for y, n in zip(columns, sizes.tolist(), strict=True)]
-    return jnp.ravel(jnp.concatenate(hot, axis=1)).astype(jnp.float32)
+        return x.reshape(*lead, -1).astype(jnp.float32)
+    low = jnp.broadcast_to(jnp.asarray(space.bounds[0], x.dtype), space.shape)
+    index = (x - jnp.expand_dims(low, range(len(lead)))).reshape(*lead, -1, len(sizes))
+    hot = [
+        jax.nn.one_hot(index[..., i], n, dtype=jnp.float32)
+        for i, n in enumerate(sizes.tolist())
+    ]
+    return jnp.concatenate(hot, axis=-1).reshape(*lead, -1)
 
 
 def _bounds(space: AnySpace) -> tuple[Any, Any]:
     """Returns the bounds of a part after it is flattened, `[n]` each."""
-    if space.shape is None or space.bounds is None:
-        raise ValueError(
-            "`env.observation_space` must be made of Box, Discrete, MultiDiscrete and "
-            f"MultiBinary for `FlattenObs`, got {space!r}."
-        )
-    sizes = _sizes(space)
-    if sizes is not None:
-        number = int(np.prod(space.shape, dtype=int)) // len(sizes) * int(sizes.sum())
-        return np.zeros(number, np.float32), np.ones(number, np.float32)
-    xp = jnp if isinstance(space.bounds[0], jax.Array) else np
+    flat = jax.eval_shape(lambda: _flat(space, jnp.zeros(space.shape, space.dtype)))
+    if _sizes(space) is not None:
+        return np.zeros(flat.shape, np.float32), np.ones(flat.shape, np.float32)
+    xp = jnp if any(isinstance(x, jax.Array) for x in space.bounds) else np
     low, high = (xp.broadcast_to(x, space.shape).reshape(-1) for x in space.bounds)
     return low.astype(np.float32), high.astype(np.float32)

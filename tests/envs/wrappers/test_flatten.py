@@ -10,7 +10,7 @@ from suite_checks import KEY, play
 import rollout
 from rollout import envs
 from rollout.envs import spaces
-from rollout.envs.wrappers import FlattenObs, ObserveState
+from rollout.envs.wrappers import FlattenObs, ObserveState, flatten_obs, mask_in
 
 TWO = {"a": envs.Discrete(3, start=-1), "b": envs.Box(-2.0, 5.0, (2, 1))}
 SPACES = {
@@ -64,6 +64,7 @@ def test_flat_observations_are_those_of_numpy(name):
             one = jax.tree.map(lambda x, at=at: np.asarray(x)[at], seen)
             np.testing.assert_array_equal(obs[at], plain(SPACES[name], one))
             assert space.contains(obs[at])
+    np.testing.assert_array_equal(flatten_obs(SPACES[name], rows.obs), flat.obs)
     assert flat.obs.dtype == space.dtype == np.float32
     assert flat.obs.shape[2:] == space.shape
 
@@ -85,6 +86,8 @@ def test_mask_of_actions_stays_apart():
         lambda key: collector.collect_steps(collector.init(key), None, 12)[1]
     )(KEY)
     np.testing.assert_array_equal(rows.obs["obs"].argmax(-1), rows.action)
+    assert mask_in({"obs": 1, "info": {"action_mask": 2}}) == 2
+    assert mask_in((1, {"mask": 2})) is None
 
 
 def test_space_without_bounds_is_refused():
@@ -95,7 +98,7 @@ def test_space_without_bounds_is_refused():
             return jnp.int32(0)
 
     odd = envs.TransformObs(CountEnv(), lambda obs: jnp.int32(0), Odd())
-    with pytest.raises(ValueError, match=r"made of Box, Discrete, .* for `FlattenObs`"):
+    with pytest.raises(ValueError, match=r"made of Box, Discrete, .* to be flattened"):
         _ = FlattenObs(odd).observation_space
 
 
