@@ -145,18 +145,16 @@ COUNTS = {
             carry(), None, max, 0, num_episodes=n, max_episode_steps=9
         ),
         lambda n: rollout.evaluate(collector(), KEY, None, n),
-    ],
-    "episodes_per_env": [
-        lambda n: collector().collect_episodes_per_env(
-            carry(), None, n, max_episode_steps=9
-        )
+        lambda n: collector().collect_episodes(
+            carry(), None, n, max_episode_steps=9, per_env=True
+        ),
     ],
     "max_episode_steps": [
         lambda n: collector().collect_episodes(carry(), None, 2, max_episode_steps=n),
         lambda n: rollout.evaluate(collector(), KEY, None, 5, max_episode_steps=n),
         lambda n: draw_episode(on_host(), KEY, None, n),
-        lambda n: collector().collect_padded_episodes(
-            carry(), None, 2, max_episode_steps=n
+        lambda n: collector().collect_episodes(
+            carry(), None, 2, max_episode_steps=n, return_rows=True
         ),
         lambda n: stream(max_episode_steps=n),
         lambda n: envs.make("CartPole-v1", max_episode_steps=n),
@@ -219,11 +217,18 @@ REFUSED = {
     "`carry` must be what `init` or an earlier call returned": [
         lambda: collector().collect_steps(None, carry(), 2),
         lambda: collector().collect_episodes(None, None, 2, max_episode_steps=3),
-        lambda: collector().collect_padded_episodes(None, None, 2, max_episode_steps=3),
+        lambda: collector().collect_episodes(
+            None, None, 2, max_episode_steps=3, return_rows=True
+        ),
         lambda: collector().fold_episodes(
             None, None, max, 0, num_episodes=2, max_episode_steps=3
         ),
         lambda: collector().step(carry().env_state, None),
+    ],
+    "`min_steps` must be None with `per_env=True`, where every lane plays all": [
+        lambda: collector().collect_episodes(
+            carry(), None, 2, max_episode_steps=3, min_steps=5, per_env=True
+        )
     ],
     "`carry` must have the lanes of the collector, num_envs=8, got shape (4,)": [
         lambda: make_collector("count", 8).step(carry(), None),

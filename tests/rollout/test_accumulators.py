@@ -73,8 +73,10 @@ def test_accumulators_change_nothing_else():
 def test_episodes_have_the_values_of_their_last_step():
     collector = make_collector()
     carry = collector.init(jax.random.key(1))
-    for play in ("collect_episodes", "collect_episodes_per_env"):
-        carry, episodes = getattr(collector, play)(carry, None, 4, max_episode_steps=6)
+    for per_env in (False, True):
+        carry, episodes = collector.collect_episodes(
+            carry, None, 4, max_episode_steps=6, per_env=per_env
+        )
         accumulated, length = episodes.accumulated, np.asarray(episodes.episode_length)
         expected = np.vectorize(discounted)(length)
         np.testing.assert_allclose(accumulated["discounted"], expected, rtol=1e-6)

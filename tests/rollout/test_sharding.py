@@ -144,9 +144,9 @@ def methods(collector, carry):
         "step": collector.step(*args),
         "fold": collector.fold_steps(*args, buffer.add, empty, num_steps=T),
         "episodes": collector.collect_episodes(*args, 3 * B + 1, **limit),
-        "per env": collector.collect_episodes_per_env(*args, 2, **limit),
-        "padded": collector.collect_padded_episodes(
-            *args, 2 * B + 3, max_episode_steps=15
+        "per env": collector.collect_episodes(*args, 2, **limit, per_env=True),
+        "padded": collector.collect_episodes(
+            *args, 2 * B + 3, max_episode_steps=15, return_rows=True
         ),
     }
 
@@ -406,7 +406,9 @@ APART = {
     "steps": lambda x, *args: x.collect_steps(*args, 2),
     "fold": lambda x, *args: x.fold_steps(*args, lambda acc, _: acc, 0, num_steps=2),
     "episodes": lambda x, *args: x.collect_episodes(*args, 2, max_episode_steps=3),
-    "padded": lambda x, *args: x.collect_padded_episodes(*args, 2, max_episode_steps=3),
+    "padded": lambda x, *args: x.collect_episodes(
+        *args, 2, max_episode_steps=3, return_rows=True
+    ),
     "evaluate": lambda x, carry, params: rollout.evaluate(x, carry.key, params, 2),
     "Stream": lambda x, carry, params: next(
         rollout.Stream(x, key=carry.key, params=params, steps_per_batch=B)

@@ -167,9 +167,9 @@ def test_end_of_a_batch_and_whole_episodes_tell_final_values():
     @quick_jit
     def play(collector):
         carry = collector.init(KEY)
-        return collector.collect_padded_episodes(carry, PARAMS, 3, max_episode_steps=4)[
-            1
-        ]
+        return collector.collect_episodes(
+            carry, PARAMS, 3, max_episode_steps=4, return_rows=True
+        )[1]
 
     padded = jax.device_get(play(collector))
     assert padded.final_value[GROUP].shape == (4, 3, 2)

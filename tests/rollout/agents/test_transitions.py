@@ -356,8 +356,8 @@ def test_cut_of_the_episode_truncates_who_is_left():
     def play(collector):
         carry = collector.init(KEY)
         pending = rollout.agents.init_agent_transitions(collector, carry)
-        _, trajectory, played = collector.collect_padded_episodes(
-            carry, None, 1, max_episode_steps=2
+        _, trajectory, played = collector.collect_episodes(
+            carry, None, 1, max_episode_steps=2, return_rows=True
         )
         return played, rollout.agents.agent_transitions(pending, trajectory)[1]
 
