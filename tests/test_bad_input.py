@@ -133,8 +133,10 @@ COUNTS = {
         lambda n: collector().fold_steps(carry(), None, max, 0, num_steps=n),
         lambda n: rollout.random_warmup(policy(), DISCRETE, n),
         lambda n: envs.TimeLimit(COUNT, n),
-        lambda n: rollout.profile(collector(), None, n),
-        lambda n: rollout.inspect(collector(), None, accelerator="h100", num_steps=n),
+        lambda n: rollout.profile(collector(), KEY, None, n),
+        lambda n: rollout.inspect(
+            collector(), KEY, None, accelerator="h100", num_steps=n
+        ),
     ],
     "num_devices": [lambda n: inspection.devices("h100", n)],
     "num_minibatches": [lambda n: scan_minibatches(VALUES, n)],
@@ -165,7 +167,7 @@ COUNTS = {
         )
     ],
     "num_repeats": [
-        lambda n: rollout.profile(collector(), None, 2, num_repeats=n),
+        lambda n: rollout.profile(collector(), KEY, None, 2, num_repeats=n),
         lambda n: envs.ActionRepeat(COUNT, n),
     ],
     "epochs": [lambda n: scan_minibatches(jnp.zeros((2, 2)), 2, n)],
@@ -212,6 +214,7 @@ REFUSED = {
         lambda: collector().init(jax.random.split(KEY)),
         lambda: collector().init(None),
         lambda: rollout.evaluate(collector(), 1, None, 2),
+        lambda: rollout.profile(collector(), 1, None, 2),
         lambda: stream(key=0),
     ],
     "`carry` must be what `init` or an earlier call returned": [

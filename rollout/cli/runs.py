@@ -202,17 +202,18 @@ def inspect(run: Namespace) -> inspection.Report:
         jax.config.update("jax_platforms", "cpu")  # does not look for accelerators
     collector, params = make_collector(run)
     options = {"accelerator": run.inspect, "num_steps": run.num_steps}
-    return inspection.inspect(collector, params, **options)
+    return inspection.inspect(collector, jax.random.key(run.seed), params, **options)
 
 
 def profile(run: Namespace, num_devices: int) -> profiling.Profile:
     """Times the parts of a batch, and traces one more."""
     collector, params = make_collector(run, num_devices)
-    carry, size = collector.init(jax.random.key(run.seed)), num_rows(run)
+    key, size = jax.random.key(run.seed), num_rows(run)
+    carry = collector.init(key)
     carry, _ = collector.collect_steps(carry, params, size)  # compiles
     with jax.profiler.trace(run.profile):
         jax.block_until_ready(collector.collect_steps(carry, params, size))
-    return profiling.profile(collector, params, size)
+    return profiling.profile(collector, key, params, size)
 
 
 def num_rows(run: Namespace) -> int:

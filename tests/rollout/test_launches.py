@@ -83,7 +83,7 @@ def learner(params, obs, key):
     ],
 )
 def test_steps_are_few_launches_in_graphs_without_a_wait(env_id, policy, params, most):
-    report = inspect(make(env_id, policy), params, num_steps=T)
+    report = inspect(make(env_id, policy), jax.random.key(0), params, num_steps=T)
     assert report.waits == ()
     assert report.launches_per_step <= most
     assert report.loose_per_step <= 2

@@ -274,9 +274,9 @@ def test_step_of_an_accelerator_is_that_of_one_with_as_many_lanes(
     def make(num_envs):
         return make_case("CartPole-v1", "random", "auto", num_envs)
 
-    one = rollout.inspect(make(128), PARAMS, **options)
+    one = rollout.inspect(make(128), KEY, PARAMS, **options)
     sharded = rollout.shard(make(128 * num_devices), mesh)
-    every = rollout.inspect(sharded, PARAMS, **options)
+    every = rollout.inspect(sharded, KEY, PARAMS, **options)
     assert every.waits == ()
     assert every.collectives_per_round == ()
     # Once a round of the loop, each asks which lanes are its own.
