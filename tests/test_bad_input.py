@@ -317,7 +317,7 @@ REFUSED = {
     "`gravity` must be a number": [lambda: envs.make("CartPole-v1", gravity="high")],
     "`env_id` must be an id, text such as": [
         lambda: envs.make(None),
-        lambda: envs.make_agents(COUNT),
+        lambda: envs.make(COUNT),
     ],
     "`leave` must be a rule": [
         lambda: envs.recommendation.RecommendationEnv([[1.0]], leave=jnp.add)

@@ -76,21 +76,16 @@ def make_collector(run: Namespace, num_devices: int = 1) -> tuple[Any, Any]:
         else:
             env = envs.from_gymnasium(env_id, run.num_envs, **options)
         return HostCollector(env=env, policy=random_policy(env.action_space)), params
-    if suite in ("jaxmarl", "pgx"):
-        one: Any = envs.make_agents(run.env, **options)
-    elif not env_id or suite in SUITES:
-        one = envs.make(run.env, **options)
-    else:
-        one = _make_own(run.env, options)
+    is_id = not env_id or suite in SUITES
+    one: Any = envs.make(run.env, **options) if is_id else _make_own(run.env, options)
+    env = envs.vectorize(one, run.num_envs)
     if hasattr(one, "agents"):
-        env = envs.vectorize_agents(one, run.num_envs)
         seen, spaces = env.observation_spaces, env.action_spaces
         every = {x: _random_policy(seen[x], spaces[x]) for x in env.groups}
         groups = {agent: x for x, names in env.groups.items() for agent in names}
         policy = agents.policy_map(every, agents.fixed_mapping(groups), env)
         params = dict.fromkeys(every)
     else:
-        env = envs.vectorize(one, run.num_envs)
         policy = _random_policy(env.observation_space, env.action_space)
     collector = Collector(env=env, policy=policy)
     if num_devices == 1:

@@ -115,7 +115,7 @@ def test_stream_counts_the_values_of_all_batches():
 def test_value_may_be_one_per_agent():
     """Rewards above 10 of each agent, against the trajectory's own."""
     rewards = [[1, 20], [11, 30], [12, 5]]
-    env = envs.vectorize_agents(schedule(np.ones((4, 2)), rewards), B)
+    env = envs.vectorize(schedule(np.ones((4, 2)), rewards), B)
     high = rollout.Accumulator(
         lambda num_envs: rollout.agents.PerAgent(jnp.zeros((num_envs, 2), jnp.int32)),
         lambda x, t: rollout.agents.PerAgent(x.value + (t.info.agents.reward > 10)),

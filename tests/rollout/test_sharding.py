@@ -87,7 +87,7 @@ class LevelEnv(CountEnv):
 def make_limits():
     """Each lane has a limit of its own."""
     env = jax.vmap(lambda limit: CountEnv(limit=limit))(3 + jnp.arange(B) % 5)
-    return make_collector("count", B).replace(env=envs.vectorize_each(env, B))
+    return make_collector("count", B).replace(env=envs.vectorize_each(env))
 
 
 def make_levels():

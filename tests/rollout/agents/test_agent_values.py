@@ -46,7 +46,7 @@ COUNTING = rollout.recurrent_policy(count, jnp.zeros, value_fn=critic)
 
 
 def make_collector(env, num_envs=B, policy=COUNTING, team_value=None):
-    env = envs.vectorize_agents(env, num_envs)
+    env = envs.vectorize(env, num_envs)
     policies = {
         "count": policy,
         "random": rollout.random_policy(env.action_spaces["one"]),

@@ -32,7 +32,7 @@ def assert_agents(table, returns, lengths):
 @pytest.fixture
 def chance(monkeypatch):
     """Agents that come and go at random, in two groups."""
-    monkeypatch.setattr(envs, "make_agents", lambda env_id: ChanceEnv())
+    monkeypatch.setattr(envs, "make", lambda env_id: ChanceEnv())
 
 
 def assert_counts(table, steps, reward, stale):

@@ -38,7 +38,7 @@ def fixed_lengths():
     """Lanes 0 to 3 with episodes of 2, 3, 4 and 5 steps, and a carry."""
     length = np.arange(2, 6)
     env = CountEnv(min_length=length, max_length=length, limit=np.full(4, 100))
-    vector_env = envs.vectorize_each(env, 4, auto_reset="select")  # compiles faster
+    vector_env = envs.vectorize_each(env, auto_reset="select")  # compiles faster
     collector = rollout.Collector(env=vector_env, policy=COUNTING)
     return collector, collector.init(jax.random.key(0))
 
@@ -171,7 +171,7 @@ def test_mean_over_two_kinds_of_lanes_is_not_biased():
         max_length=jnp.array([20, 4, 20, 4]),
         limit=jnp.full(4, 1000),
     )
-    collector = rollout.Collector(env=envs.vectorize_each(env, 4), policy=COUNTING)
+    collector = rollout.Collector(env=envs.vectorize_each(env), policy=COUNTING)
 
     play = functools.partial(
         rollout.Collector.collect_episodes, num_episodes=3, per_env=True
