@@ -178,7 +178,7 @@ def _exploring(wrap: Callable[[Any, Any], Any]) -> Made:
 
 def agent_transitions() -> Made:
     """What each of two agents experienced who take turns."""
-    env = envs.vectorize_agents(envs.make_agents("pgx:tic_tac_toe"), num_envs=NUM_ENVS)
+    env = envs.make_vec("pgx:tic_tac_toe", num_envs=NUM_ENVS)
     mask_fn = lambda obs: obs["action_mask"]  # noqa: E731
     policy = rollout.random_policy(env.action_spaces["players"], mask_fn=mask_fn)
     seats = rollout.agents.fixed_mapping({"player_0": "one", "player_1": "one"})

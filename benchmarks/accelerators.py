@@ -141,8 +141,14 @@ def reset_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
             row = {"Reset": f"{kind}, {accelerator}", "Lanes": f"{num_envs:,}"}
             for auto_reset in programs.AUTO_RESETS:
                 collector = programs.dear_reset(kind, num_envs, auto_reset)
-                options = {"accelerator": accelerator, "num_steps": NUM_STEPS}
-                costs = costs_of(rollout.inspect(collector, None, **options), NUM_STEPS)
+                report = rollout.inspect(
+                    collector,
+                    jax.random.key(0),
+                    None,
+                    accelerator=accelerator,
+                    num_steps=NUM_STEPS,
+                )
+                costs = costs_of(report, NUM_STEPS)
                 row[auto_reset] = ", ".join(
                     f"{y} {x.lower()}" for x, y in costs.items()
                 )

@@ -103,7 +103,7 @@ def spread_programs(num_envs: int) -> dict[str, Program]:
     """Ours and JaxMARL's loop, with the same things returned."""
     with contextlib.redirect_stdout(io.StringIO()):
         game = jaxmarl.make("MPE_simple_spread_v3")
-    env = envs.vectorize_agents(envs.suites.from_jaxmarl(game), num_envs)
+    env = envs.vectorize(envs.suites.from_jaxmarl(game), num_envs)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
 
@@ -150,7 +150,7 @@ def spread_programs(num_envs: int) -> dict[str, Program]:
 
 def one_programs(env_id: str, num_envs: int) -> dict[str, Program]:
     """An environment plainly, and as one of one agent."""
-    agent = envs.vectorize_agents(OneAgent(envs.make(env_id)), num_envs)
+    agent = envs.vectorize(OneAgent(envs.make(env_id)), num_envs)
     policy = rollout.random_policy(agent.action_space)
     programs = {}
     for name, collector in (
@@ -170,7 +170,7 @@ def draw(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
 
 def population_programs(size: int) -> dict[str, Program]:
     """One policy for all, members in blocks, and members gathered per agent."""
-    env = envs.vectorize_agents(Still(), NUM_LANES)
+    env = envs.vectorize(Still(), NUM_LANES)
     policy = rollout.stateless_policy(draw)
     init_key = jax.random.key(1)
     init = lambda key: NETWORK.init(key, jnp.zeros((1, OBS_SIZE)))  # noqa: E731

@@ -151,7 +151,7 @@ def dqn() -> Parts:
         return state[1][0]
 
     params = jax.tree.map(jnp.copy, state[1][0])
-    rows = names["buffer"].sample(state[1][3], key, 128, 0.4, n_step=3, gamma=0.99)
+    rows = names["buffer"].sample(state[1][3], key, 128, beta=0.4, n_step=3, gamma=0.99)
 
     def descend(params: Any, opt_state: Any) -> Any:
         def step(learner: Any, _: None) -> Any:

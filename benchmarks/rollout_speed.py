@@ -148,7 +148,9 @@ def measure_parts(env_id: str, num_envs: int, repeats: int) -> dict[str, str]:
     """Times the parts of a step, and a collection without `next_obs`."""
     whole = lanes(env_id, num_envs)
     less = whole.replace(record_fn=lambda row: row.replace(next_obs=()))
-    parts = rollout.profile(whole, None, NUM_STEPS, num_repeats=repeats)
+    parts = rollout.profile(
+        whole, jax.random.key(0), None, NUM_STEPS, num_repeats=repeats
+    )
     programs = {"whole": steps(whole, NUM_STEPS), "less": steps(less, NUM_STEPS)}
     timing = measure(programs, repeats)
     names = {"policy": "policy", "step": "env_step", "reset": "auto_reset"}

@@ -214,7 +214,7 @@ def run_ours(env_id: str, num_envs: int, mask_fn: Callable | None) -> Program:
 
 def run_game(env_id: str, num_envs: int) -> Program:
     """The same of a game of pgx for all players, who all see the same."""
-    env = envs.vectorize_agents(envs.make_agents(env_id), num_envs)
+    env = envs.vectorize(envs.make(env_id), num_envs)
     space = env.action_spaces["players"]
     policy = rollout.random_policy(space, mask_fn=lambda obs: obs["action_mask"])
     policy = rollout.agents.policy_map(

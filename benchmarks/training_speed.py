@@ -262,8 +262,8 @@ def of_evosax() -> Iterator[Training]:
 
         def train(key: jax.Array) -> Any:
             carry = collector.init(key)
-            return collector.collect_episodes_per_env(
-                carry, population, 1, max_episode_steps=500
+            return collector.collect_episodes(
+                carry, population, 1, max_episode_steps=500, per_env=True
             )[1]
 
         return train

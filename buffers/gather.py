@@ -25,7 +25,7 @@ class SampleOptions(struct.PyTreeNode, kw_only=True):
     """
 
     batch_size: int = struct.field(pytree_node=False)
-    beta: float | jax.Array
+    beta: float | jax.Array | None = None
     length: int | None = struct.field(pytree_node=False, default=None)
     n_step: int | None = struct.field(pytree_node=False, default=None)
     gamma: float | jax.Array | None = None

@@ -15,6 +15,7 @@ from rollout.buffers.replay import ReplayBuffer, as_rows, jit_method
 from rollout.buffers.types import PrioritizedState
 from rollout.envs.types import ArrayTree
 
+_BETA = 0.4  # by default
 _LARGEST = 1e30  # of priority ** alpha: a sum of 2**30 of them is still finite
 
 
@@ -181,7 +182,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         # N and the sum cancel when weights are divided by the largest, which is that of
         # the smallest mass. At infinity an unusable row is never the smallest.
         mass = jnp.where(usable, tree[0][row], jnp.inf)
-        weights = (mass / jnp.min(mass)) ** -jnp.asarray(options.beta, jnp.float32)
+        beta = jnp.asarray(_BETA if options.beta is None else options.beta, jnp.float32)
+        weights = (mass / jnp.min(mass)) ** -beta
         # The barrier makes an `update` of these rows wait until the weights have read
         # the sums, so that it writes in place.
         return lax.optimization_barrier((row, jnp.where(usable, weights, 0)))

@@ -175,8 +175,8 @@ class ReplayBuffer(struct.PyTreeNode):
         state: ArrayTree,
         key: chex.PRNGKey,
         batch_size: int,
-        beta: float | jax.Array = 0.4,
         *,
+        beta: float | jax.Array | None = None,
         n_step: int | None = None,
         gamma: float | jax.Array | None = None,
         stack: int | None = None,
@@ -194,9 +194,9 @@ class ReplayBuffer(struct.PyTreeNode):
             state: a state for which `can_sample` holds.
             key: one typed key.
             batch_size: S, at least 1.
-            beta: how much of the bias of unequal chances the weights correct, in [0,
-                1], a number or `()`; by default the first value in the paper of
-                `PrioritizedReplayBuffer`. Anneal it to 1. Even draws have no bias.
+            beta: only of a `PrioritizedReplayBuffer`: how much of the bias of unequal
+                chances the weights correct, in [0, 1], a number or `()`. None takes
+                0.4, the first value in its paper. Anneal it to 1.
             n_step: steps to sum, at least 1. The sum stops at a termination, at a
                 truncation, and where the rows end. Then it has fewer steps, and
                 `discount` and `next_obs` match them.
@@ -223,16 +223,16 @@ class ReplayBuffer(struct.PyTreeNode):
 
         Raises:
             ValueError: if a count is not an int of at least 1, if `beta` or `gamma` is
-                a number out of range, if `gamma` is without `n_step`, or if the
-                transition lacks a needed field.
+                a number out of range, if `beta` is without priorities or `gamma`
+                without `n_step`, or if the transition lacks a needed field.
 
         Source:
             "Reinforcement Learning: An Introduction", 2nd ed., eq. 7.1; "Hindsight
             Experience Replay", section 4.5, arXiv:1707.01495.
         """
-        checks.fraction("beta", beta)
-        if gamma is not None:
-            checks.fraction("gamma", gamma)
+        for name, value in (("beta", beta), ("gamma", gamma)):
+            if value is not None:
+                checks.fraction(name, value)
         if relabel_fn is not None:
             # If it is not to be found in the cache of `jit`: a new object.
             known = programs.static(relabel_fn, state, key, beta, gamma)
@@ -254,7 +254,8 @@ class ReplayBuffer(struct.PyTreeNode):
         key: chex.PRNGKey,
         batch_size: int,
         length: int,
-        beta: float | jax.Array = 0.4,
+        *,
+        beta: float | jax.Array | None = None,
     ) -> Sequences:
         """Draws pieces of episodes, by their first rows as `sample` does.
 
@@ -274,9 +275,11 @@ class ReplayBuffer(struct.PyTreeNode):
 
         Raises:
             ValueError: if a count is not an int of at least 1, if `beta` is a number
-                out of range, or if the transition has no `terminated` or `truncated`.
+                out of range or without priorities, or if the transition has no
+                `terminated` or `truncated`.
         """
-        checks.fraction("beta", beta)
+        if beta is not None:
+            checks.fraction("beta", beta)
         options = gather.SampleOptions(batch_size=batch_size, beta=beta, length=length)
         return self._sample(state, key, options)
 
@@ -479,6 +482,12 @@ class ReplayBuffer(struct.PyTreeNode):
         self, state: ArrayTree, key: chex.PRNGKey, options: gather.SampleOptions
     ) -> tuple[jax.Array, jax.Array]:
         """Draws `[S]` rows and their weights; the weight of an unusable row is 0."""
+        if options.beta is not None:
+            raise ValueError(
+                "`beta` must be None without priorities, of which even draws have no "
+                f"bias to correct, got {options.beta}: `PrioritizedReplayBuffer` has "
+                "them."
+            )
         memory, num_draws = state.ring, options.batch_size
         usable_fn = self._usable_fn(state, options.stack)
         if usable_fn is None:

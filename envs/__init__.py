@@ -1,11 +1,10 @@
 """Environments of any kind, behind one contract.
 
-`make` and `make_vec` make environments by id, `from_gymnax` adapts any gymnax-style
-object, `vectorize` puts copies side by side with auto-reset. For a custom environment,
-write the two methods of `Env`. `render_gif` draws an episode. `from_gymnasium` and
-`workers` make a `HostVectorEnv` of environments that are not JAX. For several agents,
-`make_agents` makes environments by id, `vectorize_agents` puts copies side by side, and
-`MultiAgentEnv` is the contract of a custom one.
+`make` and `make_vec` make environments by id, of one agent or several, `from_gymnax`
+adapts any gymnax-style object, `vectorize` puts copies side by side with auto-reset.
+For a custom environment, write the two methods of `Env`, or of `MultiAgentEnv` for
+several agents. `render_gif` draws an episode. `from_gymnasium` and `workers` make a
+`HostVectorEnv` of environments that are not JAX.
 
 This package exports what most programs need. `rollout.envs.suites` adapts suites of
 environments, each imported only when used; `rollout.envs.host` has environments that
@@ -13,10 +12,10 @@ are not JAX; `rollout.envs.wrappers` and `rollout.envs.spaces` have all wrappers
 spaces; `rollout.envs.recommendation` and `rollout.envs.ratings` have users and items;
 `rollout.envs.render` draws.
 
-`types` and `multi_agent` have the contracts, `registry` the ids; `vectorize` and
-`vectorize_agents` make lanes, which `auto_reset` resets. Below them: `prng` draws
-random numbers, `masked_update` computes something for few lanes, `cost_estimate` counts
-the operations of a reset, and `optional_import` imports suites.
+`types` and `multi_agent` have the contracts, `registry` the ids; `vectorize` makes
+lanes, which `auto_reset` resets, and `joint` lets several agents act as one. Below
+them: `prng` draws random numbers, `masked_update` computes something for few lanes,
+`cost_estimate` counts the operations of a reset, and `optional_import` imports suites.
 """
 
 from rollout.envs import multi_agent as multi_agent
@@ -33,13 +32,12 @@ from rollout.envs.host.gymnasium import from_gymnasium
 from rollout.envs.host.normalize_host import NormalizeHost
 from rollout.envs.host.types import EnvFault
 from rollout.envs.host.worker_envs import workers
-from rollout.envs.registry import env_ids, make, make_agents, make_vec
+from rollout.envs.registry import env_ids, make, make_vec
 from rollout.envs.render import render_gif
 from rollout.envs.spaces import Box, Discrete
 from rollout.envs.suites import from_gymnax
 from rollout.envs.types import EnvStep
 from rollout.envs.vectorize import vectorize, vectorize_each
-from rollout.envs.vectorize_agents import vectorize_agents
 from rollout.envs.wrappers import (
     ActionRepeat,
     FrameStack,
@@ -72,11 +70,9 @@ __all__ = [
     "from_gymnasium",
     "from_gymnax",
     "make",
-    "make_agents",
     "make_vec",
     "render_gif",
     "vectorize",
-    "vectorize_agents",
     "vectorize_each",
     "workers",
 ]

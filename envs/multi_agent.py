@@ -2,7 +2,7 @@
 
 A `MultiAgentEnv` is one environment, a pure function of its state, in which some of its
 agents act at every step: all that have not ended (simultaneous), one after the other
-(turn-based), or any others. `vectorize_agents` makes it a `VectorEnv`, whose `info` has
+(turn-based), or any others. `vectorize` makes it a `VectorEnv`, whose `info` has
 the values of single agents.
 """
 
@@ -195,7 +195,7 @@ class AgentInfo(struct.PyTreeNode, kw_only=True):
 
 
 class MultiAgentInfo(struct.PyTreeNode):
-    """The `info` of a step of `vectorize_agents`.
+    """The `info` of a step of several agents in the lanes of `vectorize`.
 
     Attributes:
         agents: the values of single agents.
@@ -231,7 +231,7 @@ def layout_of(env: Any) -> AgentLayout:
     """Returns the agents of an environment.
 
     Args:
-        env: a `MultiAgentEnv`, or a result of `vectorize_agents`, wrapped or not.
+        env: a `MultiAgentEnv`, or a result of `vectorize` of one, wrapped or not.
 
     Raises:
         ValueError: if it is neither, or if its groups contradict its agents.
@@ -246,8 +246,8 @@ def layout_of(env: Any) -> AgentLayout:
     names = ("agents", "groups")
     if not all(hasattr(env, name) for name in names):
         raise ValueError(
-            "`env` must have several agents, as a `MultiAgentEnv` or a result of "
-            f"`rollout.envs.vectorize_agents`, got {type(env).__name__}."
+            "`env` must have several agents, as a `MultiAgentEnv` or the lanes of one "
+            f"by `rollout.envs.vectorize`, got {type(env).__name__}."
         )
     return _make_layout(env)
 

@@ -1,4 +1,4 @@
-"""Environments by id: `make`, `make_vec`, `make_agents` and the list `env_ids`."""
+"""Environments by id: `make`, `make_vec` and the list `env_ids`."""
 
 import contextlib
 import difflib
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rollout import checks, programs
-from rollout.envs.multi_agent import MultiAgentEnv
 from rollout.envs.suites import (
     brax,
     craftax,
@@ -21,7 +20,7 @@ from rollout.envs.suites import (
     playground,
     xminigrid,
 )
-from rollout.envs.types import Env, VectorEnv
+from rollout.envs.types import VectorEnv
 from rollout.envs.vectorize import vectorize
 from rollout.envs.wrappers.endings import TimeLimit
 
@@ -31,7 +30,7 @@ _OTHERS = (
     " Other suites' ids begin with the suite, as brax:ant does; `from_gymnasium` makes "
     "those of Gymnasium, for a `HostCollector`."
 )
-# Each has `ids`, and `make_one`, `make_agents` or both.
+# Each has `ids` and `make`.
 SUITES = {
     "gymnax": gymnax,
     "brax": brax,
@@ -46,7 +45,7 @@ SUITES = {
 
 
 def env_ids(suite: str = _GYMNAX) -> tuple[str, ...]:
-    """Lists ids that `make` and `make_agents` know.
+    """Lists ids that `make` knows.
 
     Args:
         suite: "gymnax", whose ids have no prefix, or another suite in the table of the
@@ -74,13 +73,13 @@ def env_ids(suite: str = _GYMNAX) -> tuple[str, ...]:
 
 def make(
     env_id: str, *, max_episode_steps: int | None = None, **env_params: Any
-) -> Env:
+) -> Any:
     """Makes the environment `env_id` of gymnax, or of another installed suite.
 
     Args:
         env_id: an id of `env_ids()`, or the suite, a colon, and the suite's own id:
-            "brax:ant", "jumanji:Snake-v1", "navix:Navix-Empty-8x8-v0". An id of pgx is
-            one player's seat, against the others.
+            "brax:ant", "jumanji:Snake-v1", "jaxmarl:MPE_simple_spread_v3". A game of
+            pgx is one for all of its players; with an `opponent`, the seat of one.
         max_episode_steps: steps after which `TimeLimit` truncates an episode. It
             replaces the limit of brax (1,000) and of MuJoCo Playground
             (`episode_length`). Where the environment itself has a limit, the shorter
@@ -89,18 +88,46 @@ def make(
             (`max_steps_in_episode`) or arguments of its constructor
             (`use_minimal_action_set`), by name. Values that gymnax derives from a
             parameter when it builds the environment (`total_mass` from `masspole`) are
-            not computed again. For another suite, arguments of its own `make`.
+            not computed again. For another suite, arguments of its own `make`; for
+            pgx, `opponent` and `opponent_params` of `from_pgx_seat`.
 
     Returns:
-        An `Env` whose leaves are the environment's parameters.
+        An `Env` whose leaves are the environment's parameters; a `MultiAgentEnv` if it
+        has several agents.
 
     Raises:
         ValueError: if the id is unknown (the message names the nearest ids), if a
             parameter is unknown, if `max_episode_steps` is not an int of at least 1, if
-            the suite is not installed (the message names the extra), if the environment
-            has several agents, or if it cannot be built here.
+            the suite is not installed (the message names the extra), or if the
+            environment cannot be built here.
     """
-    return _make("make_one", env_id, max_episode_steps, env_params)
+    if not isinstance(env_id, str):
+        raise ValueError(
+            "`env_id` must be an id, text such as those of `rollout.envs.env_ids()`, "
+            f"got {type(env_id).__name__}."
+        )
+    *prefix, name = env_id.rsplit(":", 1)
+    suite = prefix[0] if prefix else _GYMNAX
+    if suite not in SUITES:
+        *first, last = (f"{x}:" for x in SUITES)
+        raise ValueError(
+            f"`env_id` must begin with {', '.join(first)} or {last}, got "
+            f"{env_id!r}.{_OTHERS if suite == 'gymnasium' else ''}"
+        )
+    ids = _ids(suite)
+    if name not in ids:
+        near = difflib.get_close_matches(name, ids, n=3, cutoff=0.4)
+        nearest = f" The nearest are {', '.join(near)}." if near else ""
+        nearest += "" if prefix else _OTHERS
+        raise ValueError(
+            f"`env_id` must be one of the {len(ids)} ids of "
+            f"`rollout.envs.env_ids({suite!r})`, got {env_id!r}.{nearest}"
+        )
+    env = _build(SUITES[suite].make, env_id, name, env_params)
+    if max_episode_steps is None:
+        return env
+    limit = checks.int_between("max_episode_steps", max_episode_steps)
+    return TimeLimit(env.env if isinstance(env, TimeLimit) else env, limit)
 
 
 def make_vec(
@@ -118,64 +145,6 @@ def make_vec(
     """
     env = make(env_id, max_episode_steps=max_episode_steps, **env_params)
     return vectorize(env, num_envs, auto_reset=auto_reset)
-
-
-def make_agents(
-    env_id: str, *, max_episode_steps: int | None = None, **options: Any
-) -> MultiAgentEnv:
-    """Makes an environment of several agents, of an installed suite.
-
-    Args:
-        env_id: the suite, a colon, and the suite's own id:
-            "jaxmarl:MPE_simple_spread_v3", "jumanji:Connector-v3", "pgx:tic_tac_toe".
-        max_episode_steps: as of `make`.
-        **options: arguments of the suite's own `make`, by name.
-
-    Returns:
-        A `MultiAgentEnv` of `from_jaxmarl`, `from_jumanji_agents` or `from_pgx`.
-
-    Raises:
-        ValueError: if the suite is unknown or not installed (the message names the
-            extra), if it has no such id (the message names the nearest), if an option
-            is unknown, or if the environment has one agent or cannot be made here.
-    """
-    return _make("make_agents", env_id, max_episode_steps, options)
-
-
-def _make(
-    how: str, env_id: str, max_episode_steps: int | None, options: dict[str, Any]
-) -> Any:
-    """Makes an environment by `how`, `make_one` or `make_agents`, of its suite."""
-    if not isinstance(env_id, str):
-        raise ValueError(
-            "`env_id` must be an id, text such as those of `rollout.envs.env_ids()`, "
-            f"got {type(env_id).__name__}."
-        )
-    *prefix, name = env_id.rsplit(":", 1)
-    suite = prefix[0] if prefix else _GYMNAX
-    able = [x for x, module in SUITES.items() if hasattr(module, how)]
-    if suite not in able:
-        *first, last = (f"{x}:" for x in able)
-        number = "several agents" if how == "make_one" else "one agent"
-        other = f", whose environments have {number}" if suite in SUITES else ""
-        raise ValueError(
-            f"`env_id` must begin with {', '.join(first)} or {last}, got "
-            f"{env_id!r}{other}.{_OTHERS if suite == 'gymnasium' else ''}"
-        )
-    ids = _ids(suite)
-    if name not in ids:
-        near = difflib.get_close_matches(name, ids, n=3, cutoff=0.4)
-        nearest = f" The nearest are {', '.join(near)}." if near else ""
-        nearest += "" if prefix else _OTHERS
-        raise ValueError(
-            f"`env_id` must be one of the {len(ids)} ids of "
-            f"`rollout.envs.env_ids({suite!r})`, got {env_id!r}.{nearest}"
-        )
-    env = _build(getattr(SUITES[suite], how), env_id, name, options)
-    if max_episode_steps is None:
-        return env
-    limit = checks.int_between("max_episode_steps", max_episode_steps)
-    return TimeLimit(env.env if isinstance(env, TimeLimit) else env, limit)
 
 
 def _build(

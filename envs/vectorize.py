@@ -12,6 +12,8 @@ from flax import struct
 from rollout import checks
 from rollout.envs import auto_reset as auto_resets
 from rollout.envs import prng as env_keys
+from rollout.envs.joint import join, with_agents
+from rollout.envs.multi_agent import MultiAgentEnv
 from rollout.envs.spaces import as_space
 from rollout.envs.types import (
     RESET,
@@ -25,12 +27,21 @@ from rollout.envs.types import (
     hash_of_types,
     strong,
 )
+from rollout.envs.wrappers.wrapper import has_agents
 
 
-def vectorize(env: Env, num_envs: int, *, auto_reset: str = "auto") -> VectorEnv:
+def vectorize(
+    env: Env | MultiAgentEnv, num_envs: int, *, auto_reset: str = "auto"
+) -> VectorEnv:
     """Puts `num_envs` copies of `env`, the lanes, side by side.
 
     Rewards become float32, flags bool, and no leaf stays weakly typed.
+
+    Of an environment of `A` agents, `obs` is `{group: [B, A_g, ...]}` with "acting",
+    `[B, A]` bool, True for agents that must act, and an action `{group: [B, A_g,
+    ...]}`. The reward is the sum over the agents, the flags are those of the episode,
+    and `info` is a `MultiAgentInfo`. The episode also ends when every agent has ended:
+    it is terminated if all of them terminated, else truncated.
 
     Args:
         env: the environment; its parameters are shared by all lanes.
@@ -42,46 +53,58 @@ def vectorize(env: Env, num_envs: int, *, auto_reset: str = "auto") -> VectorEnv
             values of a network, may be rounded otherwise.
 
     Returns:
-        A `VectorEnv`: a pytree whose leaves are those of `env`.
+        A `VectorEnv`: a pytree whose leaves are those of `env`. Of several agents it
+        has the `agents`, `groups`, `observation_spaces` and `action_spaces` of `env`.
 
     Raises:
-        ValueError: if `num_envs` is not a positive int or `auto_reset` is unknown.
+        ValueError: if `num_envs` is not a positive int or `auto_reset` is unknown. Of
+            several agents, if one is in two groups or none, or a group has no spaces,
+            or is called "acting"; if `simultaneous` is True and an agent that has not
+            ended does not act at the first or second step; while tracing, if an
+            observation or an action is not of the space of its group, or a value per
+            agent is not `[A]`.
     """
-    checks.single(env)
-    if not isinstance(auto_reset, str) or auto_reset not in auto_resets.WAYS:
-        names = " or ".join(f'"{name}"' for name in sorted(auto_resets.WAYS))
-        raise ValueError(f"`auto_reset` must be {names}, got {auto_reset!r}.")
-    num_envs = checks.int_between("num_envs", num_envs)
-    return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset)
+    return _vectorize(env, num_envs, auto_reset, each=False)
 
 
-def vectorize_each(env: Env, num_envs: int, *, auto_reset: str = "auto") -> VectorEnv:
-    """Puts `num_envs` environments with different parameters side by side.
+def vectorize_each(envs: Env | MultiAgentEnv, *, auto_reset: str = "auto") -> VectorEnv:
+    """Puts environments with different parameters side by side.
 
     Args:
-        env: the environment; every leaf has the leading axis B, and lane i's parameters
-            at index i: the result of `jax.vmap(make_env)(values)` or of
-            `jax.tree.map(lambda *x: jnp.stack(x), *envs)`.
-        num_envs: B, at least 1.
+        envs: environments of one kind as one pytree; every leaf has the leading axis B,
+            and lane i's parameters at index i: the result of `jax.vmap(make_env)(x)` or
+            of `jax.tree.map(lambda *x: jnp.stack(x), *envs)`.
         auto_reset: as in `vectorize`.
 
     Returns:
         A `VectorEnv`; its spaces are those of lane 0.
 
     Raises:
-        ValueError: as `vectorize`, and if a leaf lacks the leading axis, or if there is
-            no leaf.
+        ValueError: as `vectorize`, and if the leaves do not have one leading axis, or
+            if there is no leaf.
     """
-    lanes: Any = vectorize(env, num_envs, auto_reset=auto_reset)
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(env)]
-    wrong = [shape for shape in shapes if shape[:1] != (num_envs,)]
-    if wrong or not shapes:
-        got = f"shape {wrong[0]}" if wrong else "no leaves"
+    checks.single(envs)
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(envs)]
+    if () in shapes or len({shape[0] for shape in shapes}) != 1:
         raise ValueError(
-            f"`env` must have leaves with the leading axis num_envs={num_envs}, got "
-            f"{got}."
+            "`envs` must have leaves with one leading axis, that of the lanes, got "
+            f"{', '.join(map(str, sorted(set(shapes)))) or 'no leaves'}: `vectorize` "
+            "puts equal environments side by side."
         )
-    return lanes.replace(each=True)
+    return _vectorize(envs, shapes[0][0], auto_reset, each=True)
+
+
+def _vectorize(env: Any, num_envs: int, auto_reset: str, *, each: bool) -> VectorEnv:
+    checks.single(env)
+    if not isinstance(auto_reset, str) or auto_reset not in auto_resets.WAYS:
+        names = " or ".join(f'"{name}"' for name in sorted(auto_resets.WAYS))
+        raise ValueError(f"`auto_reset` must be {names}, got {auto_reset!r}.")
+    num_envs = checks.int_between("num_envs", num_envs)
+    several = has_agents(env)
+    if several:
+        env = join(env, jax.tree.map(lambda x: x[0], env) if each else env)
+    lanes = _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset, each=each)
+    return with_agents(lanes) if several else lanes
 
 
 def cast_step(result: EnvStep) -> EnvStep:

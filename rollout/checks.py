@@ -243,6 +243,16 @@ def max_episode_steps(value: Any) -> int:
     return min(int_between("max_episode_steps", value, most=None), INT32_MAX)
 
 
+def min_steps(value: Any, per_env: bool) -> int | None:
+    """Checks the steps after which no episode of a queue starts."""
+    if value is not None and per_env:
+        raise ValueError(
+            "`min_steps` must be None with `per_env=True`, where every lane plays all "
+            f"of its episodes, got {value!r}: leave one of them out."
+        )
+    return None if value is None else int_between("min_steps", value)
+
+
 def collector(acting: Any, record_fn: Any) -> None:
     """Checks the parts of a collector."""
     policy(acting)

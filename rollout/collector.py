@@ -258,7 +258,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         )
         return carry, acc
 
-    @_jit("num_episodes", "max_episode_steps", "min_steps")
+    @_jit("num_episodes", "max_episode_steps", "min_steps", "per_env", "return_rows")
     def collect_episodes(
         self,
         carry: Carry,
@@ -267,7 +267,9 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         *,
         max_episode_steps: int,
         min_steps: int | None = None,
-    ) -> tuple[Carry, Episodes]:
+        per_env: bool = False,
+        return_rows: bool = False,
+    ) -> tuple[Carry, *tuple[Transition[ObsT, ActionT], ...], Episodes]:
         """Plays exactly `num_episodes` new episodes. Jitted.
 
         The lanes serve one queue: a lane whose episode is over takes the next one that
@@ -286,76 +288,57 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
                 are given up.
             params: parameters of the policy.
             num_episodes: N, at least 1. Static: one trace per value.
-            max_episode_steps: steps of an episode after which it is cut, at least 1. A
-                large one costs nothing. It bounds the call if an episode may never end.
+            max_episode_steps: L, steps of an episode after which it is cut, at least 1.
+                A large one costs nothing without `return_rows`. It bounds the call if
+                an episode may never end.
             min_steps: plays only the first episodes, in the order of their start, that
                 have this many steps together, at least 1; which ones does not depend on
                 the lanes. `Episodes.mask` is True for them; N is the most there can
                 be, and may be too few. None plays all N.
+            per_env: whether every lane plays N episodes of its own instead: the right
+                choice where lanes differ, as those of `rollout.envs.vectorize_each` do,
+                for a lane with short episodes would take more of the queue. There are
+                `N * B` episodes then: lane i's n-th episode (from 0) is number
+                `n * B + i`. Not together with `min_steps`.
+            return_rows: whether to return all rows of the episodes, too. Memory is that
+                of L x N transitions.
 
         Returns:
-            The next carry, every lane at the start of a new episode of its own, and
-            the episodes, `[N]`, in the order in which they started.
+            The next carry, every lane at the start of a new episode of its own; with
+            `return_rows` the trajectory, `[L, N, ...]`, step t of episode k at
+            `[t, k]`, all zero with `mask` False after the end of an episode; and the
+            episodes, `[N]`, in the order in which they started.
 
         Raises:
-            ValueError: if `num_episodes` or `max_episode_steps` is not an int of at
-                least 1, or as `step` does.
+            ValueError: if a number is not an int of at least 1, if `min_steps` is given
+                with `per_env`, or as `step` does.
         """
         num_episodes = checks.int_between("num_episodes", num_episodes)
-        if min_steps is not None:
-            min_steps = checks.int_between("min_steps", min_steps)
-        carry, _, played = episodes.play(
+        max_episode_steps = checks.max_episode_steps(max_episode_steps)
+        min_steps = checks.min_steps(min_steps, per_env)
+        fn: Any = lambda acc, transition, index: acc  # noqa: E731
+        acc: Any = ()
+        if return_rows:
+            row = jax.eval_shape(Collector.step, self, carry, params)[1]
+            number = num_episodes * (self.env.num_envs if per_env else 1)
+            acc, fn = episodes.pad(row, number, max_episode_steps)
+        carry, rows, played = episodes.play(
             self,
             carry,
             params,
-            lambda acc, transition: acc,
-            (),
+            fn,
+            acc,
             num_episodes=num_episodes,
-            max_episode_steps=checks.max_episode_steps(max_episode_steps),
+            per_env=per_env,
+            max_episode_steps=max_episode_steps,
             min_steps=min_steps,
+            holds=not return_rows,
         )
-        return carry, played
-
-    @_jit("episodes_per_env", "max_episode_steps")
-    def collect_episodes_per_env(
-        self,
-        carry: Carry,
-        params: ParamsT,
-        episodes_per_env: int,
-        *,
-        max_episode_steps: int,
-    ) -> tuple[Carry, Episodes]:
-        """Plays `episodes_per_env` new episodes in every lane. Jitted.
-
-        The right choice where lanes differ, as those of `rollout.envs.vectorize_each`
-        do: from the queue of `collect_episodes` a lane with short episodes would take
-        more.
-
-        Args:
-            carry: the carry of `init` or of an earlier call. Its unfinished episodes
-                are given up.
-            params: parameters of the policy.
-            episodes_per_env: M, at least 1. Static: one trace per value.
-            max_episode_steps: steps of an episode after which it is cut, at least 1.
-
-        Returns:
-            The next carry, every lane at the start of a new episode, and the episodes,
-            `[M * B]`: lane i's m-th episode (from 0) is number `m * B + i`.
-
-        Raises:
-            ValueError: as `collect_episodes` does.
-        """
-        episodes_per_env = checks.int_between("episodes_per_env", episodes_per_env)
-        carry, _, played = episodes.play(
-            self,
-            carry,
-            params,
-            lambda acc, transition: acc,
-            (),
-            episodes_per_env=episodes_per_env,
-            max_episode_steps=checks.max_episode_steps(max_episode_steps),
-        )
-        return carry, played
+        if not return_rows:
+            return carry, played
+        if min_steps is not None:  # others were started, and do not count
+            rows = kernel.mask_out(rows.replace(mask=rows.mask & played.mask[None]))
+        return carry, rows, played
 
     @_jit_fold("num_episodes", "max_episode_steps")
     def fold_episodes(
@@ -396,52 +379,10 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             self,
             carry,
             params,
-            fn,
+            lambda acc, transition, _: fn(acc, transition),
             acc,
             num_episodes=num_episodes,
             max_episode_steps=checks.max_episode_steps(max_episode_steps),
-        )
-
-    @_jit("num_episodes", "max_episode_steps")
-    def collect_padded_episodes(
-        self,
-        carry: Carry,
-        params: ParamsT,
-        num_episodes: int,
-        *,
-        max_episode_steps: int,
-    ) -> tuple[Carry, Transition[ObsT, ActionT], Episodes]:
-        """Plays `num_episodes` episodes and returns them whole. Jitted.
-
-        Args:
-            carry: the carry of `init` or of an earlier call.
-            params: parameters of the policy.
-            num_episodes: N, at least 1. Static: one trace per value.
-            max_episode_steps: L, steps of an episode after which it is cut, at least 1.
-                Static. Memory is that of L x N transitions.
-
-        Returns:
-            The next carry; the trajectory `[L, N, ...]`, step t of episode k at
-            `[t, k]`, all zero with `mask` False after the end of an episode; and the
-            episodes, as `collect_episodes` returns them.
-
-        Raises:
-            ValueError: if `num_episodes` or `max_episode_steps` is not an int of at
-                least 1, or as `step` does.
-        """
-        num_episodes = checks.int_between("num_episodes", num_episodes)
-        max_episode_steps = checks.int_between("max_episode_steps", max_episode_steps)
-        row = jax.eval_shape(Collector.step, self, carry, params)[1]
-        blank, write = episodes.pad(row, carry, num_episodes, max_episode_steps)
-        return episodes.play(
-            self,
-            carry,
-            params,
-            write,
-            blank,
-            num_episodes=num_episodes,
-            max_episode_steps=max_episode_steps,
-            holds=False,
         )
 
 

@@ -37,7 +37,7 @@ def evaluate(
 
     Lanes take episodes from one queue, the first ones first, so that N below `num_envs`
     leaves lanes out. Where lanes differ, as those of `rollout.envs.vectorize_each`,
-    summarize `collect_episodes_per_env`, which plays equally many in each.
+    summarize `collect_episodes(per_env=True)`, which plays equally many in each.
 
     With several agents the return is that of the team, and 0 in a zero-sum game:
     `rollout.agents.evaluate_agents` has that of each agent and policy.

@@ -113,8 +113,12 @@ def _play(
     collector: Any, key: chex.PRNGKey, params: Any, max_episode_steps: int
 ) -> tuple[ArrayTree, jax.Array, Episodes]:
     """Plays one episode: its info and the return so far, `[T, 1, ...]`, and itself."""
-    _, trajectory, episodes = collector.collect_padded_episodes(
-        collector.init(key), params, 1, max_episode_steps=max_episode_steps
+    _, trajectory, episodes = collector.collect_episodes(
+        collector.init(key),
+        params,
+        1,
+        max_episode_steps=max_episode_steps,
+        return_rows=True,
     )
     return trajectory.info, trajectory.episode_return, episodes
 

@@ -20,7 +20,6 @@ from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.spaces import Space, as_space
 from rollout.envs.types import Env, VectorEnv
 from rollout.envs.vectorize import vectorize
-from rollout.envs.vectorize_agents import vectorize_agents
 from rollout.envs.wrappers.wrapper import has_agents
 from rollout.policies import masks
 from rollout.policies.basic import random_policy, stateless_policy
@@ -101,8 +100,7 @@ def probe(
     found: dict[str, str] = {}
     with _reporting(found), jax.debug_key_reuse(False):
         key = jax.random.key(seed)
-        make_lanes = vectorize_agents if has_agents(env) else vectorize
-        lanes: Any = make_lanes(env, _NUM_LANES)
+        lanes: Any = vectorize(env, _NUM_LANES)
         collector = Collector(env=lanes, policy=_random_policy(lanes))
         # A step checks what the environment returns.
         jax.eval_shape(lambda key: collector.step(collector.init(key), None), key)

@@ -57,10 +57,10 @@ class _Given(NamedTuple):
 
 def profile(
     collector: Collector[ParamsT] | HostCollector[ParamsT],
+    key: chex.PRNGKey,
     params: ParamsT,
     num_steps: int,
     *,
-    key: chex.PRNGKey | None = None,
     num_repeats: int = 5,
 ) -> Profile:
     """Times policy, environment, auto-reset and recording, each as its own scan.
@@ -76,24 +76,23 @@ def profile(
 
     Args:
         collector: policy and environments.
+        key: one typed key: the source of all randomness.
         params: parameters of the policy.
         num_steps: T, steps per lane, or rows with `num_ready`, at least 1. Takes the
             memory of two trajectories.
-        key: one typed key, `jax.random.key(0)` if None.
         num_repeats: how often each part is timed, at least 1; compiling is not timed.
 
     Returns:
         Seconds per part.
 
     Raises:
-        ValueError: if `num_steps` or `num_repeats` is not an int of at least 1, or as
-            `Collector.step` does.
+        ValueError: if `key` is not one typed key, if `num_steps` or `num_repeats` is
+            not an int of at least 1, or as `Collector.step` does.
     """
     num_steps = checks.int_between("num_steps", num_steps)
     num_repeats = checks.int_between("num_repeats", num_repeats)
-    key = jax.random.key(0) if key is None else key
     if isinstance(collector, HostCollector):
-        return _profile_host(collector, params, num_steps, key, num_repeats)
+        return _profile_host(collector, key, params, num_steps, num_repeats)
     checks.collects_in_jax(collector)
     carry = collector.init(key)
     _, trajectory = collector.collect_steps(carry, params, num_steps)
@@ -129,9 +128,9 @@ class _TimedEnv:
 
 def _profile_host(
     collector: HostCollector,
+    key: chex.PRNGKey,
     params: Any,
     num_steps: int,
-    key: chex.PRNGKey,
     num_repeats: int,
 ) -> Profile:
     """Times the calls of the environments, and what comes between and after them."""

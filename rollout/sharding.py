@@ -49,7 +49,7 @@ def shard(
 
     The bits are those of one device, except where XLA rounds differently, in the last
     place: sums of floats over lanes, as in the statistics of `NormalizeObs`; anything
-    where a device has a single lane; and in `collect_padded_episodes` outputs of a
+    where a device has a single lane; and in the rows of `collect_episodes` outputs of a
     network that are only recorded. Once states differ, choices and endings do too,
     after enough steps.
 

@@ -133,8 +133,10 @@ COUNTS = {
         lambda n: collector().fold_steps(carry(), None, max, 0, num_steps=n),
         lambda n: rollout.random_warmup(policy(), DISCRETE, n),
         lambda n: envs.TimeLimit(COUNT, n),
-        lambda n: rollout.profile(collector(), None, n),
-        lambda n: rollout.inspect(collector(), None, accelerator="h100", num_steps=n),
+        lambda n: rollout.profile(collector(), KEY, None, n),
+        lambda n: rollout.inspect(
+            collector(), KEY, None, accelerator="h100", num_steps=n
+        ),
     ],
     "num_devices": [lambda n: inspection.devices("h100", n)],
     "num_minibatches": [lambda n: scan_minibatches(VALUES, n)],
@@ -145,18 +147,16 @@ COUNTS = {
             carry(), None, max, 0, num_episodes=n, max_episode_steps=9
         ),
         lambda n: rollout.evaluate(collector(), KEY, None, n),
-    ],
-    "episodes_per_env": [
-        lambda n: collector().collect_episodes_per_env(
-            carry(), None, n, max_episode_steps=9
-        )
+        lambda n: collector().collect_episodes(
+            carry(), None, n, max_episode_steps=9, per_env=True
+        ),
     ],
     "max_episode_steps": [
         lambda n: collector().collect_episodes(carry(), None, 2, max_episode_steps=n),
         lambda n: rollout.evaluate(collector(), KEY, None, 5, max_episode_steps=n),
         lambda n: draw_episode(on_host(), KEY, None, n),
-        lambda n: collector().collect_padded_episodes(
-            carry(), None, 2, max_episode_steps=n
+        lambda n: collector().collect_episodes(
+            carry(), None, 2, max_episode_steps=n, return_rows=True
         ),
         lambda n: stream(max_episode_steps=n),
         lambda n: envs.make("CartPole-v1", max_episode_steps=n),
@@ -167,7 +167,7 @@ COUNTS = {
         )
     ],
     "num_repeats": [
-        lambda n: rollout.profile(collector(), None, 2, num_repeats=n),
+        lambda n: rollout.profile(collector(), KEY, None, 2, num_repeats=n),
         lambda n: envs.ActionRepeat(COUNT, n),
     ],
     "epochs": [lambda n: scan_minibatches(jnp.zeros((2, 2)), 2, n)],
@@ -214,16 +214,24 @@ REFUSED = {
         lambda: collector().init(jax.random.split(KEY)),
         lambda: collector().init(None),
         lambda: rollout.evaluate(collector(), 1, None, 2),
+        lambda: rollout.profile(collector(), 1, None, 2),
         lambda: stream(key=0),
     ],
     "`carry` must be what `init` or an earlier call returned": [
         lambda: collector().collect_steps(None, carry(), 2),
         lambda: collector().collect_episodes(None, None, 2, max_episode_steps=3),
-        lambda: collector().collect_padded_episodes(None, None, 2, max_episode_steps=3),
+        lambda: collector().collect_episodes(
+            None, None, 2, max_episode_steps=3, return_rows=True
+        ),
         lambda: collector().fold_episodes(
             None, None, max, 0, num_episodes=2, max_episode_steps=3
         ),
         lambda: collector().step(carry().env_state, None),
+    ],
+    "`min_steps` must be None with `per_env=True`, where every lane plays all": [
+        lambda: collector().collect_episodes(
+            carry(), None, 2, max_episode_steps=3, min_steps=5, per_env=True
+        )
     ],
     "`carry` must have the lanes of the collector, num_envs=8, got shape (4,)": [
         lambda: make_collector("count", 8).step(carry(), None),
@@ -309,7 +317,7 @@ REFUSED = {
     "`gravity` must be a number": [lambda: envs.make("CartPole-v1", gravity="high")],
     "`env_id` must be an id, text such as": [
         lambda: envs.make(None),
-        lambda: envs.make_agents(COUNT),
+        lambda: envs.make(COUNT),
     ],
     "`leave` must be a rule": [
         lambda: envs.recommendation.RecommendationEnv([[1.0]], leave=jnp.add)

@@ -412,6 +412,12 @@ def test_packages_export_what_most_programs_need():
         assert len(importlib.import_module(package).__all__) <= number
 
 
+def test_wrappers_are_where_their_page_says():
+    names = re.findall(r"`([A-Z]\w+)\(", TEXTS["docs/wrappers.md"])
+    assert len(names) >= 8
+    assert [name for name in names if not hasattr(envs, name)] == []
+
+
 @each_text
 def test_links_lead_to_files_and_headings(name):
     for link in re.findall(r"\]\(([^)]+)\)", TEXTS[name]):

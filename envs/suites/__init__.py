@@ -1,16 +1,16 @@
 """Adapters of suites of environments, one module per suite.
 
-Each module has `from_*`, which adapts an object of the suite, `ids`, and `make_one` or
-`make_agents`, which `rollout.envs.make` and `rollout.envs.make_agents` call. A suite is
-imported only when it is used. `physics` has the shared part of brax and Playground;
-`convert` checks objects of suites and converts their arrays.
+Each module has `from_*`, which adapts an object of the suite, `ids`, and `make`, which
+`rollout.envs.make` calls. A suite is imported only when it is used. `physics` has the
+shared part of brax and Playground; `convert` checks objects of suites and converts
+their arrays.
 """
 
 from rollout.envs.suites.brax import from_brax
 from rollout.envs.suites.craftax import from_craftax
 from rollout.envs.suites.gymnax import from_gymnax
 from rollout.envs.suites.jaxmarl import from_jaxmarl
-from rollout.envs.suites.jumanji import from_jumanji, from_jumanji_agents
+from rollout.envs.suites.jumanji import from_jumanji
 from rollout.envs.suites.navix import from_navix
 from rollout.envs.suites.pgx import from_pgx, from_pgx_seat
 from rollout.envs.suites.playground import from_playground
@@ -22,7 +22,6 @@ __all__ = [
     "from_gymnax",
     "from_jaxmarl",
     "from_jumanji",
-    "from_jumanji_agents",
     "from_navix",
     "from_pgx",
     "from_pgx_seat",

@@ -39,7 +39,7 @@ def ids() -> tuple[str, ...]:
     return tuple(load("brax.envs")._envs)
 
 
-def make_one(name: str, **options: Any) -> Env:
+def make(name: str, **options: Any) -> Env:
     """Makes the environment of this name; options are arguments of its class."""
     env = from_brax(load("brax.envs").get_environment(name, **options))
     return TimeLimit(env, _LIMIT)

@@ -58,7 +58,7 @@ def ids() -> tuple[str, ...]:
     return _IDS
 
 
-def make_one(name: str, **options: Any) -> Env:
+def make(name: str, **options: Any) -> Env:
     """Makes the environment of this id; options are fields of its parameters."""
     suite = load("craftax.craftax_env")
     env = suite.make_craftax_env_from_name(name, auto_reset=False)

@@ -84,7 +84,7 @@ def ids() -> tuple[str, ...]:
     return tuple(load("gymnax").registered_envs)
 
 
-def make_one(name: str, **env_params: Any) -> Env:
+def make(name: str, **env_params: Any) -> Env:
     """Makes the environment of this id, with the parameters of `rollout.envs.make`."""
     env, params = _build(name)
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

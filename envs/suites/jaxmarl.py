@@ -92,7 +92,7 @@ def ids() -> tuple[str, ...]:
     return tuple(load("jaxmarl").registered_envs)
 
 
-def make_agents(name: str, **options: Any) -> MultiAgentEnv:
+def make(name: str, **options: Any) -> MultiAgentEnv:
     """Makes the environment of this id; options are those of `jaxmarl.make`."""
     return from_jaxmarl(load("jaxmarl").make(name, **options))
 
@@ -249,7 +249,7 @@ def _check_bare(env: Any) -> None:
             "`env` must be an environment of JaxMARL without its wrappers, got "
             f"{type(env).__name__}. Instead of `LogWrapper` and its like use the "
             "returns of `rollout.agents.summarize_agents`, and an `Accumulator` for "
-            "other figures; `rollout.envs.vectorize_agents` stands for "
+            "other figures; `rollout.envs.vectorize` stands for "
             "`CTRolloutManager`, and observations have the `world_state`."
         )
 

@@ -1,4 +1,4 @@
-"""`from_jumanji`, `from_jumanji_agents`: adapt environments of Jumanji.
+"""`from_jumanji`: adapts environments of Jumanji, of one agent or several.
 
 The discount at the end of a Jumanji episode is 0 for a termination, and another one for
 a truncation. Several games return the discount 0 at their own time limit, which is then
@@ -23,56 +23,33 @@ from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
 _GROUP = "agents"
 
 
-def from_jumanji(env: Any) -> Env:
-    """Makes an `Env` of an environment of Jumanji with one reward.
+def from_jumanji(env: Any) -> Env | MultiAgentEnv:
+    """Makes an `Env` of an environment of Jumanji, or a `MultiAgentEnv`.
 
     The observation is Jumanji's own, most often a NamedTuple with an `action_mask`.
     `info` has Jumanji's `extras`. The key of a step takes the place of `state.key`.
+
+    An environment with a reward per agent has the agents "agent_0", "agent_1", ..., in
+    one group, "agents". Leaves of the observation with an agent axis are split between
+    them; all get the rest. An agent whose discount is 0 has terminated.
 
     Args:
         env: the result of `jumanji.make`, or another environment of Jumanji without a
             wrapper that resets.
 
     Returns:
-        An `Env` whose state is Jumanji's own, without the key. It has no parameters.
+        An `Env`, or a `MultiAgentEnv` if `env` has a reward per agent, whose state is
+        Jumanji's own, without the key. It has no parameters.
 
     Raises:
         TypeError: if `env` lacks the methods of an environment of Jumanji.
-        ValueError: if `env` has a reward for each agent, or resets itself.
+        ValueError: if `env` resets itself.
     """
-    _check(env)
-    if env.reward_spec.shape:
-        raise ValueError(
-            "`env` must have one reward, got one for each agent: "
-            "`from_jumanji_agents` adapts it."
-        )
-    return _JumanjiEnv(env=env)
-
-
-def from_jumanji_agents(env: Any) -> MultiAgentEnv:
-    """Makes a `MultiAgentEnv` of an environment of Jumanji with a reward per agent.
-
-    The agents are "agent_0", "agent_1", ..., in one group, "agents". Leaves of the
-    observation with an agent axis are split between them; all get the rest. An agent
-    whose discount is 0 has terminated.
-
-    Args:
-        env: as for `from_jumanji`.
-
-    Returns:
-        A `MultiAgentEnv` whose state is Jumanji's own, without the key. It has no
-        parameters.
-
-    Raises:
-        TypeError: if `env` lacks the methods of an environment of Jumanji.
-        ValueError: if `env` has one reward, or resets itself.
-    """
-    _check(env)
+    needed = ("reset", "step", "observation_spec", "action_spec", "reward_spec")
+    check_methods(env, "Jumanji", needed)
+    check_no_reset(env)
     if not env.reward_spec.shape:
-        raise ValueError(
-            "`env` must have a reward for each agent, got one: `from_jumanji` adapts "
-            "it."
-        )
+        return _JumanjiEnv(env=env)
     (num_agents,) = env.reward_spec.shape
     return _JumanjiAgents(
         env=env, agents=tuple(f"agent_{number}" for number in range(num_agents))
@@ -84,14 +61,9 @@ def ids() -> tuple[str, ...]:
     return tuple(sorted(load("jumanji").registered_environments()))
 
 
-def make_one(name: str, **options: Any) -> Env:
+def make(name: str, **options: Any) -> Env | MultiAgentEnv:
     """Makes the environment of this id; options are those of its constructor."""
     return from_jumanji(load("jumanji").make(name, **options))
-
-
-def make_agents(name: str, **options: Any) -> MultiAgentEnv:
-    """Makes the environment of several agents of this id."""
-    return from_jumanji_agents(load("jumanji").make(name, **options))
 
 
 class _Jumanji(struct.PyTreeNode, kw_only=True):
@@ -205,12 +177,6 @@ class _JumanjiAgents(_Jumanji, kw_only=True):
             return jnp.broadcast_to(x, (num_agents, *x.shape))
 
         return {_GROUP: jax.tree.map(split, timestep.observation)}
-
-
-def _check(env: Any) -> None:
-    needed = ("reset", "step", "observation_spec", "action_spec", "reward_spec")
-    check_methods(env, "Jumanji", needed)
-    check_no_reset(env)
 
 
 def _to_action_space(spec: Any) -> AnySpace:

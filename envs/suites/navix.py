@@ -45,7 +45,7 @@ def ids() -> tuple[str, ...]:
     return tuple(load("navix").registry())
 
 
-def make_one(name: str, **options: Any) -> Env:
+def make(name: str, **options: Any) -> Env:
     """Makes the grid of this id; options are those of `navix.make`."""
     return from_navix(load("navix").make(name, **options))
 

@@ -83,14 +83,14 @@ def ids() -> tuple[str, ...]:
     return tuple(load("pgx").available_envs())
 
 
-def make_one(name: str, **options: Any) -> Env:
-    """Makes one player's seat in a game; options are those of `from_pgx_seat`."""
-    return from_pgx_seat(load("pgx").make(name), **options)
+def make(name: str, **options: Any) -> Env | MultiAgentEnv:
+    """Makes a game for all of its players, or with options of `from_pgx_seat` for one.
 
-
-def make_agents(name: str) -> MultiAgentEnv:
-    """Makes a game for all of its players."""
-    return from_pgx(load("pgx").make(name))
+    A game of one player is an `Env`, too.
+    """
+    game = load("pgx").make(name)
+    is_seat = options or game.num_players == 1
+    return from_pgx_seat(game, **options) if is_seat else from_pgx(game)
 
 
 class _Pgx(struct.PyTreeNode, kw_only=True):

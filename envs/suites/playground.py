@@ -48,7 +48,7 @@ def ids() -> tuple[str, ...]:
     return tuple(load("mujoco_playground", "playground").registry.ALL_ENVS)
 
 
-def make_one(name: str, **options: Any) -> Env:
+def make(name: str, **options: Any) -> Env:
     """Makes the environment of this name.
 
     Options are fields of its configuration, such as `sim_dt`, with dots for nested

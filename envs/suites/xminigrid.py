@@ -47,7 +47,7 @@ def ids() -> tuple[str, ...]:
     return tuple(load("xminigrid").registered_environments())
 
 
-def make_one(name: str, **options: Any) -> Env:
+def make(name: str, **options: Any) -> Env:
     """Makes the grid of this id; options are fields of its parameters."""
     return from_xminigrid(*load("xminigrid").make(name, **options))
 

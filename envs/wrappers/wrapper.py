@@ -7,7 +7,7 @@ environment, before `vectorize`, and around each other in any order:
 
     env = TimeLimit(ActionRepeat(make("Pendulum-v1"), 4), 50)
 
-Some also go around a `MultiAgentEnv`, before `vectorize_agents`; others refuse it.
+Some also go around a `MultiAgentEnv`, before `vectorize`; others refuse it.
 
 Counts and functions are static: another value, or a new lambda, is traced again.
 """

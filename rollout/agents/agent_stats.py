@@ -133,7 +133,7 @@ def evaluate_agents(
         print(rollout.agents.evaluate_agents(collector, key, params, 1000))
 
     Args:
-        collector: with an environment of `rollout.envs.vectorize_agents`.
+        collector: with an environment of several agents.
         key: one typed key: the source of all randomness.
         params: parameters of the policy.
         num_episodes: N, at least 1. Static: one trace per value.
@@ -174,7 +174,7 @@ def keep_agents(collector: Collector, params: Any) -> Collector:
     """Adds the accumulator that `summarize_agents` reads in `Episodes` to a collector.
 
     Args:
-        collector: with an environment of `rollout.envs.vectorize_agents`.
+        collector: with an environment of several agents.
         params: parameters of the policy.
     """
     layout_of(collector.env)  # raises if there is one agent
@@ -207,10 +207,9 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
     whole. Short episodes are favoured; `evaluate_agents` plays exactly N.
 
     Args:
-        data: a trajectory, `[T, B, ...]`, of an environment of
-            `rollout.envs.vectorize_agents`; masked-out rows do not count. Or the
-            `Episodes` of a collector made by `rollout.agents.agent_stats.keep_agents`:
-            then `num_unmapped` is 0.
+        data: a trajectory, `[T, B, ...]`, of an environment of several agents;
+            masked-out rows do not count. Or the `Episodes` of a collector made by
+            `rollout.agents.agent_stats.keep_agents`: then `num_unmapped` is 0.
 
     Returns:
         Statistics, each `()`; means over no episode are NaN.

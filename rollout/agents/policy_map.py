@@ -43,14 +43,14 @@ def policy_map(
             lane's episode, so it holds until that ends and does not depend on the
             number of lanes. Or a mapping made by `fixed_mapping`.
         env: the environment whose agents are mapped: a `MultiAgentEnv`, or lanes of it
-            made by `rollout.envs.vectorize_agents`. The policy acts in any number of
+            made by `rollout.envs.vectorize`. The policy acts in any number of
             lanes of environments with these agents.
         groups: for a mapping function, the names of the groups that a policy can act
             for, by policy. A policy without an entry must be able to act for all.
 
     Returns:
-        A policy for an environment of `rollout.envs.vectorize_agents`. Its `params` are
-        a dict by policy name, with an entry for each. Its extras are `policy_id`, `[B,
+        A policy for lanes of an environment of several agents. Its `params` are a dict
+        by policy name, with an entry for each. Its extras are `policy_id`, `[B,
         A]` int32, the index of the policy of each agent, -1 (and a zero action) where
         the mapping gave none that can act for it; `agents`, the extras of the policies
         by group, `[B, A_g, ...]`; and `policy_index`, which names the indices. Its mode
@@ -274,7 +274,6 @@ def _check_agents(obs: Obs, layout: AgentLayout) -> None:
     if not fits or obs[ACTING].shape[-1] != num_agents:
         got = ", ".join(obs) if isinstance(obs, Mapping) else checks.describe(obs)
         raise ValueError(
-            "`policy_map` must act in an environment of "
-            f"`rollout.envs.vectorize_agents` with the {num_agents} agents of its "
-            f"`env`, got observations of {got}."
+            f"`policy_map` must act in lanes of an environment with the {num_agents} "
+            f"agents of its `env`, got observations of {got}."
         )

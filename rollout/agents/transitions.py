@@ -60,7 +60,7 @@ def init_agent_transitions(
     Actions that were taken before `carry` give no transition.
 
     Args:
-        collector: with an environment of `rollout.envs.vectorize_agents`.
+        collector: with an environment of several agents.
         carry: the carry that the first trajectory will start from.
         params: as `collect_steps` takes them: they decide the shapes of the extras.
 
@@ -271,8 +271,8 @@ def agents_of(transition: Transition) -> AgentInfo:
     info = getattr(transition.info, "agents", None)
     if not isinstance(info, AgentInfo):
         raise ValueError(
-            "The environment must be one of `rollout.envs.vectorize_agents`, whose "
-            "`info` has `agents`, got another."
+            "The environment must have several agents, as lanes of a "
+            "`rollout.envs.multi_agent.MultiAgentEnv`, got `info` without `agents`."
         )
     return info
 

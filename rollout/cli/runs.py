@@ -76,21 +76,16 @@ def make_collector(run: Namespace, num_devices: int = 1) -> tuple[Any, Any]:
         else:
             env = envs.from_gymnasium(env_id, run.num_envs, **options)
         return HostCollector(env=env, policy=random_policy(env.action_space)), params
-    if suite in ("jaxmarl", "pgx"):
-        one: Any = envs.make_agents(run.env, **options)
-    elif not env_id or suite in SUITES:
-        one = envs.make(run.env, **options)
-    else:
-        one = _make_own(run.env, options)
+    is_id = not env_id or suite in SUITES
+    one: Any = envs.make(run.env, **options) if is_id else _make_own(run.env, options)
+    env = envs.vectorize(one, run.num_envs)
     if hasattr(one, "agents"):
-        env = envs.vectorize_agents(one, run.num_envs)
         seen, spaces = env.observation_spaces, env.action_spaces
         every = {x: _random_policy(seen[x], spaces[x]) for x in env.groups}
         groups = {agent: x for x, names in env.groups.items() for agent in names}
         policy = agents.policy_map(every, agents.fixed_mapping(groups), env)
         params = dict.fromkeys(every)
     else:
-        env = envs.vectorize(one, run.num_envs)
         policy = _random_policy(env.observation_space, env.action_space)
     collector = Collector(env=env, policy=policy)
     if num_devices == 1:
@@ -202,17 +197,18 @@ def inspect(run: Namespace) -> inspection.Report:
         jax.config.update("jax_platforms", "cpu")  # does not look for accelerators
     collector, params = make_collector(run)
     options = {"accelerator": run.inspect, "num_steps": run.num_steps}
-    return inspection.inspect(collector, params, **options)
+    return inspection.inspect(collector, jax.random.key(run.seed), params, **options)
 
 
 def profile(run: Namespace, num_devices: int) -> profiling.Profile:
     """Times the parts of a batch, and traces one more."""
     collector, params = make_collector(run, num_devices)
-    carry, size = collector.init(jax.random.key(run.seed)), num_rows(run)
+    key, size = jax.random.key(run.seed), num_rows(run)
+    carry = collector.init(key)
     carry, _ = collector.collect_steps(carry, params, size)  # compiles
     with jax.profiler.trace(run.profile):
         jax.block_until_ready(collector.collect_steps(carry, params, size))
-    return profiling.profile(collector, params, size)
+    return profiling.profile(collector, key, params, size)
 
 
 def num_rows(run: Namespace) -> int:

@@ -29,6 +29,7 @@ class EpisodePlan:
         min_steps: no episode starts after so many steps; None for all N.
 
     Attributes:
+        num_episodes: N.
         after: `[B]` int32, the own episodes that lanes begin afterwards.
         num_used: positions of the queue that are used up so far.
         lost: ids of the episodes that were lost to a fault.
@@ -48,7 +49,7 @@ class EpisodePlan:
         is_queue = first_queued is not None
         self.after = next_own if is_queue else next_own + np.int32(num_episodes)
         self.num_used = min(len(next_own), num_episodes) if is_queue else 0
-        self._num_episodes = self._num_wanted = num_episodes
+        self.num_episodes = self._num_wanted = num_episodes
         self._num_started, self._num_over, self._num_steps = len(next_own), 0, 0
         self._index = self._lane.copy()  # [B], of the lanes' episodes; idle from N on
         self.lost: list[int] = []
@@ -62,7 +63,7 @@ class EpisodePlan:
     @property
     def mask(self) -> np.ndarray:
         """`[B]` bool, the lanes that play one of the episodes."""
-        return self._index < self._num_episodes
+        return self._index < self.num_episodes
 
     @property
     def episode_id(self) -> np.ndarray:
@@ -92,11 +93,11 @@ class EpisodePlan:
         if self._min_steps is not None and self._num_steps >= self._min_steps:
             # Enough: these lanes become idle, and only started episodes are awaited.
             self._num_wanted = min(self._num_wanted, self._num_started)
-            self._index[over] = self._num_episodes
+            self._index[over] = self.num_episodes
         elif self._first_queued is not None:
             self._index[over] = self._num_started + np.arange(count, dtype=np.int32)
             self._num_started += count
-            self.num_used = min(self._num_started, self._num_episodes)
+            self.num_used = min(self._num_started, self.num_episodes)
         else:
             self._index[over] += len(self._lane)
 
@@ -120,13 +121,13 @@ class EpisodePlan:
         }
         ended = jax.tree.map(lambda x: x[here], result)
         if self._table is None:
-            make = lambda x: np.zeros((self._num_episodes, *x.shape[1:]), x.dtype)  # noqa: E731
+            make = lambda x: np.zeros((self.num_episodes, *x.shape[1:]), x.dtype)  # noqa: E731
             self._table = jax.tree.map(make, ended)
         place_rows(self._table, self.index_of(block.episode_id[here]), ended)
 
     def read(self) -> Episodes:
         """Returns the episodes, zero with `mask` False where they do not count."""
-        kept = np.ones(self._num_episodes, bool)
+        kept = np.ones(self.num_episodes, bool)
         index = self.index_of(np.array(self.lost, np.int32))
         kept[index[index < len(kept)]] = False
         num_steps = count_steps(self._table["episode_length"])

@@ -240,31 +240,44 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         *,
         max_episode_steps: int,
         min_steps: int | None = None,
-    ) -> tuple[Carry, Episodes]:
+        per_env: bool = False,
+        return_rows: bool = False,
+    ) -> tuple[Carry, *tuple[Transition[ObsT, ActionT], ...], Episodes]:
         """Plays exactly `num_episodes` episodes; see `Collector.collect_episodes`.
 
         One that is lost to a fault counts, with `mask` False and all else zero.
         """
-        if min_steps is not None:
-            min_steps = checks.int_between("min_steps", min_steps)
-        return self._play(
-            carry, params, num_episodes, max_episode_steps, min_steps=min_steps
-        )
+        padded: Any = None
 
-    def collect_episodes_per_env(
-        self,
-        carry: Carry,
-        params: ParamsT,
-        episodes_per_env: int,
-        *,
-        max_episode_steps: int,
-    ) -> tuple[Carry, Episodes]:
-        """Plays episodes of every lane; see `Collector.collect_episodes_per_env`."""
-        episodes_per_env = checks.int_between("episodes_per_env", episodes_per_env)
-        num_episodes = episodes_per_env * self.env.num_envs
-        return self._play(
-            carry, params, num_episodes, max_episode_steps, is_queue=False
+        def write(plan: EpisodePlan, trajectory: Transition, block: RowBlock) -> None:
+            nonlocal padded
+            rows = jax.device_get(trajectory)
+            if padded is None:
+                shape = max_episode_steps, plan.num_episodes
+                padded = jax.tree.map(
+                    lambda x: np.zeros(shape + x.shape[2:], x.dtype), rows
+                )
+            # A step's column is its episode, its row its number in the episode.
+            mask = block.mask
+            index = plan.index_of(block.episode_id[mask])
+            place = block.episode_length[mask] - 1, index
+            place_rows(padded, place, jax.tree.map(lambda x: x[mask], rows))
+
+        carry, episodes = self._play(
+            carry,
+            params,
+            num_episodes,
+            max_episode_steps,
+            per_env=per_env,
+            min_steps=checks.min_steps(min_steps, per_env),
+            consume=write if return_rows else None,
         )
+        if not return_rows:
+            return carry, episodes
+        lost = ~np.asarray(episodes.mask)
+        for table in jax.tree.leaves(padded):
+            table[:, lost] = 0
+        return carry, jax.device_put(padded), episodes
 
     def fold_episodes(
         self,
@@ -287,40 +300,6 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             carry, params, num_episodes, max_episode_steps, consume=consume
         )
         return carry, acc, episodes
-
-    def collect_padded_episodes(
-        self,
-        carry: Carry,
-        params: ParamsT,
-        num_episodes: int,
-        *,
-        max_episode_steps: int,
-    ) -> tuple[Carry, Transition[ObsT, ActionT], Episodes]:
-        """Collects `num_episodes` whole; see `Collector.collect_padded_episodes`."""
-        max_episode_steps = checks.int_between("max_episode_steps", max_episode_steps)
-        padded: Any = None
-
-        def consume(plan: EpisodePlan, trajectory: Transition, block: RowBlock) -> None:
-            nonlocal padded
-            rows = jax.device_get(trajectory)
-            if padded is None:
-                shape = max_episode_steps, num_episodes
-                padded = jax.tree.map(
-                    lambda x: np.zeros(shape + x.shape[2:], x.dtype), rows
-                )
-            # A step's column is its episode, its row its number in the episode.
-            mask = block.mask
-            index = plan.index_of(block.episode_id[mask])
-            place = block.episode_length[mask] - 1, index
-            place_rows(padded, place, jax.tree.map(lambda x: x[mask], rows))
-
-        carry, episodes = self._play(
-            carry, params, num_episodes, max_episode_steps, consume=consume
-        )
-        lost = ~np.asarray(episodes.mask)
-        for table in jax.tree.leaves(padded):
-            table[:, lost] = 0
-        return carry, jax.device_put(padded), episodes
 
     def collect_batch(
         self,
@@ -588,7 +567,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         num_episodes: int,
         max_episode_steps: int,
         *,
-        is_queue: bool = True,
+        per_env: bool = False,
         min_steps: int | None = None,
         consume: Callable[[EpisodePlan, Transition, RowBlock], None] | None = None,
     ) -> tuple[Carry, Episodes]:
@@ -601,8 +580,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         with self._call(carry):
             plan = EpisodePlan(
                 loop.next_own,
-                num_episodes,
-                first_queued=self._next_episode if is_queue else None,
+                num_episodes * (self.env.num_envs if per_env else 1),
+                first_queued=None if per_env else self._next_episode,
                 min_steps=min_steps,
             )
             loop.assign(plan)

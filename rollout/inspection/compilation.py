@@ -42,16 +42,17 @@ def inspect(
     The program does not run, and the machine needs no accelerator, only its compiler,
     from the extra `accelerators`.
 
-        print(rollout.inspect(collector, params, accelerator="h100"))
+        print(rollout.inspect(collector, key, params, accelerator="h100"))
         print(rollout.inspect(train_step, carry, params, accelerator="tpu-v5e"))
 
     Args:
         program: a `Collector`, whose `collect_steps` is inspected, or any function that
             `jax.jit` takes, jitted or not.
-        *args: for a collector, the parameters of its policy; for a function, its
-            arguments. Only shapes and dtypes of arrays matter, so
-            `jax.ShapeDtypeStruct`s will do, with or without a sharding over
-            `rollout.inspection.devices`; static arguments are passed on unchanged.
+        *args: for a collector, a key, whose implementation decides the generator, and
+            the parameters of its policy; for a function, its arguments. Only shapes
+            and dtypes of arrays matter, so `jax.ShapeDtypeStruct`s will do, with or
+            without a sharding over `rollout.inspection.devices`; static arguments are
+            passed on unchanged.
         accelerator: "h100", "a100" or "tpu-v5e" (also "v5e").
         num_steps: T, steps of every lane; 128 if None. For a collector only.
         num_devices: number of devices that the program runs on. None takes those of the
@@ -132,22 +133,22 @@ def _program(
                 f"{num_steps!r}."
             )
         return program, args, None
-    if len(args) != 1:
+    if len(args) != 2:
         raise ValueError(
-            "A collector takes one argument, the parameters of its policy (None if it "
-            f"has none), got {len(args)}."
+            "A collector takes two arguments, a key and the parameters of its policy "
+            f"(None if it has none), got {len(args)}."
         )
+    key, params = args
     num_steps = checks.int_between(
         "num_steps", _NUM_STEPS if num_steps is None else num_steps
     )
-    key = jax.eval_shape(lambda: jax.random.key(0))
     carry = jax.eval_shape(Collector.init, program, key)
     sharding = sharding_of(program.env)
     if sharding is not None:
         carry = jax.tree.map(_shape, carry, sharding.shardings(carry))
     steps: Any = Collector.collect_steps
     # The jitted function, in which `num_steps` is static.
-    return steps.__wrapped__, (program, carry, args[0], num_steps), num_steps
+    return steps.__wrapped__, (program, carry, params, num_steps), num_steps
 
 
 def _given_devices(args: Any) -> list[accelerators.Device]:

@@ -53,11 +53,11 @@ def play(
     collector: Any,
     carry: Carry,
     params: Any,
-    fn: Callable[[Acc, Transition], Acc],
+    fn: Callable[[Acc, Transition, jax.Array], Acc],
     acc: Acc,
     *,
-    num_episodes: int | None = None,
-    episodes_per_env: int | None = None,
+    num_episodes: int,
+    per_env: bool = False,
     max_episode_steps: int,
     min_steps: int | None = None,
     holds: bool = True,
@@ -68,10 +68,11 @@ def play(
         collector: environments, policy, accumulators, and what is recorded.
         carry: as in `Collector.fold_episodes`.
         params: as there.
-        fn: as there; it receives recorded transitions.
+        fn: as there, of recorded transitions; its third argument is `[B]` int32, the
+            number of each lane's episode among the N, or N and more in an idle lane.
         acc: as there.
         num_episodes: N, of one queue for all lanes: a free lane takes the next one.
-        episodes_per_env: or the number of next own episodes of every lane.
+        per_env: whether every lane plays that many next own episodes instead.
         max_episode_steps: as there.
         min_steps: as in `Collector.collect_episodes`.
         holds: False if `fn` ignores lanes where `mask` is False: then `acc` need not be
@@ -82,16 +83,15 @@ def play(
     roots = roots_of(collector, carry)
     lane = jnp.arange(num_envs, dtype=jnp.int32)
     own_id = carry.episode.episode_id + num_envs  # of the lanes' next episodes
-    if episodes_per_env is not None:
-        number, num_queued = episodes_per_env * num_envs, 0
+    if per_env:
+        number, num_queued = num_episodes * num_envs, 0
         first_own_id, stream = own_id + number, roots.lane
     else:
-        assert num_episodes is not None
         number = num_queued = num_episodes
         first_own_id, stream = own_id, episode_keys.queue(carry.key)
 
     def start(index: jax.Array) -> Start:
-        if episodes_per_env is not None:
+        if per_env:
             return Start(stream, own_id + (index - lane), num_envs)
         return Start(stream, -1 - (carry.next_episode + index), None)
 
@@ -105,7 +105,7 @@ def play(
         )
         mask = run.index < number
         played = _mask_idle(row, mask, cut)
-        acc = fn(run.acc, apply_record_fn(collector.record_fn, played))
+        acc = fn(run.acc, apply_record_fn(collector.record_fn, played), run.index)
         after = run.replace(
             carry=platform.hold(go, carry, run.carry),
             acc=platform.hold(go, acc, run.acc) if holds else acc,
@@ -116,7 +116,7 @@ def play(
         # which take numbers from N on and so stay idle; `done & mask` counts episodes.
         flags = (row.done, row.done & mask) + (() if min_steps is None else (mask,))
         before, total = _count(sharding, *flags)
-        if episodes_per_env is not None:
+        if per_env:
             index = jnp.where(row.done, run.index + num_envs, run.index)
         else:
             # Free lanes take episodes in the order of their numbers: the k-th of a
@@ -172,8 +172,8 @@ def play(
 
 
 def pad(
-    row: Transition, carry: Carry, num_episodes: int, max_length: int
-) -> tuple[ArrayTree, Callable[[ArrayTree, Transition], ArrayTree]]:
+    row: Transition, num_episodes: int, max_length: int
+) -> tuple[ArrayTree, Callable[[ArrayTree, Transition, jax.Array], ArrayTree]]:
     """Makes the accumulator and the fold with which `play` records whole episodes.
 
     Returns:
@@ -181,10 +181,9 @@ def pad(
         writes a transition to it.
     """
 
-    def write(padded: ArrayTree, row: Transition) -> ArrayTree:
-        index = -1 - row.episode_id - carry.next_episode
-        # An idle lane writes to column N, out of bounds, which is dropped.
-        place = (row.episode_length - 1, jnp.where(row.mask, index, num_episodes))
+    def write(padded: ArrayTree, row: Transition, index: jax.Array) -> ArrayTree:
+        # An idle lane writes to column N or beyond, out of bounds, which is dropped.
+        place = row.episode_length - 1, index
         # Words, not keys: jax's checker of key reuse takes a scatter for a use of them.
         written = jax.tree.map(
             lambda old, new: old.at[place].set(new, mode="drop"),

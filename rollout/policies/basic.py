@@ -32,10 +32,10 @@ def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> P
     Args:
         action_space: a space of `envs`, Gymnasium or gymnax.
         mask_fn: `obs`, `[B, ...]`, to `[B, n]` bool, True where the action is allowed.
-            For a `MultiDiscrete`, a tuple of one mask per entry, or `[B, *nvec]`; for a
-            `MultiBinary`, `[B, *shape, 2]`; for a composite space, masks in its
-            structure, None for a part without one. Where nothing is allowed, the action
-            is drawn from all.
+            For a `MultiDiscrete` of `rollout.envs.spaces`, a tuple of one mask per
+            entry, or `[B, *nvec]`; for a `MultiBinary`, `[B, *shape, 2]`; for a
+            composite space, masks in its structure, None for a part without one. Where
+            nothing is allowed, the action is drawn from all.
 
     Returns:
         A policy without parameters or state; it ignores `params`. Its extras are `()`,

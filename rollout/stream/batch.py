@@ -74,11 +74,12 @@ def make_batch(
             trajectory, num_faulty = _drop(trajectory)
     else:
         assert options.max_episode_steps is not None  # `Options` has checked it
-        carry, trajectory, episodes = collector.collect_padded_episodes(
+        carry, trajectory, episodes = collector.collect_episodes(
             carry,
             params,
             options.episodes_per_batch,
             max_episode_steps=options.max_episode_steps,
+            return_rows=True,
         )
     result = finish(options, carry, trajectory, episodes, num_faulty)
     if (sharding := sharding_of(collector.env)) and options.postprocess is None:
@@ -127,11 +128,12 @@ def make_host_batch(
         )
     else:
         assert options.max_episode_steps is not None  # `Options` has checked it
-        carry, trajectory, episodes = collector.collect_padded_episodes(
+        carry, trajectory, episodes = collector.collect_episodes(
             collector.resumed(carry),  # an interrupted batch starts again
             params,
             options.episodes_per_batch,
             max_episode_steps=options.max_episode_steps,
+            return_rows=True,
         )
     num_faulty = np.int32(collector.fault_stats.faulty_episodes - before)
     result = finish((), trajectory, episodes, num_faulty)

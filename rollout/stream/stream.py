@@ -101,7 +101,7 @@ class Stream(Generic[ParamsT]):
         steps_per_batch: environment steps of a batch over all lanes, T * B: a multiple
             of `num_envs`.
         episodes_per_batch: N, whole episodes per batch instead of steps, as those of
-            `Collector.collect_padded_episodes`: `[L, N, ...]` with L =
+            `Collector.collect_episodes`, with their rows: `[L, N, ...]` with L =
             `max_episode_steps`, which must be given. The stream is endless; every batch
             begins with new episodes and finishes them all. Not together with
             `total_steps`, `warmup_steps` (use `random_warmup`) or `on_fault="drop"`.

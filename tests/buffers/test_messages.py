@@ -51,7 +51,7 @@ def sample(*args, make=buffers.ReplayBuffer, **options):
 
 
 def prioritized_sample(beta):
-    return sample(KEY, 2, beta, make=buffers.PrioritizedReplayBuffer)
+    return sample(KEY, 2, beta=beta, make=buffers.PrioritizedReplayBuffer)
 
 
 def update(priorities):
@@ -117,11 +117,15 @@ COUNTS = {
 }
 FRACTIONS = {
     "alpha": [lambda x: buffers.PrioritizedReplayBuffer(8, 4, alpha=x)],
-    "beta": [prioritized_sample],
+    "beta": [lambda x: prioritized_sample(2 if x is None else x)],
 }
 shared = functools.partial(buffers.ReplayBuffer, next_obs="shared")
 REFUSED = {
     # Options.
+    "`beta` must be None without priorities": [
+        lambda: sample(beta=0.4),
+        lambda: buffer().sample_sequences(filled()[1], KEY, 2, 3, beta=0.4),
+    ],
     "`capacity` must be an int of at least 4": [lambda: buffers.ReplayBuffer(3, 4)],
     f"must be at most {2**30}, got": [lambda: buffers.ReplayBuffer(2**30 + 1, 1)],
     "must be at most 10, got 11": [lambda: buffers.EpisodeBuffer(40, 4, max_length=11)],

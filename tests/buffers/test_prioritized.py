@@ -39,7 +39,8 @@ def small_programs(alpha=ALPHA):
 
     @quick_jit
     def draw(state, key, beta):
-        return buffer.sample(state, key, NUM_DRAWS, beta), buffer.can_sample(state, 1)
+        batch = buffer.sample(state, key, NUM_DRAWS, beta=beta)
+        return batch, buffer.can_sample(state, 1)
 
     return buffer, quick_jit(buffer.add), quick_jit(buffer.update), draw
 

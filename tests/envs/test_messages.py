@@ -17,7 +17,7 @@ from host_count import HostCount
 
 import rollout
 from rollout import envs
-from rollout.envs import make, make_agents, ratings, vectorize, vectorize_each
+from rollout.envs import make, ratings, vectorize, vectorize_each
 from rollout.envs.recommendation import LeaveByCategory, LeaveByDistance
 from rollout.envs.spaces import MultiBinary, MultiDiscrete
 from rollout.envs.wrappers import ForceLength, History, NoRepeat
@@ -47,7 +47,7 @@ jax.tree_util.register_static(Agents)
 
 def agents(action=None, **changes):
     """Traces a step, with the action that the space draws."""
-    lanes = envs.vectorize_agents(Agents(**changes), B)
+    lanes = envs.vectorize(Agents(**changes), B)
 
     def play(key):
         keys = jax.random.split(key, B)
@@ -90,8 +90,9 @@ def observe_info(initial):
     return step(vectorize(env, 2))
 
 
-def of_three_lanes():
-    return jax.tree.map(lambda x: np.full(3, x), CountEnv())
+def uneven():
+    lanes = jax.tree.map(lambda x: np.full(3, x), CountEnv())
+    return lanes.replace(limit=np.full(4, 9))
 
 
 def returning(**changes):
@@ -182,7 +183,7 @@ BOUNDS = [
     (0, 1, (), np.complex64, "`dtype` must be of floats, integers or flags, got com"),
 ]
 MESSAGES = [
-    # `make`, `make_agents`, `env_ids`, `render_gif`
+    # `make`, `env_ids`, `render_gif`
     (lambda: make("CartPole"), "'CartPole'. The nearest are CartPole-v1, Catch-bsuite"),
     (lambda: make("zzzz"), "`env_id` must be one of the 26 ids"),
     (lambda: make("ant"), "Other suites' ids begin with the suite, as brax:ant does"),
@@ -191,18 +192,14 @@ MESSAGES = [
     (lambda: make("CartPole-v1", size=2, color=1), "; got color, size."),
     (lambda: make("CartPole-v1", gravity=np.ones(3)), "`gravity` must have shape ()"),
     (lambda: make("CartPole-v1", max_steps_in_episode=1.5), "be an integer, got 1.5"),
-    (lambda: make("jaxmarl:hanabi"), "whose environments have several agents"),
     (lambda: make("zzz:hanabi"), "or xminigrid:, got 'zzz:hanabi'."),
     (lambda: make("pgx:2048", speed=[3]), "pgx:2048 with speed=[3] fails"),
     (lambda: make("pgx:2048", max_steps_in_episode=9), "(`max_episode_steps` limits"),
-    (lambda: make_agents("pgx:chess", time_limit=9), "(`max_episode_steps` limits"),
     (
-        lambda: make_agents("pgx:go"),
+        lambda: make("pgx:go"),
         "20 ids of `rollout.envs.env_ids('pgx')`, got",
     ),
-    (lambda: make_agents("pgx:go"), "got 'pgx:go'. The nearest"),
-    (lambda: make_agents("CartPole-v1"), "must begin with jaxmarl:, jumanji: or pgx:"),
-    (lambda: make_agents("brax:ant"), "got 'brax:ant', whose environments have one"),
+    (lambda: make("pgx:go"), "got 'pgx:go'. The nearest"),
     (
         lambda: envs.env_ids("zzz"),
         "`suite` must be one of installed, gymnax, ",
@@ -221,10 +218,14 @@ MESSAGES = [
     (lambda: MultiDiscrete((1.5, 2)), "`nvec` must be an array of ints"),
     (lambda: MultiDiscrete((3, 4), start=(1, 2, 3)), "`start` must be an int, or an"),
     (lambda: MultiDiscrete((3, 4), start=0.5), "`start` must be an int, or an array"),
-    # `vectorize`, `vectorize_each`, `vectorize_agents`
-    (lambda: vectorize_each(CountEnv(), 4), "leading axis num_envs=4, got shape ()"),
-    (lambda: vectorize_each(of_three_lanes(), 4), "num_envs=4, got shape (3,)"),
-    (lambda: vectorize_each(ChanceEnv(), 4), "leading axis num_envs=4, got no leaves"),
+    # `vectorize`, `vectorize_each`
+    (
+        lambda: vectorize_each(CountEnv()),
+        "with one leading axis, that of the lanes, go",
+    ),
+    (lambda: vectorize_each(uneven()), "got (3,), (4,): `vectorize` puts equal"),
+    (lambda: vectorize_each(Agents()), "that of the lanes, got no leaves"),
+    (lambda: vectorize_each([CountEnv()]), "`env` must have the methods"),
     (lambda: groups(), "in one group, got 'b' in none"),
     (lambda: groups(one=("b", "a")), "in one group, got 'a' in two, one"),
     (lambda: groups(one=("b", "d")), "got 'd' in and not in `env.agents`"),

@@ -19,7 +19,7 @@ def one_step():
 
     And whether the spaces contain both observations and the actions.
     """
-    env = envs.vectorize_agents(ChanceEnv(), B)
+    env = envs.vectorize(ChanceEnv(), B)
 
     @quick_jit
     def run(key):
@@ -59,7 +59,7 @@ def test_reward_is_that_of_the_team():
 
 def test_word_of_an_agent_counts_to_its_end():
     """24 bits hold the number of actions, and stay at the largest."""
-    env = envs.vectorize_agents(OneAgent(CountEnv()), 1)
+    env = envs.vectorize(OneAgent(CountEnv()), 1)
 
     @quick_jit
     def run(key):
@@ -100,7 +100,7 @@ def test_space_of_several_parts_draws_each_from_a_key_of_its_own():
 
 def test_lanes_of_one_agent_are_those_of_the_plain_environment():
     plain = envs.vectorize(CountEnv(), B)
-    env = envs.vectorize_agents(OneAgent(CountEnv()), B)
+    env = envs.vectorize(OneAgent(CountEnv()), B)
 
     @quick_jit
     def start(keys):
@@ -113,3 +113,24 @@ def test_lanes_of_one_agent_are_those_of_the_plain_environment():
         )
     np.testing.assert_array_equal(obs["all"][:, 0], want)
     jax.tree.map(np.testing.assert_array_equal, state, want_state)
+
+
+def test_every_lane_of_agents_has_parameters_of_its_own():
+    length = np.array([2, 3, 4])
+    every = OneAgent(CountEnv(min_length=length, max_length=length, limit=9 + length))
+    env = envs.vectorize_each(every)
+    assert env.agents == ("only",)
+
+    @quick_jit
+    def run(key):
+        reset_keys, *step_keys = jax.random.split(key, (5, B))
+        state, _ = env.reset(reset_keys)
+        ended = []
+        for step_key in step_keys:
+            step = env.step(step_key, state, {"all": jnp.zeros((B, 1), jnp.int32)})
+            state = step.state
+            ended.append(step.terminated)
+        return jnp.stack(ended)
+
+    ended = np.asarray(run(jax.random.key(0)))
+    np.testing.assert_array_equal(ended.argmax(axis=0) + 1, length)

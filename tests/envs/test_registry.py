@@ -61,11 +61,11 @@ def test_parameters_are_leaves_of_the_environment():
 
 
 def test_environments_of_suites_by_id():
-    seat = envs.make("pgx:tic_tac_toe")
+    seat = envs.make("pgx:tic_tac_toe", opponent=None)
     assert seat.action_space == envs.Discrete(9)
-    assert envs.make("pgx:tic_tac_toe") is seat  # so it is one program
+    assert envs.make("pgx:tic_tac_toe", opponent=None) is seat  # so it is one program
     assert envs.make("gymnax:CartPole-v1") == envs.make("CartPole-v1")
-    game = envs.make_agents("pgx:tic_tac_toe")
+    game = envs.make("pgx:tic_tac_toe")
     assert game.agents == ("player_0", "player_1")
 
 
@@ -83,7 +83,7 @@ def test_ids_of_a_suite_are_those_that_can_be_made():
 def test_suite_that_is_not_installed_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "jaxmarl", None)
     with pytest.raises(ValueError, match=r'pip install "\.\[jaxmarl\]"'):
-        envs.make_agents("jaxmarl:coin_game")
+        envs.make("jaxmarl:coin_game")
     assert not any(x.startswith("jaxmarl:") for x in envs.env_ids("installed"))
 
 
@@ -109,5 +109,5 @@ def test_longest_episode_is_an_argument_for_every_suite(env_id):
     want = envs.vectorize(envs.TimeLimit(envs.make(env_id), 3), 2)
     assert jax.tree.structure(made) == jax.tree.structure(want)  # one program
     chex.assert_trees_all_equal(made, want)
-    game = envs.make_agents("pgx:tic_tac_toe", max_episode_steps=3)
+    game = envs.make("pgx:tic_tac_toe", max_episode_steps=3)
     assert (type(game), game.num_steps) == (envs.TimeLimit, 3)

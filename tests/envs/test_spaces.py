@@ -219,7 +219,7 @@ class Bounded(CountEnv):
 def test_each_of_several_environments_may_have_infinite_bounds():
     bounds = np.float32([np.inf, 1.0])
     each = jax.vmap(lambda bound: Bounded(bound=bound))(bounds)
-    env = envs.vectorize_each(each, len(bounds))
+    env = envs.vectorize_each(each)
     drawn = jax.jit(lambda env, key: env.observation_space.sample(key))(env, KEY)
     assert np.isfinite(drawn).all()
 

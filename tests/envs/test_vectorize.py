@@ -29,7 +29,7 @@ def test_rewards_and_flags_are_cast_and_nothing_stays_weakly_typed():
 def of_each(length, limit):
     """Lanes that terminate after a length, which a reset sets, or stop at a limit."""
     every = CountEnv(min_length=length, max_length=length, limit=limit)
-    return envs.vectorize_each(every, len(limit), auto_reset="compact")
+    return envs.vectorize_each(every, auto_reset="compact")
 
 
 def test_every_lane_has_parameters_of_its_own():

@@ -73,8 +73,10 @@ def test_accumulators_change_nothing_else():
 def test_episodes_have_the_values_of_their_last_step():
     collector = make_collector()
     carry = collector.init(jax.random.key(1))
-    for play in ("collect_episodes", "collect_episodes_per_env"):
-        carry, episodes = getattr(collector, play)(carry, None, 4, max_episode_steps=6)
+    for per_env in (False, True):
+        carry, episodes = collector.collect_episodes(
+            carry, None, 4, max_episode_steps=6, per_env=per_env
+        )
         accumulated, length = episodes.accumulated, np.asarray(episodes.episode_length)
         expected = np.vectorize(discounted)(length)
         np.testing.assert_allclose(accumulated["discounted"], expected, rtol=1e-6)
@@ -113,7 +115,7 @@ def test_stream_counts_the_values_of_all_batches():
 def test_value_may_be_one_per_agent():
     """Rewards above 10 of each agent, against the trajectory's own."""
     rewards = [[1, 20], [11, 30], [12, 5]]
-    env = envs.vectorize_agents(schedule(np.ones((4, 2)), rewards), B)
+    env = envs.vectorize(schedule(np.ones((4, 2)), rewards), B)
     high = rollout.Accumulator(
         lambda num_envs: rollout.agents.PerAgent(jnp.zeros((num_envs, 2), jnp.int32)),
         lambda x, t: rollout.agents.PerAgent(x.value + (t.info.agents.reward > 10)),

@@ -57,7 +57,7 @@ def collect(env, kind=rollout.Collector, **options):
 def lanes_of(kind):
     drawn = Drawn(limit=5)
     if kind == "each":
-        return envs.vectorize_each(jax.tree.map(lambda x: np.full(3, x), drawn), 3)
+        return envs.vectorize_each(jax.tree.map(lambda x: np.full(3, x), drawn))
     if kind == "limited":
         return envs.vectorize(envs.TimeLimit(drawn, 4), 3)
     if kind == "wrapped":

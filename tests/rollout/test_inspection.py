@@ -36,6 +36,7 @@ from rollout.inspection.report import find_loop
 
 T, B = 16, 32
 ROOT = Path(__file__).parents[2]
+KEY = jax.random.key(0)
 X = jax.ShapeDtypeStruct((B, 4), jnp.float32)
 
 gpu = pytest.mark.compiles_for("h100")
@@ -208,7 +209,7 @@ def make(env=None, **options):
 @functools.cache
 def inspect_steps(env_type, accelerator):
     env = env_type() if env_type else None
-    return rollout.inspect(make(env), None, accelerator=accelerator, num_steps=T)
+    return rollout.inspect(make(env), KEY, None, accelerator=accelerator, num_steps=T)
 
 
 def find_waits(*args):
@@ -461,7 +462,7 @@ def test_record_fn_and_accumulators_go_along():
     less = lambda x: x.replace(next_obs=())  # noqa: E731
     whole = inspect_steps(None, "h100")
     collector = make(record_fn=less, accumulators={"count": count})
-    report = rollout.inspect(collector, None, accelerator="h100", num_steps=T)
+    report = rollout.inspect(collector, KEY, None, accelerator="h100", num_steps=T)
     assert report.waits == ()
     assert report.memory.outputs < whole.memory.outputs
 

@@ -83,7 +83,7 @@ def learner(params, obs, key):
     ],
 )
 def test_steps_are_few_launches_in_graphs_without_a_wait(env_id, policy, params, most):
-    report = inspect(make(env_id, policy), params, num_steps=T)
+    report = inspect(make(env_id, policy), jax.random.key(0), params, num_steps=T)
     assert report.waits == ()
     assert report.launches_per_step <= most
     assert report.loose_per_step <= 2
@@ -167,8 +167,8 @@ def test_order_of_minibatches_is_few_launches():
 @pytest.mark.usefixtures("rank_promotion")  # as MPE does
 def test_rows_of_a_team_are_no_launch_more_than_the_trajectory():
     pytest.importorskip("jaxmarl")
-    env = envs.make_agents("jaxmarl:MPE_simple_spread_v3")
-    env = envs.vectorize_agents(env, B)
+    env = envs.make("jaxmarl:MPE_simple_spread_v3")
+    env = envs.vectorize(env, B)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
 

@@ -254,7 +254,7 @@ KEPT = (
 INSPECT = [
     ((3,), {}, "`program` must be"),
     ((jnp.sin, ROWS), {"num_steps": 3}, "`num_steps` must be None for a function"),
-    ((make_collector("count"),), {}, "one argument, the parameters"),
+    ((make_collector("count"),), {}, "two arguments, a key and the parameters"),
     (
         (jnp.sin, ROWS),
         {"accelerator": "tpu"},
@@ -312,7 +312,10 @@ MESSAGES = [
         "must hold a checkpoint 4, got folder with [5]",
         FileNotFoundError,
     ),
-    (lambda: inspect(on_host(), None), "environments are in JAX, got HostCollector"),
+    (
+        lambda: inspect(on_host(), KEY, None),
+        "environments are in JAX, got HostCollector",
+    ),
     (
         lambda: step_with(
             accumulators={"wrong": rollout.Accumulator(jnp.zeros, lambda x, t: t.done)}

@@ -13,7 +13,9 @@ def collect(kind):
         return raw(collector.collect_steps(carry, None, 9))
     if kind == "padded":
         return raw(
-            collector.collect_padded_episodes(carry, None, 7, max_episode_steps=11)
+            collector.collect_episodes(
+                carry, None, 7, max_episode_steps=11, return_rows=True
+            )
         )
     count = lambda acc, row: acc + 1  # noqa: E731  (also rows that are void)
     args = carry, None, count, 0

@@ -80,8 +80,8 @@ def play(collectors, num_episodes=NUM_EPISODES):
 
     def play_one(collector):
         carry = collector.init(jax.random.key(0))
-        return collector.collect_padded_episodes(
-            carry, SCORES, num_episodes, max_episode_steps=16
+        return collector.collect_episodes(
+            carry, SCORES, num_episodes, max_episode_steps=16, return_rows=True
         )[1:]
 
     return {name: play_one(collector) for name, collector in collectors.items()}

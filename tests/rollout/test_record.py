@@ -69,9 +69,9 @@ def played():
             stats=[rollout.summarize(x) for x in rows],
             row=recording.step(*start)[1],
             total=recording.fold_steps(*start, note, 0.0, num_steps=NUM_STEPS)[1],
-            padded=recording.collect_padded_episodes(*start, 5, max_episode_steps=7)[
-                1:
-            ],
+            padded=recording.collect_episodes(
+                *start, 5, max_episode_steps=7, return_rows=True
+            )[1:],
         )
 
     return jax.device_get(run(jax.random.key(0)))

@@ -87,7 +87,7 @@ class LevelEnv(CountEnv):
 def make_limits():
     """Each lane has a limit of its own."""
     env = jax.vmap(lambda limit: CountEnv(limit=limit))(3 + jnp.arange(B) % 5)
-    return make_collector("count", B).replace(env=envs.vectorize_each(env, B))
+    return make_collector("count", B).replace(env=envs.vectorize_each(env))
 
 
 def make_levels():
@@ -144,9 +144,9 @@ def methods(collector, carry):
         "step": collector.step(*args),
         "fold": collector.fold_steps(*args, buffer.add, empty, num_steps=T),
         "episodes": collector.collect_episodes(*args, 3 * B + 1, **limit),
-        "per env": collector.collect_episodes_per_env(*args, 2, **limit),
-        "padded": collector.collect_padded_episodes(
-            *args, 2 * B + 3, max_episode_steps=15
+        "per env": collector.collect_episodes(*args, 2, **limit, per_env=True),
+        "padded": collector.collect_episodes(
+            *args, 2 * B + 3, max_episode_steps=15, return_rows=True
         ),
     }
 
@@ -274,9 +274,9 @@ def test_step_of_an_accelerator_is_that_of_one_with_as_many_lanes(
     def make(num_envs):
         return make_case("CartPole-v1", "random", "auto", num_envs)
 
-    one = rollout.inspect(make(128), PARAMS, **options)
+    one = rollout.inspect(make(128), KEY, PARAMS, **options)
     sharded = rollout.shard(make(128 * num_devices), mesh)
-    every = rollout.inspect(sharded, PARAMS, **options)
+    every = rollout.inspect(sharded, KEY, PARAMS, **options)
     assert every.waits == ()
     assert every.collectives_per_round == ()
     # Once a round of the loop, each asks which lanes are its own.
@@ -406,7 +406,9 @@ APART = {
     "steps": lambda x, *args: x.collect_steps(*args, 2),
     "fold": lambda x, *args: x.fold_steps(*args, lambda acc, _: acc, 0, num_steps=2),
     "episodes": lambda x, *args: x.collect_episodes(*args, 2, max_episode_steps=3),
-    "padded": lambda x, *args: x.collect_padded_episodes(*args, 2, max_episode_steps=3),
+    "padded": lambda x, *args: x.collect_episodes(
+        *args, 2, max_episode_steps=3, return_rows=True
+    ),
     "evaluate": lambda x, carry, params: rollout.evaluate(x, carry.key, params, 2),
     "Stream": lambda x, carry, params: next(
         rollout.Stream(x, key=carry.key, params=params, steps_per_batch=B)

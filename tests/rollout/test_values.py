@@ -252,7 +252,9 @@ def test_cut_episode_has_the_value_of_its_last_observation():
     @quick_jit
     def play(collector):
         carry = collector.init(jax.random.key(1))
-        return collector.collect_padded_episodes(carry, PARAMS, 9, max_episode_steps=4)
+        return collector.collect_episodes(
+            carry, PARAMS, 9, max_episode_steps=4, return_rows=True
+        )
 
     _, t, episodes = jax.device_get(play(make("never")))
     assert episodes.finished.any()

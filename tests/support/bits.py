@@ -121,11 +121,13 @@ def hash_all(env_name: str, policy_name: str, streams=tuple(STREAMS)) -> dict[st
     hashes = {"trajectory": digest((carry, trajectory))}
     carry, episodes = collector.collect_episodes(carry, params, 9, max_episode_steps=14)
     hashes["episodes"] = digest((carry, episodes.replace(lane=(), mask=())))
-    carry, _ = collector.collect_episodes_per_env(
-        carry, params, 2, max_episode_steps=14
+    carry, _ = collector.collect_episodes(
+        carry, params, 2, max_episode_steps=14, per_env=True
     )
     hashes["per_env"] = digest(carry)
-    result = collector.collect_padded_episodes(carry, params, 5, max_episode_steps=14)
+    result = collector.collect_episodes(
+        carry, params, 5, max_episode_steps=14, return_rows=True
+    )
     hashes["padded"] = digest(result[:2])
     for name in streams:
         hashes[f"stream {name}"] = hash_stream(collector, **STREAMS[name])

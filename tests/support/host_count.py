@@ -259,11 +259,17 @@ CALLS = {
     "more episodes than lanes": episodes(11, max_episode_steps=4),
     "few steps": episodes(9, min_steps=1),
     "enough steps": episodes(9, min_steps=17),
-    "episodes of each lane": lambda x, carry: x.collect_episodes_per_env(
-        carry, None, 3, max_episode_steps=6
+    "episodes of each lane": lambda x, carry: x.collect_episodes(
+        carry, None, 3, max_episode_steps=6, per_env=True
     ),
-    "padded episodes": lambda x, carry: x.collect_padded_episodes(
-        carry, None, 7, max_episode_steps=6
+    "padded episodes": lambda x, carry: x.collect_episodes(
+        carry, None, 7, max_episode_steps=6, return_rows=True
+    ),
+    "rows of enough steps": lambda x, carry: x.collect_episodes(
+        carry, None, 9, max_episode_steps=6, min_steps=17, return_rows=True
+    ),
+    "rows of each lane": lambda x, carry: x.collect_episodes(
+        carry, None, 3, max_episode_steps=6, per_env=True, return_rows=True
     ),
     "folded steps": lambda x, carry: x.fold_steps(
         carry, None, count_rows, NOTHING, num_steps=150

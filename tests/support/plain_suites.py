@@ -386,7 +386,7 @@ def jumanji_team(name: str) -> Plain:
         state = state.replace(key=())
         return whole_step(state, obs, ~is_out, reward, flags, timestep.extras)
 
-    adapt = functools.partial(envs.suites.from_jumanji_agents, game)
+    adapt = functools.partial(envs.suites.from_jumanji, game)
     return Plain(adapt, begin, advance)
 
 

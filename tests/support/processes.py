@@ -47,7 +47,7 @@ def make_stream(collector, **options):
 def make_batch():
     """A batch of environments whose parameters differ from lane to lane."""
     env = jax.vmap(lambda limit: make_env("count", limit=limit))(2 + jnp.arange(B) % 5)
-    env = envs.vectorize_each(env, B, auto_reset="select")
+    env = envs.vectorize_each(env, auto_reset="select")
     collector = make_collector().replace(env=env)
     return next(make_stream(rollout.shard(collector, make_mesh()))).trajectory
 

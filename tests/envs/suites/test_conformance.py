@@ -203,7 +203,7 @@ SPACES = {
     "jumanji:MultiCVRP-v0": envs.spaces.MultiDiscrete((22, 22), np.dtype("int16")),
     "navix:Navix-Empty-8x8-v0": envs.Discrete(7),
     "navix:Navix-DoorKey-5x5-v0": envs.Discrete(7),
-    "pgx:connect_four": envs.Discrete(7),
+    "pgx:2048": envs.Discrete(4),
     "playground:PendulumSwingup": envs.Box(-1.0, 1.0, (1,)),
     "xminigrid:MiniGrid-DoorKey-5x5": envs.Discrete(6),
     "xminigrid:XLand-MiniGrid-R1-9x9": envs.Discrete(6),
@@ -221,9 +221,8 @@ def test_environment_made_by_its_id_keeps_the_contract(env_id):
 @each([*SPACES, "jaxmarl:switch_riddle"])
 def test_ids_are_listed_and_unknown_options_refused(env_id, suite):
     assert env_id in envs.env_ids(suite)
-    make = envs.make_agents if suite == "jaxmarl" else envs.make
     with pytest.raises(ValueError, match="nonsense"):
-        make(env_id, nonsense=3)
+        envs.make(env_id, nonsense=3)
 
 
 DRAWN = [x for x in CASES if not x.startswith(("gymnax", "pgx", "physics"))]
@@ -260,7 +259,7 @@ def test_lanes_have_models_of_their_own(env_id):
     state, _ = plain.begin(keys)
     state = jax.tree.map(lambda x: x[jnp.zeros(2, int)], state)  # the same in both
     action = jnp.zeros((2, 1))
-    step = jax.jit(envs.vectorize_each(each, 2).step)
+    step = jax.jit(envs.vectorize_each(each).step)
     got = step(keys, state, action).obs
     for lane in range(2):
         model = scale(env.model, scales[lane])

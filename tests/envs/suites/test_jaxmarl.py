@@ -94,7 +94,7 @@ def test_masked_agents_are_as_in_a_plain_loop():
     plain = plain_suites.agents_of(Duel())
     step = suite_checks.check_steps_of_agents(plain, see=observation, num_steps=4)
     assert step.episode_truncated
-    lanes = envs.vectorize_agents(plain.adapt(), 3)
+    lanes = envs.vectorize(plain.adapt(), 3)
     rows = suite_checks.collect(lanes, num_steps=24)
     for obs in (rows.obs, rows.next_obs):
         assert jax.vmap(jax.vmap(lanes.observation_space.contains))(obs).all()
@@ -260,7 +260,7 @@ def test_what_does_not_go_by_agents_and_their_spaces_is_refused():
         play_solo(envs.suites.from_jaxmarl(Nobody()), [0])
     groups = {"red": ("red_0",), "blue": ("blue_0",)}
     with pytest.raises(ValueError, match=r"`env.groups` must have every agent in one"):
-        envs.vectorize_agents(envs.suites.from_jaxmarl(Duel(), groups=groups), 2)
+        envs.vectorize(envs.suites.from_jaxmarl(Duel(), groups=groups), 2)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_wrappers_of_jaxmarl_are_refused_with_what_stands_for_them(wrap):
 
 
 def test_limit_of_coin_game_is_a_truncation():
-    env = envs.vectorize_agents(envs.make_agents("jaxmarl:coin_game"), 2)
+    env = envs.vectorize(envs.make("jaxmarl:coin_game"), 2)
     rows = suite_checks.collect(env, num_steps=110)
     assert set(rows.episode_length[rows.truncated]) == {100}
     assert not rows.terminated.any()
@@ -288,7 +288,7 @@ def test_limit_of_coin_game_is_a_truncation():
 def test_shapes_of_smax_with_masks_and_world_state():
     """Traced only: to compile it takes most of a minute."""
     suite_env = make("HeuristicEnemySMAX", num_allies=2, num_enemies=2)
-    env = envs.vectorize_agents(envs.suites.from_jaxmarl(suite_env), 3)
+    env = envs.vectorize(envs.suites.from_jaxmarl(suite_env), 3)
     rows = jax.eval_shape(lambda: suite_checks.collect(env, num_steps=2))
     allies = rows.next_obs["agents"]
     mask = allies["action_mask"]  # of 5 moves and 2 enemies

@@ -55,18 +55,13 @@ def test_discount_tells_termination_from_truncation(discount, terminated):
 def test_every_game_keeps_the_contract(env_id):
     if env_id.partition(":")[2] not in TEAMS:
         return check_contract(envs.make(env_id))
-    env = envs.vectorize_agents(envs.make_agents(env_id), 2)
+    env = envs.vectorize(envs.make(env_id), 2)
     rows = jax.eval_shape(lambda: collect(env, num_steps=3))
     assert rows.info.agents.reward.shape == (3, 2, len(env.agents))
 
 
-def test_games_of_another_kind_are_refused():
-    team, game = jumanji.make("Connector-v3"), jumanji.make("Snake-v1")
-    with pytest.raises(ValueError, match="`env` must have one reward"):
-        envs.suites.from_jumanji(team)
-    with pytest.raises(ValueError, match="`env` must have a reward for each agent"):
-        envs.suites.from_jumanji_agents(game)
+def test_game_that_resets_itself_is_refused():
     from jumanji.wrappers import AutoResetWrapper
 
     with pytest.raises(ValueError, match="must not reset itself"):
-        envs.suites.from_jumanji(AutoResetWrapper(game))
+        envs.suites.from_jumanji(AutoResetWrapper(jumanji.make("Snake-v1")))

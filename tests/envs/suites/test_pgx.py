@@ -46,7 +46,7 @@ def test_spaces_are_those_of_the_game():
 def test_one_player_has_a_game_of_its_own(key_reuse):
     env = envs.suites.from_pgx(pgx.make("2048"))
     assert env.agents == ("player_0",)
-    lanes = envs.vectorize_agents(env, 3)
+    lanes = envs.vectorize(env, 3)
     rows = jax.eval_shape(lambda: collect(lanes, num_steps=2))
     assert rows.info.agents.reward.shape == (2, 3, 1)
     assert rows.next_obs["players"]["action_mask"].shape == (2, 3, 1, 4)
@@ -56,7 +56,7 @@ def test_one_player_has_a_game_of_its_own(key_reuse):
 @pytest.mark.parametrize("game", ["tic_tac_toe", "connect_four"])
 def test_masked_policies_never_make_an_illegal_move(game):
     """A million moves: half drawn evenly, half sampled from a policy's logits."""
-    env = envs.vectorize_agents(envs.suites.from_pgx(pgx.make(game)), 1000)
+    env = envs.vectorize(envs.suites.from_pgx(pgx.make(game)), 1000)
     space = env.action_spaces["players"]
 
     def sample(params, obs, key):
@@ -96,7 +96,7 @@ def test_every_lane_may_meet_an_opponent_of_its_own(key_reuse):
     each = jax.vmap(
         lambda number: envs.suites.from_pgx_seat(game, first_allowed, number)
     )
-    vector = envs.vectorize_each(each(params), 3)
+    vector = envs.vectorize_each(each(params))
     keys = jax.random.split(jax.random.key(2), 3)
     state, _ = quick_jit(vector.reset)(keys)
     step = quick_jit(vector.step)(keys, state, jnp.full((3,), 8, jnp.int32))

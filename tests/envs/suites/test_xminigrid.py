@@ -24,7 +24,7 @@ def test_rules_vary_from_lane_to_lane():
     each = jax.vmap(
         lambda x: envs.suites.from_xminigrid(env, params.replace(ruleset=x))
     )
-    vector = envs.vectorize_each(each(rules), 2)
+    vector = envs.vectorize_each(each(rules))
     state, _ = quick_jit(vector.reset)(jax.random.split(jax.random.key(0), 2))
     np.testing.assert_array_equal(state.goal_encoding, rules.goal)
     np.testing.assert_array_equal(state.rule_encoding, rules.rules)

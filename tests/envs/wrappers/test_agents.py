@@ -170,7 +170,7 @@ def test_every_agent_sees_its_number_also_beside_other_entries(name):
 @functools.cache
 def normalized():
     """A carry and trajectory of mapped policies, and the rows of each group."""
-    lanes = envs.NormalizeObs(envs.vectorize_agents(ENVS["reward"], B))
+    lanes = envs.NormalizeObs(envs.vectorize(ENVS["reward"], B))
     random = {x: rollout.random_policy(s) for x, s in lanes.action_spaces.items()}
     mapping = rollout.agents.fixed_mapping({"a": "two", "b": "one", "c": "two"})
     policy = rollout.agents.policy_map(random, mapping, lanes)
@@ -217,7 +217,7 @@ def test_normalised_agents_are_mapped_to_policies():
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 def test_statistics_of_agents_on_four_devices_are_those_of_one():
-    lanes = envs.NormalizeObs(envs.vectorize_agents(BARE, 8))
+    lanes = envs.NormalizeObs(envs.vectorize(BARE, 8))
     policy = rollout.random_policy(lanes.action_space)
     plain = rollout.Collector(env=lanes, policy=policy)
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("lanes",))
@@ -237,7 +237,7 @@ def test_statistics_of_agents_on_four_devices_are_those_of_one():
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 def test_wrapped_agents_go_on_in_a_stream_that_is_restored():
-    lanes = envs.NormalizeObs(envs.vectorize_agents(stack(BARE), B))
+    lanes = envs.NormalizeObs(envs.vectorize(stack(BARE), B))
     policy = rollout.random_policy(lanes.action_space)
     collector = rollout.Collector(env=lanes, policy=policy)
     options = {"key": KEY, "params": None, "steps_per_batch": 5 * B}
@@ -257,12 +257,12 @@ REFUSED = {
     "History": lambda env: envs.wrappers.History(env, 3),
     "NoRepeat": envs.wrappers.NoRepeat,
     "ObserveInfo": lambda env: envs.wrappers.ObserveInfo(env, len, len),
-    "NormalizeReward": lambda env: envs.NormalizeReward(envs.vectorize_agents(env, B)),
+    "NormalizeReward": lambda env: envs.NormalizeReward(envs.vectorize(env, B)),
 }
 IN_TURN_REFUSED = {
     "FrameStack": lambda env: envs.FrameStack(env, 2),
     "ObservePrevious": envs.wrappers.ObservePrevious,
-    "NormalizeObs": lambda env: envs.NormalizeObs(envs.vectorize_agents(env, B)),
+    "NormalizeObs": lambda env: envs.NormalizeObs(envs.vectorize(env, B)),
 }
 
 
@@ -303,9 +303,9 @@ SUITES = ["jaxmarl:MPE_simple_spread_v3", "jaxmarl:SMAX", "pgx:tic_tac_toe"]
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUITES)
 def test_environments_of_suites_are_wrapped(name, key_reuse, rank_promotion):
-    env = stack(envs.make_agents(name))
+    env = stack(envs.make(name))
     check_spaces(env)
-    lanes = envs.vectorize_agents(env, B)
+    lanes = envs.vectorize(env, B)
     _, trajectory = play(envs.NormalizeObs(lanes) if env.simultaneous else lanes, T)
     assert trajectory.episode_length.max() <= 7
     assert np.abs(trajectory.info.agents.reward).max() <= 1

@@ -41,7 +41,7 @@ def ended():
     """The trajectory of two lanes with faulty observations, two with rewards."""
     env = jax.tree.map(lambda x: np.repeat(x, B), Breaking())
     env = env.replace(breaks_obs=np.array([True, True, False, False]))
-    lanes = envs.vectorize_each(envs.wrappers.EndOnFault(env), B)
+    lanes = envs.vectorize_each(envs.wrappers.EndOnFault(env))
     return play(envs.NormalizeReward(lanes), T)[1]
 
 
@@ -133,8 +133,8 @@ def test_environment_that_wants_it_learns_which_episode_it_starts(auto_reset):
     carry = collector.init(jax.random.key(0))
     np.testing.assert_array_equal(carry.obs[:, 0], np.arange(B))
     for first in (0, 11):
-        carry, rows, _ = collector.collect_padded_episodes(
-            carry, None, 11, max_episode_steps=9
+        carry, rows, _ = collector.collect_episodes(
+            carry, None, 11, max_episode_steps=9, return_rows=True
         )
         np.testing.assert_array_equal(rows.obs[0, :, 0], first + np.arange(11))
     carry, trajectory = collector.collect_steps(carry, None, T)

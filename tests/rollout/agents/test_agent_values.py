@@ -46,7 +46,7 @@ COUNTING = rollout.recurrent_policy(count, jnp.zeros, value_fn=critic)
 
 
 def make_collector(env, num_envs=B, policy=COUNTING, team_value=None):
-    env = envs.vectorize_agents(env, num_envs)
+    env = envs.vectorize(env, num_envs)
     policies = {
         "count": policy,
         "random": rollout.random_policy(env.action_spaces["one"]),
@@ -167,9 +167,9 @@ def test_end_of_a_batch_and_whole_episodes_tell_final_values():
     @quick_jit
     def play(collector):
         carry = collector.init(KEY)
-        return collector.collect_padded_episodes(carry, PARAMS, 3, max_episode_steps=4)[
-            1
-        ]
+        return collector.collect_episodes(
+            carry, PARAMS, 3, max_episode_steps=4, return_rows=True
+        )[1]
 
     padded = jax.device_get(play(collector))
     assert padded.final_value[GROUP].shape == (4, 3, 2)

@@ -46,7 +46,7 @@ def table(num_agents=3, num_steps=3, acting=None):
 
 
 def collect(env, policies, mapping, *, num_envs=B, num_steps=T, groups=None):
-    env = envs.vectorize_agents(env, num_envs)
+    env = envs.vectorize(env, num_envs)
     policy = rollout.agents.policy_map(policies, mapping, env, groups=groups)
     collector = rollout.Collector(env=env, policy=policy)
     params = dict.fromkeys(policies)
@@ -226,7 +226,7 @@ def test_mode_is_that_of_policies_that_have_one():
         mode_fn=lambda params, obs, key: jnp.full(obs.shape, 2, jnp.int32),
     )
     mapping = rollout.agents.fixed_mapping({"a": "greedy", "b": "x", "c": "x"})
-    env = envs.vectorize_agents(table(), B)
+    env = envs.vectorize(table(), B)
     policy = rollout.agents.policy_map(
         {"greedy": greedy, "x": constant(5)}, mapping, env
     )
@@ -256,7 +256,7 @@ def test_exploration_stands_inside():
 def test_map_acts_in_any_number_of_lanes(num_envs):
     env, mapping = table(), rollout.agents.fixed_mapping("x")
     policy = rollout.agents.policy_map({"x": counting()}, mapping, env)
-    lanes = envs.vectorize_agents(env, num_envs)
+    lanes = envs.vectorize(env, num_envs)
     collector = rollout.Collector(env=lanes, policy=policy)
     _, got = collector.collect_steps(collector.init(KEY), {"x": None}, 3)
     steps = np.broadcast_to(np.arange(3)[:, None, None], (3, num_envs, 3))
@@ -264,7 +264,7 @@ def test_map_acts_in_any_number_of_lanes(num_envs):
 
 
 def test_wrapped_map_and_stream_with_a_warm_up():
-    env = envs.vectorize_agents(table(), B)
+    env = envs.vectorize(table(), B)
     policy = rollout.agents.policy_map(
         {"x": counting()}, rollout.agents.fixed_mapping("x"), env
     )
@@ -280,7 +280,7 @@ def test_wrapped_map_and_stream_with_a_warm_up():
 def game(mapping, num_lanes=4):
     """The agent c never acts; a wins if its policy's actions say so."""
     acting = np.array([[1, 1, 0], [1, 1, 0], [1, 1, 0]])
-    env = envs.vectorize_agents(make_table(acting, GAME_REWARD), num_lanes)
+    env = envs.vectorize(make_table(acting, GAME_REWARD), num_lanes)
     policies = {"x": constant(0), "y": constant(1)}
     policy = rollout.agents.policy_map(policies, mapping, env)
     return rollout.Collector(env=env, policy=policy), dict.fromkeys(policies)
@@ -288,7 +288,7 @@ def game(mapping, num_lanes=4):
 
 def test_players_who_lose_before_their_first_move_have_lost():
     """The agent a moves first and wins at once in every second episode."""
-    env = envs.vectorize_agents(TwoMoves(), 4)
+    env = envs.vectorize(TwoMoves(), 4)
     collector = rollout.Collector(
         env=env, policy=rollout.random_policy(env.action_space)
     )
@@ -342,8 +342,8 @@ def test_results_of_exactly_n_episodes_by_policy(mapping):
     collector, params = game(fn)
     stats = rollout.agents.evaluate_agents(collector, KEY, params, 30)
     rows = quick_jit(
-        lambda key: collector.collect_padded_episodes(
-            collector.init(key), params, 30, max_episode_steps=4
+        lambda key: collector.collect_episodes(
+            collector.init(key), params, 30, max_episode_steps=4, return_rows=True
         )[1]
     )(KEY)
     player = np.asarray(rows.extras["policy_id"])[0]  # [30, 3], of whole episodes

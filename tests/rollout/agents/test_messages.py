@@ -21,7 +21,7 @@ by_name, MAPPING = agents.fixed_mapping, agents.fixed_mapping("x")
 
 
 def lanes(env=TABLE):
-    return envs.vectorize_agents(env, 4)
+    return envs.vectorize(env, 4)
 
 
 def drawn(key, names):
@@ -137,7 +137,7 @@ CASES = [
     (lambda: league(np.zeros(6)), "must have the leading axis 5, got shape (6,)"),
     # agent_transitions
     (lambda: agents.init_agent_transitions(single(), 0), "must have several agents"),
-    (lambda: answer((), info={}), "must be one of `rollout.envs.vectorize_agents`"),
+    (lambda: answer((), info={}), "must have several agents, as lanes of a"),
     (lambda: answer(one=None), PENDING),
     (lambda: answer(two="one"), f"{PENDING}: float32 of shape (4, 2) at ['two']"),
     (lambda: answer(lanes=2), "`pending` must be of `init_agent_transitions` for the"),
@@ -148,7 +148,7 @@ CASES = [
         "are in JAX, got",
     ),
     (lambda: evaluate(3), "must be a `Collector`, whose environments are in JAX, got"),
-    # vectorize_agents
+    # `vectorize`
     (lambda: lanes(InTurns()), "acts at every step, got `acting` [False, True, False]"),
     (lambda: lanes(InTurnsLater()), "[False, False, True] before step 1: leave it out"),
 ]

@@ -87,7 +87,7 @@ def make_collector(num_envs):
         return jnp.full(obs.shape, 100, jnp.int32) * params, {}
 
     env = schedule(np.ones((4, 2)), np.ones((3, 2)))
-    env = envs.vectorize_agents(env, num_envs)
+    env = envs.vectorize(env, num_envs)
     policies = {
         "fixed": rollout.stateless_policy(fixed),
         "league": rollout.agents.population(rollout.stateless_policy(member), P),

@@ -20,7 +20,7 @@ NUM_ROWS = 3 * NUM_STEPS
 
 
 def collect(env, num_steps):
-    env = envs.vectorize_agents(env, B)
+    env = envs.vectorize(env, B)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(KEY)

@@ -21,7 +21,7 @@ KEY = jax.random.key(3)
 @quick_jit
 def experience(env):
     """The trajectory and the rows of a table's environment, one program for all."""
-    env = envs.vectorize_agents(env, B)
+    env = envs.vectorize(env, B)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(KEY)
@@ -212,7 +212,7 @@ PARAMS = {"count": None, "random": None}
 
 
 def make_collector(num_envs=LANES, auto_reset="compact", **options):
-    env = envs.vectorize_agents(ChanceEnv(**options), num_envs, auto_reset=auto_reset)
+    env = envs.vectorize(ChanceEnv(**options), num_envs, auto_reset=auto_reset)
     return rollout.Collector(env=env, policy=make_policy(env))
 
 
@@ -348,7 +348,7 @@ def test_cut_of_the_episode_truncates_who_is_left():
         reward=[[1, 2], [4, 8], [16, 32]],
         terminated=[[0, 0], [0, 0], [0, 0]],
     )
-    env = envs.vectorize_agents(env, 1)
+    env = envs.vectorize(env, 1)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
 
@@ -356,8 +356,8 @@ def test_cut_of_the_episode_truncates_who_is_left():
     def play(collector):
         carry = collector.init(KEY)
         pending = rollout.agents.init_agent_transitions(collector, carry)
-        _, trajectory, played = collector.collect_padded_episodes(
-            carry, None, 1, max_episode_steps=2
+        _, trajectory, played = collector.collect_episodes(
+            carry, None, 1, max_episode_steps=2, return_rows=True
         )
         return played, rollout.agents.agent_transitions(pending, trajectory)[1]
 
@@ -434,7 +434,7 @@ class AllAct(ChanceEnv):
 
 @pytest.mark.slow
 def test_nothing_is_pending_where_all_act():
-    env = envs.vectorize_agents(AllAct(), LANES)
+    env = envs.vectorize(AllAct(), LANES)
     collector = rollout.Collector(env=env, policy=make_policy(env))
     pending, trajectory = jax.device_get(run(collector))
     assert pending == ()
@@ -483,7 +483,7 @@ def test_rows_for_a_policy_are_its_own():
 @pytest.mark.parametrize("is_fixed", [True, False])
 def test_rows_of_policies_that_share_a_group(is_fixed):
     env = schedule(acting=np.ones((6, 3)), reward=np.arange(15).reshape(5, 3))
-    env = envs.vectorize_agents(env, LANES)
+    env = envs.vectorize(env, LANES)
     policy = rollout.random_policy(env.action_spaces["all"])
     names = {"a": "red", "b": "blue", "c": "red"}
     mapping = (

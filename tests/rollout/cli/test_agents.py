@@ -32,7 +32,7 @@ def assert_agents(table, returns, lengths):
 @pytest.fixture
 def chance(monkeypatch):
     """Agents that come and go at random, in two groups."""
-    monkeypatch.setattr(envs, "make_agents", lambda env_id: ChanceEnv())
+    monkeypatch.setattr(envs, "make", lambda env_id: ChanceEnv())
 
 
 def assert_counts(table, steps, reward, stale):
@@ -62,8 +62,8 @@ def test_table_of_episodes_is_that_of_their_rows(chance):
     table = run(*argv)
     made, params = runs.make_collector(parse(make_parser(), argv))
     carry = made.init(jax.random.key(0))
-    _, trajectory, _ = made.collect_padded_episodes(
-        carry, params, N, max_episode_steps=7
+    _, trajectory, _ = made.collect_episodes(
+        carry, params, N, max_episode_steps=7, return_rows=True
     )
     stats = rollout.agents.summarize_agents(trajectory)
     info = jax.device_get(trajectory.info.agents)

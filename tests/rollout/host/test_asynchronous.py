@@ -120,8 +120,8 @@ def test_first_episodes_that_start_are_played(num_episodes):
         np.testing.assert_array_equal(
             episodes.episode_return, length * (length + 1) / 2
         )
-    carry, rows, _ = collector.collect_padded_episodes(
-        carry, None, 5, max_episode_steps=9
+    carry, rows, _ = collector.collect_episodes(
+        carry, None, 5, max_episode_steps=9, return_rows=True
     )
     lengths = np.asarray(rows.mask).sum(axis=0)
     assert (lengths >= 2).all()

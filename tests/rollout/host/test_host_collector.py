@@ -126,7 +126,9 @@ def test_policy_that_draws_per_episode_gets_the_kernels_keys():
         rows = [x.collect_steps(x.init(KEY), None, 20)[1] for x in (host, kernel)]
         assert_same(*rows)
         episodes = [
-            x.collect_padded_episodes(x.init(KEY), None, 5, max_episode_steps=5)[1:]
+            x.collect_episodes(
+                x.init(KEY), None, 5, max_episode_steps=5, return_rows=True
+            )[1:]
             for x in (host, kernel)
         ]
         assert_same(*episodes)

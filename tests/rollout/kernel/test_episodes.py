@@ -38,7 +38,7 @@ def fixed_lengths():
     """Lanes 0 to 3 with episodes of 2, 3, 4 and 5 steps, and a carry."""
     length = np.arange(2, 6)
     env = CountEnv(min_length=length, max_length=length, limit=np.full(4, 100))
-    vector_env = envs.vectorize_each(env, 4, auto_reset="select")  # compiles faster
+    vector_env = envs.vectorize_each(env, auto_reset="select")  # compiles faster
     collector = rollout.Collector(env=vector_env, policy=COUNTING)
     return collector, collector.init(jax.random.key(0))
 
@@ -171,10 +171,10 @@ def test_mean_over_two_kinds_of_lanes_is_not_biased():
         max_length=jnp.array([20, 4, 20, 4]),
         limit=jnp.full(4, 1000),
     )
-    collector = rollout.Collector(env=envs.vectorize_each(env, 4), policy=COUNTING)
+    collector = rollout.Collector(env=envs.vectorize_each(env), policy=COUNTING)
 
     play = functools.partial(
-        rollout.Collector.collect_episodes_per_env, episodes_per_env=3
+        rollout.Collector.collect_episodes, num_episodes=3, per_env=True
     )
     got = mean_length(collector, play, num_steps=7)
     # Half of the 3600 episodes have standard deviation 9, the others 0.
@@ -185,15 +185,19 @@ def test_every_lane_plays_its_number_of_episodes():
     collector, carry = fixed_lengths()
     for _ in range(2):
         carry, _ = collector.collect_steps(carry, None, 3)
-    after, episodes = collector.collect_episodes_per_env(
-        carry, None, 3, max_episode_steps=ENDLESS
+    after, rows, episodes = collector.collect_episodes(
+        carry, None, 3, max_episode_steps=6, per_env=True, return_rows=True
     )
     np.testing.assert_array_equal(episodes.lane, list(range(4)) * 3)
     np.testing.assert_array_equal(episodes.episode_length, [2, 3, 4, 5] * 3)
     assert episodes.finished.all()
     assert episodes.num_steps == 3 * (2 + 3 + 4 + 5)
+    np.testing.assert_array_equal(np.sum(rows.mask, axis=0), episodes.episode_length)
+    # In 6 steps the lanes began episodes 3, 2, 1 and 1 (from 0): the next three follow.
+    first = np.array([4, 3, 2, 2]) * 4 + np.arange(4)
+    ids = [first, first + 4, first + 8]
+    np.testing.assert_array_equal(rows.episode_id[0], np.concatenate(ids))
     assert after.step == carry.step + 15  # the longest lane
-    # In 6 steps the lanes began episodes 3, 2, 1 and 1 (from 0); three more are over.
     np.testing.assert_array_equal(after.episode.episode_id // 4, [7, 6, 5, 5])
 
 
@@ -298,8 +302,8 @@ def test_compact_equals_select_bit_for_bit(name):
     chex.assert_trees_all_equal(*results)
 
 
-@pytest.mark.parametrize("method", ["collect_episodes", "collect_episodes_per_env"])
-def test_carry_is_ready_for_steps_and_ids_are_never_reused(method):
+@pytest.mark.parametrize("per_env", [False, True])
+def test_carry_is_ready_for_steps_and_ids_are_never_reused(per_env):
     collector, carry = fixed_lengths()
     seen, num_queued = [], 0
     for _ in range(2):
@@ -307,13 +311,15 @@ def test_carry_is_ready_for_steps_and_ids_are_never_reused(method):
         carry, trajectory = collector.collect_steps(carry, None, 3)
         assert np.all(trajectory.first[0])
         seen.append(np.unique(trajectory.episode_id))
-        carry, _ = getattr(collector, method)(carry, None, 3, max_episode_steps=ENDLESS)
+        carry, _ = collector.collect_episodes(
+            carry, None, 3, max_episode_steps=ENDLESS, per_env=per_env
+        )
         chex.assert_trees_all_equal_shapes_and_dtypes(raw(start), raw(carry))
         carry, rows, _, _ = fold(
             collector, carry, num_episodes=12, max_episode_steps=ENDLESS
         )
         seen.append(np.unique(rows.episode_id[np.asarray(rows.mask)]))
-        num_queued += 12 + (3 if method == "collect_episodes" else 0)
+        num_queued += 12 + (0 if per_env else 3)
     every = np.concatenate(seen)
     assert len(np.unique(every)) == len(every)
     assert carry.next_episode == num_queued
@@ -351,7 +357,9 @@ def test_padded_episodes_hold_every_row_and_are_cut_at_max_length():
 
     @jax.jit
     def play(carry):
-        played = collector.collect_padded_episodes(carry, None, 10, max_episode_steps=4)
+        played = collector.collect_episodes(
+            carry, None, 10, max_episode_steps=4, return_rows=True
+        )
         return *played, rollout.summarize(played[1]).num_episodes
 
     for call in range(2):

@@ -182,7 +182,7 @@ def test_policy_map_has_the_critics_of_its_policies_by_group(is_drawn, third):
         episode_terminated=never[:, 0],
         episode_truncated=np.arange(length) == length - 1,
     )
-    lanes = envs.vectorize_agents(env, 4)
+    lanes = envs.vectorize(env, 4)
     names = ["one", "two", third]
     policies = {name: MAPPED[name] for name in names}
     fixed = rollout.agents.fixed_mapping(dict(zip("abc", names, strict=True)))

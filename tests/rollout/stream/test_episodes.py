@@ -21,8 +21,8 @@ def test_batches_of_episodes_are_those_of_the_queue(name, prefetch):
     collector, params = make_learner(name), {"odds": jnp.float32(0.5)}
     carry = collector.init(jax.random.key(7))
     for number, batch in enumerate(batches):
-        carry, trajectory, episodes = collector.collect_padded_episodes(
-            carry, params, 5, max_episode_steps=6
+        carry, trajectory, episodes = collector.collect_episodes(
+            carry, params, 5, max_episode_steps=6, return_rows=True
         )
         chex.assert_trees_all_equal(raw(batch.trajectory), raw(trajectory))
         chex.assert_trees_all_equal(batch.episodes, episodes)

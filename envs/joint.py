@@ -1,8 +1,8 @@
-"""`vectorize_agents`: makes a `VectorEnv` of an environment of several agents.
+"""`join`: lets the agents of one environment act together, as those of an `Env`.
 
 All agents act as one, so steps, episodes, streams, checkpoints and devices work as with
-any lanes. The bookkeeping of each agent is kept next to the environment's own state,
-and returned in `info.agents`.
+any environment. The bookkeeping of each agent is kept next to the environment's own
+state, and returned in `info.agents`.
 """
 
 from collections.abc import Mapping
@@ -29,46 +29,31 @@ from rollout.envs.multi_agent import (
     read_length,
 )
 from rollout.envs.spaces import Box, Dict, Repeated, as_space
-from rollout.envs.types import AnySpace, ArrayTree, EnvStep
-from rollout.envs.vectorize import vectorize
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, VectorEnv
 from rollout.envs.wrappers.wrapper import VectorWrapper, Wrapper
 
 _FLAG = Box(0, 1, (), jnp.dtype(bool))
 
 
-def vectorize_agents(
-    env: MultiAgentEnv, num_envs: int, *, auto_reset: str = "auto"
-) -> "_VectorizedAgents":
-    """Puts `num_envs` copies of an environment of several agents side by side.
+def join(env: MultiAgentEnv, one: MultiAgentEnv) -> Env:
+    """Makes an `Env` of an environment of several agents, and checks its agents.
 
     Args:
-        env: the environment of `A` agents; its parameters are shared by all lanes.
-        num_envs: B, at least 1.
-        auto_reset: as in `vectorize`.
-
-    Returns:
-        A `VectorEnv` with the `agents`, `groups`, `observation_spaces` and
-        `action_spaces` of `env`. Its `obs` is `{group: [B, A_g, ...]}` with "acting",
-        `[B, A]` bool, True for agents that must act; its action `{group: [B, A_g,
-        ...]}`. The reward is the sum over the agents, in float32, the flags are those
-        of the episode, and `info` is a `MultiAgentInfo`. The episode also ends when
-        every agent has ended: it is terminated if all of them terminated, else
-        truncated.
-
-    Raises:
-        ValueError: if an agent is in two groups or none, or a group has no spaces, or
-            is called "acting"; if `simultaneous` is True and an agent that has not
-            ended does not act at the first or second step; or as `vectorize`. While
-            tracing: if an observation or an action is not of the space of its group,
-            or a value per agent is not `[A]`.
+        env: the environment; with parameters of its own in every lane, all of them.
+        one: the environment of one lane.
     """
-    joint = _Joint(env=env, layout=layout_of(env))
+    joint = _Joint(env=env, layout=layout_of(one))
     if joint.layout.simultaneous:
-        _check_simultaneous(env, joint.action_space)
-    return _VectorizedAgents(vectorize(joint, num_envs, auto_reset=auto_reset))
+        _check_simultaneous(one, joint.replace(env=one).action_space)
+    return joint
 
 
-class _VectorizedAgents(VectorWrapper):
+def with_agents(lanes: VectorEnv) -> VectorEnv:
+    """Gives lanes of a result of `join` the agents, the groups and their spaces."""
+    return _JointLanes(lanes)
+
+
+class _JointLanes(VectorWrapper):
     """Lanes of environments of several agents."""
 
     @property
