@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -29,7 +29,28 @@ from rollout.stream.batch import BatchResult, finish, make_batch
 from rollout.stream.options import Options
 from rollout.types import Carry, Transition
 
-Wait = Callable[[], tuple[BatchResult, float]]  # and the seconds it took
+# Returns a batch, the seconds it took, and the version of its parameters.
+Wait = Callable[[], tuple[BatchResult, float, int]]
+
+
+class Start(NamedTuple):
+    """What a batch begins with.
+
+    Attributes:
+        num_rows: unless it has whole episodes.
+        carry: after the batch before.
+        params: whatever the policy takes as its parameters.
+        version: of the parameters.
+        window: after the batch before.
+        memory: of an earlier batch, for `recycle`.
+    """
+
+    num_rows: int
+    carry: Carry
+    params: Any
+    version: int
+    window: EpisodeWindow
+    memory: ArrayTree | None = None
 
 
 class JaxMaker:
@@ -52,45 +73,31 @@ class JaxMaker:
         leaves = jax.device_get([multihost.gather(x) for x in leaves])
         self.checksum = zlib.crc32(b"".join(np.asarray(x).tobytes() for x in leaves))
 
-    def begin(
-        self,
-        num_rows: int,
-        carry: Carry,
-        params: Any,
-        window: EpisodeWindow,
-        memory: ArrayTree | None,
-    ) -> Wait:
+    def begin(self, start: Start) -> Wait:
         """Begins a batch, in the `memory` of an earlier one with `recycle`."""
-        memory = self.compile(num_rows, carry, params, window, memory)
-        start = time.perf_counter()
+        memory, collector = self.compile(start), self._collector
+        num_rows, carry, params, version, window, _ = start
+        begun = time.perf_counter()
         with ctrl_c.held_back():  # jax's caches make other errors of an interrupt
-            result = self._program(
-                num_rows, self._collector, carry, params, window, memory
-            )
+            result = self._program(num_rows, collector, carry, params, window, memory)
         for x in jax.tree.leaves(memory):
             if not x.is_deleted():  # a view prevented the donation, and stays valid
                 x.delete()
 
-        def wait() -> tuple[BatchResult, float]:
+        def wait() -> tuple[BatchResult, float, int]:
             jax.block_until_ready(result)
-            return result, time.perf_counter() - start
+            return result, time.perf_counter() - begun, version
 
         return wait
 
-    def compile(
-        self,
-        num_rows: int,
-        carry: Carry,
-        params: Any,
-        window: EpisodeWindow,
-        memory: ArrayTree | None = None,
-    ) -> ArrayTree:
+    def compile(self, start: Start) -> ArrayTree:
         """Compiles the program before it is first called, so that it is not timed.
 
         Returns:
-            Memory for the batch: new, if `memory` is gone or does not fit.
+            Memory for the batch: new, if that of `start` is gone or does not fit.
         """
         options, collector = self._options, self._collector
+        num_rows, carry, params, _, window, memory = start
         size = options.steps_per_batch
         if not options.recycle or (size and num_rows * options.num_envs != size):
             memory = ()  # also where the last batch is shorter
@@ -145,16 +152,16 @@ class _Job:
     """A batch of host environments, which a thread makes.
 
     Attributes:
-        carry: what the batch begins with.
+        start: what the batch begins with.
         latest: the carry to go on with after an error.
         parts: the rows that were collected before.
         made: what is returned, once it is made.
     """
 
-    def __init__(self, carry: Carry) -> None:
-        self.carry, self.latest = carry, carry
+    def __init__(self, start: Start) -> None:
+        self.start, self.latest = start, start.carry
         self.parts: list[Transition] = []
-        self.made: tuple[BatchResult, float] | None = None
+        self.made: tuple[BatchResult, float, int] | None = None
 
 
 class HostMaker:
@@ -174,36 +181,24 @@ class HostMaker:
         spaces = f"{env.num_envs} {env.observation_space} {env.action_space}"
         self.checksum = zlib.crc32(spaces.encode())
 
-    def begin(
-        self,
-        num_rows: int,
-        carry: Carry,
-        params: Any,
-        window: EpisodeWindow,
-        memory: ArrayTree | None,
-    ) -> Wait:
+    def begin(self, start: Start) -> Wait:
         """Begins a batch."""
-        del memory  # others write to memory of the host
         # The environments move on only once: after an interrupt the same carry leads to
-        # the same job, which may already run, and after an error the job goes on.
-        if self._job is None or self._job.carry is not carry:
-            self._job = _Job(carry)
-        future = ctrl_c.submit(
-            self._thread, self._run, self._job, num_rows, params, window
-        )
+        # the same job, which may already run, and after an error the job goes on, with
+        # the parameters that it has.
+        if self._job is None or self._job.start.carry is not start.carry:
+            self._job = _Job(start)
+        future = ctrl_c.submit(self._thread, self._run, self._job)
         return functools.partial(ctrl_c.result, future)
 
-    def compile(
-        self, num_rows: int, carry: Carry, params: Any, window: EpisodeWindow
-    ) -> None:
+    def compile(self, start: Start) -> None:
         """Compiles the program of the policy, which otherwise the first batch does."""
-        del num_rows, window  # unused
-        self._collector.compile(carry, params)
+        self._collector.compile(start.carry, start.params)
 
     def save(self, carry: Carry, *, allow_pickle: bool) -> dict[str, Any]:
         """Returns the state of the environments, unless a batch moves them on."""
         saved = [b""] * self._options.num_envs
-        if self._job is None or self._job.carry is not carry:
+        if self._job is None or self._job.start.carry is not carry:
             saved = self._collector.save(carry, allow_pickle=allow_pickle)
         return {"saved_envs": saved}
 
@@ -222,27 +217,23 @@ class HostMaker:
         """Ends the thread, after the batch that has begun."""
         self._thread.shutdown()
 
-    def _run(
-        self, job: _Job, num_rows: int, params: Any, window: EpisodeWindow
-    ) -> tuple[BatchResult, float]:
+    def _run(self, job: _Job) -> tuple[BatchResult, float, int]:
         """Makes a batch, if it is not made yet."""
         if job.made is not None:
             return job.made
-        start = time.perf_counter()
+        begun, start = time.perf_counter(), job.start
         options, collector = self._options, self._collector
         before, episodes = collector.fault_stats.faulty_episodes, None
         job.latest, rows = collector.recover(job.latest)  # after an error
         if options.episodes_per_batch is None:
-            if rows is not None:
-                job.parts.append(rows)
-            num_left = num_rows - sum(len(x.mask) for x in job.parts)
+            job.parts += [] if rows is None else [rows]
             at_end = options.at_batch_end
             if at_end == "reset" and job.parts:
                 at_end = "continue"  # the batch has begun with new episodes
-            if num_left:
+            if num_left := start.num_rows - sum(len(x.mask) for x in job.parts):
                 job.latest, rows = collector.collect_steps(
                     job.latest,
-                    params,
+                    start.params,
                     num_left,
                     max_episode_steps=options.max_episode_steps,
                     at_batch_end=at_end,
@@ -255,14 +246,14 @@ class HostMaker:
             assert options.max_episode_steps is not None  # `Options` has checked it
             job.latest, trajectory, episodes = collector.collect_padded_episodes(
                 job.latest,
-                params,
+                start.params,
                 options.episodes_per_batch,
                 max_episode_steps=options.max_episode_steps,
             )
         num_faulty = np.int32(collector.fault_stats.faulty_episodes - before)
-        result = self._finish((), window, trajectory, episodes, num_faulty)
+        result = self._finish((), start.window, trajectory, episodes, num_faulty)
         result = jax.block_until_ready(result._replace(carry=job.latest))
-        job.made = result, time.perf_counter() - start
+        job.made = result, time.perf_counter() - begun, start.version
         return job.made
 
 

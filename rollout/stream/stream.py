@@ -16,7 +16,7 @@ from rollout.envs.types import ArrayTree, strong
 from rollout.host.host_collector import HostCollector
 from rollout.stats import CollectStats
 from rollout.stream.batch import NO_FAULT
-from rollout.stream.makers import HostMaker, JaxMaker, Wait, copied
+from rollout.stream.makers import HostMaker, JaxMaker, Start, Wait, copied
 from rollout.stream.options import Options, Placement
 from rollout.stream.progress import Bar
 from rollout.stream.stream_stats import StreamStats
@@ -45,21 +45,15 @@ class StreamBatch(struct.PyTreeNode, kw_only=True):
     episodes: Episodes | None = None  # [N]
 
 
-class _Pending(NamedTuple):
-    """A batch that has begun."""
-
-    params: tuple[Any, int]  # and their version
-    wait: Wait
-
-
 class _Position(NamedTuple):
     """Where a stream stands, after the last batch that `next` returned."""
 
     carry: Carry
     stats: StreamStats
     steps: int = 0  # also before a `reset_stats`
-    pending: _Pending | None = None  # the next batch
-    params: tuple[Any, int] | None = None  # for the next batch; None: the newest
+    pending: Wait | None = None  # for the next batch, once it has begun
+    # Of the next batch, and their version; None: the newest when it begins.
+    params: tuple[Any, int] | None = None
     memory: ArrayTree | None = None  # of the last batch, for `recycle`
 
 
@@ -264,8 +258,7 @@ class Stream(Generic[ParamsT]):
 
     def compile(self) -> None:
         """Compiles the program, which otherwise the first batch does."""
-        at, num_rows = self._at, self._num_steps(self._at) // self._options.num_envs
-        self._maker.compile(num_rows, at.carry, self._params[0], at.stats.window)
+        self._maker.compile(self._start(self._at, self._params))
 
     def set_params(self, params: ParamsT) -> None:
         """Sets the parameters for the batches that have not begun, from any thread.
@@ -311,8 +304,7 @@ class Stream(Generic[ParamsT]):
                 will begin anew.
         """
         at, (params, version) = self._at, self._params
-        chosen = at.pending.params if at.pending else at.params
-        next_params, next_version = chosen or (params, _NEWEST)
+        next_params, next_version = at.params or (params, _NEWEST)
         state = {
             "carry": at.carry,
             "counts": np.array((at.steps, version, next_version), np.int64),
@@ -372,22 +364,23 @@ class Stream(Generic[ParamsT]):
 
     def _begin(self, at: _Position, memory: ArrayTree | None) -> _Position:
         """Begins the batch after `at`, if there is one and it has not begun."""
-        if at.pending is not None or (num_steps := self._num_steps(at)) <= 0:
+        if at.pending is not None or self._num_steps(at) <= 0:
             return at
-        num_rows, params = (
-            num_steps // self._options.num_envs,
-            at.params or self._params,
-        )
-        wait = self._maker.begin(num_rows, at.carry, params[0], at.stats.window, memory)
-        return at._replace(pending=_Pending(params, wait))
+        params = at.params or self._params
+        wait = self._maker.begin(self._start(at, params, memory))
+        return at._replace(pending=wait, params=params)
 
-    def _finish(
-        self, at: _Position, pending: _Pending
-    ) -> tuple[StreamBatch, _Position]:
+    def _start(
+        self, at: _Position, params: tuple[Any, int], memory: ArrayTree | None = None
+    ) -> Start:
+        num_rows = self._num_steps(at) // self._options.num_envs
+        return Start(num_rows, at.carry, *params, at.stats.window, memory)
+
+    def _finish(self, at: _Position, wait: Wait) -> tuple[StreamBatch, _Position]:
         """Waits for the batch that has begun; returns it, and the position after it."""
-        options, version = self._options, pending.params[1]
+        options = self._options
         try:
-            result, seconds = pending.wait()
+            result, seconds, version = wait()
             window = jax.tree.map(multihost.gather, result.window)
             small = result.stats, window, result.num_faulty, result.faults
             stats, window, num_faulty, faults = jax.device_get(small)

@@ -6,6 +6,7 @@ import time
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from host_count import KEY, OPTIONS, POLICY, HostCount, assert_same, in_jax, on_host
@@ -262,6 +263,26 @@ def test_fault_after_a_fault_leaves_the_rows_before():
     mask = np.asarray(batch.trajectory.mask)
     assert mask[:, 2].tolist() == [True, True, False, False] * 2 + [True, True]
     assert mask.sum() == 40 - 4
+    stream.close()
+
+
+def test_batch_with_a_fault_has_the_parameters_of_its_version():
+    def fault_fn(number, env):
+        return RuntimeError("no") if (number, env) == (6, 2) else None
+
+    def act(params, obs, key):
+        return jnp.zeros(4, jnp.int32), {"params": jnp.broadcast_to(params, 4)}
+
+    collector = on_host(fault_fn=fault_fn).replace(policy=rollout.stateless_policy(act))
+    stream = make_stream(collector)
+    with pytest.raises(EnvFault, match="environment 2 failed"):
+        next(stream)
+    stream.set_params(np.float32(1))
+    for version in (0, 1):  # the first one goes on where it was cut short
+        batch = next(stream)
+        assert batch.params_version == version
+        values = np.asarray(batch.trajectory.extras["params"])
+        assert (values[np.asarray(batch.trajectory.mask)] == version).all()
     stream.close()
 
 
