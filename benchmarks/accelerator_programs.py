@@ -114,8 +114,9 @@ def stream_fill() -> Made:
     """A batch of a `Stream`."""
     collector = _collector()
     size = {"steps_per_batch": NUM_ENVS * NUM_STEPS, "check_finite": True}
-    options = rollout.Stream(collector, key=jax.random.key(0), **size)._options
-    arguments = options, NUM_STEPS, collector, _carry(collector), None, ()
+    stream = rollout.Stream(collector, key=jax.random.key(0), **size)
+    arguments = stream._options, NUM_STEPS, collector, _carry(collector), None
+    arguments = *arguments, stream.stats.window, ()
     return jax.jit(make_batch, static_argnums=(0, 1)), arguments, {}
 
 

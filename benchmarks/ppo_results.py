@@ -166,7 +166,6 @@ def train_host(agent: Any, env: Any, key: jax.Array) -> tuple[Any, Any, dict[str
         params=learner[0],
         steps_per_batch=rows,
         total_steps=config.num_updates * rows,
-        window_episodes=100,
     )
 
     @jax.jit
@@ -181,7 +180,7 @@ def train_host(agent: Any, env: Any, key: jax.Array) -> tuple[Any, Any, dict[str
             learner, _ = learn(learner, batch.trajectory, learn_key)
             stream.set_params(learner[0])
             log["steps"].append(stream.steps)
-            log["return"].append(float(stream.stats.window_return_mean))
+            log["return"].append(float(stream.stats.window.return_mean))
         return learner[0], stream.carry, log
 
 

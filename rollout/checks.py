@@ -8,7 +8,7 @@ import inspect
 import itertools
 import numbers
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -270,6 +270,13 @@ def critic(acting: Policy) -> Any:
             "`recurrent_policy` take it as `value_fn`."
         )
     return acting.value
+
+
+def choice(name: str, value: Any, choices: Sequence[str | int]) -> None:
+    """Checks that a value is one of a few strings or numbers."""
+    if isinstance(value, bool) or value not in choices:
+        names = " or ".join(repr(x).replace("'", '"') for x in choices)
+        raise ValueError(f"`{name}` must be {names}, got {value!r}.")
 
 
 def collects(value: Any) -> None:

@@ -20,6 +20,8 @@ from rollout.moments import by_name, is_known, xp_of
 from rollout.stats import plural, present
 from rollout.types import Episodes, Transition
 
+_BLOCK = 64  # flags that are counted together
+
 # Of each episode: return, length and accumulated values.
 _Values = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
 
@@ -222,10 +224,19 @@ def _values(data: Any, names: list[str]) -> _Values:
 
 def _list_starts(listed: _Listed, is_first: jax.Array) -> _Listed:
     """Lists the episodes that start in a trajectory, as many as there is room for."""
-    number = jnp.cumsum(is_first.reshape(-1), dtype=jnp.int32)  # 1 for the first
     slot = jnp.arange(len(listed.start), dtype=jnp.int32)
-    at = jnp.searchsorted(number, slot - listed.num + 1)
-    is_new = (slot >= listed.num) & (at < number.size)
+    # Blocks of flags are counted, and only those with a start that is wanted looked
+    # into: a running count of all flags would take longer than their episodes do.
+    flags = jnp.pad(is_first.reshape(-1), (0, -is_first.size % _BLOCK))
+    blocks = flags.reshape(-1, _BLOCK)
+    count = jnp.cumsum(jnp.sum(blocks, axis=1, dtype=jnp.int32))
+    number = slot - listed.num + 1  # of the start, 1 for the first
+    block = jnp.minimum(jnp.searchsorted(count, number), len(count) - 1)
+    number_in_block = number - jnp.where(block > 0, count[block - 1], 0)
+    counts_in_block = jnp.cumsum(blocks[block], axis=1, dtype=jnp.int32)
+    at = jnp.argmax(counts_in_block == number_in_block[:, None], axis=1)
+    at = (_BLOCK * block + at).astype(jnp.int32)
+    is_new = (slot >= listed.num) & (number <= count[-1])
     new = at // is_first.shape[1], at % is_first.shape[1]
     start, lane = jax.tree.map(
         lambda old, new: jnp.where(is_new, new, old), (listed.start, listed.lane), new

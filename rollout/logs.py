@@ -13,7 +13,6 @@ from rollout import checks
 from rollout.episode_window import EpisodeWindow
 from rollout.moments import Moments, merge
 from rollout.stats import CollectStats
-from rollout.stream.stream_stats import StreamStats
 
 
 class _Figure(NamedTuple):
@@ -121,22 +120,6 @@ def _named(stats: Any) -> Any:
         count = stats.num_episodes
         figures = {"accumulated": _figures(own, count), **_figures(means, count)}
         return {"num_episodes": count, **figures}
-    if isinstance(stats, StreamStats):
-        counts = {
-            "steps_per_second": stats.collect_batches,
-            "return_mean": stats.collect_episodes,
-            "length_mean": stats.collect_episodes,
-            "window_return_mean": stats.window_episodes,
-            "window_length_mean": stats.window_episodes,
-        }
-        named = {
-            name: _Figure(x, counts.get(name, 1) > 0)
-            for name, x in stats._asdict().items()
-            if x is not None  # without a window
-        }
-        return named | {
-            "accumulated": _figures(stats.accumulated, stats.collect_episodes)
-        }
     if dataclasses.is_dataclass(stats) and not isinstance(stats, type):
         stats = vars(stats)
     if isinstance(stats, tuple | list):

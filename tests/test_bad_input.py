@@ -51,7 +51,7 @@ def trajectory():
 
 def batch():
     return rollout.stream.StreamBatch(
-        trajectory=trajectory(), stats=(), steps=5, warmup_steps=0, params_version=0
+        trajectory=trajectory(), stats=(), steps=5, params_version=0
     )
 
 

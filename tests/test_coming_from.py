@@ -50,10 +50,7 @@ def check_tianshou(names, out):
 
 
 def check_torchrl(names, out):
-    assert out.splitlines() == [
-        f"{[102] * 9 + [84]} 1002 1002 (128, 4)",
-        f"{[102, 102, 48] + [0] * 7} 252",
-    ]
+    assert out == f"{[102] * 9 + [84]} 1002 1002 (128, 4)\n"
     rows, mask = names["buffer"].dump(names["state"])
     assert mask.sum(axis=0).tolist() == [167] * 6
     assert (np.asarray(rows.episode_length)[np.asarray(mask)] <= 200).all()

@@ -235,7 +235,7 @@ def check_recommendation(names, out):
 def check_streaming(names, out):
     """Three loggers agree; the second run begins where the first ended."""
     metrics = names["metrics"]
-    assert 10 < metrics["train/return_mean"] < 40
+    assert 10 < metrics["train/window/return_mean"] < 40
     calls = names["writer"].add_scalar.call_args_list
     assert calls == [((name, x, 64 * 512),) for name, x in metrics.items()]
     names["run"].log.assert_called_once_with(metrics, step=64 * 512)

@@ -40,9 +40,7 @@ class RescaleAction(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bound not in _BOUNDS:
-            names = " or ".join(f'"{name}"' for name in _BOUNDS)
-            raise ValueError(f"`bound` must be {names}, got {self.bound!r}.")
+        checks.choice("bound", self.bound, tuple(_BOUNDS))
         if checks.is_known(self.env):
             _check_box(super().action_space)
 

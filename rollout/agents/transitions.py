@@ -141,8 +141,7 @@ def agent_transitions(
             `pending`, but repeats steps or leaves some out. Inside, `Pending.num_gaps`
             counts this; where every agent acts at every step it goes unnoticed.
     """
-    if end not in ("agent", "episode"):
-        raise ValueError(f'`end` must be "agent" or "episode", got {end!r}.')
+    checks.choice("end", end, ("agent", "episode"))
     info, to_end = agents_of(trajectory), end == "episode"
     if info.layout.simultaneous:
         here = jnp.broadcast_to(trajectory.mask[..., None], info.reward.shape)

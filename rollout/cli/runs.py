@@ -128,7 +128,7 @@ def collect(run: Namespace, num_devices: int, batches: Batches) -> None:
         stream.compile()
         compile_time = time.perf_counter() - start
         for batch in stream:
-            batches.append((batch, compile_time, stream.stats.collect_seconds))
+            batches.append((batch, compile_time, stream.stats.seconds))
 
 
 def join(batches: Batches) -> Result:

@@ -105,14 +105,14 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         self._shares = hasattr(self.env, "shared")
         self._loop = Loop(self)
         self._finish = finisher(self.accumulators, self.record_fn)
-        self._ticket = 0  # of the latest carry; none before `init`
+        self._ticket: Any = np.uint32(0)  # of the latest carry; 0 before `init`
         self._next_episode = 0
         self._accumulated: Any = ()  # of every lane before `_block`
         # Of the current call, or of one that was cut short: its last rows, raw and
-        # finished; and the mark of its carry.
+        # finished; and the ticket of its carry.
         self._block: Any = None  # RowBlock
         self._trajectory: Any = None  # Transition
-        self._used: Any = None  # () uint32
+        self._used: Any = None
         self._returned: Any = None  # Carry, the latest one
         self._calling = threading.Lock()
 
@@ -192,9 +192,22 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         return self._loop.runner.values_of(params, carry.obs, carry.policy_state)
 
     def collect_steps(
-        self, carry: Carry, params: ParamsT, num_steps: int
+        self,
+        carry: Carry,
+        params: ParamsT,
+        num_steps: int,
+        *,
+        max_episode_steps: int | None = None,
+        at_batch_end: str = "continue",
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes `num_steps` steps in every lane; see `Collector.collect_steps`.
+
+        Args:
+            carry: from `init` or an earlier call; it is used up.
+            params: whatever the policy takes as its parameters.
+            num_steps: rows of the trajectory.
+            max_episode_steps: as in `Stream`.
+            at_batch_end: as in `Stream`; "continue" with `num_ready`.
 
         Raises:
             ValueError: as there, or if `carry` is not that of the last call.
@@ -203,8 +216,18 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 two steps.
         """
         num_steps = checks.int_between("num_steps", num_steps)
+        if max_episode_steps is not None:
+            checks.int_between("max_episode_steps", max_episode_steps, most=None)
+        choices = ("continue", "reset", "truncate")
+        checks.choice(
+            "at_batch_end", at_batch_end, choices[: 1 if self.num_ready else None]
+        )
+        limit, loop = max_episode_steps or NO_LIMIT, self._loop
         with self._call(carry):
-            self._loop.play(params, self._begin_block(num_steps))
+            block = self._begin_block(num_steps)
+            if at_batch_end == "reset":
+                loop.begin(loop.episode_length > 0, loop.next_own)
+            loop.play(params, block, limit, cut_last=at_batch_end == "truncate")
             trajectory = self._count()
             return self._carry(), trajectory
 
@@ -301,51 +324,6 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         )
         return carry, acc, episodes
 
-    def collect_batch(
-        self,
-        carry: Carry,
-        params: ParamsT,
-        num_steps: int,
-        *,
-        limit: int | None = None,
-        at_end: str = "continue",
-    ) -> tuple[Carry, Transition[ObsT, ActionT]]:
-        """Collects a batch of a `Stream`.
-
-        Called again after an error, with the same carry, it goes on with the batch.
-
-        Args:
-            carry: the latest one.
-            params: whatever the policy takes as its parameters.
-            num_steps: rows of the trajectory.
-            limit: steps after which an episode is truncated; None for no limit.
-            at_end: see `Stream`'s `at_batch_end`.
-
-        Returns:
-            The next carry, and the trajectory, `[num_steps, B, ...]`.
-        """
-        loop = self._loop
-        is_mine = np.array_equal(_mark_of(carry), self._used)
-        goes_on = self._block is not None and is_mine
-        if not goes_on:
-            carry = self.resumed(carry)
-        with self._call(None if goes_on else carry):
-            if goes_on:
-                self._recover_loop()
-            else:
-                self._begin_block(num_steps)
-                if at_end == "reset":
-                    loop.begin(loop.episode_length > 0, loop.next_own)
-            block: Any = self._block
-            loop.play(
-                params,
-                block,
-                NO_LIMIT if limit is None else limit,
-                cut_last=at_end == "truncate",
-            )
-            trajectory = self._count()
-            return self._carry(), trajectory
-
     def compile(self, carry: Carry, params: ParamsT) -> None:
         """Compiles the program of the policy, which otherwise the first call does."""
         self._loop.runner.compile(params, carry.obs)
@@ -362,7 +340,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         env: Any = self.env
         saved = None
-        is_current = np.array_equal(_mark_of(carry), self._mark)
+        is_current = np.array_equal(_ticket_of(carry), self._ticket)
         if is_current and is_claimed(env, self._ticket) and hasattr(env, "save"):
             saved = env.save(allow_pickle=allow_pickle)
         states = enumerate(saved or ())
@@ -372,7 +350,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 f"The environments {', '.join(map(str, unsaved))} cannot be saved: "
                 f"{why}. After `restore` unfinished episodes of all environments begin "
                 "anew; the methods `save_state` and `load_state` would save them.",
-                stacklevel=3,
+                stacklevel=4,  # of a `Stream`'s caller,
             )
         return [b""] * env.num_envs if unsaved or not saved else saved
 
@@ -410,7 +388,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 warnings.warn(
                     f"The state of the environments {why}: {num_unfinished} unfinished "
                     "episodes restart.",
-                    stacklevel=3,
+                    stacklevel=4,  # of a `Stream`'s caller,
                 )
             self._start(carry.key, carry.env_state[1] if self._shares else None)
             self._next_episode = int(carry.next_episode)
@@ -419,11 +397,17 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             self._loop.resume(carry, is_loaded=is_loaded)
             return self._carry()
 
-    def recover(self) -> tuple[Carry, Transition[ObsT, ActionT] | None]:
+    def recover(
+        self, carry: Carry | None = None
+    ) -> tuple[Carry, Transition[ObsT, ActionT] | None]:
         """Goes on where an error or Ctrl-C has cut a call short.
 
         Environments that failed are rebuilt, if they can be, and lanes whose episode
         cannot go on begin new ones; after a call for whole episodes all lanes do.
+
+        Args:
+            carry: that of the call, which may not have been cut short: this carry is
+                then returned as it is. None for the last call.
 
         Returns:
             The carry to go on with; and the transitions that the call had collected,
@@ -433,10 +417,17 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         Raises:
             ValueError: if `init` was not called yet.
         """
+        if carry is not None and not np.array_equal(_ticket_of(carry), self._used):
+            return carry, None
         if not self._ticket:
             raise ValueError("`recover` must follow `init`, which was not called yet.")
         with self._call():
-            self._recover_loop()
+            if (plan := self._loop.plan) is not None:
+                self._next_episode += plan.num_used  # the next call takes later ones
+            # With new episodes if another collector has stepped `env`.
+            is_mine = is_claimed(self.env, self._ticket)
+            self._loop.recover(self._block, restart_all=not is_mine)
+            self._take_over()
             if self._block is None or not self._block.num:
                 return self._carry(), None
             num, trajectory = self._block.num, self._count()
@@ -444,19 +435,6 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             cut = lambda x: jax.device_put(np.asarray(x)[:num])  # noqa: E731
             cut_all = lambda x: x[:num] if prng.has_keys(x) else cut(x)  # noqa: E731
             return self._carry(), jax.tree.map(cut_all, trajectory)
-
-    def resumed(self, carry: Carry) -> Carry:
-        """Returns `carry`, or that of `recover` if the call with it was cut short."""
-        is_used = np.array_equal(_mark_of(carry), self._used)
-        return self.recover()[0] if is_used else carry
-
-    def _recover_loop(self) -> None:
-        """Recovers the loop, with new episodes if another collector stepped `env`."""
-        if (plan := self._loop.plan) is not None:
-            self._next_episode += plan.num_used  # the next call takes later ones
-        is_mine = is_claimed(self.env, self._ticket)
-        self._loop.recover(self._block, restart_all=not is_mine)
-        self._take_over()
 
     def _begin_block(self, size: int, capacity: int | None = None) -> RowBlock:
         width = self.num_ready or self.env.num_envs
@@ -480,7 +458,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 if carry is not None:
                     self._check_carry(carry)
                     self._loop.runner.state = carry.policy_state
-                    self._used = self._mark
+                    self._used = self._ticket
                     self._take_over()
                 self._loop.check = check
                 yield
@@ -497,7 +475,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 "one has stepped it since: give each its own environments, or call "
                 "`init` again."
             )
-        if not self._ticket or not np.array_equal(_mark_of(carry), self._mark):
+        if not self._ticket or not np.array_equal(_ticket_of(carry), self._ticket):
             raise ValueError(
                 "`carry` must be the one that the last call returned, for the "
                 "environments have moved on; after an error `recover` returns one."
@@ -512,13 +490,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     def _take_over(self) -> None:
         """Makes all carries so far void, also those of other collectors."""
-        self._ticket = new_user()
+        self._ticket = np.uint32(new_user())
         claim(self.env, self._ticket)
-
-    @property
-    def _mark(self) -> np.ndarray:
-        """The mark that only the latest carry has."""
-        return np.array(self._ticket, np.uint32)
 
     def _count(self) -> Transition:
         """Returns the transitions of the block, finished once."""
@@ -553,7 +526,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             key=runner.key,
             step=step,
             next_episode=next_episode,
-            env_state=(self._mark, env.shared) if self._shares else self._mark,
+            env_state=(self._ticket, env.shared) if self._shares else self._ticket,
             obs=jax.tree.map(np.array, loop.obs),
             policy_state=runner.restarted(loop.over, loop.episode_id),
             episode=Episode(**episode, accumulated=self._accumulated),
@@ -611,8 +584,8 @@ def _is_same(given: Any, returned: Any) -> bool:
     return structure == other and all(x is y or is_same(x, y) for x, y in pairs)
 
 
-def _mark_of(carry: Carry) -> Any:
-    """Returns the mark of a carry, which may also have `env.shared`."""
+def _ticket_of(carry: Carry) -> Any:
+    """Returns the ticket of a carry, which may also have `env.shared`."""
     state = carry.env_state
     return state[0] if isinstance(state, tuple) else state
 
@@ -634,8 +607,7 @@ def _check_ready(env: Any, num_ready: Any) -> None:
 
 
 def _check_on_fault(env: Any, on_fault: Any) -> None:
-    if on_fault not in ("raise", "restart"):
-        raise ValueError(f'`on_fault` must be "raise" or "restart", got {on_fault!r}.')
+    checks.choice("on_fault", on_fault, ("raise", "restart"))
     if on_fault == "restart" and not hasattr(env, "rebuild"):
         raise ValueError(
             '`on_fault="restart"` needs environments that can be rebuilt one by one, '

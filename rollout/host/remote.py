@@ -39,7 +39,6 @@ class RemoteBatch(struct.PyTreeNode, kw_only=True):
             and occupies memory there as long as one of its arrays is kept.
         stats: statistics of the episodes that ended in the batch.
         steps: environment steps of the batch over all lanes.
-        warmup_steps: 0; a `random_warmup` of the policy is counted by each actor.
         params_version: version of the parameters it was made with: 0 for the first
             ones, n for those of the n-th `set_params`.
         actor: number of the actor; a replacement has a new one. An `episode_id` is that
@@ -49,7 +48,6 @@ class RemoteBatch(struct.PyTreeNode, kw_only=True):
     trajectory: Transition  # [T, B, ...]
     stats: CollectStats
     steps: int
-    warmup_steps: int = 0
     params_version: int
     actor: int
 
@@ -58,15 +56,15 @@ class RemoteStats(NamedTuple):
     """Counts over all actors so far.
 
     Attributes:
-        collect_batches: batches returned.
-        collect_steps: environment steps of these over all lanes.
+        batches: batches returned.
+        steps: environment steps of these over all lanes.
         stale_batches: batches dropped because of `max_params_lag`.
         lost_fragments: batches lost with their actor.
         restarts: actors started in place of lost ones.
     """
 
-    collect_batches: int = 0
-    collect_steps: int = 0
+    batches: int = 0
+    steps: int = 0
     stale_batches: int = 0
     lost_fragments: int = 0
     restarts: int = 0
@@ -185,7 +183,7 @@ class RemoteBatches(
                 than `max_restarts` were lost, or after `close`.
         """
         total, ray = self._total_steps, self._ray
-        if total is not None and self._stats.collect_steps >= total:
+        if total is not None and self._stats.steps >= total:
             self.close()
             raise StopIteration
         if self._is_closed:
@@ -211,7 +209,7 @@ class RemoteBatches(
                 most = np.int32(self._num_actors + self._max_restarts)
                 episode_id = np.asarray(trajectory.episode_id) * most + np.int32(number)
                 trajectory = trajectory.replace(episode_id=episode_id)
-            self._count(collect_batches=1, collect_steps=steps)
+            self._count(batches=1, steps=steps)
             return RemoteBatch(
                 trajectory=trajectory,
                 stats=stats,

@@ -1,28 +1,24 @@
 """Makes a batch of a stream: collects, cuts episodes, finds faults, summarizes.
 
-One program makes a batch of environments in JAX, by `make_batch`; a loop in Python
-collects from others, by `make_host_batch`, and one program does the rest. Streams of
-equal options share them.
+`make_batch` does all of it for environments in JAX; for others `finish` does what
+follows the collection. Both are pure.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from rollout import kernel, nonfinite, programs
+from rollout import kernel, nonfinite
 from rollout.collector import Collector, scan_steps, stack
 from rollout.envs.types import ArrayTree, sharding_of
-from rollout.host.host_collector import HostCollector
+from rollout.episode_window import EpisodeWindow
 from rollout.stats import CollectStats, summarize
 from rollout.stream.options import Options
 from rollout.types import Carry, Episodes, Transition
 
 NO_FAULT = 2**31 - 1  # no step of a batch has this number
-_UNCOUNTED = "obs", "action", "reward", "next_obs", "extras", "info", "final_value"
 
 
 class BatchResult(NamedTuple):
@@ -32,8 +28,8 @@ class BatchResult(NamedTuple):
     output: ArrayTree  # the trajectory, or the result of `postprocess`
     episodes: Episodes | None
     stats: CollectStats
+    window: EpisodeWindow  # after the batch
     num_faulty: jax.Array  # () int32, episodes that were dropped
-    counted: Any  # what an `EpisodeWindow` reads, or None without one
     # For each checked field, the first step that is not finite, or `NO_FAULT`.
     faults: dict[str, jax.Array]  # () int32
 
@@ -44,6 +40,7 @@ def make_batch(
     collector: Collector,
     carry: Carry,
     params: Any,
+    window: EpisodeWindow,
     memory: ArrayTree,
 ) -> BatchResult:
     """Makes a batch of `num_rows` rows, or of whole episodes.
@@ -81,74 +78,17 @@ def make_batch(
             max_episode_steps=options.max_episode_steps,
             return_rows=True,
         )
-    result = finish(options, carry, trajectory, episodes, num_faulty)
+    result = finish(options, carry, window, trajectory, episodes, num_faulty)
     if (sharding := sharding_of(collector.env)) and options.postprocess is None:
         # Placed as `memory` is, so that a later batch can be written there.
         result = result._replace(output=sharding.place(result.output, lane_axis=1))
     return result
 
 
-def blank_memory(output: ArrayTree, collector: Collector) -> ArrayTree:
-    """Makes memory for the first batch, whose `output` is known by its shapes."""
-    sharding, where = sharding_of(collector.env), None
-    if sharding and not isinstance(output, Transition):
-        return ()  # where XLA puts the result of a `postprocess` is its choice
-    if sharding:
-        where = sharding.shardings(output, lane_axis=1)
-    return programs.blank(output, where)()
-
-
-@programs.shared
-def batch_program(options: Options) -> Any:
-    """Jits `make_batch` for the options that it reads, those `of_program`."""
-    make = functools.partial(make_batch, options)
-    return jax.jit(make, static_argnums=0, donate_argnums=4, keep_unused=True)
-
-
-def make_host_batch(
-    options: Options,
-    num_rows: int,
-    collector: HostCollector,
-    carry: Carry,
-    params: Any,
-    finish: Any,
-) -> BatchResult:
-    """Does what `make_batch` does, for environments that are not JAX.
-
-    `finish` is the `host_program` of the options.
-    """
-    episodes, before = None, collector.fault_stats.faulty_episodes
-    if options.episodes_per_batch is None:
-        carry, trajectory = collector.collect_batch(
-            carry,
-            params,
-            num_rows,
-            limit=options.max_episode_steps,
-            at_end=options.at_batch_end,
-        )
-    else:
-        assert options.max_episode_steps is not None  # `Options` has checked it
-        carry, trajectory, episodes = collector.collect_episodes(
-            collector.resumed(carry),  # an interrupted batch starts again
-            params,
-            options.episodes_per_batch,
-            max_episode_steps=options.max_episode_steps,
-            return_rows=True,
-        )
-    num_faulty = np.int32(collector.fault_stats.faulty_episodes - before)
-    result = finish((), trajectory, episodes, num_faulty)
-    return result._replace(carry=carry)
-
-
-@programs.shared
-def host_program(options: Options) -> Any:
-    """Jits `finish` for the options that it reads, those `of_program`."""
-    return jax.jit(functools.partial(finish, options))
-
-
 def finish(
     options: Options,
     carry: Any,
+    window: EpisodeWindow,
     trajectory: Transition,
     episodes: Episodes | None,
     num_faulty: jax.Array,
@@ -167,16 +107,13 @@ def finish(
     else:
         num_nonfinite = nonfinite.count_nonfinite(trajectory)
         stats = summarize(episodes).replace(num_nonfinite=num_nonfinite)
-    counted = None
-    if options.window_episodes:
-        counted = episodes or trajectory.replace(**dict.fromkeys(_UNCOUNTED, ()))
     return BatchResult(
         carry=carry,
         output=options.postprocess(trajectory) if options.postprocess else trajectory,
         episodes=episodes,
         stats=stats,
+        window=window.add(trajectory if episodes is None else episodes),
         num_faulty=num_faulty,
-        counted=counted,
         faults=faults,
     )
 

@@ -9,7 +9,6 @@ import jax
 from rollout import checks
 from rollout.checks import INT32_MAX
 from rollout.envs.types import ArrayTree
-from rollout.policies.masks import MaskFn
 from rollout.types import Transition
 
 Postprocess = Callable[[Transition], ArrayTree]
@@ -34,8 +33,6 @@ class Options:
     steps_per_batch: int | None
     episodes_per_batch: int | None
     total_steps: int | None
-    warmup_steps: int
-    mask_fn: MaskFn | None
     max_episode_steps: int | None
     at_batch_end: str
     postprocess: Postprocess | None
@@ -44,30 +41,21 @@ class Options:
     recycle: bool
     check_finite: bool
     on_fault: str
-    window_episodes: int
 
     def __post_init__(self) -> None:
         self._check_int("steps_per_batch", whole_rows=True)
         self._check_int("episodes_per_batch")
         self._check_int("total_steps", whole_rows=True, most=None)
-        self._check_int("warmup_steps", whole_rows=True, least=0, most=None)
-        self._check_int("window_episodes", least=0)
         if self.max_episode_steps is not None:
             self._check_int("max_episode_steps", most=None)
             limit = min(self.max_episode_steps, INT32_MAX)
             object.__setattr__(self, "max_episode_steps", limit)
         for name in ("recycle", "check_finite"):
             checks.boolean(name, getattr(self, name))
-        for name in ("postprocess", "mask_fn"):
-            if getattr(self, name) is not None:
-                checks.function(name, getattr(self, name))
+        if self.postprocess is not None:
+            checks.function("postprocess", self.postprocess)
         for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or value not in choices:
-                names = " or ".join(repr(x).replace("'", '"') for x in choices)
-                raise ValueError(f"`{name}` must be {names}, got {value!r}.")
-        if self.mask_fn is not None and not self.warmup_steps:
-            raise ValueError("`mask_fn` needs `warmup_steps` of at least 1, got 0.")
+            checks.choice(name, getattr(self, name), choices)
         if (self.steps_per_batch is None) == (self.episodes_per_batch is None):
             raise ValueError(
                 "Either `steps_per_batch` or `episodes_per_batch` must be given, got "
@@ -77,23 +65,17 @@ class Options:
             raise ValueError(
                 '`on_fault="drop"` needs `check_finite=True`, got `check_finite=False`.'
             )
-        if self.window_episodes and self.at_batch_end == "reset":
-            raise ValueError(
-                '`window_episodes` must be 0 with `at_batch_end="reset"`, which gives '
-                'up the longer episodes: use "truncate", or log `stats.return_mean`.'
-            )
         if self.episodes_per_batch is not None:
             self._check_episodes()
         self._check_placement()
 
     def of_program(self) -> "Options":
         """Returns those that the program of a batch reads, and defaults for others."""
-        unread = {"total_steps": None, "warmup_steps": 0, "mask_fn": None}
-        unread |= {"placement": "device", "prefetch": 0, "recycle": False}
+        unread: dict[str, Any] = {"total_steps": None, "placement": "device"}
+        unread |= {"prefetch": 0, "recycle": False}
         if self.episodes_per_batch is None:
             unread["steps_per_batch"] = self.num_envs  # it takes the number of rows
-        window = min(self.window_episodes, 1)
-        return dataclasses.replace(self, **unread, window_episodes=window)
+        return dataclasses.replace(self, **unread)
 
     def check_processes(self) -> None:
         """Raises unless lanes in several processes support the options."""
@@ -125,13 +107,12 @@ class Options:
         self,
         name: str,
         *,
-        least: int = 1,
         most: int | None = INT32_MAX,
         whole_rows: bool = False,
     ) -> None:
         if (given := getattr(self, name)) is None:
             return
-        value = checks.int_between(name, given, least=least, most=most)
+        value = checks.int_between(name, given, most=most)
         object.__setattr__(self, name, value)  # a Python int
         if whole_rows and value % self.num_envs:
             below = value // self.num_envs * self.num_envs
@@ -147,13 +128,11 @@ class Options:
             raise ValueError(
                 "`episodes_per_batch` needs `max_episode_steps`, got None."
             )
-        # Whole episodes do not add up to a given number of steps.
-        for name in ("total_steps", "warmup_steps"):
-            if value := getattr(self, name):
-                raise ValueError(
-                    f"`{name}` must not be given with `episodes_per_batch`, got "
-                    f"{value!r}."
-                )
+        if self.total_steps is not None:
+            raise ValueError(
+                "`total_steps` must not be given with `episodes_per_batch`, whose "
+                f"steps do not add up to a given number, got {self.total_steps}."
+            )
         if self.on_fault == "drop":
             raise ValueError(
                 '`on_fault="drop"` must not be given with `episodes_per_batch`, whose '

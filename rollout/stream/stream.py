@@ -1,39 +1,25 @@
 """`Stream`: yields batches to a training loop in Python."""
 
-import functools
 import threading
-import time
-import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, Self
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
 from rollout import checks, multihost
 from rollout.collector import Collector
 from rollout.envs import prng
-from rollout.envs.types import ArrayTree, sharding_of, strong
-from rollout.host import ctrl_c
+from rollout.envs.types import ArrayTree, strong
 from rollout.host.host_collector import HostCollector
-from rollout.policies.exploration import random_warmup
-from rollout.policies.masks import MaskFn
 from rollout.stats import CollectStats
-from rollout.stream import stream_stats
-from rollout.stream.batch import (
-    NO_FAULT,
-    BatchResult,
-    batch_program,
-    blank_memory,
-    host_program,
-    make_host_batch,
-)
+from rollout.stream.batch import NO_FAULT
+from rollout.stream.makers import HostMaker, JaxMaker, Start, Wait, copied
 from rollout.stream.options import Options, Placement
 from rollout.stream.progress import Bar
+from rollout.stream.stream_stats import StreamStats
 from rollout.types import Carry, Episodes, ParamsT, Transition
 
 _NEWEST = -1  # version of parameters: those that are set when the batch begins
@@ -47,7 +33,6 @@ class StreamBatch(struct.PyTreeNode, kw_only=True):
             `postprocess`, its result.
         stats: statistics of the episodes that ended in the batch.
         steps: environment steps of the batch over all lanes.
-        warmup_steps: how many of these, the first ones, took random actions.
         params_version: version of the parameters it was made with: 0 for those of the
             constructor, n for those of the n-th `set_params`.
         episodes: with `episodes_per_batch` the episodes, `[N]`, else None.
@@ -56,26 +41,19 @@ class StreamBatch(struct.PyTreeNode, kw_only=True):
     trajectory: Any  # [T, B, ...]
     stats: CollectStats
     steps: int
-    warmup_steps: int
     params_version: int
     episodes: Episodes | None = None  # [N]
-
-
-class _Pending(NamedTuple):
-    """A batch that has begun."""
-
-    params: tuple[Any, int]  # and their version
-    wait: Callable[[], tuple[BatchResult, float]]  # and the seconds it took
 
 
 class _Position(NamedTuple):
     """Where a stream stands, after the last batch that `next` returned."""
 
     carry: Carry
-    totals: stream_stats.Totals
+    stats: StreamStats
     steps: int = 0  # also before a `reset_stats`
-    pending: _Pending | None = None  # the next batch
-    params: tuple[Any, int] | None = None  # for the next batch; None: the newest
+    pending: Wait | None = None  # for the next batch, once it has begun
+    # Of the next batch, and their version; None: the newest when it begins.
+    params: tuple[Any, int] | None = None
     memory: ArrayTree | None = None  # of the last batch, for `recycle`
 
 
@@ -96,23 +74,17 @@ class Stream(Generic[ParamsT]):
     Args:
         collector: policy and environments.
         key: one typed key; everything random derives from it.
-        params: whatever the policy takes as its parameters. With `prefetch` they are
-            copied, so that an update may donate them.
+        params: whatever the policy takes as its parameters. They are copied, so that an
+            update may donate them.
         steps_per_batch: environment steps of a batch over all lanes, T * B: a multiple
             of `num_envs`.
         episodes_per_batch: N, whole episodes per batch instead of steps, as those of
             `Collector.collect_episodes`, with their rows: `[L, N, ...]` with L =
             `max_episode_steps`, which must be given. The stream is endless; every batch
             begins with new episodes and finishes them all. Not together with
-            `total_steps`, `warmup_steps` (use `random_warmup`) or `on_fault="drop"`.
+            `total_steps` or `on_fault="drop"`.
         total_steps: steps after which the stream ends, a multiple of `num_envs`; None
             for an endless one. The last batch has the steps that are left.
-        warmup_steps: number of steps over all lanes, from the first on, whose actions
-            are drawn uniformly; a multiple of `num_envs`. It wraps the policy in
-            `random_warmup`, also that of a `HostCollector`, of which the stream then
-            has a copy.
-        mask_fn: for the warm-up, observations to a mask of allowed actions, as
-            `random_warmup` takes it; without it all are allowed.
         max_episode_steps: steps after which an episode is truncated, counted across
             batches. If the environment ends it at that very step, both flags are set.
         at_batch_end: `"continue"`: episodes go on in the next batch. `"reset"`: every
@@ -142,10 +114,8 @@ class Stream(Generic[ParamsT]):
             masked out and zero, the lane is reset, and the stream goes on. The masks
             then add up to less than `steps`, and `stats.faulty_episodes` counts the
             episodes.
-        window_episodes: K of the `EpisodeWindow` over all batches whose mean is
-            `stats.window_return_mean`; 0 for none. Not with `at_batch_end="reset"`.
-        progress: shows a bar on stderr, with steps per second, episodes and their mean
-            return.
+        progress: shows a bar on stderr: steps, their speed, the time left, and the mean
+            return of the last 100 episodes.
 
     Raises:
         ValueError: if an option is not as above, or clashes with another.
@@ -160,8 +130,6 @@ class Stream(Generic[ParamsT]):
         steps_per_batch: int | None = None,
         episodes_per_batch: int | None = None,
         total_steps: int | None = None,
-        warmup_steps: int = 0,
-        mask_fn: MaskFn | None = None,
         max_episode_steps: int | None = None,
         at_batch_end: str = "continue",
         postprocess: Callable[[Transition], ArrayTree] | None = None,
@@ -170,10 +138,8 @@ class Stream(Generic[ParamsT]):
         recycle: bool = False,
         check_finite: bool = False,
         on_fault: str = "raise",
-        window_episodes: int = 0,
         progress: bool = False,
     ) -> None:
-        self._is_host = isinstance(collector, HostCollector)
         checks.collects(collector)
         if (num_ready := getattr(collector, "num_ready", None)) is not None:
             raise ValueError(
@@ -185,8 +151,6 @@ class Stream(Generic[ParamsT]):
             steps_per_batch=steps_per_batch,
             episodes_per_batch=episodes_per_batch,
             total_steps=total_steps,
-            warmup_steps=warmup_steps,
-            mask_fn=mask_fn,
             max_episode_steps=max_episode_steps,
             at_batch_end=at_batch_end,
             postprocess=postprocess,
@@ -195,31 +159,19 @@ class Stream(Generic[ParamsT]):
             recycle=recycle,
             check_finite=check_finite,
             on_fault=on_fault,
-            window_episodes=window_episodes,
         )
         checks.boolean("progress", progress)
         checks.outside_of_jit("Stream")
-        sharding = sharding_of(collector.env)
-        self._is_multi_process = sharding is not None and sharding.mesh.is_multi_process
-        if self._is_multi_process:
-            options.check_processes()
-        if self._is_host:
-            options.check_host()
-        make_program = host_program if self._is_host else batch_program
-        self._program = make_program(options.of_program())
-        self._collector: Any = _with_warmup(collector, options)
-        carry = self._collector.init(key)
-        totals = stream_stats.zero(carry, options.window_episodes)
-        self._at = _Position(carry, totals)
-        self._params = self._own(params), 0
-        self._compiled: set[int] = set()  # numbers of rows
+        self._maker: JaxMaker | HostMaker
+        if isinstance(collector, HostCollector):
+            self._maker = HostMaker(collector, options)
+        else:
+            self._maker = JaxMaker(collector, options)
+        carry = collector.init(key)
+        self._at = _Position(carry, StreamStats.create(carry))
+        self._params = _own(params), 0
         self._must_stop, self._is_closed = False, False
         self._inside, self._setting = threading.RLock(), threading.Lock()
-        # Python steps host environments in a thread, so that Ctrl-C finds this one
-        # waiting. It starts with the first batch.
-        self._thread = ThreadPoolExecutor(1)
-        self._job: _Once | None = None
-        self._env_checksum = _checksum(collector.env)
         self._bar = Bar(total_steps) if progress else None
 
     def __enter__(self) -> Self:
@@ -261,7 +213,7 @@ class Stream(Generic[ParamsT]):
             if self._options.prefetch and not self._must_stop:
                 at = self._begin(at, before.memory)
             if self._bar is not None:
-                self._bar.show(at.steps, stream_stats.read(at.totals))
+                self._bar.show(at.steps, at.stats)
             self._at = at
         except BaseException:
             self._close_bar()
@@ -294,31 +246,30 @@ class Stream(Generic[ParamsT]):
         return self._at.steps
 
     @property
-    def stats(self) -> stream_stats.StreamStats:
+    def stats(self) -> StreamStats:
         """Statistics of the batches since `reset_stats`."""
-        return stream_stats.read(self._at.totals)
+        return self._at.stats
 
     def reset_stats(self) -> None:
-        """Resets the statistics; ids, steps and the warm-up go on."""
-        totals = stream_stats.zero(self._at.carry, self._options.window_episodes)
-        self._at = self._at._replace(totals=totals)
+        """Resets the statistics but for their window; ids and steps go on."""
+        at = self._at
+        stats = StreamStats.create(at.carry)._replace(window=at.stats.window)
+        self._at = at._replace(stats=stats)
 
     def compile(self) -> None:
         """Compiles the program, which otherwise the first batch does."""
-        at = self._at
-        num_rows = self._num_steps(at) // self._options.num_envs
-        self._compile(num_rows, at, self._params[0], self._memory(num_rows, at, None))
+        self._maker.compile(self._start(self._at, self._params))
 
     def set_params(self, params: ParamsT) -> None:
         """Sets the parameters for the batches that have not begun, from any thread.
 
         Args:
-            params: of the structure, shapes and dtypes of those before.
+            params: of the structure, shapes and dtypes of those before; copied.
 
         Raises:
             ValueError: if structure, a shape or a dtype differs.
         """
-        new, what = self._own(params), "`params` must keep structure, shapes and dtypes"
+        new, what = _own(params), "`params` must keep structure, shapes and dtypes"
         with self._setting:
             old, version = self._params
             checks.same(what, old, new)
@@ -335,7 +286,7 @@ class Stream(Generic[ParamsT]):
         """Ends the stream, after the batch that has begun; there are no more."""
         self._is_closed = True
         self._close_bar()
-        self._thread.shutdown()
+        self._maker.close()
 
     def state(self, *, allow_pickle: bool = False) -> dict[str, Any]:
         """Returns the state from which `restore` goes on, as a pytree of arrays.
@@ -353,21 +304,15 @@ class Stream(Generic[ParamsT]):
                 will begin anew.
         """
         at, (params, version) = self._at, self._params
-        chosen = at.pending.params if at.pending else at.params
-        next_params, next_version = chosen or (params, _NEWEST)
+        next_params, next_version = at.params or (params, _NEWEST)
         state = {
             "carry": at.carry,
             "counts": np.array((at.steps, version, next_version), np.int64),
-            "env": np.uint32(self._env_checksum),
+            "env": np.uint32(self._maker.checksum),
             "params": params,
-            "totals": jax.tree.map(np.asarray, at.totals),
+            "stats": jax.tree.map(np.asarray, at.stats),
         }
-        if self._is_host:
-            # The next batch moves the environments on.
-            saved = [b""] * self._options.num_envs
-            if at.pending is None:
-                saved = self._collector.save(at.carry, allow_pickle=allow_pickle)
-            state["saved_envs"] = saved
+        state |= self._maker.save(at.carry, allow_pickle=allow_pickle)
         # Only a batch that begins in advance may have older parameters.
         return state | ({"next_params": next_params} if self._options.prefetch else {})
 
@@ -392,7 +337,7 @@ class Stream(Generic[ParamsT]):
         """
         what = "`state` must be one of a stream of the same kind"
         checks.same(what, self.state(), state)
-        if int(state["env"]) != self._env_checksum:
+        if int(state["env"]) != self._maker.checksum:
             raise ValueError(
                 "`state` must be of the same environment parameters, got others."
             )
@@ -410,86 +355,58 @@ class Stream(Generic[ParamsT]):
             )
         next_params = None
         if self._options.prefetch and next_version != _NEWEST:
-            next_params = self._own(state["next_params"]), next_version
-        carry = _copy(state["carry"])
-        if self._is_host:
-            # After the batch that has begun.
-            ctrl_c.result(ctrl_c.submit(self._thread, int))
-            carry = self._collector.restore(
-                carry, state["saved_envs"], allow_pickle=allow_pickle
-            )
-        else:
-            carry = _put_like(carry, self._at.carry)
-        totals = jax.tree.map(np.array, state["totals"])
-        self._params = self._own(state["params"]), version
-        self._at = _Position(carry, totals, steps, params=next_params)
+            next_params = _own(state["next_params"]), next_version
+        carry = self._maker.restore(state, self._at.carry, allow_pickle=allow_pickle)
+        # Not views of `state`, and numbers instead of arrays `[]`.
+        stats = jax.tree.map(lambda x: np.array(x)[()], state["stats"])
+        self._params = _own(state["params"]), version
+        self._at = _Position(carry, stats, steps, params=next_params)
 
     def _begin(self, at: _Position, memory: ArrayTree | None) -> _Position:
         """Begins the batch after `at`, if there is one and it has not begun."""
-        if at.pending is not None or (num_steps := self._num_steps(at)) <= 0:
+        if at.pending is not None or self._num_steps(at) <= 0:
             return at
-        options, params = self._options, at.params or self._params
-        num_rows = num_steps // options.num_envs
-        args = num_rows, self._collector, at.carry, params[0]
-        if self._is_host:
-            # Its environments move on only once: after an interrupt the same carry
-            # leads to the same call, which may already run.
-            if self._job is None or self._job.carry is not at.carry:
-                args = options, *args, self._program
-                make = functools.partial(make_host_batch, *args)
-                self._job = _Once(at.carry, make)
-            future = ctrl_c.submit(self._thread, self._job)
-            wait = functools.partial(ctrl_c.result, future)
-        else:
-            memory = self._memory(num_rows, at, memory)
-            self._compile(num_rows, at, params[0], memory)
-            start = time.perf_counter()
-            with ctrl_c.held_back():  # jax's caches make other errors of an interrupt
-                result = self._program(*args, memory)
-            for x in jax.tree.leaves(memory):
-                if not x.is_deleted():  # a view prevented the donation, and stays valid
-                    x.delete()
+        params = at.params or self._params
+        wait = self._maker.begin(self._start(at, params, memory))
+        return at._replace(pending=wait, params=params)
 
-            def wait() -> tuple[BatchResult, float]:
-                jax.block_until_ready(result)
-                return result, time.perf_counter() - start
+    def _start(
+        self, at: _Position, params: tuple[Any, int], memory: ArrayTree | None = None
+    ) -> Start:
+        num_rows = self._num_steps(at) // self._options.num_envs
+        return Start(num_rows, at.carry, *params, at.stats.window, memory)
 
-        return at._replace(pending=_Pending(params, wait))
-
-    def _finish(
-        self, at: _Position, pending: _Pending
-    ) -> tuple[StreamBatch, _Position]:
+    def _finish(self, at: _Position, wait: Wait) -> tuple[StreamBatch, _Position]:
         """Waits for the batch that has begun; returns it, and the position after it."""
-        options, version = self._options, pending.params[1]
+        options = self._options
         try:
-            result, seconds = pending.wait()
-            small = result._replace(carry=(), output=(), episodes=(), counted=())
-            small = jax.device_get(small)
-            self._raise_fault(small.faults, version)
+            result, seconds, version = wait()
+            window = jax.tree.map(multihost.gather, result.window)
+            small = result.stats, window, result.num_faulty, result.faults
+            stats, window, num_faulty, faults = jax.device_get(small)
+            self._raise_fault(faults, version)
             output = _placed(result.output, options.placement)
         except Exception:  # not Ctrl-C, after which the batch is still there
             self._at = at._replace(pending=None, params=None)
             raise
-        num_steps = int(small.stats.num_steps)
+        num_steps = int(stats.num_steps)
         if options.episodes_per_batch is None:
-            num_steps = self._num_steps(at)
+            num_steps = self._num_steps(at)  # also those of dropped episodes
         batch = StreamBatch(
             trajectory=output,
             stats=result.stats,
             steps=num_steps,
-            warmup_steps=min(max(options.warmup_steps - at.steps, 0), num_steps),
             params_version=version,
             episodes=result.episodes,
         )
         after = _Position(
             carry=result.carry,
-            totals=stream_stats.add(
-                at.totals,
-                small.stats,
-                result.counted,
+            stats=at.stats.add(
+                stats,
+                window,
                 steps=num_steps,
-                faulty=int(small.num_faulty),
                 seconds=seconds,
+                num_faulty=int(num_faulty),
             ),
             steps=at.steps + num_steps,
             memory=output if options.recycle else None,
@@ -504,44 +421,6 @@ class Stream(Generic[ParamsT]):
         if options.total_steps is not None:
             num_steps = min(num_steps, options.total_steps - at.steps)
         return num_steps
-
-    def _memory(self, num_rows: int, at: _Position, memory: Any) -> ArrayTree:
-        """Returns memory for a batch, new if the last one's is gone or does not fit."""
-        options = self._options
-        if not options.recycle:
-            return ()
-        used = options.steps_per_batch
-        if used is not None and num_rows * options.num_envs != used:
-            return ()  # the last batch is shorter
-        if memory is None or any(x.is_deleted() for x in jax.tree.leaves(memory)):
-            args = num_rows, self._collector, at.carry, self._params[0], ()
-            output = self._program.eval_shape(*args).output
-            memory = blank_memory(output, self._collector)
-        return memory
-
-    def _compile(self, num_rows: int, at: _Position, params: Any, memory: Any) -> None:
-        """Compiles the program before it is first called, so that it is not timed."""
-        if num_rows in self._compiled:
-            return
-        if self._is_host:
-            self._collector.compile(at.carry, params)
-        elif not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-            args = num_rows, self._collector, at.carry, params, memory
-            lowered = self._program.lower(*args)
-            if self._is_multi_process:
-                multihost.compare("stream", self._facts(params, lowered.as_text()))
-            lowered.compile()
-        self._compiled.add(num_rows)
-
-    def _facts(self, params: Any, text: str) -> dict[str, object]:
-        """Describes the stream for the comparison between processes."""
-        functions = {x: getattr(self._options, x) for x in ("postprocess", "mask_fn")}
-        is_given = {name: fn is not None for name, fn in functions.items()}
-        return {
-            "options": vars(self._options) | is_given,
-            "`params` of": [str(jax.typeof(x)) for x in jax.tree.leaves(params)],
-            "a program of checksum": zlib.crc32(text.encode()),
-        }
 
     def _raise_fault(self, faults: dict[str, Any], version: int) -> None:
         """Raises if a checked field is not finite."""
@@ -558,44 +437,15 @@ class Stream(Generic[ParamsT]):
             f"`params_version` {version}."
         )
 
-    def _own(self, params: Any) -> Any:
-        """Converts parameters to arrays; with `prefetch` to copies of its own."""
-        checks.readable("params", params)
-        params = strong(params)
-        return _copy(params) if self._options.prefetch else params
-
     def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
 
 
-class _Once:
-    """A timed call from a carry, made once however often a thread is given it."""
-
-    def __init__(self, carry: Carry, fn: Callable[[], Any]) -> None:
-        self.carry, self._fn, self._returned = carry, fn, []
-
-    def __call__(self) -> Any:
-        if not self._returned:  # after an error it goes on, as the collector does
-            start = time.perf_counter()
-            result = jax.block_until_ready(self._fn())
-            self._returned.append((result, time.perf_counter() - start))
-        return self._returned[0]
-
-
-def _with_warmup(collector: Any, options: Options) -> Any:
-    """Wraps the policy of a collector in a warm-up."""
-    if not options.warmup_steps:
-        return collector
-    num_steps = options.warmup_steps // options.num_envs
-    return collector.replace(
-        policy=random_warmup(
-            collector.policy,
-            collector.env.action_space,
-            num_steps,
-            mask_fn=options.mask_fn,
-        )
-    )
+def _own(params: Any) -> Any:
+    """Copies parameters, as arrays."""
+    checks.readable("params", params)
+    return copied(strong(params))
 
 
 def _placed(tree: ArrayTree, placement: Placement) -> ArrayTree:
@@ -605,36 +455,3 @@ def _placed(tree: ArrayTree, placement: Placement) -> ArrayTree:
     if placement == "host":  # NumPy has no typed keys
         return jax.tree.map(lambda x: x if prng.has_keys(x) else np.array(x), tree)
     return tree
-
-
-def _checksum(tree: Any) -> int:
-    """Computes a checksum of a tree's bits, or of the spaces of a host environment."""
-    if jax.tree_util.all_leaves([tree]):
-        spaces = f"{tree.num_envs} {tree.observation_space} {tree.action_space}"
-        return zlib.crc32(spaces.encode())
-    # As arrays, which Python numbers become once the lanes are sharded.
-    leaves = [jnp.asarray(x) for x in jax.tree.leaves(prng.words(tree))]
-    leaves = jax.device_get([multihost.gather(x) for x in leaves])
-    return zlib.crc32(b"".join(np.asarray(x).tobytes() for x in leaves))
-
-
-def _copy(tree: Any) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, _copied(leaves))
-
-
-def _put_like(tree: Any, like: Any) -> Any:
-    """Moves arrays to the devices of others; saved ones may come from elsewhere."""
-
-    def put(x: Any, old: jax.Array) -> jax.Array:
-        if isinstance(x, jax.Array) and x.sharding == old.sharding:
-            return x
-        return jax.device_put(x, old.sharding)
-
-    return jax.tree.map(put, tree, like)
-
-
-# It takes a list, for the cache of `jit` may take one dataclass for another.
-@jax.jit
-def _copied(leaves: list[chex.Array]) -> list[chex.Array]:
-    return jax.tree.map(jnp.copy, leaves)

@@ -102,12 +102,12 @@ def test_stream_counts_the_values_of_all_batches():
         length += batch.trajectory.episode_length[ended].tolist()
     assert highest == length
     assert len(length) > 5
-    own = stream.stats.accumulated
-    assert own["best/highest"] == pytest.approx(np.mean(length))
+    own = stream.stats.collected.accumulated
+    assert own["best/highest"].mean == pytest.approx(np.mean(length))
     expected = np.mean([discounted(x) for x in length])
-    assert own["discounted"] == pytest.approx(expected)
+    assert own["discounted"].mean == pytest.approx(expected)
     logged = rollout.log_stats(stream.stats)
-    assert logged["accumulated/discounted"] == pytest.approx(expected)
+    assert logged["collected/accumulated/discounted_mean"] == pytest.approx(expected)
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ def leaves(folder):
     with np.load(folder / "run" / f"{LAST}.checkpoint.npz") as archive:
         names = [kind.rpartition(" ")[0] for kind in archive["arr_0"]]
         found = {name: archive[f"arr_{n}"] for n, name in enumerate(names, 1)}
-    del found["[0]['totals'].seconds"]  # that it took
+    del found["[0]['stats'].seconds"]  # that it took
     return found
 
 

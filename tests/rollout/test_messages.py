@@ -151,19 +151,12 @@ STREAM = [
     ({"steps_per_batch": 2**31}, "`steps_per_batch` must be at most 2147483647"),
     ({"steps_per_batch": 7}, "of num_envs=4, got 7; the nearest are 4 or 8."),
     ({"total_steps": 3}, "multiple of num_envs=4, got 3; the nearest are 4."),
-    ({"warmup_steps": -1}, "`warmup_steps` must be an int of at least 0, got -1"),
-    ({"mask_fn": jnp.sin}, "`mask_fn` needs `warmup_steps` of at least 1"),
     ({"prefetch": True}, "`prefetch` must be 0 or 1, got True"),
     ({"on_fault": "drop"}, '`on_fault="drop"` needs `check_finite=True`'),
-    (
-        {"window_episodes": 9, "at_batch_end": "reset"},
-        '`window_episodes` must be 0 with `at_batch_end="reset"`',
-    ),
     (
         EPISODES | {"total_steps": 8},
         "`total_steps` must not be given with `episodes_per",
     ),
-    (EPISODES | {"warmup_steps": 4}, "`warmup_steps` must not be given with `episodes"),
     (
         EPISODES | {"check_finite": True, "on_fault": "drop"},
         '`on_fault="drop"` must not be given with `episodes_per_batch`',
@@ -171,7 +164,6 @@ STREAM = [
 ]
 RESTORE = [
     ({"prefetch": 1}, "['next_params']['odds'], got another structure: float32 of"),
-    ({"window_episodes": 3}, "float32 of shape (3,) at ['totals'].window.returns"),
     ({"params": {"odds": jnp.ones(7)}}, "(7,) at ['params']['odds'], got float32"),
     ({"state": {"env": np.uint32(1)}}, "must be of the same environment parameters"),
     (

@@ -132,12 +132,11 @@ CALLS = {
         functools.partial(make_host, record_fn=is_even)
     ),
     "stream": streams(make_collector),
-    "warm stream": streams(make_collector, warmup_steps=2 * B),
     "recycling stream": streams(make_collector, recycle=True),
     "stream of episodes": streams(
         make_collector, steps_per_batch=None, episodes_per_batch=3, max_episode_steps=9
     ),
-    "stream of hosts": streams(make_host, warmup_steps=2 * B),
+    "stream of hosts": streams(make_host),
     "evaluate": evaluates(make_collector),
     "evaluate hosts": evaluates(make_host),
     "evaluate frozen": evaluates_frozen,

@@ -56,7 +56,7 @@ def test_statistics_of_nothing_pass_debug_nans():
         ).all()
         stream = rollout.Stream(collector, key=jax.random.key(0), steps_per_batch=16)
         assert np.isnan(next(stream).stats.returns.mean)
-        assert np.isnan(stream.stats.return_mean)
+        assert np.isnan(stream.stats.collected.returns.mean)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from rollout import envs
 B = 6
 STREAMS = {
     "resume": {"steps_per_batch": 2 * B, "resume": True},
-    "warmup": {"steps_per_batch": 2 * B, "warmup_steps": 3 * B},
+    "warmup": {"steps_per_batch": 2 * B, "warmup": 3},
     "limit": {"steps_per_batch": 4 * B, "max_episode_steps": 5},
     "recycle": {"steps_per_batch": 3 * B, "recycle": True, "prefetch": 1},
     "truncate": {"steps_per_batch": 3 * B, "at_batch_end": "truncate"},
@@ -87,8 +87,16 @@ def make_policy(name: str, space: envs.spaces.Space) -> rollout.Policy:
     return rollout.policies.ornstein_uhlenbeck(policy, space, 0.2)
 
 
-def hash_stream(collector, *, resume: bool = False, **options) -> str:
-    """Hashes four batches; with `resume` the last two come from another stream."""
+def hash_stream(collector, *, resume=False, warmup=0, **options) -> str:
+    """Hashes four batches.
+
+    With `resume` the last two come from another stream; with `warmup` the first so many
+    steps of each lane are random.
+    """
+    if warmup:
+        space = collector.env.action_space
+        policy = rollout.random_warmup(collector.policy, space, warmup)
+        collector = collector.replace(policy=policy)
 
     def make(seed: int) -> rollout.Stream:
         options_of_all = {"params": jnp.float32(0.3), **options}
@@ -102,7 +110,8 @@ def hash_stream(collector, *, resume: bool = False, **options) -> str:
             stream = make(0)
             stream.restore(state)
         batch = next(stream)
-        counts = np.array([batch.steps, batch.warmup_steps])
+        num_random = B * warmup - (stream.steps - batch.steps)
+        counts = np.array([batch.steps, np.clip(num_random, 0, batch.steps)])
         parts.append(digest((batch.trajectory, counts)))
         stream.set_params(jnp.float32(0.3 + batch.steps / 100))
     hashes = np.frombuffer("".join(parts).encode(), np.uint8)

@@ -29,7 +29,7 @@ def main(folder: Path, num_batches: int) -> None:
     # Compiled once, or most of the test would be compiling.
     jax.config.update("jax_compilation_cache_dir", str(folder.parent / "cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    options = {"total_steps": 8 * num_batches, "warmup_steps": 16, "prefetch": 1}
+    options = {"total_steps": 8 * num_batches, "prefetch": 1}
     stream, checkpoints = new_stream(**options), folder / "checkpoint"
     if rollout.checkpoint.steps(checkpoints):
         saved = rollout.checkpoint.restore(checkpoints, {"stream": stream.state()})

@@ -24,12 +24,10 @@ def act(params, obs, key):
     return action, {"value": jnp.broadcast_to(params["odds"], (B,))}
 
 
-POLICY = rollout.stateless_policy(act)
-
-
 @functools.cache
 def make_learner(name="count"):
-    return rollout.Collector(env=make_collector(name, B).env, policy=POLICY)
+    policy = rollout.stateless_policy(act)  # here, since it starts jax
+    return rollout.Collector(env=make_collector(name, B).env, policy=policy)
 
 
 def new_stream(name="count", **options):

@@ -36,6 +36,10 @@ def step(params=None):
     return collector().step(carry(), params)
 
 
+def steps(num_steps=3, **options):
+    return collector().collect_steps(carry(), None, num_steps, **options)
+
+
 def episodes(**options):
     return collector().collect_episodes(carry(), None, 3, **options)
 
@@ -97,7 +101,13 @@ CASES = {
         (lambda: jax.jit(lambda p: step(params=p)[1].reward)(1.0), OUTSIDE),
         # Nothing is traced in here.
         (lambda: jax.jit(lambda x: x + collector().init(KEY).step)(1.0), OUTSIDE),
-        (lambda: collector().collect_steps(carry(), None, 0), "`num_steps` must be"),
+        (lambda: steps(0), "`num_steps` must be"),
+        (lambda: steps(max_episode_steps=0), "`max_episode_steps` must be"),
+        (lambda: steps(at_batch_end="stop"), '`at_batch_end` must be "continue" or'),
+        (
+            lambda: host(2, Late).collect_steps(carry(), None, 3, at_batch_end="reset"),
+            "`at_batch_end` must be \"continue\", got 'reset'",
+        ),
         (lambda: episodes(max_episode_steps=0), "`max_episode_steps` must be"),
         (lambda: on_host().recover(), "`recover` must follow `init`"),
     ),

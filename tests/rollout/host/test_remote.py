@@ -112,7 +112,6 @@ class TestInThisProcess:
         batch = next(start(make, steps_per_batch=steps))
         assert batch.trajectory.mask.shape == shape
         assert batch.steps == shape[0] * shape[1]
-        assert batch.warmup_steps == 0
 
     def test_ends_after_total_steps_and_closes(self, local_ray):
         batches = start(total_steps=3 * B * T - 1)
@@ -151,7 +150,7 @@ class TestInThisProcess:
             batch = next(batches)
             assert (batch.actor, batch.params_version) == (0, 1)
             assert batches.stats.stale_batches == 1
-            assert batches.stats.collect_batches == 2
+            assert batches.stats.batches == 2
 
     def test_lost_actor_is_replaced_by_one_that_repeats_nothing(self, local_ray):
         with start(total_steps=8 * B * T) as batches:
@@ -292,7 +291,7 @@ class TestWithRay:
             before = pids_in(tmp_path)
             os.kill(min(before), signal.SIGKILL)
             some += list(batches)
-            assert batches.stats.collect_batches == 30
+            assert batches.stats.batches == 30
             assert batches.stats.lost_fragments == batches.stats.restarts == 1
         assert {batch.actor for batch in some} <= {0, 1, 2}
         assert_batches(some, cases.on_host)

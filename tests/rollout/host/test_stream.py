@@ -24,14 +24,8 @@ def make_stream(collector, **options):
     return rollout.Stream(collector, key=KEY, params=np.float32(0), **options)
 
 
-def only_one(obs):
-    """Allows one of three actions, by the count."""
-    return jnp.arange(3)[None] == obs.astype(jnp.int32) % 3
-
-
 STREAMS = [
-    {"prefetch": 1, "warmup_steps": 52, "mask_fn": only_one, "max_episode_steps": 4,
-     "window_episodes": 3},
+    {"prefetch": 1, "max_episode_steps": 4},
     {"steps_per_batch": None, "episodes_per_batch": 5, "total_steps": None,
      "max_episode_steps": 6, "placement": "host"},
 ]  # fmt: skip
@@ -53,11 +47,8 @@ def test_batches_are_those_of_the_kernel(options):
         assert_same(batches[0].trajectory, batches[1].trajectory)
         assert_same(batches[0].stats, batches[1].stats)
         assert batches[0].steps == batches[1].steps
-        assert batches[0].warmup_steps == batches[1].warmup_steps
-    values = [rollout.log_stats(stream.stats._asdict()) for stream in streams]
-    for name in ("collect_seconds", "steps_per_second"):
-        values[0].pop(name), values[1].pop(name)
-    assert values[0] == pytest.approx(values[1], nan_ok=True)
+    stats = [stream.stats._replace(seconds=0.0) for stream in streams]
+    chex.assert_trees_all_close(*stats, rtol=1e-6)
     for stream in streams:
         stream.close()
 
@@ -275,6 +266,26 @@ def test_fault_after_a_fault_leaves_the_rows_before():
     stream.close()
 
 
+def test_batch_with_a_fault_has_the_parameters_of_its_version():
+    def fault_fn(number, env):
+        return RuntimeError("no") if (number, env) == (6, 2) else None
+
+    def act(params, obs, key):
+        return jnp.zeros(4, jnp.int32), {"params": jnp.broadcast_to(params, 4)}
+
+    collector = on_host(fault_fn=fault_fn).replace(policy=rollout.stateless_policy(act))
+    stream = make_stream(collector)
+    with pytest.raises(EnvFault, match="environment 2 failed"):
+        next(stream)
+    stream.set_params(np.float32(1))
+    for version in (0, 1):  # the first one goes on where it was cut short
+        batch = next(stream)
+        assert batch.params_version == version
+        values = np.asarray(batch.trajectory.extras["params"])
+        assert (values[np.asarray(batch.trajectory.mask)] == version).all()
+    stream.close()
+
+
 def test_faults_are_counted():
     fault_fn = lambda number, env: RuntimeError("no") if number % 7 == 3 else None  # noqa: E731
     collector = HostCollector(
@@ -285,12 +296,4 @@ def test_faults_are_counted():
     lost = sum(int((~mask).sum()) for mask in masks)
     assert lost == collector.fault_stats.lost_steps
     assert stream.stats.faulty_episodes == collector.fault_stats.faulty_episodes > 4
-    stream.close()
-
-
-def test_warmup_takes_only_actions_that_are_allowed():
-    stream = make_stream(on_host(), warmup_steps=20, mask_fn=only_one)
-    trajectory = next(stream).trajectory
-    # Afterwards the policy's own action, or the only one that is allowed.
-    np.testing.assert_array_equal(trajectory.action, trajectory.obs[..., 0] % 3)
     stream.close()

@@ -30,8 +30,8 @@ def test_batches_of_episodes_are_those_of_the_queue(name, prefetch):
         # Episode e of the queue is number -1 - e: 5 in a batch, none twice.
         ids = batch.trajectory.episode_id[0]
         np.testing.assert_array_equal(ids, -1 - np.arange(5 * number, 5 * number + 5))
-    assert stream.stats.collect_episodes == 15
-    assert stream.stats.collect_steps == sum(batch.steps for batch in batches)
+    assert stream.stats.collected.num_episodes == 15
+    assert stream.stats.steps == sum(batch.steps for batch in batches)
 
 
 def test_stream_of_episodes_is_restored():

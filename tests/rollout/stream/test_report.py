@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from cases import CountEnv, make_collector, raw
 from flax import struct
-from streams import B, each_env, host, join, make_learner, make_stream, new_stream
+from streams import (
+    EPISODES,
+    B,
+    each_env,
+    host,
+    join,
+    make_learner,
+    make_stream,
+    new_stream,
+)
 
 import rollout
 from rollout import EpisodeWindow, envs, nonfinite
@@ -25,13 +34,14 @@ def test_statistics_add_up_over_batches(name):
     done = trajectory.done
     returns = trajectory.episode_return[done]
     stats = stream.stats
-    assert stats.collect_batches == 8
-    assert stats.collect_steps == 64
-    assert stats.collect_episodes == done.sum() > 0
+    assert (stats.batches, stats.steps, stats.faulty_episodes) == (8, 64, 0)
+    assert stats.seconds > 0
+    collected = stats.collected
+    assert collected.num_episodes == done.sum() > 0
+    assert collected.num_steps == 64
     # Means of a batch are float32.
-    assert stats.return_mean == pytest.approx(returns.mean(), rel=1e-6)
-    assert stats.steps_per_second == 64 / stats.collect_seconds
-    assert stats.faulty_episodes == 0
+    assert collected.returns.mean == pytest.approx(returns.mean(), rel=1e-6)
+    assert collected.returns.max == returns.max()
 
 
 def test_reset_of_the_statistics_counts_from_zero():
@@ -39,35 +49,25 @@ def test_reset_of_the_statistics_counts_from_zero():
     next(stream)
     stream.reset_stats()
     stats = stream.stats
-    assert stats.collect_batches == stats.collect_steps == stats.collect_episodes == 0
-    assert math.isnan(stats.return_mean)
-    assert math.isnan(stats.steps_per_second)
+    assert stats.batches == stats.steps == stats.seconds == 0
+    assert stats.collected.num_episodes == 0
+    assert math.isnan(stats.collected.returns.mean)
     assert next(stream).trajectory.first.sum() < B  # the run itself goes on
-    assert stream.stats.collect_steps == 8
+    assert stream.stats.steps == 8
     assert stream.steps == 16
 
 
 def test_statistics_print_as_a_line():
     fresh = make_stream()
-    stats = fresh.stats._replace(
-        collect_steps=30_720,
-        collect_episodes=512,
-        collect_batches=20,
-        steps_per_second=122_880.0,
-        return_mean=61.2,
-    )
-    line = "return 61.2, 512 episodes, 30,720 steps, 122,880 per second"
+    full = np.full(100, 195.5, np.float32)
+    window = fresh.stats.window.replace(returns=full, lengths=full.astype(np.int32))
+    stats = fresh.stats._replace(window=window, steps=30_720, seconds=0.25)
+    line = "return 195.5, last 100 episodes, 30,720 steps, 122,880 per second"
     assert str(stats) == line
-    last = stats._replace(
-        window_episodes=100, window_return_mean=195.5, faulty_episodes=1
-    )
-    assert str(last) == (
-        "return 61.2, 512 episodes (195.5, last 100 episodes), 30,720 steps, "
-        "122,880 per second, 1 episode dropped"
-    )
-    assert str(fresh.stats) == "no episode has ended, 0 steps"
+    assert str(stats._replace(faulty_episodes=1)) == f"{line}, 1 episode dropped"
+    assert str(fresh.stats) == "no episode counts yet, 0 steps"
     next(fresh)
-    assert str(fresh.stats).startswith("no episode has ended, 8 steps, ")
+    assert str(fresh.stats).startswith("no episode counts yet, 8 steps, ")
 
 
 @pytest.mark.parametrize("prefix", ["a", "a/"])
@@ -77,23 +77,27 @@ def test_log_stats_is_a_flat_dict_of_floats(prefix):
     tree = {"batch": batch.stats, "run": stream.stats, "loss": np.float32(0.5)}
     flat = rollout.log_stats(tree, prefix=prefix)
     assert all(type(value) is float for value in flat.values())
-    assert (flat["a/run/collect_steps"], flat["a/batch/num_steps"]) == (8.0, 8.0)
+    assert (flat["a/run/steps"], flat["a/batch/num_steps"]) == (8.0, 8.0)
+    assert flat["a/run/collected/num_steps"] == 8.0
+    assert flat["a/run/window/num_episodes"] == 0.0
     assert flat["a/loss"] == 0.5
-    assert len(flat) == 6 + 6 + 1  # means over no episode are left out
+    # Means over no episode are left out.
+    assert len(flat) == 6 + (4 + 6 + 1) + 1
     assert rollout.log_stats(batch.stats)["num_steps"] == 8.0
 
 
-@pytest.mark.parametrize("total", [None, pytest.param(20, marks=slow)])
-def test_bar_shows_steps_episodes_and_the_mean_return(total, capsys):
+@pytest.mark.parametrize("total", [None, pytest.param(80, marks=slow)])
+def test_bar_shows_steps_their_speed_and_the_mean_return_of_the_window(total, capsys):
     with new_stream(total_steps=total, progress=True) as stream:
         for _ in stream:
-            if stream.steps >= 20:
+            if stream.steps >= 80:
                 break
     shown = capsys.readouterr().err
-    stats = stream.stats
-    assert f"{stats.collect_episodes} episodes" in shown
-    assert f"mean return {stats.return_mean:.4g}" in shown
+    window = stream.stats.window
+    assert window.num_episodes > 0
+    assert f"return {window.return_mean:.6g}, last {window.num_episodes} epi" in shown
     assert "step/s" in shown
+    assert ("100%" in shown) == (total is not None)  # and the time left
     assert shown.endswith("\n")
 
 
@@ -262,19 +266,18 @@ def test_everything_that_is_checked_is_found_in_its_row(field, value):
     assert nonfinite.count_nonfinite(transition) == is_counted
 
 
-@slow
-def test_window_is_an_episode_window_over_all_batches():
-    options = {"steps_per_batch": 24, "window_episodes": 3}
-    stream, window = new_stream(**options), EpisodeWindow.create(3)
-    for number in range(8):
+@pytest.mark.parametrize("options", [{}, pytest.param(EPISODES, marks=slow)])
+def test_window_has_the_last_100_episodes_of_all_batches(options):
+    options = {"steps_per_batch": 80, **options}
+    stream, window = new_stream(**options), EpisodeWindow.create(100)
+    add = jax.jit(EpisodeWindow.add)
+    for number in range(30):
         if number == 4:
             state, stream = stream.state(), new_stream(**options)
             stream.restore(state)
-        window = window.add(next(stream).trajectory)
-        stats = stream.stats
-        assert stats.window_episodes == window.num_episodes
-        np.testing.assert_equal(stats.window_return_mean, float(window.return_mean))
-        np.testing.assert_equal(stats.window_length_mean, float(window.length_mean))
-    assert stream.stats.window_episodes == 3
+        batch = next(stream)
+        window = add(window, batch.episodes or batch.trajectory)
+        chex.assert_trees_all_equal(stream.stats.window, window)
+    assert window.num_episodes == 100
     stream.reset_stats()
-    assert stream.stats.window_episodes == 0
+    chex.assert_trees_all_equal(stream.stats.window, window)

@@ -40,8 +40,7 @@ def test_batches_have_exactly_their_steps_the_rows_of_collect_steps(
     assert [int(batch.stats.num_steps) for batch in batches] == steps
     shapes = [batch.trajectory.mask.shape for batch in batches]
     assert shapes == [(number // B, B) for number in steps]
-    assert not any(batch.warmup_steps for batch in batches)
-    assert stream.stats.collect_steps == total
+    assert stream.stats.steps == total
     want = jax.tree.map(lambda x: x[: total // B], straight(name))
     chex.assert_trees_all_equal(join(batches), want)
 
@@ -67,10 +66,11 @@ LOWEST = rollout.recurrent_policy(lowest, lambda num_envs: jnp.zeros(num_envs))
 @functools.cache
 def warmed_up(name, warmup):
     """All batches of a stream with a warm-up and a limit, and the traces of each."""
-    collector = make_collector(name, B).replace(
-        policy=LOWEST._replace(value=lambda params, obs, state: 10 * state)
-    )
-    options = {"steps_per_batch": 8, "total_steps": 28, "warmup_steps": warmup}
+    collector = make_collector(name, B)
+    policy = LOWEST._replace(value=lambda params, obs, state: 10 * state)
+    policy = rollout.random_warmup(policy, collector.env.action_space, warmup // B)
+    collector = collector.replace(policy=policy)
+    options = {"steps_per_batch": 8, "total_steps": 28}
     options |= {"key": jax.random.key(7), "max_episode_steps": 3}
     batches, traces = [], []
     for batch in rollout.Stream(collector, **options):
@@ -94,8 +94,6 @@ def test_warmup_takes_exactly_so_many_random_steps(name, warmup):
     assert traces[1] == traces[2]  # one program serves batches of equally many rows
     plan = [8, 8, 8, 4]
     assert [batch.steps for batch in batches] == plan
-    left = [max(warmup - done, 0) for done in (0, 8, 16, 24)]
-    assert [batch.warmup_steps for batch in batches] == list(map(min, left, plan))
     assert trajectory.action[: warmup // B].any()
     assert not trajectory.action[warmup // B :].any()
     np.testing.assert_array_equal(trajectory.extras["log_prob"], np.float32(-0.5))
@@ -221,16 +219,15 @@ def test_postprocess_runs_in_the_same_program(name):
 def test_field_that_a_postprocess_does_not_read_has_no_array():
     env = envs.TransformObs(CountEnv(), lambda obs: jnp.broadcast_to(obs, (5,)))
     collector = make_collector("count", B).replace(env=envs.vectorize(env, B))
-    carry = collector.init(jax.random.key(7))
+    carry, window = collector.init(jax.random.key(7)), rollout.EpisodeWindow.create(9)
     defaults = dict.fromkeys(x.name for x in dataclasses.fields(Options))
     defaults |= {"num_envs": B, "steps_per_batch": 13 * B, "placement": "device"}
     defaults |= {"recycle": False, "check_finite": False, "prefetch": 0}
     defaults |= {"at_batch_end": "continue", "on_fault": "raise"}
-    defaults |= {"window_episodes": 0, "warmup_steps": 0}
 
     def text(**changes):
         program = jax.jit(make_batch, static_argnums=(0, 1))
-        args = Options(**defaults | changes), 13, collector, carry, None, ()
+        args = Options(**defaults | changes), 13, collector, carry, None, window, ()
         return program.lower(*args).compile().as_text()
 
     stored = f"[13,{B},5]"  # 13 rows of observations

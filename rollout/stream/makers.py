@@ -1,0 +1,293 @@
+"""What a stream takes its batches from: `JaxMaker` and `HostMaker`, of one interface.
+
+`begin` begins a batch, and what it returns waits for it; called again with the same
+carry, as after an interrupt, it leads to the same batch. `save` and `restore` are the
+part of a stream's state that is theirs, and `compile` compiles before the first batch.
+Makers of equal collectors and options share programs.
+"""
+
+import functools
+import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rollout import multihost, programs
+from rollout.collector import Collector
+from rollout.envs import prng
+from rollout.envs.types import ArrayTree, sharding_of
+from rollout.episode_window import EpisodeWindow
+from rollout.host import ctrl_c
+from rollout.host.host_collector import HostCollector
+from rollout.stream.batch import BatchResult, finish, make_batch
+from rollout.stream.options import Options
+from rollout.types import Carry, Transition
+
+# Returns a batch, the seconds it took, and the version of its parameters.
+Wait = Callable[[], tuple[BatchResult, float, int]]
+
+
+class Start(NamedTuple):
+    """What a batch begins with.
+
+    Attributes:
+        num_rows: unless it has whole episodes.
+        carry: after the batch before.
+        params: whatever the policy takes as its parameters.
+        version: of the parameters.
+        window: after the batch before.
+        memory: of an earlier batch, for `recycle`.
+    """
+
+    num_rows: int
+    carry: Carry
+    params: Any
+    version: int
+    window: EpisodeWindow
+    memory: ArrayTree | None = None
+
+
+class JaxMaker:
+    """Makes the batches of a `Collector`, each by one program.
+
+    Attributes:
+        checksum: of the environments' parameters.
+    """
+
+    def __init__(self, collector: Collector, options: Options) -> None:
+        sharding = sharding_of(collector.env)
+        self._is_multi_process = sharding is not None and sharding.mesh.is_multi_process
+        if self._is_multi_process:
+            options.check_processes()
+        self._collector, self._options = collector, options
+        self._program = _jax_program(options.of_program())
+        self._compiled: set[int] = set()  # numbers of rows
+        # As arrays, which Python numbers become once the lanes are sharded.
+        leaves = map(jnp.asarray, jax.tree.leaves(prng.words(collector.env)))
+        leaves = jax.device_get([multihost.gather(x) for x in leaves])
+        self.checksum = zlib.crc32(b"".join(np.asarray(x).tobytes() for x in leaves))
+
+    def begin(self, start: Start) -> Wait:
+        """Begins a batch, in the `memory` of an earlier one with `recycle`."""
+        memory, collector = self.compile(start), self._collector
+        num_rows, carry, params, version, window, _ = start
+        begun = time.perf_counter()
+        with ctrl_c.held_back():  # jax's caches make other errors of an interrupt
+            result = self._program(num_rows, collector, carry, params, window, memory)
+        for x in jax.tree.leaves(memory):
+            if not x.is_deleted():  # a view prevented the donation, and stays valid
+                x.delete()
+
+        def wait() -> tuple[BatchResult, float, int]:
+            jax.block_until_ready(result)
+            return result, time.perf_counter() - begun, version
+
+        return wait
+
+    def compile(self, start: Start) -> ArrayTree:
+        """Compiles the program before it is first called, so that it is not timed.
+
+        Returns:
+            Memory for the batch: new, if that of `start` is gone or does not fit.
+        """
+        options, collector = self._options, self._collector
+        num_rows, carry, params, _, window, memory = start
+        size = options.steps_per_batch
+        if not options.recycle or (size and num_rows * options.num_envs != size):
+            memory = ()  # also where the last batch is shorter
+        elif memory is None or any(x.is_deleted() for x in jax.tree.leaves(memory)):
+            shapes = self._program.eval_shape(
+                num_rows, collector, carry, params, window, ()
+            )
+            memory = _blank(shapes.output, collector)
+        if num_rows in self._compiled:
+            return memory
+        if not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            lowered = self._program.lower(
+                num_rows, collector, carry, params, window, memory
+            )
+            if self._is_multi_process:
+                given = {"postprocess": options.postprocess is not None}
+                facts = {
+                    "options": vars(options) | given,
+                    "`params` of": [
+                        str(jax.typeof(x)) for x in jax.tree.leaves(params)
+                    ],
+                    "a program of checksum": zlib.crc32(lowered.as_text().encode()),
+                }
+                multihost.compare("stream", facts)
+            lowered.compile()
+        self._compiled.add(num_rows)
+        return memory
+
+    def save(self, carry: Carry, *, allow_pickle: bool) -> dict[str, Any]:
+        """Returns nothing: the carry is all there is."""
+        del carry, allow_pickle  # unused
+        return {}
+
+    def restore(
+        self, state: dict[str, Any], like: Carry, *, allow_pickle: bool
+    ) -> Carry:
+        """Returns the carry of a state, on the devices of `like`."""
+        del allow_pickle  # unused
+
+        def put(x: Any, old: jax.Array) -> jax.Array:  # saved ones may be elsewhere
+            if isinstance(x, jax.Array) and x.sharding == old.sharding:
+                return x
+            return jax.device_put(x, old.sharding)
+
+        return jax.tree.map(put, copied(state["carry"]), like)
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class _Job:
+    """A batch of host environments, which a thread makes.
+
+    Attributes:
+        start: what the batch begins with.
+        latest: the carry to go on with after an error.
+        parts: the rows that were collected before.
+        made: what is returned, once it is made.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self.start, self.latest = start, start.carry
+        self.parts: list[Transition] = []
+        self.made: tuple[BatchResult, float, int] | None = None
+
+
+class HostMaker:
+    """Makes the batches of a `HostCollector`, in a thread.
+
+    Attributes:
+        checksum: of the environments' spaces.
+    """
+
+    def __init__(self, collector: HostCollector, options: Options) -> None:
+        options.check_host()
+        self._collector, self._options, env = collector, options, collector.env
+        self._finish = _host_program(options.of_program())
+        # So that Ctrl-C finds the main thread waiting. It starts with the first batch.
+        self._thread = ThreadPoolExecutor(1)
+        self._job: _Job | None = None
+        spaces = f"{env.num_envs} {env.observation_space} {env.action_space}"
+        self.checksum = zlib.crc32(spaces.encode())
+
+    def begin(self, start: Start) -> Wait:
+        """Begins a batch."""
+        # The environments move on only once: after an interrupt the same carry leads to
+        # the same job, which may already run, and after an error the job goes on, with
+        # the parameters that it has.
+        if self._job is None or self._job.start.carry is not start.carry:
+            self._job = _Job(start)
+        future = ctrl_c.submit(self._thread, self._run, self._job)
+        return functools.partial(ctrl_c.result, future)
+
+    def compile(self, start: Start) -> None:
+        """Compiles the program of the policy, which otherwise the first batch does."""
+        self._collector.compile(start.carry, start.params)
+
+    def save(self, carry: Carry, *, allow_pickle: bool) -> dict[str, Any]:
+        """Returns the state of the environments, unless a batch moves them on."""
+        saved = [b""] * self._options.num_envs
+        if self._job is None or self._job.start.carry is not carry:
+            saved = self._collector.save(carry, allow_pickle=allow_pickle)
+        return {"saved_envs": saved}
+
+    def restore(
+        self, state: dict[str, Any], like: Carry, *, allow_pickle: bool
+    ) -> Carry:
+        """Restores the environments of a state; returns the carry to go on with."""
+        del like  # unused
+        # After the batch that has begun.
+        ctrl_c.result(ctrl_c.submit(self._thread, int))
+        return self._collector.restore(
+            copied(state["carry"]), state["saved_envs"], allow_pickle=allow_pickle
+        )
+
+    def close(self) -> None:
+        """Ends the thread, after the batch that has begun."""
+        self._thread.shutdown()
+
+    def _run(self, job: _Job) -> tuple[BatchResult, float, int]:
+        """Makes a batch, if it is not made yet."""
+        if job.made is not None:
+            return job.made
+        begun, start = time.perf_counter(), job.start
+        options, collector = self._options, self._collector
+        before, episodes = collector.fault_stats.faulty_episodes, None
+        job.latest, rows = collector.recover(job.latest)  # after an error
+        if options.episodes_per_batch is None:
+            job.parts += [] if rows is None else [rows]
+            at_end = options.at_batch_end
+            if at_end == "reset" and job.parts:
+                at_end = "continue"  # the batch has begun with new episodes
+            if num_left := start.num_rows - sum(len(x.mask) for x in job.parts):
+                job.latest, rows = collector.collect_steps(
+                    job.latest,
+                    start.params,
+                    num_left,
+                    max_episode_steps=options.max_episode_steps,
+                    at_batch_end=at_end,
+                )
+                job.parts.append(rows)
+            trajectory = job.parts[0]
+            if len(job.parts) > 1:
+                trajectory = jax.tree.map(lambda *x: jnp.concatenate(x), *job.parts)
+        else:
+            assert options.max_episode_steps is not None  # `Options` has checked it
+            job.latest, trajectory, episodes = collector.collect_episodes(
+                job.latest,
+                start.params,
+                options.episodes_per_batch,
+                max_episode_steps=options.max_episode_steps,
+                return_rows=True,
+            )
+        num_faulty = np.int32(collector.fault_stats.faulty_episodes - before)
+        result = self._finish((), start.window, trajectory, episodes, num_faulty)
+        result = jax.block_until_ready(result._replace(carry=job.latest))
+        job.made = result, time.perf_counter() - begun, start.version
+        return job.made
+
+
+@programs.shared
+def _jax_program(options: Options) -> Any:
+    """Jits `make_batch` for the options that it reads, those `of_program`."""
+    make = functools.partial(make_batch, options)
+    return jax.jit(make, static_argnums=0, donate_argnums=5, keep_unused=True)
+
+
+@programs.shared
+def _host_program(options: Options) -> Any:
+    """Jits `finish` for the options that it reads, those `of_program`."""
+    return jax.jit(functools.partial(finish, options))
+
+
+def _blank(output: ArrayTree, collector: Collector) -> ArrayTree:
+    """Makes memory for the first batch, whose `output` is known by its shapes."""
+    sharding, where = sharding_of(collector.env), None
+    if sharding and not isinstance(output, Transition):
+        return ()  # where XLA puts the result of a `postprocess` is its choice
+    if sharding:
+        where = sharding.shardings(output, lane_axis=1)
+    return programs.blank(output, where)()
+
+
+def copied(tree: Any) -> Any:
+    """Copies arrays, and makes arrays of numbers."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _copied(leaves))
+
+
+# It takes a list, for the cache of `jit` may take one dataclass for another.
+@jax.jit
+def _copied(leaves: list[chex.Array]) -> list[chex.Array]:
+    return jax.tree.map(jnp.copy, leaves)
