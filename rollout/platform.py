@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 from jax.interpreters import partial_eval
 
 from rollout.envs import cost_estimate, prng
@@ -238,6 +238,12 @@ def step_once(
             *operands, cpu=in_a_conditional, default=between_barriers
         )
     return result.replace(**_constant_flags(take.trace(*operands)))
+
+
+def is_endless(step: Any) -> bool:
+    """Returns whether both flags are known to be False while tracing."""
+    flags = step.terminated, step.truncated
+    return not any(isinstance(x, Tracer) or np.asarray(x).any() for x in flags)
 
 
 def _constant_flags(step: Any) -> dict[str, jax.Array]:

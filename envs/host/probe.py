@@ -168,6 +168,9 @@ class _Probe:
     def _play(self, plan: _Plan) -> tuple[np.ndarray, np.ndarray]:
         """Plays one plan, and checks every answer.
 
+        Not by a collector: the actions, seeds and cuts of a plan are repeated, and no
+        bookkeeping may stand between the environments and the checks.
+
         Returns:
             `[T + 1, B]` uint32, checksums of the first reset and of each step; and
             `[T, B]` bool, True where an episode ended.

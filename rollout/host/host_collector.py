@@ -19,7 +19,7 @@ from rollout.host.ctrl_c import held_back
 from rollout.host.episode_plan import EpisodePlan
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
 from rollout.host.rows import RowBlock, finisher, fold, place_rows
-from rollout.kernel.step import accumulate_nothing
+from rollout.kernel.accumulators import accumulate_nothing
 from rollout.types import (
     ActionT,
     Carry,

@@ -1,5 +1,9 @@
 """Steps environments under a policy: act, step, and begin the episodes that follow.
 
+It does in NumPy what `rollout.kernel.step` does in one program, which cannot call
+environments that are not JAX. The policy's state, accumulators and recorded fields are
+the kernel's.
+
 Ctrl-C is held back and leaves at one place, between two rows, so the state may change
 piece by piece. Only a second Ctrl-C, or an error in the environments' own code, comes
 at any line: the state is then torn, and `recover` begins new episodes everywhere.

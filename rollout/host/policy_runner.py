@@ -12,7 +12,7 @@ from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.kernel import episode_keys
-from rollout.kernel.step import initial_policy_state, restart_policy
+from rollout.kernel.policy_state import init_policy_state, restart_policy_state
 from rollout.platform import to_host
 from rollout.types import Policy
 
@@ -180,7 +180,7 @@ def _programs(policy: Policy, view: Any, impl: Any) -> _Programs:
     def initial(key: chex.PRNGKey) -> ArrayTree:
         every = episode_keys.all_lanes(view.num_envs)
         first = episode_keys.keys_of(key, every, every.number)
-        return initial_policy_state(policy, view, first)
+        return init_policy_state(policy, first)
 
     def restart(
         words: jax.Array, over: jax.Array, episode_id: jax.Array, state: ArrayTree
@@ -189,7 +189,7 @@ def _programs(policy: Policy, view: Any, impl: Any) -> _Programs:
         root = jax.random.wrap_key_data(words, impl=impl)
         every = episode_keys.all_lanes(view.num_envs)
         key = episode_keys.keys_of(root, every, episode_id)
-        return restart_policy(policy, view, state, over, key)
+        return restart_policy_state(policy, state, over, key)
 
     def act(
         params: Any,

@@ -16,12 +16,8 @@ from jax import lax
 from rollout import programs
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree
-from rollout.kernel.step import (
-    accumulate,
-    accumulate_nothing,
-    apply_record_fn,
-    mask_out,
-)
+from rollout.kernel.accumulators import accumulate, accumulate_nothing, record
+from rollout.kernel.fold import mask_out
 from rollout.platform import to_host
 from rollout.types import Accumulators, RecordFn, Transition
 
@@ -133,14 +129,15 @@ def finish(
         if accumulators:
             old = jax.tree.map(lambda x: x[lane], accumulated)
             old = prng.select(row.first, nothing, old)
-            new = accumulate(accumulators, old, row)
-            row = row.replace(accumulated=new)
+            row = accumulate(accumulators, old, row)
             # Masked-out rows get a lane beyond the last, and are dropped.
             place = jnp.where(row.mask, lane, jnp.iinfo(lane.dtype).max)
             accumulated = jax.tree.map(
-                lambda x, new: x.at[place].set(new, mode="drop"), accumulated, new
+                lambda x, new: x.at[place].set(new, mode="drop"),
+                accumulated,
+                row.accumulated,
             )
-        return accumulated, mask_out(apply_record_fn(record_fn, row))
+        return accumulated, mask_out(record(record_fn, row))
 
     return lax.scan(step, accumulated, (rows, lane))
 

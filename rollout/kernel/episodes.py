@@ -1,9 +1,13 @@
-"""Plays exactly N episodes: assigns them to lanes, and loops until all are over.
+"""Plays exactly N episodes: assigns them to lanes, and loops until all have ended.
 
 Episodes count in the order in which they start. To count those that end first would
-favour short ones. A lane whose episode is over takes the next one of the plan; a lane
+favour short ones. A lane whose episode ended takes the next one of the plan; a lane
 without one is idle. An idle lane plays on, so that its environment state stays valid,
 but its rows are masked out.
+
+This folds the halves of `step` and not `step`, since which episode a lane takes depends
+on how many other lanes have ended: `advance` comes first, then the count, and `restart`
+at the next iteration, which also begins the first episodes.
 """
 
 from collections.abc import Callable
@@ -17,16 +21,11 @@ from rollout import platform
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.kernel import episode_keys
+from rollout.kernel.accumulators import record
 from rollout.kernel.episode_keys import Start
-from rollout.kernel.step import (
-    advance,
-    apply_record_fn,
-    pack_flags,
-    restart,
-    roots_of,
-    unpack_flags,
-)
-from rollout.types import Carry, Episode, Episodes, Transition
+from rollout.kernel.fold import pack_flags, roots_of, unpack_flags
+from rollout.kernel.step import advance, restart
+from rollout.types import Carry, Episode, Episodes, Parts, Transition
 
 Acc = TypeVar("Acc")
 
@@ -50,7 +49,7 @@ class _Run(struct.PyTreeNode, kw_only=True):
 
 
 def play(
-    collector: Any,
+    parts: Parts,
     carry: Carry,
     params: Any,
     fn: Callable[[Acc, Transition], Acc],
@@ -65,7 +64,7 @@ def play(
     """Plays episodes of the queue, or own ones of every lane.
 
     Args:
-        collector: environments, policy, accumulators, and what is recorded.
+        parts: environments, policy, accumulators, and what to record.
         carry: as in `Collector.fold_episodes`.
         params: as there.
         fn: as there; it receives recorded transitions.
@@ -77,9 +76,9 @@ def play(
         holds: False if `fn` ignores lanes where `mask` is False: then `acc` need not be
             held in the steps beyond the end.
     """
-    env = collector.env
+    env = parts.env
     num_envs, sharding = env.num_envs, sharding_of(env)
-    roots = roots_of(collector, carry)
+    roots = roots_of(parts, carry)
     lane = jnp.arange(num_envs, dtype=jnp.int32)
     own_id = carry.episode.episode_id + num_envs  # of the lanes' next episodes
     if episodes_per_env is not None:
@@ -95,17 +94,19 @@ def play(
             return Start(stream, own_id + (index - lane), num_envs)
         return Start(stream, -1 - (carry.next_episode + index), None)
 
-    # Restart, then step: the other way round XLA would compile another restart, of all
-    # lanes, before the first step.
+    def at_limit(row: Transition) -> jax.Array:
+        return row.episode_length >= max_episode_steps
+
+    # Restart, then advance: the other way round XLA would compile another restart, of
+    # all lanes, before the first step.
     # Beyond the end every lane is idle, so results and counts do not change.
     def step(run: _Run, go: jax.Array) -> _Run:
-        carry = restart(collector, run.carry, run.over & go, start(run.index))
-        carry, row, cut = advance(
-            collector, carry, params, roots=roots, limit=max_episode_steps
-        )
+        carry = restart(parts, run.carry, run.over & go, start(run.index))
+        policy_key = episode_keys.at_step(roots.policy, carry.step)
+        carry, row, cut = advance(parts, carry, params, policy_key, at_limit)
         mask = run.index < number
         played = _mask_idle(row, mask, cut)
-        acc = fn(run.acc, apply_record_fn(collector.record_fn, played))
+        acc = fn(run.acc, record(parts.record_fn, played))
         after = run.replace(
             carry=platform.hold(go, carry, run.carry),
             acc=platform.hold(go, acc, run.acc) if holds else acc,
@@ -163,7 +164,7 @@ def play(
     # Afterwards every lane starts its own next episode, wherever the loop has left it.
     everywhere = jnp.ones((num_envs,), bool)
     after = Start(roots.lane, first_own_id, num_envs)
-    end = restart(collector, run.carry, everywhere, after)
+    end = restart(parts, run.carry, everywhere, after)
     played = _read(run.results)
     if min_steps is not None:
         played = first_of(played, min_steps)

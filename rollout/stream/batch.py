@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from rollout import kernel, nonfinite, programs
-from rollout.collector import Collector, scan_steps, stack
+from rollout.collector import Collector
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.host.host_collector import HostCollector
 from rollout.stats import CollectStats, summarize
@@ -58,18 +58,15 @@ def make_batch(
         if options.at_batch_end == "reset":
             carry = _restart_all(collector, carry)
         is_faulty = nonfinite.is_nonfinite if options.on_fault == "drop" else None
-        carry, _, rows = scan_steps(
+        carry, trajectory = kernel.collect_steps(
             collector,
             carry,
             params,
             num_rows,
-            stack,
-            (),
             limit=options.max_episode_steps,
             cut_last=options.at_batch_end == "truncate",
             drop_fn=is_faulty,
         )
-        trajectory = kernel.unpack(rows)
         if options.on_fault == "drop":
             trajectory, num_faulty = _drop(trajectory)
     else:
