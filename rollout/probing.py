@@ -132,9 +132,9 @@ def _reporting(found: dict[str, str]) -> Iterator[None]:
 def _random_policy(env: VectorEnv) -> Policy:
     """Draws actions from the space itself, unless there is a mask."""
     space = env.action_space
-    mask_fn = masks.find(env.observation_space, space)
-    if mask_fn is not None:
-        return random_policy(space, mask_fn=mask_fn)
+    allowed_fn = masks.find(env.observation_space, space)
+    if allowed_fn is not None:
+        return random_policy(space, allowed_fn=allowed_fn)
 
     def draw(params: Any, obs: Any, key: chex.PRNGKey) -> Any:
         del params, obs  # unused

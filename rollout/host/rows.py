@@ -1,4 +1,4 @@
-"""Stores rows of host transitions, and finishes them in one jitted call.
+"""Stores rows of host transitions, and records them in one jitted call.
 
 A row has a column for each of the `B` lanes, or with `num_ready` for each environment
 that answered.
@@ -103,14 +103,14 @@ def place_rows(tree: ArrayTree, where: Any, rows: ArrayTree) -> None:
         array[where] = leaf
 
 
-def finish(
+def record_rows(
     accumulators: Accumulators,
     record_fn: RecordFn | None,
     accumulated: ArrayTree,
     rows: Transition,
     lane: jax.Array,
 ) -> tuple[ArrayTree, Transition]:
-    """Accumulates and records, row by row.
+    """Updates the accumulators and applies `record_fn`, row by row.
 
     Args:
         accumulators: values that are accumulated per episode.
@@ -143,9 +143,9 @@ def finish(
 
 
 @programs.shared
-def finisher(accumulators: Accumulators, record_fn: RecordFn | None) -> Any:
-    """Jits `finish` for a collector's accumulators and recorded fields."""
-    return jax.jit(functools.partial(finish, accumulators, record_fn))
+def recorder(accumulators: Accumulators, record_fn: RecordFn | None) -> Any:
+    """Jits `record_rows` for a collector's accumulators and recorded fields."""
+    return jax.jit(functools.partial(record_rows, accumulators, record_fn))
 
 
 def fold(

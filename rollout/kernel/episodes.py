@@ -38,11 +38,11 @@ class _Run(struct.PyTreeNode, kw_only=True):
     carry: Carry
     acc: Any
     index: jax.Array  # [B] int32, the lane's episode in the next step; idle from N on
-    over: jax.Array  # [B] bool, that episode starts with the next step
+    restarts: jax.Array  # [B] bool, that episode starts with the next step
     num_started: jax.Array  # () int32
-    num_over: jax.Array  # () int32, of the episodes that count
+    num_done: jax.Array  # () int32, of the episodes that count
     num_wanted: jax.Array  # () int32, episodes to play
-    # Of the episodes that are over on each of D devices: length, flags and lane,
+    # Of the episodes that ended on each of D devices: length, flags and lane,
     # [D, N, 3] int32; return and accumulated values, [D, N, ...].
     results: tuple[jax.Array, ArrayTree]
     num_steps: jax.Array  # () int32, counted with `min_steps`
@@ -101,7 +101,7 @@ def play(
     # all lanes, before the first step.
     # Beyond the end every lane is idle, so results and counts do not change.
     def step(run: _Run, go: jax.Array) -> _Run:
-        carry = restart(parts, run.carry, run.over & go, start(run.index))
+        carry = restart(parts, run.carry, run.restarts & go, start(run.index))
         policy_key = episode_keys.at_step(roots.policy, carry.step)
         carry, row, cut = advance(parts, carry, params, policy_key, at_limit)
         mask = run.index < number
@@ -110,7 +110,7 @@ def play(
         after = run.replace(
             carry=platform.hold(go, carry, run.carry),
             acc=platform.hold(go, acc, run.acc) if holds else acc,
-            over=row.done,
+            restarts=row.done,
             results=_write_results(run, row, cut, lane),
         )
         # All flags share one exchange between devices. `done` counts idle lanes too,
@@ -129,7 +129,7 @@ def play(
         after = after.replace(
             index=index,
             num_started=run.num_started + total[0],
-            num_over=run.num_over + total[1],
+            num_done=run.num_done + total[1],
         )
         if min_steps is None:
             return after
@@ -153,14 +153,14 @@ def play(
         carry=carry,
         acc=acc,
         index=lane,
-        over=jnp.ones((num_envs,), bool),
+        restarts=jnp.ones((num_envs,), bool),
         num_started=jnp.int32(num_envs),
-        num_over=jnp.int32(0),
+        num_done=jnp.int32(0),
         num_wanted=jnp.int32(number),
         results=jax.tree.map(sharding.place, results) if sharding else results,
         num_steps=jnp.int32(0),
     )
-    run = platform.steps_while(lambda run: run.num_over < run.num_wanted, step, run)
+    run = platform.steps_while(lambda run: run.num_done < run.num_wanted, step, run)
     # Afterwards every lane starts its own next episode, wherever the loop has left it.
     everywhere = jnp.ones((num_envs,), bool)
     after = Start(roots.lane, first_own_id, num_envs)
@@ -231,7 +231,7 @@ def _mask_idle(row: Transition, mask: jax.Array, cut: jax.Array) -> Transition:
 def _write_results(
     run: _Run, row: Transition, cut: jax.Array, lane: jax.Array
 ) -> tuple[jax.Array, ArrayTree]:
-    """Writes the results of each episode that is over, for `_read`."""
+    """Writes the results of each episode that ended, for `_read`."""
     truncated = row.truncated & ~cut  # by the environment itself
     flags = pack_flags(row.terminated, truncated, row.terminated | truncated)
     # One scatter for all integers; the values are apart, for gradients pass through.

@@ -178,9 +178,9 @@ def finish(
 
 def _restart_all(collector: Collector, carry: Carry) -> Carry:
     """Starts a new episode in every lane that is inside one."""
-    over, env = carry.episode.episode_length > 0, collector.env
+    restarts, env = carry.episode.episode_length > 0, collector.env
     start = kernel.next_episodes(env, carry, kernel.roots_of(collector, carry))
-    return kernel.restart(collector, carry, over, start)
+    return kernel.restart(collector, carry, restarts, start)
 
 
 def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:

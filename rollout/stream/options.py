@@ -9,7 +9,7 @@ import jax
 from rollout import checks
 from rollout.checks import INT32_MAX
 from rollout.envs.types import ArrayTree
-from rollout.policies.masks import MaskFn
+from rollout.policies.masks import AllowedFn
 from rollout.types import Transition
 
 Postprocess = Callable[[Transition], ArrayTree]
@@ -35,7 +35,7 @@ class Options:
     episodes_per_batch: int | None
     total_steps: int | None
     warmup_steps: int
-    mask_fn: MaskFn | None
+    mask_fn: AllowedFn | None
     max_episode_steps: int | None
     at_batch_end: str
     postprocess: Postprocess | None

@@ -21,7 +21,7 @@ from rollout.envs.types import ArrayTree, sharding_of, strong
 from rollout.host import ctrl_c
 from rollout.host.host_collector import HostCollector
 from rollout.policies.exploration import random_warmup
-from rollout.policies.masks import MaskFn
+from rollout.policies.masks import AllowedFn
 from rollout.stats import CollectStats
 from rollout.stream import stream_stats
 from rollout.stream.batch import (
@@ -161,7 +161,7 @@ class Stream(Generic[ParamsT]):
         episodes_per_batch: int | None = None,
         total_steps: int | None = None,
         warmup_steps: int = 0,
-        mask_fn: MaskFn | None = None,
+        mask_fn: AllowedFn | None = None,
         max_episode_steps: int | None = None,
         at_batch_end: str = "continue",
         postprocess: Callable[[Transition], ArrayTree] | None = None,
@@ -593,7 +593,7 @@ def _with_warmup(collector: Any, options: Options) -> Any:
             collector.policy,
             collector.env.action_space,
             num_steps,
-            mask_fn=options.mask_fn,
+            allowed_fn=options.mask_fn,
         )
     )
 

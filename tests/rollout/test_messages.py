@@ -121,7 +121,7 @@ def summarize_agents():
 
 def add_to_windows():
     windows = jax.vmap(lambda _: rollout.EpisodeWindow.create(4))(jnp.arange(2))
-    windows.add(rollout.stats.finished(collect("count")[1]))
+    windows.add(rollout.stats.ended_episodes(collect("count")[1]))
 
 
 def add_to_window(data, **options):

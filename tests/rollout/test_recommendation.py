@@ -46,7 +46,7 @@ def read_mask(obs):
 
 KEY = jax.random.key(0)
 POLICY = recommendation.item_policy(score)
-RANDOM = rollout.random_policy(envs.Discrete(NUM_ITEMS), mask_fn=read_mask)
+RANDOM = rollout.random_policy(envs.Discrete(NUM_ITEMS), allowed_fn=read_mask)
 
 
 def make_env(model=MODEL, **options):
@@ -275,7 +275,7 @@ def test_devices_ask_each_other_nothing_about_many_items():
     env = envs.wrappers.NoRepeat(
         envs.recommendation.RecommendationEnv(feedback, max_turn=8)
     )
-    policy = rollout.random_policy(env.action_space, mask_fn=read_mask)
+    policy = rollout.random_policy(env.action_space, allowed_fn=read_mask)
     alone = make_collector(env, policy=policy)
     rows = []
     for collector in (alone, over_four_devices(alone)):
