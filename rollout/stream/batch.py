@@ -77,7 +77,7 @@ def make_batch(
             options.episodes_per_batch,
             max_episode_steps=options.max_episode_steps,
         )
-    result = finish(options, carry, trajectory, episodes, num_faulty)
+    result = complete(options, carry, trajectory, episodes, num_faulty)
     if (sharding := sharding_of(collector.env)) and options.postprocess is None:
         # Placed as `memory` is, so that a later batch can be written there.
         result = result._replace(output=sharding.place(result.output, lane_axis=1))
@@ -107,11 +107,11 @@ def make_host_batch(
     collector: HostCollector,
     carry: Carry,
     params: Any,
-    finish: Any,
+    complete: Any,
 ) -> BatchResult:
     """Does what `make_batch` does, for environments that are not JAX.
 
-    `finish` is the `host_program` of the options.
+    `complete` is the `host_program` of the options.
     """
     episodes, before = None, collector.fault_stats.faulty_episodes
     if options.episodes_per_batch is None:
@@ -131,17 +131,17 @@ def make_host_batch(
             max_episode_steps=options.max_episode_steps,
         )
     num_faulty = np.int32(collector.fault_stats.faulty_episodes - before)
-    result = finish((), trajectory, episodes, num_faulty)
+    result = complete((), trajectory, episodes, num_faulty)
     return result._replace(carry=carry)
 
 
 @programs.shared
 def host_program(options: Options) -> Any:
-    """Jits `finish` for the options that it reads, those `of_program`."""
-    return jax.jit(functools.partial(finish, options))
+    """Jits `complete` for the options that it reads, those `of_program`."""
+    return jax.jit(functools.partial(complete, options))
 
 
-def finish(
+def complete(
     options: Options,
     carry: Any,
     trajectory: Transition,

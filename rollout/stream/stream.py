@@ -257,7 +257,7 @@ class Stream(Generic[ParamsT]):
             before = self._at = self._begin(self._at, self._at.memory)
             if before.pending is None:
                 raise StopIteration
-            batch, at = self._finish(before, before.pending)
+            batch, at = self._receive(before, before.pending)
             if self._options.prefetch and not self._must_stop:
                 at = self._begin(at, before.memory)
             if self._bar is not None:
@@ -456,7 +456,7 @@ class Stream(Generic[ParamsT]):
 
         return at._replace(pending=_Pending(params, wait))
 
-    def _finish(
+    def _receive(
         self, at: _Position, pending: _Pending
     ) -> tuple[StreamBatch, _Position]:
         """Waits for the batch that has begun; returns it, and the position after it."""
