@@ -24,7 +24,7 @@ from jax import lax
 from jax.core import Tracer, eval_jaxpr
 from jax.interpreters import partial_eval
 
-from rollout.envs import cost_estimate, prng
+from rollout.envs import cost_estimate, masked_update, prng
 from rollout.envs.types import ArrayTree, EnvStep
 
 BLOCK = 8  # steps between two reads of the predicate on a GPU
@@ -204,18 +204,14 @@ def step_once(
 
     def in_a_conditional(*operands: ArrayTree) -> EnvStep:
         shapes = jax.eval_shape(take, *operands)
-        traced = jax.make_jaxpr(take)(*operands)
-        # `custom_jvp` takes nothing that is differentiated from outside, and jax's
-        # checker of key reuse takes it for a use of its keys: so words, not keys.
-        args = traced.consts, *operands
+        hoisted, closed_over = masked_update.hoist(take, *operands)
 
-        def always(*words: ArrayTree) -> EnvStep:
-            consts, *operands = prng.like(words, args)
-            leaves = eval_jaxpr(traced.jaxpr, consts, *jax.tree.leaves(operands))
-            return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+        # Words, since jax's checker of key reuse takes `custom_jvp` for a use of keys.
+        def always(closed_over: list, *words: ArrayTree) -> EnvStep:
+            return hoisted(closed_over, *prng.like(words, operands))
 
-        def never(*words: ArrayTree) -> EnvStep:
-            _, _, state, _ = prng.like(words, args)
+        def never(_: list, *words: ArrayTree) -> EnvStep:
+            _, state, _ = prng.like(words, operands)
             return prng.blank(shapes.replace(state=())).replace(state=state)
 
         # Differentiated it is no conditional, which would fill what the derivative
@@ -228,7 +224,7 @@ def step_once(
         def _(primals: tuple, tangents: tuple) -> tuple[EnvStep, EnvStep]:
             return jax.jvp(always, primals[1:], tangents[1:])
 
-        return apart((counter | 1) != 0, *prng.words(args))
+        return apart((counter | 1) != 0, closed_over, *prng.words(operands))
 
     operands = (step_keys, state, action)
     if jax.__version_info__ >= (0, 11):
