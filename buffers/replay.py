@@ -68,10 +68,7 @@ class ReplayBuffer(struct.PyTreeNode):
         # One step of all lanes must fit, into the ring and into the side ring.
         least = checks.int_between("num_envs", self.num_envs)
         checks.int_between("capacity", self.capacity, least=least, most=_MOST_ROWS)
-        if self.next_obs not in ("stored", "shared"):
-            raise ValueError(
-                f'`next_obs` must be "stored" or "shared", got {self.next_obs!r}.'
-            )
+        checks.one_of("next_obs", self.next_obs, ("stored", "shared"))
         if self.final_obs_capacity is None:
             return
         checks.int_between("final_obs_capacity", self.final_obs_capacity, least=least)
@@ -282,11 +279,7 @@ class ReplayBuffer(struct.PyTreeNode):
 
     @jit_method("batch_size", "max_length")
     def sample_episodes(
-        self,
-        state: ArrayTree,
-        key: chex.PRNGKey,
-        batch_size: int,
-        max_length: int,
+        self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, max_length: int
     ) -> Sequences:
         """Draws whole episodes evenly, with replacement.
 

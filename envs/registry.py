@@ -146,11 +146,8 @@ def _make(
     how: str, env_id: str, max_episode_steps: int | None, options: dict[str, Any]
 ) -> Any:
     """Makes an environment by `how`, `make_one` or `make_agents`, of its suite."""
-    if not isinstance(env_id, str):
-        raise ValueError(
-            "`env_id` must be an id, text such as those of `rollout.envs.env_ids()`, "
-            f"got {type(env_id).__name__}."
-        )
+    what = "`env_id` must be an id, text such as those of `rollout.envs.env_ids()`"
+    checks.kind(what, env_id, str)
     *prefix, name = env_id.rsplit(":", 1)
     suite = prefix[0] if prefix else _GYMNAX
     able = [x for x, module in SUITES.items() if hasattr(module, how)]

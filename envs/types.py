@@ -152,10 +152,7 @@ class VectorEnv(Protocol):
         ...
 
     def reset_done(
-        self,
-        key_fn: Callable[[LaneIndex], chex.PRNGKey],
-        done: jax.Array,
-        lanes: Lanes,
+        self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
     ) -> Lanes:
         """Starts a new episode in the lanes whose episode is over.
 

@@ -48,9 +48,7 @@ def vectorize(env: Env, num_envs: int, *, auto_reset: str = "auto") -> VectorEnv
         ValueError: if `num_envs` is not a positive int or `auto_reset` is unknown.
     """
     checks.single(env)
-    if not isinstance(auto_reset, str) or auto_reset not in auto_resets.WAYS:
-        names = " or ".join(f'"{name}"' for name in sorted(auto_resets.WAYS))
-        raise ValueError(f"`auto_reset` must be {names}, got {auto_reset!r}.")
+    checks.one_of("auto_reset", auto_reset, sorted(auto_resets.WAYS))
     num_envs = checks.int_between("num_envs", num_envs)
     return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset)
 

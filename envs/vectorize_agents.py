@@ -141,11 +141,8 @@ class _Joint(Wrapper):
     def step(self, key: chex.PRNGKey, state: _JointState, action: ArrayTree) -> EnvStep:
         self._check_stacked("action", action, self.env.action_spaces, has_dtype=True)
         result = self.env.step(key, state.env_state, action)
-        if not isinstance(result, MultiAgentStep):
-            raise ValueError(
-                "`env.step` must return a `rollout.envs.multi_agent.MultiAgentStep`, "
-                f"got {checks.describe(result)}."
-            )
+        what = "`env.step` must return a `rollout.envs.multi_agent.MultiAgentStep`"
+        checks.kind(what, result, MultiAgentStep)
         reward = self._each("reward", result.reward, jnp.float32)
         agent_return = state.agent_return + reward
         flags = self._follow(state.packed, result)

@@ -64,9 +64,7 @@ def write_if(
     It is a loop of zero or one round: a conditional would copy the memory.
     """
 
-    def body(
-        loop: tuple[jax.Array, ArrayTree],
-    ) -> tuple[jax.Array, ArrayTree]:
+    def body(loop: tuple[jax.Array, ArrayTree]) -> tuple[jax.Array, ArrayTree]:
         return jnp.zeros((), bool), write_fn(loop[1], *args)
 
     return lax.while_loop(lambda loop: loop[0], body, (flag, memory))[1]

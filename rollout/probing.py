@@ -106,7 +106,10 @@ def probe(
         collector = Collector(env=lanes, policy=_random_policy(lanes))
         # A step checks what the environment returns.
         jax.eval_shape(lambda key: collector.step(collector.init(key), None), key)
-        _check_spaces(found, lanes, key)
+        for name in ("observation_space", "action_space"):
+            draw = _samples_itself(getattr(lanes, name))
+            if not np.all(draw(jax.random.split(key, _NUM_LANES))):
+                found[name] = "`contains` must be True of what `sample` draws"
         _check_traces(found, lanes.env.env if has_agents(env) else env)
         if not found:
             _play(found, collector, key, num_steps)
@@ -151,14 +154,6 @@ def _contains(space: Space) -> Any:
 @programs.shared
 def _samples_itself(space: Space) -> Any:
     return jax.jit(jax.vmap(lambda key: space.contains(space.sample(key))))
-
-
-def _check_spaces(found: dict[str, str], env: VectorEnv, key: chex.PRNGKey) -> None:
-    """Draws elements of both spaces."""
-    for name in ("observation_space", "action_space"):
-        space, keys = getattr(env, name), jax.random.split(key, _NUM_LANES)
-        if not np.all(_samples_itself(space)(keys)):
-            found[name] = "`contains` must be True of what `sample` draws"
 
 
 def _check_traces(found: dict[str, str], env: Env) -> None:

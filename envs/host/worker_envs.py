@@ -68,10 +68,7 @@ def workers(
     if num_workers is None:
         num_workers = min(len(make_fns), os.cpu_count() or 1)
     checks.int_between("num_workers", num_workers, most=len(make_fns))
-    if start_method not in ("forkserver", "spawn"):
-        raise ValueError(
-            f'`start_method` must be "forkserver" or "spawn", got {start_method!r}.'
-        )
+    checks.one_of("start_method", start_method, ("forkserver", "spawn"))
     timeout = checks.seconds("timeout", timeout)
     info = {"observe_info": observe_info, "record_info": record_info}
     return WorkerEnvs(_pack(make_fns), num_workers, start_method, timeout, info)

@@ -655,8 +655,7 @@ def _check_ready(env: Any, num_ready: Any) -> None:
 
 
 def _check_on_fault(env: Any, on_fault: Any) -> None:
-    if on_fault not in ("raise", "restart"):
-        raise ValueError(f'`on_fault` must be "raise" or "restart", got {on_fault!r}.')
+    checks.one_of("on_fault", on_fault, ("raise", "restart"))
     if on_fault == "restart" and not hasattr(env, "rebuild"):
         raise ValueError(
             '`on_fault="restart"` needs environments that can be rebuilt one by one, '

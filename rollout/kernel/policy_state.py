@@ -23,7 +23,7 @@ def init_policy_state(policy: Policy, episode_key: chex.PRNGKey) -> ArrayTree:
 
     made = policy.init(episode_key.size)
     state = jax.tree.map(make, made, is_leaf=lambda x: isinstance(x, EpisodeKey))
-    checks.of_lanes("`policy.init` must return leaves", state, episode_key.shape)
+    checks.leading_axes("`policy.init` must return leaves", state, episode_key.shape)
     return state
 
 

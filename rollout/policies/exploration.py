@@ -178,25 +178,16 @@ def _replacer(
     def replace(
         decision: PolicyStep, obs: ArrayTree, flag: jax.Array, key: chex.PRNGKey
     ) -> PolicyStep:
-        del obs  # unused
-        action = uniform.uniform(space, flag.shape[0], key)
+        if allowed_fn is None:
+            action = uniform.uniform(space, flag.shape[0], key)
+        else:
+            allowed = masks.read(allowed_fn, obs, space)
+            flag = flag | ~masks.is_allowed(allowed, decision.action, space)
+            action, none_allowed = masks.draw(allowed, space, key)
+            decision = decision._replace(extras=_flag(decision.extras, none_allowed))
         return decision._replace(action=prng.select(flag, action, decision.action))
 
-    if allowed_fn is None:
-        return replace
-
-    def replace_masked(
-        decision: PolicyStep, obs: ArrayTree, flag: jax.Array, key: chex.PRNGKey
-    ) -> PolicyStep:
-        allowed = masks.read(allowed_fn, obs, space)
-        flag = flag | ~masks.is_allowed(allowed, decision.action, space)
-        action, none_allowed = masks.draw(allowed, space, key)
-        return decision._replace(
-            action=prng.select(flag, action, decision.action),
-            extras=_flag(decision.extras, none_allowed),
-        )
-
-    return replace_masked
+    return replace
 
 
 def _flag(extras: ArrayTree, none_allowed: jax.Array) -> dict[str, Any]:

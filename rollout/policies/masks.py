@@ -165,10 +165,8 @@ def _checked(allowed: Any, num_envs: int, space: AnySpace) -> Any:
             for each, part in zip(masks, space.parts, strict=True)
         )
     if not isinstance(space, DISCRETE):
-        raise ValueError(
-            "`allowed_fn` must return None for a part of the action space that is not "
-            f"discrete, got {type(allowed).__name__}."
-        )
+        what = "`allowed_fn` must return None for a part that is not discrete"
+        raise ValueError(f"{what}, got {checks.describe(allowed)}.")
     sizes, _ = _ranges(space)
     if isinstance(space, Discrete):
         return _bools(allowed, (num_envs, space.n))[:, None]

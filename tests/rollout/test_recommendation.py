@@ -375,8 +375,8 @@ REFUSED = [
     (lambda: evaluate_with(features=np.full((NUM_ITEMS, 2), np.nan)), FINITE),
     (lambda: evaluate_with(features=np.ones(NUM_ITEMS)), FINITE),
     (lambda: evaluate_with(dominated=np.ones(NUM_ITEMS)), "must be [I] bool, got"),
-    (lambda: evaluate([], 4), "`settings` must be a dict and `catalogue`"),
-    (lambda: evaluate(pendulum(), 2), f"`settings` {ITEMS}"),
+    (lambda: evaluate([], 4), "`settings` must be a dict, got list"),
+    (lambda: evaluate(pendulum(), 2), f"`settings['FB']` {ITEMS}"),
     (lambda: recommendation.recommendation_settings(PENDULUM), f"`env` {ITEMS}"),
 ]
 

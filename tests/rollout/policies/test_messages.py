@@ -99,7 +99,7 @@ CASES = [
     (lambda: collect(policy(INTS[0])), f"{ACTIONS} int32 of shape ()"),
     (
         lambda: collect(policy(INTS, {"v": INTS[0]})),
-        "(4,) of the lanes, got int32 of shape () at ['v']",
+        "axes (4,), got int32 of shape () at ['v']",
     ),
     (lambda: stateful(lambda h: (h, h)), f"{STATE} got another structure"),
     (lambda: stateful(lambda h: h[:, :1]), f"{STATE} got float32 of shape (4, 1)"),
