@@ -38,6 +38,7 @@ from jax import lax
 
 import rollout
 from rollout import envs, kernel
+from rollout.kernel import episode_keys
 
 NUM_ENVS = (16, 128, 1024, 4096)
 NUM_STEPS = 128
@@ -54,12 +55,11 @@ def bare_loop(case: Case) -> Loop:
     """`bare loop`: the kernel's policy and environment step, and nothing else."""
     policy = make_policy(case)[0]
     collector = lanes(case.env_id, case.num_envs, policy)
-    env = collector.env
 
     def run(carry: Any, params: Any) -> tuple[Any, Any]:
         def step(carry: Any, policy_key: jax.Array) -> tuple[Any, Any]:
-            decision = kernel.act(env, policy, carry, params, policy_key)
-            result = kernel.step_env(env, carry, decision.action)
+            decision = kernel.act(collector, carry, params, policy_key)
+            result = kernel.step_env(collector, carry, decision.action)
             length = carry.episode.episode_length
             out = (
                 carry.obs,
@@ -78,7 +78,8 @@ def bare_loop(case: Case) -> Loop:
             ), out
 
         roots = kernel.roots_of(collector, carry)
-        return lax.scan(step, carry, kernel.policy_keys(roots, carry, case.num_steps))
+        steps = carry.step + jnp.arange(case.num_steps, dtype=jnp.int32)
+        return lax.scan(step, carry, episode_keys.at_step(roots.policy, steps))
 
     return Loop(functools.partial(kernel.init, collector), run)
 

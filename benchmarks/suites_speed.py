@@ -205,10 +205,10 @@ def run_peer(peer: Peer, num_envs: int) -> Program:
     return functools.partial(loop, start)
 
 
-def run_ours(env_id: str, num_envs: int, mask_fn: Callable | None) -> Program:
+def run_ours(env_id: str, num_envs: int, allowed_fn: Callable | None) -> Program:
     """The same of ours."""
     env = envs.make(env_id)
-    policy = rollout.random_policy(env.action_space, mask_fn=mask_fn)
+    policy = rollout.random_policy(env.action_space, allowed_fn=allowed_fn)
     return steps(lanes(env, num_envs, policy), NUM_STEPS, read=rows_of)
 
 
@@ -216,7 +216,7 @@ def run_game(env_id: str, num_envs: int) -> Program:
     """The same of a game of pgx for all players, who all see the same."""
     env = envs.vectorize(envs.make(env_id), num_envs)
     space = env.action_spaces["players"]
-    policy = rollout.random_policy(space, mask_fn=lambda obs: obs["action_mask"])
+    policy = rollout.random_policy(space, allowed_fn=lambda obs: obs["action_mask"])
     policy = rollout.agents.policy_map(
         {"all": policy}, rollout.agents.fixed_mapping("all"), env
     )
@@ -256,12 +256,12 @@ SUITES = {
 
 def make_programs(suite: str, name: str, num_envs: int) -> dict[str, Program]:
     """Ours and the suite's."""
-    make_peer, mask_fn, _ = SUITES[suite]
+    make_peer, allowed_fn, _ = SUITES[suite]
     env_id = f"{suite}:{name}"
     if suite == "pgx":
         ours = run_game(env_id, num_envs)
     else:
-        ours = run_ours(env_id, num_envs, mask_fn)
+        ours = run_ours(env_id, num_envs, allowed_fn)
     if suite in PHYSICS:
         theirs = run_physics(PHYSICS[suite](name), num_envs)
     else:

@@ -82,9 +82,7 @@ def _write_in_rounds(
         jnp.arange(num_rows, dtype=jnp.int32), mode="drop"
     )
 
-    def write_some(
-        loop: tuple[jax.Array, ArrayTree],
-    ) -> tuple[jax.Array, ArrayTree]:
+    def write_some(loop: tuple[jax.Array, ArrayTree]) -> tuple[jax.Array, ArrayTree]:
         start, memory = loop
         some = lax.dynamic_slice_in_dim(source, start, size)
         target = jnp.where(some < num_rows, place.at[some].get(mode="clip"), capacity)

@@ -282,11 +282,7 @@ class ReplayBuffer(struct.PyTreeNode):
 
     @jit_method("batch_size", "max_length")
     def sample_episodes(
-        self,
-        state: ArrayTree,
-        key: chex.PRNGKey,
-        batch_size: int,
-        max_length: int,
+        self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, max_length: int
     ) -> Sequences:
         """Draws whole episodes evenly, with replacement.
 

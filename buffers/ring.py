@@ -34,15 +34,9 @@ def init(
         final_obs_capacity: F, final observations to keep; 0 if every row keeps its own
             successor.
     """
-    leaves = jax.tree.leaves_with_path(transition)
-    if not leaves:
+    if not jax.tree.leaves(transition):
         raise ValueError("`transition` must have at least one array, got none.")
-    for path, leaf in leaves:
-        if np.shape(leaf)[:1] != (num_envs,):
-            raise ValueError(
-                f"`transition{jax.tree_util.keystr(path)}` must be an array with the "
-                f"leading axis num_envs={num_envs}, got {checks.describe(leaf)}."
-            )
+    checks.leading_axes("`transition` must have arrays", transition, (num_envs,))
     for name in fields.FLAGS:
         flag = fields.get(transition, name)
         if flag is not None and flag.dtype != bool:

@@ -100,10 +100,7 @@ def redraw(
 
 
 def in_proportion_to(
-    weight_fn: RowFn,
-    ring: RingState,
-    key: chex.PRNGKey,
-    num_draws: int,
+    weight_fn: RowFn, ring: RingState, key: chex.PRNGKey, num_draws: int
 ) -> jax.Array:
     """Draws `[S]` int32 rows in proportion to `weight_fn(row)`: O(capacity)."""
     row = neighbours.all_rows(ring)

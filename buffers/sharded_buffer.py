@@ -47,15 +47,7 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
         ValueError: if the mesh lacks the axis, if `num_envs` is not a multiple of its
             size, or if the buffer is of another kind.
     """
-    if not isinstance(mesh, Mesh):
-        raise ValueError(
-            "`mesh` must be a `jax.sharding.Mesh`, as `jax.make_mesh` makes it, got "
-            f"{type(mesh).__name__}."
-        )
-    if axis not in mesh.shape:
-        raise ValueError(
-            f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."
-        )
+    checks.axis_of(mesh, axis)
     next_obs = getattr(buffer, "next_obs", None)
     if type(buffer) is not ReplayBuffer or next_obs != "stored":
         raise ValueError(

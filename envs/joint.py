@@ -126,18 +126,15 @@ class _Joint(Wrapper):
     def step(self, key: chex.PRNGKey, state: _JointState, action: ArrayTree) -> EnvStep:
         self._check_stacked("action", action, self.env.action_spaces, has_dtype=True)
         result = self.env.step(key, state.env_state, action)
-        if not isinstance(result, MultiAgentStep):
-            raise ValueError(
-                "`env.step` must return a `rollout.envs.multi_agent.MultiAgentStep`, "
-                f"got {checks.describe(result)}."
-            )
+        what = "`env.step` must return a `rollout.envs.multi_agent.MultiAgentStep`"
+        checks.kind(what, result, MultiAgentStep)
         reward = self._each("reward", result.reward, jnp.float32)
         agent_return = state.agent_return + reward
         flags = self._follow(state.packed, result)
         length = read_length(state.packed) + flags[Flag.ACTED].astype(jnp.int32)
         packed = pack_status(length, flags)
         has_terminated = flags[Flag.HAS_TERMINATED]
-        is_over = jnp.all(has_terminated | flags[Flag.WAS_TRUNCATED])
+        all_done = jnp.all(has_terminated | flags[Flag.WAS_TRUNCATED])
         all_terminated = jnp.all(has_terminated)
         return EnvStep(
             state=_JointState(
@@ -145,8 +142,8 @@ class _Joint(Wrapper):
             ),
             obs=self._observe(result.obs, flags[Flag.ACTS_NEXT]),
             reward=jnp.sum(reward),
-            terminated=result.episode_terminated | (is_over & all_terminated),
-            truncated=result.episode_truncated | (is_over & ~all_terminated),
+            terminated=result.episode_terminated | (all_done & all_terminated),
+            truncated=result.episode_truncated | (all_done & ~all_terminated),
             info=MultiAgentInfo(
                 AgentInfo(
                     reward=reward,
@@ -252,8 +249,8 @@ def _check_simultaneous(env: MultiAgentEnv, action_space: AnySpace) -> None:
         result = env.step(keys[1], begun[0], action_space.sample(keys[2]))
         if not isinstance(result, MultiAgentStep):
             return [begun[2]]
-        is_over = result.episode_terminated | result.episode_truncated
-        ended = result.terminated | result.truncated | is_over
+        episode_done = result.episode_terminated | result.episode_truncated
+        ended = result.terminated | result.truncated | episode_done
         return [begun[2], result.acting | ended]
 
     for number, acting in enumerate(begin(env, jax.random.key(0))):

@@ -128,8 +128,8 @@ def merged(way: _Way) -> _Way:
 
     def update(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
         # Functions without closures, since `custom_vmap` takes no others.
-        one, of_one = _hoist(lambda lane: _first(fn(lane[None])), jnp.int32(0))
-        run, of_run = _hoist(lambda flag, lanes: way(flag, fn, lanes), flag, lanes)
+        one, of_one = hoist(lambda lane: _first(fn(lane[None])), jnp.int32(0))
+        run, of_run = hoist(lambda flag, lanes: way(flag, fn, lanes), flag, lanes)
 
         @jax.custom_batching.custom_vmap
         def call(
@@ -166,22 +166,13 @@ def merged(way: _Way) -> _Way:
     return update
 
 
-def _merge(size: int, x: jax.Array, is_mapped: bool) -> jax.Array:
-    """Reshapes `[V, B, ...]`, or `[B, ...]` of all V members, to `[V * B, ...]`."""
-    x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-    return x.reshape(-1, *x.shape[2:])
-
-
-def _first(tree: ArrayTree) -> ArrayTree:
-    return jax.tree.map(lambda x: x[0], tree)
-
-
-def _hoist(
+def hoist(
     fn: Callable[..., ArrayTree], *args: ArrayTree
 ) -> tuple[Callable[..., ArrayTree], list[jax.Array]]:
     """Returns `fn` with what it closes over as its first argument, and those values.
 
-    They are words instead of typed keys.
+    They are words instead of typed keys. `custom_jvp` and `custom_vmap` take no
+    functions that close over what is differentiated or mapped.
     """
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     structure, consts = jax.tree.structure(shape), jax.eval_shape(lambda: closed.consts)
@@ -192,6 +183,16 @@ def _hoist(
         return structure.unflatten(whole(*jax.tree.leaves(args)))
 
     return hoisted, prng.words(closed.consts)
+
+
+def _merge(size: int, x: jax.Array, is_mapped: bool) -> jax.Array:
+    """Reshapes `[V, B, ...]`, or `[B, ...]` of all V members, to `[V * B, ...]`."""
+    x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _first(tree: ArrayTree) -> ArrayTree:
+    return jax.tree.map(lambda x: x[0], tree)
 
 
 def _num_slots(flag: jax.Array) -> int:

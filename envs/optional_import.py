@@ -20,6 +20,5 @@ def load(module: str, extra: str | None = None) -> Any:
     except ModuleNotFoundError as error:
         extra = module.partition(".")[0] if extra is None else extra
         raise ModuleNotFoundError(
-            f'{error.name} is not installed: pip install ".[{extra}]"',
-            name=error.name,
+            f'{error.name} is not installed: pip install ".[{extra}]"', name=error.name
         ) from error

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rollout import checks
 from rollout.envs.optional_import import load
 
 if TYPE_CHECKING:
@@ -98,13 +99,10 @@ def from_interactions(
     records, num_dropped = _drop(log, duplicates)
     if len(records) < len(log):
         counts = ", ".join(f"{x} {reason}" for reason, x in num_dropped.items() if x)
-        message = (
-            f"`data` lost {len(log) - len(records)} of {len(log)} records: {counts}."
-        )
-        warnings.warn(message, stacklevel=2)
-    table = (
-        records.groupby(["user", "item"], observed=True)["feedback"].mean().unstack()
-    )
+        lost = f"{len(log) - len(records)} of {len(log)} records"
+        warnings.warn(f"`data` lost {lost}: {counts}.", stacklevel=2)
+    pairs = records.groupby(["user", "item"], observed=True)
+    table = pairs["feedback"].mean().unstack()
     known = table.notna().to_numpy()  # NaN if a pair is not in the data
     means: dict[Any, Any] = {
         "user_mean": table.mean(axis=1).to_numpy()[:, None],
@@ -126,9 +124,7 @@ def _check_options(missing: Any, duplicates: Any, timestamp: Any) -> None:
     if not is_number and missing not in _MISSING:
         one = f"a finite number or one of {', '.join(_MISSING)}"
         raise ValueError(f"`missing` must be {one}, got {missing!r}.")
-    if duplicates not in _DUPLICATES:
-        one = f"one of {', '.join(_DUPLICATES)}"
-        raise ValueError(f"`duplicates` must be {one}, got {duplicates!r}.")
+    checks.choice("duplicates", duplicates, _DUPLICATES)
     if timestamp is not None and duplicates != "last":
         raise ValueError('`timestamp` must be None unless `duplicates` is "last".')
 
@@ -157,9 +153,7 @@ def _read(data: Any, names: dict[str, str]) -> Any:
     table: Any = data
     columns: dict[str, Any] = {key: table[name] for key, name in names.items()}
     for key in ("user", "item"):
-        if isinstance(
-            columns[key], list | tuple
-        ):  # integers stay integers if some are missing
+        if isinstance(columns[key], list | tuple):  # integers stay, if some are missing
             columns[key] = pandas.array(columns[key])
     log = pandas.DataFrame(columns)
     column: Any = pandas.to_numeric(log["feedback"])
@@ -222,9 +216,7 @@ def _drop(log: Any, duplicates: str) -> tuple[Any, dict[str, int]]:
         raise ValueError(f"`data` must have {what}, got none in {len(log)} records.")
     if duplicates == "error" and (again := records[records.duplicated(ids)]).size:
         user, item = again[ids].iloc[0]
-        got = (
-            f"another record of user {user} and item {item}, and {len(again) - 1} more"
-        )
+        got = f"another of user {user} and item {item}, and {len(again) - 1} more"
         raise ValueError(f"`data` must have each pair once, got {got}.")
     if duplicates == "last":
         by = ["timestamp"] if "timestamp" in records else []

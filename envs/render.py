@@ -29,16 +29,9 @@ _BY_PYGAME = (
     "MountainCarContinuous-v0",
 )
 _BY_MATPLOTLIB = (
-    "Asterix-MinAtar",
-    "Breakout-MinAtar",
-    "Freeway-MinAtar",
-    "Seaquest-MinAtar",
-    "SpaceInvaders-MinAtar",
-    "Catch-bsuite",
-    "FourRooms-misc",
-    "MetaMaze-misc",
-    "PointRobot-misc",
-    "Pong-misc",
+    *("Asterix-MinAtar", "Breakout-MinAtar", "Freeway-MinAtar", "Seaquest-MinAtar"),
+    *("SpaceInvaders-MinAtar", "Catch-bsuite", "FourRooms-misc", "MetaMaze-misc"),
+    *("PointRobot-misc", "Pong-misc"),
 )
 _FRAMES = "render_frames"
 _PACKAGES = ("gymnasium", "matplotlib", "PIL", "seaborn")  # gymnax imports all of them

@@ -373,9 +373,7 @@ class Dict(Composite):
     spaces: Mapping[str, AnySpace]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.spaces, Mapping):
-            got = type(self.spaces).__name__
-            raise ValueError(f"`spaces` must be a dict of spaces, got {got}.")
+        checks.kind("`spaces` must be a dict of spaces", self.spaces, Mapping)
         object.__setattr__(self, "spaces", _parts(self.spaces, self.spaces.items()))
         if len({type(name) for name in self.spaces}) > 1:
             raise ValueError(
@@ -397,9 +395,7 @@ class Tuple(Composite):
     spaces: tuple[AnySpace, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.spaces, tuple | list):
-            got = type(self.spaces).__name__
-            raise ValueError(f"`spaces` must be a tuple of spaces, got {got}.")
+        checks.kind("`spaces` must be a tuple of spaces", self.spaces, tuple | list)
         parts = _parts(self.spaces, enumerate(self.spaces))
         object.__setattr__(self, "spaces", tuple(parts.values()))
 

@@ -37,6 +37,7 @@ RESET = 0  # folded into an episode key for the reset; steps count from 1
 
 StateT = TypeVar("StateT", default=Any)
 ObsT = TypeVar("ObsT", default=Any)
+_Tree = TypeVar("_Tree", bound=Any)
 
 
 class EnvStep(struct.PyTreeNode, Generic[StateT, ObsT], kw_only=True):
@@ -151,10 +152,7 @@ class VectorEnv(Protocol):
         ...
 
     def reset_done(
-        self,
-        key_fn: Callable[[LaneIndex], chex.PRNGKey],
-        done: jax.Array,
-        lanes: Lanes,
+        self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
     ) -> Lanes:
         """Starts a new episode in the lanes whose episode is over.
 
@@ -177,6 +175,12 @@ class VectorEnv(Protocol):
 def sharding_of(env: Any) -> Any:
     """Returns the sharding of the lanes over devices, None without one."""
     return getattr(env, "sharding", None)
+
+
+def place(env: Any, tree: _Tree) -> _Tree:
+    """Keeps the lanes of a tree on their devices, if they are sharded."""
+    sharding = sharding_of(env)
+    return tree if sharding is None else sharding.place(tree)
 
 
 def hash_of_types(tree: ArrayTree) -> int:

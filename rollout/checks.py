@@ -8,7 +8,7 @@ import inspect
 import itertools
 import numbers
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -31,13 +31,8 @@ from rollout.types import (
 INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
 _REAL: Any = numbers.Real  # a type checker knows no order of it
 _BOOKKEEPING = (
-    "terminated",
-    "truncated",
-    "mask",
-    "episode_id",
-    "episode_return",
-    "episode_length",
-    "accumulated",
+    *("terminated", "truncated", "mask", "episode_id"),
+    *("episode_return", "episode_length", "accumulated"),
 )
 
 
@@ -212,13 +207,16 @@ def typed_key(key: Any) -> None:
         )
 
 
+def kind(what: str, value: Any, kinds: Any) -> None:
+    """Checks that a value is of one of these types; `what` begins the message."""
+    if not isinstance(value, kinds):
+        raise ValueError(f"{what}, got {describe(value)}.")
+
+
 def policy(value: Any) -> None:
     """Checks that a value is a policy."""
-    if not isinstance(value, Policy):
-        raise ValueError(
-            "`policy` must be a `Policy`, such as `stateless_policy` makes, "
-            f"got {describe(value)}."
-        )
+    what = "`policy` must be a `Policy`, such as `stateless_policy` makes"
+    kind(what, value, Policy)
 
 
 def function(name: str, value: Any, *arguments: str) -> None:
@@ -272,7 +270,7 @@ def critic(acting: Policy) -> Any:
     return acting.value
 
 
-def choice(name: str, value: Any, choices: Sequence[str | int]) -> None:
+def choice(name: str, value: Any, choices: Collection[str | int]) -> None:
     """Checks that a value is one of a few strings or numbers."""
     if isinstance(value, bool) or value not in choices:
         names = " or ".join(repr(x).replace("'", '"') for x in choices)
@@ -329,11 +327,7 @@ def host_call(carry: Any) -> None:
 
 def is_carry(value: Any) -> None:
     """Checks that a value is a carry."""
-    if not isinstance(value, Carry):
-        raise ValueError(
-            "`carry` must be what `init` or an earlier call returned, got "
-            f"{describe(value)}."
-        )
+    kind("`carry` must be what `init` or an earlier call returned", value, Carry)
 
 
 def carry(value: Any, collector: Any) -> None:
@@ -420,10 +414,7 @@ def accumulators(value: Any) -> Accumulators:
 
 def recorded(before: Transition, after: Any) -> None:
     """Checks that `record_fn` left the lanes and the kernel's bookkeeping."""
-    if not isinstance(after, Transition):
-        raise ValueError(
-            f"`record_fn` must return a `Transition`, got {type(after).__name__}."
-        )
+    kind("`record_fn` must return a `Transition`", after, Transition)
     for name in _BOOKKEEPING:
         if getattr(before, name) is not getattr(after, name):
             raise ValueError(
@@ -435,17 +426,15 @@ def recorded(before: Transition, after: Any) -> None:
             raise ValueError(
                 f"`record_fn` must drop a field by `()`, got `{name}=None`."
             )
-    of_lanes("`record_fn` must return leaves", after, before.mask.shape)
+    leading_axes("`record_fn` must return leaves", after, before.mask.shape)
 
 
-def of_lanes(what: str, tree: ArrayTree, lanes: tuple[int, ...]) -> None:
-    """Checks that all leaves begin with the axes of the lanes."""
+def leading_axes(what: str, tree: ArrayTree, axes: tuple[int, ...]) -> None:
+    """Checks that all leaves begin with these axes, such as those of the lanes."""
     for path, leaf in jax.tree.leaves_with_path(tree):
-        if jnp.shape(leaf)[: len(lanes)] != lanes:
-            raise ValueError(
-                f"{what} with the leading axes {lanes} of the lanes, got "
-                f"{describe(leaf)}{_at(path)}."
-            )
+        if jnp.shape(leaf)[: len(axes)] != axes:
+            got = f"{describe(leaf)}{_at(path)}"
+            raise ValueError(f"{what} with the leading axes {axes}, got {got}.")
 
 
 def values(value: Any, obs: ArrayTree) -> None:
@@ -489,12 +478,8 @@ def decision(
         It, with the action in the dtypes of the space where those of the policy are of
         the same kind, such as the int64 of a categorical draw under `jax_enable_x64`.
     """
-    if not isinstance(result, PolicyStep):
-        raise ValueError(
-            f"{who} must return a `PolicyStep`, got {type(result).__name__}; "
-            "`stateless_policy` and `recurrent_policy` make a policy from a plain "
-            "function."
-        )
+    what = f"{who} must return a `PolicyStep`, as `stateless_policy` makes it"
+    kind(what, result, PolicyStep)
     if space.shape is None:
         return result  # a composite space: see `policy_step`
     wanted = jax.ShapeDtypeStruct((num_envs, *space.shape), space.dtype)
@@ -539,16 +524,13 @@ def policy_step(
         policy_state,
         result.state,
     )
-    of_lanes("`policy.apply` must return extras", result.extras, (env.num_envs,))
+    leading_axes("`policy.apply` must return extras", result.extras, (env.num_envs,))
     return result
 
 
 def env_step(result: EnvStep, num_envs: int, state: ArrayTree, obs: ArrayTree) -> None:
     """Checks that a step returns the leaves of the reset, each `[B]` or `[B, ...]`."""
-    if not isinstance(result, EnvStep):
-        raise ValueError(
-            f"`env.step` must return a `rollout.envs.EnvStep`, got {describe(result)}."
-        )
+    kind("`env.step` must return a `rollout.envs.EnvStep`", result, EnvStep)
     kinds = {"reward": jnp.float32, "terminated": jnp.bool_, "truncated": jnp.bool_}
     kinds |= {} if result.raw_reward is None else {"raw_reward": jnp.float32}
     for name, dtype in kinds.items():
@@ -564,11 +546,8 @@ def env_step(result: EnvStep, num_envs: int, state: ArrayTree, obs: ArrayTree) -
 
 def trajectory(value: Any) -> None:
     """Checks that a value is a trajectory."""
-    if not isinstance(value, Transition):
-        raise ValueError(
-            "`trajectory` must be a `Transition`, `[T, B, ...]`, got "
-            f"{describe(value)}; for a stream's batch, pass its `trajectory`."
-        )
+    what = "`trajectory` must be a `Transition`, for a stream's batch its `trajectory`"
+    kind(what, value, Transition)
     if value.mask.ndim != 2:
         raise ValueError(
             "`trajectory` must be `[T, B, ...]`, got a `mask` of shape "
@@ -586,10 +565,17 @@ def shaped(name: str, value: Any, shape: tuple[int, ...]) -> None:
 
 def of_episodes(value: Any) -> None:
     """Checks that a value is a trajectory or `Episodes`."""
-    if not isinstance(value, Transition | Episodes):
+    what = "`data` must be a trajectory, for a stream's batch its own, or `Episodes`"
+    kind(what, value, Transition | Episodes)
+
+
+def axis_of(mesh: Any, axis: Any) -> None:
+    """Checks a mesh of devices and the name of one of its axes."""
+    what = "`mesh` must be a `jax.sharding.Mesh`, as `jax.make_mesh` makes it"
+    kind(what, mesh, jax.sharding.Mesh)
+    if axis not in mesh.shape:
         raise ValueError(
-            "`data` must be a trajectory or `Episodes`, got "
-            f"{type(value).__name__}; for a stream's batch, pass its `trajectory`."
+            f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."
         )
 
 

@@ -10,7 +10,7 @@ import chex
 import jax
 from flax import struct
 
-from rollout import checks, kernel, platform, programs
+from rollout import checks, kernel, programs
 from rollout.envs.types import VectorEnv, hash_of_types, sharding_of
 from rollout.kernel import episodes
 from rollout.types import (
@@ -25,13 +25,7 @@ from rollout.types import (
 )
 
 Acc = TypeVar("Acc")
-Out = TypeVar("Out")
 Fn = TypeVar("Fn", bound=Callable[..., Any])
-
-# Steps in one iteration on a GPU: 2 save launches; 4 save few more, and take longer to
-# compile. On a TPU it stays 1: 2 save cycles only for large observations, and take more
-# memory.
-_GPU_UNROLL = 2
 
 
 def explain(fn: Any) -> Any:
@@ -171,7 +165,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             ValueError: while tracing, if the policy or the environment returns
                 something of the wrong structure, shape or dtype.
         """
-        return kernel.step(self, carry, params)
+        return kernel.step(self, carry, params, kernel.roots_of(self, carry))
 
     @_jit()
     def value(self, carry: Carry, params: ParamsT) -> Any:
@@ -218,8 +212,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             ValueError: if `num_steps` is not an int of at least 1, or as `step` does.
         """
         num_steps = checks.int_between("num_steps", num_steps)
-        carry, _, rows = scan_steps(self, carry, params, num_steps, stack, ())
-        return carry, kernel.unpack(rows)
+        return kernel.collect_steps(self, carry, params, num_steps)
 
     @_jit_fold("num_steps")
     def fold_steps(
@@ -253,7 +246,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         """
         num_steps = checks.int_between("num_steps", num_steps)
         checks.function("fn", fn, "acc", "transition")
-        carry, acc, _ = scan_steps(
+        carry, acc, _ = kernel.scan_steps(
             self, carry, params, num_steps, lambda _, acc, row: (fn(acc, row), ()), acc
         )
         return carry, acc
@@ -384,63 +377,3 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             num_episodes=num_episodes,
             max_episode_steps=checks.max_episode_steps(max_episode_steps),
         )
-
-
-def stack(
-    carry: Carry, acc: tuple[()], row: Transition
-) -> tuple[tuple[()], tuple[Transition, jax.Array]]:
-    """Has `scan_steps` stack the rows; `kernel.unpack` makes a trajectory of them."""
-    return acc, kernel.writable_in_cuda_graph(kernel.pack(row), carry.step)
-
-
-def scan_steps(
-    collector: Collector,
-    carry: Carry,
-    params: Any,
-    num_steps: int,
-    fn: Callable[[Carry, Acc, Transition], tuple[Acc, Out]],
-    acc: Acc,
-    *,
-    limit: int | None = None,
-    cut_last: bool = False,
-    drop_fn: Callable[[Transition], jax.Array] | None = None,
-) -> tuple[Carry, Acc, Out]:
-    """Takes `num_steps` steps in every lane, and scans `fn` over the recorded rows.
-
-    Args:
-        collector: policy and environments.
-        carry: as in `Collector.collect_steps`.
-        params: as there.
-        num_steps: as there.
-        fn: the carry before the step, `acc` and the row to the next `acc` and an
-            output; the outputs are stacked, `[T, ...]`.
-        acc: the first `acc`.
-        limit: as in `kernel.step`.
-        cut_last: whether the last step truncates the episodes that it does not end.
-        drop_fn: as in `kernel.step`.
-    """
-    roots = kernel.roots_of(collector, carry)
-    last = carry.step + num_steps - 1
-
-    def step(
-        state: tuple[Carry, Acc], policy_key: chex.PRNGKey
-    ) -> tuple[tuple[Carry, Acc], Out]:
-        before, acc = state
-        after, row = kernel.step(
-            collector,
-            before,
-            params,
-            roots=roots,
-            policy_key=policy_key,
-            limit=limit,
-            cut=before.step == last if cut_last else None,
-            drop_fn=drop_fn,
-        )
-        acc, output = fn(before, acc, row)
-        return (after, acc), output
-
-    policy_keys = kernel.policy_keys(roots, carry, num_steps)
-    (carry, acc), outputs = platform.scan(
-        step, (carry, acc), policy_keys, gpu=_GPU_UNROLL, other=1
-    )
-    return carry, acc, outputs

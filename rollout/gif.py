@@ -156,7 +156,7 @@ class _Filmed:
     """Draws the first of some environments, until its episode ends or is cut."""
 
     def __init__(self, env: Any, max_episode_steps: int) -> None:
-        self._env, self._max_steps, self._is_over = env, max_episode_steps, False
+        self._env, self._max_steps, self._is_done = env, max_episode_steps, False
         self.frames: list[np.ndarray] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -164,14 +164,14 @@ class _Filmed:
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         obs = self._env.reset(seeds, mask)
-        if mask[0] and not self._is_over:
+        if mask[0] and not self._is_done:
             self.frames = [self._env.draw(0)]
         return obs
 
     def step(self, action: ArrayTree) -> HostStep:
         result = self._env.step(action)
-        if not self._is_over and not result.faulty[0]:
+        if not self._is_done and not result.faulty[0]:
             self.frames.append(self._env.draw(0))
             is_cut = len(self.frames) > self._max_steps
-            self._is_over = bool(result.terminated[0] or result.truncated[0] or is_cut)
+            self._is_done = bool(result.terminated[0] or result.truncated[0] or is_cut)
         return result

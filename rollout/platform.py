@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 from jax.interpreters import partial_eval
 
-from rollout.envs import cost_estimate, prng
+from rollout.envs import cost_estimate, masked_update, prng
 from rollout.envs.types import ArrayTree, EnvStep
 
 BLOCK = 8  # steps between two reads of the predicate on a GPU
@@ -64,9 +64,7 @@ def write_if(
     It is a loop of zero or one round: a conditional would copy the memory.
     """
 
-    def body(
-        loop: tuple[jax.Array, ArrayTree],
-    ) -> tuple[jax.Array, ArrayTree]:
+    def body(loop: tuple[jax.Array, ArrayTree]) -> tuple[jax.Array, ArrayTree]:
         return jnp.zeros((), bool), write_fn(loop[1], *args)
 
     return lax.while_loop(lambda loop: loop[0], body, (flag, memory))[1]
@@ -204,18 +202,14 @@ def step_once(
 
     def in_a_conditional(*operands: ArrayTree) -> EnvStep:
         shapes = jax.eval_shape(take, *operands)
-        traced = jax.make_jaxpr(take)(*operands)
-        # `custom_jvp` takes nothing that is differentiated from outside, and jax's
-        # checker of key reuse takes it for a use of its keys: so words, not keys.
-        args = traced.consts, *operands
+        hoisted, closed_over = masked_update.hoist(take, *operands)
 
-        def always(*words: ArrayTree) -> EnvStep:
-            consts, *operands = prng.like(words, args)
-            leaves = eval_jaxpr(traced.jaxpr, consts, *jax.tree.leaves(operands))
-            return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+        # Words, since jax's checker of key reuse takes `custom_jvp` for a use of keys.
+        def always(closed_over: list, *words: ArrayTree) -> EnvStep:
+            return hoisted(closed_over, *prng.like(words, operands))
 
-        def never(*words: ArrayTree) -> EnvStep:
-            _, _, state, _ = prng.like(words, args)
+        def never(_: list, *words: ArrayTree) -> EnvStep:
+            _, state, _ = prng.like(words, operands)
             return prng.blank(shapes.replace(state=())).replace(state=state)
 
         # Differentiated it is no conditional, which would fill what the derivative
@@ -228,7 +222,7 @@ def step_once(
         def _(primals: tuple, tangents: tuple) -> tuple[EnvStep, EnvStep]:
             return jax.jvp(always, primals[1:], tangents[1:])
 
-        return apart((counter | 1) != 0, *prng.words(args))
+        return apart((counter | 1) != 0, closed_over, *prng.words(operands))
 
     operands = (step_keys, state, action)
     if jax.__version_info__ >= (0, 11):
@@ -238,6 +232,12 @@ def step_once(
             *operands, cpu=in_a_conditional, default=between_barriers
         )
     return result.replace(**_constant_flags(take.trace(*operands)))
+
+
+def is_endless(step: Any) -> bool:
+    """Returns whether both flags are known to be False while tracing."""
+    flags = step.terminated, step.truncated
+    return not any(isinstance(x, Tracer) or np.asarray(x).any() for x in flags)
 
 
 def _constant_flags(step: Any) -> dict[str, jax.Array]:

@@ -104,7 +104,10 @@ def probe(
         collector = Collector(env=lanes, policy=_random_policy(lanes))
         # A step checks what the environment returns.
         jax.eval_shape(lambda key: collector.step(collector.init(key), None), key)
-        _check_spaces(found, lanes, key)
+        for name in ("observation_space", "action_space"):
+            draw = _samples_itself(getattr(lanes, name))
+            if not np.all(draw(jax.random.split(key, _NUM_LANES))):
+                found[name] = "`contains` must be True of what `sample` draws"
         _check_traces(found, lanes.env.env if has_agents(env) else env)
         if not found:
             _play(found, collector, key, num_steps)
@@ -130,9 +133,9 @@ def _reporting(found: dict[str, str]) -> Iterator[None]:
 def _random_policy(env: VectorEnv) -> Policy:
     """Draws actions from the space itself, unless there is a mask."""
     space = env.action_space
-    mask_fn = masks.find(env.observation_space, space)
-    if mask_fn is not None:
-        return random_policy(space, mask_fn=mask_fn)
+    allowed_fn = masks.find(env.observation_space, space)
+    if allowed_fn is not None:
+        return random_policy(space, allowed_fn=allowed_fn)
 
     def draw(params: Any, obs: Any, key: chex.PRNGKey) -> Any:
         del params, obs  # unused
@@ -149,14 +152,6 @@ def _contains(space: Space) -> Any:
 @programs.shared
 def _samples_itself(space: Space) -> Any:
     return jax.jit(jax.vmap(lambda key: space.contains(space.sample(key))))
-
-
-def _check_spaces(found: dict[str, str], env: VectorEnv, key: chex.PRNGKey) -> None:
-    """Draws elements of both spaces."""
-    for name in ("observation_space", "action_space"):
-        space, keys = getattr(env, name), jax.random.split(key, _NUM_LANES)
-        if not np.all(_samples_itself(space)(keys)):
-            found[name] = "`contains` must be True of what `sample` draws"
 
 
 def _check_traces(found: dict[str, str], env: Env) -> None:

@@ -16,7 +16,7 @@ from rollout.collector import Collector
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
-from rollout.kernel import episode_keys
+from rollout.kernel import episode_keys, fold
 from rollout.types import Carry, ParamsT, Transition
 
 
@@ -166,7 +166,7 @@ def _policy(given: _Given) -> Any:
         carry, _ = state
         seen = carry.replace(obs=obs)
         key = episode_keys.at_step(roots.policy, carry.step)
-        decision = kernel.act(collector.env, collector.policy, seen, params, key)
+        decision = kernel.act(collector, seen, params, key)
         carry = carry.replace(step=carry.step + 1, policy_state=decision.state)
         # XLA cannot drop outputs in the carry, and does not stack them either.
         return (carry, (decision.action, decision.extras)), None
@@ -181,7 +181,7 @@ def _env_step(given: _Given) -> Any:
     def step(state: Any, action: ArrayTree) -> Any:
         carry, _ = state
         length = carry.episode.episode_length + 1
-        result = kernel.step_env(collector.env, carry, action)
+        result = kernel.step_env(collector, carry, action)
         carry = carry.replace(
             step=carry.step + 1,
             env_state=result.state,
@@ -207,7 +207,7 @@ def _auto_reset(given: _Given) -> Any:
 
 
 def _recording(given: _Given) -> Any:
-    rows = kernel.pack(given.trajectory)
+    rows = fold.pack(given.trajectory)
 
     def step(row: ArrayTree, _: None) -> tuple[ArrayTree, ArrayTree]:
         # Without the barrier jax would broadcast the row instead of writing rows.

@@ -117,10 +117,8 @@ def recommendation_settings(env: Env, force_length: int = 10) -> dict[str, Env]:
     force_length = checks.int_between("force_length", force_length)
     space = as_space(env.action_space, "env.action_space")
     if not isinstance(space, Discrete):
-        raise ValueError(
-            "`env` must have items as actions, a `Discrete` space, got "
-            f"{type(space).__name__}."
-        )
+        what = "`env` must have items as actions, a `Discrete` space"
+        raise ValueError(f"{what}, got {type(space).__name__}.")
     num_items = space.n - bool(getattr(env, "random_first", False))
     if num_items < force_length:
         raise ValueError(
@@ -167,11 +165,8 @@ def evaluate_settings(
     num_episodes = checks.int_between("num_episodes", num_episodes)
     max_episode_steps = checks.max_episode_steps(max_episode_steps)
     catalogue = Catalogue() if catalogue is None else catalogue
-    if not isinstance(settings, Mapping) or not isinstance(catalogue, Catalogue):
-        raise ValueError(
-            "`settings` must be a dict and `catalogue` a `Catalogue`, got "
-            f"{checks.describe(settings)} and {checks.describe(catalogue)}."
-        )
+    checks.kind("`settings` must be a dict", settings, Mapping)
+    checks.kind("`catalogue` must be a `Catalogue`", catalogue, Catalogue)
     for name, collector in settings.items():
         _check(name, collector, catalogue)
     catalogue = jax.tree.map(
@@ -274,18 +269,12 @@ def _check(name: str, collector: Collector, catalogue: Catalogue) -> None:
     checks.kind_of_env(collector.env, is_host=False)
     space = collector.env.action_space
     if not isinstance(space, Discrete):
-        raise ValueError(
-            f"`settings` must have items as actions, a `Discrete` space, got "
-            f"{type(space).__name__} for {name!r}."
-        )
+        what = f"`settings[{name!r}]` must have items as actions, a `Discrete` space"
+        raise ValueError(f"{what}, got {type(space).__name__}.")
+    is_share = lambda x: (x > 0) & (x <= 1)  # noqa: E731
     tables = {
         "features": ("[I, F] of finite numbers", 2, "biuf", np.isfinite),
-        "popularity": (
-            "[I] of floats above 0 and at most 1",
-            1,
-            "f",
-            lambda x: (x > 0) & (x <= 1),
-        ),
+        "popularity": ("[I] of floats above 0 and at most 1", 1, "f", is_share),
         "dominated": ("[I] bool", 1, "b", np.isfinite),
     }
     for field, (what, num_axes, kinds, is_valid) in tables.items():

@@ -82,15 +82,7 @@ def shard(
             another collector or mesh; later, if a carry lies on other devices.
     """
     checks.collects_in_jax(collector)
-    if not isinstance(mesh, Mesh):
-        raise ValueError(
-            "`mesh` must be a `jax.sharding.Mesh`, as `jax.make_mesh` makes it, got "
-            f"{type(mesh).__name__}."
-        )
-    if axis not in mesh.shape:
-        raise ValueError(
-            f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."
-        )
+    checks.axis_of(mesh, axis)
     if mesh.is_multi_process and not _is_absent(mesh):
         # Before the checks that may raise in one process alone.
         multihost.compare("collector", _facts(collector, mesh, axis))

@@ -62,7 +62,7 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
         return text
 
 
-class Finished(NamedTuple):
+class EndedEpisodes(NamedTuple):
     """The episodes that ended in `T` steps of `B` lanes, one entry per lane and step.
 
     Attributes:
@@ -124,7 +124,7 @@ def present(episodes: Episodes) -> jax.Array:
     return jnp.ones(episodes.terminated.shape, bool) if is_any else episodes.mask
 
 
-def finished(trajectory: Transition) -> Finished:
+def ended_episodes(trajectory: Transition) -> EndedEpisodes:
     """Lists the episodes that ended in a trajectory, inside or outside of `jit`.
 
     Args:
@@ -132,15 +132,15 @@ def finished(trajectory: Transition) -> Finished:
 
     Returns:
         One entry per lane and step, ordered by time, then by lane; `mask` is True where
-        an episode ended. Outside of `jit`,
-        `finished(trajectory).episode_return[finished(trajectory).mask]` is the list.
+        an episode ended. Outside of `jit`, `ended.episode_return[ended.mask]` is the
+        list of returns.
 
     Raises:
         ValueError: if `trajectory` is no trajectory.
     """
     checks.trajectory(trajectory)
     num_steps, num_envs = trajectory.mask.shape
-    return Finished(
+    return EndedEpisodes(
         episode_return=trajectory.episode_return.reshape(-1),
         episode_length=trajectory.episode_length.reshape(-1),
         lane=jnp.tile(jnp.arange(num_envs, dtype=jnp.int32), num_steps),

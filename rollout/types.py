@@ -1,14 +1,14 @@
 """Defines the data and callables of a rollout: `Transition`, `Carry`, `Policy`."""
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol
 
 import chex
 import jax
 from flax import struct
 from typing_extensions import TypeVar
 
-from rollout.envs.types import ArrayTree
+from rollout.envs.types import ArrayTree, VectorEnv
 
 Key = chex.PRNGKey
 Params = Any  # parameters of the policy
@@ -84,6 +84,8 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
 ValueFn = Callable[[Any, Any, Any], ArrayTree]
 
 RecordFn = Callable[[Transition[ObsT, ActionT]], Transition[ObsT, ActionT]]
+
+FlagFn = Callable[[Transition], jax.Array]  # one step to `[B]` bool
 
 
 class Episode(struct.PyTreeNode, kw_only=True):
@@ -255,3 +257,31 @@ class Policy(NamedTuple, Generic[ParamsT, ObsT, ActionT]):
     apply: PolicyFn[ParamsT, ObsT, ActionT]
     mode: PolicyFn[ParamsT, ObsT, ActionT] | None = None
     value: ValueFn | None = None
+
+
+class Parts(Protocol):
+    """What the kernel reads of a collector; `Collector` has the meanings."""
+
+    @property
+    def env(self) -> VectorEnv:
+        """`B` environments side by side."""
+        ...
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that acts in them."""
+        ...
+
+    @property
+    def record_fn(self) -> RecordFn | None:
+        """Maps a transition to its recorded fields; None for all of them."""
+        ...
+
+    @property
+    def accumulators(self) -> Accumulators:
+        """Values that are accumulated per episode."""
+        ...
+
+    def init(self, key: Key) -> Carry:
+        """Makes the first carry, with which others are compared."""
+        ...

@@ -344,15 +344,15 @@ REFUSED = {
     "`num` must be an int of at least 1": [lambda: envs.spaces.Repeated(BOX, "3")],
     # Policies.
     "`action_space` must be a Box, Discrete": [lambda: rollout.random_policy(MANY)],
-    "`mask` must be bool of": [lambda: recommendation.choose_items([[1]], [[1]])],
+    "`allowed` must be bool of": [lambda: recommendation.choose_items([[1]], [[1]])],
     # Statistics, targets, trajectories.
     "`data` must be a trajectory": [lambda: rollout.summarize(batch())],
     "`trajectory` must be `[T, B, ...]`": [
-        lambda: rollout.stats.finished(one_step()),
+        lambda: rollout.stats.ended_episodes(one_step()),
         lambda: rollout.trajectories.split_trajectories(one_step()),
     ],
     "`trajectory` must be a `Transition`": [
-        lambda: rollout.stats.finished(trajectory().reward),
+        lambda: rollout.stats.ended_episodes(trajectory().reward),
         lambda: rollout.trajectories.split_trajectories([trajectory()]),
     ],
     "`gamma` must be a number in [-1, 1]": [
@@ -369,7 +369,7 @@ REFUSED = {
         lambda: collector().fold_episodes(
             carry(), None, None, 0, num_episodes=2, max_episode_steps=3
         ),
-        lambda: rollout.random_policy(DISCRETE, mask_fn=[True, False]),
+        lambda: rollout.random_policy(DISCRETE, allowed_fn=[True, False]),
         lambda: rollout.stateless_policy(3),
         lambda: rollout.stateless_policy(jnp.add, mode_fn=3),
         lambda: rollout.recurrent_policy(jnp.add, 3),

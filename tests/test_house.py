@@ -42,7 +42,6 @@ LADDER = (
 # Rooms that know more of environments than the contract, and what.
 KINDS = {
     "agents": {"envs.multi_agent"},
-    "kernel": {"envs.multi_agent"},
     "host": {
         "envs.host.space_check",
         "envs.host.ownership",
@@ -123,6 +122,11 @@ def test_rooms_know_of_environments_only_the_contract():
             known = KINDS.get(room(name), set())
             assert all(x.startswith(tuple(known)) for x in of_envs if known), name
             assert known or not of_envs, name
+
+
+def test_the_step_is_one_screen_and_a_half():
+    page = (ROOT / "rollout" / "kernel" / "step.py").read_text()
+    assert len(page.splitlines()) <= 180
 
 
 def test_module_names_stand_for_one_thing():

@@ -130,10 +130,7 @@ def _read(
         "episode_length": step.astype(np.int32),
     }
     return Experience(
-        obs=obs,
-        action=_tree("action", action, *shape),
-        next_obs=next_obs,
-        **columns,
+        obs=obs, action=_tree("action", action, *shape), next_obs=next_obs, **columns
     )
 
 

@@ -239,9 +239,7 @@ def _names(env: Any, record_info: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-@functools.cache
-def _narrow_dtype(dtype: np.dtype) -> np.dtype:
-    return narrow(dtype)
+_narrow_dtype = functools.cache(narrow)
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:

@@ -86,7 +86,7 @@ class _Probe:
         plan = _Plan(action, self._seeds(num_steps), np.zeros(shape, bool))
         # Two passes must agree before the later ones, which change one thing each, can
         # show anything.
-        sums, over = self._play(plan)
+        sums, done = self._play(plan)
         again, _ = self._play(plan)
         if (again != sums).any():
             t, at = np.argwhere(again != sums)[0]
@@ -101,8 +101,8 @@ class _Probe:
             if (differs := alone[:, 0] != sums[:, 0]).any():
                 what = "environment 0 depends on the seeds and actions of the others"
                 self._report("shared", f"{what}, after {differs.argmax()} steps")
-        if over.any():
-            self._check_ending(plan, int(over.any(axis=1).argmax()))
+        if done.any():
+            self._check_ending(plan, int(done.any(axis=1).argmax()))
         else:
             what = f"no episode ended in {num_steps} steps: take more `num_steps`"
             self._report("ending", what)
@@ -168,6 +168,9 @@ class _Probe:
     def _play(self, plan: _Plan) -> tuple[np.ndarray, np.ndarray]:
         """Plays one plan, and checks every answer.
 
+        Not by a collector: the actions, seeds and cuts of a plan are repeated, and no
+        bookkeeping may stand between the environments and the checks.
+
         Returns:
             `[T + 1, B]` uint32, checksums of the first reset and of each step; and
             `[T, B]` bool, True where an episode ended.
@@ -178,10 +181,10 @@ class _Probe:
         sums = [_checksums(obs)]
         for t, cut in enumerate(plan.cut):
             obs, endings[t], fields = self._step(plan, t)
-            over = endings[t] | cut
-            if over.any():
-                number += over
-                obs = self._reset(plan.seeds[number, lanes], over, obs, t + 1)
+            restarts = endings[t] | cut
+            if restarts.any():
+                number += restarts
+                obs = self._reset(plan.seeds[number, lanes], restarts, obs, t + 1)
             sums.append(_checksums((fields, obs)))
         self._when = ""
         return np.stack(sums), endings

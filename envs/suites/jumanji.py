@@ -112,13 +112,13 @@ class _JumanjiEnv(_Jumanji, kw_only=True):
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
         next_state, timestep = self.advance(key, state, action)
-        is_over = timestep.discount == 0
+        is_terminal = timestep.discount == 0
         return EnvStep(
             state=next_state,
             obs=timestep.observation,
             reward=jnp.asarray(timestep.reward, jnp.float32),
-            terminated=timestep.last() & is_over,
-            truncated=timestep.last() & ~is_over,
+            terminated=timestep.last() & is_terminal,
+            truncated=timestep.last() & ~is_terminal,
             info=timestep.extras,
         )
 
@@ -155,16 +155,16 @@ class _JumanjiAgents(_Jumanji, kw_only=True):
         self, key: chex.PRNGKey, state: ArrayTree, action: dict[str, jax.Array]
     ) -> MultiAgentStep:
         next_state, timestep = self.advance(key, state, action[_GROUP])
-        is_over = timestep.discount == 0  # [A], one discount per agent
+        is_terminal = timestep.discount == 0  # [A], one discount per agent
         return MultiAgentStep(
             state=next_state,
             obs=self._observe(timestep),
-            acting=~is_over,
+            acting=~is_terminal,
             reward=jnp.asarray(timestep.reward, jnp.float32),
-            terminated=is_over,
-            truncated=jnp.zeros_like(is_over),
-            episode_terminated=timestep.last() & is_over.all(),
-            episode_truncated=timestep.last() & ~is_over.all(),
+            terminated=is_terminal,
+            truncated=jnp.zeros_like(is_terminal),
+            episode_terminated=timestep.last() & is_terminal.all(),
+            episode_truncated=timestep.last() & ~is_terminal.all(),
             info=timestep.extras,
         )
 

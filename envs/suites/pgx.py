@@ -202,8 +202,8 @@ class _PgxSeat(_Pgx, kw_only=True):
 
         def goes_on(carry: tuple) -> jax.Array:
             state, _, _ = carry
-            is_over = state.terminated | state.truncated
-            return ~is_over & (state.current_player != _SEAT)
+            done = state.terminated | state.truncated
+            return ~done & (state.current_player != _SEAT)
 
         def reply(carry: tuple) -> tuple:
             state, number, reward = carry

@@ -169,8 +169,5 @@ def _raw(key: chex.PRNGKey) -> jax.Array:
 
 def _is_raw(x: Any) -> bool:
     default = jax.eval_shape(lambda: jax.random.PRNGKey(0))
-    return (
-        isinstance(x, jax.Array)
-        and x.shape == default.shape
-        and x.dtype == default.dtype
-    )
+    kind = default.shape, default.dtype
+    return isinstance(x, jax.Array) and (x.shape, x.dtype) == kind

@@ -74,13 +74,13 @@ class _XminigridEnv(struct.PyTreeNode, kw_only=True):
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
         # Without the suite's auto-reset, this is the true successor, also at an ending.
         timestep = self.env.step(self.env_params, _timestep(state, key), action)
-        is_over = timestep.discount == 0
+        is_terminal = timestep.discount == 0
         return EnvStep(
             state=jax.tree.map(like, timestep.state.replace(key=()), state),
             obs=timestep.observation,
             reward=jnp.asarray(timestep.reward, jnp.float32),
-            terminated=timestep.last() & is_over,
-            truncated=timestep.last() & ~is_over,
+            terminated=timestep.last() & is_terminal,
+            truncated=timestep.last() & ~is_terminal,
             info={},
         )
 

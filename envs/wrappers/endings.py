@@ -47,13 +47,13 @@ class TimeLimit(Wrapper):
         """Takes one step, and truncates at the limit."""
         result = self.env.step(key, state.env_state, action)
         num_taken = state.memory + 1
-        is_over = num_taken >= self.num_steps
+        at_length = num_taken >= self.num_steps
         state = WrapperState(env_state=result.state, memory=num_taken)
         if isinstance(result, MultiAgentStep):
-            cut = result.episode_truncated | is_over
+            cut = result.episode_truncated | at_length
             return result.replace(state=state, episode_truncated=cut)
         result = cast_step(result)
-        return result.replace(state=state, truncated=result.truncated | is_over)
+        return result.replace(state=state, truncated=result.truncated | at_length)
 
 
 class ForceLength(Wrapper):

@@ -17,8 +17,8 @@ class NoRepeat(Wrapper):
     If the observation is a dict with a `mask`, that must be `[n]` bool, as with
     `RecommendationEnv`, and actions already taken become False in it. Any other
     observation becomes `{"obs": obs, "mask": mask}`. The environment takes masked
-    actions too: an `item_policy` and a `mask_fn` obey the mask. An episode may go on
-    after every action was taken.
+    actions too: an `item_policy` and an `allowed_fn` obey the mask. An episode may go
+    on after every action was taken.
 
     Attributes:
         env: an environment with discrete actions.

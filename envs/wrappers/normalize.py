@@ -11,14 +11,7 @@ from flax import struct
 from rollout import checks
 from rollout.envs import prng as env_keys
 from rollout.envs.spaces import as_space
-from rollout.envs.types import (
-    AnySpace,
-    ArrayTree,
-    EnvStep,
-    LaneIndex,
-    Lanes,
-    Shared,
-)
+from rollout.envs.types import AnySpace, ArrayTree, EnvStep, LaneIndex, Lanes, Shared
 from rollout.envs.wrappers import running_stats
 from rollout.envs.wrappers.running_stats import Statistics
 from rollout.envs.wrappers.wrapper import VectorWrapper, has_agents, with_names

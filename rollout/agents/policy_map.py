@@ -1,7 +1,7 @@
 """`policy_map`: combines policies for single agents into one for several."""
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -68,11 +68,8 @@ def policy_map(
             group's action space, or extras that are not () or a dict.
     """
     entries = mapping.make_entries(policies)
-    if not callable(mapping_fn) and not isinstance(mapping_fn, FixedMapping):
-        raise ValueError(
-            "`mapping_fn` must be a function or made by `fixed_mapping`, got "
-            f"{type(mapping_fn).__name__}."
-        )
+    what = "`mapping_fn` must be a function or made by `fixed_mapping`"
+    checks.kind(what, mapping_fn, Callable | FixedMapping)
     layout, by_agent = layout_of(env), None
     groups = {} if groups is None else dict(groups)
     if isinstance(mapping_fn, FixedMapping):

@@ -50,8 +50,7 @@ def population(policy: Policy, size: int) -> Population:
         ValueError: if `policy` is not a `Policy` or `size` not an int of at least 1;
             while tracing, if the parameters lack the axis.
     """
-    if not isinstance(policy, Policy):
-        raise ValueError(f"`policy` must be a `Policy`, got {checks.describe(policy)}.")
+    checks.policy(policy)
     return Population(policy, checks.int_between("size", size))
 
 
@@ -65,7 +64,8 @@ def apply_members(
     key: Key,
 ) -> Any:
     """Calls a policy's function for `[N, ...]` agents, agent i of `member[i]`."""
-    _check_members(params, size)
+    what = "The parameters of a population must have leaves"
+    checks.leading_axes(what, params, (size,))
     num_agents = member.shape[0]
     agent_keys = prng.fold_in(key, jnp.arange(num_agents, dtype=jnp.int32))
 
@@ -137,12 +137,3 @@ def _ranks(member: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     before = jnp.sum(jnp.where(earlier, counts[None], 0), axis=1)
     chunk = jnp.arange(num_agents) // _CHUNK
     return before[chunk, member] + within.reshape(-1)[:num_agents], counts.sum(axis=0)
-
-
-def _check_members(params: Params, size: int) -> None:
-    for path, leaf in jax.tree.leaves_with_path(params):
-        if jnp.shape(leaf)[:1] != (size,):
-            raise ValueError(
-                f"The parameters of a population must have the leading axis {size}, "
-                f"got shape {jnp.shape(leaf)} at {jax.tree_util.keystr(path)}."
-            )

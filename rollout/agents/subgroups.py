@@ -83,11 +83,7 @@ def decide(
 
 
 def value(
-    subgroup: Subgroup,
-    policy_id: jax.Array,
-    params: Params,
-    obs: Obs,
-    state: ArrayTree,
+    subgroup: Subgroup, policy_id: jax.Array, params: Params, obs: Obs, state: ArrayTree
 ) -> jax.Array:
     """Applies the critic of a subgroup to its agents, `[B, n, ...]`: `[B, n]`."""
     value_fn: Any = subgroup.entry.policy.value
@@ -166,11 +162,8 @@ def join_extras(join: Join, made: Made) -> ArrayTree:
     for subgroup, step in made:
         is_nothing = isinstance(step.extras, tuple) and not step.extras
         extras = {} if is_nothing else step.extras
-        if not isinstance(extras, dict):
-            raise ValueError(
-                f"The extras of the policy {subgroup.entry.name!r} must be () or a "
-                f"dict, got {type(extras).__name__}."
-            )
+        what = f"The extras of the policy {subgroup.entry.name!r} must be () or a dict"
+        checks.kind(what, extras, dict)
         named.append(extras)
     if len(named) == 1:
         return named[0]

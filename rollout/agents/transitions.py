@@ -242,11 +242,8 @@ def for_policy(rows: AgentRows, name: str) -> AgentRows:
         ValueError: if the trajectory is not of a `policy_map` with a policy of that
             name.
     """
-    if not isinstance(rows, Mapping):
-        raise ValueError(
-            "`rows` must be the dict by group that `agent_transitions` returns, got "
-            f"{type(rows).__name__}."
-        )
+    what = "`rows` must be the dict by group that `agent_transitions` returns"
+    checks.kind(what, rows, Mapping)
     picked = {}
     for group, row in rows.items():
         extras = getattr(row, "extras", ())
@@ -409,10 +406,8 @@ def _rows(
     members = list(group.members)
     obs, action, extras = source
     mask, acting, reward, total, is_stale = (x[..., members] for x in answers)
-    terminated, truncated = (
-        trajectory.terminated[..., None],
-        trajectory.truncated[..., None],
-    )
+    terminated = trajectory.terminated[..., None]
+    truncated = trajectory.truncated[..., None]
     length = trajectory.episode_length[..., None]
     if not to_end:
         # The episode's ending is that of the agents that had not ended before.

@@ -29,14 +29,7 @@ _XLA_CPU_LOOP = (
 _OTHER_IDS = "gymnasium:ID and envpool:ID, such as gymnasium:CartPole-v1"
 _INTERRUPTED, _PIPE_CLOSED = 130, 141  # as a shell counts SIGINT and SIGPIPE
 _JaxError = jax.errors.JaxRuntimeError
-_ERRORS = (
-    ValueError,
-    ImportError,
-    MemoryError,
-    OSError,
-    envs.EnvFault,
-    _JaxError,
-)
+_ERRORS = (ValueError, ImportError, MemoryError, OSError, envs.EnvFault, _JaxError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -234,8 +234,8 @@ def _make_own(text: str, options: dict[str, Any]) -> Any:
 
 
 def _random_policy(observation_space: Any, action_space: Any) -> Any:
-    mask_fn = masks.find(observation_space, action_space)
-    return random_policy(action_space, mask_fn=mask_fn)
+    allowed_fn = masks.find(observation_space, action_space)
+    return random_policy(action_space, allowed_fn=allowed_fn)
 
 
 def _by_name(trajectory: Any, has_agents: bool) -> dict[str, jax.Array]:

@@ -50,15 +50,15 @@ class EpisodePlan:
         self.after = next_own if is_queue else next_own + np.int32(num_episodes)
         self.num_used = min(len(next_own), num_episodes) if is_queue else 0
         self.num_episodes = self._num_wanted = num_episodes
-        self._num_started, self._num_over, self._num_steps = len(next_own), 0, 0
+        self._num_started, self._num_done, self._num_steps = len(next_own), 0, 0
         self._index = self._lane.copy()  # [B], of the lanes' episodes; idle from N on
         self.lost: list[int] = []
         self._table: Any = None  # of `[N]` results
 
     @property
-    def is_over(self) -> bool:
-        """True if all episodes are over."""
-        return self._num_over >= self._num_wanted
+    def is_done(self) -> bool:
+        """True if all episodes have ended."""
+        return self._num_done >= self._num_wanted
 
     @property
     def mask(self) -> np.ndarray:
@@ -79,33 +79,33 @@ class EpisodePlan:
         lane = episode_id % len(self._lane)  # own ids are `n * B + lane`
         return episode_id - self._first_id[lane] + lane
 
-    def advance(self, over: np.ndarray, num_steps: int) -> None:
-        """Assigns the next episodes, in order, to the lanes where `over`.
+    def advance(self, ended: np.ndarray, num_steps: int) -> None:
+        """Assigns the next episodes, in order, to the lanes where `ended`.
 
         Args:
-            over: `[B]` bool, lanes whose episode ended or was lost.
+            ended: `[B]` bool, lanes whose episode ended or was lost.
             num_steps: steps that were taken in lanes that are not idle.
         """
         self._num_steps += num_steps
-        if not (count := int(np.count_nonzero(over))):
+        if not (count := int(np.count_nonzero(ended))):
             return
-        self._num_over += int(np.count_nonzero(over & self.mask))
+        self._num_done += int(np.count_nonzero(ended & self.mask))
         if self._min_steps is not None and self._num_steps >= self._min_steps:
             # Enough: these lanes become idle, and only started episodes are awaited.
             self._num_wanted = min(self._num_wanted, self._num_started)
-            self._index[over] = self.num_episodes
+            self._index[ended] = self.num_episodes
         elif self._first_queued is not None:
-            self._index[over] = self._num_started + np.arange(count, dtype=np.int32)
+            self._index[ended] = self._num_started + np.arange(count, dtype=np.int32)
             self._num_started += count
             self.num_used = min(self._num_started, self.num_episodes)
         else:
-            self._index[over] += len(self._lane)
+            self._index[ended] += len(self._lane)
 
     def note(self, block: RowBlock, accumulated: ArrayTree) -> None:
         """Records the episodes that end in a block of rows.
 
         Args:
-            block: `[T, B]`, finished.
+            block: `[T, B]`, recorded.
             accumulated: `[T, B, ...]`, the accumulators after each row.
         """
         here = (block.terminated | block.truncated) & block.mask

@@ -18,8 +18,8 @@ from rollout.envs.host.types import UNSAVED, HostVectorEnv
 from rollout.host.ctrl_c import held_back
 from rollout.host.episode_plan import EpisodePlan
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
-from rollout.host.rows import RowBlock, finisher, fold, place_rows
-from rollout.kernel.step import accumulate_nothing
+from rollout.host.rows import RowBlock, fold, place_rows, recorder
+from rollout.kernel.accumulators import accumulate_nothing
 from rollout.types import (
     ActionT,
     Carry,
@@ -104,12 +104,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         self.accumulators = checks.accumulators(self.accumulators)
         self._shares = hasattr(self.env, "shared")
         self._loop = Loop(self)
-        self._finish = finisher(self.accumulators, self.record_fn)
+        self._record = recorder(self.accumulators, self.record_fn)
         self._ticket: Any = np.uint32(0)  # of the latest carry; 0 before `init`
         self._next_episode = 0
         self._accumulated: Any = ()  # of every lane before `_block`
         # Of the current call, or of one that was cut short: its last rows, raw and
-        # finished; and the ticket of its carry.
+        # recorded; and the ticket of its carry.
         self._block: Any = None  # RowBlock
         self._trajectory: Any = None  # Transition
         self._used: Any = None
@@ -494,14 +494,14 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         claim(self.env, self._ticket)
 
     def _count(self) -> Transition:
-        """Returns the transitions of the block, finished once."""
+        """Returns the transitions of the block, recorded once."""
         if self._trajectory is None:
             rows = self._block.read()
             if self.record_fn is None and not self.accumulators:
                 self._trajectory = jax.device_put(rows)
             else:
-                finished = self._finish(self._accumulated, rows, self._block.lane)
-                self._accumulated, self._trajectory = finished
+                recorded = self._record(self._accumulated, rows, self._block.lane)
+                self._accumulated, self._trajectory = recorded
         return self._trajectory
 
     def _carry(self) -> Carry:
@@ -528,7 +528,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             next_episode=next_episode,
             env_state=(self._ticket, env.shared) if self._shares else self._ticket,
             obs=jax.tree.map(np.array, loop.obs),
-            policy_state=runner.restarted(loop.over, loop.episode_id),
+            policy_state=runner.restarted(loop.unseen, loop.episode_id),
             episode=Episode(**episode, accumulated=self._accumulated),
         )
         return self._returned
@@ -558,7 +558,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 min_steps=min_steps,
             )
             loop.assign(plan)
-            while not loop.is_over:
+            while not loop.is_done:
                 block = self._begin_block(_BLOCK)
                 loop.play(params, block, max_episode_steps)
                 trajectory = self._count()

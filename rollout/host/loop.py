@@ -1,5 +1,9 @@
 """Steps environments under a policy: act, step, and begin the episodes that follow.
 
+It does in NumPy what `rollout.kernel.step` does in one program, which cannot call
+environments that are not JAX. The policy's state, accumulators and recorded fields are
+the kernel's.
+
 Ctrl-C is held back and leaves at one place, between two rows, so the state may change
 piece by piece. Only a second Ctrl-C, or an error in the environments' own code, comes
 at any line: the state is then torn, and `recover` begins new episodes everywhere.
@@ -57,7 +61,7 @@ class Loop:
         obs: `[B, ...]`, perhaps the environments' own memory.
         episode_id: `[B]` int32, the episodes that the lanes are in.
         episode_return, episode_length: `[B]` float32 and int32, theirs so far.
-        over: `[B]` bool, True where the policy has not seen the episode yet.
+        unseen: `[B]` bool, True where the policy has not seen the episode yet.
         plan: the episodes that were assigned, None while lanes play their own.
     """
 
@@ -85,7 +89,7 @@ class Loop:
         self.episode_return = np.zeros(num_envs, np.float32)
         self.episode_length = np.zeros(num_envs, np.int32)
         self.obs: ArrayTree = None
-        self.over = self._everywhere
+        self.unseen = self._everywhere
         self._begins = self._nowhere.copy()  # [B] bool, to be reset
         # With `num_ready`: which environments step, `[B]` bool, and of these the
         # observations, actions and extras, `[B, ...]`, until they answer.
@@ -97,9 +101,9 @@ class Loop:
         self.begin(self._everywhere, self.episode_id)
 
     @property
-    def is_over(self) -> bool:
-        """True if all assigned episodes are over."""
-        return self.plan is not None and self.plan.is_over
+    def is_done(self) -> bool:
+        """True if all assigned episodes have ended."""
+        return self.plan is not None and self.plan.is_done
 
     @property
     def next_own(self) -> np.ndarray:
@@ -124,7 +128,7 @@ class Loop:
             limit: steps after which an episode is cut.
             cut_last: whether the last row truncates the episodes that it does not end.
         """
-        while block.num < block.size and not self.is_over:
+        while block.num < block.size and not self.is_done:
             self.check()
             if self._num_ready is None:
                 result, at = self._step(params, block)
@@ -157,7 +161,7 @@ class Loop:
         self.episode_id = np.array(carry.episode.episode_id)
         self.episode_return = np.array(carry.episode.episode_return)
         self.episode_length = np.array(carry.episode.episode_length)
-        self.obs, self.over = jax.tree.map(np.array, carry.obs), self._nowhere
+        self.obs, self.unseen = jax.tree.map(np.array, carry.obs), self._nowhere
         if is_loaded:
             self._failed, self._is_torn = self._nowhere.copy(), False
         else:
@@ -177,8 +181,8 @@ class Loop:
     def _step(self, params: Any, block: RowBlock) -> tuple[HostStep, slice]:
         """Takes a step in all lanes."""
         obs = block.write("obs", self.obs)  # which jax may read without a copy
-        action, extras = self.runner.act(params, obs, self.over, self.episode_id)
-        self.over, self._is_torn = self._nowhere, True
+        action, extras = self.runner.act(params, obs, self.unseen, self.episode_id)
+        self.unseen, self._is_torn = self._nowhere, True
         result = self._env.step(action)
         block.write("action", action)
         block.extras[block.num :] = [extras]
@@ -224,15 +228,15 @@ class Loop:
         padded[:count] = env_id
         at = np.minimum(padded, num_envs - 1)
         obs = jax.tree.map(lambda x: x[at], self.obs)
-        decision = self.runner.act(params, obs, self.over, self.episode_id, padded)
+        decision = self.runner.act(params, obs, self.unseen, self.episode_id, padded)
         chosen = jax.tree.map(lambda x: x[:count], (obs, *to_host(decision)))
         if self._sent is None:
             self._sent = jax.tree.map(
                 lambda x: np.zeros((num_envs, *x.shape[1:]), x.dtype), chosen
             )
         place_rows(self._sent, env_id, chosen)
-        self.over = self.over.copy()
-        self.over[env_id] = False
+        self.unseen = self.unseen.copy()
+        self.unseen[env_id] = False
         self._is_torn = True
         self._env.send(chosen[1], env_id)
         self._in_flight[env_id] = True
@@ -248,31 +252,31 @@ class Loop:
         *,
         is_cut: bool,
     ) -> None:
-        """Writes a row, and ends the episodes that are over with it, or all."""
+        """Writes a row, and ends the episodes that are done with it, or all."""
         row, columns, plan = block.num, slice(len(result.reward)), self.plan
         terminated, truncated = result.terminated, result.truncated
-        ended, stepped, reward = terminated | truncated, result.mask, result.raw_reward
+        done, stepped, reward = terminated | truncated, result.mask, result.raw_reward
         if reward is None:
             reward = result.reward
         if stepped is None:  # the usual case, kept fast
             stepped = self._everywhere[at]
         else:
-            reward, self.over = np.where(stepped, reward, 0), self.over.copy()
-            self.over[at] |= ~stepped  # these only got their first observation
+            reward, self.unseen = np.where(stepped, reward, 0), self.unseen.copy()
+            self.unseen[at] |= ~stepped  # these only got their first observation
         self.episode_length[at] += stepped
         self.episode_return[at] += reward
         # The mask of the row: neither lanes that only reset themselves nor idle ones.
         data = stepped if plan is None else stepped & plan.mask[at]
         if limit < NO_LIMIT:
             cut = data & (self.episode_length[at] >= limit) & ~truncated
-            ended |= cut
+            done |= cut
             block.cut[row, columns] = cut
             # A stream sets both flags where an episode terminates at the limit; an
             # assigned episode is then only terminated.
             truncated = truncated | (cut if plan is None else cut & ~terminated)
         if is_cut:
-            truncated = truncated | (data & ~ended)
-            ended |= data
+            truncated = truncated | (data & ~done)
+            done |= data
         block.reward[row, columns] = result.reward
         block.terminated[row, columns] = terminated
         block.truncated[row, columns] = truncated
@@ -290,11 +294,11 @@ class Loop:
                 block.write("final_value", value)
         block.num = row + 1
         if at is _ALL:
-            self.obs, over = result.obs, ended
+            self.obs, ended = result.obs, done
         else:
             place_rows(self.obs, at, result.obs)
-            over = self._nowhere.copy()
-            over[at] = ended
+            ended = self._nowhere.copy()
+            ended[at] = done
         num_steps = 0 if plan is None else int(np.count_nonzero(data))
         bad = self._obs_check.find(result.obs)
         if not np.isfinite(reward).all():
@@ -302,32 +306,32 @@ class Loop:
                 what = f"`reward` must be finite, got {reward[column]}"
                 bad.setdefault(column, ValueError(what))
         if bad or result.causes:
-            lane = np.arange(len(over))[at].tolist()
+            lane = np.arange(len(ended))[at].tolist()
             causes = {lane[column]: cause for column, cause in bad.items()}
-            self._lose(causes | dict(result.causes), over, num_steps, block)
-        elif plan is not None or np.count_nonzero(over):
-            self._end(over, num_steps)
+            self._lose(causes | dict(result.causes), ended, num_steps, block)
+        elif plan is not None or np.count_nonzero(ended):
+            self._end(ended, num_steps)
 
-    def _end(self, over: np.ndarray, num_steps: int) -> None:
+    def _end(self, ended: np.ndarray, num_steps: int) -> None:
         """Ends episodes where `over`; the lanes begin those that follow.
 
         Args:
-            over: `[B]` bool.
+            ended: `[B]` bool.
             num_steps: steps of the row, of lanes that are not idle.
         """
         if self.plan is None:
-            self._mark(over, self.next_own)
+            self._mark(ended, self.next_own)
             return
-        self.plan.advance(over, num_steps)
-        if np.count_nonzero(over):
-            self._mark(over, self.plan.episode_id)
+        self.plan.advance(ended, num_steps)
+        if np.count_nonzero(ended):
+            self._mark(ended, self.plan.episode_id)
 
     def _mark(self, mask: np.ndarray, episode_id: np.ndarray) -> None:
         """Marks lanes, which `_settle` resets, for the episodes with these ids."""
         self.episode_id = np.where(mask, episode_id, self.episode_id)
         self.episode_length[mask] = 0
         self.episode_return[mask] = 0
-        self.over = self.over | mask
+        self.unseen = self.unseen | mask
         self._begins = self._begins | mask
 
     def _settle(self, block: RowBlock | None = None) -> None:
@@ -381,7 +385,7 @@ class Loop:
     def _lose(
         self,
         causes: Mapping[int, BaseException],
-        over: np.ndarray,
+        ended: np.ndarray,
         num_steps: int,
         block: RowBlock | None,
     ) -> None:
@@ -389,7 +393,7 @@ class Loop:
 
         Args:
             causes: by the number of the environment.
-            over: `[B]` bool, lanes whose episode has ended by itself.
+            ended: `[B]` bool, lanes whose episode has ended by itself.
             num_steps: as in `_end`.
             block: as in `_settle`.
         """
@@ -400,8 +404,8 @@ class Loop:
             num_episodes = int(np.count_nonzero(self.plan.mask[lanes]))
             self.plan.lost += lost.tolist()
         num_lost = 0 if block is None else block.mask_out(lost)
-        self._failed[lanes] = over[lanes] = True
-        self._end(over, num_steps)
+        self._failed[lanes] = ended[lanes] = True
+        self._end(ended, num_steps)
         self._report(causes, num_episodes, num_lost)
 
     def _report(

@@ -12,7 +12,7 @@ from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.kernel import episode_keys
-from rollout.kernel.step import initial_policy_state, restart_policy
+from rollout.kernel.policy_state import init_policy_state, restart_policy_state
 from rollout.platform import to_host
 from rollout.types import Policy
 
@@ -71,7 +71,7 @@ class PolicyRunner:
         self,
         params: Any,
         obs: ArrayTree,
-        over: np.ndarray,
+        unseen: np.ndarray,
         episode_id: np.ndarray,
         env_id: np.ndarray | None = None,
     ) -> tuple[ArrayTree, ArrayTree]:
@@ -80,7 +80,7 @@ class PolicyRunner:
         Args:
             params: whatever the policy takes as its parameters.
             obs: `[B, ...]`, NumPy; it must not be written to afterwards.
-            over: `[B]` bool, lanes that are at the start of an episode.
+            unseen: `[B]` bool, lanes that are at the start of an episode.
             episode_id: `[B]` int32, the episodes they are in.
             env_id: `[num_ready]` int32, the lanes to act for, which `obs` and the
                 result then have instead of all B. The number B is padding.
@@ -91,7 +91,7 @@ class PolicyRunner:
         Raises:
             ValueError: if an action is not in the action space.
         """
-        state, action, extras = self._call(params, obs, over, episode_id, env_id)
+        state, action, extras = self._call(params, obs, unseen, episode_id, env_id)
         is_array = isinstance(action, jax.Array)  # the usual case, kept fast
         action = np.asarray(action) if is_array else to_host(action)
         if bad := self._check.find(action):
@@ -147,20 +147,20 @@ class PolicyRunner:
         lane = np.arange(self._view.num_envs, dtype=np.int32)
         self._call(params, obs, np.ones(len(lane), bool), lane, None)
 
-    def restarted(self, over: np.ndarray, episode_id: np.ndarray) -> ArrayTree:
-        """Returns the state, with that of an episode's start in the lanes where `over`.
+    def restarted(self, unseen: np.ndarray, episode_id: np.ndarray) -> ArrayTree:
+        """Returns the state, with that of an episode's start where `unseen`.
 
         `act` does so by itself; this is for states that a carry returns.
         """
-        if not jax.tree.leaves(self.state) or not over.any():
+        if not jax.tree.leaves(self.state) or not unseen.any():
             return self.state
-        return self._programs.restart(self._root, over, episode_id, self.state)
+        return self._programs.restart(self._root, unseen, episode_id, self.state)
 
     def _call(
         self,
         params: Any,
         obs: ArrayTree,
-        over: np.ndarray,
+        unseen: np.ndarray,
         episode_id: np.ndarray,
         env_id: np.ndarray | None,
     ) -> tuple[ArrayTree, ArrayTree, ArrayTree]:
@@ -170,7 +170,7 @@ class PolicyRunner:
             self._first, row = self.step, 0
         lanes = ()
         if jax.tree.leaves(self.state):  # a stateless policy has nothing to restart
-            lanes = self._root, over, episode_id
+            lanes = self._root, unseen, episode_id
         act, words = self._programs.act, self._words[row]
         return act(params, words, self.state, obs, lanes, env_id)
 
@@ -180,16 +180,16 @@ def _programs(policy: Policy, view: Any, impl: Any) -> _Programs:
     def initial(key: chex.PRNGKey) -> ArrayTree:
         every = episode_keys.all_lanes(view.num_envs)
         first = episode_keys.keys_of(key, every, every.number)
-        return initial_policy_state(policy, view, first)
+        return init_policy_state(policy, first)
 
     def restart(
-        words: jax.Array, over: jax.Array, episode_id: jax.Array, state: ArrayTree
+        words: jax.Array, restarts: jax.Array, episode_id: jax.Array, state: ArrayTree
     ) -> ArrayTree:
-        """Returns the state of all lanes, of new episodes where `over`."""
+        """Returns the state of all lanes, of new episodes where `restarts`."""
         root = jax.random.wrap_key_data(words, impl=impl)
         every = episode_keys.all_lanes(view.num_envs)
         key = episode_keys.keys_of(root, every, episode_id)
-        return restart_policy(policy, view, state, over, key)
+        return restart_policy_state(policy, state, restarts, key)
 
     def act(
         params: Any,

@@ -327,11 +327,8 @@ def _collect(
     """Yields nothing, and then a batch for all parameters that are sent."""
     params = yield
     collector: Any = make_collector()  # with parameters only: Ray hides earlier errors
-    if not isinstance(collector, Collector | HostCollector):
-        raise ValueError(
-            "`make_collector` must return a `Collector` or a `HostCollector`, got "
-            f"{checks.describe(collector)}."
-        )
+    what = "`make_collector` must return a `Collector` or a `HostCollector`"
+    checks.kind(what, collector, Collector | HostCollector)
     num_columns = getattr(collector, "num_ready", None) or collector.env.num_envs
     num_steps = -(-steps_per_batch // num_columns)
     carry = collector.init(jax.random.wrap_key_data(words, impl=impl))

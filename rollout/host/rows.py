@@ -1,4 +1,4 @@
-"""Stores rows of host transitions, and finishes them in one jitted call.
+"""Stores rows of host transitions, and records them in one jitted call.
 
 A row has a column for each of the `B` lanes, or with `num_ready` for each environment
 that answered.
@@ -16,12 +16,8 @@ from jax import lax
 from rollout import programs
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree
-from rollout.kernel.step import (
-    accumulate,
-    accumulate_nothing,
-    apply_record_fn,
-    mask_out,
-)
+from rollout.kernel.accumulators import accumulate, accumulate_nothing, record
+from rollout.kernel.fold import mask_out
 from rollout.platform import to_host
 from rollout.types import Accumulators, RecordFn, Transition
 
@@ -107,14 +103,14 @@ def place_rows(tree: ArrayTree, where: Any, rows: ArrayTree) -> None:
         array[where] = leaf
 
 
-def finish(
+def record_rows(
     accumulators: Accumulators,
     record_fn: RecordFn | None,
     accumulated: ArrayTree,
     rows: Transition,
     lane: jax.Array,
 ) -> tuple[ArrayTree, Transition]:
-    """Accumulates and records, row by row.
+    """Updates the accumulators and applies `record_fn`, row by row.
 
     Args:
         accumulators: values that are accumulated per episode.
@@ -133,22 +129,23 @@ def finish(
         if accumulators:
             old = jax.tree.map(lambda x: x[lane], accumulated)
             old = prng.select(row.first, nothing, old)
-            new = accumulate(accumulators, old, row)
-            row = row.replace(accumulated=new)
+            row = accumulate(accumulators, old, row)
             # Masked-out rows get a lane beyond the last, and are dropped.
             place = jnp.where(row.mask, lane, jnp.iinfo(lane.dtype).max)
             accumulated = jax.tree.map(
-                lambda x, new: x.at[place].set(new, mode="drop"), accumulated, new
+                lambda x, new: x.at[place].set(new, mode="drop"),
+                accumulated,
+                row.accumulated,
             )
-        return accumulated, mask_out(apply_record_fn(record_fn, row))
+        return accumulated, mask_out(record(record_fn, row))
 
     return lax.scan(step, accumulated, (rows, lane))
 
 
 @programs.shared
-def finisher(accumulators: Accumulators, record_fn: RecordFn | None) -> Any:
-    """Jits `finish` for a collector's accumulators and recorded fields."""
-    return jax.jit(functools.partial(finish, accumulators, record_fn))
+def recorder(accumulators: Accumulators, record_fn: RecordFn | None) -> Any:
+    """Jits `record_rows` for a collector's accumulators and recorded fields."""
+    return jax.jit(functools.partial(record_rows, accumulators, record_fn))
 
 
 def fold(

@@ -41,11 +41,8 @@ def by_env(rows: Transition) -> Transition:
     Raises:
         ValueError: if `rows` are not of a collector with `num_ready`.
     """
-    if not isinstance(getattr(rows, "info", None), Served):
-        raise ValueError(
-            "`rows` must be of a `HostCollector` with `num_ready`, with its `info`, "
-            f"got {checks.describe(getattr(rows, 'info', rows))}."
-        )
+    what = "`rows` must be of a `HostCollector` with `num_ready`, with its `info`"
+    checks.kind(what, getattr(rows, "info", rows), Served)
     return _by_env(rows)
 
 

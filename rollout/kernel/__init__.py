@@ -1,42 +1,24 @@
-"""The kernel: the pure step, the keys it draws from, and the loop over whole episodes.
+"""The kernel: the pure step, the folds over it, and the keys it draws from.
 
-A fold over time needs only `init` and `step`; `pack` and `unpack` make stacking
-transitions cheap.
-
-`step` has the step, `episode_keys` every key and episode id, and `episodes` the loop
-that plays exactly N.
+Begin with `step`, one screen and a half. `fold` folds it over T steps, and `episodes`
+until exactly N episodes are done. `episode_keys` derives every key and episode id,
+`policy_state` and `accumulators` start anew with an episode, and `values` calls the
+critic.
 """
 
-from rollout.kernel.step import (
-    act,
-    apply_record_fn,
-    init,
-    mask_out,
-    next_episodes,
-    pack,
-    policy_keys,
-    restart,
-    roots_of,
-    step,
-    step_env,
-    unpack,
-    values_where,
-    writable_in_cuda_graph,
-)
+from rollout.kernel.episode_keys import next_episodes
+from rollout.kernel.fold import collect_steps, mask_out, roots_of, scan_steps
+from rollout.kernel.step import act, init, restart, step, step_env
 
 __all__ = [
     "act",
-    "apply_record_fn",
+    "collect_steps",
     "init",
     "mask_out",
     "next_episodes",
-    "pack",
-    "policy_keys",
     "restart",
     "roots_of",
+    "scan_steps",
     "step",
     "step_env",
-    "unpack",
-    "values_where",
-    "writable_in_cuda_graph",
 ]

@@ -27,7 +27,8 @@ import numpy as np
 from jax import lax
 
 from rollout.envs import prng
-from rollout.envs.types import RESET, LaneIndex
+from rollout.envs.types import RESET, LaneIndex, VectorEnv
+from rollout.types import Carry
 
 _POLICY, _ENV, _QUEUE = 0, 1, 2
 # Folded into an episode's key for a policy's draws; its reset has 0, step n has n.
@@ -101,6 +102,11 @@ def roots(root: chex.PRNGKey, lanes: LaneIds) -> Roots:
         policy=policy_root(root),
         lane=prng.fold_in(prng.fold_in(root, _ENV), lanes.number),
     )
+
+
+def next_episodes(env: VectorEnv, carry: Carry, roots: Roots) -> Start:
+    """Returns the lanes' own next episodes."""
+    return Start(roots.lane, carry.episode.episode_id + env.num_envs, env.num_envs)
 
 
 def policy_root(root: chex.PRNGKey) -> chex.PRNGKey:

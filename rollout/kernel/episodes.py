@@ -1,9 +1,13 @@
-"""Plays exactly N episodes: assigns them to lanes, and loops until all are over.
+"""Plays exactly N episodes: assigns them to lanes, and loops until all have ended.
 
 Episodes count in the order in which they start. To count those that end first would
-favour short ones. A lane whose episode is over takes the next one of the plan; a lane
+favour short ones. A lane whose episode ended takes the next one of the plan; a lane
 without one is idle. An idle lane plays on, so that its environment state stays valid,
 but its rows are masked out.
+
+This folds the halves of `step` and not `step`, since which episode a lane takes depends
+on how many other lanes have ended: `advance` comes first, then the count, and `restart`
+at the next iteration, which also begins the first episodes.
 """
 
 from collections.abc import Callable
@@ -17,16 +21,11 @@ from rollout import platform
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.kernel import episode_keys
+from rollout.kernel.accumulators import record
 from rollout.kernel.episode_keys import Start
-from rollout.kernel.step import (
-    advance,
-    apply_record_fn,
-    pack_flags,
-    restart,
-    roots_of,
-    unpack_flags,
-)
-from rollout.types import Carry, Episode, Episodes, Transition
+from rollout.kernel.fold import pack_flags, roots_of, unpack_flags
+from rollout.kernel.step import advance, restart
+from rollout.types import Carry, Episode, Episodes, Parts, Transition
 
 Acc = TypeVar("Acc")
 
@@ -39,18 +38,18 @@ class _Run(struct.PyTreeNode, kw_only=True):
     carry: Carry
     acc: Any
     index: jax.Array  # [B] int32, the lane's episode in the next step; idle from N on
-    over: jax.Array  # [B] bool, that episode starts with the next step
+    restarts: jax.Array  # [B] bool, that episode starts with the next step
     num_started: jax.Array  # () int32
-    num_over: jax.Array  # () int32, of the episodes that count
+    num_done: jax.Array  # () int32, of the episodes that count
     num_wanted: jax.Array  # () int32, episodes to play
-    # Of the episodes that are over on each of D devices: length, flags and lane,
+    # Of the episodes that ended on each of D devices: length, flags and lane,
     # [D, N, 3] int32; return and accumulated values, [D, N, ...].
     results: tuple[jax.Array, ArrayTree]
     num_steps: jax.Array  # () int32, counted with `min_steps`
 
 
 def play(
-    collector: Any,
+    parts: Parts,
     carry: Carry,
     params: Any,
     fn: Callable[[Acc, Transition, jax.Array], Acc],
@@ -65,7 +64,7 @@ def play(
     """Plays episodes of the queue, or own ones of every lane.
 
     Args:
-        collector: environments, policy, accumulators, and what is recorded.
+        parts: environments, policy, accumulators, and what to record.
         carry: as in `Collector.fold_episodes`.
         params: as there.
         fn: as there, of recorded transitions; its third argument is `[B]` int32, the
@@ -78,9 +77,9 @@ def play(
         holds: False if `fn` ignores lanes where `mask` is False: then `acc` need not be
             held in the steps beyond the end.
     """
-    env = collector.env
+    env = parts.env
     num_envs, sharding = env.num_envs, sharding_of(env)
-    roots = roots_of(collector, carry)
+    roots = roots_of(parts, carry)
     lane = jnp.arange(num_envs, dtype=jnp.int32)
     own_id = carry.episode.episode_id + num_envs  # of the lanes' next episodes
     if per_env:
@@ -95,21 +94,23 @@ def play(
             return Start(stream, own_id + (index - lane), num_envs)
         return Start(stream, -1 - (carry.next_episode + index), None)
 
-    # Restart, then step: the other way round XLA would compile another restart, of all
-    # lanes, before the first step.
+    def at_limit(row: Transition) -> jax.Array:
+        return row.episode_length >= max_episode_steps
+
+    # Restart, then advance: the other way round XLA would compile another restart, of
+    # all lanes, before the first step.
     # Beyond the end every lane is idle, so results and counts do not change.
     def step(run: _Run, go: jax.Array) -> _Run:
-        carry = restart(collector, run.carry, run.over & go, start(run.index))
-        carry, row, cut = advance(
-            collector, carry, params, roots=roots, limit=max_episode_steps
-        )
+        carry = restart(parts, run.carry, run.restarts & go, start(run.index))
+        policy_key = episode_keys.at_step(roots.policy, carry.step)
+        carry, row, cut = advance(parts, carry, params, policy_key, at_limit)
         mask = run.index < number
         played = _mask_idle(row, mask, cut)
-        acc = fn(run.acc, apply_record_fn(collector.record_fn, played), run.index)
+        acc = fn(run.acc, record(parts.record_fn, played), run.index)
         after = run.replace(
             carry=platform.hold(go, carry, run.carry),
             acc=platform.hold(go, acc, run.acc) if holds else acc,
-            over=row.done,
+            restarts=row.done,
             results=_write_results(run, row, cut, lane),
         )
         # All flags share one exchange between devices. `done` counts idle lanes too,
@@ -128,7 +129,7 @@ def play(
         after = after.replace(
             index=index,
             num_started=run.num_started + total[0],
-            num_over=run.num_over + total[1],
+            num_done=run.num_done + total[1],
         )
         if min_steps is None:
             return after
@@ -152,18 +153,18 @@ def play(
         carry=carry,
         acc=acc,
         index=lane,
-        over=jnp.ones((num_envs,), bool),
+        restarts=jnp.ones((num_envs,), bool),
         num_started=jnp.int32(num_envs),
-        num_over=jnp.int32(0),
+        num_done=jnp.int32(0),
         num_wanted=jnp.int32(number),
         results=jax.tree.map(sharding.place, results) if sharding else results,
         num_steps=jnp.int32(0),
     )
-    run = platform.steps_while(lambda run: run.num_over < run.num_wanted, step, run)
+    run = platform.steps_while(lambda run: run.num_done < run.num_wanted, step, run)
     # Afterwards every lane starts its own next episode, wherever the loop has left it.
     everywhere = jnp.ones((num_envs,), bool)
     after = Start(roots.lane, first_own_id, num_envs)
-    end = restart(collector, run.carry, everywhere, after)
+    end = restart(parts, run.carry, everywhere, after)
     played = _read(run.results)
     if min_steps is not None:
         played = first_of(played, min_steps)
@@ -229,7 +230,7 @@ def _mask_idle(row: Transition, mask: jax.Array, cut: jax.Array) -> Transition:
 def _write_results(
     run: _Run, row: Transition, cut: jax.Array, lane: jax.Array
 ) -> tuple[jax.Array, ArrayTree]:
-    """Writes the results of each episode that is over, for `_read`."""
+    """Writes the results of each episode that ended, for `_read`."""
     truncated = row.truncated & ~cut  # by the environment itself
     flags = pack_flags(row.terminated, truncated, row.terminated | truncated)
     # One scatter for all integers; the values are apart, for gradients pass through.

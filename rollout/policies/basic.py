@@ -7,7 +7,7 @@ from rollout import checks, programs
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies import masks, uniform
-from rollout.policies.masks import MaskFn
+from rollout.policies.masks import AllowedFn
 from rollout.types import (
     ActionT,
     Key,
@@ -23,7 +23,9 @@ from rollout.types import (
 
 
 @programs.shared
-def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> Policy:
+def random_policy(
+    action_space: AnySpace, *, allowed_fn: AllowedFn | None = None
+) -> Policy:
     """Makes the policy that draws every action uniformly from the action space.
 
     Lane i draws the same actions whatever the number of lanes. Where the environment
@@ -31,35 +33,35 @@ def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> P
 
     Args:
         action_space: a space of `envs`, Gymnasium or gymnax.
-        mask_fn: `obs`, `[B, ...]`, to `[B, n]` bool, True where the action is allowed.
-            For a `MultiDiscrete` of `rollout.envs.spaces`, a tuple of one mask per
-            entry, or `[B, *nvec]`; for a `MultiBinary`, `[B, *shape, 2]`; for a
-            composite space, masks in its structure, None for a part without one. Where
-            nothing is allowed, the action is drawn from all.
+        allowed_fn: `obs`, `[B, ...]`, to a mask, `[B, n]` bool, True where an action is
+            allowed. For a `MultiDiscrete` of `rollout.envs.spaces` it is a tuple of one
+            mask per entry, or `[B, *nvec]`; for a `MultiBinary`, `[B, *shape, 2]`; for
+            a composite space, masks in its structure, None for a part without one.
+            Where nothing is allowed, the action is drawn from all.
 
     Returns:
         A policy without parameters or state; it ignores `params`. Its extras are `()`,
-        or with a `mask_fn` `{"none_allowed": [B] bool}`. Equal arguments make the same
-        policy object, here and below, so that jax does not trace again.
+        or with an `allowed_fn` `{"none_allowed": [B] bool}`. Equal arguments make the
+        same policy object, here and below, so that jax does not trace again.
 
     Raises:
         ValueError: if `action_space` is no space; if a bound of a box is not finite; if
-            a `mask_fn` is given and neither the space nor a part of it is discrete;
+            an `allowed_fn` is given and neither the space nor a part of it is discrete;
             while tracing, if the mask has another shape or is not bool.
     """
     space = as_space(action_space, "action_space")
-    if mask_fn is None:
+    if allowed_fn is None:
         uniform.check_bounds(space)
     else:
-        masks.check_maskable(space, mask_fn)
+        masks.check_maskable(space, allowed_fn)
 
     def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
         del params  # unused
-        if mask_fn is None:
+        if allowed_fn is None:
             action = uniform.uniform(space, uniform.num_lanes(obs), key)
             return PolicyStep(action, state)
-        mask = masks.read(mask_fn, obs, space)
-        action, none_allowed = masks.draw(mask, space, key)
+        allowed = masks.read(allowed_fn, obs, space)
+        action, none_allowed = masks.draw(allowed, space, key)
         return PolicyStep(action, state, {"none_allowed": none_allowed})
 
     return Policy(init=_no_state, apply=apply)

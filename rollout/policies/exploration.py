@@ -6,15 +6,15 @@ its critic and its extras unchanged: they belong to the wrapped policy's action 
 number of lanes. Equal arguments make the same policy, so that jax does not trace again.
 
 The mode of an exploring policy is the mode of the wrapped one, without exploration.
-With a `mask_fn` its action is still an allowed one.
+With an `allowed_fn` its action is still an allowed one.
 
 A schedule, as in optax, maps the number of steps that the lane has taken so far, `()`
 int32 from 0, to a scalar. Each lane counts its own steps, over episode ends too, in a
 `Persistent` part of the policy's state.
 
-A `mask_fn` maps the batched `obs` to the allowed actions, `[B, n]` bool. Where the
+An `allowed_fn` maps the batched `obs` to the allowed actions, `[B, n]` bool. Where the
 environment has a mask in `info`, `rollout.envs.ObserveInfo(env, fn, initial)` adds it
-to `obs`, and `mask_fn` reads `obs["info"]`. Where nothing is allowed, the action is
+to `obs`, and `allowed_fn` reads `obs["info"]`. Where nothing is allowed, the action is
 drawn from all, since one must be sent, and `extras["none_allowed"]` is True.
 
 The module `noise` has the noise for continuous actions.
@@ -34,7 +34,7 @@ from rollout.envs import prng
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies import masks, schedules, uniform
-from rollout.policies.masks import MaskFn
+from rollout.policies.masks import AllowedFn
 from rollout.policies.schedules import Schedule
 from rollout.types import ActionT, ObsT, ParamsT, Policy, PolicyStep
 
@@ -45,12 +45,12 @@ def epsilon_greedy(
     action_space: AnySpace,
     epsilon: float | Schedule,
     *,
-    mask_fn: MaskFn | None = None,
+    allowed_fn: AllowedFn | None = None,
 ) -> Policy[ParamsT, ObsT, ActionT]:
     """Replaces each lane's action, with probability epsilon, by a uniformly random one.
 
-    With a `mask_fn` the random action is an allowed one, and so is that of the wrapped
-    policy: where it chose another, a random allowed one takes its place.
+    With an `allowed_fn` the random action is an allowed one, and so is that of the
+    wrapped policy: where it chose another, a random allowed one takes its place.
 
     Args:
         policy: the policy to explore around.
@@ -58,19 +58,19 @@ def epsilon_greedy(
         epsilon: probability per step, in [0, 1]: a number, or a schedule over the
             steps of the lane. A schedule's value above 1 counts as 1, one below 0 or
             NaN as 0.
-        mask_fn: `obs` to the allowed actions, as in `random_policy`.
+        allowed_fn: `obs` to the allowed actions, as in `random_policy`.
 
     Returns:
         A policy with the state of `policy`, and a step count in it if `epsilon` is a
         schedule. The extras are those of `policy` for its own action, and with a
-        `mask_fn` also `none_allowed`, `[B]` bool.
+        `allowed_fn` also `none_allowed`, `[B]` bool.
 
     Raises:
         ValueError: if `epsilon` is a number outside [0, 1], or a schedule that does not
-            return a scalar; if a bound of the space is not finite; if a `mask_fn` is
-            given and the space is not discrete. While tracing: if the mask is not
-            `[B, n]` bool; if the action does not fit the space; with a `mask_fn`, if
-            the extras are neither `()` nor a dict, or have another `none_allowed`.
+            return a scalar; if a bound of the space is not finite; if an `allowed_fn`
+            is given and the space is not discrete. While tracing: if the mask is not
+            `[B, n]` bool; if the action does not fit the space; with an `allowed_fn`,
+            if the extras are neither `()` nor a dict, or have another `none_allowed`.
 
     Source:
         "Reinforcement Learning: An Introduction", 2nd ed., section 2.2.
@@ -78,7 +78,7 @@ def epsilon_greedy(
     checks.policy(policy)
     schedules.check_scheduled("epsilon", epsilon, highest=1.0)
     action_space = as_space(action_space, "action_space")
-    replace = _replacer(action_space, mask_fn)
+    replace = _replacer(action_space, allowed_fn)
 
     def act(
         policy: Policy,
@@ -102,20 +102,20 @@ def random_warmup(
     action_space: AnySpace,
     num_steps: int,
     *,
-    mask_fn: MaskFn | None = None,
+    allowed_fn: AllowedFn | None = None,
 ) -> Policy[ParamsT, ObsT, ActionT]:
     """Takes random actions in the first steps of each lane, then those of the policy.
 
     Random actions are uniform; the steps are counted over episode ends. `policy` is
     applied from the first step, so its state and its extras are ready when its actions
-    are first taken. With a `mask_fn` every action is an allowed one, as in
+    are first taken. With an `allowed_fn` every action is an allowed one, as in
     `epsilon_greedy`.
 
     Args:
         policy: the policy that acts after the warm-up.
         action_space: any space that `random_policy` takes.
         num_steps: random steps per lane, at least 1. Episodes may end within them.
-        mask_fn: `obs` to the allowed actions, as in `random_policy`.
+        allowed_fn: `obs` to the allowed actions, as in `random_policy`.
 
     Returns:
         A policy with the state of `policy` and a step count, and with the extras of
@@ -131,7 +131,7 @@ def random_warmup(
     checks.policy(policy)
     num_steps = checks.int_between("num_steps", num_steps)
     action_space = as_space(action_space, "action_space")
-    replace = _replacer(action_space, mask_fn)
+    replace = _replacer(action_space, allowed_fn)
 
     def act(
         policy: Policy,
@@ -145,7 +145,7 @@ def random_warmup(
         inner_key, action_key = schedules.derive(key, 2)
         decision = schedules.decide(policy, action_space, params, obs, state, inner_key)
         flag = step < num_steps
-        if mask_fn is not None or prng.num_parts() > 1:
+        if allowed_fn is not None or prng.num_parts() > 1:
             return replace(decision, obs, flag, action_key)
 
         def draw(action: ArrayTree) -> ArrayTree:
@@ -168,35 +168,26 @@ def random_warmup(
 
 
 def _replacer(
-    space: AnySpace, mask_fn: MaskFn | None
+    space: AnySpace, allowed_fn: AllowedFn | None
 ) -> Callable[[PolicyStep, ArrayTree, jax.Array, chex.PRNGKey], PolicyStep]:
     """Makes the function that replaces actions by random ones where `flag` is True."""
-    if mask_fn is not None:
-        masks.check_maskable(space, mask_fn)
+    if allowed_fn is not None:
+        masks.check_maskable(space, allowed_fn)
     uniform.check_bounds(space)
 
     def replace(
         decision: PolicyStep, obs: ArrayTree, flag: jax.Array, key: chex.PRNGKey
     ) -> PolicyStep:
-        del obs  # unused
-        action = uniform.uniform(space, flag.shape[0], key)
+        if allowed_fn is None:
+            action = uniform.uniform(space, flag.shape[0], key)
+        else:
+            allowed = masks.read(allowed_fn, obs, space)
+            flag = flag | ~masks.is_allowed(allowed, decision.action, space)
+            action, none_allowed = masks.draw(allowed, space, key)
+            decision = decision._replace(extras=_flag(decision.extras, none_allowed))
         return decision._replace(action=prng.select(flag, action, decision.action))
 
-    if mask_fn is None:
-        return replace
-
-    def replace_masked(
-        decision: PolicyStep, obs: ArrayTree, flag: jax.Array, key: chex.PRNGKey
-    ) -> PolicyStep:
-        mask = masks.read(mask_fn, obs, space)
-        flag = flag | ~masks.is_allowed(mask, decision.action, space)
-        action, none_allowed = masks.draw(mask, space, key)
-        return decision._replace(
-            action=prng.select(flag, action, decision.action),
-            extras=_flag(decision.extras, none_allowed),
-        )
-
-    return replace_masked
+    return replace
 
 
 def _flag(extras: ArrayTree, none_allowed: jax.Array) -> dict[str, Any]:
@@ -204,14 +195,14 @@ def _flag(extras: ArrayTree, none_allowed: jax.Array) -> dict[str, Any]:
     extras = {} if isinstance(extras, tuple) and not extras else extras
     if not isinstance(extras, dict):
         raise ValueError(
-            "With a `mask_fn` the wrapped policy's extras must be () or a dict, got "
-            f"structure {jax.tree.structure(extras)}."
+            "With an `allowed_fn` the wrapped policy's extras must be () or a dict, "
+            f"got structure {jax.tree.structure(extras)}."
         )
     inner = extras.get("none_allowed", none_allowed)
     kind = jnp.shape(inner), jnp.result_type(inner)
     if kind != (none_allowed.shape, none_allowed.dtype):
         raise ValueError(
-            "With a `mask_fn` the wrapped policy's extras must not have "
+            "With an `allowed_fn` the wrapped policy's extras must not have "
             f"`none_allowed`, unless as bool of shape {none_allowed.shape}, got "
             f"{kind[1]} of shape {kind[0]}."
         )

@@ -19,7 +19,7 @@ from rollout.envs.spaces import Discrete
 from rollout.envs.types import ArrayTree
 from rollout.policies import masks
 from rollout.policies.basic import stateless_policy
-from rollout.policies.masks import MaskFn
+from rollout.policies.masks import AllowedFn
 from rollout.types import Policy
 
 ScoreFn = Callable[[Any, ArrayTree], Any]
@@ -41,7 +41,7 @@ def item_policy(
     *,
     sample: bool = False,
     items: jax.typing.ArrayLike | None = None,
-    mask_fn: MaskFn = mask_of,
+    allowed_fn: AllowedFn = mask_of,
     value_fn: Callable[[Any, Any], Any] | None = None,
 ) -> Policy:
     """Makes a policy from a function that scores items.
@@ -54,8 +54,8 @@ def item_policy(
         items: `[I, F]`, a point for each item: the allowed item nearest to the point of
             `fn` is chosen, which turns a continuous action into an item. Not with
             `sample`.
-        mask_fn: `obs`, `[B, ...]`, to `[B, I]` bool, the allowed items; by default the
-            `mask` in `obs`.
+        allowed_fn: `obs`, `[B, ...]`, to `[B, I]` bool, the allowed items; by default
+            the `mask` in `obs`.
         value_fn: the critic, as `stateless_policy` takes it.
 
     Returns:
@@ -72,7 +72,7 @@ def item_policy(
         Discrete Action Spaces", arXiv:1512.07679, with one neighbour.
     """
     checks.function("fn", fn)
-    checks.function("mask_fn", mask_fn)
+    checks.function("allowed_fn", allowed_fn)
     checks.boolean("sample", sample)
     if sample and items is not None:
         raise ValueError("`sample` must be False where `items` are given, got True.")
@@ -88,8 +88,8 @@ def item_policy(
             point, table = scores, jnp.asarray(items, scores.dtype)
             scores = 2.0 * point @ table.T - jnp.sum(table**2, axis=-1)[None]
             extras = {**extras, "point": point}
-        mask = masks.read(mask_fn, obs, Discrete(scores.shape[-1]))[:, 0]
-        action, more = choose_items(scores, mask, key if draws else None)
+        allowed = masks.read(allowed_fn, obs, Discrete(scores.shape[-1]))[:, 0]
+        action, more = choose_items(scores, allowed, key if draws else None)
         return action, {**extras, **more}
 
     return stateless_policy(
@@ -100,13 +100,13 @@ def item_policy(
 
 
 def choose_items(
-    scores: jax.Array, mask: jax.Array, key: chex.PRNGKey | None = None
+    scores: jax.Array, allowed: jax.Array, key: chex.PRNGKey | None = None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Chooses an allowed item in every lane, for custom policies.
 
     Args:
         scores: `[B, I]` float32, of any sign.
-        mask: `[B, I]` bool, the allowed items.
+        allowed: `[B, I]` bool, the allowed items.
         key: one typed key, to draw by the softmax of the scores of allowed items; None
             takes the highest score, the first of equals.
 
@@ -116,19 +116,19 @@ def choose_items(
         Inside `jit` an entry that you do not read costs nothing.
 
     Raises:
-        ValueError: if `mask` is not bool of the shape of `scores`.
+        ValueError: if `allowed` is not bool of the shape of `scores`.
     """
-    scores, mask = jnp.asarray(scores), jnp.asarray(mask)
-    if scores.ndim != 2 or (mask.shape, mask.dtype) != (scores.shape, jnp.bool_):
+    scores, allowed = jnp.asarray(scores), jnp.asarray(allowed)
+    if scores.ndim != 2 or (allowed.shape, allowed.dtype) != (scores.shape, jnp.bool_):
         raise ValueError(
-            "`mask` must be bool of the shape [B, I] of `scores`, got "
-            f"{checks.describe(mask)} and {checks.describe(scores)}."
+            "`allowed` must be bool of the shape [B, I] of `scores`, got "
+            f"{checks.describe(allowed)} and {checks.describe(scores)}."
         )
-    none_allowed = ~mask.any(axis=-1)
+    none_allowed = ~allowed.any(axis=-1)
     # An allowed -inf becomes the lowest finite score, and beats items not allowed.
     lowest = jnp.finfo(scores.dtype).min
     scores = jnp.maximum(scores, lowest)
-    scores = jnp.where(mask | none_allowed[:, None], scores, -jnp.inf)
+    scores = jnp.where(allowed | none_allowed[:, None], scores, -jnp.inf)
     log_probs = jax.nn.log_softmax(scores)
     if key is None:
         action = jnp.argmax(scores, axis=-1)

@@ -29,24 +29,24 @@ from rollout.envs.spaces import (
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies import uniform
 
-MaskFn = Callable[[ArrayTree], ArrayTree]  # obs to a mask
+AllowedFn = Callable[[ArrayTree], ArrayTree]  # obs to a mask
 
 _NAME = "action_mask"
 DISCRETE = Discrete | MultiDiscrete | MultiBinary
 
 
-def check_maskable(space: AnySpace, mask_fn: Any) -> None:
+def check_maskable(space: AnySpace, allowed_fn: Any) -> None:
     """Raises for a space without a discrete part, or with infinite bounds."""
-    checks.function("mask_fn", mask_fn)
+    checks.function("allowed_fn", allowed_fn)
     if not _is_maskable(space):
         raise ValueError(
-            "`action_space` must be discrete or have discrete parts where `mask_fn` is "
-            f"given, got {type(space).__name__}."
+            "`action_space` must be discrete or have discrete parts where `allowed_fn` "
+            f"is given, got {type(space).__name__}."
         )
     uniform.check_bounds(space)
 
 
-def find(observation_space: AnySpace, action_space: AnySpace) -> MaskFn | None:
+def find(observation_space: AnySpace, action_space: AnySpace) -> AllowedFn | None:
     """Finds the mask in observations that have an entry `action_mask`."""
     observed, space = as_space(observation_space), as_space(action_space)
     parts: Any = observed.spaces if isinstance(observed, Composite) else {}
@@ -60,29 +60,31 @@ def find(observation_space: AnySpace, action_space: AnySpace) -> MaskFn | None:
     return lambda obs: tuple(jnp.moveaxis(get(obs), 1, 0))  # a mask for each entry
 
 
-def read(mask_fn: MaskFn, obs: ArrayTree, space: AnySpace) -> Any:
-    """Calls `mask_fn`, and checks that the result is a mask of that space.
+def read(allowed_fn: AllowedFn, obs: ArrayTree, space: AnySpace) -> Any:
+    """Calls `allowed_fn`, and checks that the result is a mask of that space.
 
     Returns:
         The mask as `draw` and `is_allowed` take it: `[B, k, n]` for k entries of n
         values each, `[B, n_0 * n_1 * ...]` for a joint one, and a tuple for parts, or
         for entries of different sizes.
     """
-    return _checked(mask_fn(obs), uniform.num_lanes(obs), space)
+    return _checked(allowed_fn(obs), uniform.num_lanes(obs), space)
 
 
-def draw(mask: Any, space: AnySpace, key: chex.PRNGKey) -> tuple[ArrayTree, jax.Array]:
+def draw(
+    allowed: Any, space: AnySpace, key: chex.PRNGKey
+) -> tuple[ArrayTree, jax.Array]:
     """Draws `[B]` actions uniformly among the allowed ones.
 
     Where nothing is allowed, for the action or for an entry, it is drawn from all; the
     second array, `[B]` bool, is True there.
     """
-    if isinstance(mask, tuple):
+    if isinstance(allowed, tuple):
         actions, flags = [], []
-        for number, (each, part) in enumerate(zip(mask, _parts(space), strict=True)):
+        for number, (each, part) in enumerate(zip(allowed, _parts(space), strict=True)):
             part_key = prng.fold_in(key, number)
             if each is None:
-                action = uniform.uniform(part, uniform.num_lanes(mask), part_key)
+                action = uniform.uniform(part, uniform.num_lanes(allowed), part_key)
             else:
                 action, is_none = draw(each, part, part_key)
                 flags.append(is_none)
@@ -93,9 +95,9 @@ def draw(mask: Any, space: AnySpace, key: chex.PRNGKey) -> tuple[ArrayTree, jax.
         return jnp.stack(actions, axis=1).reshape(-1, *space.shape), none_allowed
     sizes, starts = _ranges(space)
     # Entries are drawn as lanes; a joint mask is one draw among all combinations.
-    index, is_none = uniform.allowed(mask.reshape(-1, mask.shape[-1]), key)
-    if mask.ndim == 3:
-        index, is_none = (x.reshape(mask.shape[:2]) for x in (index, is_none))
+    index, is_none = uniform.among(allowed.reshape(-1, allowed.shape[-1]), key)
+    if allowed.ndim == 3:
+        index, is_none = (x.reshape(allowed.shape[:2]) for x in (index, is_none))
         is_none = is_none.any(axis=1)
     else:
         index = jnp.stack(jnp.unravel_index(index, sizes), axis=1)
@@ -103,16 +105,16 @@ def draw(mask: Any, space: AnySpace, key: chex.PRNGKey) -> tuple[ArrayTree, jax.
     return action.astype(space.dtype), is_none
 
 
-def is_allowed(mask: Any, action: ArrayTree, space: AnySpace) -> jax.Array:
+def is_allowed(allowed: Any, action: ArrayTree, space: AnySpace) -> jax.Array:
     """Returns `[B]` bool, True where a mask allows an action."""
-    if isinstance(mask, tuple):
+    if isinstance(allowed, tuple):
         if isinstance(space, Composite):
             actions = space.structure.flatten_up_to(action)
         else:
             actions = action.reshape(len(action), -1).T
         flags = [
             is_allowed(each, one, part)
-            for each, one, part in zip(mask, actions, _parts(space), strict=True)
+            for each, one, part in zip(allowed, actions, _parts(space), strict=True)
             if each is not None
         ]
         return jnp.stack(flags).all(axis=0)
@@ -121,10 +123,10 @@ def is_allowed(mask: Any, action: ArrayTree, space: AnySpace) -> jax.Array:
     index = action.astype(jnp.int32).reshape(-1, len(sizes)) - starts[None]
     is_inside = (index >= 0) & (index <= last[None])
     index = jnp.clip(index, 0, last[None])
-    if mask.ndim == 2:
+    if allowed.ndim == 2:
         index = jnp.ravel_multi_index(tuple(index.T), sizes, mode="clip")
-    flags = uniform.at(mask.reshape(-1, mask.shape[-1]), index.reshape(-1))
-    return (is_inside & flags.reshape(len(mask), -1)).all(axis=1)
+    flags = uniform.at(allowed.reshape(-1, allowed.shape[-1]), index.reshape(-1))
+    return (is_inside & flags.reshape(len(allowed), -1)).all(axis=1)
 
 
 def _is_maskable(space: AnySpace) -> bool:
@@ -147,49 +149,47 @@ def _parts(space: AnySpace) -> list[AnySpace]:
     return [Discrete(n, space.dtype, int(start)) for n, start in pairs]
 
 
-def _checked(mask: Any, num_envs: int, space: AnySpace) -> Any:
+def _checked(allowed: Any, num_envs: int, space: AnySpace) -> Any:
     if isinstance(space, Composite):
         try:
-            masks = space.structure.flatten_up_to(mask)
+            masks = space.structure.flatten_up_to(allowed)
         except (ValueError, TypeError) as error:
             raise ValueError(
-                "`mask_fn` must return masks in the structure of the action space, "
-                f"{space.structure}, got {jax.tree.structure(mask)}."
+                "`allowed_fn` must return masks in the structure of the action space, "
+                f"{space.structure}, got {jax.tree.structure(allowed)}."
             ) from error
         if all(each is None for each in masks):
-            raise ValueError("`mask_fn` must return a mask for some part, got none.")
+            raise ValueError("`allowed_fn` must return a mask for some part, got none.")
         return tuple(
             None if each is None else _checked(each, num_envs, part)
             for each, part in zip(masks, space.parts, strict=True)
         )
     if not isinstance(space, DISCRETE):
-        raise ValueError(
-            "`mask_fn` must return None for a part of the action space that is not "
-            f"discrete, got {type(mask).__name__}."
-        )
+        what = "`allowed_fn` must return None for a part that is not discrete"
+        raise ValueError(f"{what}, got {checks.describe(allowed)}.")
     sizes, _ = _ranges(space)
     if isinstance(space, Discrete):
-        return _bools(mask, (num_envs, space.n))[:, None]
+        return _bools(allowed, (num_envs, space.n))[:, None]
     if isinstance(space, MultiBinary):
-        return _bools(mask, (num_envs, *space.shape, 2)).reshape(num_envs, -1, 2)
-    if not isinstance(mask, tuple | list):
-        return _bools(mask, (num_envs, *sizes)).reshape(num_envs, math.prod(sizes))
-    if len(mask) != len(sizes):
+        return _bools(allowed, (num_envs, *space.shape, 2)).reshape(num_envs, -1, 2)
+    if not isinstance(allowed, tuple | list):
+        return _bools(allowed, (num_envs, *sizes)).reshape(num_envs, math.prod(sizes))
+    if len(allowed) != len(sizes):
         raise ValueError(
-            f"`mask_fn` must return a mask for each of {len(sizes)} entries, got "
-            f"{len(mask)}."
+            f"`allowed_fn` must return a mask for each of {len(sizes)} entries, got "
+            f"{len(allowed)}."
         )
     masks = tuple(
         _bools(each, (num_envs, n))[:, None]
-        for each, n in zip(mask, sizes, strict=True)
+        for each, n in zip(allowed, sizes, strict=True)
     )
     return jnp.concatenate(masks, axis=1) if len(set(sizes)) == 1 else masks
 
 
-def _bools(mask: Any, shape: tuple[int, ...]) -> jax.Array:
-    if getattr(mask, "shape", None) != shape or mask.dtype != jnp.bool_:
+def _bools(allowed: Any, shape: tuple[int, ...]) -> jax.Array:
+    if getattr(allowed, "shape", None) != shape or allowed.dtype != jnp.bool_:
         raise ValueError(
-            "`mask_fn` must return one bool per lane and action, bool of shape "
-            f"{shape}, got {checks.describe(mask)}."
+            "`allowed_fn` must return one bool per lane and action, bool of shape "
+            f"{shape}, got {checks.describe(allowed)}."
         )
-    return jnp.asarray(mask)
+    return jnp.asarray(allowed)

@@ -57,25 +57,25 @@ def check_bounds(space: AnySpace) -> None:
             )
 
 
-def allowed(mask: jax.Array, key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
-    """Draws `[B]` int32 uniformly among the columns allowed by `mask`, `[B, n]` bool.
+def among(allowed: jax.Array, key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
+    """Draws `[B]` int32 uniformly among the columns that are `allowed`, `[B, n]` bool.
 
     Where nothing is allowed, the column is drawn from all; the second array, `[B]`
     bool, is True there.
     """
-    num_envs, n = mask.shape
+    num_envs, n = allowed.shape
     if n < _MANY:
-        return _choose(mask, key)
+        return _choose(allowed, key)
     # Rejection sampling: the first allowed try is uniform over the allowed columns.
     # Where all tries fail, the allowed columns are counted, with another key.
     tries = _below(n, n, (num_envs, _TRIES), prng.fold_in(key, 0))
     index, is_found = tries[:, 0], jnp.zeros(num_envs, bool)
     for this in tries.T:
         index = jnp.where(is_found, index, this)
-        is_found |= at(mask, this)
+        is_found |= at(allowed, this)
 
     def count(_: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
-        counted, is_none = _choose(mask, prng.fold_in(key, 1))
+        counted, is_none = _choose(allowed, prng.fold_in(key, 1))
         return jnp.bool_(True), jnp.where(is_found, index, counted), is_none
 
     def count_if_needed(tried: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -92,21 +92,21 @@ def allowed(mask: jax.Array, key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
     )[1:]
 
 
-def _choose(mask: jax.Array, key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
-    """Draws as `allowed` does: a rank, and the allowed column of that rank."""
-    num_envs, n = mask.shape
+def _choose(allowed: jax.Array, key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
+    """Draws as `among` does: a rank, and the allowed column of that rank."""
+    num_envs, n = allowed.shape
     if n < _WIDE:  # one column after the other; `jnp.cumsum` is slower on a CPU
-        total = mask.sum(axis=1, dtype=jnp.int32)
+        total = allowed.sum(axis=1, dtype=jnp.int32)
         rank, is_none = _rank(total, n, key)
         # The column of that rank is the first with more than `rank` allowed up to it.
         so_far = index = jnp.zeros(num_envs, jnp.int32)
-        for column in mask.T:
+        for column in allowed.T:
             so_far += (column | is_none).astype(jnp.int32)
             index += (so_far <= rank).astype(jnp.int32)
         return index, is_none
     # Allowed columns in each block, and up to its end; then a rank among all of them.
     num_blocks = -(-n // _BLOCK)
-    padded = jnp.pad(mask, ((0, 0), (0, num_blocks * _BLOCK - n)))
+    padded = jnp.pad(allowed, ((0, 0), (0, num_blocks * _BLOCK - n)))
     count = padded.reshape(num_envs, num_blocks, _BLOCK).sum(axis=2, dtype=jnp.int32)
     up_to = jnp.cumsum(count, axis=1)
     drawn, is_none = _rank(up_to[:, -1], n, key)
@@ -116,7 +116,7 @@ def _choose(mask: jax.Array, key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
     before = jnp.sum(jnp.where(up_to <= rank, count, 0), axis=1, keepdims=True)
     column = block * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)[None]
     # Past the end the last column is read again, which is after the rank was reached.
-    inside = jnp.take_along_axis(mask, jnp.minimum(column, n - 1), axis=1)
+    inside = jnp.take_along_axis(allowed, jnp.minimum(column, n - 1), axis=1)
     so_far = before + jnp.cumsum(inside, axis=1, dtype=jnp.int32)
     index = block[:, 0] * _BLOCK + jnp.sum(so_far <= rank, axis=1, dtype=jnp.int32)
     # Where nothing is allowed, the rank was drawn from all columns: it is the column.
@@ -129,10 +129,10 @@ def _rank(total: jax.Array, n: int, key: chex.PRNGKey) -> tuple[jax.Array, jax.A
     return _below(jnp.where(is_none, n, total), n, total.shape, key), is_none
 
 
-def at(mask: jax.Array, index: jax.Array) -> jax.Array:
-    """Reads `mask`, `[B, n]`, at `index`, `[B]` from 0 to n - 1; `[B]` bool."""
+def at(allowed: jax.Array, index: jax.Array) -> jax.Array:
+    """Reads `allowed`, `[B, n]`, at `index`, `[B]` from 0 to n - 1; `[B]` bool."""
     column = index[:, None]
-    return jnp.take_along_axis(mask, column, axis=1, mode="promise_in_bounds")[:, 0]
+    return jnp.take_along_axis(allowed, column, axis=1, mode="promise_in_bounds")[:, 0]
 
 
 def num_lanes(obs: ArrayTree) -> int:

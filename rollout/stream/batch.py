@@ -1,6 +1,6 @@
 """Makes a batch of a stream: collects, cuts episodes, finds faults, summarizes.
 
-`make_batch` does all of it for environments in JAX; for others `finish` does what
+`make_batch` does all of it for environments in JAX; for others `complete` does what
 follows the collection. Both are pure.
 """
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rollout import kernel, nonfinite
-from rollout.collector import Collector, scan_steps, stack
+from rollout.collector import Collector
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.episode_window import EpisodeWindow
 from rollout.stats import CollectStats, summarize
@@ -55,18 +55,15 @@ def make_batch(
         if options.at_batch_end == "reset":
             carry = _restart_all(collector, carry)
         is_faulty = nonfinite.is_nonfinite if options.on_fault == "drop" else None
-        carry, _, rows = scan_steps(
+        carry, trajectory = kernel.collect_steps(
             collector,
             carry,
             params,
             num_rows,
-            stack,
-            (),
             limit=options.max_episode_steps,
             cut_last=options.at_batch_end == "truncate",
             drop_fn=is_faulty,
         )
-        trajectory = kernel.unpack(rows)
         if options.on_fault == "drop":
             trajectory, num_faulty = _drop(trajectory)
     else:
@@ -78,14 +75,14 @@ def make_batch(
             max_episode_steps=options.max_episode_steps,
             return_rows=True,
         )
-    result = finish(options, carry, window, trajectory, episodes, num_faulty)
+    result = complete(options, carry, window, trajectory, episodes, num_faulty)
     if (sharding := sharding_of(collector.env)) and options.postprocess is None:
         # Placed as `memory` is, so that a later batch can be written there.
         result = result._replace(output=sharding.place(result.output, lane_axis=1))
     return result
 
 
-def finish(
+def complete(
     options: Options,
     carry: Any,
     window: EpisodeWindow,
@@ -120,9 +117,9 @@ def finish(
 
 def _restart_all(collector: Collector, carry: Carry) -> Carry:
     """Starts a new episode in every lane that is inside one."""
-    over, env = carry.episode.episode_length > 0, collector.env
+    restarts, env = carry.episode.episode_length > 0, collector.env
     start = kernel.next_episodes(env, carry, kernel.roots_of(collector, carry))
-    return kernel.restart(collector, carry, over, start)
+    return kernel.restart(collector, carry, restarts, start)
 
 
 def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:

@@ -25,7 +25,7 @@ from rollout.envs.types import ArrayTree, sharding_of
 from rollout.episode_window import EpisodeWindow
 from rollout.host import ctrl_c
 from rollout.host.host_collector import HostCollector
-from rollout.stream.batch import BatchResult, finish, make_batch
+from rollout.stream.batch import BatchResult, complete, make_batch
 from rollout.stream.options import Options
 from rollout.types import Carry, Transition
 
@@ -174,7 +174,7 @@ class HostMaker:
     def __init__(self, collector: HostCollector, options: Options) -> None:
         options.check_host()
         self._collector, self._options, env = collector, options, collector.env
-        self._finish = _host_program(options.of_program())
+        self._complete = _host_program(options.of_program())
         # So that Ctrl-C finds the main thread waiting. It starts with the first batch.
         self._thread = ThreadPoolExecutor(1)
         self._job: _Job | None = None
@@ -252,7 +252,7 @@ class HostMaker:
                 return_rows=True,
             )
         num_faulty = np.int32(collector.fault_stats.faulty_episodes - before)
-        result = self._finish((), start.window, trajectory, episodes, num_faulty)
+        result = self._complete((), start.window, trajectory, episodes, num_faulty)
         result = jax.block_until_ready(result._replace(carry=job.latest))
         job.made = result, time.perf_counter() - begun, start.version
         return job.made
@@ -267,8 +267,8 @@ def _jax_program(options: Options) -> Any:
 
 @programs.shared
 def _host_program(options: Options) -> Any:
-    """Jits `finish` for the options that it reads, those `of_program`."""
-    return jax.jit(functools.partial(finish, options))
+    """Jits `complete` for the options that it reads, those `of_program`."""
+    return jax.jit(functools.partial(complete, options))
 
 
 def _blank(output: ArrayTree, collector: Collector) -> ArrayTree:

@@ -209,7 +209,7 @@ class Stream(Generic[ParamsT]):
             before = self._at = self._begin(self._at, self._at.memory)
             if before.pending is None:
                 raise StopIteration
-            batch, at = self._finish(before, before.pending)
+            batch, at = self._receive(before, before.pending)
             if self._options.prefetch and not self._must_stop:
                 at = self._begin(at, before.memory)
             if self._bar is not None:
@@ -376,7 +376,7 @@ class Stream(Generic[ParamsT]):
         num_rows = self._num_steps(at) // self._options.num_envs
         return Start(num_rows, at.carry, *params, at.stats.window, memory)
 
-    def _finish(self, at: _Position, wait: Wait) -> tuple[StreamBatch, _Position]:
+    def _receive(self, at: _Position, wait: Wait) -> tuple[StreamBatch, _Position]:
         """Waits for the batch that has begun; returns it, and the position after it."""
         options = self._options
         try:

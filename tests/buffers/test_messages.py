@@ -136,7 +136,7 @@ REFUSED = {
         lambda: shared(40, 4, final_obs_capacity=0),
     ],
     # Rows.
-    "`transition['obs']` must be an array with the leading axis num_envs=4, got": [
+    "`transition` must have arrays with the leading axes (4,), got": [
         lambda: init(obs=1.0),
         lambda: init(obs=jnp.zeros(3)),
     ],

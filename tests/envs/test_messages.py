@@ -273,14 +273,17 @@ MESSAGES = [
     (lambda: log([None, None]), "must have a record"),
     (lambda: log(missing="mean"), "`missing` must be a finite number or one of user_"),
     (lambda: log(missing=np.nan), "item_mean, mask, got nan"),
-    (lambda: log(duplicates="first"), "`duplicates` must be one of mean, last, error"),
+    (
+        lambda: log(duplicates="first"),
+        '`duplicates` must be "mean" or "last" or "error"',
+    ),
     (lambda: log(timestamp="at"), 'unless `duplicates` is "last"'),
     (lambda: log(times=["1/2/2024", "1"], **TIMES), "`at` must be numbers or dates"),
     (
         lambda: log(
             [1, 2, 2, 1, 2], [*"abcab"], [1, 2, 3, 4, 5], [0] * 5, duplicates="error"
         ),
-        "each pair once, got another record of user 1 and item a, and 1 more",
+        "each pair once, got another of user 1 and item a, and 1 more",
     ),
     (lambda: log([1, 2**24 + 0.5]), "integers or text, got the float 16777216.5"),
     (lambda: log(np.array([LARGE, np.nan])), "9007199254740992.0: beyond 900719"),

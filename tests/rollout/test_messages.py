@@ -121,7 +121,7 @@ def summarize_agents():
 
 def add_to_windows():
     windows = jax.vmap(lambda _: rollout.EpisodeWindow.create(4))(jnp.arange(2))
-    windows.add(rollout.stats.finished(collect("count")[1]))
+    windows.add(rollout.stats.ended_episodes(collect("count")[1]))
 
 
 def add_to_window(data, **options):
@@ -263,10 +263,10 @@ MESSAGES = [
     *((functools.partial(inspect, *args, **x), what) for args, x, what in INSPECT),
     *((functools.partial(from_carry, **x), what) for x, what in CARRY),
     *((functools.partial(gae, **x), what) for x, what in TARGETS),
-    (lambda: rollout.next_values(3, ROWS, ROWS[0]), "must be a `Transition`, `[T, B"),
+    (lambda: rollout.next_values(3, ROWS, ROWS[0]), "must be a `Transition`"),
     (
         lambda: rollout.next_values(next(make_stream()), ROWS, ROWS[0]),
-        "for a stream's batch, pass its `tra",
+        "for a stream's batch its `tra",
     ),
     (
         lambda: step_with(record_fn=lambda t: t.replace(final_value=None, obs=None)),
@@ -325,7 +325,7 @@ MESSAGES = [
     (add_to_windows, "got those of several runs"),
     (
         lambda: add_to_window(next(make_stream())),
-        "for a stream's batch, pass its `traje",
+        "for a stream's batch its own",
     ),
     (
         lambda: add_to_window(jax.tree.map(lambda x: x[0], collect("count")[1])),

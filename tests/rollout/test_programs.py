@@ -199,7 +199,7 @@ POLICY = rollout.stateless_policy(act, mode_fn=act)
 BOX = functools.partial(envs.Box, -np.ones(2, np.float32), np.ones(2, np.float32), (2,))
 POLICIES = {
     "random": lambda: rollout.random_policy(BOX()),
-    "masked": lambda: rollout.random_policy(envs.Discrete(3), mask_fn=allow_all),
+    "masked": lambda: rollout.random_policy(envs.Discrete(3), allowed_fn=allow_all),
     "greedy": lambda: rollout.greedy(rollout.stateless_policy(act, mode_fn=act)),
     "recurrent": lambda: rollout.recurrent_policy(remember, start, mode_fn=remember),
     "epsilon": lambda: rollout.epsilon_greedy(POLICY, envs.Discrete(3), decay),

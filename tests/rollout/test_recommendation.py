@@ -46,7 +46,7 @@ def read_mask(obs):
 
 KEY = jax.random.key(0)
 POLICY = recommendation.item_policy(score)
-RANDOM = rollout.random_policy(envs.Discrete(NUM_ITEMS), mask_fn=read_mask)
+RANDOM = rollout.random_policy(envs.Discrete(NUM_ITEMS), allowed_fn=read_mask)
 
 
 def make_env(model=MODEL, **options):
@@ -275,7 +275,7 @@ def test_devices_ask_each_other_nothing_about_many_items():
     env = envs.wrappers.NoRepeat(
         envs.recommendation.RecommendationEnv(feedback, max_turn=8)
     )
-    policy = rollout.random_policy(env.action_space, mask_fn=read_mask)
+    policy = rollout.random_policy(env.action_space, allowed_fn=read_mask)
     alone = make_collector(env, policy=policy)
     rows = []
     for collector in (alone, over_four_devices(alone)):
@@ -375,8 +375,8 @@ REFUSED = [
     (lambda: evaluate_with(features=np.full((NUM_ITEMS, 2), np.nan)), FINITE),
     (lambda: evaluate_with(features=np.ones(NUM_ITEMS)), FINITE),
     (lambda: evaluate_with(dominated=np.ones(NUM_ITEMS)), "must be [I] bool, got"),
-    (lambda: evaluate([], 4), "`settings` must be a dict and `catalogue`"),
-    (lambda: evaluate(pendulum(), 2), f"`settings` {ITEMS}"),
+    (lambda: evaluate([], 4), "`settings` must be a dict, got list"),
+    (lambda: evaluate(pendulum(), 2), f"`settings['FB']` {ITEMS}"),
     (lambda: recommendation.recommendation_settings(PENDULUM), f"`env` {ITEMS}"),
 ]
 

@@ -189,7 +189,7 @@ def test_episodes_until_there_are_enough_steps_depend_on_no_lane():
 
 def test_finished_lists_the_episodes_that_ended():
     trajectory = collect("count")[1]
-    found = jax.jit(rollout.stats.finished)(trajectory)
+    found = jax.jit(rollout.stats.ended_episodes)(trajectory)
     trajectory, found = jax.device_get((raw(trajectory), found))
     step, lane = np.nonzero(trajectory.done & trajectory.mask)
     np.testing.assert_array_equal(found.lane[found.mask], lane)

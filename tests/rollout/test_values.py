@@ -11,7 +11,8 @@ from cases import CountEnv, make_env, on_a_gpu, quick_jit, raw
 from jax.sharding import Mesh
 
 import rollout
-from rollout import envs, kernel
+from rollout import envs
+from rollout.kernel.values import values_where
 
 PARAMS = jnp.float32(3.0)
 B, T = 5, 40
@@ -172,7 +173,7 @@ def test_fold_and_step_tell_final_values():
 def test_program_of_a_gpu_gives_the_same_values():
     """No lane, some or all, as `lax.switch` chooses; run here."""
     env, obs = make().env, np.arange(40, dtype=np.float32)[:, None]
-    compute = lambda flags: kernel.values_where(env, critic, PARAMS, obs, (), flags)  # noqa: E731
+    compute = lambda flags: values_where(env, critic, PARAMS, obs, (), flags)  # noqa: E731
     here, on_gpu = quick_jit(compute), quick_jit(lambda flags: compute(flags))
     for num_flags in (0, 2, 40):
         flags = np.arange(40) < num_flags

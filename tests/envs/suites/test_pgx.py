@@ -67,7 +67,9 @@ def test_masked_policies_never_make_an_illegal_move(game):
         return jax.random.categorical(jax.random.fold_in(key, 1), logits)
 
     policies = {
-        "random": rollout.random_policy(space, mask_fn=lambda obs: obs["action_mask"]),
+        "random": rollout.random_policy(
+            space, allowed_fn=lambda obs: obs["action_mask"]
+        ),
         "sampled": rollout.stateless_policy(sample),
     }
 

@@ -132,9 +132,9 @@ CASES = [
     (lambda: mapped(env=SINGLE), f"{AGENTS} float32 of shape (4, 1)"),
     (lambda: mapped(env=lanes(TWO)), f"{AGENTS} acting, all"),
     # population
-    (lambda: agents.population("x", 2), "`policy` must be a `Policy`, got str 'x'"),
+    (lambda: agents.population("x", 2), "stateless_policy` makes, got str 'x'"),
     (lambda: agents.population(policy(), 0), "`size` must be an int of at least 1"),
-    (lambda: league(np.zeros(6)), "must have the leading axis 5, got shape (6,)"),
+    (lambda: league(np.zeros(6)), "with the leading axes (5,), got float32"),
     # agent_transitions
     (lambda: agents.init_agent_transitions(single(), 0), "must have several agents"),
     (lambda: answer((), info={}), "must have several agents, as lanes of a"),

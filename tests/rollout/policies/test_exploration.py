@@ -96,14 +96,16 @@ WRAPS = {
     "gaussian": (lambda p: rollout.policies.gaussian_noise(p, BOX, 0.5), BOX),
     "ornstein": (lambda p: rollout.policies.ornstein_uhlenbeck(p, BOX, decay), BOX),
 }
-epsilon_masked = rollout.epsilon_greedy(greedy, DISCRETE, decay, mask_fn=first_allowed)
+epsilon_masked = rollout.epsilon_greedy(
+    greedy, DISCRETE, decay, allowed_fn=first_allowed
+)
 POLICIES = {
     "epsilon": rollout.epsilon_greedy(greedy, DISCRETE, 0.5),
     "epsilon masked": epsilon_masked,
     "epsilon every fifth": rollout.epsilon_greedy(upper, BOX, every_fifth),
     "warmup": rollout.random_warmup(upper, BOX, 10),
     "warmup masked": rollout.random_warmup(
-        epsilon_masked, DISCRETE, 10, mask_fn=first_allowed
+        epsilon_masked, DISCRETE, 10, allowed_fn=first_allowed
     ),
     "gaussian": rollout.policies.gaussian_noise(free, FREE, 1.0),
     "gaussian decay": rollout.policies.gaussian_noise(free, FREE, decay),
@@ -424,7 +426,7 @@ NOISY = {
     for amount in (1.0, decay)
     for policy, sent in ((within, 0.5), (beyond, 1.0))
 }
-MASKED = rollout.epsilon_greedy(two, DISCRETE, 1.0, mask_fn=lambda mask: mask)
+MASKED = rollout.epsilon_greedy(two, DISCRETE, 1.0, allowed_fn=lambda mask: mask)
 
 
 @functools.cache
@@ -496,12 +498,12 @@ def random_part(obs):
 
 
 WAYS = {  # to draw from 7 actions by a mask
-    "random": rollout.random_policy(envs.Discrete(7), mask_fn=random_part),
+    "random": rollout.random_policy(envs.Discrete(7), allowed_fn=random_part),
     "epsilon": rollout.epsilon_greedy(
-        drawing_policy(7), envs.Discrete(7), 0.5, mask_fn=random_part
+        drawing_policy(7), envs.Discrete(7), 0.5, allowed_fn=random_part
     ),
     "warmup": rollout.random_warmup(
-        drawing_policy(7), envs.Discrete(7), 1, mask_fn=random_part
+        drawing_policy(7), envs.Discrete(7), 1, allowed_fn=random_part
     ),
 }
 
@@ -520,24 +522,24 @@ OBS = {
 MASKED_POLICIES = {
     **WAYS,
     "one action": rollout.random_policy(
-        envs.Discrete(1), mask_fn=lambda obs: obs["random 1"]
+        envs.Discrete(1), allowed_fn=lambda obs: obs["random 1"]
     ),
     "many actions": rollout.random_policy(
-        envs.Discrete(70), mask_fn=lambda obs: obs["random 70"]
+        envs.Discrete(70), allowed_fn=lambda obs: obs["random 70"]
     ),
     # Two wrappers; each allows nothing in one lane.
     "twice": rollout.random_warmup(
-        rollout.epsilon_greedy(greedy, DISCRETE, 0.5, mask_fn=not_in_lane(1)),
+        rollout.epsilon_greedy(greedy, DISCRETE, 0.5, allowed_fn=not_in_lane(1)),
         *(DISCRETE, 5),
-        mask_fn=not_in_lane(2),
+        allowed_fn=not_in_lane(2),
     ),
     "random twice": rollout.epsilon_greedy(
-        rollout.random_policy(DISCRETE, mask_fn=not_in_lane(3)),
+        rollout.random_policy(DISCRETE, allowed_fn=not_in_lane(3)),
         *(DISCRETE, 0.5),
-        mask_fn=not_in_lane(0),
+        allowed_fn=not_in_lane(0),
     ),
     "counting": rollout.epsilon_greedy(
-        counting_policy(DISCRETE), DISCRETE, 0.5, mask_fn=lambda obs: obs["all"]
+        counting_policy(DISCRETE), DISCRETE, 0.5, allowed_fn=lambda obs: obs["all"]
     ),
 }
 
@@ -571,7 +573,7 @@ def test_mask_of_the_environments_info_reaches_the_policy():
         initial=lambda state, obs: jnp.ones(3, bool),
     )
     env = envs.vectorize(env, NUM_LANES, auto_reset="select")
-    policy = rollout.random_policy(env.action_space, mask_fn=lambda obs: obs["info"])
+    policy = rollout.random_policy(env.action_space, allowed_fn=lambda obs: obs["info"])
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(jax.random.key(0))
     trajectory = collector.collect_steps(carry, None, NUM_STEPS)[1]

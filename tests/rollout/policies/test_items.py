@@ -91,7 +91,9 @@ def test_random_items_of_a_large_catalogue_are_drawn_evenly(share):
     num_lanes, num_items = 4_000, 1_000
     mask = np.random.default_rng(0).random(num_items) < share
     assert mask.sum() >= 2
-    policy = rollout.random_policy(Discrete(num_items), mask_fn=lambda obs: obs["mask"])
+    policy = rollout.random_policy(
+        Discrete(num_items), allowed_fn=lambda obs: obs["mask"]
+    )
     obs = {"mask": jnp.broadcast_to(jnp.asarray(mask), (num_lanes, num_items))}
     act = jax.jit(lambda obs, key: policy.apply(None, obs, (), key).action)
     drawn = np.concatenate(
@@ -108,7 +110,7 @@ def test_random_items_of_a_large_catalogue_are_drawn_evenly(share):
 
 @pytest.mark.slow
 def test_random_item_where_none_of_many_is_allowed_is_any():
-    policy = rollout.random_policy(Discrete(300), mask_fn=lambda obs: obs["mask"])
+    policy = rollout.random_policy(Discrete(300), allowed_fn=lambda obs: obs["mask"])
     obs = {"mask": jnp.zeros((50, 300), bool)}
     decision = policy.apply(None, obs, (), jax.random.key(0))
     assert decision.extras["none_allowed"].all()

@@ -63,7 +63,7 @@ def elements(space):
 
 
 def random(space, mask):
-    return rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
+    return rollout.random_policy(space, allowed_fn=lambda obs: spread(mask, len(obs)))
 
 
 @functools.cache
@@ -112,8 +112,8 @@ def corrected():
         space, mask, actions = case
         actions = np.reshape(actions, (-1, *space.shape)).astype(space.dtype)
         policy = rollout.stateless_policy(lambda params, obs, key: params)
-        mask_fn = lambda obs: spread(mask, len(obs))  # noqa: E731
-        policy = rollout.epsilon_greedy(policy, space, 0.0, mask_fn=mask_fn)
+        allowed_fn = lambda obs: spread(mask, len(obs))  # noqa: E731
+        policy = rollout.epsilon_greedy(policy, space, 0.0, allowed_fn=allowed_fn)
         return policy.apply(actions, LANES[: len(actions)], (), key).action
 
     inside = {name: (*x[:2], elements(x[0])) for name, x in CASES.items()}
@@ -165,10 +165,10 @@ def test_parts_have_masks_of_their_own_or_none(kind):
     space = envs.spaces.Dict(parts) if kind == "dict" else envs.spaces.Composite(parts)
     if kind == "tuple":
         space, mask = envs.spaces.Tuple(tuple(parts.values())), tuple(mask.values())
-    mask_fn = lambda obs: spread(mask, len(obs))  # noqa: E731
-    policy = rollout.random_policy(space, mask_fn=mask_fn)
+    allowed_fn = lambda obs: spread(mask, len(obs))  # noqa: E731
+    policy = rollout.random_policy(space, allowed_fn=allowed_fn)
     greedy = rollout.stateless_policy(lambda params, obs, key: (params, ()))
-    around = rollout.epsilon_greedy(greedy, space, 0.0, mask_fn=mask_fn)
+    around = rollout.epsilon_greedy(greedy, space, 0.0, allowed_fn=allowed_fn)
 
     @quick_jit
     def act(obs, key, own_key):
@@ -204,7 +204,7 @@ def test_draw_by_columns_has_the_bits_of_the_one_by_blocks(n, monkeypatch):
         mask[0], mask[1], mask[2, -1] = False, True, True
     for wide in (n + 1, n):
         monkeypatch.setattr(uniform, "_WIDE", wide)
-        draw = quick_jit(lambda mask, key: uniform.allowed(mask, key))
+        draw = quick_jit(lambda mask, key: uniform.among(mask, key))
         programs.append(draw.lower(masks[0], KEY).compile())
     assert_same_draws(programs, masks)
 
@@ -215,7 +215,7 @@ def test_draw_without_a_loop_has_the_bits_of_the_one_with_a_loop():
     masks = [rng.random((36, 1000)) < rate for rate in (0.0, 0.02, 0.5, 1.0)]
     for num_parts in (1, 2):
         with prng.in_parts(num_parts):
-            traced = quick_jit(lambda *x: uniform.allowed(*x)).trace(masks[0], KEY)
+            traced = quick_jit(lambda *x: uniform.among(*x)).trace(masks[0], KEY)
             programs.append(traced.lower().compile())
         assert ("while[" in str(traced.jaxpr)) == (num_parts == 1)
     assert_same_draws(programs, masks)

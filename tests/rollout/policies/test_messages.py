@@ -44,7 +44,7 @@ def act(policy, obs=OBS):
 
 
 def masked(mask, space=DISCRETE, make=random_policy):
-    return act(make(space, mask_fn=lambda obs: mask))
+    return act(make(space, allowed_fn=lambda obs: mask))
 
 
 def wrapped(*args):
@@ -81,13 +81,13 @@ class Drifting(CountEnv):
 jax.tree_util.register_static(Drifting)
 
 ACTIONS = "must return actions as int32 of shape (4,), got"
-MASK = "`mask_fn` must return one bool per lane and action, bool of shape"
+MASK = "`allowed_fn` must return one bool per lane and action, bool of shape"
 STATE = "must return a state like the one it takes: float32 of shape (4, 3),"
 DRIFT = "must return the state as `env.reset` does: int32 of shape (4,) at"
 STEP = "`policy.apply` must return a `PolicyStep`"
 BOUNDS = "`action_space` must have finite bounds"
 MASKED = (
-    "`action_space` must be discrete or have discrete parts where `mask_fn` is given"
+    "`action_space` must be discrete or have discrete parts where `allowed_fn` is given"
 )
 FLOATS = "`action_space` must be one of floats"
 EPSILON, LEAST = "`epsilon` must be in [0, 1]", "must be at least 0 and finite"
@@ -99,7 +99,7 @@ CASES = [
     (lambda: collect(policy(INTS[0])), f"{ACTIONS} int32 of shape ()"),
     (
         lambda: collect(policy(INTS, {"v": INTS[0]})),
-        "(4,) of the lanes, got int32 of shape () at ['v']",
+        "axes (4,), got int32 of shape () at ['v']",
     ),
     (lambda: stateful(lambda h: (h, h)), f"{STATE} got another structure"),
     (lambda: stateful(lambda h: h[:, :1]), f"{STATE} got float32 of shape (4, 1)"),
@@ -128,8 +128,8 @@ CASES = [
     (lambda: masked(EVERY[:1]), "got bool of shape (1, 5)"),
     (lambda: masked(jnp.ones((B, N))), "got float32 of shape (4, 5)"),
     (lambda: masked([True] * N), "got list"),
-    (lambda: act(explore(0.5, mask_fn=lambda obs: TWO)), MASK),
-    (lambda: act(late(DISCRETE, 2, mask_fn=lambda obs: TWO)), MASK),
+    (lambda: act(explore(0.5, allowed_fn=lambda obs: TWO)), MASK),
+    (lambda: act(late(DISCRETE, 2, allowed_fn=lambda obs: TWO)), MASK),
     (lambda: masked(jnp.ones((B, 3, 2), bool), PAIR), f"{MASK} (4, 2, 3), got bool"),
     (lambda: masked((TWO,), PAIR), "must return a mask for each of 2 entries, got 1"),
     (lambda: masked((TWO, TWO), PAIR), f"{MASK} (4, 3), got bool of shape (4, 2)"),

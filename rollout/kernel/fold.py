@@ -1,0 +1,176 @@
+"""Folds `step` over T steps of every lane, in the way that suits each platform."""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rollout import checks, platform
+from rollout.envs import prng
+from rollout.envs.types import ArrayTree, place
+from rollout.kernel import episode_keys
+from rollout.kernel.episode_keys import Roots
+from rollout.kernel.step import step
+from rollout.types import Carry, FlagFn, Parts, Transition
+
+Acc = TypeVar("Acc")
+Out = TypeVar("Out")
+
+# Steps in one iteration on a GPU: 2 save launches; 4 save few more, and take longer to
+# compile. On a TPU it stays 1: 2 save cycles only for large observations, and take more
+# memory.
+_GPU_UNROLL = 2
+
+
+def collect_steps(
+    parts: Parts,
+    carry: Carry,
+    params: Any,
+    num_steps: int,
+    *,
+    limit: int | None = None,
+    cut_last: bool = False,
+    drop_fn: FlagFn | None = None,
+) -> tuple[Carry, Transition]:
+    """Stacks `num_steps` recorded transitions; the arguments are those of `scan_steps`.
+
+    Returns:
+        The next carry, and the trajectory, `[T, B, ...]`.
+    """
+
+    def stack(carry: Carry, acc: tuple[()], row: Transition) -> tuple[tuple[()], Any]:
+        return acc, _writable(pack(row), carry.step)
+
+    carry, _, (rows, flags) = scan_steps(
+        parts,
+        carry,
+        params,
+        num_steps,
+        stack,
+        (),
+        limit=limit,
+        cut_last=cut_last,
+        drop_fn=drop_fn,
+    )
+    terminated, truncated = unpack_flags(flags, 2)
+    mask = jnp.ones(flags.shape, bool)
+    return carry, rows.replace(terminated=terminated, truncated=truncated, mask=mask)
+
+
+def scan_steps(
+    parts: Parts,
+    carry: Carry,
+    params: Any,
+    num_steps: int,
+    fn: Callable[[Carry, Acc, Transition], tuple[Acc, Out]],
+    acc: Acc,
+    *,
+    limit: int | None = None,
+    cut_last: bool = False,
+    drop_fn: FlagFn | None = None,
+) -> tuple[Carry, Acc, Out]:
+    """Takes `num_steps` steps in every lane, and scans `fn` over the recorded rows.
+
+    Args:
+        parts: environments, policy, accumulators, and what to record.
+        carry: as in `Collector.collect_steps`.
+        params: as there.
+        num_steps: as there.
+        fn: the carry before the step, `acc` and the row to the next `acc` and an
+            output; the outputs are stacked, `[T, ...]`.
+        acc: the first `acc`.
+        limit: steps after which an episode is truncated.
+        cut_last: whether the last step truncates the episodes that it does not end.
+        drop_fn: as in `step`.
+    """
+    roots = roots_of(parts, carry)
+    last = carry.step + num_steps - 1
+
+    def body(
+        state: tuple[Carry, Acc], policy_key: chex.PRNGKey
+    ) -> tuple[tuple[Carry, Acc], Out]:
+        before, acc = state
+
+        def cut(row: Transition) -> jax.Array:
+            is_cut = jnp.zeros_like(row.truncated)
+            if limit is not None:
+                is_cut = row.episode_length >= limit
+            return is_cut | ((before.step == last) & ~row.done) if cut_last else is_cut
+
+        # A CPU hashes a key in the loop faster than it reads one from memory. Elsewhere
+        # the keys of all steps are hashed at once, before, which saves launches.
+        with jax.named_scope("policy"):
+            policy_key = lax.platform_dependent(
+                policy_key,
+                cpu=lambda _: episode_keys.at_step(roots.policy, before.step),
+                default=lambda hashed: hashed,
+            )
+        after, row = step(
+            parts,
+            before,
+            params,
+            roots,
+            policy_key=policy_key,
+            cut_fn=cut if cut_last or limit is not None else None,
+            drop_fn=drop_fn,
+        )
+        acc, output = fn(before, acc, row)
+        return (after, acc), output
+
+    steps = carry.step + jnp.arange(num_steps, dtype=jnp.int32)
+    policy_keys = episode_keys.at_step(roots.policy, steps)
+    (carry, acc), outputs = platform.scan(
+        body, (carry, acc), policy_keys, gpu=_GPU_UNROLL, other=1
+    )
+    return carry, acc, outputs
+
+
+def roots_of(parts: Parts, carry: Carry) -> Roots:
+    """Checks a carry, and hashes the keys from which those of all its steps derive."""
+    checks.carry(carry, parts)
+    lanes = episode_keys.all_lanes(parts.env.num_envs)
+    return place(parts.env, episode_keys.roots(carry.key, lanes))
+
+
+def pack(row: Transition) -> tuple[Transition, jax.Array]:
+    """Packs a transition for stacking: both flags in one array, and no mask.
+
+    XLA:CPU pays for every array that a step writes, and no lane is idle.
+    """
+    flags = pack_flags(row.terminated, row.truncated)
+    return row.replace(terminated=(), truncated=(), mask=()), flags
+
+
+def pack_flags(*flags: jax.Array) -> jax.Array:
+    """Packs up to eight flags into one uint8 array."""
+    shifted = (flag.astype(jnp.uint8) << bit for bit, flag in enumerate(flags))
+    return functools.reduce(operator.add, shifted)
+
+
+def unpack_flags(packed: jax.Array, num_flags: int) -> tuple[jax.Array, ...]:
+    """Undoes `pack_flags`."""
+    return tuple((packed & (1 << bit)) != 0 for bit in range(num_flags))
+
+
+def mask_out(transition: Transition) -> Transition:
+    """Zeroes the masked-out lanes, whose `mask` is False."""
+    return prng.select(transition.mask, transition, prng.blank(transition))
+
+
+def _writable(row: ArrayTree, counter: jax.Array) -> ArrayTree:
+    """Lets a CUDA graph write the row; `counter` is any `()` int32 of the loop.
+
+    XLA writes an unchanged array, such as an observation, by a copy. On a GPU a copy
+    cannot be part of a CUDA graph, and splits the step into separate launches. A select
+    can; its predicate is always true, which XLA cannot know.
+    """
+    return platform.choose(
+        lambda row: row,
+        lambda row: prng.select((counter | 1) != 0, row, prng.blank(row)),
+        row,
+    )

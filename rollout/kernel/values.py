@@ -1,0 +1,84 @@
+"""Values a few observations by the policy's critic, such as those of truncations."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rollout import checks
+from rollout.envs import masked_update, prng
+from rollout.envs.types import ArrayTree, LaneIndex, VectorEnv, sharding_of
+from rollout.types import Carry, Parts, Transition, ValueFn
+
+
+def final_value(
+    parts: Parts, carry: Carry, params: Any, transition: Transition
+) -> ArrayTree:
+    """Returns `Transition.final_value`; `carry` has the true successor."""
+    if parts.policy.value is None:
+        return ()
+    with jax.named_scope("final_value"):
+        goes_on = transition.truncated & ~transition.terminated
+        agents = getattr(transition.info, "agents", None)  # as of a `MultiAgentInfo`
+        if (truncated := getattr(agents, "truncated", None)) is not None:
+            goes_on |= jnp.any(truncated, axis=-1)  # one of them may be cut alone
+        seen = carry.obs, carry.policy_state
+        return values_where(parts.env, parts.policy.value, params, *seen, goes_on)
+
+
+def values_where(
+    env: VectorEnv,
+    value_fn: ValueFn,
+    params: Any,
+    obs: ArrayTree,
+    policy_state: ArrayTree,
+    flag: jax.Array,
+) -> ArrayTree:
+    """Computes the values of observations where a flag is set; 0 elsewhere.
+
+    Truncations are rare, so a CPU computes `K` lanes at a time, mostly none, and a GPU
+    all lanes if a value is cheap, else none, `K` or all: `masked_update.by_platform`
+    has the rule, which is that of resets. Sharded lanes are computed on their devices.
+    No derivative passes through.
+
+    Args:
+        env: the environments.
+        value_fn: see `Policy.value`.
+        params: parameters of the policy.
+        obs: `[B, ...]`.
+        policy_state: `[B, ...]`, state of the policy when it sees `obs`.
+        flag: `[B]` bool.
+
+    Returns:
+        `[B]`, or by group `[B, A_g]`, of the dtype of the values.
+    """
+    compute = functools.partial(_values_where, value_fn)
+    if (sharding := sharding_of(env)) is not None:
+        compute = functools.partial(sharding.map, compute)
+    fixed = *lax.stop_gradient((params, (obs, policy_state))), flag
+    # `value_fn` may also close over what is differentiated.
+    compute, closed_over = jax.closure_convert(compute, *fixed)
+    return compute(*fixed, *lax.stop_gradient(closed_over))
+
+
+def _values_where(
+    value_fn: ValueFn, params: Any, inputs: tuple[ArrayTree, ArrayTree], flag: jax.Array
+) -> ArrayTree:
+    # Jitted, so that the ways below trace it once for each number of lanes.
+    @jax.jit
+    def evaluate(params: Any, inputs: tuple[ArrayTree, ArrayTree]) -> ArrayTree:
+        try:
+            values = value_fn(params, *inputs)
+        except Exception as error:
+            checks.own_values(error, inputs[0], flag.size)
+            raise
+        checks.values(values, inputs[0])
+        return values
+
+    def fn(at: LaneIndex) -> ArrayTree:
+        return evaluate(params, jax.tree.map(lambda x: x[at], inputs))
+
+    nothing = prng.blank(jax.eval_shape(evaluate, params, inputs))
+    return masked_update.by_platform(flag, fn, nothing)
