@@ -104,7 +104,7 @@ def test_draws_agree_with_their_probabilities(name):
     @quick_jit
     def use(outputs, log_std, key):
         wide = [jnp.broadcast_to(x, (4000, *x.shape)) for x in (outputs, log_std)]
-        dist, one = joint.of(*wide), joint.of(outputs, log_std)
+        dist, one = Joint(space, *wide), Joint(space, outputs, log_std)
         drawn, best = dist.sample(key), one.mode()
         likely, entropy = one.log_prob(best), one.entropy()
         return drawn, dist.log_prob(drawn), entropy, best, likely
@@ -145,18 +145,19 @@ def test_draws_agree_with_their_probabilities(name):
 
 
 def test_mask_leaves_only_allowed_actions():
-    joint = Joint(spaces.MultiDiscrete([2, 3]))
+    space = spaces.MultiDiscrete([2, 3])
     allowed = jnp.array([False, True, True, False, True])
 
     @quick_jit
     def draw(key):
         mask = jnp.tile(allowed, (200, 1))
-        return joint.of(jnp.zeros((200, 5)), jnp.zeros((200, 0)), mask).sample(key)
+        outputs = jnp.zeros((200, 5))
+        return Joint(space, outputs, jnp.zeros((200, 0)), mask).sample(key)
 
     drawn = draw(jax.random.key(0))
     assert set(map(tuple, np.asarray(drawn).tolist())) == {(1, 0), (1, 2)}
     with pytest.raises(ValueError, match="`action_mask` must have 5 flags"):
-        joint.of(jnp.zeros(5), jnp.zeros(0), allowed[:4])
+        Joint(space, jnp.zeros(5), jnp.zeros(0), allowed[:4])
 
 
 @pytest.mark.slow

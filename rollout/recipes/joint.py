@@ -1,6 +1,6 @@
 """`Joint`: a distribution over any space of actions, entry by entry."""
 
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ class Joint:
     Args:
         space: of one action: Discrete, MultiDiscrete, MultiBinary, Box, or Dict and
             Tuple of these.
+        outputs: `[..., num_outputs]` of a network; None to ask how many it needs.
+        log_std: `[..., num_reals]`, logarithms of the standard deviations.
+        mask: a flag for each logit, True where the value is allowed; None for all.
 
     Attributes:
         num_outputs: outputs that a network needs: a logit for each value of an integer,
@@ -25,7 +28,9 @@ class Joint:
         num_reals: entries that are floats.
     """
 
-    def __init__(self, space: Any) -> None:
+    def __init__(
+        self, space: Any, outputs: Any = None, log_std: Any = None, mask: Any = None
+    ) -> None:
         space = as_space(space, "action_space")
         key = jax.eval_shape(jax.random.key, 0)
         self._structure = jax.tree.structure(jax.eval_shape(space.sample, key))
@@ -34,22 +39,15 @@ class Joint:
         ends = np.cumsum(np.maximum(sizes, 1))
         first, reals = ends - np.maximum(sizes, 1), np.flatnonzero(sizes == 0)
         self.num_outputs, self.num_reals = int(ends[-1]), len(reals)
-        self._means = first[reals]
+        self._means, self._log_std = first[reals], log_std
         # Entries with equally many values are drawn together, `[k, n]` logits.
-        entries = [np.flatnonzero(sizes == n) for n in np.unique(sizes[sizes > 0])]
-        self._logits = [first[at][:, None] + np.arange(sizes[at[0]]) for at in entries]
+        numbers = np.unique(sizes[sizes > 0]).tolist()
+        entries = [np.flatnonzero(sizes == n) for n in numbers]
+        self._logits = [
+            first[at][:, None] + np.arange(n)
+            for at, n in zip(entries, numbers, strict=True)
+        ]
         self._entries = np.concatenate([reals, *entries])  # reals, then group by group
-
-    def of(
-        self, outputs: jax.Array, log_std: jax.Array, mask: jax.Array | None = None
-    ) -> Self:
-        """Returns the distribution of these parameters.
-
-        Args:
-            outputs: `[..., num_outputs]`.
-            log_std: `[..., num_reals]`, logarithms of the standard deviations.
-            mask: a flag for each logit, True where the value is allowed; None for all.
-        """
         if mask is not None:
             columns = np.sort(np.concatenate([np.ravel(x) for x in self._logits]))
             flags = mask.astype(bool).reshape(*outputs.shape[:-1], -1)
@@ -60,9 +58,7 @@ class Joint:
                 )
             every = jnp.ones(outputs.shape, bool).at[..., columns].set(flags)
             outputs = jnp.where(every, outputs, -1e9)
-        new = object.__new__(type(self))
-        vars(new).update(vars(self), _outputs=outputs, _log_std=log_std)
-        return new
+        self._outputs = outputs
 
     def sample(self, key: jax.Array) -> Any:
         """Draws actions."""

@@ -108,10 +108,10 @@ class ActorCritic(nn.Module):
             mean = mlp(space.shape[0], 0.01)
             log_std = self.param("log_std", nn.initializers.zeros, mean.shape[-1:])
             return Gaussian(mean, jnp.broadcast_to(log_std, mean.shape)), value
-        joint = Joint(space)
-        log_std = self.param("log_std", nn.initializers.zeros, (joint.num_reals,))
-        log_std = jnp.broadcast_to(log_std, (*value.shape, joint.num_reals))
-        return joint.of(mlp(joint.num_outputs, 0.01), log_std, mask), value
+        sizes = Joint(space)
+        log_std = self.param("log_std", nn.initializers.zeros, (sizes.num_reals,))
+        log_std = jnp.broadcast_to(log_std, (*value.shape, sizes.num_reals))
+        return Joint(space, mlp(sizes.num_outputs, 0.01), log_std, mask), value
 
 
 def loss(config, dist, value, t, advantage):
@@ -283,7 +283,7 @@ def make_host(env_id):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("env_id", help="such as CartPole-v1 or gymnasium:CartPole-v1")
     for name in ("num_updates", "num_envs", "num_steps", "learning_rate", "gamma"):
         default = getattr(Config(num_updates=40), name)
@@ -300,7 +300,7 @@ def main():
     env = make_env(env_id, config.num_envs, normalize)
     is_host = not hasattr(env, "reset_done")
     agent = PPO(env.action_space, config, env.observation_space)
-    kind = rollout.HostCollector if is_host else rollout.Collector
+    kind: Any = rollout.HostCollector if is_host else rollout.Collector
     collector = kind(env=env, policy=agent.policy)
     state, run = (
         begin(agent, collector, key),
