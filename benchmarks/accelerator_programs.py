@@ -57,7 +57,7 @@ def _network_policy() -> tuple[Any, Any]:
 
 
 def ppo() -> Made:
-    """An update of `docs/recipes/ppo.py`, four epochs of four minibatches."""
+    """An update of `rollout/recipes/ppo.py`, four epochs of four minibatches."""
     config = recipes.Config(num_updates=1, num_envs=NUM_ENVS, num_minibatches=4)
     agent = recipes.ppo.PPO(envs.make(ENV_ID).action_space, config)
     collector = _collector(policy=agent.policy)

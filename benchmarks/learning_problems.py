@@ -1,4 +1,4 @@
-"""What does a mistake look like in the log? `docs/recipes/ppo.py` on CartPole.
+"""What does a mistake look like in the log? `rollout/recipes/ppo.py` on CartPole.
 
     python benchmarks/learning_problems.py
 
@@ -60,7 +60,7 @@ def train(agent: Any, key: Any) -> Any:
     """The log of a training, `[U]` each."""
     env = envs.make_vec("CartPole-v1", CONFIG.num_envs)
     collector = rollout.Collector(env=env, policy=agent.policy)
-    return ppo.train(agent, collector, key)[2]
+    return ppo.train(agent, collector, key)[1]
 
 
 def train_from_one_carry(key: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How well does `docs/recipes/ppo.py` learn, and what is each of its details worth?
+"""How well does `rollout/recipes/ppo.py` learn, and what is each of its details worth?
 
 Trains five seeds of every task, and plays 1,000 episodes (of robots 100) with the last
 parameters of each, actions drawn as in training. On brax, PureJaxRL's script trains
@@ -28,7 +28,6 @@ from typing import Any
 
 import curves
 import jax
-import jax.numpy as jnp
 import learners_of_peers
 import matplotlib.pyplot as plt
 import numpy as np
@@ -37,7 +36,7 @@ import recipes
 import rollout
 from rollout import envs
 
-SOURCE = recipes.FOLDER / "ppo.py"
+SOURCE = Path(recipes.ppo.__file__)
 CLASSIC = {"num_envs": 32, "num_steps": 64, "num_minibatches": 4}
 ROBOT = {
     "num_updates": 122,
@@ -154,36 +153,6 @@ def make_env(env_id: str, config: Any, only: str = "") -> Any:
     return recipes.make_lanes(env_id, config, only)
 
 
-def train_host(agent: Any, env: Any, key: jax.Array) -> tuple[Any, Any, dict[str, Any]]:
-    """Trains in an environment that is not JAX, as `ppo.train` does in others."""
-    config, (init_key, key) = agent.config, jax.random.split(key)
-    collector = rollout.HostCollector(env=env, policy=agent.policy)
-    learner = agent.init(init_key, jnp.zeros(env.observation_space.shape))
-    rows = config.num_envs * config.num_steps
-    stream = rollout.Stream(
-        collector,
-        key=key,
-        params=learner[0],
-        steps_per_batch=rows,
-        total_steps=config.num_updates * rows,
-    )
-
-    @jax.jit
-    def learn(learner: Any, t: Any, key: jax.Array) -> Any:
-        next_value = agent.value(learner[0], t.next_obs)
-        return agent.learn(learner, t, next_value, key)
-
-    log: dict[str, list[float]] = {"steps": [], "return": []}
-    with stream:
-        for batch in stream:
-            key, learn_key = jax.random.split(key)
-            learner, _ = learn(learner, batch.trajectory, learn_key)
-            stream.set_params(learner[0])
-            log["steps"].append(stream.steps)
-            log["return"].append(float(stream.stats.window.return_mean))
-        return learner[0], stream.carry, log
-
-
 def run(name: str, seed: int, programs: dict[str, Any]) -> dict[str, Any]:
     """Trains one seed, and evaluates it."""
     env_id, _, detail = name.partition(", ")
@@ -196,21 +165,22 @@ def run(name: str, seed: int, programs: dict[str, Any]) -> dict[str, Any]:
     agent = module.PPO(env.action_space, config)
     if env_id.endswith("-v5"):
         start = time.process_time() + children()
-        params, carry, log = train_host(agent, env, key)
+        host = rollout.HostCollector(env=env, policy=agent.policy)
+        state, log = module.train(agent, host, key)
         seconds = time.process_time() + children() - start
         judge = rollout.HostCollector(
             env=make_env(env_id, config), policy=agent.policy
-        ).freeze(carry)
+        ).freeze(state.carry)
     else:
         collector = rollout.Collector(env=env, policy=agent.policy)
         if name not in programs:
             train = jax.jit(lambda key: module.train(agent, collector, key))
             programs[name] = train.lower(key).compile()
         start = time.process_time()
-        params, carry, log = jax.block_until_ready(programs[name](key))
+        state, log = jax.block_until_ready(programs[name](key))
         seconds = time.process_time() - start
-        judge = collector.freeze(carry)
-    stats = evaluate(judge, seed, params)
+        judge = collector.freeze(state.carry)
+    stats = evaluate(judge, seed, state.params)
     print(f"{name}, seed {seed}: {stats}, {seconds:.1f} s", flush=True)
     every = max(1, config.num_updates // 100)
     curve = np.asarray(log["return"], float)[::every]

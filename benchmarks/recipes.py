@@ -1,13 +1,11 @@
 """The programs of `docs/recipes` with other settings, as one function from a key.
 
-Nothing of an algorithm is written here. PPO is `docs/recipes/ppo.py`; the programs of
-pages run up to their loop, with some of their text replaced.
+Nothing of an algorithm is written here. PPO is `rollout/recipes/ppo.py`; the programs
+of pages run up to their loop, with some of their text replaced.
 """
 
 import re
-import sys
 from collections.abc import Callable
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +15,10 @@ import jax.numpy as jnp
 import rollout
 from rollout import envs
 from rollout.envs.wrappers.wrapper import Wrapper
+from rollout.recipes import ppo
+from rollout.recipes.ppo import Config
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "recipes"
-if str(FOLDER) not in sys.path:
-    sys.path.insert(0, str(FOLDER))
-import ppo  # noqa: E402
-from ppo import Config  # noqa: E402
-
 # Of `ppo.py`, what PureJaxRL's scripts have.
 PUREJAXRL = Config(num_minibatches=4, learning_rate=2.5e-4, value_clip=0.2)
 
@@ -145,7 +140,9 @@ def make_ppo(env: Any, config: Config) -> Learner:
     agent = ppo.PPO(env.action_space, config)
     collector = make_collector(env, agent)
     train = lambda key: ppo.train(agent, collector, key)  # noqa: E731
-    return Learner(train, itemgetter(0), lambda *args: agent.act(*args)[0])
+    return Learner(
+        train, lambda result: result[0].params, lambda *args: agent.act(*args)[0]
+    )
 
 
 def make_dqn(env: Any, config: DQN) -> Learner:

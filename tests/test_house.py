@@ -36,6 +36,7 @@ LADDER = (
     {"agents", "evaluation", "gif", "probing", "profiling", "recommendation"}
     | {"sharding", "stream"},
     {"inspection", "logs"},
+    {"recipes"},
     {"cli"},
     {"__main__"},
 )

@@ -114,8 +114,7 @@ def run(path, tmp_path):
         # The kernel starts in a directory of its own, so that it writes nothing here.
         resources={"metadata": {"path": str(tmp_path)}},
     )
-    recipes = str(ROOT / "docs/recipes")
-    packages = os.pathsep.join([str(ROOT), recipes, os.environ.get("PYTHONPATH", "")])
+    packages = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # Nothing of the user's IPython profile may decide whether the notebook runs.
     environ = {**os.environ, "PYTHONPATH": packages, "IPYTHONDIR": str(tmp_path)}
     # Most of the time is compiling, and nothing here asks how fast the code is that

@@ -214,6 +214,10 @@ class State(NamedTuple):
     window: Any  # of the last 100 episodes
     number: Any  # of updates so far
 
+    @property
+    def params(self):
+        return self.learner[0]
+
 
 def begin(agent, collector, keys):
     """Returns the state of a training that begins, from two keys."""
@@ -237,7 +241,7 @@ def train(agent, collector, key, state=None, num_updates=None):
     """
 
     def update(state, key):
-        params = state.learner[0]
+        params = state.params
         carry, t = collector.collect_steps(state.carry, params, agent.config.num_steps)
         last_value = collector.value(carry, params)
         next_value = rollout.next_values(t, t.extras["value"], last_value)
@@ -324,14 +328,14 @@ def main():
         rollout.checkpoint.save("agent.checkpoint", keep(state))
         print(f"{log['steps'][-1]:>12,} steps, return {log['return'][-1]:.6g}")
     judge = collector.freeze(state.carry) if normalize else collector
-    print(rollout.evaluate(judge, key, state.learner[0], num_episodes=100))
+    print(rollout.evaluate(judge, key, state.params, num_episodes=100))
     curve = np.loadtxt("agent.csv", delimiter=",", skiprows=1, ndmin=2)
     plt.plot(curve[:, 0], curve[:, 1])
     plt.gca().set(xlabel="environment steps", ylabel="mean return, last 100 episodes")
     plt.savefig("agent.png")
     try:
         path, limit = "agent.gif", {"max_episode_steps": 200}
-        rollout.record_gif(judge, key, state.learner[0], path, **limit)
+        rollout.record_gif(judge, key, state.params, path, **limit)
     except (ValueError, ModuleNotFoundError) as error:
         print(f"no GIF: {error}")
 

@@ -8,13 +8,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import ppo
 import pytest
 
 import rollout
 from rollout import buffers, envs
 from rollout.agents import agent_transitions
 from rollout.platform import BLOCK
+from rollout.recipes import ppo
 
 T, B, HIDDEN = 16, 2048, 64
 

@@ -6,7 +6,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ppo
 import pytest
 from cases import CountEnv, quick_jit, raw
 from suite_checks import KEY, check_successors, play
@@ -14,6 +13,7 @@ from suite_checks import KEY, check_successors, play
 import rollout
 from rollout import envs
 from rollout.envs.wrappers.wrapper import VectorWrapper
+from rollout.recipes import ppo
 
 NUM_LANES, NUM_STEPS = 16, 24
 KEYS = jax.random.split(jax.random.key(0), 2)
@@ -469,7 +469,8 @@ def test_trainings_under_vmap_are_those_of_each_seed():
     collector = rollout.Collector(env=env, policy=agent.policy)
 
     def train(key):
-        params, carry, log = ppo.train(agent, collector, key)
+        state, log = ppo.train(agent, collector, key)
+        params, carry = state.params, state.carry
         return params, statistics_in(carry.env_state), log
 
     keys = jax.random.split(jax.random.key(1), 3)
