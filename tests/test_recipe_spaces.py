@@ -14,7 +14,7 @@ from flax import struct
 import rollout
 from rollout import envs
 from rollout.envs import spaces
-from rollout.recipes.joint import Joint
+from rollout.recipes.distributions import Joint
 from rollout.recipes.ppo import PPO, Config, train
 
 TREE = spaces.Dict(

@@ -20,7 +20,7 @@ import optax
 import rollout
 from rollout import envs
 from rollout.envs.wrappers import flatten_obs, mask_in
-from rollout.recipes.joint import Joint
+from rollout.recipes.distributions import Joint
 
 
 class Config(NamedTuple):

@@ -1,4 +1,4 @@
-"""`Joint`: a distribution over any space of actions, entry by entry."""
+"""`Joint`, a distribution over any space of actions, entry by entry."""
 
 from typing import Any
 
