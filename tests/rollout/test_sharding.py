@@ -187,7 +187,9 @@ def test_stream_goes_on_over_another_number_of_devices(
     env_id, before, after, is_saved, tmp_path
 ):
     collector = make_case(env_id, "recurrent" if env_id == "count" else "net")
-    policy = rollout.random_warmup(collector.policy, collector.env.action_space, 3)
+    policy = rollout.policies.random_warmup(
+        collector.policy, collector.env.action_space, 3
+    )
     collector = collector.replace(policy=policy)
     options = {"recycle": not is_saved}
     first, second, plain = (

@@ -95,7 +95,7 @@ def hash_stream(collector, *, resume=False, warmup=0, **options) -> str:
     """
     if warmup:
         space = collector.env.action_space
-        policy = rollout.random_warmup(collector.policy, space, warmup)
+        policy = rollout.policies.random_warmup(collector.policy, space, warmup)
         collector = collector.replace(policy=policy)
 
     def make(seed: int) -> rollout.Stream:

@@ -68,7 +68,9 @@ def warmed_up(name, warmup):
     """All batches of a stream with a warm-up and a limit, and the traces of each."""
     collector = make_collector(name, B)
     policy = LOWEST._replace(value=lambda params, obs, state: 10 * state)
-    policy = rollout.random_warmup(policy, collector.env.action_space, warmup // B)
+    policy = rollout.policies.random_warmup(
+        policy, collector.env.action_space, warmup // B
+    )
     collector = collector.replace(policy=policy)
     options = {"steps_per_batch": 8, "total_steps": 28}
     options |= {"key": jax.random.key(7), "max_episode_steps": 3}
