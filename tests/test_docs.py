@@ -348,6 +348,25 @@ def test_first_command_of_the_readme_runs_the_agent_of_its_program():
     assert f'"{env_id}"' in program
 
 
+def test_names_that_changed_are_nowhere_any_more():
+    """Not in pages, notebooks, docstrings or messages."""
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    table = changelog.split("| Before | Now |")[1].split("\n\n")[0]
+    old = [x for row in table.splitlines() for x in row.split("|")[1:2]]
+    names = [name for cell in old for name in re.findall("`(.+?)`", cell)]
+    assert len(names) > 15
+    folders = (
+        "docs/**/*.md",
+        "notebooks/*.ipynb",
+        *(f"{x}/**/*.py" for x in ("rollout", "envs", "buffers")),
+    )
+    for pattern in (*folders, "benchmarks/*.py", "README.md", ".ci/*"):
+        for path in ROOT.glob(pattern):
+            text = path.read_text()
+            found = [x for x in names if re.search(rf"(?<![\w.]){re.escape(x)}", text)]
+            assert not found, f"{path.relative_to(ROOT)} has {found}"
+
+
 def test_continuous_integration_runs_the_commands_of_the_readme():
     script = (ROOT / ".ci" / "run").read_text()
     for marker in ("<!-- clone -->", "<!-- ci: test -->"):
