@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import chex
@@ -21,9 +21,10 @@ from rollout.envs.spaces import Space, as_space
 from rollout.envs.types import Env, VectorEnv
 from rollout.envs.vectorize import vectorize
 from rollout.envs.wrappers.wrapper import has_agents
+from rollout.nonfinite import nonfinite
 from rollout.policies import masks
 from rollout.policies.basic import random_policy, stateless_policy
-from rollout.types import Policy
+from rollout.types import Policy, Transition
 
 _NUM_LANES = 8
 _CHUNK = 100  # steps whose rows are held at a time
@@ -31,11 +32,17 @@ _NOT_THE_USERS = (*(os.path.dirname(x) + os.sep for x in (__file__, jax.__file__
 
 
 def probe(
-    env: Any, *, num_steps: int | None = None, seed: int = 0
+    env: Any,
+    key: chex.PRNGKey | None = None,
+    params: Any = None,
+    *,
+    num_steps: int | None = None,
+    seed: int = 0,
 ) -> tuple[Finding, ...]:
-    r"""Looks for common mistakes of new environments, in JAX or not.
+    r"""Looks for common mistakes of new environments, or of a policy in them.
 
         print(*rollout.probe(env), sep="\n")
+        print(*rollout.probe(collector, key, params), sep="\n")
 
     An exception of the environment is a finding too, and is not raised. An `Env` or a
     `MultiAgentEnv` is traced and, if nothing was found by that, plays random actions;
@@ -54,7 +61,14 @@ def probe(
     - `key`: a key is used twice; random numbers come from a key that the environment
       makes itself, or from NumPy or Python, so that every episode has the same. A start
       that draws nothing may be the same for all keys.
-    - `ending`: no episode ended.
+    - `ending`: no episode ended; or every truncation is a termination, too, so that no
+      time limit is bootstrapped.
+
+    Of a collector: its own policy plays, and besides `raises`, `contract`, `obs`,
+    `reward` and `ending` there are
+
+    - `action`: one is not in the action space.
+    - `extras`, `final_value`: one is not finite.
 
     Of a `HostVectorEnv`: where it is of Gymnasium, one is first checked by
     `gymnasium.utils.env_checker`. Then it is played several times over.
@@ -72,12 +86,17 @@ def probe(
     - `seed`: the same seed starts another episode; or other seeds start the same one,
       which is right only where nothing is random.
     - `ending`: no episode ended; or an environment plays on after its end, for instance
-      because it resets itself: `obs` at an ending is then no true successor.
+      because it resets itself: `obs` at an ending is then no true successor; or every
+      truncation is a termination, too.
+
+    Steps are numbered from 1 in each episode.
 
     Args:
         env: one environment in JAX, before `vectorize`; or `B` host environments, left
             in any state: use them for nothing else. One of them alone cannot show
-            `reset` and `shared`.
+            `reset` and `shared`. Or a collector of either kind.
+        key: of a collector's episodes, one typed key.
+        params: of its policy.
         num_steps: steps of each pass, at least 1; by default 1,000 in JAX, and 200 of
             host environments.
         seed: of the actions and of the episodes, at least 0.
@@ -88,8 +107,9 @@ def probe(
     Raises:
         ValueError: if `env` is no such environment, or an option is not as above.
     """
+    collects = hasattr(env, "collect_steps")
     is_host = hasattr(env, "num_envs") and not hasattr(env, "reset_done")
-    if not is_host:
+    if not is_host and not collects:
         checks.single(env)
     if num_steps is None:
         num_steps = 200 if is_host else 1000
@@ -98,6 +118,11 @@ def probe(
     if is_host:
         return host_probe.probe(env, num_steps, seed)
     found: dict[str, str] = {}
+    if collects:
+        checks.typed_key(key)
+        with _reporting(found):
+            _play(found, env, params, key, num_steps)
+        return tuple(Finding(*item) for item in found.items())
     with _reporting(found), jax.debug_key_reuse(False):
         key = jax.random.key(seed)
         lanes: Any = vectorize(env, _NUM_LANES)
@@ -110,7 +135,7 @@ def probe(
                 found[name] = "`contains` must be True of what `sample` draws"
         _check_traces(found, lanes.env.env if has_agents(env) else env)
         if not found:
-            _play(found, collector, key, num_steps)
+            _play(found, collector, None, key, num_steps)
     return tuple(Finding(*item) for item in found.items())
 
 
@@ -194,29 +219,70 @@ def _find_own_randomness(fn: Any, *args: Any) -> str:
 
 
 def _play(
-    found: dict[str, str], collector: Collector, key: chex.PRNGKey, num_steps: int
+    found: dict[str, str],
+    collector: Any,
+    params: Any,
+    key: chex.PRNGKey,
+    num_steps: int,
 ) -> None:
-    """Collects steps, and looks at their observations, rewards and endings."""
-    space = collector.env.observation_space
-    check, contains = SpaceCheck(space), _contains(space)
-    carry = collector.init(key)
-    has_ended, size = False, min(num_steps, _CHUNK)
-    for start in range(0, num_steps, size):
-        carry, rows = collector.collect_steps(carry, None, size)
+    """Collects steps, and looks at what they recorded."""
+    env, size = collector.env, min(num_steps, _CHUNK)
+    carry, counts = collector.init(key), np.zeros(3, int)
+    spaces = as_space(env.observation_space), as_space(env.action_space)
+    for _ in range(0, num_steps, size):
+        carry, rows = collector.collect_steps(carry, params, size)
         rows = jax.device_get(rows)
-        has_ended |= (rows.terminated | rows.truncated).any()
-        if not np.isfinite(rows.reward).all():
-            what = f"it must be finite, got {rows.reward[~np.isfinite(rows.reward)][0]}"
-            found.setdefault("reward", what)
-        for which in (rows.obs, rows.next_obs):
-            flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), which)
-            bad = check.find(flat) or {
-                int(i): "it must be an element of its space"
-                for i in np.flatnonzero(~contains(flat))
-            }
-            for at in sorted(bad)[:1]:
-                when = f"at step {start + at // _NUM_LANES + 1}"
-                found.setdefault("obs", f"{bad[at]}, {when}")
-    if not has_ended:
+        both = rows.terminated & rows.truncated
+        counts += [
+            x.sum() for x in (rows.terminated | rows.truncated, rows.truncated, both)
+        ]
+        _look(found, rows, *spaces, acts=not has_agents(env))
+    num_ended, num_truncated, num_both = counts
+    if not num_ended:
         what = f"no episode ended in {num_steps} steps: take more `num_steps`"
         found["ending"] = what
+    elif num_both == num_truncated >= 3:
+        found["ending"] = host_probe.both_flags(num_both)
+
+
+def _look(
+    found: dict[str, str],
+    rows: Transition,
+    observation_space: Space,
+    action_space: Space,
+    *,
+    acts: bool,
+) -> None:
+    """Finds entries of rows `[T, B, ...]` that are not as they should be."""
+
+    def report(name: str, bad: Any, say: Callable[[int], str], end: bool) -> None:
+        for at in np.flatnonzero(bad & (rows.mask | ~end).ravel())[:1]:
+            step = rows.episode_length.ravel()[at]
+            when = f"at step {step} of an episode" if end else "at the start of one"
+            found.setdefault(name, f"{say(at)}, {when}")
+
+    def check(name: str, space: Space, tree: Any, rows_of: Any, end: bool) -> None:
+        if isinstance(tree, tuple) and not tree:  # not recorded
+            return
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+        causes = SpaceCheck(space, name).find(flat) or {
+            int(at): f"`{name}` must be an element of its space, got "
+            f"{jax.tree.map(lambda x, at=at: x[at], flat)}"
+            for at in np.flatnonzero(~np.asarray(_contains(space)(flat)))
+        }
+        bad = np.isin(np.arange(rows.mask.size), list(causes)) & rows_of.ravel()
+        report(name, bad, lambda at: str(causes[at]), end)
+
+    check("obs", observation_space, rows.obs, rows.first, end=False)
+    check("obs", observation_space, rows.next_obs, rows.mask, end=True)
+    if acts:
+        check("action", action_space, rows.action, rows.mask, end=True)
+    named = {**nonfinite(rows), "reward": ~np.isfinite(rows.reward)}
+    for name, bad in named.items():
+        if name.split(".")[0] in ("reward", "extras", "final_value"):
+            what = f"`{name}` must be finite"
+            value = (
+                f", got {rows.reward[bad][0]}" if name == "reward" and bad.any() else ""
+            )
+            text = what + value
+            report(name.split(".")[0], np.ravel(bad), lambda at, text=text: text, True)

@@ -45,6 +45,14 @@ def probe(env: HostVectorEnv, num_steps: int, seed: int) -> tuple[Finding, ...]:
     return tuple(Finding(*item) for item in probing.found.items())
 
 
+def both_flags(number: int) -> str:
+    """Says that no time limit is told from a termination."""
+    return (
+        f"each of the {number} truncations is a termination, too, so no time limit is "
+        "bootstrapped: set `terminated` only where the task itself ended"
+    )
+
+
 class _Stop(Exception):  # noqa: N818
     """Raised when a finding leaves nothing to continue with."""
 
@@ -69,6 +77,7 @@ class _Probe:
         self.found: dict[str, str] = {}
         self._env, self._rng, self._when = env, rng, ""
         self._every = np.ones(env.num_envs, bool)
+        self._num_truncated = self._num_both = 0  # of both flags
         flag = jax.ShapeDtypeStruct((env.num_envs,), bool)
         self._kinds: dict[str, ArrayTree] = {
             "reward": jax.ShapeDtypeStruct((env.num_envs,), np.float32),
@@ -106,6 +115,8 @@ class _Probe:
         else:
             what = f"no episode ended in {num_steps} steps: take more `num_steps`"
             self._report("ending", what)
+        if self._num_both == self._num_truncated >= 3:
+            self._report("ending", both_flags(self._num_both))
 
     def _check_by_gymnasium(self) -> None:
         gymnasium = sys.modules.get("gymnasium")
@@ -214,6 +225,8 @@ class _Probe:
         self._check_obs(step.obs)
         fields = step.obs, step.reward, step.terminated, step.truncated
         fields = jax.tree.map(np.array, fields)
+        self._num_truncated += int(np.count_nonzero(fields[3]))
+        self._num_both += int(np.count_nonzero(fields[2] & fields[3]))
         return fields[0], fields[2] | fields[3], fields
 
     def _reset(

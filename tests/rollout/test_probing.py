@@ -10,6 +10,7 @@ import pytest
 from agents import OneAgent
 from cases import CountEnv
 from flax import struct
+from host_count import HostCount
 
 import rollout
 from rollout import envs
@@ -169,6 +170,14 @@ MISTAKES = {
         "ending",
         "no episode ended in 40 steps",
     ),
+    "limits that terminate, too": (
+        with_step(
+            terminated=lambda step: step.state["count"] >= 9,
+            truncated=lambda step: step.state["count"] >= 9,
+        ),
+        "ending",
+        "truncations is a termination, too",
+    ),
     "rewards of shape (1,)": (
         with_step(reward=lambda step: step.obs[:1]),
         "contract",
@@ -177,7 +186,7 @@ MISTAKES = {
     "rewards that are not finite": (
         with_step(reward=lambda step: jnp.inf),
         "reward",
-        "it must be finite, got inf",
+        "`reward` must be finite, got inf, at step 1",
     ),
     "flags that are floats": (
         with_step(truncated=lambda step: jnp.float32(0)),
@@ -198,6 +207,7 @@ MISTAKES = {
 
 
 PLAYED = ("bounds of observations", "an ending without a flag")
+PLAYED += ("limits that terminate, too",)
 PLAYED += ("observations that are not finite", "rewards that are not finite")
 
 
@@ -243,3 +253,52 @@ SLOW = [
 @pytest.mark.usefixtures("quick_compile")
 def test_nothing_is_found_where_all_is_well(env):
     assert rollout.probe(env, num_steps=60) == ()
+
+
+@struct.dataclass
+class Late(Toy):
+    """Has a NaN as the observation after the third step of an episode."""
+
+    def reset(self, key):
+        return self.begin({"count": jnp.int32(0), "sum": jnp.int32(0)})
+
+    def see(self, state):
+        return jnp.where(state["count"] == 3, jnp.nan, Toy.see(self, state))
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_step_of_a_finding_is_that_of_the_episode():
+    (finding,) = rollout.probe(Late(), num_steps=60)
+    what = "`obs[0]` must be finite, got nan, at step 3 of an episode"
+    assert str(finding) == f"obs: {what}"
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("is_host", [False, True])
+@pytest.mark.parametrize("name", ["action", "extras", "reward", ""])
+def test_policy_of_a_collector_is_probed(name, is_host):
+    def act(params, obs, key):
+        number = jnp.where(name == "action", 3, 0)
+        extra = jnp.where(name == "extras", jnp.nan, 0.0)
+        size = obs.shape[0]
+        return jnp.full(size, number), {"log_prob": jnp.full(size, extra)}
+
+    policy = rollout.stateless_policy(act)
+    if is_host:
+        env = HostCount(3)
+        collector = rollout.HostCollector(env=env, policy=policy)
+    else:
+        env = Toy() if name != "reward" else struct.dataclass(Rewarding)()
+        collector = rollout.Collector(env=envs.vectorize(env, 3), policy=policy)
+    found = rollout.probe(collector, jax.random.key(0), None, num_steps=30)
+    if name == "action" and is_host:  # which is refused before it is played
+        assert "must return actions of Discrete" in found[0].message
+    elif name == "reward" and is_host:
+        assert found == ()
+    else:
+        assert [x.name for x in found] == ([name] if name else [])
+
+
+class Rewarding(Toy):
+    def change(self, step):
+        return step.replace(reward=jnp.nan)
