@@ -301,6 +301,7 @@ def test_players_who_lose_before_their_first_move_have_lost():
     assert sum(jax.tree.leaves(results["c"])) == 0  # who is never there
 
 
+@jax.tree_util.register_static
 class TwoMoves:
     """One of two players wins after one move or two, by chance; c is not there."""
 
