@@ -119,6 +119,8 @@ def probe(
         return host_probe.probe(env, num_steps, seed)
     found: dict[str, str] = {}
     if collects:
+        if key is None:
+            raise ValueError("`key` must be one typed key with a collector, got None.")
         checks.typed_key(key)
         with _reporting(found):
             _play(found, env, params, key, num_steps)

@@ -36,7 +36,6 @@ LADDER = (
     {"agents", "evaluation", "gif", "probing", "profiling", "recommendation"}
     | {"sharding", "stream"},
     {"inspection", "logs"},
-    {"recipes"},
     {"cli"},
     {"__main__"},
 )
@@ -61,6 +60,8 @@ def read_modules():
     files = {}
     for folder, package in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
+            if "recipes" in path.parts:  # programs of a user
+                continue
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
             parts = parts[:-1] if parts[-1] == "__init__" else parts
             files[".".join([package, *parts])] = ast.parse(path.read_text())

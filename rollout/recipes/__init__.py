@@ -3,5 +3,6 @@
     python -m rollout.recipes.ppo CartPole-v1
 
 Copy a file and change it: that is what it is for, and the one here may change, too. It
-needs the extra `train`: optax, and what draws curves and episodes.
+needs the extra `train`: optax, and what draws curves and episodes. `ppo` is the agent;
+`distributions` has the one over any space of actions.
 """

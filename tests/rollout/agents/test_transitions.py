@@ -143,8 +143,8 @@ def test_rows_of_an_episode_are_those_written_down(name):
     check(schedule(acting, reward, terminated=terminated), rows, unassigned)
 
 
-def test_agent_that_never_acts_has_no_mean_return():
-    _, trajectory = by_agent(schedule(np.zeros((4, 3)), np.ones((3, 3))))
+def test_agent_that_neither_acts_nor_gets_anything_has_no_mean_return():
+    _, trajectory = by_agent(schedule(np.zeros((4, 3)), np.zeros((3, 3))))
     stats = jax.device_get(summarize_agents(trajectory))
     assert stats.num_agent_steps == 0
     assert np.isnan(stats.agents["a"].returns.mean)
