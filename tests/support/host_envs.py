@@ -7,6 +7,7 @@ the steps of an episode; the seed of a reset selects the fault of the episode.
 import os
 import signal
 import time
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -192,3 +193,18 @@ class Hangs(Count):
         if self.count == 5 and self.path.exists():
             time.sleep(1000)
         return super().step(action)
+
+
+def alive(pid):
+    """Whether a process runs; one that ended may wait for its parent to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # or it went while we read
+        return False
+
+
+def wait_until_gone(pids, seconds=10):
+    end = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not any(map(alive, pids))

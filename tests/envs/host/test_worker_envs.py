@@ -15,7 +15,7 @@ from pathlib import Path
 import host_envs
 import numpy as np
 import pytest
-from host_envs import AT, ENDS, Count, seed_of
+from host_envs import AT, ENDS, Count, alive, seed_of, wait_until_gone
 
 from rollout import envs
 
@@ -55,21 +55,6 @@ def check_renewed(env, mask):
     env.rebuild(mask)
     start(env, mask=mask)
     assert not env.step(ACTION).faulty.any()
-
-
-def alive(pid):
-    """Whether a process runs; one that ended may wait for its parent to notice."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # or it went while we read
-        return False
-
-
-def wait_until_gone(pids, seconds=10):
-    end = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.01)
-    return not any(map(alive, pids))
 
 
 def test_modules_that_a_program_preloads_stay_so(make, monkeypatch):

@@ -1,12 +1,13 @@
 """Collectors over worker processes that fail in every way there is."""
 
-import multiprocessing
+import os
+import signal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_envs import Faultless, Unreliable
+from host_envs import Faultless, Unreliable, wait_until_gone
 
 import rollout
 from rollout import envs
@@ -43,8 +44,9 @@ def test_no_row_of_a_faulty_episode_is_data(num_ready):
     for episode_id in rows.episode_id[rows.truncated]:
         lengths = rows.episode_length[rows.episode_id == episode_id]
         np.testing.assert_array_equal(np.sort(lengths), np.arange(1, LENGTH + 1))
+    pids = collector.env.pids
     collector.close()
-    assert not multiprocessing.active_children()
+    assert wait_until_gone(pids)
 
 
 @pytest.mark.slow
@@ -64,9 +66,9 @@ def test_worker_that_died_between_two_calls_is_replaced():
     env = envs.workers([Faultless] * 2, num_workers=2)
     collector = rollout.HostCollector(env=env, policy=POLICY)
     collector.collect_steps(collector.init(KEY), None, 5)
-    for child in multiprocessing.active_children():
-        child.kill()
-        child.join()
+    for pid in env.pids:
+        os.kill(pid, signal.SIGKILL)
+    assert wait_until_gone(env.pids)
     with pytest.raises(envs.EnvFault, match="ended with exit code -9"):
         collector.init(KEY)
     _, rows = collector.collect_steps(collector.init(KEY), None, 5)
