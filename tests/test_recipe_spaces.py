@@ -1,6 +1,7 @@
 """PPO of the package learns in every space, in JAX and on the host, alike."""
 
 import functools
+import re
 from typing import Any
 
 import gymnasium
@@ -14,8 +15,9 @@ from flax import struct
 import rollout
 from rollout import envs
 from rollout.envs import spaces
+from rollout.recipes import ppo
 from rollout.recipes.distributions import Joint
-from rollout.recipes.ppo import PPO, Config, train
+from rollout.recipes.ppo import PPO, Config, main, train
 
 TREE = spaces.Dict(
     {"turn": envs.Discrete(2, start=3), "pull": spaces.Tuple((envs.Box(2.0, 6.0, ()),))}
@@ -213,3 +215,55 @@ def test_advantages_over_time_limits_are_those_of_a_plain_loop(is_host):
         later = delta + 0.72 * (1 - np.asarray(t.done[step])) * later
         want[step] = later
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def command(folder, monkeypatch, capsys, *argv):
+    """Runs the command in a folder; returns what it printed, and its table."""
+    monkeypatch.chdir(folder)
+    sizes = "--num-envs=4", "--num-steps=16", "--num-updates=12"
+    monkeypatch.setattr("sys.argv", ["ppo", *argv, *sizes])
+    main()
+    return capsys.readouterr().out.splitlines(), (folder / "agent.csv").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("key_reuse")
+def test_command_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    printed, table = command(whole, monkeypatch, capsys, "CartPole-v1")
+    assert re.fullmatch(r" +640 steps, return \d.*", printed[0])
+    assert re.fullmatch(r"return \d.*, 100 episodes", printed[-1])
+    assert len(table.splitlines()) == 13
+    assert (whole / "agent.gif").read_bytes().startswith(b"GIF89a")
+    assert (whole / "agent.png").stat().st_size > 5_000
+    with monkeypatch.context() as patched:
+        patched.setattr(ppo.rollout, "evaluate", kill)  # after the first ten
+        patched.setattr(ppo, "print", kill, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            command(killed, patched, capsys, "CartPole-v1")
+    again, resumed = command(killed, monkeypatch, capsys, "CartPole-v1", "--resume")
+    assert resumed == table
+    assert again == printed[1:]
+
+
+def kill(*args):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("key_reuse")
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("Pendulum-v1", "--normalize"),
+        ("gymnasium:FrozenLake-v1",),
+        ("gymnasium:Pendulum-v1", "--normalize"),
+        ("FrozenLake-misc",),
+        ("pgx:2048",),
+    ],
+)
+def test_command_takes_every_suite(argv, tmp_path, monkeypatch, capsys):
+    printed, table = command(tmp_path, monkeypatch, capsys, *argv)
+    assert len(table.splitlines()) == 13
+    assert any(re.fullmatch(r"return .*, 100 episodes", line) for line in printed)

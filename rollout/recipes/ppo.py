@@ -306,10 +306,8 @@ def main():
     agent = PPO(env.action_space, config, env.observation_space)
     kind: Any = rollout.HostCollector if is_host else rollout.Collector
     collector = kind(env=env, policy=agent.policy)
-    state, run = (
-        begin(agent, collector, key),
-        functools.partial(train, agent, collector),
-    )
+    state = begin(agent, collector, jax.random.split(key, 3)[:2])
+    run = functools.partial(train, agent, collector)
     run = run if is_host else jax.jit(run, static_argnames="num_updates")
     # Host environments cannot all be saved: they begin new episodes.
     keep = lambda state: state._replace(carry=()) if is_host else state  # noqa: E731
