@@ -258,8 +258,6 @@ def kill(*args):
     [
         ("Pendulum-v1", "--normalize"),
         ("gymnasium:FrozenLake-v1",),
-        ("gymnasium:Pendulum-v1", "--normalize"),
-        ("FrozenLake-misc",),
         ("pgx:2048",),
     ],
 )
