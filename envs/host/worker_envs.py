@@ -26,7 +26,7 @@ def workers(
     num_workers: int | None = None,
     *,
     start_method: str = "forkserver",
-    timeout: float | None = None,
+    timeout: float | None = 60.0,
     observe_info: Mapping[str, Any] | None = None,
     record_info: Mapping[str, Any] | None = None,
 ) -> "WorkerEnvs":

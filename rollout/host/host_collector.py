@@ -71,8 +71,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         accumulators: user-defined values that are accumulated per episode, as in
             `Collector`.
         on_fault: "raise" or "restart", where an environment fails: it raises, a worker
-            process dies or does not answer, an observation is not finite or outside of
-            its space. "raise" raises `rollout.envs.EnvFault`; "restart" masks out the
+            process dies or does not answer, an observation or a reward is not finite,
+            or an observation is outside of its space. "raise" raises `rollout.envs.EnvFault`; "restart" masks out the
             episode from its first row in this call on, counts it in `fault_stats`, logs
             the cause and rebuilds the environment; the others go on.
         max_restarts: how many times environments are rebuilt, over the life of the
