@@ -72,9 +72,10 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             `Collector`.
         on_fault: "raise" or "restart", where an environment fails: it raises, a worker
             process dies or does not answer, an observation or a reward is not finite,
-            or an observation is outside of its space. "raise" raises `rollout.envs.EnvFault`; "restart" masks out the
-            episode from its first row in this call on, counts it in `fault_stats`, logs
-            the cause and rebuilds the environment; the others go on.
+            or an observation is outside of its space. "raise" raises
+            `rollout.envs.EnvFault`; "restart" masks out the episode from its first row
+            in this call on, counts it in `fault_stats`, logs the cause and rebuilds the
+            environment; the others go on.
         max_restarts: how many times environments are rebuilt, over the life of the
             collector; the next fault raises. Set it large for a long run.
 
