@@ -163,7 +163,7 @@ def make_dqn(env: Any, config: DQN) -> Learner:
                 "(1.0, 0.05, TOTAL_STEPS // NUM_ENVS // 2)"
             ),
             "PrioritizedReplayBuffer(capacity=100_000": "ReplayBuffer(capacity=10_000",
-            "n_step=3": "n_step=1",
+            "beta=beta, n_step=3": "n_step=1",
             "network.apply(params, row.next_obs).argmax": (
                 "network.apply(target_params, row.next_obs).argmax"
             ),

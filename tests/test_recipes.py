@@ -295,7 +295,7 @@ def test_program_with_action_masks_learns(folder, key_reuse, rank_promotion):
     pytest.importorskip("jumanji")
     names = run_page("action_masks")
     assert names["returns"][-1] > 3_000  # about 1,100 with random moves
-    args = names["carry"], names["params"], 64
+    args = names["state"].carry, names["state"].params, 64
     _, t = jax.device_get(names["collector"].collect_steps(*args))
     allowed = np.take_along_axis(t.obs.action_mask, t.action[..., None], axis=-1)
     assert allowed.all()

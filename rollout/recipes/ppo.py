@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from flax import struct
 
 import rollout
 from rollout import envs
@@ -41,9 +42,9 @@ class Config(NamedTuple):
     activation: Any = nn.tanh
 
 
-class Categorical(NamedTuple):
+class Categorical(struct.PyTreeNode):
     logits: jax.Array  # [..., number of actions]
-    start: Any = 0  # the smallest action
+    start: int = struct.field(pytree_node=False, default=0)  # the smallest action
 
     def sample(self, key):
         return self.start + jax.random.categorical(key, self.logits)
