@@ -330,7 +330,7 @@ def test_recurrent_recipe_takes_an_lstm(folder, quick_compile):
     assert code.count(old) == code.count("nn.GRUCell(64)") == 1
     code = code.replace(old, new).replace("nn.GRUCell", "nn.OptimizedLSTMCell")
     names = run("lstm", code)
-    memory = names["carry"].policy_state
+    memory = names["state"].carry.policy_state
     assert [x.shape for x in memory] == [(16, 64)] * 2
     assert np.isfinite(names["returns"]).all()
     check_replay(names["log"])  # it took no step
