@@ -258,7 +258,7 @@ def _look(
     """Finds entries of rows `[T, B, ...]` that are not as they should be."""
 
     def report(name: str, bad: Any, say: Callable[[int], str], end: bool) -> None:
-        for at in np.flatnonzero(bad & (rows.mask | ~end).ravel())[:1]:
+        for at in np.flatnonzero(bad & (rows.mask | (not end)).ravel())[:1]:
             step = rows.episode_length.ravel()[at]
             when = f"at step {step} of an episode" if end else "at the start of one"
             found.setdefault(name, f"{say(at)}, {when}")
