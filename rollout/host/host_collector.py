@@ -189,8 +189,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 call.
         """
         checks.critic(self.policy)
-        self._check_carry(carry)
-        return self._loop.runner.values_of(params, carry.obs, carry.policy_state)
+        with held_back():  # jax's caches make other errors of an interrupt
+            self._check_carry(carry)
+            return self._loop.runner.values_of(params, carry.obs, carry.policy_state)
 
     def collect_steps(
         self,
