@@ -1,4 +1,4 @@
-"""What the library is made of, as programs for `accelerators.py` to compile.
+"""Programs of the parts of the library, for `accelerators.py` to compile.
 
 Each maker returns `(program, arguments, options)` of `rollout.inspect`. Arguments are
 shapes; nothing is computed.
@@ -178,7 +178,7 @@ def _exploring(wrap: Callable[[Any, Any], Any]) -> Made:
 
 
 def agent_transitions() -> Made:
-    """What each of two agents experienced who take turns."""
+    """Makes the transitions of each of two agents that take turns."""
     env = envs.make_vec("pgx:tic_tac_toe", num_envs=NUM_ENVS)
     allowed_fn = lambda obs: obs["action_mask"]  # noqa: E731
     policy = rollout.random_policy(env.action_spaces["players"], allowed_fn=allowed_fn)

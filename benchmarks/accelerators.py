@@ -1,4 +1,4 @@
-"""What does this library launch on accelerators, against the loop of PureJaxRL?
+"""Counts launches on accelerators, beside those of the loop of PureJaxRL.
 
 Compiled ahead of time by `rollout.inspect`, for accelerators that may be absent:
 launches and waits for the host on a GPU, cycles on a TPU. Nothing runs. Tables of

@@ -26,7 +26,7 @@ POLICIES = ("random", "mlp")
 
 
 class Case(NamedTuple):
-    """What a loop runs; the policy is one of `POLICIES`."""
+    """Environment, lanes and policy of a loop; the policy is one of `POLICIES`."""
 
     env_id: str
     num_envs: int

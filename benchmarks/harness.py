@@ -1,4 +1,4 @@
-"""What the benchmarks share: a timer of programs in turn, and tables of what they find.
+"""Times programs in turn, and formats tables of the results.
 
 A script yields the rows of a table of `docs/speed.json`, with its columns.
 `run` prints them, and with `--json docs/speed.json` replaces the table there;

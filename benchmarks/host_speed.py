@@ -58,7 +58,7 @@ class SeededOnce(gymnasium.Wrapper):
 
 
 def make_breakout() -> gymnasium.Env:
-    """Atari's Breakout as everyone plays it: four frames a step, 84 x 84, gray."""
+    """Makes Atari's Breakout with the usual wrappers: four frames a step, 84 x 84."""
     import ale_py
 
     gymnasium.register_envs(ale_py)

@@ -1,4 +1,4 @@
-"""What does a mistake look like in the log? `rollout/recipes/ppo.py` on CartPole.
+"""Logs common mistakes, made in `rollout/recipes/ppo.py` on CartPole.
 
     python benchmarks/learning_problems.py
 

@@ -1,4 +1,4 @@
-"""What do the recipes take beside their environments and gradients?
+"""Times what recipes do beside environment steps and gradients.
 
 Times an update, then with the same shapes: the steps of its environments alone, the
 choices of its policy alone, and its gradient steps alone, optimizer included, always on
@@ -199,7 +199,7 @@ def sac() -> Parts:
 
 
 def given_of(collector: Any, params: Any, num_steps: int) -> profiling._Given:
-    """What the parts of a collection are timed with."""
+    """Makes the inputs of the timed parts of a collection."""
     carry = collector.init(jax.random.key(0))
     t = collector.collect_steps(carry, params, num_steps)[1]
     return profiling._Given(collector, carry, params, t)

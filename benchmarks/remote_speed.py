@@ -1,4 +1,4 @@
-"""What do actors of Ray cost, against collectors in plain processes?
+"""Times actors of Ray against collectors in plain processes.
 
 Two actors with a `HostCollector` over 16 CartPoles each, and two processes with the
 same collector each and no Ray, take turns. Environment steps per second of all

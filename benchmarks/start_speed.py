@@ -35,7 +35,7 @@ def twenty_lines() -> str:
 
 
 def cases(folder: str) -> dict[str, tuple[str, dict[str, str]]]:
-    """What is run, and with which variables of the environment."""
+    """Lists the programs to run, each with its environment variables."""
     some = {CACHE: f"{folder}/some"}
     every = {CACHE: f"{folder}/every", KEEP_ALL: "0"}
     return {
