@@ -9,6 +9,7 @@ import numpy as np
 
 from rollout.envs.spaces import Box, Dict, Discrete, MultiDiscrete, Repeated, as_space
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
+from rollout.envs.wrappers.observations import eval_reset
 from rollout.envs.wrappers.wrapper import Wrapper
 
 _MASK = "action_mask"
@@ -61,7 +62,7 @@ class FlattenObs(Wrapper):
     @property
     def observation_space(self) -> AnySpace:
         """Space of `obs`: a box, or a dict of one and the mask."""
-        seen = jax.eval_shape(lambda: self.env.reset(jax.random.key(0))[1])
+        seen = eval_reset(self.env, lambda state, obs: obs)
         paths = [path for path, _ in jax.tree.leaves_with_path(seen)]
         pairs = list(zip(paths, super().observation_space.leaves(), strict=True))
         bounds = [_bounds(part) for path, part in pairs if not _is_mask(path)]

@@ -8,6 +8,7 @@ from flax import struct
 from rollout import checks
 from rollout.envs.spaces import Box, Dict, Discrete, Repeated
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
+from rollout.envs.wrappers.observations import first_of
 from rollout.envs.wrappers.wrapper import Wrapper, WrapperState
 
 
@@ -108,13 +109,8 @@ class History(Wrapper):
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`."""
         state, obs = self.env.reset(key)
-        kinds = jax.eval_shape(
-            self.action_space.sample, jax.eval_shape(jax.random.key, 0)
-        )
         memory = {
-            "actions": jax.tree.map(
-                lambda x: jnp.zeros((self.window, *x.shape), x.dtype), kinds
-            ),
+            "actions": first_of(Repeated(self.action_space, self.window)),
             "rewards": jnp.zeros(self.window, jnp.float32),
             "length": jnp.zeros((), jnp.int32),
         }

@@ -119,7 +119,7 @@ class TransformObs(Wrapper):
                 f"{self.group!r}."
             )
         if self.observation_space is None:
-            shapes = _eval_reset(self.env, lambda state, obs, *_: self._see(obs))
+            shapes = eval_reset(self.env, lambda state, obs, *_: self._see(obs))
             if groups:  # of one agent
                 shapes = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes
@@ -242,7 +242,7 @@ class ObserveInfo(Wrapper):
     @property
     def observation_space(self) -> AnySpace:
         """Space of `obs`; the info part is unbounded."""
-        info = space_of(_eval_reset(self.env, self.initial))
+        info = space_of(eval_reset(self.env, self.initial))
         return Dict({"obs": super().observation_space, "info": info})
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
@@ -276,7 +276,7 @@ class ObserveState(Wrapper):
     @property
     def observation_space(self) -> AnySpace:
         """Space of `obs`, and an unbounded one of the state."""
-        space = space_of(_eval_reset(self.env, lambda state, obs: prng.words(state)))
+        space = space_of(eval_reset(self.env, lambda state, obs: prng.words(state)))
         return Dict({"obs": super().observation_space, "state": space})
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
@@ -405,7 +405,7 @@ def with_previous(
     return {"obs": obs, "action": action, "reward": reward, "first": first}
 
 
-def _eval_reset(env: Any, fn: Callable[..., ArrayTree]) -> ArrayTree:
+def eval_reset(env: Any, fn: Callable[..., ArrayTree]) -> ArrayTree:
     """Returns the shapes and dtypes of `fn(state, obs)` at a start of an episode."""
     return jax.eval_shape(lambda: fn(*env.reset(jax.random.key(0))))
 
