@@ -90,6 +90,18 @@ def test_mask_of_actions_stays_apart():
     assert mask_in((1, {"mask": 2})) is None
 
 
+def test_parts_that_a_normalisation_leaves_become_one_hot():
+    env = envs.NormalizeObs(envs.vectorize(showing(SPACES["dict"]), 2))
+    _, rows = play(env, 6)
+    flat = flatten_obs(env.observation_space, rows.obs)
+    assert flat.shape == (6, 2, 5)
+    hot = flat[..., :3].argmax(-1) - 1  # it starts at -1
+    np.testing.assert_array_equal(hot, rows.obs["a"])
+    b = rows.obs["b"].reshape(6, 2, 2)
+    np.testing.assert_array_equal(flat[..., 3:], b)
+    assert not np.array_equal(b, rows.info["raw_obs"]["b"].reshape(6, 2, 2))
+
+
 def test_space_without_bounds_is_refused():
     class Odd(spaces.Space):
         shape, dtype = (), np.dtype(np.int32)

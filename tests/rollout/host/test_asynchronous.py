@@ -263,3 +263,17 @@ def test_where_the_number_is_fixed_idle_environments_play_on():
             carry, None, num_episodes, max_episode_steps=100
         )
         assert episodes.finished.all()
+
+
+def test_action_outside_of_the_space_names_the_environment_that_was_ready():
+    def act(number, obs, key):
+        return jnp.where(obs[:, 0] >= number, 3, 0).astype(jnp.int32)
+
+    collector = make(policy=rollout.stateless_policy(act))
+    with pytest.raises(
+        ValueError, match=r"in lane \d `action` must be in \[0, 2\], got 3"
+    ):
+        collector.collect_steps(collector.init(jax.random.key(0)), np.float32(2), 40)
+    carry, rows = collector.recover()
+    assert rows.mask.any()
+    collector.collect_steps(carry, np.float32(99), 4)
