@@ -17,7 +17,7 @@ from compiles import QUICK_FLAGS
 from pages import blocks, inject, run
 
 import rollout
-from rollout.recipes import ppo
+from rollout.recipes import ppo, recurrent_ppo
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "recipes"
@@ -92,8 +92,10 @@ def test_every_recipe_has_a_test_and_a_picture():
         assert (FOLDER / f"{name}.png").stat().st_size < 100_000
 
 
-def test_page_of_ppo_shows_the_file_that_others_import():
-    assert blocks(PAGES["ppo"])[-1] == pathlib.Path(ppo.__file__).read_text()
+@pytest.mark.parametrize("module", [ppo, recurrent_ppo])
+def test_page_shows_the_file_that_others_import(module):
+    path = pathlib.Path(module.__file__)
+    assert blocks(PAGES[path.stem])[-1] == path.read_text()
 
 
 def test_updates_of_ppo_change_the_policy_a_little(quick_compile):

@@ -2,7 +2,8 @@
 
 `basic` makes policies; `exploration` and `noise` wrap them, with the schedules and
 counters of `schedules`; `uniform` draws evenly and `masks` obeys masks, in every space;
-`items` chooses among the items that a mask allows.
+`items` chooses among the items that a mask allows; `memory` replays a recurrent policy
+over recorded rows.
 """
 
 from rollout.policies.basic import (
@@ -13,6 +14,7 @@ from rollout.policies.basic import (
 )
 from rollout.policies.exploration import epsilon_greedy, random_warmup
 from rollout.policies.items import choose_items, item_policy
+from rollout.policies.memory import unroll
 from rollout.policies.noise import gaussian_noise, ornstein_uhlenbeck
 
 __all__ = [
@@ -26,4 +28,5 @@ __all__ = [
     "random_warmup",
     "recurrent_policy",
     "stateless_policy",
+    "unroll",
 ]
