@@ -13,8 +13,6 @@ import numpy as np
 from rollout.envs.host import exceptions
 from rollout.envs.types import AnySpace, ArrayTree
 
-UNSAVED = b"u"  # the first byte of a state that could not be saved; its text says why
-
 
 class HostStep(NamedTuple):
     """One step of `B` environments; after `receive`, of `num_ready` of the `B`.
@@ -80,13 +78,10 @@ class HostVectorEnv(Protocol):
     An implementation that can go on after a fault also has `rebuild(mask)`, `[B]` bool,
     which makes new ones in their place; each must be reset before its next step.
 
-    An implementation whose state can be saved also has two methods.
-    `save(allow_pickle=False)` returns `B` states as `bytes`, or None if that takes a
-    pickle. `load(saved, obs, allow_pickle=False)` takes the states and the observations
-    `[B, ...]` at the `save`. It returns True; or False, and unpickles nothing, if the
-    states are pickles and that is not allowed, or if one begins with `UNSAVED`.
-    Where it returns False, or raises because they do not fit, nothing has changed.
-    Environments that were faulty are faulty again.
+    An implementation whose state can be saved also has two methods. `save()` returns
+    `B` states as `bytes`, or None if an environment is faulty or cannot be saved.
+    `load(saved, obs)` takes the states and the observations `[B, ...]` at the `save`,
+    also where environments are faulty; after an error all must be rebuilt and reset.
 
     An implementation that learns of all its environments also has `learns` and
     `freeze`, as a `VectorEnv` has them; `shared`, any pytree of arrays, which goes into

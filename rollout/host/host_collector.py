@@ -14,7 +14,7 @@ import numpy as np
 from rollout import checks
 from rollout.envs import prng
 from rollout.envs.host.ownership import claim, is_claimed, new_user
-from rollout.envs.host.types import UNSAVED, HostVectorEnv
+from rollout.envs.host.types import HostVectorEnv
 from rollout.host.ctrl_c import held_back
 from rollout.host.episode_plan import EpisodePlan
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
@@ -330,73 +330,53 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """Compiles the program of the policy, which otherwise the first call does."""
         self._loop.runner.compile(params, carry.obs)
 
-    def save(self, carry: Carry, *, allow_pickle: bool = False) -> list[bytes]:
-        """Returns the state of each environment at `carry`, or empty ones.
+    def save(self, carry: Carry) -> list[bytes]:
+        """Returns the state of each environment at `carry`, or `B` empty ones.
 
-        They are `b""` if the environments cannot save them, or have moved on since. A
-        warning names those that cannot although they may be pickled, and says why.
-
-        Args:
-            carry: the latest one.
-            allow_pickle: whether environments without `save_state` may be pickled.
+        They are `b""` unless all environments have `save_state`, and `carry` is the
+        latest one.
         """
         env: Any = self.env
-        saved = None
-        is_current = np.array_equal(_ticket_of(carry), self._ticket)
-        if is_current and is_claimed(env, self._ticket) and hasattr(env, "save"):
-            saved = env.save(allow_pickle=allow_pickle)
-        states = enumerate(saved or ())
-        if unsaved := {at: x[1:] for at, x in states if x[:1] == UNSAVED}:
-            why = next(iter(unsaved.values())).decode()
-            warnings.warn(
-                f"The environments {', '.join(map(str, unsaved))} cannot be saved: "
-                f"{why}. After `restore` unfinished episodes of all environments begin "
-                "anew; the methods `save_state` and `load_state` would save them.",
-                stacklevel=4,  # of a `Stream`'s caller,
-            )
-        return [b""] * env.num_envs if unsaved or not saved else saved
+        is_latest = np.array_equal(_ticket_of(carry), self._ticket)
+        is_mine = is_latest and is_claimed(env, self._ticket)
+        saved = env.save() if is_mine and hasattr(env, "save") else None
+        return saved or [b""] * env.num_envs
 
-    def restore(
-        self, carry: Carry, saved: list[bytes], *, allow_pickle: bool = False
-    ) -> Carry:
+    def restore(self, carry: Carry, saved: list[bytes]) -> Carry:
         """Continues from a carry, in this process or another.
 
         Args:
             carry: of a collector of the same kind.
-            saved: the result of its `save`. If it is empty, or a pickle that may not be
-                read, unfinished episodes restart, each with its own seed, and a warning
-                says so.
-            allow_pickle: whether to unpickle environments that `save` pickled, which
-                runs any code that `saved` contains.
+            saved: the result of its `save`. If it is empty, unfinished episodes
+                restart, each with its own seed, and a warning says so.
 
         Returns:
             The carry to go on with.
 
         Raises:
-            ValueError: if the environments that were pickled have other settings.
+            ValueError: if environments have no `load_state`. After an error in here
+                `recover` begins new episodes.
         """
         num_unfinished = np.count_nonzero(carry.episode.episode_length)
         env: Any = self.env
-        is_loaded = False
+        is_saved = any(saved) and hasattr(env, "load")
+        if num_unfinished and not is_saved:
+            warnings.warn(
+                "The state of the environments was not saved: "
+                f"{num_unfinished} unfinished episodes restart.",
+                stacklevel=4,  # of a `Stream`'s caller,
+            )
         # Ctrl-C leaves only once environments and collector are at the same place.
         with self._call():
-            # What may raise comes first, while nothing has changed yet.
-            if any(saved) and hasattr(env, "load"):
-                obs = jax.tree.map(np.array, carry.obs)
-                is_loaded = env.load(saved, obs, allow_pickle=allow_pickle)
-            if not is_loaded and num_unfinished:
-                why = "was pickled, and `allow_pickle` is False"
-                why = why if any(saved) else "was not saved"
-                warnings.warn(
-                    f"The state of the environments {why}: {num_unfinished} unfinished "
-                    "episodes restart.",
-                    stacklevel=4,  # of a `Stream`'s caller,
-                )
+            if is_saved:
+                self._loop.tear()
+                self._used = self._ticket
+                env.load(saved, jax.tree.map(np.array, carry.obs))
             self._start(carry.key, carry.env_state[1] if self._shares else None)
             self._next_episode = int(carry.next_episode)
-            if is_loaded:
+            if is_saved:
                 self._accumulated = carry.episode.accumulated
-            self._loop.resume(carry, is_loaded=is_loaded)
+            self._loop.resume(carry, is_loaded=is_saved)
             return self._carry()
 
     def recover(

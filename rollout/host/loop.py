@@ -145,6 +145,10 @@ class Loop:
         self._mark(mask, episode_id)
         self._settle()
 
+    def tear(self) -> None:
+        """Notes that the environments are about to change by other means."""
+        self._is_torn = True
+
     def assign(self, plan: Any) -> None:
         """Begins the first episodes of a plan, in all lanes."""
         self.plan = plan
