@@ -162,8 +162,7 @@ class NormalizeHost:
         self._place(at, obs)
         if self.gamma is not None:
             reward = reward / np.sqrt(self._statistics[1].var + self.epsilon)
-        raw = result.reward if result.raw_reward is None else result.raw_reward
-        return result._replace(obs=obs, reward=reward, raw_reward=raw)
+        return result._replace(obs=obs, reward=reward, raw_reward=result.total_reward)
 
     def _learn(self, raw: ArrayTree, discounted: np.ndarray | None) -> None:
         """Updates the statistics, unless they are fixed."""

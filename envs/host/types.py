@@ -43,6 +43,11 @@ class HostStep(NamedTuple):
     causes: Mapping[int, BaseException] = {}
     raw_reward: np.ndarray | None = None  # [B]
 
+    @property
+    def total_reward(self) -> np.ndarray:
+        """`[B]` float32, the reward that `episode_return` sums."""
+        return self.reward if self.raw_reward is None else self.raw_reward
+
 
 class EnvFault(RuntimeError):  # noqa: N818
     """Environments failed; at a `reset`, the others are reset all the same.
