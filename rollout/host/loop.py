@@ -21,7 +21,6 @@ import numpy as np
 from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.host.types import EnvFault, HostStep
 from rollout.envs.types import ArrayTree
-from rollout.host.episode_plan import EpisodePlan
 from rollout.host.policy_runner import PolicyRunner
 from rollout.host.rows import RowBlock, place_rows
 from rollout.host.seeds import Seeds
@@ -87,7 +86,7 @@ class Loop:
         self.runner.start(key)
         self._seeds = Seeds(key, num_envs)
         self._start_time = time.monotonic()
-        self.plan: EpisodePlan | None = None
+        self.plan: Any = None  # an `EpisodePlan`
         self.episode_id = np.arange(num_envs, dtype=np.int32)
         self.episode_return = np.zeros(num_envs, np.float32)
         self.episode_length = np.zeros(num_envs, np.int32)
@@ -145,7 +144,7 @@ class Loop:
         self._mark(self._everywhere if mask is None else mask, episode_id)
         self._reset()
 
-    def begin_plan(self, plan: EpisodePlan) -> None:
+    def begin_plan(self, plan: Any) -> None:
         """Begins the first episodes of a plan, in all lanes."""
         self.plan = plan
         self.begin(plan.episode_id)
