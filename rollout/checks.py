@@ -288,7 +288,7 @@ def collects(value: Any) -> None:
 
 def collects_in_jax(value: Any) -> None:
     """Raises for a collector over environments that are not JAX."""
-    if not hasattr(value, "collect_steps") or hasattr(value, "recover"):
+    if getattr(value, "is_host", True):
         raise ValueError(
             "`collector` must be a `Collector`, whose environments are in JAX, got "
             f"{type(value).__name__}."

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import chex
 import jax
@@ -92,7 +92,10 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         accumulators: custom values to accumulate per episode, by name, besides
             `episode_return` and `episode_length`; transitions, episodes and statistics
             have them in `accumulated`.
+        is_host: whether Python steps the environments, as those of a `HostCollector`.
     """
+
+    is_host: ClassVar[bool] = False
 
     env: VectorEnv
     policy: Policy[ParamsT, ObsT, ActionT] = struct.field(pytree_node=False)

@@ -5,7 +5,7 @@ import dataclasses
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import chex
 import jax
@@ -78,10 +78,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             environment; the others go on.
         max_restarts: how many times environments are rebuilt, over the life of the
             collector; the next fault raises. Set it large for a long run.
+        is_host: whether Python steps the environments.
 
     Raises:
         ValueError: if an argument is not as above.
     """
+
+    is_host: ClassVar[bool] = True
 
     env: HostVectorEnv
     policy: Policy[ParamsT, ObsT, ActionT]

@@ -162,11 +162,8 @@ class Stream(Generic[ParamsT]):
         )
         checks.boolean("progress", progress)
         checks.outside_of_jit("Stream")
-        self._maker: JaxMaker | HostMaker
-        if isinstance(collector, HostCollector):
-            self._maker = HostMaker(collector, options)
-        else:
-            self._maker = JaxMaker(collector, options)
+        make: Any = HostMaker if collector.is_host else JaxMaker
+        self._maker: JaxMaker | HostMaker = make(collector, options)
         carry = collector.init(key)
         self._at = _Position(carry, StreamStats.create(carry))
         self._params = _own(params), 0
