@@ -11,8 +11,9 @@ import jax
 from flax import struct
 
 from rollout import checks, kernel, programs
-from rollout.envs.types import VectorEnv, hash_of_types, sharding_of
+from rollout.envs.types import VectorEnv, hash_of_types
 from rollout.kernel import episodes
+from rollout.kernel.accumulators import as_accumulators
 from rollout.types import (
     ActionT,
     Carry,
@@ -43,8 +44,6 @@ def explain(fn: Any) -> Any:
         given = inspect.signature(fn).bind(*args, **options).arguments
         for name in ("carry", "params", "acc"):
             checks.readable(name, given.get(name))
-        env = getattr(given.get("self"), "env", None)
-        checks.same_devices(given.get("carry"), sharding_of(env))
         raise raised
 
     return call
@@ -111,7 +110,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     def __post_init__(self) -> None:
         checks.kind_of_env(self.env, is_host=False)
         checks.collector(self.policy, self.record_fn)
-        accumulators = checks.accumulators(self.accumulators)
+        accumulators = as_accumulators(self.accumulators)
         object.__setattr__(self, "accumulators", accumulators)
         object.__setattr__(self, "_types", hash_of_types(self.env))
 

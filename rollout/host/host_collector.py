@@ -19,7 +19,7 @@ from rollout.host.ctrl_c import held_back
 from rollout.host.episode_plan import EpisodePlan
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
 from rollout.host.rows import RowBlock, fold, place_rows, recorder
-from rollout.kernel.accumulators import accumulate_nothing
+from rollout.kernel.accumulators import accumulate_nothing, as_accumulators
 from rollout.types import (
     ActionT,
     Carry,
@@ -105,7 +105,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         if self.num_ready is not None:
             _check_ready(self.env, self.num_ready)
         _check_on_fault(self.env, self.on_fault)
-        self.accumulators = checks.accumulators(self.accumulators)
+        self.accumulators = as_accumulators(self.accumulators)
         self._shares = hasattr(self.env, "shared")
         self._loop = Loop(self)
         self._record = recorder(self.accumulators, self.record_fn)
