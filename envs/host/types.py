@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from rollout.envs.host import exceptions
 from rollout.envs.types import AnySpace, ArrayTree
 
 
@@ -66,14 +65,8 @@ class EnvFault(RuntimeError):  # noqa: N818
         )
 
     def __reduce__(self) -> tuple:
-        """Pickles it, to send it to another process; causes that cannot be, as text."""
-        packed = {at: exceptions.to_bytes(x) for at, x in self.causes.items()}
-        return _unpack_fault, (packed, self._hint)
-
-
-def _unpack_fault(packed: Mapping[int, bytes], hint: str) -> EnvFault:
-    causes = {at: exceptions.from_bytes(x) for at, x in packed.items()}
-    return EnvFault(causes, hint)
+        """Pickles it by its arguments, to send it to another process."""
+        return EnvFault, (self.causes, self._hint)
 
 
 @runtime_checkable

@@ -411,10 +411,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             if self._block is None or not self._block.num:
                 return self._carry(), None
             num, trajectory = self._block.num, self._recorded(self._block)
-            # Cut by NumPy, which compiles nothing for the number of rows.
-            cut = lambda x: jax.device_put(np.asarray(x)[:num])  # noqa: E731
-            cut_all = lambda x: x[:num] if prng.has_keys(x) else cut(x)  # noqa: E731
-            return self._carry(), jax.tree.map(cut_all, trajectory)
+            return self._carry(), jax.tree.map(lambda x: x[:num], trajectory)
 
     def _run(
         self,

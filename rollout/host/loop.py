@@ -10,7 +10,6 @@ at any line: the state is then torn, and `recover` begins new episodes everywher
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -85,7 +84,6 @@ class Loop:
         num_envs = self._env.num_envs
         self.runner.start(key)
         self._seeds = Seeds(key, num_envs)
-        self._start_time = time.monotonic()
         self.plan: Any = None  # an `EpisodePlan`
         self.episode_id = np.arange(num_envs, dtype=np.int32)
         self.episode_return = np.zeros(num_envs, np.float32)
@@ -213,9 +211,8 @@ class Loop:
         block.write("action", action)
         block.extras[block.num :] = [extras]
         block.lane[block.num, : len(lanes)] = lanes
-        now = getattr(self._env, "now", time.monotonic() - self._start_time)
-        served: Any = {"env_id": lanes, "time": np.full(len(lanes), now, np.float32)}
-        info = Served(**served, info=result.info, num_envs=self._env.num_envs)
+        env_id: Any = lanes
+        info = Served(env_id=env_id, info=result.info, num_envs=self._env.num_envs)
         return result._replace(info=info), lanes
 
     def _send(self, params: Any, env_id: np.ndarray) -> None:
