@@ -9,7 +9,7 @@ import tempfile
 
 import jax
 import pytest
-from compiles import QUICK_OPTIONS, check_programs, count_compiles
+from compiles import QUICK_FLAGS, QUICK_OPTIONS, check_programs, count_compiles
 from jax._src import compiler
 
 # The modules without which a test that `compiles_for` an accelerator is skipped.
@@ -25,7 +25,13 @@ def pytest_configure(config):
 
     Most of the time of the tests is compiling. `JAX_COMPILATION_CACHE_DIR` may name
     another folder than the one in pytest's cache, which `--cache-clear` empties.
+
+    A run with `-m "not slow"` compiles cheaply, and so do the processes that it starts.
+    Any other one compiles as for a user: the slow tests compare bits and train for long.
     """
+    if config.option.markexpr == "not slow":
+        given = os.environ.get("XLA_FLAGS", "").replace(QUICK_FLAGS, "")
+        os.environ["XLA_FLAGS"] = f"{QUICK_FLAGS} {given}".strip()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = _compile_folder(config)
     settings = {
