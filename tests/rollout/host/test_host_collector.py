@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import quick_jit
-from compiles import count_compiles
 from host_count import (
     CALLS,
     KEY,
@@ -306,12 +305,3 @@ def test_faulty_rows_do_not_count_in_normalised_observations():
     assert host.fault_stats.restarts == 1
     leaves = jax.tree.leaves(carry.env_state)
     assert all(np.isfinite(x).all() for x in leaves)
-
-
-def test_second_evaluation_compiles_nothing():
-    host = HostCollector(env=HostCount(4), policy=POLICY)
-    evaluate = functools.partial(rollout.evaluate, host, max_episode_steps=9)
-    evaluate(jax.random.key(0), None, 3)
-    with count_compiles() as events:
-        evaluate(jax.random.key(1), None, 3)
-    assert not events
