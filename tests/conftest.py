@@ -26,10 +26,10 @@ def pytest_configure(config):
     Most of the time of the tests is compiling. `JAX_COMPILATION_CACHE_DIR` may name
     another folder than the one in pytest's cache, which `--cache-clear` empties.
 
-    A run with `-m "not slow"` compiles cheaply, and so do the processes that it starts.
-    Any other one compiles as for a user: the slow tests compare bits and train for long.
+    With `-m "not slow"` programs are compiled with few optimizations, also in processes
+    that tests start. Any other run compiles as users do: its tests compare bits.
     """
-    if config.option.markexpr == "not slow":
+    if _is_quick(config):
         given = os.environ.get("XLA_FLAGS", "").replace(QUICK_FLAGS, "")
         os.environ["XLA_FLAGS"] = f"{QUICK_FLAGS} {given}".strip()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -87,6 +87,10 @@ def pytest_runtest_teardown(item, nextitem):
         gc.collect()
 
 
+def _is_quick(config) -> bool:
+    return config.option.markexpr == "not slow"
+
+
 def _compile_folder(config) -> str:
     if hasattr(config, "cache"):
         return str(config.cache.mkdir("jax"))
@@ -132,6 +136,8 @@ def quick_training(monkeypatch, request):
 
 def _compile_with(monkeypatch, request, options):
     """Passes options of the compiler also to programs whose `jit` names none."""
+    if _is_quick(request.config):
+        return  # all have them
     get_options = compiler.get_compile_options
 
     def get(*args, env_options_overrides=None, **others):

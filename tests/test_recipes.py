@@ -35,7 +35,7 @@ config = config._replace(num_updates=3, num_envs=16, learning_rate=0.0)""",
 }
 SHORTER = {
     "action_masks": "config = config._replace(num_updates=100)",
-    "dqn": "TOTAL_STEPS = 204_800",
+    "dqn": "TOTAL_STEPS = 102_400",
     "league": "NUM_ROUNDS, NUM_UPDATES = 10, 8",
     "smax": "config = config._replace(num_updates=49)",
     "sweep": "NUM_SEEDS = 2",
