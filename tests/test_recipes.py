@@ -27,6 +27,7 @@ MOST_LINES, MOST_OF_TEAMS = 75, 90
 # learns much with less.
 SMALLER = {
     "atari": "NUM_UPDATES, NUM_ENVS = 5, 2",
+    "ippo": "config = config._replace(num_updates=2)",
     "mujoco_resume": """\
 SIZES = {"num_updates": 32, "num_envs": 2, "num_steps": 128, "num_minibatches": 4}""",
     "recurrent_ppo": """\
@@ -241,11 +242,11 @@ def test_program_learns(name, folder, request, quick_training):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_training")
-def test_mappo_learns(folder, rank_promotion):
+def test_mappo_runs(folder, quick_compile, rank_promotion):
     pytest.importorskip("jaxmarl")
-    names = run("mappo", make_mappo(blocks(PAGES["ippo"])[0]))
-    assert names["returns"][-1] > -70
+    code = make_mappo(program("ippo", SMALLER))
+    names = run("mappo", code)
+    assert np.isfinite(names["returns"]).all()
     check_ippo(names, 18 + 54)
 
 
