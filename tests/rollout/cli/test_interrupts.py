@@ -64,7 +64,7 @@ def test_interrupt_while_xla_compiles_does_not_wait_for_it(kind, program):
 
 @pytest.mark.parametrize(
     ("seconds", "times"),  # people press several times
-    [*((seconds, 1) for seconds in (0.1, 0.3, 0.8, 1.6, 3.0, 5.0, 8.0)), (0.5, 5)],
+    [*((seconds, 1) for seconds in (0.1, 0.8, 1.6, 4.0)), (0.5, 5)],
 )
 def test_interrupt_at_any_time_after_the_imports_is_one_line(seconds, times):
     process = start(*ENDLESS, **IMPORTS)
