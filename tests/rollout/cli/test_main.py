@@ -112,7 +112,8 @@ def test_profile_times_the_parts_and_writes_a_trace(tmp_path):
     parts = {x.partition("/")[2]: y for x, y in table.items() if y.endswith(" ms")}
     times = {name: float(text.removesuffix(" ms")) for name, text in parts.items()}
     whole = times.pop("whole")
-    assert {*times} == {"policy", "env step", "auto reset", "recording", "unexplained"}
+    assert [*times][:4] == ["policy", "env step", "auto reset", "recording"]
+    assert [*times][4:] in (["unexplained"], ["saved by fusing"])
     np.testing.assert_allclose(sum(times.values()), whole, atol=0.005)
 
 
