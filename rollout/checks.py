@@ -313,12 +313,6 @@ def outside_of_jit(name: str) -> None:
         )
 
 
-def host_call(carry: Any) -> None:
-    """Checks a call that steps host environments."""
-    outside_of_jit("HostCollector")
-    is_carry(carry)
-
-
 def is_carry(value: Any) -> None:
     """Checks that a value is a carry."""
     kind("`carry` must be what `init` or an earlier call returned", value, Carry)
