@@ -113,9 +113,9 @@ CASES = {
     [
         ("random", (8,)),
         ("recurrent", (4,)),
-        ("box", (1, 4)),
+        ("box", (1,)),
         ("image", (8,)),
-        ("division", (2, 8)),
+        ("division", (2,)),
         ("parameters per lane", (4,)),
         ("numbers of episodes", (4,)),
     ],
@@ -179,7 +179,6 @@ def make_stream(collector, **options):
     [
         ("count", 2, 4, True),
         ("CartPole-v1", 0, 2, True),
-        ("CartPole-v1", 2, 0, True),
         ("count", 2, 0, False),
     ],
 )
@@ -466,10 +465,10 @@ class Mean(VectorWrapper):
     ("wrapper", "compare"),  # means of floats may round differently on each device
     [(Mean, assert_same), (envs.NormalizeObs, assert_near)],
 )
-@pytest.mark.parametrize("num_envs", [4, 8])
-def test_statistics_of_all_lanes_are_those_of_one_device(wrapper, compare, num_envs):
-    # Four entries in an observation, and for 4 lanes as many lanes. They are small
-    # integers, so that sums over lanes are exact in any order.
+def test_statistics_of_all_lanes_are_those_of_one_device(wrapper, compare):
+    # As many entries in an observation as lanes. They are small integers, so that sums
+    # over lanes are exact in any order.
+    num_envs = 4
     wide = envs.TransformObs(CountEnv(), lambda obs: jnp.broadcast_to(obs, (4,)))
     env = wrapper(envs.vectorize(wide, num_envs))
     plain = make_collector("count", num_envs).replace(env=env)
