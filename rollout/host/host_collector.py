@@ -20,6 +20,7 @@ from rollout.host.latest_carry import LatestCarry
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
 from rollout.host.rows import RowBlock, fold, recorder
 from rollout.kernel.accumulators import accumulate_nothing, as_accumulators
+from rollout.policies import outputs
 from rollout.types import (
     ActionT,
     Carry,
@@ -181,7 +182,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             ValueError: if the policy has no critic, or `carry` is not that of the last
                 call.
         """
-        checks.critic(self.policy)
+        outputs.critic(self.policy)
         with held_back():  # jax's caches make other errors of an interrupt
             self._latest.check(carry)
             return self._loop.runner.values_of(params, carry.obs, carry.policy_state)
