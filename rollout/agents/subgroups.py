@@ -19,6 +19,8 @@ from rollout.agents.population import apply_members
 from rollout.envs import prng
 from rollout.envs.multi_agent import AgentGroup, AgentLayout
 from rollout.envs.types import ArrayTree
+from rollout.kernel.values import check_values
+from rollout.policies import outputs
 from rollout.types import Key, Obs, Params, PolicyStep
 
 
@@ -76,7 +78,7 @@ def decide(
     apply = policy.mode if use_mode and policy.mode is not None else policy.apply
     decision = _call(subgroup, apply, policy_id, params, obs, state, key)
     num_envs, num = policy_id.shape[0], len(subgroup.columns)
-    decision = checks.decision(who, decision, subgroup.group, num_envs * num)
+    decision = outputs.decision(who, decision, subgroup.group, num_envs * num)
     merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state)
     checks.same(f"{who} must return the state as it came in", merged, decision.state)
     return unmerge(decision, num_envs)
@@ -91,7 +93,7 @@ def value(
     def apply(params: Params, obs: Obs, state: ArrayTree, key: Key) -> jax.Array:
         del key  # unused
         values = value_fn(params, obs, state)
-        checks.values(values, obs)
+        check_values(values, obs)
         return values
 
     no_key = jax.random.key(0)
