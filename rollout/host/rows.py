@@ -43,6 +43,7 @@ class RowBlock:
         reward, terminated, truncated, mask, episode_id, episode_return,
             episode_length: `[capacity, B]`, as `Transition` has them.
         cut: `[capacity, B]` bool, True where `max_episode_steps` alone ended it.
+        trajectory: the rows as they are recorded, once they are.
     """
 
     def __init__(self, width: int, size: int, capacity: int | None = None) -> None:
@@ -56,6 +57,7 @@ class RowBlock:
         self.lane = np.zeros(shape, np.int32) + np.arange(width, dtype=np.int32)
         # By field: the tree's structure and its leaves.
         self._trees: dict[str, tuple[Any, list[np.ndarray]]] = {}
+        self.trajectory: Any = None
 
     def write(self, name: str, tree: ArrayTree, row: int | None = None) -> ArrayTree:
         """Writes a field of a row, of the current one whose number is `num`.
@@ -162,7 +164,7 @@ def row_shape(collector: Any, width: int, params: Any) -> Transition:
         decision = checks.policy_step(decision, seen, state)
         flag, number = jnp.zeros(width, bool), jnp.zeros(width, jnp.int32)
         reward, value = jnp.zeros(width, jnp.float32), policy.value
-        served = Served(number, reward, info, env.num_envs)
+        served = Served(number, info, env.num_envs)
         row = Transition(
             obs=obs,
             action=decision.action,

@@ -1,7 +1,8 @@
 """Makes policies from plain functions, the random policy, and wrappers that explore.
 
 `basic` makes policies, and `exploration` wraps them; `uniform` draws evenly and `masks`
-obeys masks, in every space; `items` chooses among the items that a mask allows.
+obeys masks, in every space; `items` chooses among the items that a mask allows;
+`memory` replays a recurrent policy over recorded rows.
 """
 
 from rollout.policies.basic import (
@@ -17,6 +18,7 @@ from rollout.policies.exploration import (
     random_warmup,
 )
 from rollout.policies.items import choose_items, item_policy
+from rollout.policies.memory import unroll
 
 __all__ = [
     "choose_items",
@@ -29,4 +31,5 @@ __all__ = [
     "random_warmup",
     "recurrent_policy",
     "stateless_policy",
+    "unroll",
 ]
