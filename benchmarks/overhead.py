@@ -122,7 +122,7 @@ def ippo() -> Parts:
     learner = agent.init(jax.random.key(1), carry.obs["agents"])
     params, window = {"all": learner[0]}, rollout.EpisodeWindow.create(200)
     t = collector.collect_steps(carry, params, config.num_steps)[1]
-    rows = agents.agent_transitions((), t, end="episode")[1]["agents"]
+    rows = agents.team_transitions((), t)[1]["agents"]
     given = profiling._Given(collector, carry, params, t)
     return Parts(
         functools.partial(names["update"], carry, learner, window, jax.random.key(2)),

@@ -108,7 +108,7 @@ class _Sharded(ReplayBuffer):
     ) -> jax.Array:
         first, _, ring = self._where
 
-        def can(state: RingState, share: jax.Array) -> jax.Array:
+        def can(state: RingState, share: Any) -> jax.Array:
             return self._local._can_sample(state, share, stack=stack)[None]
 
         where = ring, PartitionSpec()
