@@ -19,8 +19,10 @@ TRAINED = {
     "brax": "config = config._replace(num_updates=2)",
     "cleanrl": "",
     "craftax_baselines": "config = config._replace(num_updates=2, num_envs=4)",
+    "flashbax": "",
     "gymnax": "",
     "purejaxql": "NUM_UPDATES = 20",
+    "rlax": "",
     "stable_baselines3": "NUM_UPDATES = 20",
 }
 NEEDED = {"craftax_baselines": "craftax"}
@@ -129,6 +131,15 @@ def check_gymnax(names, out):
     scores = names["scores"]
     assert scores[0] < 150 < 400 < scores[-1]
     assert out.splitlines()[-1].startswith("(500, 16, 4) return ")
+
+
+def check_flashbax(names, out):
+    assert float(out.split()[1]) > 200
+    assert names["buffer"].size(names["state"][1]) == 20_000
+
+
+def check_rlax(names, out):
+    assert float(out.split()[1]) > 150  # seeds differ: 258 to 499
 
 
 def check_brax(names, out):

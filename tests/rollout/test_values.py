@@ -228,14 +228,6 @@ def test_values_are_constants_to_derivatives():
         assert gradient == 0
 
 
-def test_values_may_not_come_from_arrays_of_all_lanes():
-    def value_fn(params, obs, state):
-        return jnp.eye(32) @ obs[:, 0]
-
-    with pytest.raises(ValueError, match="of all 32 lanes, got an error for 1 of them"):
-        jax.eval_shape(start_and_collect, make_with(value_fn, num_envs=32))
-
-
 class LongReset(CountEnv):
     def reset(self, key):
         state, obs = super().reset(key)
