@@ -194,7 +194,6 @@ def lengths_by_id():
     return dict(zip(ids[ended].tolist(), lengths[ended].tolist(), strict=True))
 
 
-@slow
 @pytest.mark.usefixtures("quick_compile")
 def test_faulty_episode_is_dropped_and_the_lane_goes_on():
     options = {"key": jax.random.key(7), "steps_per_batch": 400}
