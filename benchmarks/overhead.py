@@ -109,7 +109,10 @@ def recurrent() -> Parts:
     """The page of recurrent PPO."""
     names = recipes.setup("recurrent_ppo", "agent = ")
     config, env = names["config"]._replace(num_updates=UPDATES), names["env"]
-    return of_ppo(names["RecurrentPPO"](env.action_space, config), env)
+    made = names["RecurrentPPO"](
+        env.action_space, config, nn.GRUCell(64), names["empty"]
+    )
+    return of_ppo(made, env)
 
 
 def ippo() -> Parts:

@@ -37,6 +37,7 @@ from recipes import DQN, PUREJAXRL, make_env
 
 import rollout
 from rollout import envs
+from rollout.recipes.recurrent_ppo import RecurrentPPO
 
 STEPS = 20
 SIZES = {  # of the lanes of CartPole: updates of a training
@@ -67,19 +68,27 @@ class Training(NamedTuple):
     seeds: tuple[int, ...] = (1,)
 
 
-class Memory(nn.Module):
-    """The network of PureJaxRL's `ppo_rnn.py`."""
+class Cell(nn.Module):
+    """The memory of PureJaxRL's `ppo_rnn.py`."""
+
+    @nn.compact
+    def __call__(self, memory: jax.Array, obs: jax.Array) -> Any:
+        """Maps memories and observations to new memories and what they show."""
+        return nn.GRUCell(128)(memory, nn.relu(nn.Dense(128)(obs)))
+
+
+class Heads(nn.Module):
+    """What follows there."""
 
     num_actions: int
 
     @nn.compact
-    def __call__(self, memory: jax.Array, obs: jax.Array) -> Any:
-        """Maps memories and observations to new memories, policies and values."""
-        memory, x = nn.GRUCell(128)(memory, nn.relu(nn.Dense(128)(obs)))
+    def __call__(self, x: jax.Array) -> Any:
+        """Maps what memories show to policies and values."""
         logits, value = (
             nn.Dense(n)(nn.relu(nn.Dense(128)(x))) for n in (self.num_actions, 1)
         )
-        return memory, (recipes.ppo.Categorical(logits), value[..., 0])
+        return recipes.ppo.Categorical(logits), value[..., 0]
 
 
 class Greedy(nn.Module):
@@ -184,13 +193,11 @@ def train_ppo(env_id: str, config: recipes.Config) -> Train:
 
 
 def train_recurrent(config: recipes.Config) -> Train:
-    """Makes that of the page of recurrent PPO, with the network of PureJaxRL."""
-    names = recipes.setup("recurrent_ppo", "agent = ")
+    """Makes that of recurrent PPO, with the network of PureJaxRL."""
     env = envs.vectorize(make_env("CartPole-v1"), config.num_envs)
-    num_actions = env.action_space.n
-    names["ActorCritic"] = functools.partial(Memory, num_actions)
-    names["empty"] = lambda num_envs: jnp.zeros((num_envs, 128))
-    agent = names["RecurrentPPO"](env.action_space, config)
+    empty = lambda num_envs: jnp.zeros((num_envs, 128))  # noqa: E731
+    agent = RecurrentPPO(env.action_space, config, Cell(), empty)
+    agent.network = Heads(env.action_space.n)
     collector = recipes.make_collector(env, agent)
     return lambda key: recipes.ppo.train(agent, collector, key)
 

@@ -19,8 +19,6 @@ from jax.core import Tracer
 from rollout.envs import prng
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep, VectorEnv
 from rollout.types import (
-    Accumulator,
-    Accumulators,
     Carry,
     Episodes,
     Policy,
@@ -30,10 +28,6 @@ from rollout.types import (
 
 INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
 _REAL: Any = numbers.Real  # a type checker knows no order of it
-_BOOKKEEPING = (
-    *("terminated", "truncated", "mask", "episode_id"),
-    *("episode_return", "episode_length", "accumulated"),
-)
 
 
 def int_between(
@@ -288,7 +282,7 @@ def collects(value: Any) -> None:
 
 def collects_in_jax(value: Any) -> None:
     """Raises for a collector over environments that are not JAX."""
-    if not hasattr(value, "collect_steps") or hasattr(value, "recover"):
+    if getattr(value, "is_host", True):
         raise ValueError(
             "`collector` must be a `Collector`, whose environments are in JAX, got "
             f"{type(value).__name__}."
@@ -371,64 +365,6 @@ def readable(name: str, tree: Any) -> None:
             )
 
 
-def same_devices(carry: Any, sharding: Any) -> None:
-    """Checks that a carry lies where the lanes of a sharded collector do."""
-    arrays = [x for x in jax.tree.leaves(carry) if isinstance(x, jax.Array)]
-    known = [x for x in arrays if not isinstance(x, Tracer)]
-    if sharding is None or not known:
-        return
-    here, there = (set(x) for x in (sharding.mesh.devices.flat, known[0].devices()))
-    if here != there:
-        raise ValueError(
-            "`carry` must lie on the devices of the collector's mesh, "
-            f"{sorted(x.id for x in here)}, got one on {sorted(x.id for x in there)}: "
-            "save it as a checkpoint and restore it like `init` of this collector, or "
-            "begin anew."
-        )
-
-
-def accumulators(value: Any) -> Accumulators:
-    """Checks accumulators by name; returns them as a tuple."""
-    if isinstance(value, Accumulator) or not isinstance(value, Mapping | tuple | list):
-        raise ValueError(
-            f"`accumulators` must map names to `Accumulator`s, got {describe(value)}."
-        )
-    items = tuple(value.items()) if isinstance(value, Mapping) else tuple(value)
-    for name, accumulator in items:
-        if not isinstance(name, str) or not isinstance(accumulator, Accumulator):
-            raise ValueError(
-                "`accumulators` must map names to `Accumulator`s, got "
-                f"{name!r}: {describe(accumulator)}."
-            )
-        if "/" in name:  # which joins the names of statistics
-            raise ValueError(
-                f'`accumulators` must have names without "/", got {name!r}.'
-            )
-        for part, fn in zip(accumulator._fields, accumulator, strict=True):
-            function(f"{part}` of the accumulator `{name}", fn)
-    names = [name for name, _ in items]
-    if len(set(names)) < len(names):
-        raise ValueError(f"`accumulators` must have different names, got {names}.")
-    return items
-
-
-def recorded(before: Transition, after: Any) -> None:
-    """Checks that `record_fn` left the lanes and the kernel's bookkeeping."""
-    kind("`record_fn` must return a `Transition`", after, Transition)
-    for name in _BOOKKEEPING:
-        if getattr(before, name) is not getattr(after, name):
-            raise ValueError(
-                f"`record_fn` must leave `{name}` as it is, since the statistics read "
-                "it; put a value derived from it into `extras`."
-            )
-    for name, field in vars(after).items():
-        if field is None and getattr(before, name) is not None:
-            raise ValueError(
-                f"`record_fn` must drop a field by `()`, got `{name}=None`."
-            )
-    leading_axes("`record_fn` must return leaves", after, before.mask.shape)
-
-
 def leading_axes(what: str, tree: ArrayTree, axes: tuple[int, ...]) -> None:
     """Checks that all leaves begin with these axes, such as those of the lanes."""
     for path, leaf in jax.tree.leaves_with_path(tree):
@@ -457,16 +393,6 @@ def values(value: Any, obs: ArrayTree) -> None:
                 f"{want[name]}{where}, got {describe(x)}; it is called with only "
                 "those observations that need a value."
             )
-
-
-def own_values(error: Exception, obs: ArrayTree, num_envs: int) -> None:
-    """Explains an error of a critic that it raises for a part of the lanes only."""
-    num = len(jax.tree.leaves(obs)[0])
-    if num < num_envs:  # for all of them it did not raise
-        raise ValueError(
-            "A critic must compute each value from its own observation, without "
-            f"arrays of all {num_envs} lanes, got an error for {num} of them: {error}"
-        ) from error
 
 
 def decision(

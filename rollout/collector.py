@@ -4,15 +4,16 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import chex
 import jax
 from flax import struct
 
 from rollout import checks, kernel, programs
-from rollout.envs.types import VectorEnv, hash_of_types, sharding_of
+from rollout.envs.types import VectorEnv, hash_of_types
 from rollout.kernel import episodes
+from rollout.kernel.accumulators import as_accumulators
 from rollout.types import (
     ActionT,
     Carry,
@@ -43,8 +44,6 @@ def explain(fn: Any) -> Any:
         given = inspect.signature(fn).bind(*args, **options).arguments
         for name in ("carry", "params", "acc"):
             checks.readable(name, given.get(name))
-        env = getattr(given.get("self"), "env", None)
-        checks.same_devices(given.get("carry"), sharding_of(env))
         raise raised
 
     return call
@@ -92,7 +91,10 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         accumulators: custom values to accumulate per episode, by name, besides
             `episode_return` and `episode_length`; transitions, episodes and statistics
             have them in `accumulated`.
+        is_host: whether Python steps the environments, as those of a `HostCollector`.
     """
+
+    is_host: ClassVar[bool] = False
 
     env: VectorEnv
     policy: Policy[ParamsT, ObsT, ActionT] = struct.field(pytree_node=False)
@@ -108,7 +110,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     def __post_init__(self) -> None:
         checks.kind_of_env(self.env, is_host=False)
         checks.collector(self.policy, self.record_fn)
-        accumulators = checks.accumulators(self.accumulators)
+        accumulators = as_accumulators(self.accumulators)
         object.__setattr__(self, "accumulators", accumulators)
         object.__setattr__(self, "_types", hash_of_types(self.env))
 

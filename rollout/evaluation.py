@@ -66,9 +66,8 @@ def evaluate(
     checks.collects(collector)
     checks.statistics_are_fixed(collector)
     num_episodes = checks.int_between("num_episodes", num_episodes)
-    if isinstance(collector, HostCollector):
-        return _evaluate(collector, key, params, num_episodes, max_episode_steps)
-    return _evaluate_jitted(collector, key, params, num_episodes, max_episode_steps)
+    run = _evaluate if collector.is_host else _evaluate_jitted
+    return run(collector, key, params, num_episodes, max_episode_steps)
 
 
 def _evaluate(

@@ -86,8 +86,7 @@ def draw_episode(
     max_episode_steps = checks.int_between("max_episode_steps", max_episode_steps)
     checks.collects(collector)
     checks.statistics_are_fixed(collector)
-    is_host = isinstance(collector, HostCollector)
-    draw: Any = _draw_on_host if is_host else _draw_states
+    draw: Any = _draw_on_host if collector.is_host else _draw_states
     gif, episodes = draw(collector, key, params, max_episode_steps)
     return gif, jax.device_get(episodes)
 
@@ -145,7 +144,9 @@ def _draw_on_host(
         )
     claim(collector.env, new_user())  # earlier carries no longer fit the environments
     filmed: Any = _Filmed(collector.env, max_episode_steps)
-    exposed = HostCollector(env=filmed, policy=collector.policy)
+    exposed = collector.replace(
+        env=filmed, num_ready=None, record_fn=None, accumulators=()
+    )
     with no_screen():
         _, returns, episodes = _play(exposed, key, params, max_episode_steps)
     num = episodes.episode_length.item()

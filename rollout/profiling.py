@@ -49,7 +49,7 @@ class Profile(NamedTuple):
 class _Given(NamedTuple):
     """Inputs of every timed part."""
 
-    collector: Collector
+    collector: Any
     carry: Carry  # at the beginning
     params: Any
     trajectory: Transition  # [T, B, ...]
@@ -91,9 +91,9 @@ def profile(
     """
     num_steps = checks.int_between("num_steps", num_steps)
     num_repeats = checks.int_between("num_repeats", num_repeats)
-    if isinstance(collector, HostCollector):
+    checks.collects(collector)
+    if collector.is_host:
         return _profile_host(collector, key, params, num_steps, num_repeats)
-    checks.collects_in_jax(collector)
     carry = collector.init(key)
     _, trajectory = collector.collect_steps(carry, params, num_steps)
     given = _Given(collector, carry, params, trajectory)
@@ -127,7 +127,7 @@ class _TimedEnv:
 
 
 def _profile_host(
-    collector: HostCollector,
+    collector: Any,
     key: chex.PRNGKey,
     params: Any,
     num_steps: int,

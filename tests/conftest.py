@@ -9,7 +9,7 @@ import tempfile
 
 import jax
 import pytest
-from compiles import QUICK_OPTIONS, check_programs, count_compiles
+from compiles import QUICK_FLAGS, QUICK_OPTIONS, check_programs, count_compiles
 from jax._src import compiler
 
 # The modules without which a test that `compiles_for` an accelerator is skipped.
@@ -25,7 +25,13 @@ def pytest_configure(config):
 
     Most of the time of the tests is compiling. `JAX_COMPILATION_CACHE_DIR` may name
     another folder than the one in pytest's cache, which `--cache-clear` empties.
+
+    With `-m "not slow"` programs are compiled with few optimizations, also in processes
+    that tests start. Any other run compiles as users do: its tests compare bits.
     """
+    if _is_quick(config):
+        given = os.environ.get("XLA_FLAGS", "").replace(QUICK_FLAGS, "")
+        os.environ["XLA_FLAGS"] = f"{QUICK_FLAGS} {given}".strip()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = _compile_folder(config)
     settings = {
@@ -81,6 +87,10 @@ def pytest_runtest_teardown(item, nextitem):
         gc.collect()
 
 
+def _is_quick(config) -> bool:
+    return config.option.markexpr == "not slow"
+
+
 def _compile_folder(config) -> str:
     if hasattr(config, "cache"):
         return str(config.cache.mkdir("jax"))
@@ -126,6 +136,8 @@ def quick_training(monkeypatch, request):
 
 def _compile_with(monkeypatch, request, options):
     """Passes options of the compiler also to programs whose `jit` names none."""
+    if _is_quick(request.config):
+        return  # all have them
     get_options = compiler.get_compile_options
 
     def get(*args, env_options_overrides=None, **others):

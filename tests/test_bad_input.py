@@ -199,9 +199,9 @@ REFUSED = {
     "`accumulators` must map names to `Accumulator`s, got": [
         lambda: accumulate({"a": max}),
         lambda: accumulate(COUNTED),
+        lambda: accumulate([COUNTED]),
     ],
     "must have different names": [
-        lambda: accumulate([("a", COUNTED), ("a", COUNTED)]),
         lambda: rollout.log_stats({"a/b": 1, "a": {"b": 2}}),
     ],
     'must have names without "/"': [lambda: accumulate({"a/b": COUNTED})],

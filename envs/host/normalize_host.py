@@ -142,13 +142,10 @@ class NormalizeHost:
         result, env_id = env.receive(num_ready, timeout)
         return self._take(result, env_id), env_id
 
-    def _load(self, saved: Any, obs: ArrayTree, *, allow_pickle: bool = False) -> bool:
+    def _load(self, saved: Any, obs: ArrayTree) -> None:
         env: Any = self.env
-        # Raw observations are read only after a reset.
-        is_loaded = env.load(saved, self._raw, allow_pickle=allow_pickle)
-        if is_loaded:
-            self._obs = jax.tree.map(np.array, obs)
-        return is_loaded
+        env.load(saved, self._raw)  # raw observations are read only after a reset
+        self._obs = jax.tree.map(np.array, obs)
 
     def _take(self, result: HostStep, at: Any) -> HostStep:
         """Learns from a step of the environments `at`, and normalises it."""
@@ -165,8 +162,7 @@ class NormalizeHost:
         self._place(at, obs)
         if self.gamma is not None:
             reward = reward / np.sqrt(self._statistics[1].var + self.epsilon)
-        raw = result.reward if result.raw_reward is None else result.raw_reward
-        return result._replace(obs=obs, reward=reward, raw_reward=raw)
+        return result._replace(obs=obs, reward=reward, raw_reward=result.total_reward)
 
     def _learn(self, raw: ArrayTree, discounted: np.ndarray | None) -> None:
         """Updates the statistics, unless they are fixed."""

@@ -10,10 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from rollout.envs.host import exceptions
 from rollout.envs.types import AnySpace, ArrayTree
-
-UNSAVED = b"u"  # the first byte of a state that could not be saved; its text says why
 
 
 class HostStep(NamedTuple):
@@ -45,6 +42,11 @@ class HostStep(NamedTuple):
     causes: Mapping[int, BaseException] = {}
     raw_reward: np.ndarray | None = None  # [B]
 
+    @property
+    def total_reward(self) -> np.ndarray:
+        """`[B]` float32, the reward that `episode_return` sums."""
+        return self.reward if self.raw_reward is None else self.raw_reward
+
 
 class EnvFault(RuntimeError):  # noqa: N818
     """Environments failed; at a `reset`, the others are reset all the same.
@@ -63,14 +65,8 @@ class EnvFault(RuntimeError):  # noqa: N818
         )
 
     def __reduce__(self) -> tuple:
-        """Pickles it, to send it to another process; causes that cannot be, as text."""
-        packed = {at: exceptions.to_bytes(x) for at, x in self.causes.items()}
-        return _unpack_fault, (packed, self._hint)
-
-
-def _unpack_fault(packed: Mapping[int, bytes], hint: str) -> EnvFault:
-    causes = {at: exceptions.from_bytes(x) for at, x in packed.items()}
-    return EnvFault(causes, hint)
+        """Pickles it by its arguments, to send it to another process."""
+        return EnvFault, (self.causes, self._hint)
 
 
 @runtime_checkable
@@ -80,13 +76,10 @@ class HostVectorEnv(Protocol):
     An implementation that can go on after a fault also has `rebuild(mask)`, `[B]` bool,
     which makes new ones in their place; each must be reset before its next step.
 
-    An implementation whose state can be saved also has two methods.
-    `save(allow_pickle=False)` returns `B` states as `bytes`, or None if that takes a
-    pickle. `load(saved, obs, allow_pickle=False)` takes the states and the observations
-    `[B, ...]` at the `save`. It returns True; or False, and unpickles nothing, if the
-    states are pickles and that is not allowed, or if one begins with `UNSAVED`.
-    Where it returns False, or raises because they do not fit, nothing has changed.
-    Environments that were faulty are faulty again.
+    An implementation whose state can be saved also has two methods. `save()` returns
+    `B` states as `bytes`, or None if an environment is faulty or cannot be saved.
+    `load(saved, obs)` takes the states and the observations `[B, ...]` at the `save`,
+    also where environments are faulty; after an error all must be rebuilt and reset.
 
     An implementation that learns of all its environments also has `learns` and
     `freeze`, as a `VectorEnv` has them; `shared`, any pytree of arrays, which goes into

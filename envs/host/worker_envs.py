@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rollout import checks
-from rollout.envs.host import exceptions, request_checks, saved_state, shared_memory
+from rollout.envs.host import request_checks, shared_memory
 from rollout.envs.host.arrays import assign, make_layout
 from rollout.envs.host.types import EnvFault, HostStep
 from rollout.envs.host.worker_pool import WorkerHandle, WorkerPool
@@ -141,7 +141,8 @@ class WorkerEnvs:
             asked = self._handles(at for at in which if at not in pool.broken)
             for handle in asked:  # all are asked before the first answer is awaited
                 pool.ask(handle, "reset", seeds[handle.rows], mask[handle.rows])
-            pool.results(asked)
+            for _, causes in pool.results(asked):
+                pool.note(causes)
             pool.forget(which)
             self._raise(which)
             return self._arrays.obs_tree
@@ -154,7 +155,8 @@ class WorkerEnvs:
             alive = pool.alive
             for handle in alive:
                 pool.ask(handle, "step")
-            pool.results(alive)
+            for _, causes in pool.results(alive):
+                pool.note(causes)
             return self._arrays.answer(pool.broken)
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
@@ -228,17 +230,17 @@ class WorkerEnvs:
             handles = self._handles(which)
             for handle in handles:
                 pool.ask(handle, "rebuild", mask[handle.rows])
-            pool.results(handles)
+            replies = pool.results(handles)
+            for at in which:
+                pool.broken.pop(at, None)
+            for _, causes in replies:
+                pool.note(causes)
             # One environment may have ended a worker before the next was rebuilt.
-            lost = [handle for handle in handles if handle.pipe is None]
-            for handle in lost:
-                for at in set(which).intersection(handle.ids):
-                    del pool.broken[at]
-            self._start(lost)
+            self._start([handle for handle in handles if handle.pipe is None])
             pool.forget(which)
             self._raise(which)
 
-    def save(self, *, allow_pickle: bool = False) -> list[bytes] | None:
+    def save(self) -> list[bytes] | None:
         """Saves every environment; see `HostVectorEnv`.
 
         Raises:
@@ -246,61 +248,44 @@ class WorkerEnvs:
         """
         with self._pool as pool:
             request_checks.all_idle("save", pool.in_flight)
-            alive = pool.alive
-            for handle in alive:
-                pool.ask(handle, "save", allow_pickle)
-            saved: list[Any] = [None] * self.num_envs
-            for handle, states in pool.results(alive):
-                if states is None:
-                    return None
-                saved[handle.rows] = states
-            # Also those that a lost worker had, and those that it has not rebuilt.
-            for at, cause in pool.broken.items():
-                saved[at] = saved_state.save_fault(cause)
-            return saved
+            for handle in pool.handles:
+                pool.ask(handle, "save")
+            states = [saved for _, saved in pool.results(pool.handles)]
+            if pool.broken or None in states:
+                return None
+            return list(itertools.chain.from_iterable(states))
 
-    def load(
-        self, saved: Sequence[bytes], obs: ArrayTree, *, allow_pickle: bool = False
-    ) -> bool:
+    def load(self, saved: Sequence[bytes], obs: ArrayTree) -> None:
         """Puts every environment where it was at `save`; see `HostVectorEnv`.
 
         Raises:
-            ValueError: if some are in flight, or pickled ones have other settings.
+            EnvFault: if a worker ends meanwhile.
+            ValueError: if some are in flight, or have no `load_state`.
         """
         request_checks.length("saved", saved, self.num_envs)
         with self._pool as pool:
             request_checks.all_idle("load", pool.in_flight)
-            handles = pool.handles
-            for _ in range(2):  # that a worker has ended may show only now
-                self._start([handle for handle in handles if handle.pipe is None])
-                for handle in handles:
-                    pool.ask(handle, "prepare", list(saved[handle.rows]), allow_pickle)
-                pool.gather(handles)
-                handles = [handle for handle in pool.handles if handle.pipe is None]
-            are_ready = [is_ready for _, is_ready in pool.results(pool.handles)]
-            self._raise(at for handle in handles for at in handle.ids)
-            if not all(are_ready):
-                return False
-            for handle in pool.handles:
-                pool.ask(handle, "swap")
-            pool.results(pool.handles)
+            pool.pump(0.0)  # notices workers that have ended
+            self._start([handle for handle in pool.handles if handle.pipe is None])
+            pool.broken.clear()
             values = self._layout.obs.flatten(obs)
-            assign(self._arrays.obs, slice(None), values, "obs")
-            return True
+            for handle in pool.handles:
+                rows = self._layout.obs.unflatten([x[handle.rows] for x in values])
+                pool.ask(handle, "load", saved[handle.rows], rows)
+            pool.results(pool.handles)
+            self._raise(range(self.num_envs))
 
     def close(self) -> None:
         """Ends the processes; a second call does nothing."""
         self._pool.close()
 
     def _start(self, handles: Collection[WorkerHandle]) -> None:
-        """Starts workers with all their environments; those in `broken` stay faulty."""
+        """Starts workers with all their environments."""
         pool, ready = self._pool, []
         for handle in handles:
-            broken = {at: pool.broken[at] for at in handle.ids if at in pool.broken}
-            faulty = {at: exceptions.to_bytes(cause) for at, cause in broken.items()}
             make_fns = self._make_fns[handle.rows]
             pool.start(handle)
-            pool.ask(handle, "make", make_fns, self._info, handle.ids, faulty)
+            pool.ask(handle, "make", make_fns, self._info, handle.ids)
         for handle, spaces, error in pool.gather(handles):
             if error is None:
                 ready.append(handle)

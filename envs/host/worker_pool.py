@@ -8,13 +8,13 @@ import os
 import pickle
 import selectors
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Self
 
 from rollout.envs.host import exceptions, request_checks, worker_process
 
 _GRACE = 2.0  # seconds to close environments in, before a process is killed
-_UNTIMED = ("make", "share", "prepare")  # to make environments may take any time
+_UNTIMED = ("make", "share")  # to make environments may take any time
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -63,7 +63,7 @@ class WorkerPool:
         handles: one for each worker.
         in_flight: environments that were sent and not received.
         answered: those of them that have answered, in the order of their answers.
-        broken: the cause of each faulty environment, by its number.
+        broken: the cause of each faulty environment, by its number, until `rebuild`.
     """
 
     def __init__(
@@ -134,8 +134,12 @@ class WorkerPool:
         """
         while any(handle.owed for handle in handles):
             self.pump()
-        replies = [(x, *x.reply) for x in handles if x.pipe is not None]
-        return [(x, result, e and exceptions.from_bytes(e)) for x, result, e in replies]
+        replies = []
+        for handle in handles:
+            result, error = handle.reply
+            if handle.pipe is not None:
+                replies.append((handle, result, error and exceptions.from_bytes(error)))
+        return replies
 
     def results(
         self, handles: Collection[WorkerHandle]
@@ -146,6 +150,11 @@ class WorkerPool:
             if error is not None:
                 raise error
         return [(handle, result) for handle, result, _ in found]
+
+    def note(self, causes: Mapping[int, bytes]) -> None:
+        """Notes the causes of faulty environments that a worker returned."""
+        for number in causes.keys() - self.broken.keys():
+            self.broken[number] = exceptions.from_bytes(causes[number])
 
     def pump(self, timeout: float | None = None) -> None:
         """Waits for replies, at most `timeout` seconds; reads one of each worker."""
@@ -205,18 +214,14 @@ class WorkerPool:
 
     def _read(self, handle: WorkerHandle) -> None:
         try:
-            *reply, causes = pickle.loads(handle.pipe.recv_bytes())
+            reply = pickle.loads(handle.pipe.recv_bytes())
         except (EOFError, OSError):
             return self.lose(handle)
         handle.since, at = time.monotonic(), handle.owed.popleft()
-        if self.broken or causes:
-            for number in handle.ids:
-                self.broken.pop(number, None)
-            for number, packed in causes.items():
-                self.broken[number] = exceptions.from_bytes(packed)
         if at is None:
-            handle.reply = tuple(reply)
+            handle.reply = reply
         else:
+            self.note(reply[0])
             self.answered.append(at)
 
     def _time_left(self) -> list[tuple[WorkerHandle, float]]:

@@ -1,8 +1,7 @@
 """`serve`: the loop of a worker process, which steps its environments on request.
 
-A request is `(method, arguments)`, a reply `(result, error, causes)`: what the method
-returned, or the packed exception that it raised; and the packed cause of each faulty
-environment. Each request gets one reply, in the same order.
+A request is `(method, arguments)`, a reply `(result, error)`: what the method returned,
+or the packed exception that it raised. Each request gets one reply, in the same order.
 """
 
 import contextlib
@@ -23,6 +22,7 @@ from rollout.envs.host import exceptions, shared_memory
 from rollout.envs.host.gymnasium_actions import split_action
 from rollout.envs.host.local_envs import LocalEnvs
 from rollout.envs.host.types import EnvFault
+from rollout.envs.types import ArrayTree
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
@@ -40,11 +40,15 @@ def serve(pipe: connection.Connection, start_method: str) -> None:
                 result = getattr(worker, method)(*args)
             except Exception as raised:
                 error = exceptions.to_bytes(raised)
-            pipe.send_bytes(pickle.dumps((result, error, worker.causes())))
+            pipe.send_bytes(pickle.dumps((result, error)))
 
 
 class _Worker:
-    """The methods that can be requested."""
+    """The methods that can be requested.
+
+    Those that step, reset or rebuild return the causes of faulty environments, packed,
+    by their numbers.
+    """
 
     _envs: Any = None  # LocalEnvs, once they are made
 
@@ -52,18 +56,11 @@ class _Worker:
         self._pipe = pipe
 
     def make(
-        self,
-        make_fns: Sequence[bytes],
-        info: Mapping[str, Any],
-        ids: range,
-        faulty: Mapping[int, bytes],
+        self, make_fns: Sequence[bytes], info: Mapping[str, Any], ids: range
     ) -> tuple[Any, Any]:
-        """Makes the environments, some of which stay faulty; returns their spaces."""
+        """Makes the environments; returns their spaces."""
         fns = [pickle.loads(fn) for fn in make_fns]
         envs = LocalEnvs(fns, **info, first=ids.start)
-        envs.causes.update(
-            {at - ids.start: exceptions.from_bytes(x) for at, x in faulty.items()}
-        )
         self._envs, self._ids, self._split = envs, ids, split_action(envs.spaces[1])
         return envs.spaces
 
@@ -76,42 +73,38 @@ class _Worker:
         self._actions = arrays.action
         self._envs.place(arrays)
 
-    def step(self) -> None:
+    def step(self) -> dict[int, bytes]:
         self._envs.step(self._envs.layout.action.unflatten(self._actions))
+        return self._causes()
 
-    def advance(self, at: int) -> None:
+    def advance(self, at: int) -> dict[int, bytes]:
         row = [array[at : at + 1] for array in self._actions]
         (action,) = self._split(self._envs.layout.action.unflatten(row))
         self._envs.advance(at, action)
+        return self._causes()
 
-    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> None:
-        with contextlib.suppress(EnvFault):  # `causes` tells
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> dict[int, bytes]:
+        with contextlib.suppress(EnvFault):  # the causes tell
             self._envs.reset(seeds, mask)
+        return self._causes()
 
-    def rebuild(self, mask: np.ndarray) -> None:
+    def rebuild(self, mask: np.ndarray) -> dict[int, bytes]:
         with contextlib.suppress(EnvFault):
             self._envs.rebuild(mask)
+        return self._causes()
 
-    def save(self, allow_pickle: bool) -> list[bytes] | None:
-        return self._envs.save(allow_pickle=allow_pickle)
+    def save(self) -> list[bytes] | None:
+        return self._envs.save()
 
-    def prepare(self, saved: Sequence[bytes], allow_pickle: bool) -> bool:
-        return self._envs.prepare(saved, allow_pickle)
-
-    def swap(self) -> None:
-        self._envs.swap()
+    def load(self, saved: Sequence[bytes], obs: ArrayTree) -> None:
+        self._envs.load(saved, obs)
 
     def close(self) -> None:
         self._envs.close()
 
-    def causes(self) -> dict[int, bytes]:
-        """Returns the packed causes of the environments that are faulty."""
-        if self._envs is None or not self._envs.causes:  # the usual case, kept fast
-            return {}
-        return {
-            self._ids[at]: exceptions.to_bytes(cause)
-            for at, cause in self._envs.causes.items()
-        }
+    def _causes(self) -> dict[int, bytes]:
+        causes = self._envs.causes
+        return {self._ids[at]: exceptions.to_bytes(x) for at, x in causes.items()}
 
 
 def _end_with_parent(start_method: str) -> None:

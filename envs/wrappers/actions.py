@@ -38,8 +38,7 @@ class RescaleAction(Wrapper):
 
     bound: str = struct.field(pytree_node=False, default="clip")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         checks.choice("bound", self.bound, tuple(_BOUNDS))
         if checks.is_known(self.env):
             _check_box(super().action_space)
@@ -105,8 +104,7 @@ class ActionRepeat(Wrapper):
 
     num_repeats: int = struct.field(pytree_node=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         checks.int_between("num_repeats", self.num_repeats)
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:

@@ -33,8 +33,7 @@ class TimeLimit(Wrapper):
 
     for_agents = "all"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         checks.int_between("num_steps", self.num_steps)
 
     def reset(self, key: chex.PRNGKey) -> tuple:
@@ -73,8 +72,7 @@ class ForceLength(Wrapper):
 
     num_steps: int = struct.field(pytree_node=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         checks.int_between("num_steps", self.num_steps)
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:

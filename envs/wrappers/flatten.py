@@ -2,15 +2,14 @@
 
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rollout.envs.spaces import Box, Dict, Discrete, MultiDiscrete, Repeated, as_space
-from rollout.envs.types import AnySpace, ArrayTree, EnvStep
+from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers.observations import eval_reset
-from rollout.envs.wrappers.wrapper import Wrapper
+from rollout.envs.wrappers.wrapper import Agent, ObsWrapper
 
 _MASK = "action_mask"
 
@@ -45,7 +44,7 @@ def mask_in(obs: ArrayTree) -> jax.Array | None:
     return next((x for path, x in leaves if _is_mask(path)), None)
 
 
-class FlattenObs(Wrapper):
+class FlattenObs(ObsWrapper):
     """Shows every observation as one float32 array, as `flatten_obs` makes it.
 
     An entry `action_mask` stays as it is: the observation is then `{"obs": array,
@@ -59,12 +58,11 @@ class FlattenObs(Wrapper):
             has a part that `flatten_obs` does not take.
     """
 
-    @property
-    def observation_space(self) -> AnySpace:
+    def space(self, agent: Agent) -> AnySpace:
         """Space of `obs`: a box, or a dict of one and the mask."""
         seen = eval_reset(self.env, lambda state, obs: obs)
         paths = [path for path, _ in jax.tree.leaves_with_path(seen)]
-        pairs = list(zip(paths, super().observation_space.leaves(), strict=True))
+        pairs = list(zip(paths, agent.observation_space.leaves(), strict=True))
         bounds = [_bounds(part) for path, part in pairs if not _is_mask(path)]
         lows, highs = zip(*bounds, strict=True)
         is_known = not any(isinstance(x, jax.Array) for x in (*lows, *highs))
@@ -74,19 +72,10 @@ class FlattenObs(Wrapper):
         masks = [part for path, part in pairs if _is_mask(path)]
         return Dict({"obs": box, _MASK: masks[0]}) if masks else box
 
-    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        """Starts an episode: `(state, obs)`."""
-        state, obs = self.env.reset(key)
-        return state, self._see(obs)
-
-    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        """Takes one step."""
-        result = self.env.step(key, state, action)
-        return result.replace(obs=self._see(result.obs))
-
-    def _see(self, obs: ArrayTree) -> ArrayTree:
-        flat, mask = flatten_obs(super().observation_space, obs), mask_in(obs)
-        return flat if mask is None else {"obs": flat, _MASK: mask}
+    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+        """Flattens the observation."""
+        flat, mask = flatten_obs(agent.observation_space, obs), mask_in(obs)
+        return (flat if mask is None else {"obs": flat, _MASK: mask}), ()
 
 
 def _is_mask(path: Any) -> bool:

@@ -1,18 +1,19 @@
 """`NoRepeat`, `History`: wrappers that remember the actions of an episode."""
 
-import chex
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from rollout import checks
 from rollout.envs.spaces import Box, Dict, Discrete, Repeated
-from rollout.envs.types import AnySpace, ArrayTree, EnvStep
+from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers.observations import first_of
-from rollout.envs.wrappers.wrapper import Wrapper, WrapperState
+from rollout.envs.wrappers.wrapper import Agent, ObsWrapper
 
 
-class NoRepeat(Wrapper):
+class NoRepeat(ObsWrapper):
     """Masks out actions already taken in the episode, such as items already shown.
 
     If the observation is a dict with a `mask`, that must be `[n]` bool, as with
@@ -33,46 +34,35 @@ class NoRepeat(Wrapper):
 
     initial: bool = struct.field(pytree_node=False, default=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         checks.boolean("initial", self.initial)
-        # A placeholder that jax builds pytrees with has no `step`.
-        if hasattr(self.env, "step") and not isinstance(self.action_space, Discrete):
+        if not isinstance(self.action_space, Discrete):
             raise ValueError(
                 "`env` must have a discrete action space, got "
                 f"{type(self.action_space).__name__}."
             )
 
-    @property
-    def observation_space(self) -> AnySpace:
+    def space(self, agent: Agent) -> AnySpace:
         """Space of `obs`."""
-        space, num = super().observation_space, self.action_space.n
+        space: Any = agent.observation_space
         if isinstance(space, Dict) and "mask" in space.spaces:
             return space
-        mask = Box(False, True, (num,), jnp.dtype(bool))
+        mask = Box(False, True, (agent.action_space.n,), jnp.dtype(bool))
         return Dict({"obs": space, "mask": mask})
 
-    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        """Starts an episode: `(state, obs)`."""
-        state, obs = self.env.reset(key)
-        mask = jnp.ones(self.action_space.n, bool)
-        if self.initial and isinstance(obs, dict) and "item" in obs:
-            item = obs["item"] - self.action_space.start
-            mask = mask & (jnp.arange(mask.size) != item)
-        return WrapperState(env_state=state, memory=mask), _with_mask(obs, mask)
-
-    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        """Takes one step."""
-        result = self.env.step(key, state.env_state, action)
-        index = action - self.action_space.start
-        mask = state.memory.at[index].set(False)
-        return result.replace(
-            state=WrapperState(env_state=result.state, memory=mask),
-            obs=_with_mask(result.obs, mask),
-        )
+    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+        """Masks out the actions that were taken."""
+        start, num = agent.action_space.start, agent.action_space.n
+        if memory is not None:
+            mask = memory.at[agent.action - start].set(False)
+        else:
+            mask = jnp.ones(num, bool)
+            if self.initial and isinstance(obs, dict) and "item" in obs:
+                mask = mask & (jnp.arange(num) != obs["item"] - start)
+        return _with_mask(obs, mask), mask
 
 
-class History(Wrapper):
+class History(ObsWrapper):
     """Shows the last actions and rewards of the episode, in the order of time.
 
     The observation becomes `{"obs": obs, "actions": actions, "rewards": rewards,
@@ -90,36 +80,30 @@ class History(Wrapper):
 
     window: int = struct.field(pytree_node=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         checks.int_between("window", self.window)
 
-    @property
-    def observation_space(self) -> AnySpace:
+    def space(self, agent: Agent) -> AnySpace:
         """Space of `obs`; rewards are unbounded."""
         return Dict(
             {
-                "obs": super().observation_space,
-                "actions": Repeated(self.action_space, self.window),
+                "obs": agent.observation_space,
+                "actions": Repeated(agent.action_space, self.window),
                 "rewards": Box(-jnp.inf, jnp.inf, (self.window,)),
                 "length": Discrete(self.window + 1),
             }
         )
 
-    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        """Starts an episode: `(state, obs)`."""
-        state, obs = self.env.reset(key)
-        memory = {
-            "actions": first_of(Repeated(self.action_space, self.window)),
-            "rewards": jnp.zeros(self.window, jnp.float32),
-            "length": jnp.zeros((), jnp.int32),
-        }
-        return WrapperState(env_state=state, memory=memory), {"obs": obs, **memory}
-
-    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        """Takes one step."""
-        result = self.env.step(key, state.env_state, action)
-        length = state.memory["length"]
+    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+        """Adds the last actions and rewards."""
+        if memory is None:
+            memory = {
+                "actions": first_of(Repeated(agent.action_space, self.window)),
+                "rewards": jnp.zeros(self.window, jnp.float32),
+                "length": jnp.zeros((), jnp.int32),
+            }
+            return {"obs": obs, **memory}, memory
+        length = memory["length"]
         # Valid rows come first; a full window moves by one row, and drops the oldest.
         is_full, at = length == self.window, jnp.minimum(length, self.window - 1)
 
@@ -128,14 +112,11 @@ class History(Wrapper):
             return moved.at[at].set(jnp.asarray(new, old.dtype))
 
         memory = {
-            "actions": jax.tree.map(append, state.memory["actions"], action),
-            "rewards": append(state.memory["rewards"], result.reward),
+            "actions": jax.tree.map(append, memory["actions"], agent.action),
+            "rewards": append(memory["rewards"], agent.reward),
             "length": at + 1,
         }
-        return result.replace(
-            state=WrapperState(env_state=result.state, memory=memory),
-            obs={"obs": result.obs, **memory},
-        )
+        return {"obs": obs, **memory}, memory
 
 
 def _with_mask(obs: ArrayTree, mask: jax.Array) -> dict[str, ArrayTree]:

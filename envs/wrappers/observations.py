@@ -10,7 +10,6 @@ from flax import struct
 
 from rollout import checks
 from rollout.envs import prng
-from rollout.envs.multi_agent import MultiAgentStep
 from rollout.envs.spaces import (
     Box,
     Composite,
@@ -21,10 +20,10 @@ from rollout.envs.spaces import (
     space_of,
 )
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
-from rollout.envs.wrappers.wrapper import Wrapper, WrapperState, has_agents
+from rollout.envs.wrappers.wrapper import Agent, ObsWrapper, Wrapper, has_agents
 
 
-class FrameStack(Wrapper):
+class FrameStack(ObsWrapper):
     """Shows the last `num_frames` observations on a new leading axis, oldest first.
 
     At the start of an episode the first frame is repeated. The observation may be a
@@ -43,49 +42,24 @@ class FrameStack(Wrapper):
 
     for_agents = "simultaneous"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         checks.int_between("num_frames", self.num_frames)
 
-    @property
-    def observation_space(self) -> AnySpace:
+    def space(self, agent: Agent) -> AnySpace:
         """Space of `obs`, `[num_frames, ...]`."""
-        return _stacked(super().observation_space, self.num_frames)
+        return _stacked(agent.observation_space, self.num_frames)
 
-    @property
-    def observation_spaces(self) -> dict[str, AnySpace]:
-        """Space of one agent's `obs`, `[num_frames, ...]`, by group."""
-        spaces = super().observation_spaces.items()
-        return {name: _stacked(as_space(x), self.num_frames) for name, x in spaces}
-
-    @property
-    def _axis(self) -> int:
-        return 1 if has_agents(self.env) else 0
-
-    def reset(self, key: chex.PRNGKey) -> tuple:
-        """Starts an episode: `(state, obs)`, its first frame repeated."""
-        state, obs, *acting = self.env.reset(key)
-        frames = jax.tree.map(
-            lambda x: jnp.stack([jnp.asarray(x)] * self.num_frames, self._axis), obs
-        )
-        return WrapperState(env_state=state, memory=frames), frames, *acting
-
-    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:
-        """Takes one step; the oldest frame makes room for the new one."""
-        result = self.env.step(key, state.env_state, action)
-
-        def push(old: jax.Array, new: jax.Array) -> jax.Array:
-            kept = old[:, 1:] if self._axis else old[1:]
-            new = jnp.expand_dims(jnp.asarray(new), self._axis)
-            return jnp.concatenate([kept, new], self._axis)
-
-        frames = jax.tree.map(push, state.memory, result.obs)
-        return result.replace(
-            state=WrapperState(env_state=result.state, memory=frames), obs=frames
-        )
+    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+        """Adds the newest frame, and drops the oldest one."""
+        new = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
+        parts = (new,) * self.num_frames
+        if memory is not None:
+            parts = jax.tree.map(lambda x: x[1:], memory), new
+        frames = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        return frames, frames
 
 
-class TransformObs(Wrapper):
+class TransformObs(ObsWrapper):
     """Shows `fn(obs)` instead of `obs`.
 
         padded = TransformObs(env, lambda obs: jnp.pad(obs, (0, 2)), group="prey")
@@ -100,7 +74,8 @@ class TransformObs(Wrapper):
         group: with several agents, the only group that `fn` changes; None for all.
 
     Raises:
-        ValueError: if there is no such `group`.
+        ValueError: if there is no such `group`; while tracing, if `fn` returns another
+            shape than that of `observation_space`.
     """
 
     fn: Callable[[ArrayTree], ArrayTree] = struct.field(pytree_node=False)
@@ -109,61 +84,47 @@ class TransformObs(Wrapper):
 
     for_agents = "all"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         checks.function("fn", self.fn)
-        groups = list(self.env.groups) if has_agents(self.env) else []
-        if self.group not in (None, *groups) and hasattr(self.env, "step"):
+        groups = list(self.groups) if has_agents(self.env) else []
+        if self.group not in (None, *groups):
             raise ValueError(
                 f"`group` must be a group of `env`, {', '.join(groups) or 'none'}, got "
                 f"{self.group!r}."
             )
-        if self.observation_space is None:
-            shapes = eval_reset(self.env, lambda state, obs, *_: self._see(obs))
+        space = self.observation_space
+        if space is None:
+            shapes = eval_reset(self.env, lambda _, obs, *__: self._show_each(obs)[0])
             if groups:  # of one agent
                 shapes = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes
                 )
             space = space_of(shapes)
-        else:
-            space = as_space(self.observation_space, "observation_space")
+        space = as_space(space, "observation_space")
         object.__setattr__(self, "observation_space", space)
 
-    @property
-    def observation_spaces(self) -> Mapping[str, AnySpace]:
-        """Space of one agent's `obs`, by group."""
+    def space(self, agent: Agent) -> AnySpace:
+        """Space of what the agent sees."""
         space: Any = self.observation_space
-        return {**super().observation_spaces, **space.spaces}
+        if agent.group is None:
+            return space
+        return space.spaces.get(agent.group, agent.observation_space)
 
-    def _see(self, obs: ArrayTree) -> ArrayTree:
-        if not has_agents(self.env):
-            return self.fn(obs)
-        chosen = obs if self.group is None else (self.group,)
-        return {**obs, **{name: jax.vmap(self.fn)(obs[name]) for name in chosen}}
-
-    def reset(self, key: chex.PRNGKey) -> tuple:
-        """Starts an episode: `(state, fn(obs))`.
-
-        Raises:
-            ValueError: while tracing, if `fn` returns another shape than that of
-                `observation_space`.
-        """
-        state, obs, *acting = self.env.reset(key)
-        obs, space = self._see(obs), self.observation_space
-        if isinstance(space, Box | Discrete) and jnp.shape(obs) != space.shape:
+    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+        """Applies `fn`, if it changes the agent's group."""
+        if self.group not in (None, agent.group):
+            return obs, ()
+        shown = self.fn(obs)
+        space = None if self.observation_space is None else self.space(agent)
+        if isinstance(space, Box | Discrete) and jnp.shape(shown) != space.shape:
             raise ValueError(
                 f"`fn` must return the shape of `observation_space`, {space.shape}, "
-                f"got {checks.describe(obs)}."
+                f"got {checks.describe(shown)}."
             )
-        return state, obs, *acting
-
-    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:
-        """Takes one step."""
-        result = self.env.step(key, state, action)
-        return result.replace(obs=self._see(result.obs))
+        return shown, ()
 
 
-class AgentNumber(Wrapper):
+class AgentNumber(ObsWrapper):
     """Shows every agent which one it is, for policies that several agents share.
 
     A dict observation gains `agent`; any other becomes `{"obs": obs, "agent": agent}`.
@@ -178,43 +139,25 @@ class AgentNumber(Wrapper):
 
     for_agents = "all"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if hasattr(self.env, "step") and not has_agents(self.env):
+    def _check(self) -> None:
+        if not has_agents(self.env):
             raise ValueError(
                 "`env` must be a `MultiAgentEnv` for `AgentNumber`, got "
                 f"{type(self.env).__name__}, of one agent."
             )
 
-    @property
-    def observation_spaces(self) -> dict[str, AnySpace]:
-        """Space of one agent's `obs`, by group."""
+    def space(self, agent: Agent) -> AnySpace:
+        """Space of what the agent sees, with its number."""
+        space: Any = agent.observation_space
         number = Box(0.0, 1.0, (len(self.agents),))
-        spaces = {name: as_space(x) for name, x in super().observation_spaces.items()}
-        return {
-            name: Dict({**_by_name(getattr(x, "spaces", x), x), "agent": number})
-            for name, x in spaces.items()
-        }
+        return Dict(
+            {**_by_name(getattr(space, "spaces", space), space), "agent": number}
+        )
 
-    def reset(self, key: chex.PRNGKey) -> tuple:
-        """Starts an episode: `(state, obs, acting)`."""
-        state, obs, acting = self.env.reset(key)
-        return state, self._see(obs), acting
-
-    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:
-        """Takes one step."""
-        result = self.env.step(key, state, action)
-        return result.replace(obs=self._see(result.obs))
-
-    def _see(self, obs: dict[str, ArrayTree]) -> dict[str, ArrayTree]:
-        every = jnp.eye(len(self.agents), dtype=jnp.float32)
-        return {
-            name: {
-                **_by_name(obs[name], obs[name]),
-                "agent": jnp.stack([every[self.agents.index(x)] for x in members]),
-            }
-            for name, members in self.groups.items()
-        }
+    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+        """Adds the number of the agent."""
+        number = jax.nn.one_hot(agent.number, len(self.agents), dtype=jnp.float32)
+        return {**_by_name(obs, obs), "agent": number}, ()
 
 
 class ObserveInfo(Wrapper):
@@ -234,8 +177,7 @@ class ObserveInfo(Wrapper):
     fn: Callable[[Any], ArrayTree] = struct.field(pytree_node=False)
     initial: Callable[[Any, Any], ArrayTree] = struct.field(pytree_node=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         checks.function("fn", self.fn)
         checks.function("initial", self.initial)
 
@@ -290,7 +232,7 @@ class ObserveState(Wrapper):
         return result.replace(obs={"obs": result.obs, "state": result.state})
 
 
-class ObservePrevious(Wrapper):
+class ObservePrevious(ObsWrapper):
     """Shows the last action and reward, and starts of episodes, in the observation.
 
     The observation becomes `{"obs": obs, "action": action, "reward": reward, "first":
@@ -310,52 +252,13 @@ class ObservePrevious(Wrapper):
 
     for_agents = "simultaneous"
 
-    @property
-    def observation_space(self) -> AnySpace:
+    def space(self, agent: Agent) -> AnySpace:
         """Space of `obs`; the reward is unbounded."""
-        return space_with_previous(super().observation_space, self.action_space)
+        return space_with_previous(agent)
 
-    @property
-    def observation_spaces(self) -> dict[str, AnySpace]:
-        """Space of one agent's `obs`, by group."""
-        return {
-            name: space_with_previous(as_space(space), self.action_spaces[name])
-            for name, space in super().observation_spaces.items()
-        }
-
-    def reset(self, key: chex.PRNGKey) -> tuple:
-        """Starts an episode: `(state, obs)`, without a previous step."""
-        state, obs, *acting = self.env.reset(key)
-        if not acting:
-            action = first_of(self.action_space)
-            obs = with_previous(obs, action, jnp.float32(0), jnp.bool_(True))
-            return state, obs
-        action = {
-            name: first_of(Repeated(as_space(self.action_spaces[name]), len(members)))
-            for name, members in self.groups.items()
-        }
-        reward = jnp.zeros(len(self.agents), jnp.float32)
-        return state, self._see(obs, action, reward, True), *acting
-
-    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:
-        """Takes one step."""
-        result = self.env.step(key, state, action)
-        reward = jnp.asarray(result.reward, jnp.float32)
-        if isinstance(result, MultiAgentStep):
-            return result.replace(obs=self._see(result.obs, action, reward, False))
-        obs = with_previous(result.obs, action, reward, jnp.bool_(False))
-        return result.replace(obs=obs)
-
-    def _see(
-        self, obs: ArrayTree, action: ArrayTree, reward: jax.Array, first: bool
-    ) -> dict[str, ArrayTree]:
-        """Shows every agent its own, by group `[A_g, ...]`."""
-        shown = {}
-        for name, members in self.groups.items():
-            own = reward[jnp.asarray([self.agents.index(x) for x in members])]
-            flag = jnp.full(own.shape, first)
-            shown[name] = with_previous(obs[name], action[name], own, flag)
-        return shown
+    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+        """Adds the last step; zeros at the start of an episode."""
+        return with_previous(agent, obs, jnp.bool_(agent.reward is None)), ()
 
 
 def _stacked(space: AnySpace, num: int) -> AnySpace:
@@ -386,12 +289,12 @@ def _by_name(tree: Any, otherwise: Any) -> dict[str, Any]:
     return dict(tree)
 
 
-def space_with_previous(obs: AnySpace, action: AnySpace) -> AnySpace:
-    """Returns the space of what `with_previous` returns."""
+def space_with_previous(agent: Agent) -> AnySpace:
+    """Returns the space of what `with_previous` returns; the reward is unbounded."""
     return Dict(
         {
-            "obs": obs,
-            "action": as_space(action),
+            "obs": agent.observation_space,
+            "action": agent.action_space,
             "reward": Box(-jnp.inf, jnp.inf, ()),
             "first": Box(False, True, (), jnp.dtype(bool)),
         }
@@ -399,9 +302,12 @@ def space_with_previous(obs: AnySpace, action: AnySpace) -> AnySpace:
 
 
 def with_previous(
-    obs: ArrayTree, action: ArrayTree, reward: jax.Array, first: jax.Array
+    agent: Agent, obs: ArrayTree, first: jax.Array
 ) -> dict[str, ArrayTree]:
-    """Shows an observation with the step before it."""
+    """Shows an observation with the step before it, zeros if there is none."""
+    action, reward = agent.action, agent.reward
+    if reward is None:
+        action, reward = first_of(agent.action_space), jnp.float32(0)
     return {"obs": obs, "action": action, "reward": reward, "first": first}
 
 

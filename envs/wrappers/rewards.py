@@ -27,8 +27,7 @@ class TransformReward(Wrapper):
 
     for_agents = "all"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         checks.function("fn", self.fn)
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:

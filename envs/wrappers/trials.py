@@ -9,12 +9,8 @@ from rollout import checks
 from rollout.envs import prng
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
 from rollout.envs.vectorize import cast_step
-from rollout.envs.wrappers.observations import (
-    first_of,
-    space_with_previous,
-    with_previous,
-)
-from rollout.envs.wrappers.wrapper import Wrapper, WrapperState
+from rollout.envs.wrappers.observations import space_with_previous, with_previous
+from rollout.envs.wrappers.wrapper import Agent, Wrapper, WrapperState
 
 
 class Trials(Wrapper):
@@ -44,22 +40,20 @@ class Trials(Wrapper):
 
     num_episodes: int = struct.field(pytree_node=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         checks.int_between("num_episodes", self.num_episodes)
 
     @property
     def observation_space(self) -> AnySpace:
         """Space of `obs`; the reward is unbounded."""
-        return space_with_previous(super().observation_space, self.action_space)
+        return space_with_previous(Agent(self.env))
 
     def reset(self, key: chex.PRNGKey) -> tuple[WrapperState, ArrayTree]:
         """Starts a trial: `(state, obs)`, without a previous step."""
         state, obs = self.env.reset(key)
         memory = jax.random.key_data(key), jnp.int32(0)
-        action = first_of(self.action_space)
-        obs = with_previous(obs, action, jnp.float32(0), jnp.bool_(True))
-        return WrapperState(env_state=state, memory=memory), obs
+        state = WrapperState(env_state=state, memory=memory)
+        return state, with_previous(Agent(self.env), obs, jnp.bool_(True))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step, into the trial's next episode where one has ended."""
@@ -69,13 +63,14 @@ class Trials(Wrapper):
         num_ended = num_before + ended.astype(jnp.int32)
         is_last = num_ended >= self.num_episodes
         begins = ended & ~is_last
+        agent = Agent(self.env, action=action, reward=result.reward)
         start = jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
         env_state, obs = prng.select(
             begins, self.env.reset(start), (result.state, result.obs)
         )
         return result.replace(
             state=WrapperState(env_state=env_state, memory=(words, num_ended)),
-            obs=with_previous(obs, action, result.reward, begins),
+            obs=with_previous(agent, obs, begins),
             terminated=result.terminated & is_last,
             truncated=result.truncated & is_last,
         )

@@ -7,16 +7,18 @@ environment, before `vectorize`, and around each other in any order:
 
     env = TimeLimit(ActionRepeat(make("Pendulum-v1"), 4), 50)
 
-Some also go around a `MultiAgentEnv`, before `vectorize`; others refuse it.
+Some also go around a `MultiAgentEnv`, before `vectorize`; others refuse it. One that
+changes observations is an `ObsWrapper`, written for one agent.
 
 Counts and functions are static: another value, or a new lambda, is traced again.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import chex
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from rollout import checks
@@ -44,7 +46,7 @@ class WrapperState(struct.PyTreeNode, kw_only=True):
     memory: ArrayTree
 
 
-class _Around(struct.PyTreeNode):
+class _BaseWrapper(struct.PyTreeNode):
     """Base of all wrappers: has the spaces of the wrapped environment."""
 
     env: Any
@@ -87,11 +89,12 @@ class _Around(struct.PyTreeNode):
         return self.env.action_spaces
 
 
-class Wrapper(_Around):
+class Wrapper(_BaseWrapper):
     """Base of wrappers of one environment: passes everything on.
 
     A subclass that also serves a `MultiAgentEnv` sets `for_agents`: "all"; or
     "simultaneous" if agents must act at every step, since it keeps what they have seen.
+    One with options checks them in `_check`.
     """
 
     env: Any  # an `Env`, or a `MultiAgentEnv` if `for_agents`
@@ -103,19 +106,21 @@ class Wrapper(_Around):
         if not hasattr(self.env, "step"):
             return
         checks.single(self.env)
-        name = type(self).__name__
-        if not has_agents(self.env) or self.for_agents == "all":
-            return
-        if not self.for_agents:
+        several, name = has_agents(self.env), type(self).__name__
+        if several and not self.for_agents:
             raise ValueError(
                 f"`env` must be an environment of one agent for `{name}`, got "
                 f"{type(self.env).__name__} with {len(self.env.agents)}."
             )
-        if not getattr(self.env, "simultaneous", False):
+        if several and self.for_agents == "simultaneous" and not self.simultaneous:
             raise ValueError(
                 f"`env` must be an environment whose agents act at every step for "
                 f"`{name}`, got {type(self.env).__name__}: it is not `simultaneous`."
             )
+        self._check()
+
+    def _check(self) -> None:
+        """Raises `ValueError` if an option is not as it must be."""
 
     def at_episode(self, number: jax.Array) -> Self:
         """Passes the number of the episode to the wrapped environment; see `Env`."""
@@ -131,7 +136,105 @@ class Wrapper(_Around):
         return self.env.step(key, state, action)
 
 
-class VectorWrapper(_Around):
+class Agent(NamedTuple):
+    """The agent whose observation an `ObsWrapper` changes.
+
+    Attributes:
+        env: the wrapped environment.
+        group: the group of the agent; None if it is the only agent.
+        number: `()` int32, its position in `env.agents`.
+        action: its action in the last step; None at the start of an episode.
+        reward: `()` float32, its reward in the last step; None at the start.
+    """
+
+    env: Any
+    group: str | None = None
+    number: jax.Array | int = 0
+    action: ArrayTree = None
+    reward: Any = None
+
+    @property
+    def observation_space(self) -> AnySpace:
+        """Space of what the agent sees without the wrapper."""
+        env, group = self.env, self.group
+        space = env.observation_spaces[group] if group else env.observation_space
+        return as_space(space, "env.observation_space")
+
+    @property
+    def action_space(self) -> AnySpace:
+        """Space of the agent's action."""
+        env, group = self.env, self.group
+        space = env.action_spaces[group] if group else env.action_space
+        return as_space(space, "env.action_space")
+
+
+class ObsWrapper(Wrapper):
+    """Base of wrappers that change observations, written for one agent.
+
+    With several agents, `show` is called once per group, mapped over its members by
+    `jax.vmap`.
+    """
+
+    def space(self, agent: Agent) -> AnySpace:
+        """Space of what the agent sees."""
+        raise NotImplementedError
+
+    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+        """Returns what the agent sees instead of `obs`, and the new memory.
+
+        Args:
+            agent: the agent, with its last action and reward.
+            obs: what it sees without the wrapper.
+            memory: what the last call in the episode returned; None at its start.
+        """
+        raise NotImplementedError
+
+    @property
+    def observation_space(self) -> AnySpace:
+        """Space of `obs`."""
+        return self.space(Agent(self.env))
+
+    @property
+    def observation_spaces(self) -> Mapping[str, AnySpace]:
+        """Space of one agent's `obs`, by group."""
+        return {group: self.space(Agent(self.env, group)) for group in self.groups}
+
+    def reset(self, key: chex.PRNGKey) -> tuple:
+        """Starts an episode: `(state, obs)`, or with several agents and `acting`."""
+        state, obs, *acting = self.env.reset(key)
+        obs, memory = self._show_each(obs)
+        return WrapperState(env_state=state, memory=memory), obs, *acting
+
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:
+        """Takes one step."""
+        result = self.env.step(key, state.env_state, action)
+        reward = jnp.asarray(result.reward, jnp.float32)
+        obs, memory = self._show_each(result.obs, state.memory, action, reward)
+        state = WrapperState(env_state=result.state, memory=memory)
+        return result.replace(state=state, obs=obs)
+
+    def _show_each(
+        self, obs: Any, memory: Any = None, action: Any = None, reward: Any = None
+    ) -> tuple[Any, Any]:
+        """Calls `show` for every agent."""
+        if not has_agents(self.env):
+            agent = Agent(self.env, action=action, reward=reward)
+            return self.show(agent, obs, memory)
+        shown, memories = {}, {}
+        for group, members in self.groups.items():
+
+            def show(obs: Any, memory: Any, *agent: Any, group: str = group) -> tuple:
+                return self.show(Agent(self.env, group, *agent), obs, memory)
+
+            number = jnp.asarray([self.agents.index(x) for x in members], jnp.int32)
+            own = [x and x[group] for x in (memory, action)]
+            earned = None if reward is None else reward[number]
+            made = jax.vmap(show)(obs[group], own[0], number, own[1], earned)
+            shown[group], memories[group] = made
+        return shown, memories
+
+
+class VectorWrapper(_BaseWrapper):
     """Base of wrappers of a `VectorEnv`: passes everything on."""
 
     env: VectorEnv

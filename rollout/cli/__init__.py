@@ -1,5 +1,5 @@
 """The command line `python -m rollout`.
 
-`main` runs the commands and handles errors and Ctrl-C, `arguments` parses, `runs`
-collects, `table` formats what was found, and `figure` plots it.
+`main` runs the commands and handles errors, `arguments` parses, `runs` collects, and
+`table` formats what was found.
 """

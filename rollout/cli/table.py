@@ -19,8 +19,6 @@ class Result(NamedTuple):
     num_rows: int  # steps of all lanes, idle and masked-out ones included
     compile_time: float  # s
     run_time: float  # s
-    drawn: dict[str, Any]  # for the figure, by name: [N] arrays of episodes
-    saved: dict[str, Any]  # for the file, by name: [T, B, ...]
 
 
 def line(label: str, value: object) -> str:
@@ -28,22 +26,19 @@ def line(label: str, value: object) -> str:
     return f"{label:<19} {value}".rstrip()
 
 
-def head(run: Namespace, num_devices: int) -> list[str]:
+def head(run: Namespace) -> list[str]:
     """Formats the lines about the environment, the device and jax."""
-    count = "" if num_devices == 1 else f", {num_devices} devices"
-    device = line("device", jax.devices()[0].device_kind + count)
+    device = line("device", jax.devices()[0].device_kind)
     return [line("environment", run.title), device, line("jax", jax.__version__)]
 
 
 def collected(run: Namespace, result: Result) -> Iterator[str]:
     """Yields the lines about the episodes and the speed."""
     stats, agents, seconds = result.stats, result.agents, result.run_time
-    num_steps, num_asked = int(stats.num_steps), run.num_envs * run.num_steps
-    num_out, note = result.num_rows - num_steps, ""
+    num_steps, note = int(stats.num_steps), ""
+    num_out = result.num_rows - num_steps
     if run.num_episodes:
         note = f" ({100 * num_out / result.num_rows:.1f} % of the lane-steps idle)"
-    elif result.num_rows < num_asked:
-        note = f" (of {num_asked:,}, interrupted)"
     yield line("envs", f"{run.num_envs:,}")
     yield line("steps", f"{num_steps:,}{note}")
     if num_out and not run.num_episodes:

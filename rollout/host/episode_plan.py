@@ -30,8 +30,9 @@ class EpisodePlan:
 
     Attributes:
         num_episodes: N.
-        after: `[B]` int32, the own episodes that lanes begin afterwards.
+        next_own: `[B]` int32, the own episodes that lanes begin afterwards.
         num_used: positions of the queue that are used up so far.
+        num_steps: taken so far in lanes that are not idle; the caller counts them.
         lost: ids of the episodes that were lost to a fault.
     """
 
@@ -47,10 +48,10 @@ class EpisodePlan:
         self._lane = np.arange(len(next_own), dtype=np.int32)
         self._first_id = next_own
         is_queue = first_queued is not None
-        self.after = next_own if is_queue else next_own + np.int32(num_episodes)
+        self.next_own = next_own if is_queue else next_own + np.int32(num_episodes)
         self.num_used = min(len(next_own), num_episodes) if is_queue else 0
         self.num_episodes = self._num_wanted = num_episodes
-        self._num_started, self._num_done, self._num_steps = len(next_own), 0, 0
+        self._num_started, self._num_done, self.num_steps = len(next_own), 0, 0
         self._index = self._lane.copy()  # [B], of the lanes' episodes; idle from N on
         self.lost: list[int] = []
         self._table: Any = None  # of `[N]` results
@@ -79,18 +80,15 @@ class EpisodePlan:
         lane = episode_id % len(self._lane)  # own ids are `n * B + lane`
         return episode_id - self._first_id[lane] + lane
 
-    def advance(self, ended: np.ndarray, num_steps: int) -> None:
+    def advance(self, ended: np.ndarray) -> None:
         """Assigns the next episodes, in order, to the lanes where `ended`.
 
         Args:
             ended: `[B]` bool, lanes whose episode ended or was lost.
-            num_steps: steps that were taken in lanes that are not idle.
         """
-        self._num_steps += num_steps
-        if not (count := int(np.count_nonzero(ended))):
-            return
+        count = int(np.count_nonzero(ended))
         self._num_done += int(np.count_nonzero(ended & self.mask))
-        if self._min_steps is not None and self._num_steps >= self._min_steps:
+        if self._min_steps is not None and self.num_steps >= self._min_steps:
             # Enough: these lanes become idle, and only started episodes are awaited.
             self._num_wanted = min(self._num_wanted, self._num_started)
             self._index[ended] = self.num_episodes

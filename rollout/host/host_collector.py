@@ -5,7 +5,7 @@ import dataclasses
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import chex
 import jax
@@ -14,12 +14,12 @@ import numpy as np
 from rollout import checks
 from rollout.envs import prng
 from rollout.envs.host.ownership import claim, is_claimed, new_user
-from rollout.envs.host.types import UNSAVED, HostVectorEnv
+from rollout.envs.host.types import HostVectorEnv
 from rollout.host.ctrl_c import held_back
 from rollout.host.episode_plan import EpisodePlan
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
 from rollout.host.rows import RowBlock, fold, place_rows, recorder
-from rollout.kernel.accumulators import accumulate_nothing
+from rollout.kernel.accumulators import accumulate_nothing, as_accumulators
 from rollout.types import (
     ActionT,
     Carry,
@@ -78,10 +78,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             environment; the others go on.
         max_restarts: how many times environments are rebuilt, over the life of the
             collector; the next fault raises. Set it large for a long run.
+        is_host: whether Python steps the environments.
 
     Raises:
         ValueError: if an argument is not as above.
     """
+
+    is_host: ClassVar[bool] = True
 
     env: HostVectorEnv
     policy: Policy[ParamsT, ObsT, ActionT]
@@ -102,17 +105,16 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         if self.num_ready is not None:
             _check_ready(self.env, self.num_ready)
         _check_on_fault(self.env, self.on_fault)
-        self.accumulators = checks.accumulators(self.accumulators)
+        self.accumulators = as_accumulators(self.accumulators)
         self._shares = hasattr(self.env, "shared")
         self._loop = Loop(self)
         self._record = recorder(self.accumulators, self.record_fn)
         self._ticket: Any = np.uint32(0)  # of the latest carry; 0 before `init`
         self._next_episode = 0
         self._accumulated: Any = ()  # of every lane before `_block`
-        # Of the current call, or of one that was cut short: its last rows, raw and
-        # recorded; and the ticket of its carry.
-        self._block: Any = None  # RowBlock
-        self._trajectory: Any = None  # Transition
+        # Of the current call, or of one that was cut short: its last rows, and the
+        # ticket of its carry.
+        self._block: RowBlock | None = None
         self._used: Any = None
         self._returned: Any = None  # Carry, the latest one
         self._calling = threading.Lock()
@@ -161,7 +163,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         checks.typed_key(key)
         with self._call():
             self._start(key)
-            self._loop.begin_all()
+            self._loop.begin(self._loop.episode_id)
             return self._carry()
 
     def _start(self, key: chex.PRNGKey, shared: Any = None) -> None:
@@ -170,7 +172,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         env: Any = self.env
         if self._shares:
             env.restart(shared)
-        self._next_episode, self._block, self._trajectory = 0, None, None
+        self._next_episode, self._block = 0, None
         self._accumulated = accumulate_nothing(self.accumulators, self.env.num_envs)
         self._loop.start(key)
 
@@ -226,11 +228,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         )
         limit, loop = max_episode_steps or NO_LIMIT, self._loop
         with self._call(carry):
-            block = self._begin_block(num_steps)
             if at_batch_end == "reset":
-                loop.begin(loop.episode_length > 0, loop.next_own)
-            loop.play(params, block, limit, cut_last=at_batch_end == "truncate")
-            trajectory = self._count()
+                loop.begin(loop.next_own, loop.episode_length > 0)
+            cut_last = at_batch_end == "truncate"
+            blocks = self._run(params, num_steps, num_steps, limit, cut_last=cut_last)
+            ((_, trajectory),) = blocks
             return self._carry(), trajectory
 
     def fold_steps(
@@ -248,13 +250,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         num_steps = checks.int_between("num_steps", num_steps)
         checks.function("fn", fn, "acc", "transition")
-        capacity = min(_BLOCK, num_steps)
         with self._call(carry):
-            for first in range(0, num_steps, capacity):
-                size = min(capacity, num_steps - first)
-                block = self._begin_block(size, capacity)
-                self._loop.play(params, block)
-                acc = fold(fn, acc, self._count(), block.num)
+            for block, rows in self._run(params, num_steps, min(_BLOCK, num_steps)):
+                acc = fold(fn, acc, rows, block.num)
             return self._carry(), acc
 
     def collect_episodes(
@@ -274,9 +272,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         padded: Any = None
 
-        def write(plan: EpisodePlan, trajectory: Transition, block: RowBlock) -> None:
+        def write(plan: EpisodePlan, block: RowBlock, rows: Transition) -> None:
             nonlocal padded
-            rows = jax.device_get(trajectory)
+            rows = jax.device_get(rows)
             if padded is None:
                 shape = max_episode_steps, plan.num_episodes
                 padded = jax.tree.map(
@@ -317,12 +315,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """Folds each transition of `num_episodes`; see `Collector.fold_episodes`."""
         checks.function("fn", fn, "acc", "transition")
 
-        def consume(plan: EpisodePlan, trajectory: Transition, block: RowBlock) -> None:
+        def add(plan: EpisodePlan, block: RowBlock, rows: Transition) -> None:
             nonlocal acc
-            acc = fold(fn, acc, trajectory, block.num)
+            acc = fold(fn, acc, rows, block.num)
 
         carry, episodes = self._play(
-            carry, params, num_episodes, max_episode_steps, consume=consume
+            carry, params, num_episodes, max_episode_steps, consume=add
         )
         return carry, acc, episodes
 
@@ -330,73 +328,53 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """Compiles the program of the policy, which otherwise the first call does."""
         self._loop.runner.compile(params, carry.obs)
 
-    def save(self, carry: Carry, *, allow_pickle: bool = False) -> list[bytes]:
-        """Returns the state of each environment at `carry`, or empty ones.
+    def save(self, carry: Carry) -> list[bytes]:
+        """Returns the state of each environment at `carry`, or `B` empty ones.
 
-        They are `b""` if the environments cannot save them, or have moved on since. A
-        warning names those that cannot although they may be pickled, and says why.
-
-        Args:
-            carry: the latest one.
-            allow_pickle: whether environments without `save_state` may be pickled.
+        They are `b""` unless all environments have `save_state`, and `carry` is the
+        latest one.
         """
         env: Any = self.env
-        saved = None
-        is_current = np.array_equal(_ticket_of(carry), self._ticket)
-        if is_current and is_claimed(env, self._ticket) and hasattr(env, "save"):
-            saved = env.save(allow_pickle=allow_pickle)
-        states = enumerate(saved or ())
-        if unsaved := {at: x[1:] for at, x in states if x[:1] == UNSAVED}:
-            why = next(iter(unsaved.values())).decode()
-            warnings.warn(
-                f"The environments {', '.join(map(str, unsaved))} cannot be saved: "
-                f"{why}. After `restore` unfinished episodes of all environments begin "
-                "anew; the methods `save_state` and `load_state` would save them.",
-                stacklevel=4,  # of a `Stream`'s caller,
-            )
-        return [b""] * env.num_envs if unsaved or not saved else saved
+        is_latest = np.array_equal(_ticket_of(carry), self._ticket)
+        is_mine = is_latest and is_claimed(env, self._ticket)
+        saved = env.save() if is_mine and hasattr(env, "save") else None
+        return saved or [b""] * env.num_envs
 
-    def restore(
-        self, carry: Carry, saved: list[bytes], *, allow_pickle: bool = False
-    ) -> Carry:
+    def restore(self, carry: Carry, saved: list[bytes]) -> Carry:
         """Continues from a carry, in this process or another.
 
         Args:
             carry: of a collector of the same kind.
-            saved: the result of its `save`. If it is empty, or a pickle that may not be
-                read, unfinished episodes restart, each with its own seed, and a warning
-                says so.
-            allow_pickle: whether to unpickle environments that `save` pickled, which
-                runs any code that `saved` contains.
+            saved: the result of its `save`. If it is empty, unfinished episodes
+                restart, each with its own seed, and a warning says so.
 
         Returns:
             The carry to go on with.
 
         Raises:
-            ValueError: if the environments that were pickled have other settings.
+            ValueError: if environments have no `load_state`. After an error in here
+                `recover` begins new episodes.
         """
         num_unfinished = np.count_nonzero(carry.episode.episode_length)
         env: Any = self.env
-        is_loaded = False
+        is_saved = any(saved) and hasattr(env, "load")
+        if num_unfinished and not is_saved:
+            warnings.warn(
+                "The state of the environments was not saved: "
+                f"{num_unfinished} unfinished episodes restart.",
+                stacklevel=4,  # of a `Stream`'s caller,
+            )
         # Ctrl-C leaves only once environments and collector are at the same place.
         with self._call():
-            # What may raise comes first, while nothing has changed yet.
-            if any(saved) and hasattr(env, "load"):
-                obs = jax.tree.map(np.array, carry.obs)
-                is_loaded = env.load(saved, obs, allow_pickle=allow_pickle)
-            if not is_loaded and num_unfinished:
-                why = "was pickled, and `allow_pickle` is False"
-                why = why if any(saved) else "was not saved"
-                warnings.warn(
-                    f"The state of the environments {why}: {num_unfinished} unfinished "
-                    "episodes restart.",
-                    stacklevel=4,  # of a `Stream`'s caller,
-                )
+            if is_saved:
+                self._loop.is_torn = True
+                self._used = self._ticket
+                env.load(saved, jax.tree.map(np.array, carry.obs))
             self._start(carry.key, carry.env_state[1] if self._shares else None)
             self._next_episode = int(carry.next_episode)
-            if is_loaded:
+            if is_saved:
                 self._accumulated = carry.episode.accumulated
-            self._loop.resume(carry, is_loaded=is_loaded)
+            self._loop.resume(carry, is_loaded=is_saved)
             return self._carry()
 
     def recover(
@@ -432,16 +410,31 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             self._take_over()
             if self._block is None or not self._block.num:
                 return self._carry(), None
-            num, trajectory = self._block.num, self._count()
-            # Cut by NumPy, which compiles nothing for the number of rows.
-            cut = lambda x: jax.device_put(np.asarray(x)[:num])  # noqa: E731
-            cut_all = lambda x: x[:num] if prng.has_keys(x) else cut(x)  # noqa: E731
-            return self._carry(), jax.tree.map(cut_all, trajectory)
+            num, trajectory = self._block.num, self._recorded(self._block)
+            return self._carry(), jax.tree.map(lambda x: x[:num], trajectory)
 
-    def _begin_block(self, size: int, capacity: int | None = None) -> RowBlock:
+    def _run(
+        self,
+        params: Any,
+        num_rows: int,
+        block_size: int,
+        limit: int = NO_LIMIT,
+        *,
+        cut_last: bool = False,
+    ) -> Iterator[tuple[RowBlock, Transition]]:
+        """Collects rows, up to `num_rows`, or until the assigned episodes have ended.
+
+        Yields each block as soon as it is full, and its rows as they are recorded; the
+        other arguments are those of `Loop.play`.
+        """
         width = self.num_ready or self.env.num_envs
-        self._block, self._trajectory = RowBlock(width, size, capacity), None
-        return self._block
+        for first in range(0, num_rows, block_size):
+            if self._loop.is_done:
+                return
+            size = min(block_size, num_rows - first)
+            self._block = block = RowBlock(width, size, block_size)
+            self._loop.play(params, block, limit, cut_last=cut_last)
+            yield block, self._recorded(block)
 
     @contextlib.contextmanager
     def _call(self, carry: Carry | None = None) -> Iterator[None]:
@@ -467,7 +460,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             finally:
                 self._calling.release()
         # Ctrl-C at the end of the call leaves before this line, and loses nothing.
-        self._block = self._trajectory = self._used = None
+        self._block = self._used = None
 
     def _check_carry(self, carry: Carry) -> None:
         checks.host_call(carry)
@@ -484,27 +477,27 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             )
         for name in ("key", "step", "next_episode", "obs", "episode"):
             given, returned = (getattr(x, name) for x in (carry, self._returned))
-            if not _is_same(given, returned):
-                raise ValueError(
-                    f"`carry.{name}` must be as the last call returned it, which the "
-                    "environments have: only `policy_state` may be replaced."
-                )
+            what = f"`carry.{name}` must be as the last call returned it, which the "
+            what += "environments have: only `policy_state` may be replaced"
+            checks.same(what, returned, given)
+            if not jax.tree.all(jax.tree.map(_is_same, returned, given)):
+                raise ValueError(f"{what}.")
 
     def _take_over(self) -> None:
         """Makes all carries so far void, also those of other collectors."""
         self._ticket = np.uint32(new_user())
         claim(self.env, self._ticket)
 
-    def _count(self) -> Transition:
-        """Returns the transitions of the block, recorded once."""
-        if self._trajectory is None:
-            rows = self._block.read()
+    def _recorded(self, block: RowBlock) -> Transition:
+        """Returns the transitions of a block, recorded once."""
+        if block.trajectory is None:
+            rows = block.read()
             if self.record_fn is None and not self.accumulators:
-                self._trajectory = jax.device_put(rows)
+                block.trajectory = jax.device_put(rows)
             else:
-                recorded = self._record(self._accumulated, rows, self._block.lane)
-                self._accumulated, self._trajectory = recorded
-        return self._trajectory
+                recorded = self._record(self._accumulated, rows, block.lane)
+                self._accumulated, block.trajectory = recorded
+        return block.trajectory
 
     def _carry(self) -> Carry:
         """Makes the carry for the next call."""
@@ -544,7 +537,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         *,
         per_env: bool = False,
         min_steps: int | None = None,
-        consume: Callable[[EpisodePlan, Transition, RowBlock], None] | None = None,
+        consume: Callable[[EpisodePlan, RowBlock, Transition], None] | None = None,
     ) -> tuple[Carry, Episodes]:
         """Plays assigned episodes; passes every block of rows to `consume`."""
         num_episodes = checks.int_between("num_episodes", num_episodes)
@@ -559,31 +552,20 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 first_queued=None if per_env else self._next_episode,
                 min_steps=min_steps,
             )
-            loop.assign(plan)
-            while not loop.is_done:
-                block = self._begin_block(_BLOCK)
-                loop.play(params, block, max_episode_steps)
-                trajectory = self._count()
+            loop.begin_plan(plan)
+            for block, rows in self._run(params, NO_LIMIT, _BLOCK, max_episode_steps):
                 if consume is not None:
-                    consume(plan, trajectory, block)
-                plan.note(block, trajectory.accumulated)
-            episodes, self._block, self._trajectory = plan.read(), None, None
+                    consume(plan, block, rows)
+                plan.note(block, rows.accumulated)
+            episodes, self._block = plan.read(), None
             self._next_episode += plan.num_used
-            loop.dismiss()
+            loop.end_plan()
             return self._carry(), episodes
 
 
-def _is_same(given: Any, returned: Any) -> bool:
-    """Compares two trees; of the same arrays without reading them."""
-    leaves, structure = jax.tree.flatten(given)
-    others, other = jax.tree.flatten(returned)
-
-    def is_same(x: Any, y: Any) -> bool:
-        first, second = map(np.asarray, prng.words((x, y)))
-        return np.array_equal(first, second, equal_nan=True)
-
-    pairs = zip(leaves, others, strict=True) if structure == other else ()
-    return structure == other and all(x is y or is_same(x, y) for x, y in pairs)
+def _is_same(x: Any, y: Any) -> bool:
+    # The same array is equal to itself without being read.
+    return x is y or np.array_equal(*prng.words((x, y)), equal_nan=True)
 
 
 def _ticket_of(carry: Carry) -> Any:

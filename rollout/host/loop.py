@@ -10,7 +10,6 @@ at any line: the state is then torn, and `recover` begins new episodes everywher
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -55,6 +54,8 @@ class Loop:
         collector: the `HostCollector`, whose environments, policy and options it reads.
 
     Attributes:
+        is_torn: True while environments work: where an error leaves it True, nobody
+            knows what state they are in.
         runner: calls the policy.
         check: called between two rows; raises if Ctrl-C was pressed.
         stats: counts of faults so far.
@@ -75,15 +76,14 @@ class Loop:
         self.stats = FaultStats(0, 0, 0)
         self._everywhere = np.ones(env.num_envs, bool)
         self._nowhere = ~self._everywhere
-        self._is_torn = False  # True while environments work
+        self.is_torn = False
         self._failed = self._nowhere.copy()  # [B] bool, to be rebuilt
 
     def start(self, key: chex.PRNGKey) -> None:
-        """Prepares the first episode of every lane; `begin_all` begins them."""
+        """Prepares the first episode of every lane, which `begin` begins."""
         num_envs = self._env.num_envs
         self.runner.start(key)
         self._seeds = Seeds(key, num_envs)
-        self._start_time = time.monotonic()
         self.plan: Any = None  # an `EpisodePlan`
         self.episode_id = np.arange(num_envs, dtype=np.int32)
         self.episode_return = np.zeros(num_envs, np.float32)
@@ -96,10 +96,6 @@ class Loop:
         self._in_flight = self._nowhere.copy()
         self._sent: ArrayTree = None
 
-    def begin_all(self) -> None:
-        """Begins the episode that every lane is to be in, wherever environments are."""
-        self.begin(self._everywhere, self.episode_id)
-
     @property
     def is_done(self) -> bool:
         """True if all assigned episodes have ended."""
@@ -107,7 +103,9 @@ class Loop:
 
     @property
     def next_own(self) -> np.ndarray:
-        """`[B]` int32, the ids of the lanes' own next episodes."""
+        """`[B]` int32, the ids of the lanes' own next episodes, after a plan's."""
+        if self.plan is not None:
+            return self.plan.next_own
         return self.episode_id + np.int32(len(self.episode_id))
 
     def play(
@@ -128,32 +126,31 @@ class Loop:
             limit: steps after which an episode is cut.
             cut_last: whether the last row truncates the episodes that it does not end.
         """
+        take = self._step if self._num_ready is None else self._receive
         while block.num < block.size and not self.is_done:
             self.check()
-            if self._num_ready is None:
-                result, at = self._step(params, block)
-            else:
-                result, at = self._serve(params, block)
-            is_cut = cut_last and block.num == block.size - 1
-            self._take(params, block, result, at, limit, is_cut=is_cut)
-            self._is_torn = False
+            result, lanes = take(params, block)
+            is_last = cut_last and block.num == block.size - 1
+            done = self._write(params, block, result, lanes, limit, is_last=is_last)
+            self._advance(block, result, lanes, done)
+            self.is_torn = False
             if np.count_nonzero(self._begins):  # faster than `any`
-                self._settle(block)
+                self._reset(block)
 
-    def begin(self, mask: np.ndarray, episode_id: np.ndarray) -> None:
-        """Begins the episodes with these ids, `[B]`, where `mask`."""
-        self._mark(mask, episode_id)
-        self._settle()
+    def begin(self, episode_id: np.ndarray, mask: np.ndarray | None = None) -> None:
+        """Begins the episodes with these ids, `[B]`, where `mask`, or in all lanes."""
+        self._mark(self._everywhere if mask is None else mask, episode_id)
+        self._reset()
 
-    def assign(self, plan: Any) -> None:
+    def begin_plan(self, plan: Any) -> None:
         """Begins the first episodes of a plan, in all lanes."""
         self.plan = plan
-        self.begin(self._everywhere, plan.episode_id)
+        self.begin(plan.episode_id)
 
-    def dismiss(self) -> None:
-        """Ends the plan: lanes begin their own episodes."""
-        plan, self.plan = self.plan, None
-        self.begin(self._everywhere, plan.after)
+    def end_plan(self) -> None:
+        """Begins the lanes' own next episodes."""
+        next_own, self.plan = self.next_own, None
+        self.begin(next_own)
 
     def resume(self, carry: Carry, *, is_loaded: bool) -> None:
         """Goes on from a carry, or restarts its episodes if `env` could not load it."""
@@ -163,9 +160,9 @@ class Loop:
         self.episode_length = np.array(carry.episode.episode_length)
         self.obs, self.unseen = jax.tree.map(np.array, carry.obs), self._nowhere
         if is_loaded:
-            self._failed, self._is_torn = self._nowhere.copy(), False
+            self._failed, self.is_torn = self._nowhere.copy(), False
         else:
-            self.begin_all()
+            self.begin(self.episode_id)
 
     def recover(self, block: RowBlock | None, *, restart_all: bool) -> None:
         """Goes on after an error.
@@ -173,22 +170,22 @@ class Loop:
         Environments that failed are rebuilt, and lanes whose episode cannot go on begin
         new ones. With `restart_all`, or where episodes were assigned, all lanes do.
         """
-        plan, self.plan = self.plan, None
-        if self._is_torn or plan is not None or restart_all:
-            self._mark(self._everywhere, self.next_own if plan is None else plan.after)
-        self._settle(block)
+        if self.is_torn or self.plan is not None or restart_all:
+            next_own, self.plan = self.next_own, None
+            self._mark(self._everywhere, next_own)
+        self._reset(block)
 
     def _step(self, params: Any, block: RowBlock) -> tuple[HostStep, slice]:
         """Takes a step in all lanes."""
         obs = block.write("obs", self.obs)  # which jax may read without a copy
         action, extras = self.runner.act(params, obs, self.unseen, self.episode_id)
-        self.unseen, self._is_torn = self._nowhere, True
+        self.unseen, self.is_torn = self._nowhere, True
         result = self._env.step(action)
         block.write("action", action)
         block.extras[block.num :] = [extras]
         return result, _ALL
 
-    def _serve(self, params: Any, block: RowBlock) -> tuple[HostStep, np.ndarray]:
+    def _receive(self, params: Any, block: RowBlock) -> tuple[HostStep, np.ndarray]:
         """Sends actions to all lanes that wait; receives the first that answer."""
         waits = ~self._in_flight
         # Idle lanes keep waiting; but a fixed batch may need their answers to be full.
@@ -202,22 +199,21 @@ class Loop:
             self._send(params, env_id[first : first + num_ready])
         # Fewer are in flight where a plan ends.
         num_ready = min(num_ready, int(np.count_nonzero(self._in_flight)))
-        self._is_torn = True
+        self.is_torn = True
         try:
-            result, at = self._env.receive(num_ready, self._timeout)
+            result, lanes = self._env.receive(num_ready, self._timeout)
         except TimeoutError:
-            self._is_torn = False  # nothing is lost: the next call receives them
+            self.is_torn = False  # nothing is lost: the next call receives them
             raise
-        self._in_flight[at] = False
-        obs, action, extras = jax.tree.map(lambda x: x[at], self._sent)
+        self._in_flight[lanes] = False
+        obs, action, extras = jax.tree.map(lambda x: x[lanes], self._sent)
         block.write("obs", obs)
         block.write("action", action)
         block.extras[block.num :] = [extras]
-        block.lane[block.num, : len(at)] = at
-        now = getattr(self._env, "now", time.monotonic() - self._start_time)
-        served: Any = {"env_id": at, "time": np.full(len(at), now, np.float32)}
-        info = Served(**served, info=result.info, num_envs=self._env.num_envs)
-        return result._replace(info=info), at
+        block.lane[block.num, : len(lanes)] = lanes
+        env_id: Any = lanes
+        info = Served(env_id=env_id, info=result.info, num_envs=self._env.num_envs)
+        return result._replace(info=info), lanes
 
     def _send(self, params: Any, env_id: np.ndarray) -> None:
         """Sends actions to up to `num_ready` environments; calls the policy once."""
@@ -237,129 +233,149 @@ class Loop:
         place_rows(self._sent, env_id, chosen)
         self.unseen = self.unseen.copy()
         self.unseen[env_id] = False
-        self._is_torn = True
+        self.is_torn = True
         self._env.send(chosen[1], env_id)
         self._in_flight[env_id] = True
-        self._is_torn = False
+        self.is_torn = False
 
-    def _take(
+    def _write(
         self,
         params: Any,
         block: RowBlock,
         result: HostStep,
-        at: Any,
+        lanes: Any,
         limit: int,
         *,
-        is_cut: bool,
-    ) -> None:
-        """Writes a row, and ends the episodes that are done with it, or all."""
+        is_last: bool,
+    ) -> np.ndarray:
+        """Completes a row, and returns which lanes' episodes end with it."""
         row, columns, plan = block.num, slice(len(result.reward)), self.plan
         terminated, truncated = result.terminated, result.truncated
-        done, stepped, reward = terminated | truncated, result.mask, result.raw_reward
-        if reward is None:
-            reward = result.reward
+        reward, stepped = result.total_reward, result.mask
         if stepped is None:  # the usual case, kept fast
-            stepped = self._everywhere[at]
+            stepped = self._everywhere[lanes]
         else:
             reward, self.unseen = np.where(stepped, reward, 0), self.unseen.copy()
-            self.unseen[at] |= ~stepped  # these only got their first observation
-        self.episode_length[at] += stepped
-        self.episode_return[at] += reward
+            self.unseen[lanes] |= ~stepped  # these only got their first observation
+        self.episode_length[lanes] += stepped
+        self.episode_return[lanes] += reward
         # The mask of the row: neither lanes that only reset themselves nor idle ones.
-        data = stepped if plan is None else stepped & plan.mask[at]
+        mask = stepped if plan is None else stepped & plan.mask[lanes]
+        length = self.episode_length[lanes]
         if limit < NO_LIMIT:
-            cut = data & (self.episode_length[at] >= limit) & ~truncated
-            done |= cut
+            cut = mask & (length >= limit) & ~truncated
+            if plan is not None:  # one that terminates at the limit is not cut, too
+                cut &= ~terminated
             block.cut[row, columns] = cut
-            # A stream sets both flags where an episode terminates at the limit; an
-            # assigned episode is then only terminated.
-            truncated = truncated | (cut if plan is None else cut & ~terminated)
-        if is_cut:
-            truncated = truncated | (data & ~done)
-            done |= data
+            truncated = truncated | cut
+        if is_last:
+            truncated = truncated | (mask & ~terminated)
         block.reward[row, columns] = result.reward
         block.terminated[row, columns] = terminated
         block.truncated[row, columns] = truncated
-        block.mask[row, columns] = data
-        block.episode_id[row, columns] = self.episode_id[at]
-        block.episode_return[row, columns] = self.episode_return[at]
-        block.episode_length[row, columns] = self.episode_length[at]
+        block.mask[row, columns] = mask
+        block.episode_id[row, columns] = self.episode_id[lanes]
+        block.episode_return[row, columns] = self.episode_return[lanes]
+        block.episode_length[row, columns] = length
         block.write("next_obs", result.obs)
         block.write("info", result.info)
         if self.runner.has_critic:
-            goes_on = truncated & ~terminated & data
+            goes_on = truncated & ~terminated & mask
             if row == 0 or np.count_nonzero(goes_on):  # the other rows are zero
-                env_id = None if at is _ALL else np.resize(at, self._num_ready)
+                env_id = None if lanes is _ALL else np.resize(lanes, self._num_ready)
                 value = self.runner.values(params, result.obs, goes_on, env_id)
                 block.write("final_value", value)
         block.num = row + 1
-        if at is _ALL:
+        return terminated | truncated
+
+    def _advance(
+        self, block: RowBlock, result: HostStep, lanes: Any, done: np.ndarray
+    ) -> None:
+        """Moves on to the row after the one that `_write` has completed."""
+        if lanes is _ALL:
             self.obs, ended = result.obs, done
         else:
-            place_rows(self.obs, at, result.obs)
+            place_rows(self.obs, lanes, result.obs)
             ended = self._nowhere.copy()
-            ended[at] = done
-        num_steps = 0 if plan is None else int(np.count_nonzero(data))
-        bad = self._obs_check.find(result.obs)
+            ended[lanes] = done
+        bad, reward = self._obs_check.find(result.obs), result.total_reward
         if not np.isfinite(reward).all():
             for column in np.flatnonzero(~np.isfinite(reward)).tolist():
                 what = f"`reward` must be finite, got {reward[column]}"
                 bad.setdefault(column, ValueError(what))
-        if bad or result.causes:
-            lane = np.arange(len(ended))[at].tolist()
-            causes = {lane[column]: cause for column, cause in bad.items()}
-            self._lose(causes | dict(result.causes), ended, num_steps, block)
-        elif plan is not None or np.count_nonzero(ended):
-            self._end(ended, num_steps)
+        causes = result.causes
+        if bad:
+            number = np.arange(len(ended))[lanes].tolist()
+            causes = {number[at]: cause for at, cause in bad.items()} | dict(causes)
+        if self.plan is not None:
+            self.plan.num_steps += int(np.count_nonzero(block.mask[block.num - 1]))
+        self._end(ended, causes, block)
 
-    def _end(self, ended: np.ndarray, num_steps: int) -> None:
-        """Ends episodes where `over`; the lanes begin those that follow.
+    def _end(
+        self,
+        ended: np.ndarray,
+        causes: Mapping[int, BaseException],
+        block: RowBlock | None,
+    ) -> None:
+        """Marks the lanes whose episodes have ended, or are lost to a fault.
 
         Args:
-            ended: `[B]` bool.
-            num_steps: steps of the row, of lanes that are not idle.
+            ended: `[B]` bool, lanes whose episode has ended by itself.
+            causes: by the number of the environment; their episodes are lost.
+            block: the rows in which lost episodes are masked out.
         """
-        if self.plan is None:
-            self._mark(ended, self.next_own)
-            return
-        self.plan.advance(ended, num_steps)
+        num_steps = num_episodes = 0
+        if causes:
+            failed = list(causes)
+            lost, num_episodes = self.episode_id[failed], len(failed)
+            if self.plan is not None:
+                num_episodes = int(np.count_nonzero(self.plan.mask[failed]))
+                self.plan.lost += lost.tolist()
+            num_steps = 0 if block is None else block.mask_out(lost)
+            self._failed[failed] = ended[failed] = True
         if np.count_nonzero(ended):
-            self._mark(ended, self.plan.episode_id)
+            if self.plan is None:
+                self._mark(ended, self.next_own)
+            else:
+                self.plan.advance(ended)
+                self._mark(ended, self.plan.episode_id)
+        if causes:
+            self._report(causes, num_episodes, num_steps)
 
     def _mark(self, mask: np.ndarray, episode_id: np.ndarray) -> None:
-        """Marks lanes, which `_settle` resets, for the episodes with these ids."""
+        """Marks lanes, which `_reset` resets, for the episodes with these ids."""
         self.episode_id = np.where(mask, episode_id, self.episode_id)
         self.episode_length[mask] = 0
         self.episode_return[mask] = 0
         self.unseen = self.unseen | mask
         self._begins = self._begins | mask
 
-    def _settle(self, block: RowBlock | None = None) -> None:
+    def _reset(self, block: RowBlock | None = None) -> None:
         """Rebuilds failed environments, and resets the lanes that begin an episode.
 
         Args:
             block: the rows in which lost episodes are masked out.
         """
         env: Any = self._env
-        if self._is_torn:
+        if self.is_torn:
             self._failed = self._everywhere.copy()
-        self._is_torn = True
+        self.is_torn = True
         while np.count_nonzero(self._begins):
             if hasattr(env, "rebuild") and np.count_nonzero(self._failed):
                 self._rebuild()
                 continue
-            lane, causes, obs = np.flatnonzero(self._begins), {}, None
+            lane = np.flatnonzero(self._begins)
             seeds = self._seeds.of(lane, self.episode_id[lane])
             try:
                 obs = env.reset(seeds, self._begins)
-                bad = self._obs_check.find(obs)
-                causes = {n: bad[n] for n in lane.tolist() if n in bad} if bad else {}
+                causes = self._obs_check.find(obs)
+                causes = {n: causes[n] for n in lane.tolist() if n in causes}
             except EnvFault as error:
-                causes = error.causes
+                obs, causes = None, error.causes
             if causes:
                 # Its seed may be the cause, so the next episode takes its place. The
                 # other lanes are reset once more, with the same seeds.
-                self._lose(causes, self._nowhere.copy(), 0, block)
+                self._end(self._nowhere.copy(), causes, block)
                 continue
             if self._num_ready is None:
                 self.obs = obs
@@ -369,7 +385,7 @@ class Loop:
                 place_rows(self.obs, lane, [x[lane] for x in jax.tree.leaves(obs)])
                 self._in_flight &= ~self._begins  # a reset drops the step in flight
             self._begins = self._nowhere
-        self._is_torn = False
+        self.is_torn = False
 
     def _rebuild(self) -> None:
         """Rebuilds environments that failed, whatever `on_fault` says."""
@@ -382,32 +398,6 @@ class Loop:
             self._failed[list(error.causes)] = True
             self._report(error.causes, 0, 0)
 
-    def _lose(
-        self,
-        causes: Mapping[int, BaseException],
-        ended: np.ndarray,
-        num_steps: int,
-        block: RowBlock | None,
-    ) -> None:
-        """Gives up the episodes of environments that failed, and ends others.
-
-        Args:
-            causes: by the number of the environment.
-            ended: `[B]` bool, lanes whose episode has ended by itself.
-            num_steps: as in `_end`.
-            block: as in `_settle`.
-        """
-        lanes = list(causes)
-        lost = self.episode_id[lanes]
-        num_episodes = len(lanes)
-        if self.plan is not None:
-            num_episodes = int(np.count_nonzero(self.plan.mask[lanes]))
-            self.plan.lost += lost.tolist()
-        num_lost = 0 if block is None else block.mask_out(lost)
-        self._failed[lanes] = ended[lanes] = True
-        self._end(ended, num_steps)
-        self._report(causes, num_episodes, num_lost)
-
     def _report(
         self, causes: Mapping[int, BaseException], num_episodes: int, num_steps: int
     ) -> None:
@@ -419,7 +409,7 @@ class Loop:
         if self._restarts and restarts + len(causes) > self._max_restarts:
             hint = f"; `max_restarts`={self._max_restarts} are used up"
         if hint or not self._restarts:
-            self._is_torn = False  # all that a fault changes has changed
+            self.is_torn = False  # all that a fault changes has changed
             raise EnvFault(causes, hint) from next(iter(causes.values()))
         for number, reason in causes.items():
             text = f"{type(reason).__name__}: {reason}"

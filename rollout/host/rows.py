@@ -38,6 +38,7 @@ class RowBlock:
         reward, terminated, truncated, mask, episode_id, episode_return,
             episode_length: `[capacity, B]`, as `Transition` has them.
         cut: `[capacity, B]` bool, True where `max_episode_steps` alone ended it.
+        trajectory: the rows as they are recorded, once they are.
     """
 
     def __init__(self, width: int, size: int, capacity: int | None = None) -> None:
@@ -51,6 +52,7 @@ class RowBlock:
         self.lane = np.zeros(shape, np.int32) + np.arange(width, dtype=np.int32)
         # By field: the tree's structure and its leaves.
         self._trees: dict[str, tuple[Any, list[np.ndarray]]] = {}
+        self.trajectory: Any = None
 
     def write(self, name: str, tree: ArrayTree, row: int | None = None) -> ArrayTree:
         """Writes a field of a row, of the current one whose number is `num`.

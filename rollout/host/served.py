@@ -10,18 +10,15 @@ from rollout.types import Transition
 
 
 class Served(struct.PyTreeNode):
-    """`info` with `num_ready`: which environments answered, and when.
+    """`info` with `num_ready`: which environments answered.
 
     Attributes:
         env_id: `[T, num_ready]` int32, the environment that answered.
-        time: `[T, num_ready]` float32, seconds since `init` until it answered, in
-            virtual time with simulated latencies.
         info: `[T, num_ready, ...]`, the `info` of the environment.
         num_envs: B, the number of environments.
     """
 
     env_id: jax.Array  # [T, num_ready]
-    time: jax.Array  # [T, num_ready]
     info: ArrayTree  # [T, num_ready, ...]
     num_envs: int = struct.field(pytree_node=False)
 

@@ -10,7 +10,8 @@ from rollout import checks
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree
 from rollout.kernel.episode_keys import POLICY_EPISODE
-from rollout.types import EpisodeKey, Persistent, Policy
+from rollout.policies.memory import restart
+from rollout.types import EpisodeKey, Policy
 
 
 def init_policy_state(policy: Policy, episode_key: chex.PRNGKey) -> ArrayTree:
@@ -31,13 +32,4 @@ def restart_policy_state(
     policy: Policy, state: ArrayTree, restarts: jax.Array, episode_key: chex.PRNGKey
 ) -> ArrayTree:
     """Resets the state where `restarts`, except for its `Persistent` parts."""
-
-    def choose(fresh: ArrayTree, state: ArrayTree) -> ArrayTree:
-        if isinstance(state, Persistent):
-            return state
-        return prng.select(restarts, fresh, state)
-
-    fresh = init_policy_state(policy, episode_key)
-    return jax.tree.map(
-        choose, fresh, state, is_leaf=lambda x: isinstance(x, Persistent)
-    )
+    return restart(restarts, init_policy_state(policy, episode_key), state)

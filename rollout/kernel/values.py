@@ -69,11 +69,7 @@ def _values_where(
     # Jitted, so that the ways below trace it once for each number of lanes.
     @jax.jit
     def evaluate(params: Any, inputs: tuple[ArrayTree, ArrayTree]) -> ArrayTree:
-        try:
-            values = value_fn(params, *inputs)
-        except Exception as error:
-            checks.own_values(error, inputs[0], flag.size)
-            raise
+        values = value_fn(params, *inputs)
         checks.values(values, inputs[0])
         return values
 

@@ -1,8 +1,8 @@
 """Makes policies from plain functions, the random policy, and wrappers that explore.
 
-`basic` makes policies; `exploration` and `noise` wrap them, with the schedules and
-counters of `schedules`; `uniform` draws evenly and `masks` obeys masks, in every space;
-`items` chooses among the items that a mask allows.
+`basic` makes policies, and `exploration` wraps them; `uniform` draws evenly and `masks`
+obeys masks, in every space; `items` chooses among the items that a mask allows;
+`memory` replays a recurrent policy over recorded rows.
 """
 
 from rollout.policies.basic import (
@@ -11,9 +11,14 @@ from rollout.policies.basic import (
     recurrent_policy,
     stateless_policy,
 )
-from rollout.policies.exploration import epsilon_greedy, random_warmup
+from rollout.policies.exploration import (
+    epsilon_greedy,
+    gaussian_noise,
+    ornstein_uhlenbeck,
+    random_warmup,
+)
 from rollout.policies.items import choose_items, item_policy
-from rollout.policies.noise import gaussian_noise, ornstein_uhlenbeck
+from rollout.policies.memory import unroll
 
 __all__ = [
     "choose_items",
@@ -26,4 +31,5 @@ __all__ = [
     "random_warmup",
     "recurrent_policy",
     "stateless_policy",
+    "unroll",
 ]

@@ -1,9 +1,11 @@
-"""Wraps policies to explore: epsilon-greedy actions, and a random warm-up.
+"""Wraps policies to explore: epsilon-greedy actions, a random warm-up, and noise.
 
-A wrapper applies the wrapped policy at every step, with a key of its own, and passes on
-its critic and its extras unchanged: they belong to the wrapped policy's action (a
-`log_prob`, say, is not that of the action sent). Draws for lane i do not depend on the
-number of lanes. Equal arguments make the same policy, so that jax does not trace again.
+Each wrapper is a *transform* of the wrapped policy's decision, made a policy by
+`explore`. That applies the wrapped policy at every step, with a key of its own, and
+passes on its critic and its extras unchanged: they belong to the wrapped policy's
+action (a `log_prob`, say, is not that of the action sent). Draws for lane i do not
+depend on the number of lanes. Equal arguments make the same policy, so that jax does
+not trace again.
 
 The mode of an exploring policy is the mode of the wrapped one, without exploration.
 With an `allowed_fn` its action is still an allowed one.
@@ -16,27 +18,116 @@ An `allowed_fn` maps the batched `obs` to the allowed actions, `[B, n]` bool. Wh
 environment has a mask in `info`, `rollout.envs.ObserveInfo(env, fn, initial)` adds it
 to `obs`, and `allowed_fn` reads `obs["info"]`. Where nothing is allowed, the action is
 drawn from all, since one must be sent, and `extras["none_allowed"]` is True.
-
-The module `noise` has the noise for continuous actions.
 """
 
 import functools
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from rollout import checks, programs
 from rollout.envs import prng
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.policies import masks, schedules, uniform
+from rollout.policies import masks, uniform
 from rollout.policies.masks import AllowedFn
-from rollout.policies.schedules import Schedule
-from rollout.types import ActionT, ObsT, ParamsT, Policy, PolicyStep
+from rollout.types import (
+    ActionT,
+    Key,
+    Obs,
+    ObsT,
+    Params,
+    ParamsT,
+    Persistent,
+    Policy,
+    PolicyState,
+    PolicyStep,
+)
+
+Schedule = Callable[[jax.Array], jax.Array]  # steps taken, `()` int32, to `()` float
+
+# `(decision, obs, value, keys)` to the decision to take: `value` is the number, or
+# `[B]` float32 of the schedule, 0.0 in the mode; `keys` are two typed keys.
+Transform = Callable[[PolicyStep, Obs, Any, list[Key]], PolicyStep]
+
+
+class Exploring(struct.PyTreeNode, kw_only=True):
+    """State of an exploring policy that remembers something itself."""
+
+    inner: ArrayTree  # [B, ...], of the wrapped policy
+    step: Any = ()  # Persistent [B] int32, steps taken so far; () without a schedule
+    noise: Any = ()  # [B, ...], noise that is correlated over time
+
+
+def explore(
+    policy: Policy,
+    action_space: AnySpace,
+    transform: Transform,
+    value: Any,
+    *,
+    init_noise: Callable[[int], jax.Array] | None = None,
+) -> Policy:
+    """Makes the policy whose decisions are those of another, transformed.
+
+    Args:
+        policy: the policy to explore around.
+        action_space: the space that its actions must fit.
+        transform: changes a decision; the state in it is an `Exploring` if the policy
+            counts steps or has noise.
+        value: what `transform` gets: a number, or a schedule over the lane's steps.
+        init_noise: `num_envs` to the noise at the start of an episode, `[B, ...]`.
+    """
+    schedule: Any = value if callable(value) else None
+    number: Any = value if schedule is None else 0
+    has_state = schedule is not None or init_noise is not None
+
+    def init(num_envs: int) -> PolicyState:
+        inner = policy.init(num_envs)
+        if not has_state:
+            return inner
+        steps = jnp.zeros((num_envs,), jnp.int32)
+        return Exploring(
+            inner=inner,
+            step=Persistent(steps) if schedule else (),
+            noise=init_noise(num_envs) if init_noise else (),
+        )
+
+    def act(
+        use_mode: bool, params: Params, obs: Obs, state: PolicyState, key: Key
+    ) -> PolicyStep:
+        inner_key, *keys = prng.fold_in(key, jnp.arange(3, dtype=jnp.int32))
+        apply: Any = policy.mode if use_mode else policy.apply
+        decision = apply(params, obs, state.inner if has_state else state, inner_key)
+        who = "The wrapped `policy.apply`"
+        decision = checks.decision(who, decision, action_space, uniform.num_lanes(obs))
+        now: Any = float(number)
+        if schedule:
+            step = state.step.value
+            now = jax.vmap(schedule)(step).astype(jnp.float32)
+            # The count stays at the largest integer, so that no schedule restarts.
+            step = step + (step < jnp.iinfo(jnp.int32).max).astype(jnp.int32)
+            state = state.replace(step=Persistent(step))
+        if has_state:
+            decision = decision._replace(state=state.replace(inner=decision.state))
+        return transform(decision, obs, 0.0 if use_mode else now, keys)
+
+    def critic(params: Params, obs: Obs, state: PolicyState) -> ArrayTree:
+        assert policy.value is not None
+        return policy.value(params, obs, state.inner if has_state else state)
+
+    return Policy(
+        init=init,
+        apply=functools.partial(act, False),
+        mode=functools.partial(act, True) if policy.mode else None,
+        value=critic if policy.value else None,
+    )
 
 
 @programs.shared
@@ -76,24 +167,17 @@ def epsilon_greedy(
         "Reinforcement Learning: An Introduction", 2nd ed., section 2.2.
     """
     checks.policy(policy)
-    schedules.check_scheduled("epsilon", epsilon, highest=1.0)
+    _check_value("epsilon", epsilon, highest=1.0)
     action_space = as_space(action_space, "action_space")
     replace = _replacer(action_space, allowed_fn)
 
-    def act(
-        policy: Policy,
-        epsilon: jax.typing.ArrayLike,
-        params: Any,
-        obs: ArrayTree,
-        state: ArrayTree,
-        key: chex.PRNGKey,
+    def transform(
+        decision: PolicyStep, obs: Obs, epsilon: Any, keys: list[Key]
     ) -> PolicyStep:
-        inner_key, flag_key, action_key = schedules.derive(key, 3)
-        decision = schedules.decide(policy, action_space, params, obs, state, inner_key)
-        draw = prng.uniform(flag_key, 0.0, 1.0, (uniform.num_lanes(obs),))
-        return replace(decision, obs, draw < epsilon, action_key)
+        draw = prng.uniform(keys[0], 0.0, 1.0, (uniform.num_lanes(obs),))
+        return replace(decision, obs, draw < epsilon, keys[1])
 
-    return schedules.scheduled(epsilon, policy, act, policy.init, policy.value)
+    return explore(policy, action_space, transform, epsilon)
 
 
 @programs.shared
@@ -133,24 +217,16 @@ def random_warmup(
     action_space = as_space(action_space, "action_space")
     replace = _replacer(action_space, allowed_fn)
 
-    def act(
-        policy: Policy,
-        num_steps: int,
-        step: jax.Array,
-        params: Any,
-        obs: ArrayTree,
-        state: ArrayTree,
-        key: chex.PRNGKey,
+    def transform(
+        decision: PolicyStep, obs: Obs, is_warmup: Any, keys: list[Key]
     ) -> PolicyStep:
-        inner_key, action_key = schedules.derive(key, 2)
-        decision = schedules.decide(policy, action_space, params, obs, state, inner_key)
-        flag = step < num_steps
+        flag = jnp.broadcast_to(jnp.asarray(is_warmup) > 0, uniform.num_lanes(obs))
         if allowed_fn is not None or prng.num_parts() > 1:
-            return replace(decision, obs, flag, action_key)
+            return replace(decision, obs, flag, keys[0])
 
         def draw(action: ArrayTree) -> ArrayTree:
             given = decision._replace(action=action)
-            return replace(given, obs, flag, action_key).action
+            return replace(given, obs, flag, keys[0]).action
 
         def draw_if_any(action: ArrayTree) -> ArrayTree:
             return lax.cond(jnp.any(flag), draw, lambda x: x, action)
@@ -162,9 +238,115 @@ def random_warmup(
         )
         return decision._replace(action=action)
 
-    apply = functools.partial(act, policy, num_steps)
-    mode = schedules.act_by_mode(policy, act, 0)
-    return schedules.counted(policy.init, apply, mode, policy.value)
+    return explore(policy, action_space, transform, lambda step: step < num_steps)
+
+
+@programs.shared
+def gaussian_noise(
+    policy: Policy[ParamsT, ObsT, ActionT],
+    action_space: AnySpace,
+    scale: float | Schedule,
+) -> Policy[ParamsT, ObsT, ActionT]:
+    """Adds independent Gaussian noise to the action and clips to the space's bounds.
+
+        a_t + ε_t,  ε_t ~ N(0, scale²)  in every entry
+
+    Args:
+        policy: the policy to explore around.
+        action_space: a space of floats; without bounds nothing is clipped.
+        scale: standard deviation, in the unit of the action: a number of at least 0,
+            or a schedule over the steps of the lane.
+
+    Returns:
+        A policy with the state of `policy`, and a step count in it if `scale` is a
+        schedule. The extras are those of `policy`, for its action without the noise.
+
+    Raises:
+        ValueError: if `scale` is a number below 0 or not finite, or a schedule that
+            does not return a scalar; if the space is not one of floats. While tracing:
+            if the action does not fit the space.
+
+    Source:
+        "Addressing Function Approximation Error in Actor-Critic Methods" (TD3),
+        arXiv:1802.09477, algorithm 1.
+    """
+    checks.policy(policy)
+    _check_value("scale", scale)
+    action_space = as_space(action_space, "action_space")
+    add = _adder(action_space)
+
+    def transform(
+        decision: PolicyStep, obs: Obs, scale: Any, keys: list[Key]
+    ) -> PolicyStep:
+        noise = _normal(scale, decision.action, keys[0])
+        return decision._replace(action=add(decision.action, noise))
+
+    return explore(policy, action_space, transform, scale)
+
+
+@programs.shared
+def ornstein_uhlenbeck(
+    policy: Policy[ParamsT, ObsT, ActionT],
+    action_space: AnySpace,
+    scale: float | Schedule,
+    *,
+    theta: float = 0.15,
+    dt: float = 0.01,
+) -> Policy[ParamsT, ObsT, ActionT]:
+    """Adds noise that is correlated over time, and clips to the space's bounds.
+
+        x_t = x_{t-1} - θ x_{t-1} dt + scale √dt N(0, 1),  a_t + x_t  in every entry
+
+    The noise x starts at 0 with every episode. Its standard deviation tends to
+    scale / √(2θ - θ² dt), within some 1 / (θ dt) steps.
+
+    Args:
+        policy: the policy to explore around.
+        action_space: a space of floats; without bounds nothing is clipped.
+        scale: standard deviation that the noise gains per unit of time without
+            reversion, in the unit of the action: a number of at least 0, or a
+            schedule over the steps of the lane.
+        theta: rate of the reversion to 0, per unit of time, at least 0.
+        dt: time of one step, above 0; theta * dt must be below 2.
+
+    Returns:
+        A policy whose state is that of `policy`, the noise, and a step count if `scale`
+        is a schedule. The extras are those of `policy`, for its action without the
+        noise.
+
+    Raises:
+        ValueError: if `scale`, `theta` or `dt` is a number outside its range, or
+            `scale` a schedule that does not return a scalar; if the space is not one
+            of floats. While tracing: if the action does not fit the space.
+
+    Source:
+        "On the Theory of the Brownian Motion" (Uhlenbeck & Ornstein, Physical Review
+        36, 1930), by the Euler-Maruyama step; as exploration in "Continuous control
+        with deep reinforcement learning" (DDPG), arXiv:1509.02971, section 3.
+    """
+    checks.policy(policy)
+    _check_value("scale", scale)
+    _check_process(theta, dt)
+    action_space = as_space(action_space, "action_space")
+    add = _adder(action_space)
+
+    def init_noise(num_envs: int) -> jax.Array:
+        return jnp.zeros((num_envs, *action_space.shape), action_space.dtype)
+
+    def transform(
+        decision: PolicyStep, obs: Obs, scale: Any, keys: list[Key]
+    ) -> PolicyStep:
+        old: Any = decision.state.noise
+        noise = jnp.zeros_like(old)
+        if not _is_zero(scale):
+            normal = _normal(scale, decision.action, keys[0])
+            noise = old - theta * dt * old + math.sqrt(dt) * normal
+        return decision._replace(
+            action=add(decision.action, noise),
+            state=decision.state.replace(noise=noise),
+        )
+
+    return explore(policy, action_space, transform, scale, init_noise=init_noise)
 
 
 def _replacer(
@@ -207,3 +389,77 @@ def _flag(extras: ArrayTree, none_allowed: jax.Array) -> dict[str, Any]:
             f"{kind[1]} of shape {kind[0]}."
         )
     return {**extras, "none_allowed": none_allowed | inner}
+
+
+def _adder(space: AnySpace) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Makes the function that adds noise and clips to the bounds of the space."""
+    dtype = space.dtype
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            "`action_space` must be one of floats to add noise to, got "
+            f"{type(space).__name__} with dtype {dtype}."
+        )
+    if space.bounds is None:
+        return jnp.add
+
+    def add(action: jax.Array, noise: jax.Array) -> jax.Array:
+        low, high = (
+            jnp.broadcast_to(jnp.asarray(bound, dtype), space.shape)[None]
+            for bound in space.bounds
+        )
+        return jnp.clip(action + noise, low, high)
+
+    return add
+
+
+def _is_zero(scale: jax.typing.ArrayLike) -> bool:
+    """Returns whether the scale is the Python number 0, as in the mode."""
+    return isinstance(scale, float) and scale == 0.0
+
+
+def _normal(
+    scale: jax.typing.ArrayLike, action: jax.Array, key: chex.PRNGKey
+) -> jax.Array:
+    """Draws noise like `action`, with standard deviation `scale`, `[B]` or `()`."""
+    if _is_zero(scale):
+        return jnp.zeros_like(action)
+    scale = jnp.asarray(scale, action.dtype)
+    column = scale.reshape(scale.shape + (1,) * (action.ndim - scale.ndim))
+    return column * jax.random.normal(prng.inline(key), action.shape, action.dtype)
+
+
+def _check_process(theta: float, dt: float) -> None:
+    if not _is_number(theta) or theta < 0.0:
+        raise ValueError(f"`theta` must be at least 0 and finite, got {theta!r}.")
+    if not _is_number(dt) or dt <= 0.0:
+        raise ValueError(f"`dt` must be above 0 and finite, got {dt!r}.")
+    if theta * dt >= 2.0:
+        raise ValueError(
+            "`theta` * `dt` must be below 2, or the noise grows without bound, got "
+            f"{theta} * {dt}."
+        )
+
+
+def _check_value(
+    name: str, value: float | Schedule, *, highest: float = math.inf
+) -> None:
+    """Checks a number in [0, highest], or a schedule of such scalars."""
+    if not callable(value):
+        if not _is_number(value) or not 0.0 <= value <= highest:
+            bounded = f"in [0, {highest:g}]"
+            what = "at least 0 and finite" if highest == math.inf else bounded
+            raise ValueError(f"`{name}` must be {what}, or a schedule, got {value!r}.")
+        return
+    made = jax.eval_shape(value, jax.ShapeDtypeStruct((), jnp.int32))
+    shape = getattr(made, "shape", type(made).__name__)
+    if shape != ():
+        what = f"shape {shape}" if isinstance(shape, tuple) else shape
+        raise ValueError(f"`{name}` must return a scalar, got {what}.")
+    if not any(jnp.issubdtype(made.dtype, x) for x in (jnp.floating, jnp.integer)):
+        raise ValueError(f"`{name}` must return a real scalar, got {made.dtype}.")
+
+
+def _is_number(value: Any) -> bool:
+    """Returns whether `value` is a finite Python or NumPy number."""
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return real and math.isfinite(value)

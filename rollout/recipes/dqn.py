@@ -18,6 +18,7 @@ from rollout.envs.spaces import as_space
 from rollout.envs.wrappers import mask_in
 from rollout.recipes import training
 from rollout.recipes.training import State
+from rollout.recipes.training import begin as begin
 from rollout.recipes.training import train as train
 
 

@@ -20,6 +20,7 @@ from rollout.envs.wrappers import flatten_obs, mask_in
 from rollout.recipes import training
 from rollout.recipes.distributions import Joint
 from rollout.recipes.training import State
+from rollout.recipes.training import begin as begin
 from rollout.recipes.training import train as train
 
 

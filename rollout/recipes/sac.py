@@ -18,6 +18,7 @@ import optax
 import rollout
 from rollout.recipes import training
 from rollout.recipes.training import State
+from rollout.recipes.training import begin as begin
 from rollout.recipes.training import train as train
 
 

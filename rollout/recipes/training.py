@@ -2,7 +2,7 @@
 
 The command trains some updates at a time, in JAX as one program. Then it prints a line
 and writes the table `agent.csv` and the folder `agent.checkpoint`, from which
-`--resume` goes on to the bit.
+`--resume` goes on, in JAX to the bit.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def begin(agent, collector, key):
 
 def scan(collector, step, state, keys):
     """Scans in JAX, and loops in Python over environments of the host."""
-    if isinstance(collector, rollout.Collector):
+    if not collector.is_host:
         return jax.lax.scan(step, state, keys)
     logs = []
     for key in keys:
@@ -179,7 +179,7 @@ def train_each(
     agent: Any, collectors: list, keys: list, states: list, size: int
 ) -> list[Any]:
     """Trains each seed for some updates, in JAX all together."""
-    if len(keys) == 1 or not isinstance(collectors[0], rollout.Collector):
+    if len(keys) == 1 or collectors[0].is_host:
         each = zip(collectors, keys, states, strict=True)
         return [train(agent, *x, size) for x in each]
     states = jax.tree.map(lambda *x: jnp.stack(x), *states)
@@ -189,18 +189,21 @@ def train_each(
 
 
 def saved(collectors: list, states: list) -> Any:
-    """Returns what is saved: environments of the host, too, if they can be pickled."""
-    if isinstance(collectors[0], rollout.Collector):
+    """Returns what is saved: environments of the host, too, if they have `save_state`.
+
+    Otherwise their unfinished episodes begin anew.
+    """
+    if not collectors[0].is_host:
         return states, []
     pairs = zip(collectors, states, strict=True)
-    return states, [x.save(y.carry, allow_pickle=True) for x, y in pairs]
+    return states, [x.save(y.carry) for x, y in pairs]
 
 
 def restored(collectors: list, states: list) -> list[Any]:
     """Returns the states of the last checkpoint, and cuts the table there."""
     states, hosts = rollout.checkpoint.restore(CHECKPOINT, saved(collectors, states))
     for i, host in enumerate(hosts):
-        carry = collectors[i].restore(states[i].carry, host, allow_pickle=True)
+        carry = collectors[i].restore(states[i].carry, host)
         states[i] = states[i]._replace(carry=carry)
     lines = TABLE.read_text().splitlines(keepends=True)
     lines = lines[: 1 + len(states) * int(states[0].number)]
@@ -226,8 +229,8 @@ def run(make_agent: Callable, config: Any, columns: Sequence[str]) -> list[State
     gamma, seeds = config.gamma if options.normalize else None, range(options.seeds)
     lanes = [make_env(options.env_id, config.num_envs, gamma) for _ in seeds]
     agent = make_agent(lanes[0].action_space, config, lanes[0].observation_space)
-    is_host = not hasattr(lanes[0], "reset_done")
-    kind: Any = rollout.HostCollector if is_host else rollout.Collector
+    is_jax = hasattr(lanes[0], "reset_done")
+    kind: Any = rollout.Collector if is_jax else rollout.HostCollector
     collectors = [kind(env=env, policy=agent.policy) for env in lanes]
     keys = [jax.random.key(options.seed + seed) for seed in seeds]
     states = [begin(agent, *x) for x in zip(collectors, keys, strict=True)]
@@ -236,7 +239,7 @@ def run(make_agent: Callable, config: Any, columns: Sequence[str]) -> list[State
         states = restored(collectors, states)
     else:
         TABLE.write_text(",".join(["seed", *names]) + "\n")
-    some = train_each if is_host else jax.jit(train_each, static_argnums=(0, 4))
+    some = jax.jit(train_each, static_argnums=(0, 4)) if is_jax else train_each
     while (left := config.num_updates - int(states[0].number)) > 0:
         size = min(left, -(-config.num_updates // 20))
         results = some(agent, collectors, keys, states, size)

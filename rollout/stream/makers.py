@@ -109,33 +109,24 @@ class JaxMaker:
         if num_rows in self._compiled:
             return memory
         if not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-            lowered = self._program.lower(
-                num_rows, collector, carry, params, window, memory
-            )
             if self._is_multi_process:
                 given = {"postprocess": options.postprocess is not None}
-                facts = {
-                    "options": vars(options) | given,
-                    "`params` of": [
-                        str(jax.typeof(x)) for x in jax.tree.leaves(params)
-                    ],
-                    "a program of checksum": zlib.crc32(lowered.as_text().encode()),
-                }
+                kinds = [str(jax.typeof(x)) for x in jax.tree.leaves(params)]
+                facts = {"options": vars(options) | given, "`params` of": kinds}
                 multihost.compare("stream", facts)
-            lowered.compile()
+            self._program.lower(
+                num_rows, collector, carry, params, window, memory
+            ).compile()
         self._compiled.add(num_rows)
         return memory
 
-    def save(self, carry: Carry, *, allow_pickle: bool) -> dict[str, Any]:
+    def save(self, carry: Carry) -> dict[str, Any]:
         """Returns nothing: the carry is all there is."""
-        del carry, allow_pickle  # unused
+        del carry  # unused
         return {}
 
-    def restore(
-        self, state: dict[str, Any], like: Carry, *, allow_pickle: bool
-    ) -> Carry:
+    def restore(self, state: dict[str, Any], like: Carry) -> Carry:
         """Returns the carry of a state, on the devices of `like`."""
-        del allow_pickle  # unused
 
         def put(x: Any, old: jax.Array) -> jax.Array:  # saved ones may be elsewhere
             if isinstance(x, jax.Array) and x.sharding == old.sharding:
@@ -195,23 +186,19 @@ class HostMaker:
         """Compiles the program of the policy, which otherwise the first batch does."""
         self._collector.compile(start.carry, start.params)
 
-    def save(self, carry: Carry, *, allow_pickle: bool) -> dict[str, Any]:
+    def save(self, carry: Carry) -> dict[str, Any]:
         """Returns the state of the environments, unless a batch moves them on."""
         saved = [b""] * self._options.num_envs
         if self._job is None or self._job.start.carry is not carry:
-            saved = self._collector.save(carry, allow_pickle=allow_pickle)
+            saved = self._collector.save(carry)
         return {"saved_envs": saved}
 
-    def restore(
-        self, state: dict[str, Any], like: Carry, *, allow_pickle: bool
-    ) -> Carry:
+    def restore(self, state: dict[str, Any], like: Carry) -> Carry:
         """Restores the environments of a state; returns the carry to go on with."""
         del like  # unused
         # After the batch that has begun.
         ctrl_c.result(ctrl_c.submit(self._thread, int))
-        return self._collector.restore(
-            copied(state["carry"]), state["saved_envs"], allow_pickle=allow_pickle
-        )
+        return self._collector.restore(copied(state["carry"]), state["saved_envs"])
 
     def close(self) -> None:
         """Ends the thread, after the batch that has begun."""

@@ -162,11 +162,8 @@ class Stream(Generic[ParamsT]):
         )
         checks.boolean("progress", progress)
         checks.outside_of_jit("Stream")
-        self._maker: JaxMaker | HostMaker
-        if isinstance(collector, HostCollector):
-            self._maker = HostMaker(collector, options)
-        else:
-            self._maker = JaxMaker(collector, options)
+        make: Any = HostMaker if collector.is_host else JaxMaker
+        self._maker: JaxMaker | HostMaker = make(collector, options)
         carry = collector.init(key)
         self._at = _Position(carry, StreamStats.create(carry))
         self._params = _own(params), 0
@@ -288,20 +285,14 @@ class Stream(Generic[ParamsT]):
         self._close_bar()
         self._maker.close()
 
-    def state(self, *, allow_pickle: bool = False) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Returns the state from which `restore` goes on, as a pytree of arrays.
 
         It is the state after the last batch that `next` returned, also if the next one
         has begun, and contains the parameters. `checkpoint.save` writes it.
 
         The state of environments that are not JAX is in it if no other batch has begun
-        and if they have `save_state`, or may be pickled.
-
-        Args:
-            allow_pickle: whether to pickle environments that are not JAX and have no
-                `save_state`. `restore` must then allow it, too. A warning names those
-                whose pickle keeps no state, such as MuJoCo's in Gymnasium, and which
-                will begin anew.
+        and if all of them have `save_state`.
         """
         at, (params, version) = self._at, self._params
         next_params, next_version = at.params or (params, _NEWEST)
@@ -312,11 +303,11 @@ class Stream(Generic[ParamsT]):
             "params": params,
             "stats": jax.tree.map(np.asarray, at.stats),
         }
-        state |= self._maker.save(at.carry, allow_pickle=allow_pickle)
+        state |= self._maker.save(at.carry)
         # Only a batch that begins in advance may have older parameters.
         return state | ({"next_params": next_params} if self._options.prefetch else {})
 
-    def restore(self, state: dict[str, Any], *, allow_pickle: bool = False) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken, with the same bits.
 
         Environments that are not JAX and whose state could not be saved restart the
@@ -325,15 +316,12 @@ class Stream(Generic[ParamsT]):
         Args:
             state: from a stream with the same collector and the same `prefetch`.
                 Other options, such as `total_steps`, are those of this stream.
-            allow_pickle: whether to unpickle environments, which runs whatever code
-                `state` has in it: allow it only for your own files. Otherwise their
-                episodes restart.
 
         Raises:
             ValueError: if it is not from a stream of the same kind, with the same
                 environment parameters; if it has more steps than `total_steps`, or
-                fewer than 0, or episodes of other lanes; if the pickled environments
-                have other settings than these.
+                fewer than 0, or episodes of other lanes; if the environments have no
+                `load_state`.
         """
         what = "`state` must be one of a stream of the same kind"
         checks.same(what, self.state(), state)
@@ -356,7 +344,7 @@ class Stream(Generic[ParamsT]):
         next_params = None
         if self._options.prefetch and next_version != _NEWEST:
             next_params = _own(state["next_params"]), next_version
-        carry = self._maker.restore(state, self._at.carry, allow_pickle=allow_pickle)
+        carry = self._maker.restore(state, self._at.carry)
         # Not views of `state`, and numbers instead of arrays `[]`.
         stats = jax.tree.map(lambda x: np.array(x)[()], state["stats"])
         self._params = _own(state["params"]), version

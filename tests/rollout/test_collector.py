@@ -65,9 +65,7 @@ def test_compact_reset_equals_select_when_all_lanes_end_together():
     ("name", "num_envs", "options"),
     [
         ("count", 48, {}),  # enough lanes that several are reset at once
-        pytest.param("count", 1024, {}, marks=slow),
         pytest.param("CartPole-v1", 1024, {}, marks=slow),
-        pytest.param("count", 1, {}, marks=slow),
         pytest.param("count", 1, PHILOX, marks=slow),
     ],
 )
@@ -79,10 +77,9 @@ def test_lane_gives_the_same_stream_among_any_number(name, num_envs, options):
     chex.assert_trees_all_equal(got.replace(episode_id=()), want.replace(episode_id=()))
 
 
-@each_env
-def test_carry_keeps_structure_shapes_and_dtypes(name):
-    carry, _ = collect(name)
-    fresh = make_collector(name).init(jax.random.key(0))
+def test_carry_keeps_structure_shapes_and_dtypes():
+    carry, _ = collect("count")
+    fresh = make_collector("count").init(jax.random.key(0))
     chex.assert_trees_all_equal_shapes_and_dtypes(carry, fresh)
     assert jax.tree.structure(carry) == jax.tree.structure(fresh)
     assert not any(leaf.weak_type for leaf in jax.tree.leaves(raw((carry, fresh))))
@@ -256,9 +253,8 @@ def test_unread_fields_leave_no_buffer():
 
 
 @slow
-@pytest.mark.parametrize("name", ["CartPole-v1", "Breakout-MinAtar"])
-def test_peak_memory_is_what_is_returned(name):
-    collector = make_collector(name, 256)
+def test_peak_memory_is_what_is_returned():
+    collector = make_collector("Breakout-MinAtar", 256)
     carry = jax.eval_shape(collector.init, jax.random.key(0))
 
     def run(carry):

@@ -336,7 +336,7 @@ MESSAGES = [
         "`episode_length` of (16,)",
     ),
     (
-        lambda: add_to_window(collect("count")[1].replace(info=Served(1, 2, 3, 4))),
+        lambda: add_to_window(collect("count")[1].replace(info=Served(1, 2, 3))),
         "got rows of a `HostCollector` with `num_ready`",
     ),
     (

@@ -52,7 +52,7 @@ REFUSED = {
     "lanes": r"`collector` must be the same .*`num_envs` (16|32) here and .* process",
     "uneven": r"`collector` must be the same .*`num_envs` (16|17) here and .* process",
     "parameters": r"`collector` must be .* environment parameters of checksum \d+ here",
-    "policy": r"`stream` must be the same .* a program of checksum \d+ here and",
+    "options": r"`stream` must be the same .* options .*'steps_per_batch': \d+",
     "prefetch": r"`prefetch` must be 0 with lanes in several processes",
     "host": r'`placement` must not be "host" with lanes in several processes',
 }

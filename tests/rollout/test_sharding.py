@@ -113,9 +113,9 @@ CASES = {
     [
         ("random", (8,)),
         ("recurrent", (4,)),
-        ("box", (1, 4)),
+        ("box", (1,)),
         ("image", (8,)),
-        ("division", (2, 8)),
+        ("division", (2,)),
         ("parameters per lane", (4,)),
         ("numbers of episodes", (4,)),
     ],
@@ -179,7 +179,6 @@ def make_stream(collector, **options):
     [
         ("count", 2, 4, True),
         ("CartPole-v1", 0, 2, True),
-        ("CartPole-v1", 2, 0, True),
         ("count", 2, 0, False),
     ],
 )
@@ -360,17 +359,6 @@ def linear():
     return make_collector("count", B).replace(policy=rollout.stateless_policy(act))
 
 
-def test_carry_of_another_mesh_is_named():
-    collector = linear()
-    meshes = [Mesh(np.array(x), ("lanes",)) for x in (jax.devices()[:2], jax.devices())]
-    carry = rollout.shard(collector, meshes[0]).init(KEY)
-    other = rollout.shard(collector, meshes[1])
-    with pytest.raises(
-        ValueError, match=r"`carry` must lie on .*7\], got one on \[0, 1"
-    ):
-        other.collect_steps(carry, PARAMS, 3)
-
-
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_each_device_may_have_a_collector_of_its_own(check_vma):
     """What a program of `pmap` becomes; docs/devices.md has it."""
@@ -477,10 +465,10 @@ class Mean(VectorWrapper):
     ("wrapper", "compare"),  # means of floats may round differently on each device
     [(Mean, assert_same), (envs.NormalizeObs, assert_near)],
 )
-@pytest.mark.parametrize("num_envs", [4, 8])
-def test_statistics_of_all_lanes_are_those_of_one_device(wrapper, compare, num_envs):
-    # Four entries in an observation, and for 4 lanes as many lanes. They are small
-    # integers, so that sums over lanes are exact in any order.
+def test_statistics_of_all_lanes_are_those_of_one_device(wrapper, compare):
+    # As many entries in an observation as lanes. They are small integers, so that sums
+    # over lanes are exact in any order.
+    num_envs = 4
     wide = envs.TransformObs(CountEnv(), lambda obs: jnp.broadcast_to(obs, (4,)))
     env = wrapper(envs.vectorize(wide, num_envs))
     plain = make_collector("count", num_envs).replace(env=env)

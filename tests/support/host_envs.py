@@ -106,25 +106,10 @@ class Faultless(Count):
         return super().reset(seed=0)
 
 
-class Rebuilt(gymnasium.utils.EzPickle, Faultless):
-    """Pickled, it has only its arguments, as MuJoCo's in Gymnasium."""
-
-    def __init__(self, *args):
-        gymnasium.utils.EzPickle.__init__(self, *args)
-        Faultless.__init__(self, *args)
-
-
 class OtherCount(Count):
     """Has another action space."""
 
     action_space = gymnasium.spaces.Discrete(4)
-
-
-class Stubborn(Count):
-    """Cannot be pickled."""
-
-    def __reduce__(self):
-        raise TypeError("stubborn")
 
 
 class Described(Count):
@@ -138,19 +123,22 @@ class Described(Count):
         self.count = int(arrays["count"])
 
 
+class Arrays(Described, Faultless):
+    """Can, and works with every seed."""
+
+
+class FailsAtLoad(Arrays):
+    """Raises where it should load its state."""
+
+    def load_state(self, arrays):
+        raise KeyError("no such state")
+
+
 class EndsAtLoad(Described):
     """Ends its process where it should load its state."""
 
     def load_state(self, arrays):
         os._exit(9)
-
-
-class SlowlyMade(Described):
-    """Takes longer to make than a step may take."""
-
-    def __init__(self):
-        super().__init__()
-        time.sleep(0.6)
 
 
 class Undescribed(Described):
@@ -196,11 +184,12 @@ class Hangs(Count):
 
 
 def alive(pid):
-    """Whether a process runs; one that ended may wait for its parent to notice."""
+    """Whether a thread of a process runs; one that ended may wait for its parent."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+        stats = [x.read_text() for x in Path(f"/proc/{pid}/task").glob("*/stat")]
+        return any(stat.split(")")[1].split()[0] != "Z" for stat in stats)
     except (FileNotFoundError, ProcessLookupError):  # or it went while we read
-        return False
+        return True
 
 
 def wait_until_gone(pids, seconds=10):

@@ -27,7 +27,7 @@ def act(params, obs, key):
     return jax.random.randint(key, obs.shape[:1], 0, 3)
 
 
-def make_collector(num_envs=B, act=act, **params):
+def make_collector(num_envs=B, **params):
     env = envs.vectorize(make_env("count", **params), num_envs, auto_reset="select")
     return rollout.Collector(env=env, policy=rollout.stateless_policy(act))
 
@@ -61,13 +61,12 @@ def arrays(tree):
 def refused(process):
     """Yields by name the calls that raise where this process differs from the other."""
     mesh, sharded = make_mesh(), rollout.shard(make_collector(), make_mesh())
-    acts = (act, lambda params, obs, key: act(params, obs, key) // 2)
-    other = rollout.shard(make_collector(act=acts[process]), mesh)
+    stream = make_stream(sharded, steps_per_batch=8 * B * (1 + process))
     calls = {
         "lanes": lambda: rollout.shard(make_collector(B * (1 + process)), mesh),
         "uneven": lambda: rollout.shard(make_collector(B + process), mesh),
         "parameters": lambda: rollout.shard(make_collector(limit=7 + process), mesh),
-        "policy": lambda: make_stream(other).compile(),
+        "options": stream.compile,
         "prefetch": lambda: make_stream(sharded, prefetch=1),
         "host": lambda: make_stream(sharded, placement="host"),
     }

@@ -5,15 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from cases import make_collector, raw
 
 import rollout
 
 B = 4
-each_env = pytest.mark.parametrize(
-    "name", ["count", pytest.param("CartPole-v1", marks=pytest.mark.slow)]
-)
 EPISODES = {"steps_per_batch": None, "episodes_per_batch": 5, "max_episode_steps": 6}
 
 
@@ -25,35 +21,35 @@ def act(params, obs, key):
 
 
 @functools.cache
-def make_learner(name="count"):
+def make_learner():
     policy = rollout.stateless_policy(act)  # here, since it starts jax
-    return rollout.Collector(env=make_collector(name, B).env, policy=policy)
+    return rollout.Collector(env=make_collector("count", B).env, policy=policy)
 
 
-def new_stream(name="count", **options):
+def new_stream(**options):
     """A stream that nobody else uses."""
     defaults = {"key": jax.random.key(7), "params": {"odds": np.float32(0.5)}}
     defaults["steps_per_batch"] = 8
-    return rollout.Stream(make_learner(name), **{**defaults, **options})
+    return rollout.Stream(make_learner(), **{**defaults, **options})
 
 
 @functools.cache
-def _made(name, options):
-    stream = new_stream(name, **dict(options))
+def _made(options):
+    stream = new_stream(**dict(options))
     return stream, stream.state()
 
 
-def make_stream(name="count", **options):
+def make_stream(**options):
     """A stream at its beginning; one for the same options, which compiles only once."""
-    stream, start = _made(name, tuple(options.items()))
+    stream, start = _made(tuple(options.items()))
     stream.restore(start)
     return stream
 
 
 @functools.cache
-def straight(name="count"):
+def straight():
     """The 12 rows that `collect_steps` gives from the same key."""
-    collector = make_learner(name)
+    collector = make_learner()
     carry = collector.init(jax.random.key(7))
     params = {"odds": np.float32(0.5)}
     return jax.device_get(raw(collector.collect_steps(carry, params, 12)[1]))

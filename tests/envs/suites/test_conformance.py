@@ -185,7 +185,11 @@ MISTAKEN = {
 }
 
 
-@each(CASES | AGENTS)
+# One environment of a suite, which draws and ends as its others do.
+PROBED = {x.partition(":")[0]: x for x in (*AGENTS, *CASES)}
+
+
+@each(sorted({"jumanji:LevelBasedForaging-v0", *PROBED.values()}))
 def test_probe_finds_only_the_mistakes_of_the_suite(env_id):
     for cases in (CASES, AGENTS):
         if env_id in cases:

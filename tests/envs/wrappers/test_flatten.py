@@ -1,10 +1,12 @@
 """Flat observations against NumPy, and observations with the state for a search."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, quick_jit
+from cases import CountEnv, in_one_program, quick_jit
 from suite_checks import KEY, play
 
 import rollout
@@ -52,21 +54,39 @@ def showing(space):
     return envs.TransformObs(CountEnv(), see, space)
 
 
+@functools.cache
+def shown():
+    """By space: 24 observations, the same ones flat, and whether these are in space."""
+
+    def show(space, key):
+        inner = showing(space)
+        env = FlattenObs(inner)
+        state, _ = inner.reset(key)
+        counts = jnp.arange(24, dtype=jnp.int32)
+
+        def see(env):
+            step = lambda n: env.step(KEY, {**state, "n": n}, jnp.int32(0)).obs  # noqa: E731
+            return jax.vmap(step)(counts)
+
+        seen, flat = see(inner), see(env)
+        inside = jax.vmap(env.observation_space.contains)(flat)
+        return seen, flat, flatten_obs(space, seen), inside
+
+    with jax.debug_key_reuse(False):
+        return in_one_program(show, SPACES)
+
+
 @pytest.mark.parametrize("name", SPACES)
 def test_flat_observations_are_those_of_numpy(name):
-    inner = showing(SPACES[name])
-    env = FlattenObs(inner)
-    _, flat = play(envs.vectorize(env, 2), 12)
-    _, rows = play(envs.vectorize(inner, 2), 12)
-    space = env.observation_space
-    for obs, seen in ((flat.obs, rows.obs), (flat.next_obs, rows.next_obs)):
-        for at in np.ndindex(12, 2):
-            one = jax.tree.map(lambda x, at=at: np.asarray(x)[at], seen)
-            np.testing.assert_array_equal(obs[at], plain(SPACES[name], one))
-            assert space.contains(obs[at])
-    np.testing.assert_array_equal(flatten_obs(SPACES[name], rows.obs), flat.obs)
-    assert flat.obs.dtype == space.dtype == np.float32
-    assert flat.obs.shape[2:] == space.shape
+    seen, flat, again, inside = shown()[name]
+    for n, obs in enumerate(flat):
+        one = jax.tree.map(lambda x, n=n: x[n], seen)
+        np.testing.assert_array_equal(obs, plain(SPACES[name], one))
+    np.testing.assert_array_equal(again, flat)
+    assert inside.all()
+    space = FlattenObs(showing(SPACES[name])).observation_space
+    assert flat.dtype == space.dtype == np.float32
+    assert flat.shape[1:] == space.shape
 
 
 def test_mask_of_actions_stays_apart():

@@ -156,7 +156,7 @@ def assert_rewards_sum_to_returns(rows, trajectory, missed):
     "split",
     [(7, 8), *(pytest.param(x, marks=pytest.mark.slow) for x in ((15,), (5, 1, 9)))],
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(**TABLES)
 def test_rows_are_those_of_a_plain_loop_and_sum_to_the_returns(
     split, acting, reward, terminated, truncated, end

@@ -1,8 +1,5 @@
 """The command line with environments that are not JAX: its table against NumPy."""
 
-import os
-import signal
-
 import gymnasium
 import jax
 import numpy as np
@@ -13,7 +10,6 @@ from host_count import HostCount
 
 import rollout
 from rollout import envs
-from rollout.cli import runs
 from rollout.cli.arguments import make_parser, parse
 
 B, T, SEED = 3, 47, 5
@@ -36,46 +32,43 @@ def count(monkeypatch):
     return made
 
 
-def test_rows_are_those_of_collect_steps(tmp_path):
-    table = run(*RUN, f"--num-steps={T}", f"--save={tmp_path}/a.npz")
-    saved = dict(np.load(tmp_path / "a.npz", allow_pickle=False))
+def test_episodes_are_those_of_collect_steps():
+    table = run(*RUN, f"--num-steps={T}")
     host = make()
-    _, expected = host.collect_steps(host.init(jax.random.key(SEED)), None, T)
-    for name in ("obs", "action", "reward", "terminated", "next_obs", "episode_id"):
-        np.testing.assert_array_equal(saved[name], getattr(expected, name))
-    done = saved["terminated"] | saved["truncated"]
+    _, rows = host.collect_steps(host.init(jax.random.key(SEED)), None, T)
+    done = np.asarray(rows.done)
     assert done.any()
     assert table["environment"] == ID
     assert (table["envs"], table["steps"]) == (f"{B}", f"{B * T}")
-    assert_figures(table["return"], saved["episode_return"][done])
-    assert_figures(table["length"], saved["episode_length"][done])
+    assert_figures(table["return"], np.asarray(rows.episode_return)[done])
+    assert_figures(table["length"], np.asarray(rows.episode_length)[done])
     assert "masked-out rows" not in table
 
 
-def test_episodes_are_those_of_collect_episodes(tmp_path):
-    table = run(*RUN, "--num-episodes=7", f"--plot={tmp_path}/a.png")
+def test_episodes_are_those_of_collect_episodes():
+    table = run(*RUN, "--num-episodes=7")
     host = make()
     carry = host.init(jax.random.key(SEED))
     _, episodes = host.collect_episodes(carry, None, 7, max_episode_steps=1000)
     assert table["episodes"].startswith("7 (7 terminated")
     assert_figures(table["length"], episodes.episode_length)
     assert table["steps"].split()[0] == f"{episodes.episode_length.sum()}"
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_rows_of_resets_are_no_steps(count, tmp_path):
-    table = run(*COUNT, f"--num-steps={T}", f"--save={tmp_path}/a.npz")
-    mask = np.load(tmp_path / "a.npz")["mask"]
-    num_out = np.count_nonzero(~mask)
-    assert num_out > B
-    assert table["steps"] == f"{mask.sum()}"
-    assert table["masked-out rows"] == f"{num_out} (environments reset themselves)"
+@pytest.mark.slow
+def test_gif_is_of_the_first_episode(tmp_path):
+    pytest.importorskip("pygame")
+    table = run(ID, f"--seed={SEED}", f"--gif={tmp_path}/a.gif")
+    assert table["length"] == run(ID, f"--seed={SEED}", "--num-episodes=1")["length"]
+    assert (tmp_path / "a.gif").read_bytes().startswith(b"GIF89a")
 
 
-def test_rows_of_resets_are_counted_without_save(count):
+def test_rows_of_resets_are_no_steps(count):
     table = run(*COUNT, f"--num-steps={T}")
     num_out = int(table["masked-out rows"].split()[0])
-    assert int(table["steps"]) == B * T - num_out < B * T
+    assert num_out > B
+    assert table["masked-out rows"] == f"{num_out} (environments reset themselves)"
+    assert int(table["steps"]) == B * T - num_out
 
 
 def test_seed_and_parameters_go_to_envpool(monkeypatch):
@@ -109,23 +102,6 @@ def test_id_may_have_a_module_and_a_namespace(name, monkeypatch):
     assert table["environment"] == f"gymnasium:{name} (size=3)"
 
 
-def test_interrupted_run_prints_the_table_so_far(count, capsys):
-    def interrupt(number, env):
-        if number == 300 and env == 0:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    count.resets_itself, count.fault_fn = False, interrupt
-    # Many batches of 200 rows: the press is noticed a moment later.
-    handler = signal.getsignal(signal.SIGINT)
-    table = run(*COUNT, "--num-steps=4000", status=130)
-    assert signal.getsignal(signal.SIGINT) is handler
-    num_steps, note = table["steps"].split(" ", 1)
-    num_steps = int(num_steps.replace(",", ""))
-    assert 0 < num_steps < 4000 * B
-    assert note == f"(of {4000 * B:,}, interrupted)"
-    assert capsys.readouterr().err == "python -m rollout: interrupted\n"
-
-
 def test_fault_is_one_line(count, capsys):
     count.resets_itself = False
     count.fault_fn = lambda number, env: OSError("torn") if number == 9 else None
@@ -140,7 +116,6 @@ def test_fault_is_one_line(count, capsys):
 def test_defaults_are_those_of_a_loop_in_python(given, num_envs):
     made = parse(make_parser(), [ID, *given])
     assert made.num_envs == num_envs
-    assert runs.start_devices(made) == 1
 
 
 def test_kinds_of_ids_are_distinguished():

@@ -1,7 +1,5 @@
 """`HostCollector` against the kernel: the same rows, from NumPy."""
 
-import functools
-
 import chex
 import gymnasium
 import jax
@@ -9,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import quick_jit
-from compiles import count_compiles
 from host_count import (
     CALLS,
     KEY,
@@ -27,30 +24,21 @@ import rollout
 from rollout import envs
 from rollout.host import HostCollector
 
-
-@functools.cache
-def kernels_results():
-    """What two calls in a row return, by their name, and the carry at their start."""
-    collector = in_jax()
-
-    @quick_jit
-    def run(carries):
-        return {name: CALLS[name](collector, carries[name]) for name in CALLS}
-
-    start = collector.init(KEY)
-    first = run(dict.fromkeys(CALLS, start))
-    second = run({name: carry for name, (carry, *_) in first.items()})
-    return jax.device_get((start, first, second))
+# Other numbers of the same calls.
+SLOW = ("one episode", "an episode in each lane", "few steps", "episodes of each lane")
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in CALLS],
+)
 def test_call_returns_what_the_kernel_returns(name):
-    start, *calls = kernels_results()
-    host = on_host()
-    carry = host.init(KEY)
-    assert_same_carry(carry, start)
-    for call in calls:  # the second call goes on where the first one stopped
-        (carry, *results), (want, *expected) = CALLS[name](host, carry), call[name]
+    kernel, host = in_jax(), on_host()
+    run = quick_jit(lambda carry: CALLS[name](kernel, carry))
+    want, carry = kernel.init(KEY), host.init(KEY)
+    assert_same_carry(carry, want)
+    for _ in range(2):  # the second call goes on where the first one stopped
+        (want, *expected), (carry, *results) = run(want), CALLS[name](host, carry)
         assert_same_carry(carry, want)
         assert_same(results, expected)
 
@@ -306,12 +294,3 @@ def test_faulty_rows_do_not_count_in_normalised_observations():
     assert host.fault_stats.restarts == 1
     leaves = jax.tree.leaves(carry.env_state)
     assert all(np.isfinite(x).all() for x in leaves)
-
-
-def test_second_evaluation_compiles_nothing():
-    host = HostCollector(env=HostCount(4), policy=POLICY)
-    evaluate = functools.partial(rollout.evaluate, host, max_episode_steps=9)
-    evaluate(jax.random.key(0), None, 3)
-    with count_compiles() as events:
-        evaluate(jax.random.key(1), None, 3)
-    assert not events

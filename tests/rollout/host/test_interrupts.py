@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from host_count import CALLS
-from host_envs import Faultless, Hangs
+from host_envs import Arrays, Faultless, Hangs
 
 import rollout
 from rollout import envs
@@ -122,7 +122,7 @@ def interrupted(call, num_rounds):
 
 
 MANY = [
-    pytest.param(make, num_ready, 1000, marks=pytest.mark.slow)
+    pytest.param(make, num_ready, 300, marks=pytest.mark.slow)
     for make, num_ready in ((in_process, None), (in_workers, None), (in_workers, 2))
 ]
 
@@ -158,6 +158,8 @@ def test_no_row_is_lost(make, num_ready, num_rounds):
 
 
 INIT = {"init": lambda x, carry: (x.init(KEY),)}
+OTHERS = ("init", "step", "values", "padded episodes", "rows of each lane")
+OTHERS += ("folded steps", "folded episodes")
 
 
 @pytest.mark.compiles(40)
@@ -165,7 +167,7 @@ INIT = {"init": lambda x, carry: (x.init(KEY),)}
     ("name", "num_ready"),
     [
         ("fewer episodes than lanes", None),
-        *(pytest.param(x, None, marks=pytest.mark.slow) for x in (*CALLS, "init")),
+        *(pytest.param(x, None, marks=pytest.mark.slow) for x in OTHERS),
         pytest.param("more episodes than lanes", 2, marks=pytest.mark.slow),
     ],
 )
@@ -263,14 +265,15 @@ def test_handler_of_the_caller_is_called_between_two_rows():
 
 
 def test_press_while_environments_load_leaves_after_the_collector_has_followed():
-    collector = in_process()
+    env = envs.from_gymnasium(Arrays, NUM_ENVS)
+    collector = rollout.HostCollector(env=env, policy=POLICY)
     start, _ = collector.collect_steps(collector.init(KEY), None, 3)
-    saved = collector.save(start, allow_pickle=True)
+    saved = collector.save(start)
     collector.collect_steps(start, None, 2)
     load = collector.env.load
-    collector.env.load = lambda *args, **options: (press(), load(*args, **options))[1]
+    collector.env.load = lambda *args: (press(), load(*args))[1]
     with pytest.raises(KeyboardInterrupt):
-        collector.restore(start, saved, allow_pickle=True)
+        collector.restore(start, saved)
     carry, rows = collector.recover()
     assert rows is None
     assert same_place(start, carry)

@@ -59,9 +59,9 @@ def assert_of(space, contains, tree, lead):
 QUICK = {"nested"}  # which has most of the others in it
 
 
-def each(hows):
-    """Every kind of space in every kind of environment; most of them are slow."""
-    pairs = [(how, x) for how in hows for x in (OURS if how == "own" else THEIRS)]
+def each(**spaces):
+    """Spaces by kind of environment; those of one part are slow."""
+    pairs = [(how, x) for how, names in spaces.items() for x in names]
     return [
         pytest.param(how, x, marks=() if x in QUICK else pytest.mark.slow)
         for how, x in pairs
@@ -70,7 +70,8 @@ def each(hows):
 
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
-    ("how", "name"), each(["own", "gymnasium", "workers", "asynchronous"])
+    ("how", "name"),
+    each(own=OURS, gymnasium=THEIRS, workers=QUICK, asynchronous=QUICK),
 )
 def test_space_goes_through_collector_buffer_and_checkpoint(how, name, tmp_path):
     space = as_space(OURS[name])
@@ -106,7 +107,10 @@ def test_space_goes_through_collector_buffer_and_checkpoint(how, name, tmp_path)
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize(("how", "name"), each(["own", "gymnasium"]))
+@pytest.mark.parametrize(
+    ("how", "name"),
+    each(own=[*QUICK, "repeated dict", "plain"], gymnasium=QUICK),
+)
 def test_probe_finds_nothing_wrong_with_a_space(how, name):
     found = rollout.probe(make(how, OURS[name]), num_steps=20)
     assert found == ()

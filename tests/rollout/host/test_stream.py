@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from host_count import KEY, OPTIONS, POLICY, HostCount, assert_same, in_jax, on_host
-from host_envs import Described, Faultless, Rebuilt
+from host_envs import Arrays, FailsAtLoad, Faultless
 
 import rollout
 from rollout import envs
@@ -69,73 +69,28 @@ def stream_of(make_fn, policy=None, wrap=lambda env: env, **options):
     return make_stream(HostCollector(env=env, policy=policy), **options)
 
 
-class Plain(Faultless):
-    """Cannot say its state."""
-
-
-class Arrays(Described):
-    """Can."""
-
-    def reset(self, *, seed=None, options=None):
-        return super().reset(seed=0)
-
-
 @pytest.mark.parametrize(
-    ("kind", "allow_pickle", "wrap"),
-    [
-        (Arrays, False, lambda env: env),
-        (Plain, True, lambda env: env),
-        (Arrays, False, envs.NormalizeHost),
-    ],
+    "wrap", [lambda env: env, envs.NormalizeHost], ids=["plain", "normalised"]
 )
-def test_state_that_was_saved_goes_on_exactly(kind, allow_pickle, wrap, tmp_path):
-    make = functools.partial(kind, 7)
+def test_state_that_was_saved_goes_on_exactly(wrap, tmp_path):
+    make = functools.partial(Arrays, 7)
     first, second = (stream_of(make, None, wrap) for _ in "ab")
     next(first), next(first)
-    saved = first.state(allow_pickle=allow_pickle)
-    rollout.checkpoint.save(tmp_path, saved)
+    rollout.checkpoint.save(tmp_path, first.state())
     expected = next(first)
     state = rollout.checkpoint.restore(tmp_path, second.state())
-    second.restore(state, allow_pickle=allow_pickle)
+    second.restore(state)
     assert_same(next(second).trajectory, expected.trajectory)
     first.close(), second.close()
 
 
-class Bomb(Plain):
-    """Runs code where it is unpickled."""
-
-    went_off = False
-
-    def __setstate__(self, state):
-        Bomb.went_off = True
-        vars(self).update(state)
-
-
-def test_restoring_a_checkpoint_runs_no_code_unless_it_is_allowed(tmp_path):
-    make = functools.partial(Bomb, 4)
-    first, second = stream_of(make), stream_of(make)
-    next(first), next(second)
-    rollout.checkpoint.save(tmp_path, first.state())
-    rollout.checkpoint.save(tmp_path, first.state(allow_pickle=True))
-    state = rollout.checkpoint.restore(tmp_path, second.state())
-    with pytest.warns(UserWarning, match=r"was pickled, and `allow_pickle` is False"):
-        second.restore(state)
-    assert not Bomb.went_off
-    assert next(second).trajectory.first[0].all()
-    second.restore(state, allow_pickle=True)
-    assert Bomb.went_off
-    first.close(), second.close()
-
-
-@pytest.mark.parametrize("make_env", [envs.workers, LocalEnvs])
-def test_state_says_which_environments_begin_anew(make_env):
-    env = make_env([functools.partial(kind, 7) for kind in (Faultless, Rebuilt)])
+@pytest.mark.parametrize("make_env", [envs.workers, LocalEnvs], ids=["apart", "here"])
+def test_all_environments_begin_anew_where_one_has_no_state(make_env):
+    env = make_env([functools.partial(kind, 7) for kind in (Faultless, Arrays)])
     stream = make_stream(HostCollector(env, rollout.random_policy(env.action_space)))
     next(stream)
-    with pytest.warns(UserWarning, match="environments 1 cannot be saved: Rebuilt is"):
-        state = stream.state(allow_pickle=True)
     with pytest.warns(UserWarning, match="2 unfinished episodes restart"):
-        stream.restore(state, allow_pickle=True)
+        stream.restore(stream.state())
     assert next(stream).trajectory.first[0].all()
     stream.close(), env.close()
 
@@ -150,26 +105,16 @@ def test_restored_environments_have_the_settings_of_the_new_ones():
 
 
 @pytest.mark.parametrize("make_env", [LocalEnvs, envs.workers], ids=["here", "apart"])
-def test_restore_that_fails_leaves_the_stream_as_it_was(make_env):
-    def make(length):
-        env = make_env([functools.partial(Faultless, length)] * 2)
-        policy = rollout.random_policy(env.action_space)
-        collector = HostCollector(env=env, policy=policy)
-        return rollout.Stream(collector, key=KEY, steps_per_batch=4)
-
-    stream, undisturbed, other = make(5), make(5), make(3)
-    for each in (stream, undisturbed, other):
-        next(each)
-    state = other.state(allow_pickle=True)
-    with pytest.raises(ValueError, match=r"got Faultless\.length 3 there and 5 here"):
-        stream.restore(state, allow_pickle=True)
-    with pytest.raises(UserWarning, match="was pickled"):  # here warnings are errors
-        stream.restore(state)
-    got, want = (next(each).trajectory for each in (stream, undisturbed))
-    assert not want.first[0].any()
-    chex.assert_trees_all_equal(got, want)
-    for each in (stream, undisturbed, other):
-        each.close()
+def test_stream_begins_new_episodes_after_a_restore_that_fails(make_env):
+    env = make_env([FailsAtLoad] * 2)
+    stream = make_stream(HostCollector(env, rollout.random_policy(env.action_space)))
+    next(stream)
+    with pytest.raises(KeyError, match="no such state"):
+        stream.restore(stream.state())
+    trajectory = next(stream).trajectory
+    assert trajectory.first[0].all()
+    np.testing.assert_array_equal(trajectory.obs[0], 0)
+    stream.close(), env.close()
 
 
 class Slow(HostCount):

@@ -129,10 +129,15 @@ def test_wrapped_policy_has_the_critic_of_the_policy(space, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["stateless", "recurrent"])
 @pytest.mark.parametrize("space", SPACES)
-def test_policy_wrapped_twice_has_the_critic_of_the_policy(space, kind):
-    check_all(space, kind, lambda wrappers: list(itertools.product(wrappers, repeat=2)))
+def test_policy_wrapped_twice_has_the_critic_of_the_policy(space):
+    """Each wrapper inside and outside of each other one."""
+
+    def pairs(wrappers):
+        names = [name for name in wrappers if "by steps" not in name]
+        return list(itertools.product(names, repeat=2))
+
+    check_all(space, "recurrent", pairs)
 
 
 def choose(weight, obs, key):

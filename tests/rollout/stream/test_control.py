@@ -15,7 +15,6 @@ from cases import raw
 from jax.sharding import NamedSharding, PartitionSpec
 from streams import (
     EPISODES,
-    each_env,
     host,
     learn,
     make_learner,
@@ -78,19 +77,17 @@ def doubled(trajectory):
 
 
 @pytest.mark.parametrize(
-    ("name", "prefetch", "options"),
+    ("prefetch", "options"),
     [
-        ("count", 0, {}),
-        ("count", 1, {}),
-        pytest.param("CartPole-v1", 0, {}, marks=slow),
-        pytest.param("CartPole-v1", 1, {}, marks=slow),
-        pytest.param("count", 0, {"postprocess": doubled}, marks=slow),
-        pytest.param("CartPole-v1", 0, EPISODES, marks=slow),
+        (0, {}),
+        (1, {}),
+        pytest.param(0, {"postprocess": doubled}, marks=slow),
+        pytest.param(0, EPISODES, marks=slow),
     ],
 )
-def test_recycled_batch_raises_and_never_shows_other_data(name, prefetch, options):
-    stream = make_stream(name, recycle=True, prefetch=prefetch, **options)
-    want = take(make_stream(name, **options), 4)
+def test_recycled_batch_raises_and_never_shows_other_data(prefetch, options):
+    stream = make_stream(recycle=True, prefetch=prefetch, **options)
+    want = take(make_stream(**options), 4)
     batches, views, copies = [], [], []
     for number, expected in enumerate(want):
         batches.append(next(stream))
@@ -134,20 +131,19 @@ def spread(*axes):
 
 
 @pytest.mark.parametrize(
-    ("name", "placement"),
+    "placement",
     [
-        ("count", "host"),
+        "host",
         *(
-            pytest.param(name, placement, marks=slow)
-            for name in ("count", "CartPole-v1")
-            for placement in ("device", spread(None, "device"), spread())
+            pytest.param(x, marks=slow)
+            for x in ("device", spread(None, "device"), spread())
         ),
     ],
 )
-def test_batches_made_ahead_are_the_same_wherever_they_land(name, placement):
+def test_batches_made_ahead_are_the_same_wherever_they_land(placement):
     options = {"total_steps": 24 if placement == "host" else 36}  # 4 x 8 + 4
-    want = [host(batch) for batch in make_stream(name, **options)]
-    placed = list(make_stream(name, placement=placement, prefetch=1, **options))
+    want = [host(batch) for batch in make_stream(**options)]
+    placed = list(make_stream(placement=placement, prefetch=1, **options))
     assert_same(map(host, placed), want)
     for leaf in jax.tree.leaves([batch.trajectory for batch in placed]):
         if placement == "host":
@@ -260,16 +256,15 @@ def test_error_of_a_batch_is_raised_and_the_stream_goes_on():
     assert_same(take(stream, 2), want[1:])
 
 
-@each_env
 @pytest.mark.parametrize("prefetch", [1, pytest.param(0, marks=slow)])
-def test_restored_stream_goes_on_bit_for_bit(name, prefetch, tmp_path):
-    want = train(make_stream(name, prefetch=prefetch), 6)
-    stream = make_stream(name, prefetch=prefetch)
+def test_restored_stream_goes_on_bit_for_bit(prefetch, tmp_path):
+    want = train(make_stream(prefetch=prefetch), 6)
+    stream = make_stream(prefetch=prefetch)
     got = train(stream, 3)
     rollout.checkpoint.save(tmp_path, {"stream": stream.state()})
     train(stream, 2)  # later batches are forgotten
     options = {"key": jax.random.key(0), "params": {"odds": jnp.float32(0)}}
-    other = new_stream(name, prefetch=prefetch, **options)
+    other = new_stream(prefetch=prefetch, **options)
     saved = rollout.checkpoint.restore(tmp_path, {"stream": other.state()})
     for resumed in (other, stream):
         resumed.restore(saved["stream"])

@@ -6,19 +6,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import raw
-from streams import EPISODES, B, each_env, host, make_learner, make_stream, straight
+from streams import EPISODES, B, host, make_learner, make_stream, straight
 
 import rollout
 
 slow = pytest.mark.slow
 
 
-@each_env
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_batches_of_episodes_are_those_of_the_queue(name, prefetch):
-    stream = make_stream(name, prefetch=prefetch, **EPISODES)
+def test_batches_of_episodes_are_those_of_the_queue(prefetch):
+    stream = make_stream(prefetch=prefetch, **EPISODES)
     batches = [next(stream) for _ in range(3)]
-    collector, params = make_learner(name), {"odds": jnp.float32(0.5)}
+    collector, params = make_learner(), {"odds": jnp.float32(0.5)}
     carry = collector.init(jax.random.key(7))
     for number, batch in enumerate(batches):
         carry, trajectory, episodes = collector.collect_episodes(
@@ -56,9 +55,8 @@ def test_postprocess_sees_the_padded_episodes():
     np.testing.assert_array_equal(got.trajectory, got.episodes.episode_return)
 
 
-@each_env
-def test_pieces_are_those_of_a_plain_loop(name):
-    trajectory = straight(name)
+def test_pieces_are_those_of_a_plain_loop():
+    trajectory = straight()
     expected = []
     for lane in range(B):
         for t in range(len(trajectory.mask)):

@@ -13,7 +13,6 @@ from flax import struct
 from streams import (
     EPISODES,
     B,
-    each_env,
     host,
     join,
     make_learner,
@@ -27,9 +26,8 @@ from rollout import EpisodeWindow, envs, nonfinite
 slow = pytest.mark.slow
 
 
-@each_env
-def test_statistics_add_up_over_batches(name):
-    stream = make_stream(name, total_steps=64)
+def test_statistics_add_up_over_batches():
+    stream = make_stream(total_steps=64)
     trajectory = join(stream)
     done = trajectory.done
     returns = trajectory.episode_return[done]

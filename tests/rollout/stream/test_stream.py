@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases import CountEnv, make_collector
 from host_count import KEY, in_jax, on_host
-from streams import B, by_lane, each_env, host, join, make_stream, straight
+from streams import B, by_lane, host, join, make_stream, straight
 
 import rollout
 from rollout import envs
@@ -21,19 +21,13 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("name", "per_batch", "total", "steps"),
-    [
-        ("count", 8, 24, [8, 8, 8]),
-        ("count", 8, 28, [8, 8, 8, 4]),
-        ("count", 8, 4, [4]),
-        ("count", 4, 8, [4, 4]),
-        pytest.param("CartPole-v1", 8, 48, [8] * 6, marks=slow),
-    ],
+    ("per_batch", "total", "steps"),
+    [(8, 28, [8, 8, 8, 4]), (8, 4, [4]), (4, 8, [4, 4])],
 )
 def test_batches_have_exactly_their_steps_the_rows_of_collect_steps(
-    name, per_batch, total, steps
+    per_batch, total, steps
 ):
-    stream = make_stream(name, steps_per_batch=per_batch, total_steps=total)
+    stream = make_stream(steps_per_batch=per_batch, total_steps=total)
     assert len(stream) == len(steps)
     batches = list(stream)
     assert [batch.steps for batch in batches] == steps
@@ -41,7 +35,7 @@ def test_batches_have_exactly_their_steps_the_rows_of_collect_steps(
     shapes = [batch.trajectory.mask.shape for batch in batches]
     assert shapes == [(number // B, B) for number in steps]
     assert stream.stats.steps == total
-    want = jax.tree.map(lambda x: x[: total // B], straight(name))
+    want = jax.tree.map(lambda x: x[: total // B], straight())
     chex.assert_trees_all_equal(join(batches), want)
 
 
@@ -64,9 +58,9 @@ LOWEST = rollout.recurrent_policy(lowest, lambda num_envs: jnp.zeros(num_envs))
 
 
 @functools.cache
-def warmed_up(name, warmup):
+def warmed_up(warmup):
     """All batches of a stream with a warm-up and a limit, and the traces of each."""
-    collector = make_collector(name, B)
+    collector = make_collector("count", B)
     policy = LOWEST._replace(value=lambda params, obs, state: 10 * state)
     policy = rollout.policies.random_warmup(
         policy, collector.env.action_space, warmup // B
@@ -81,18 +75,10 @@ def warmed_up(name, warmup):
     return batches, join(batches), traces
 
 
-each_warmup = pytest.mark.parametrize(
-    ("name", "warmup"),
-    [
-        ("count", 12),
-        *[pytest.param(x, 28, marks=slow) for x in ("count", "CartPole-v1")],
-    ],
-)
-
-
-@each_warmup
-def test_warmup_takes_exactly_so_many_random_steps(name, warmup):
-    batches, trajectory, traces = warmed_up(name, warmup)
+# Less than a whole number of batches, and all of them.
+@pytest.mark.parametrize("warmup", [12, pytest.param(28, marks=slow)])
+def test_warmup_takes_exactly_so_many_random_steps(warmup):
+    batches, trajectory, traces = warmed_up(warmup)
     assert traces[1] == traces[2]  # one program serves batches of equally many rows
     plan = [8, 8, 8, 4]
     assert [batch.steps for batch in batches] == plan
@@ -102,7 +88,7 @@ def test_warmup_takes_exactly_so_many_random_steps(name, warmup):
 
 
 def test_value_function_gets_the_policys_own_state_in_the_warmup_and_after():
-    _, rows, _ = warmed_up("count", 12)
+    _, rows, _ = warmed_up(12)
     is_cut = rows.truncated & ~rows.terminated
     assert is_cut[:3].any()
     assert is_cut[3:].any()
@@ -110,32 +96,26 @@ def test_value_function_gets_the_policys_own_state_in_the_warmup_and_after():
     np.testing.assert_array_equal(rows.final_value, want)
 
 
-@each_warmup
-def test_episodes_are_truncated_across_batches(name, warmup):
+def test_episodes_are_truncated_across_batches():
     # Batches of 2 rows, a limit of 3: the first episode of a lane that the
     # environment does not end before has its third step in the second batch.
-    _, trajectory, _ = warmed_up(name, warmup)
+    _, trajectory, _ = warmed_up(12)
     at_limit = trajectory.episode_length == 3
     assert trajectory.episode_length.max() == 3
     assert trajectory.truncated[at_limit].all()
     assert trajectory.truncated[~at_limit].sum() == 0
     # Every row after a limit is the first of a new episode.
     assert trajectory.first[1:][trajectory.done[:-1]].all()
-    if name == "CartPole-v1":  # no pole falls in three steps
-        lengths = [[1, 1], [2, 2], [3, 3], [1, 1]]
-        np.testing.assert_array_equal(trajectory.episode_length[:4, :2], lengths)
-        assert not trajectory.terminated.any()
-    else:  # lengths are 2 to 9: one that is 3 ends both ways
-        assert (trajectory.terminated & at_limit).any()
+    # Lengths are 2 to 9: one that is 3 ends both ways.
+    assert (trajectory.terminated & at_limit).any()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@each_env
-def test_cut_at_the_end_of_a_batch_is_a_truncation(name):
+def test_cut_at_the_end_of_a_batch_is_a_truncation():
     options = {"steps_per_batch": 8, "total_steps": 28}
     seen = set()
-    for batch in make_stream(name, at_batch_end="truncate", **options):
+    for batch in make_stream(at_batch_end="truncate", **options):
         trajectory = host(batch)
         ids = set(trajectory.episode_id[trajectory.mask].tolist())
         assert not ids & seen  # nothing goes on from the batch before
@@ -146,8 +126,7 @@ def test_cut_at_the_end_of_a_batch_is_a_truncation(name):
                 assert steps.done[-1]
                 assert steps.first[0]
                 # The true successor is one more than the observation.
-                if name == "count":
-                    np.testing.assert_array_equal(steps.next_obs, steps.obs + 1)
+                np.testing.assert_array_equal(steps.next_obs, steps.obs + 1)
 
 
 def record_cut(t):
@@ -177,15 +156,11 @@ def test_cut_at_the_end_of_a_batch_is_recorded_and_accumulated(make):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@each_env
-def test_reset_at_the_end_of_a_batch_starts_new_episodes_and_marks_nothing(name):
-    trajectory = join(make_stream(name, total_steps=48, at_batch_end="reset"))
+def test_reset_at_the_end_of_a_batch_starts_new_episodes_and_marks_nothing():
+    trajectory = join(make_stream(total_steps=48, at_batch_end="reset"))
     assert (trajectory.episode_length[::2] == 1).all()  # the first row of a batch
     # The ends are the environment's own.
-    limit = {"count": 7, "CartPole-v1": 20}[name]
-    np.testing.assert_array_equal(
-        trajectory.truncated, trajectory.episode_length == limit
-    )
+    np.testing.assert_array_equal(trajectory.truncated, trajectory.episode_length == 7)
     ids = trajectory.episode_id
     new = (ids[1:] != ids[:-1]).sum(axis=0)
     # One more for each of the 5 later batches that does not begin after an ending.
@@ -203,13 +178,12 @@ total.traces = 0
 
 
 @pytest.mark.slow
-@each_env
-def test_postprocess_runs_in_the_same_program(name):
+def test_postprocess_runs_in_the_same_program():
     options = {"steps_per_batch": 8, "total_steps": 24}
-    stream = make_stream(name, postprocess=total, **options)
+    stream = make_stream(postprocess=total, **options)
     stream.compile()
     traces = total.traces
-    for got, want in zip(stream, make_stream(name, **options), strict=True):
+    for got, want in zip(stream, make_stream(**options), strict=True):
         assert got.trajectory["reward"] == want.trajectory.reward.sum()
         np.testing.assert_array_equal(got.trajectory["mask"], want.trajectory.mask)
         chex.assert_trees_all_equal(got.stats, want.stats)

@@ -1,0 +1,70 @@
+"""Proximal policy optimization with a memory, for environments that hide something.
+
+Copy this file and change it; it may change here, too.
+"""
+
+import jax
+
+import rollout
+from rollout.envs.wrappers import flatten_obs
+from rollout.recipes.ppo import PPO, loss
+
+
+class RecurrentPPO(PPO):
+    """`PPO` whose observations pass a recurrent cell first; `train` is the same.
+
+    Args:
+        action_space: of the environment.
+        config: a `Config`.
+        cell: a flax module, `(memory, x)` to `(memory, x)`, such as `nn.GRUCell(64)`.
+        empty: the number of lanes to the memory at the start of an episode.
+        observation_space: of the environment, to flatten what it shows; None for
+            observations that the cell takes as they are.
+    """
+
+    axis = 1  # minibatches of whole lanes
+
+    def __init__(self, action_space, config, cell, empty, observation_space=None):
+        self.cell, self.empty, self.space = cell, empty, observation_space
+        super().__init__(action_space, config)
+
+    def make_policy(self):
+        functions = {"mode_fn": self.choose_mode, "value_fn": self.value_of}
+        return rollout.recurrent_policy(self.choose, self.empty, **functions)
+
+    def step(self, params, memory, obs):
+        x = obs if self.space is None else flatten_obs(self.space, obs)
+        return self.cell.apply(params["cell"], memory, x)
+
+    def choose(self, params, obs, memory, key):
+        after, x = self.step(params, memory, obs)
+        action, extras = self.act(params["heads"], x, key)
+        return action, after, extras | {"memory": memory}
+
+    def choose_mode(self, params, obs, memory, key):
+        after, x = self.step(params, memory, obs)
+        return self.mode(params["heads"], x, key), after
+
+    def value_of(self, params, obs, memory):
+        return self.value(params["heads"], self.step(params, memory, obs)[1])
+
+    def init(self, key, obs):
+        make = jax.custom_batching.sequential_vmap(self.make_params)  # as in `PPO`
+        params = make(key, obs)
+        return params, self.optimizer.init(params)
+
+    def make_params(self, key, obs):
+        memory = self.empty(len(jax.tree.leaves(obs)[0]))
+        x = obs if self.space is None else flatten_obs(self.space, obs)
+        (_, x), cell = self.cell.init_with_output(key, memory, x)
+        return {"cell": cell, "heads": self.network.init(key, x)}
+
+    def cost(self, params, t, advantage):
+        def step(memory, obs):
+            return self.step(params, memory, obs)
+
+        start = jax.tree.map(lambda x: x[0], t.extras["memory"])
+        rows = t.obs, t.first, self.empty
+        _, x = rollout.policies.unroll(step, start, *rows)
+        dist, value = self.network.apply(params["heads"], x)
+        return loss(self.config, dist, value, t, advantage)
