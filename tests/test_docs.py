@@ -304,7 +304,7 @@ def check_own_gymnasium(names, out):
     """It flies as well as the rule; the file chooses what the agent does."""
     found, half, off_policy, judged = out.splitlines()
     assert found == ""
-    assert float(off_policy.split()[1]) > 2
+    assert float(off_policy.split()[1]) > 0  # below -30 at random
     assert half.startswith("61440 ")
     assert 4.1 < float(judged.split()[1]) < 5.1
     assert names["state"].number == 60
