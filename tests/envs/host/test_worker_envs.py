@@ -403,7 +403,7 @@ def test_fork_of_the_main_process_ends_and_leaves_the_workers(tmp_path):
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert (main.stdout, main.returncode) == ("1.0 2.0\n", 0), main.stderr
 

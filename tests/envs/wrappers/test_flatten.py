@@ -61,12 +61,13 @@ def shown():
     def show(space, key):
         inner = showing(space)
         env = FlattenObs(inner)
-        state, _ = inner.reset(key)
-        counts = jnp.arange(24, dtype=jnp.int32)
 
         def see(env):
-            step = lambda n: env.step(KEY, {**state, "n": n}, jnp.int32(0)).obs  # noqa: E731
-            return jax.vmap(step)(counts)
+            def step(state, action):
+                result = env.step(KEY, state, action)
+                return result.state, result.obs
+
+            return jax.lax.scan(step, env.reset(key)[0], np.zeros(24, np.int32))[1]
 
         seen, flat = see(inner), see(env)
         inside = jax.vmap(env.observation_space.contains)(flat)
