@@ -223,6 +223,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             if at_batch_end == "reset":
                 loop.begin(loop.next_own, loop.episode_length > 0)
             cut_last = at_batch_end == "truncate"
+            # One block, so that its memory is the trajectory.
             blocks = self._run(params, num_steps, num_steps, limit, cut_last=cut_last)
             ((_, trajectory),) = blocks
             return self._carry(), trajectory
