@@ -256,7 +256,7 @@ class DearReset(Wrapper):
 def dear_reset(kind: str, num_envs: int, way: str) -> Any:
     """A collector over environments whose resets are dear."""
     # "auto" takes this way where it is best; it has no name of its own.
-    auto_reset.WAYS.setdefault("switch", masked_update.switch)
+    auto_reset.BY_NAME.setdefault("switch", masked_update.switch)
     env = DearReset(envs.make(ENV_ID), kind)
     vector = envs.vectorize(env, num_envs, auto_reset=way)
     return rollout.Collector(env=vector, policy=rollout.random_policy(env.action_space))

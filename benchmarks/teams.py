@@ -2,7 +2,7 @@
 
 The scripts run as they are, with the settings of the recipes. Every run is compiled
 apart, those of a seed are interleaved, and seconds are CPU seconds without compiling.
-"agent" is the recipe of SMAX with `agent_transitions(..., end="agent")`.
+"agent" is the recipe of SMAX with `agent_transitions`.
 
     pip install ".[jaxmarl]" distrax flashbax matplotlib optax pyyaml
     git clone https://github.com/FLAIROx/JaxMARL
@@ -38,8 +38,8 @@ from recipes import FOLDER as RECIPES
 matplotlib.use("agg")
 OWN = "def see(obs):  # of all agents of all lanes, [..., 3 * n, 18]\n    return obs\n"
 WORLD = re.findall(r"```py\n(.*?)```", (RECIPES / "ippo.md").read_text(), re.DOTALL)[0]
-ENDS = {'end="episode"': 'end="agent"'}
-ENDINGS = {'end="episode"': "", 'end="agent"': ", agent"}
+ENDS = {"team_transitions": "agent_transitions"}
+ENDINGS = {"team_transitions": "", "agent_transitions": ", agent"}
 MPE = {"TOTAL_TIMESTEPS": 299_008, "LR": 2e-3, "NUM_ENVS": 16, "NUM_STEPS": 128}
 SMAX = {"TOTAL_TIMESTEPS": 600_064, "LR": 2e-3, "NUM_ENVS": 32, "NUM_STEPS": 64}
 # Recipe, what is replaced in it, its figure and steps; script, figure and settings.
@@ -179,7 +179,7 @@ def table(results: dict[str, Any]) -> str:
                     for who, runs in found.items()
                 }
                 ratios.append(f"{median['ours'] / median['theirs']:.2f}")
-        label = task.replace(", agent", ', `end="agent"`')
+        label = task.replace(", agent", ", `agent_transitions`")
         lines.append(f"| {label} | {' | '.join(cells + ratios)} |")
     return "\n".join(lines)
 

@@ -6,8 +6,6 @@ the `episode_id` and `episode_length` of a transition that has them continue fro
 the other. So an episode that broke off, or lacks rows, ends there as well.
 """
 
-import operator
-
 import jax
 import jax.numpy as jnp
 
@@ -190,8 +188,8 @@ def ends_whole(ring: RingState, row: jax.Array, max_length: int) -> jax.Array:
     whole = is_done(ring, row) & kept & (length <= max_length)
     first = first_of(ring, row)
     if fields.get(ring.experience, "episode_id") is not None:
-        ids = (read_field(ring, "episode_id", r) for r in (row, first))
-        whole &= operator.eq(*ids)
+        here, there = (read_field(ring, "episode_id", r) for r in (row, first))
+        whole &= here == there
     whole &= read_field(ring, "episode_length", first) == 1
     return whole & has_successor(ring, row)
 

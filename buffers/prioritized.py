@@ -57,31 +57,11 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     ) -> PrioritizedState:
         """Appends rows `[T, B, ...]` where `mask`, with the largest priority seen."""
         written, slot = ring.write(state.ring, rows, mask)
-        value = self._mass(state.max_priority)
-        num_rows, num_slots, num_envs = slot.shape[0], self.num_slots, self.num_envs
-
-        def put_together(
-            tree: sum_tree.Tree, slot: jax.Array, value: jax.Array
-        ) -> sum_tree.Tree:
-            # The B rows of a slot have consecutive numbers, so windows of slots are
-            # windows of leaves.
-            windows = [
-                (start * num_envs, jnp.repeat(keep, num_envs))
-                for start, keep in ring.windows(slot[0, 0], num_rows, num_slots)
-            ]
-            return sum_tree.set_windows(tree, windows, value)
-
-        def put_apart(
-            tree: sum_tree.Tree, slot: jax.Array, value: jax.Array
-        ) -> sum_tree.Tree:
-            # Rows that are not written have the slot N; their numbers lie beyond all
-            # rows.
-            row = slot * num_envs + jnp.arange(num_envs, dtype=jnp.int32)[None]
-            row = jnp.where(slot < num_slots, row, tree[0].shape[0]).reshape(-1)
-            return sum_tree.set_distinct_leaves(tree, row, value)
-
-        priorities = ring.put(
-            put_together, put_apart, state.priorities, slot, num_slots, value
+        # Rows that are not written have the slot N; their numbers lie beyond all rows.
+        row = slot * self.num_envs + jnp.arange(self.num_envs, dtype=jnp.int32)[None]
+        row = jnp.where(slot < self.num_slots, row, state.priorities[0].shape[0])
+        priorities = sum_tree.set_distinct_leaves(
+            state.priorities, row.reshape(-1), self._mass(state.max_priority)
         )
         return state.replace(ring=written, priorities=priorities)
 

@@ -88,9 +88,9 @@ class ReplayBuffer(struct.PyTreeNode):
 
         Args:
             transition: `[B, ...]`, one `Transition` or any other pytree; only its
-                shapes and dtypes are read. Or a `rollout.Collector`, for its
-                transitions. A field `mask` is not stored, since every stored row is
-                valid.
+                shapes and dtypes are read. Or a `rollout.Collector` or
+                `rollout.HostCollector`, for its transitions. A field `mask` is not
+                stored, since every stored row is valid.
             params: parameters of the collector's policy.
 
         Returns:
@@ -102,7 +102,7 @@ class ReplayBuffer(struct.PyTreeNode):
                 `terminated` or `truncated`, or, for an `EpisodeBuffer`, if it lacks a
                 flag.
         """
-        if hasattr(transition, "collect_steps"):
+        if hasattr(transition, "row_shape"):
             transition = _row_of(transition, params)
         final_obs_capacity = 0
         if self.next_obs == "shared":
@@ -160,7 +160,7 @@ class ReplayBuffer(struct.PyTreeNode):
 
     @jit_method("stack")
     def _can_sample(
-        self, state: ArrayTree, batch_size: int, *, stack: int | None
+        self, state: ArrayTree, batch_size: Any, *, stack: int | None
     ) -> jax.Array:
         usable_fn = self._usable_fn(state, stack)
         if usable_fn is None:
@@ -333,15 +333,11 @@ class ReplayBuffer(struct.PyTreeNode):
         evicted from the side ring: if there are any, raise `final_obs_capacity`. It
         reads the flags of all rows: O(capacity).
         """
-        if not state.ring.final_obs:
-            return jnp.zeros((), jnp.int32)
         row = neighbours.all_rows(state.ring)
-        ended = neighbours.is_stored(state.ring, row) & neighbours.is_done(
-            state.ring, row
-        )
-        return jnp.sum(
-            ended & ~neighbours.has_successor(state.ring, row), dtype=jnp.int32
-        )
+        ended = neighbours.is_stored(state.ring, row)
+        ended &= neighbours.is_done(state.ring, row)
+        lost = ended & ~neighbours.has_successor(state.ring, row)
+        return jnp.sum(lost, dtype=jnp.int32)
 
     @jit_method()
     def get(self, state: ArrayTree, indices: jax.Array) -> ArrayTree:
@@ -356,58 +352,6 @@ class ReplayBuffer(struct.PyTreeNode):
             where there is no such row, or its successor is missing.
         """
         return gather.get(state.ring, as_rows(indices))
-
-    @jit_method()
-    def previous(self, state: ArrayTree, indices: jax.Array) -> jax.Array:
-        """Finds the previous rows of the same episodes.
-
-        Args:
-            state: the state.
-            indices: `[...]` int32, rows that are stored.
-
-        Returns:
-            `[...]` int32; the row itself where it is the first of its episode, or the
-            oldest that is stored.
-
-        Raises:
-            ValueError: if the transition has no `terminated` or `truncated`.
-        """
-        row = as_rows(indices)
-        found = neighbours.comes_from(state.ring, row)
-        return jnp.where(found, neighbours.move(state.ring, row, -1), row)
-
-    @jit_method()
-    def following(self, state: ArrayTree, indices: jax.Array) -> jax.Array:
-        """Finds the next rows of the same episodes.
-
-        Args:
-            state: the state.
-            indices: `[...]` int32, rows that are stored.
-
-        Returns:
-            `[...]` int32; the row itself where its episode ended or broke off, or where
-            it is the newest.
-
-        Raises:
-            ValueError: if the transition has no `terminated` or `truncated`.
-        """
-        row = as_rows(indices)
-        found = neighbours.goes_on(state.ring, row)
-        return jnp.where(found, neighbours.move(state.ring, row, 1), row)
-
-    @jit_method()
-    def unfinished(self, state: ArrayTree) -> tuple[jax.Array, jax.Array]:
-        """Finds the newest rows of unfinished episodes.
-
-        Returns:
-            `[B]` int32, the newest row of every lane, and `[B]` bool, False where the
-            lane is empty or its newest row ended an episode.
-
-        Raises:
-            ValueError: if the transition has no `terminated` or `truncated`.
-        """
-        row = neighbours.newest(state.ring)
-        return row, (state.ring.size > 0) & ~neighbours.is_done(state.ring, row)
 
     @jit_method()
     def dump(self, state: ArrayTree) -> tuple[ArrayTree, jax.Array]:
@@ -425,26 +369,6 @@ class ReplayBuffer(struct.PyTreeNode):
         row = neighbours.move(memory, oldest[None], time)
         mask = (time < memory.size[None]) & neighbours.has_successor(memory, row)
         return gather.get(memory, row), mask
-
-    @jit_method()
-    def merge(self, state: ArrayTree, other: ArrayTree) -> ArrayTree:
-        """Appends all rows of another buffer, lane by lane, in the order of time.
-
-        Args:
-            state: the state before.
-            other: the state of a buffer with as many lanes, and rows of the same
-                structure, shapes and dtypes; of any capacity.
-
-        Returns:
-            The state after. The rows get the priority of new rows. Rows whose successor
-            is missing in `other` are left out.
-
-        Raises:
-            ValueError: if the lanes or the rows differ.
-        """
-        self._check_state(state)
-        rows, mask = self.dump(other)
-        return self._add(state, *ring.check_rows(state.ring, rows, mask))
 
     def _add(self, state: Any, rows: ArrayTree, mask: jax.Array) -> Any:
         """Stores rows `[T, B, ...]` where `mask`, `[T, B]` bool."""
@@ -523,8 +447,7 @@ class ReplayBuffer(struct.PyTreeNode):
         if got != (self.num_slots, self.num_envs):
             raise ValueError(
                 f"`state` must be of a buffer like this one, {self.num_slots} slots in "
-                f"each of num_envs={self.num_envs} lanes, got (slots, lanes)={got}; "
-                "`merge` takes rows from one of another capacity."
+                f"each of num_envs={self.num_envs} lanes, got (slots, lanes)={got}."
             )
 
 
@@ -538,16 +461,8 @@ def as_rows(indices: Any) -> jax.Array:
 
 def _row_of(collector: Any, params: Any) -> ArrayTree:
     """Returns the shapes and dtypes of a collector's row."""
-    # A host collector must really step to show the kind of its rows.
-    if not hasattr(collector.env, "reset_done"):
-        raise TypeError(
-            "`transition` must be one step if environments are not JAX, such as "
-            "`collector.step(carry, params)[1]` or a row of a trajectory, got "
-            f"{type(collector).__name__}."
-        )
     try:
-        carry = jax.eval_shape(collector.init, jax.random.key(0))
-        return jax.eval_shape(collector.step, carry, params)[1]
+        return collector.row_shape(params)
     except Exception as error:  # the policy may raise any
         if params is not None:
             raise

@@ -7,7 +7,6 @@ would copy the ring, so two loops, of zero or one round, write in place. On a GP
 row always goes to the slot of its own lane: no loop, no wait.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -115,86 +114,53 @@ def write_slots(ring: RingState, chunk: ArrayTree, slot: jax.Array) -> RingState
 
     Slots of a lane follow each other. A row with slot N is not written.
     """
-    kept, rows, num_slots = ring.experience, chunk, ring.num_slots
+    kept, rows = ring.experience, chunk
     if not ring.final_obs:
-        kept = put(_put_together, _put_apart, kept, slot, num_slots, rows)
+        kept = _put(kept, slot, rows)
         return ring.replace(experience=kept)
     next_obs, done = fields.get(chunk, "next_obs"), fields.done(chunk)
     final, place = final_obs.write(ring.final_obs, next_obs, done, slot)
     # The place of its final observation is written along with the row.
     kept, rows = (kept, final.place), (fields.replace(chunk, next_obs=()), place)
-    kept, place = put(_put_together, _put_apart, kept, slot, num_slots, rows)
+    kept, place = _put(kept, slot, rows)
     return ring.replace(experience=kept, final_obs=final.replace(place=place))
 
 
-def windows(
-    start: jax.Array, length: int, num_slots: int
-) -> list[tuple[jax.Array, jax.Array]]:
-    """Returns the pieces of a ring that hold the `length` slots from `start` on.
-
-    Slots that wrap take two writes: each covers `length` slots, and changes none that
-    the other one writes.
-
-    Returns:
-        For each piece, `()` int32, its start, and `[length]` bool, the slots to write.
-    """
-    number = jnp.arange(length)
-    if length == 1:
-        return [(start, number == 0)]
-    # A slice has a static length and must fit. So the first is moved back by the slots
-    # that wrap, and leaves as many at its beginning unchanged; the second, from slot 0,
-    # writes only those that wrap.
-    first = jnp.minimum(start, num_slots - length)
-    wrapped = start - first  # 0 unless it wraps
-    return [(first, number >= wrapped), (jnp.zeros_like(first), number < wrapped)]
-
-
-def put(
-    put_together: Callable[..., ArrayTree],
-    put_apart: Callable[..., ArrayTree],
-    memory: ArrayTree,
-    slot: jax.Array,
-    num_slots: int,
-    rows: ArrayTree,
-) -> ArrayTree:
-    """Puts `rows` into the slots, `[T, B]`, of `memory`, in place.
-
-    Args:
-        put_together: `(memory, slot, rows)` to the memory after, if all rows are
-            written, every lane to the same slots.
-        put_apart: the same for any slots.
-        memory: any pytree.
-        slot: `[T, B]` int32; a row with slot N is not written.
-        num_slots: N.
-        rows: any pytree.
-    """
+def _put(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
+    """Puts `rows`, `[T, B, ...]`, into the slots, `[T, B]`, of `memory`, in place."""
+    num_slots = jax.tree.leaves(memory)[0].shape[0]
 
     def put_in_loops(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
         fits = slot.shape[0] <= num_slots
         together = fits & jnp.all((slot == slot[:, :1]) & (slot < num_slots))
         if fits:
-            memory = platform.write_if(together, put_together, memory, slot, rows)
-        return platform.write_if(~together, put_apart, memory, slot, rows)
+            memory = platform.write_if(together, _put_together, memory, slot, rows)
+        return platform.write_if(~together, _put_apart, memory, slot, rows)
 
-    return platform.choose(put_in_loops, put_apart, memory, slot, rows)
+    return platform.choose(put_in_loops, _put_apart, memory, slot, rows)
 
 
 def _put_together(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
     """Writes all rows of every lane, from the slot of lane 0 on."""
     num_rows, start = slot.shape[0], slot[0, 0]
+    number = jnp.arange(num_rows)
 
     def put_leaf(old: jax.Array, new: jax.Array) -> jax.Array:
         if num_rows == 1:
             return lax.dynamic_update_slice_in_dim(old, new, start, 0)
-        pieces = windows(start, num_rows, old.shape[0])
-        # Rolled by the slots that wrap, the rows fit both pieces: those that wrap come
-        # first, where the second piece writes, and the others where the first does.
-        rolled = jnp.roll(new, start - pieces[0][0], axis=0)
-        for first, keep in pieces:
-            there = lax.dynamic_slice_in_dim(old, first, num_rows, 0)
+        # Slots that wrap take two writes of `num_rows` slots, each of which changes
+        # none that the other one writes. A slice must fit: so the first is moved back
+        # by the slots that wrap, and leaves as many at its beginning unchanged; the
+        # second, from slot 0, writes only those that wrap.
+        first = jnp.minimum(start, old.shape[0] - num_rows)
+        wrapped = start - first  # 0 unless it wraps
+        # Rolled by these, the rows fit both: those that wrap come first.
+        rolled = jnp.roll(new, wrapped, axis=0)
+        for at, keep in ((first, number >= wrapped), (0, number < wrapped)):
+            there = lax.dynamic_slice_in_dim(old, at, num_rows, 0)
             keep = keep.reshape(-1, *(1,) * (old.ndim - 1))
             there = jnp.where(keep, rolled, there)
-            old = lax.dynamic_update_slice_in_dim(old, there, first, 0)
+            old = lax.dynamic_update_slice_in_dim(old, there, at, 0)
         return old
 
     return jax.tree.map(put_leaf, memory, rows)

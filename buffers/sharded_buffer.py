@@ -104,11 +104,11 @@ class _Sharded(ReplayBuffer):
 
     @jit_method("stack")
     def _can_sample(
-        self, state: RingState, batch_size: int, *, stack: int | None
+        self, state: RingState, batch_size: Any, *, stack: int | None
     ) -> jax.Array:
         first, _, ring = self._where
 
-        def can(state: RingState, share: jax.Array) -> jax.Array:
+        def can(state: RingState, share: Any) -> jax.Array:
             return self._local._can_sample(state, share, stack=stack)[None]
 
         where = ring, PartitionSpec()

@@ -8,12 +8,9 @@ stays exactly zero.
 Source: "Prioritized Experience Replay", appendix B.2.1; arXiv:1511.05952.
 """
 
-from collections.abc import Sequence
-
 import chex
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 WIDTH = 8  # wider trees are slower to update, and much wider ones to draw from
 
@@ -69,41 +66,6 @@ def _sum_up(tree: Tree, level: jax.Array, leaf: jax.Array) -> Tree:
         else:
             children = level.reshape(-1, WIDTH).at[node].get(mode="clip")
             level = above.at[node].set(jnp.sum(children, axis=1), mode="drop")
-        levels.append(level)
-    return tuple(levels)
-
-
-def set_windows(
-    tree: Tree, windows: Sequence[tuple[jax.Array, jax.Array]], value: jax.Array
-) -> Tree:
-    """Sets the leaves in windows of equal length to `value`, `()` float32.
-
-    A window is `()` int32, its start, and `[length]` bool, the leaves in it to set.
-    """
-    # Level by level: reading a level before it is complete would copy it.
-    level = tree[0]
-    for start, keep in windows:
-        old = lax.dynamic_slice_in_dim(level, start, keep.shape[0])
-        level = lax.dynamic_update_slice_in_dim(
-            level, jnp.where(keep, value, old), start, 0
-        )
-    levels, length = [level], windows[0][1].shape[0]
-    starts = [start for start, _ in windows]
-    for above in tree[1:]:
-        # This many blocks hold `length` neighbours, wherever these begin.
-        length = -(-length // WIDTH) + 1
-        blocks = level.reshape(-1, WIDTH)
-        if length >= blocks.shape[0]:
-            level = _pad(jnp.sum(level.reshape(-1, WIDTH), axis=1))
-        else:
-            last = blocks.shape[0] - length
-            starts = [jnp.minimum(start // WIDTH, last) for start in starts]
-            level = above
-            for start in starts:
-                part = lax.dynamic_slice_in_dim(blocks, start, length)
-                level = lax.dynamic_update_slice_in_dim(
-                    level, jnp.sum(part, axis=1), start, 0
-                )
         levels.append(level)
     return tuple(levels)
 

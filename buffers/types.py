@@ -88,6 +88,8 @@ class EpisodicState(struct.PyTreeNode, kw_only=True):
         ring: the visible rows.
         pending: `[B]` int32, rows of the unfinished episode, written but not visible.
         skipping: `[B]` bool, True where the current episode is skipped as too long.
+        last: `[B]`, the recorded ones of `episode_id` and `episode_length` of each
+            lane's last row, by name.
         num_too_long: `()` int32, episodes that were longer than `max_length`.
         num_abandoned: `()` int32, episodes that broke off without an ending.
     """
@@ -95,34 +97,9 @@ class EpisodicState(struct.PyTreeNode, kw_only=True):
     ring: RingState
     pending: jax.Array  # [B]
     skipping: jax.Array  # [B]
+    last: dict[str, jax.Array]  # [B]
     num_too_long: jax.Array  # ()
     num_abandoned: jax.Array  # ()
-
-
-class Experience(struct.PyTreeNode, kw_only=True):
-    """One recorded step of every lane, as `from_data` adds it to a buffer.
-
-    Attributes:
-        obs: `[T, B, ...]`, the observation the action was chosen from.
-        action: `[T, B, ...]`, the action.
-        reward: `[T, B]` float32, reward for that action.
-        terminated: `[T, B]` bool, the task ended here: do not bootstrap.
-        truncated: `[T, B]` bool, cut from outside (time limit): bootstrap.
-        next_obs: `[T, B, ...]`, the true successor, also where the episode ended.
-        episode_id: `[T, B]` int32, from 0 on in the order of the data.
-        episode_length: `[T, B]` int32, steps of the episode, this one included.
-        mask: `[T, B]` bool, False for masked-out rows.
-    """
-
-    obs: ArrayTree  # [T, B, ...]
-    action: ArrayTree  # [T, B, ...]
-    reward: jax.Array  # [T, B]
-    terminated: jax.Array  # [T, B]
-    truncated: jax.Array  # [T, B]
-    next_obs: ArrayTree  # [T, B, ...]
-    episode_id: jax.Array  # [T, B]
-    episode_length: jax.Array  # [T, B]
-    mask: ArrayTree = ()  # [T, B] or ()
 
 
 class Batch(struct.PyTreeNode, Generic[ExperienceT], kw_only=True):

@@ -38,26 +38,26 @@ def reset(
     that are not done; only `"select"` differentiates a reset with respect to `env`.
 
     Args:
-        way: a name in `WAYS`.
+        way: a name in `BY_NAME`.
         env: parameters of the environments, which `start_fn` takes.
         start_fn: maps an index of `K` lanes to fresh ones, `[K, ...]`.
         done: `[B]` bool, the lanes to reset.
         lanes: the lanes as they are now.
     """
     if way == "select":
-        return WAYS[way](done, functools.partial(start_fn, env), lanes)
+        return BY_NAME[way](done, functools.partial(start_fn, env), lanes)
     # Words, not keys: jax's checker of key reuse takes a loop or a branch that returns
     # a key for a use of it.
     words = prng.words(lanes)
     # Nothing inside the reset depends on a differentiated value, so its `while_loop` is
     # never transposed; `_attach` adds the derivative again, outside of the loop.
     fixed_env, fixed_words = lax.stop_gradient((env, words))
-    replace = masked_update.merged(WAYS[way])
+    replace = masked_update.merged(BY_NAME[way])
     fresh = replace(done, lambda at: prng.words(start_fn(fixed_env, at)), fixed_words)
     return prng.like(_attach(fresh, words, done), lanes)
 
 
-WAYS = {
+BY_NAME = {
     "auto": masked_update.by_platform,
     "compact": masked_update.rounds,
     "select": masked_update.select,

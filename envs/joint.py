@@ -29,8 +29,8 @@ from rollout.envs.multi_agent import (
     read_length,
 )
 from rollout.envs.spaces import Box, Dict, Repeated, as_space
-from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, VectorEnv
-from rollout.envs.wrappers.wrapper import VectorWrapper, Wrapper
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs.wrappers.wrapper import Wrapper
 
 _FLAG = Box(0, 1, (), jnp.dtype(bool))
 
@@ -42,41 +42,10 @@ def join(env: MultiAgentEnv, one: MultiAgentEnv) -> Env:
         env: the environment; with parameters of its own in every lane, all of them.
         one: the environment of one lane.
     """
-    joint = _Joint(env=env, layout=layout_of(one))
-    if joint.layout.simultaneous:
-        _check_simultaneous(one, joint.replace(env=one).action_space)
-    return joint
-
-
-def with_agents(lanes: VectorEnv) -> VectorEnv:
-    """Gives lanes of a result of `join` the agents, the groups and their spaces."""
-    return _JointLanes(lanes)
-
-
-class _JointLanes(VectorWrapper):
-    """Lanes of environments of several agents."""
-
-    @property
-    def agents(self) -> tuple[str, ...]:
-        return layout_of(self.env).agents
-
-    @property
-    def groups(self) -> dict[str, tuple[str, ...]]:
-        groups = layout_of(self.env).groups
-        return {x.name: tuple(self.agents[i] for i in x.members) for x in groups}
-
-    @property
-    def simultaneous(self) -> bool:
-        return layout_of(self.env).simultaneous
-
-    @property
-    def observation_spaces(self) -> dict[str, AnySpace]:
-        stacked = self.observation_space.spaces
-        return {name: stacked[name].space for name in self.groups}
-
-    @property
-    def action_spaces(self) -> dict[str, AnySpace]:
-        return {name: x.space for name, x in self.action_space.spaces.items()}
+    layout = layout_of(one)
+    if layout.simultaneous:
+        _check_simultaneous(_Joint(one, layout._replace(simultaneous=False)))
+    return _Joint(env, layout)
 
 
 class _JointState(struct.PyTreeNode, kw_only=True):
@@ -237,23 +206,19 @@ class _Joint(Wrapper):
 
 
 @programs.shared  # it compiles, for equal arguments once
-def _check_simultaneous(env: MultiAgentEnv, action_space: AnySpace) -> None:
+def _check_simultaneous(joint: _Joint) -> None:
     """Checks that all agents act at the first two steps; not inside `jit`."""
 
     @jax.jit
-    def begin(env: MultiAgentEnv, key: chex.PRNGKey) -> list[jax.Array]:
+    def begin(joint: _Joint, key: chex.PRNGKey) -> list[jax.Array]:
         keys = jax.random.split(key, 3)
-        begun: Any = env.reset(keys[0])
-        if type(begun) is not tuple or len(begun) != 3:
-            return []  # tracing raises later
-        result = env.step(keys[1], begun[0], action_space.sample(keys[2]))
-        if not isinstance(result, MultiAgentStep):
-            return [begun[2]]
-        episode_done = result.episode_terminated | result.episode_truncated
-        ended = result.terminated | result.truncated | episode_done
-        return [begun[2], result.acting | ended]
+        state, obs = joint.reset(keys[0])
+        result = joint.step(keys[1], state, joint.action_space.sample(keys[2]))
+        # An agent that goes on and does not act next waits for an answer.
+        done = result.terminated | result.truncated
+        return [obs[ACTING], ~result.info.agents.waiting | done]
 
-    for number, acting in enumerate(begin(env, jax.random.key(0))):
+    for number, acting in enumerate(begin(joint, jax.random.key(0))):
         if not isinstance(acting, Tracer) and not acting.all():
             raise ValueError(
                 "`simultaneous` must be True only if every agent that has not ended "

@@ -256,21 +256,12 @@ def _make_layout(env: MultiAgentEnv) -> AgentLayout:
     """Checks agents, groups and spaces, and returns their layout."""
     agents, groups = tuple(env.agents), {x: tuple(y) for x, y in env.groups.items()}
     members = [agent for group in groups.values() for agent in group]
-    empty = [group for group, names in groups.items() if not names]
-    if empty:
+    is_partition = len(set(agents)) == len(agents) and sorted(members) == sorted(agents)
+    if not agents or not is_partition or not all(groups.values()):
         raise ValueError(
-            f"`env.groups` must have agents in each group, got {empty[0]!r} empty."
+            "`env.groups` must have every agent in one group, and agents in each, got "
+            f"{groups} of the agents {agents}."
         )
-    if not agents or len(set(agents)) != len(agents):
-        raise ValueError(f"`env.agents` must be names, each once, got {agents}.")
-    for agent in {*agents, *members}:
-        if members.count(agent) != 1 or agent not in agents:
-            its = [group for group, names in groups.items() if agent in names]
-            what = ", ".join(its) if agent in agents else "and not in `env.agents`"
-            raise ValueError(
-                f"`env.groups` must have every agent in one group, got {agent!r} in "
-                f"{what or 'none'}."
-            )
     for name in ("observation_spaces", "action_spaces"):
         if set(getattr(env, name)) != set(groups):
             raise ValueError(

@@ -115,13 +115,6 @@ class LeaveByDistance(struct.PyTreeNode):
                     "`features` must be finite, since nobody would leave because of "
                     f"such an item, got {self.features}."
                 )
-            is_number = checks.is_known(self.threshold)
-            if isinstance(self.threshold, str) or (
-                is_number and np.isnan(self.threshold).any()
-            ):
-                raise ValueError(
-                    f"`threshold` must be a number, got {self.threshold!r}."
-                )
             object.__setattr__(self, "features", jnp.asarray(self.features))
 
     @property
@@ -200,16 +193,14 @@ class RecommendationEnv(struct.PyTreeNode):
         elif _is_table(self.feedback):
             _check_feedback(self.feedback)
             self._set("feedback", jnp.asarray(self.feedback, jnp.float32))
-            sizes = zip(
-                ("num_users", "num_items"), self.feedback.shape[-2:], strict=True
-            )
-            for name, size in sizes:
-                if getattr(self, name) not in (None, size):
-                    raise ValueError(
-                        f"`{name}` must be left out, or {size} as in `feedback`, got "
-                        f"{getattr(self, name)!r}."
-                    )
-                self._set(name, size)
+            sizes, given = self.feedback.shape[-2:], (self.num_users, self.num_items)
+            if given not in ((None, None), sizes):
+                raise ValueError(
+                    "`num_users` and `num_items` must be left out where `feedback` is "
+                    f"an array, got {given}."
+                )
+            self._set("num_users", sizes[0])
+            self._set("num_items", sizes[1])
         elif hasattr(self.feedback, "feedback"):
             raise ValueError(
                 "`feedback` must be an array [U, I] or a function, got "
@@ -218,14 +209,9 @@ class RecommendationEnv(struct.PyTreeNode):
         else:
             return  # a placeholder that jax builds pytrees with
         if _is_table(self.known):
-            _check_table("known", self.known, "[U, I] bool", "b")
-            self._set("known", jnp.asarray(self.known))
             sizes = self.num_users, self.num_items
-            if self.known.shape[-2:] != sizes:
-                raise ValueError(
-                    f"`known` must have the shape {sizes} of users and items, got "
-                    f"{self.known.shape}."
-                )
+            _check_table("known", self.known, f"bool of shape {sizes}", "b", sizes)
+            self._set("known", jnp.asarray(self.known))
         if self.leave is not None and not hasattr(self.leave, "window"):
             raise ValueError(
                 "`leave` must be a rule with `window` and `leaves`, such as "
@@ -337,8 +323,11 @@ def _check_feedback(feedback: Any) -> None:
         )
 
 
-def _check_table(name: str, table: Any, what: str, kinds: str) -> None:
+def _check_table(
+    name: str, table: Any, what: str, kinds: str, sizes: Any = None
+) -> None:
     # Tables stacked for `vmap` over environments have one axis more.
     table = np.asarray(table)
-    if table.ndim < 2 or 0 in table.shape or np.dtype(table.dtype).kind not in kinds:
+    fits = table.ndim >= 2 and 0 not in table.shape and table.dtype.kind in kinds
+    if not fits or table.shape[-2:] != (sizes or table.shape[-2:]):
         raise ValueError(f"`{name}` must be {what}, got {checks.describe(table)}.")

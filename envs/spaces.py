@@ -106,10 +106,6 @@ class Discrete(_Bounded, struct.PyTreeNode):
         """The largest element."""
         return self.start + self.n - 1
 
-    def contains(self, x: jax.Array) -> jax.Array:
-        """Returns whether `x` is one of the integers; of an array, entry by entry."""
-        return (x >= self.low) & (x <= self.high)
-
 
 class Box(_Bounded, struct.PyTreeNode):
     """Arrays with every entry between `low` and `high`, both included.
@@ -135,29 +131,44 @@ class Box(_Bounded, struct.PyTreeNode):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _shape(self.shape))
-        bounds = self.low, self.high
-        # If both are text, `jax.tree.map` may have put them there.
-        if isinstance(self.low, str) != isinstance(self.high, str):
-            raise ValueError(
-                f"`low` and `high` must be numbers or arrays, got {bounds}."
-            )
-        is_known = checks.is_known(bounds)
-        for bound in bounds if is_known else ():
-            # Those of jax may be stacked, for `vmap` over environments.
-            if not isinstance(bound, jax.Array):
-                _check_shape(np.shape(bound), self.shape)
-        if is_known and not np.all(np.asarray(self.low) <= np.asarray(self.high)):
-            raise ValueError(
-                f"`low` must be at most `high`, got low={self.low}, high={self.high}."
-            )
-        dtype = narrow(self.dtype)
+        dtype, bounds = narrow(self.dtype), (self.low, self.high)
         kinds = jnp.floating, jnp.integer, jnp.bool_
         if not any(jnp.issubdtype(dtype, kind) for kind in kinds):
             raise ValueError(
                 f"`dtype` must be of floats, integers or flags, got {dtype}."
             )
-        for bound in bounds if is_known else ():
-            _check_bound(dtype, np.asarray(bound, np.float64))
+        # Also made by jax, as a pytree of tracers or of placeholders: then there are no
+        # values to check.
+        for bound in bounds if checks.is_known(bounds) else ():
+            self._check_bound(bound, dtype)
+        if checks.is_known(bounds) and not np.all(
+            np.asarray(self.low) <= np.asarray(self.high)
+        ):
+            raise ValueError(
+                f"`low` must be at most `high`, got low={self.low}, high={self.high}."
+            )
+
+    def _check_bound(self, bound: Any, dtype: np.dtype) -> None:
+        shape, value = np.shape(bound), np.asarray(bound, np.float64)
+        # Padded by ones in front, each size must be 1 or that of the space. Bounds of
+        # jax may have more axes: stacked for `vmap` over environments.
+        sizes = zip(reversed(shape), reversed(self.shape), strict=False)
+        fits = len(shape) <= len(self.shape) and all(a in (1, b) for a, b in sizes)
+        if not fits and not isinstance(bound, jax.Array):
+            raise ValueError(
+                f"`low` and `high` must broadcast to `shape`, {self.shape}, got a "
+                f"bound of shape {shape}."
+            )
+        # It must be a value of `dtype`: of floats up to rounding.
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast = value.astype(dtype)
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        bad = np.isinf(cast) & ~np.isinf(value) if is_float else cast != value
+        if bad.any():
+            raise ValueError(
+                "`low` and `high` must be values of `dtype`, got "
+                f"{value[bad][0]:g} and {dtype}."
+            )
 
     def sample(self, key: chex.PRNGKey) -> jax.Array:
         """Draws one element, as Gymnasium does.
@@ -220,14 +231,12 @@ class MultiDiscrete(_Bounded, struct.PyTreeNode):
 
     def __post_init__(self) -> None:
         nvec, start = np.asarray(self.nvec), np.asarray(self.start)
-        if nvec.ndim == 0 or nvec.dtype.kind not in "iu" or not np.all(nvec >= 1):
+        are_ints = all(x.dtype.kind in "iu" for x in (nvec, start))
+        fits = nvec.ndim > 0 and start.shape in ((), nvec.shape)
+        if not are_ints or not fits or not np.all(nvec >= 1):
             raise ValueError(
-                f"`nvec` must be an array of ints of at least 1, got {self.nvec!r}."
-            )
-        if start.shape not in ((), nvec.shape) or start.dtype.kind not in "iu":
-            raise ValueError(
-                "`start` must be an int, or an array of ints of the shape "
-                f"{nvec.shape} of `nvec`, got {self.start!r}."
+                "`nvec` must be an array of ints of at least 1, and `start` an int or "
+                f"as many ints, got {self.nvec!r} and {self.start!r}."
             )
         start = np.broadcast_to(start, nvec.shape)
         object.__setattr__(self, "nvec", _tuples(nvec.tolist()))
@@ -474,29 +483,6 @@ def _box_of(x: jax.ShapeDtypeStruct) -> Box:
 
 def _is_space(x: object) -> bool:
     return isinstance(x, Space)
-
-
-def _check_bound(dtype: np.dtype, bound: np.ndarray) -> None:
-    """Raises if a bound is none of the values of `dtype`, up to rounding of floats."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        cast = bound.astype(dtype)
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    bad = np.isinf(cast) & ~np.isinf(bound) if is_float else cast != bound
-    if bad.any():
-        raise ValueError(
-            "`low` and `high` must be values of `dtype`, got "
-            f"{bound[bad][0]:g} and {dtype}."
-        )
-
-
-def _check_shape(got: tuple[int, ...], want: tuple[int, ...]) -> None:
-    """Raises if a bound of the shape `got` does not broadcast to the shape `want`."""
-    sizes = zip(reversed(got), reversed(want), strict=False)
-    if len(got) > len(want) or any(a not in (1, b) for a, b in sizes):
-        raise ValueError(
-            f"`low` and `high` must broadcast to `shape`, {want}, got a bound of shape "
-            f"{got}."
-        )
 
 
 def _parts(spaces: Any, items: Iterable[tuple[Any, Any]]) -> dict[Any, AnySpace]:

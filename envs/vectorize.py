@@ -12,7 +12,7 @@ from flax import struct
 from rollout import checks
 from rollout.envs import auto_reset as auto_resets
 from rollout.envs import prng as env_keys
-from rollout.envs.joint import join, with_agents
+from rollout.envs.joint import join
 from rollout.envs.multi_agent import MultiAgentEnv
 from rollout.envs.spaces import as_space
 from rollout.envs.types import (
@@ -27,7 +27,7 @@ from rollout.envs.types import (
     hash_of_types,
     strong,
 )
-from rollout.envs.wrappers.wrapper import has_agents
+from rollout.envs.wrappers.wrapper import BaseWrapper, has_agents
 
 
 def vectorize(
@@ -96,15 +96,11 @@ def vectorize_each(envs: Env | MultiAgentEnv, *, auto_reset: str = "auto") -> Ve
 
 def _vectorize(env: Any, num_envs: int, auto_reset: str, *, each: bool) -> VectorEnv:
     checks.single(env)
-    if not isinstance(auto_reset, str) or auto_reset not in auto_resets.WAYS:
-        names = " or ".join(f'"{name}"' for name in sorted(auto_resets.WAYS))
-        raise ValueError(f"`auto_reset` must be {names}, got {auto_reset!r}.")
+    checks.choice("auto_reset", auto_reset, tuple(auto_resets.BY_NAME))
     num_envs = checks.int_between("num_envs", num_envs)
-    several = has_agents(env)
-    if several:
+    if has_agents(env):
         env = join(env, jax.tree.map(lambda x: x[0], env) if each else env)
-    lanes = _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset, each=each)
-    return with_agents(lanes) if several else lanes
+    return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset, each=each)
 
 
 def cast_step(result: EnvStep) -> EnvStep:
@@ -124,10 +120,10 @@ def cast_step(result: EnvStep) -> EnvStep:
     )
 
 
-class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
+class _VectorizedEnv(BaseWrapper, kw_only=True):
     """A `VectorEnv` made of one `Env` by `jax.vmap`."""
 
-    env: Env
+    env: Any  # an `Env`
     num_envs: int = struct.field(pytree_node=False)
     auto_reset: str = struct.field(pytree_node=False)
     each: bool = struct.field(pytree_node=False, default=False)  # parameters per lane
@@ -145,6 +141,14 @@ class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
     @property
     def action_space(self) -> AnySpace:
         return as_space(self._one.action_space, "env.action_space")
+
+    @property
+    def observation_spaces(self) -> dict[str, AnySpace]:
+        return {name: as_space(x) for name, x in self._one.observation_spaces.items()}
+
+    @property
+    def action_spaces(self) -> dict[str, AnySpace]:
+        return {name: as_space(x) for name, x in self._one.action_spaces.items()}
 
     def local(self, num_envs: int, first_lane: jax.Array) -> Self:
         """Returns the lanes of one device.
@@ -184,7 +188,7 @@ class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
         return auto_resets.reset(self.auto_reset, self.env, start, done, lanes)
 
     @property
-    def _one(self) -> Env:
+    def _one(self) -> Any:
         return jax.tree.map(lambda x: x[0], self.env) if self.each else self.env
 
     def _reset(

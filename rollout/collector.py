@@ -171,6 +171,18 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         """
         return kernel.step(self, carry, params, kernel.roots_of(self, carry))
 
+    def row_shape(self, params: ParamsT) -> Transition[ObsT, ActionT]:
+        """Returns the shapes and dtypes of a row, `[B, ...]`; nothing is played.
+
+        Args:
+            params: parameters of the policy.
+
+        Raises:
+            ValueError: as `step` does.
+        """
+        carry = jax.eval_shape(Collector.init, self, jax.random.key(0))
+        return jax.eval_shape(Collector.step, self, carry, params)[1]
+
     @_jit()
     def value(self, carry: Carry, params: ParamsT) -> Any:
         """Values what the lanes see now, by the policy's critic. Jitted.
@@ -316,7 +328,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         fn: Any = lambda acc, transition, index: acc  # noqa: E731
         acc: Any = ()
         if return_rows:
-            row = jax.eval_shape(Collector.step, self, carry, params)[1]
+            row = self.row_shape(params)
             number = num_episodes * (self.env.num_envs if per_env else 1)
             acc, fn = episodes.pad(row, number, max_episode_steps)
         carry, rows, played = episodes.play(

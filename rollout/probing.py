@@ -135,7 +135,7 @@ def probe(
             draw = _samples_itself(getattr(lanes, name))
             if not np.all(draw(jax.random.split(key, _NUM_LANES))):
                 found[name] = "`contains` must be True of what `sample` draws"
-        _check_traces(found, lanes.env.env if has_agents(env) else env)
+        _check_traces(found, lanes.env if has_agents(env) else env)
         if not found:
             _play(found, collector, None, key, num_steps)
     return tuple(Finding(*item) for item in found.items())

@@ -21,7 +21,6 @@ from rollout import checks, multihost, platform
 from rollout.collector import Collector
 from rollout.envs import prng as env_keys
 from rollout.envs.types import (
-    AnySpace,
     ArrayTree,
     EnvStep,
     LaneIndex,
@@ -30,6 +29,7 @@ from rollout.envs.types import (
     VectorEnv,
     sharding_of,
 )
+from rollout.envs.wrappers.wrapper import BaseWrapper
 from rollout.types import ActionT, ObsT, ParamsT
 
 
@@ -152,7 +152,7 @@ class LaneSharding(NamedTuple):
         )(whole, *lanes)
 
 
-class _ShardedEnv(struct.PyTreeNode, kw_only=True):
+class _ShardedEnv(BaseWrapper, kw_only=True):
     """A `VectorEnv` in which each device steps its own lanes."""
 
     env: Any  # made by `rollout.envs.vectorize` or `rollout.envs.vectorize_each`
@@ -161,14 +161,6 @@ class _ShardedEnv(struct.PyTreeNode, kw_only=True):
     @property
     def num_envs(self) -> int:
         return self.env.num_envs
-
-    @property
-    def observation_space(self) -> AnySpace:
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> AnySpace:
-        return self.env.action_space
 
     def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         return self._map(lambda env, keys: env.reset(keys), keys)

@@ -20,7 +20,7 @@ MOST_FLOORS = 14
 # What all rooms stand on.
 GROUND = {
     *("envs.types", "envs.prng", "envs.spaces", "envs.masked_update"),
-    "envs.cost_estimate",
+    *("envs.cost_estimate", "envs.optional_import"),
     *("types", "checks", "platform", "multihost", "programs"),
 }
 # A room imports from those above it only; within one there is no circle.
@@ -50,6 +50,7 @@ KINDS = {
     },
     "probing": {"envs"},
     "recommendation": {"envs.wrappers"},
+    "sharding": {"envs.wrappers.wrapper"},
     "gif": {"envs.host.ownership", "envs.host.types", "envs.render"},
     "cli": {"envs"},
 }

@@ -11,8 +11,8 @@ from jax.tree_util import keystr
 
 from rollout import checks
 from rollout.buffers.replay import ReplayBuffer
-from rollout.buffers.types import Experience
 from rollout.envs.types import ArrayTree
+from rollout.types import Transition
 
 _CHUNK_BYTES = 2**26  # of rows copied to the device at a time
 
@@ -45,8 +45,9 @@ def from_data(
         next_obs: `[K, ...]`, the true successors, like `obs`.
 
     Returns:
-        The state. Its rows are an `Experience`, in dtypes that jax keeps: without
-        `jax_enable_x64`, 64 bits become 32.
+        The state. Its rows are a `rollout.types.Transition`, with `()` for what the
+        data does not have, and ids and lengths of the episodes, in dtypes that jax
+        keeps: without `jax_enable_x64`, 64 bits become 32.
 
     Raises:
         ValueError: if an array is not as above or a number does not fit its dtype (the
@@ -104,22 +105,24 @@ def _read(
     terminated: chex.Array,
     truncated: chex.Array,
     next_obs: ArrayTree,
-) -> Experience:
+) -> Transition:
     """Returns the data, `[K, ...]`, in dtypes that jax keeps, with episodes marked."""
     columns: dict[str, Any] = {
-        "reward": _array("reward", (), reward, np.float32),
-        "terminated": _flag("terminated", terminated),
-        "truncated": _flag("truncated", truncated),
+        "obs": _tree("obs", obs),
+        "action": _tree("action", action),
+        "reward": _array("`reward`", reward, np.float32),
+        "terminated": np.asarray(terminated).astype(bool),
+        "truncated": np.asarray(truncated).astype(bool),
+        "next_obs": _tree("next_obs", next_obs),
     }
-    shape = columns["reward"].shape[:1]
+    num_rows = len(np.atleast_1d(columns["reward"]))
     for name, value in columns.items():
-        if value.shape != shape:
+        checks.leading_axes(f"`{name}` must have rows", value, (num_rows,))
+        if name in ("reward", "terminated", "truncated") and value.ndim != 1:
             raise ValueError(
-                f"`{name}` must have shape {shape}, one number per row, got "
-                f"{value.shape}."
+                f"`{name}` must be one number per row, got shape {value.shape}."
             )
-    obs, next_obs = _tree("obs", obs, *shape), _tree("next_obs", next_obs, *shape)
-    checks.same("`next_obs` must be like `obs`", obs, next_obs)
+    checks.same("`next_obs` must be like `obs`", columns["obs"], columns["next_obs"])
     # A row is the first of its episode if the one before is done; cut for empty data.
     done = columns["terminated"] | columns["truncated"]
     first = np.concatenate([np.ones(1, bool), done[:-1]])[: len(done)]
@@ -129,46 +132,23 @@ def _read(
         "episode_id": episode.astype(np.int32),
         "episode_length": step.astype(np.int32),
     }
-    return Experience(
-        obs=obs, action=_tree("action", action, *shape), next_obs=next_obs, **columns
+    names = "episode_return", "extras", "info", "mask"
+    unknown: dict[str, Any] = dict.fromkeys(names, ())
+    return Transition(**columns, **unknown)
+
+
+def _tree(name: str, tree: ArrayTree) -> ArrayTree:
+    """Converts a tree to arrays."""
+    return jax.tree.map_with_path(
+        lambda path, x: _array(f"`{name}{keystr(path)}`", x), tree
     )
 
 
-def _flag(name: str, value: Any) -> np.ndarray:
-    """Converts a flag to bool; raises unless it is one."""
-    value = np.asarray(value)
-    if value.dtype == bool:
-        return value
-    odd = [x for x in np.unique(value).tolist() if x not in (0, 1)]
-    if odd:
-        raise ValueError(f"`{name}` must hold 0 and 1 only, got {odd[0]!r}.")
-    return value.astype(bool)
-
-
-def _tree(name: str, tree: ArrayTree, num_rows: int) -> ArrayTree:
-    """Converts a tree to arrays; raises unless each has `num_rows` rows."""
-
-    def read_leaf(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
-        leaf = _array(name, path, leaf)
-        if leaf.shape[:1] != (num_rows,):
-            raise ValueError(
-                f"`{name}{keystr(path)}` must have {num_rows} rows, like `reward`, got "
-                f"shape {leaf.shape}."
-            )
-        return leaf
-
-    return jax.tree_util.tree_map_with_path(read_leaf, tree)
-
-
-def _array(
-    name: str, path: tuple[Any, ...], value: Any, dtype: Any = None
-) -> np.ndarray:
+def _array(name: str, value: Any, dtype: Any = None) -> np.ndarray:
     """Converts numbers to a dtype that jax keeps; raises if one does not fit."""
     value = np.asarray(value)
     if not any(jnp.issubdtype(value.dtype, kind) for kind in (np.number, np.bool_)):
-        raise ValueError(
-            f"`{name}{keystr(path)}` must hold numbers, got {value.dtype}."
-        )
+        raise ValueError(f"{name} must hold numbers, got {value.dtype}.")
     dtype = jax.dtypes.canonicalize_dtype(dtype or value.dtype)
     if value.dtype == dtype:
         return value
@@ -178,7 +158,7 @@ def _array(
     lost = cast != value if is_exact else np.isinf(cast) & ~np.isinf(value)
     if lost.any():
         got = value[lost].flat[0]
-        raise ValueError(f"`{name}{keystr(path)}` must fit into {dtype}, got {got}.")
+        raise ValueError(f"{name} must fit into {dtype}, got {got}.")
     return cast
 
 
@@ -206,7 +186,7 @@ def _deal(done: Any, num_envs: int) -> np.ndarray:
 
 
 def _add(
-    buffer: ReplayBuffer, state: ArrayTree, rows: Experience, index: np.ndarray
+    buffer: ReplayBuffer, state: ArrayTree, rows: Transition, index: np.ndarray
 ) -> ArrayTree:
     """Adds the rows of `index`, `[T, B]`, in chunks of one shape."""
     if not len(index):

@@ -4,9 +4,7 @@ Minari is imported on first use. Its episodes have one observation more than ste
 every successor except the last is the observation of the next step.
 """
 
-import importlib
 import warnings
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,7 +13,7 @@ import numpy as np
 from rollout.buffers import fields, neighbours
 from rollout.buffers.offline.data import check_successors, from_data
 from rollout.buffers.replay import ReplayBuffer
-from rollout.buffers.types import Experience, RingState
+from rollout.envs.optional_import import load
 from rollout.envs.types import ArrayTree
 
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ def from_minari(buffer: ReplayBuffer, dataset: "MinariDataset | str") -> ArrayTr
         ValueError: if the dataset has no step, if an episode does not have one
             observation more than steps, or as in `from_data`.
     """
-    minari = _import_minari()
+    minari = load("minari")
     opened = minari.load_dataset(dataset) if isinstance(dataset, str) else dataset
     episodes = [_steps(episode) for episode in opened.iterate_episodes()]
     if not sum(len(episode["reward"]) for episode in episodes):
@@ -87,18 +85,28 @@ def to_minari(
             in NumPy's dtypes; if there is no whole episode; or if a successor within
             an episode is not the observation of the next row.
     """
-    minari = _import_minari()
-    rows, length = _whole_episodes(buffer, state)
-    spaces = [_space(name, getattr(rows, name)) for name in ("obs", "action")]
+    minari = load("minari")
+    episodes = _whole_episodes(buffer, state)
+    spaces = [_space(name, episodes[0][name]) for name in ("obs", "action")]
     if metadata.get("env") is None:
         observation_space = (
             spaces[0] if observation_space is None else observation_space
         )
         action_space = spaces[1] if action_space is None else action_space
-    end = np.cumsum(length)
-    episodes = [
-        _episode(minari, rows, slice(stop - steps, stop))
-        for stop, steps in zip(end, length, strict=True)
+    kind = minari.data_collector.EpisodeBuffer
+    made = [
+        kind(
+            observations=jax.tree.map(
+                lambda x, after: np.concatenate([x, after[-1:]]),
+                steps["obs"],
+                steps["next_obs"],
+            ),
+            actions=steps["action"],
+            rewards=steps["reward"],
+            terminations=steps["terminated"],
+            truncations=steps["truncated"],
+        )
+        for steps in episodes
     ]
     with warnings.catch_warnings():
         # Most buffers here do not come from an environment of Gymnasium.
@@ -106,21 +114,11 @@ def to_minari(
             warnings.filterwarnings("ignore", message=message, category=UserWarning)
         return minari.create_dataset_from_buffers(
             dataset_id,
-            episodes,
+            made,
             observation_space=observation_space,
             action_space=action_space,
             **{"jpeg_encoding": False, **metadata},
         )
-
-
-def _import_minari() -> ModuleType:
-    try:
-        return importlib.import_module("minari")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Datasets of Minari need the package `minari`, which the extra `minari` "
-            'installs: pip install ".[minari]".'
-        ) from error
 
 
 def _steps(episode: Any) -> dict[str, ArrayTree]:
@@ -146,66 +144,34 @@ def _steps(episode: Any) -> dict[str, ArrayTree]:
     }
 
 
-def _whole_episodes(
-    buffer: ReplayBuffer, state: ArrayTree
-) -> tuple[Experience, np.ndarray]:
-    """Reads the steps of all whole episodes, `[K, ...]`, and their lengths."""
-    ring: RingState = state.ring
+def _whole_episodes(buffer: ReplayBuffer, state: ArrayTree) -> list[dict[str, Any]]:
+    """Reads the steps of all whole episodes, lane by lane, the oldest first."""
     needed = ("obs", "action", "reward", "terminated", "truncated", "episode_length")
-    fields.need(ring.experience, needed, "`to_minari`")
-    if not neighbours.has_next_obs(ring):
+    fields.need(state.ring.experience, needed, "`to_minari`")
+    if not neighbours.has_next_obs(state.ring):
         raise ValueError("`to_minari` needs the field `next_obs` in the transition.")
-    whole, age, first, length = jax.device_get(jax.jit(_endings)(ring))
-    # By lane, then the oldest first: the last key of `lexsort` counts most.
-    last = np.flatnonzero(whole)
-    last = last[np.lexsort((-age[last], last % ring.num_envs))]
-    if not len(last):
+    dumped, mask = buffer.dump(state)  # in the order of time
+    columns = {name: fields.get(dumped, name) for name in (*needed, "next_obs")}
+    rows, mask = jax.device_get((columns, mask))
+    done, length = rows["terminated"] | rows["truncated"], rows["episode_length"]
+    episodes = []
+    for lane, last in np.argwhere((done & mask).T):
+        first = last + 1 - length[last, lane]
+        at = slice(first, last + 1), lane
+        number = np.arange(1, length[last, lane] + 1)
+        # Whole if its rows are all there, numbered from 1 on.
+        if first >= 0 and mask[at].all() and np.array_equal(length[at], number):
+            steps = jax.tree.map(lambda x: x[at], rows)  # noqa: B023
+            check_successors(steps["obs"], steps["next_obs"], done[at])
+            episodes.append(steps)
+    if not episodes:
         raise ValueError("`state` must hold at least one whole episode, got none.")
-    first, length = first[last], length[last]
-    # The number of each step in its episode, from 0, for all episodes in a row.
-    step = np.arange(np.sum(length)) - np.repeat(np.cumsum(length) - length, length)
-    row = (np.repeat(first, length) + step * ring.num_envs) % whole.size
-    stored = jax.jit(buffer.get)(state, row.astype(np.int32))
-    columns: dict[str, Any] = {
-        "episode_id": (),
-        **{name: jax.device_get(fields.get(stored, name)) for name in needed},
-    }
-    next_obs = jax.device_get(fields.get(stored, "next_obs"))
-    rows = Experience(next_obs=next_obs, **columns)
-    check_successors(rows.obs, rows.next_obs, rows.terminated | rows.truncated)
-    return rows, length
-
-
-def _endings(ring: RingState) -> tuple[jax.Array, ...]:
-    """Returns whether each row ends a whole episode, its age, first row and length."""
-    row = neighbours.all_rows(ring)
-    return (
-        neighbours.is_stored(ring, row)
-        & neighbours.ends_whole(ring, row, ring.num_slots),
-        neighbours.age(ring, row),
-        neighbours.first_of(ring, row),
-        neighbours.read_field(ring, "episode_length", row),
-    )
-
-
-def _episode(minari: ModuleType, rows: Experience, steps: slice) -> Any:
-    """Converts the rows of one episode to Minari's."""
-    return minari.data_collector.EpisodeBuffer(
-        observations=jax.tree.map(
-            lambda x, after: np.concatenate([x[steps], after[steps][-1:]]),
-            rows.obs,
-            rows.next_obs,
-        ),
-        actions=jax.tree.map(lambda x: x[steps], rows.action),
-        rewards=rows.reward[steps],
-        terminations=rows.terminated[steps],
-        truncations=rows.truncated[steps],
-    )
+    return episodes
 
 
 def _space(name: str, tree: ArrayTree) -> "Space":
     """Returns Gymnasium's space without bounds for arrays `[K, ...]`."""
-    spaces = importlib.import_module("gymnasium.spaces")
+    spaces = load("gymnasium.spaces")
     if isinstance(tree, dict):
         return spaces.Dict({key: _space(name, tree[key]) for key in tree})
     if isinstance(tree, tuple):

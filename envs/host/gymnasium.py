@@ -119,7 +119,7 @@ class _VectorEnv:
         shown = Parts(space_like(observe_info or {}), "info")
         self._observed = list(zip(shown.paths, arrays.obs, strict=False))
         self._recorded = list(zip(self._layout.info.paths, arrays.info, strict=True))
-        self._info = arrays.info_tree
+        self.info = arrays.info_tree
         self._every = np.ones(self.num_envs, bool)
         self._ended = self._every.copy()
         self._obs: ArrayTree = None
@@ -169,7 +169,7 @@ class _VectorEnv:
             terminated=terminated,
             truncated=truncated,
             faulty=~self._every,
-            info=self._info,
+            info=self.info,
             mask=mask,
         )
 

@@ -89,7 +89,7 @@ class LocalEnvs:
 
     def place(self, arrays: StepArrays) -> None:
         """Makes the environments write to these arrays from now on."""
-        self._arrays = arrays
+        self._arrays, self.info = arrays, arrays.info_tree
         self._write_obs = writer(self.layout.obs, arrays.obs)
         self._results = arrays.reward, arrays.terminated, arrays.truncated
         names = "reward", "terminated", "truncated"

@@ -81,15 +81,15 @@ class NormalizeHost:
 
     def freeze(self, env_state: ArrayTree) -> Self:
         """Fixes the statistics; see `HostCollector.freeze`."""
-        new = outermost(env_state, type(self).__name__).statistics.value
-        checks.same("`env_state` must have statistics as of `env`", self._prior(), new)
+        new = outermost(env_state).statistics.value
+        what = "`env_state` must have statistics of the same wrapper"
+        checks.same(what, self._prior(), new)
         return dataclasses.replace(self, statistics=new)
 
     @property
     def shared(self) -> NormalizeState:
         """The statistics, and the discounted sums `[B]` of rewards; see `restart`."""
         return NormalizeState(
-            kind=type(self).__name__,
             env_state=(),
             memory=self._discounted.copy(),
             statistics=Shared(self._statistics),

@@ -86,6 +86,9 @@ class HostVectorEnv(Protocol):
     `carry.env_state`; and `restart(shared)`, which goes on with it, or from the start
     if it is None.
 
+    An implementation whose steps have an `info` also has `info`, arrays like these,
+    `[B, ...]`, so that `HostCollector.row_shape` knows them.
+
     An implementation that can draw an environment also has `draw(number)`, which
     returns `[H, W, 3]` uint8, the environment as it is now.
     """

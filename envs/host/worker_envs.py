@@ -301,6 +301,7 @@ class WorkerEnvs:
         self._memory = shared_memory.new(self._layout, self.num_envs)
         weakref.finalize(self, os.close, self._memory)
         self._arrays = shared_memory.arrays(self._layout, self.num_envs, self._memory)
+        self.info = self._arrays.info_tree
         return spaces
 
     def _handles(self, which: Iterable[int]) -> list[WorkerHandle]:

@@ -40,8 +40,17 @@ class RescaleAction(Wrapper):
 
     def _check(self) -> None:
         checks.choice("bound", self.bound, tuple(_BOUNDS))
-        if checks.is_known(self.env):
-            _check_box(super().action_space)
+        if not checks.is_known(self.env):
+            return
+        space = super().action_space
+        is_fit = isinstance(space, Box) and jnp.issubdtype(space.dtype, jnp.floating)
+        if not is_fit or not np.all(
+            np.isfinite([np.max(np.abs(x)) for x in space.bounds])
+        ):
+            raise ValueError(
+                "`env.action_space` must be a box of floats with finite bounds, got "
+                f"{space}."
+            )
 
     @property
     def action_space(self) -> AnySpace:
@@ -122,22 +131,3 @@ class ActionRepeat(Wrapper):
         first = step_env(jnp.int32(0), state)
         numbers = jnp.arange(1, self.num_repeats, dtype=jnp.int32)
         return lax.scan(again, first, numbers)[0]
-
-
-def _check_box(space: AnySpace) -> None:
-    """Checks that an action space is a bounded box of floats."""
-    if not isinstance(space, Box):
-        kind = type(space).__name__
-        raise ValueError(
-            f"`env.action_space` must be a box with `low` and `high`, got {kind}."
-        )
-    if not jnp.issubdtype(space.dtype, jnp.floating):
-        dtype = jnp.dtype(space.dtype).name
-        raise ValueError(f"`env.action_space` must be of floats, got {dtype}.")
-    largest = float(jnp.finfo(space.dtype).max)
-    bounds = [np.asarray(bound, np.float64) for bound in space.bounds]
-    if not all(np.all(np.abs(bound) <= largest) for bound in bounds):
-        raise ValueError(
-            "`env.action_space` must have finite bounds, got "
-            f"low={space.low}, high={space.high}."
-        )

@@ -21,7 +21,6 @@ class NormalizeState(struct.PyTreeNode, kw_only=True):
     """State of `NormalizeObs` or `NormalizeReward`.
 
     Attributes:
-        kind: the name of the wrapper.
         env_state: `[B, ...]`, state of the wrapped environment.
         memory: of `NormalizeObs`, `[B, ...]`, the wrapped environment's observation
             that the next action will be chosen from; of `NormalizeReward`, `[B]`
@@ -29,7 +28,6 @@ class NormalizeState(struct.PyTreeNode, kw_only=True):
         statistics: the `Statistics` of observations or of these sums, of all lanes.
     """
 
-    kind: str = struct.field(pytree_node=False)
     env_state: ArrayTree  # [B, ...]
     memory: ArrayTree  # [B, ...]
     statistics: Shared
@@ -52,10 +50,11 @@ class _Normalizer(VectorWrapper, kw_only=True):
             ValueError: if `env_state` is not that of the same wrappers in the same
                 order, around environments of the same observations.
         """
-        state = outermost(env_state, type(self).__name__)
+        state = outermost(env_state)
         new = state.statistics.value
         own = jax.eval_shape(self.reset, _keys(self.num_envs))[0].statistics.value
-        checks.same("`env_state` must have statistics as of `env`", own, new)
+        what = "`env_state` must have statistics of the same wrappers in the same order"
+        checks.same(what, own, new)
         inner = super().freeze(state.env_state)
         return inner.replace(statistics=new)
 
@@ -63,28 +62,22 @@ class _Normalizer(VectorWrapper, kw_only=True):
         self, env_state: ArrayTree, memory: ArrayTree, statistics: Statistics
     ) -> NormalizeState:
         return NormalizeState(
-            kind=type(self).__name__,
             env_state=env_state,
             memory=memory,
             statistics=Shared(statistics),
         )
 
 
-def outermost(env_state: ArrayTree, kind: str) -> NormalizeState:
-    """Finds the state of the outermost normalising wrapper, of the kind `kind`."""
-
-    def is_state(x: Any) -> bool:
-        return isinstance(x, NormalizeState)
-
-    states = filter(is_state, jax.tree.leaves(env_state, is_leaf=is_state))
-    state = next(states, None)
-    if state is None or state.kind != kind:
-        got = "one of no such wrapper" if state is None else f"one of `{state.kind}`"
-        raise ValueError(
-            f"`env_state` must be the `carry.env_state` of a collector of `{kind}`, "
-            f"got {got}: wrap the environments in the same order as in training."
-        )
-    return state
+def outermost(env_state: ArrayTree) -> NormalizeState:
+    """Finds the state of the outermost normalising wrapper."""
+    is_state = lambda x: isinstance(x, NormalizeState)  # noqa: E731
+    for state in jax.tree.leaves(env_state, is_leaf=is_state):
+        if is_state(state):
+            return state
+    raise ValueError(
+        "`env_state` must be the `carry.env_state` of a collector whose environments "
+        "are wrapped as these, got one without statistics."
+    )
 
 
 class NormalizeObs(_Normalizer):
@@ -136,14 +129,11 @@ class NormalizeObs(_Normalizer):
 
     only: Sequence[str] | None = struct.field(pytree_node=False, default=None)
 
+    for_agents = "simultaneous"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "only", running_stats.names("only", self.only))
-        if has_agents(self.env) and not self.simultaneous:
-            raise ValueError(
-                "`env` must be an environment whose agents act at every step for "
-                "`NormalizeObs`: others have no observation at some steps."
-            )
 
     @property
     def observation_space(self) -> AnySpace:
@@ -259,14 +249,11 @@ class NormalizeReward(_Normalizer):
 
     gamma: float = struct.field(pytree_node=False, default=0.99)
 
+    for_agents = ""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.fraction("gamma", self.gamma)
-        if has_agents(self.env):
-            raise ValueError(
-                "`env` must be an environment of one agent for `NormalizeReward`, got "
-                f"{len(self.agents)} agents: scale the rewards of their rows instead."
-            )
 
     def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, ArrayTree]:
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -19,8 +18,8 @@ from rollout.envs.spaces import (
     as_space,
     space_of,
 )
-from rollout.envs.types import AnySpace, ArrayTree, EnvStep
-from rollout.envs.wrappers.wrapper import Agent, ObsWrapper, Wrapper, has_agents
+from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.wrappers.wrapper import Agent, ObsWrapper, has_agents
 
 
 class FrameStack(ObsWrapper):
@@ -94,7 +93,10 @@ class TransformObs(ObsWrapper):
             )
         space = self.observation_space
         if space is None:
-            shapes = eval_reset(self.env, lambda _, obs, *__: self._show_each(obs)[0])
+            every = Agent(self.env)
+            shapes = eval_reset(
+                self.env, lambda _, obs, *__: self._show_each(every, obs, None)[0]
+            )
             if groups:  # of one agent
                 shapes = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes
@@ -160,7 +162,7 @@ class AgentNumber(ObsWrapper):
         return {**_by_name(obs, obs), "agent": number}, ()
 
 
-class ObserveInfo(Wrapper):
+class ObserveInfo(ObsWrapper):
     """Puts the `info` of the last step next to the observation.
 
     A policy sees only `obs`: this wrapper shows it an action mask that the environment
@@ -181,25 +183,19 @@ class ObserveInfo(Wrapper):
         checks.function("fn", self.fn)
         checks.function("initial", self.initial)
 
-    @property
-    def observation_space(self) -> AnySpace:
+    def space(self, agent: Agent) -> AnySpace:
         """Space of `obs`; the info part is unbounded."""
         info = space_of(eval_reset(self.env, self.initial))
-        return Dict({"obs": super().observation_space, "info": info})
+        return Dict({"obs": agent.observation_space, "info": info})
 
-    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        """Starts an episode: `(state, {"obs": obs, "info": initial(state, obs)})`."""
-        state, obs = self.env.reset(key)
-        return state, {"obs": obs, "info": _arrays(self.initial(state, obs))}
-
-    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        """Takes one step."""
-        result = self.env.step(key, state, action)
-        info = _arrays(self.fn(result.info))
-        return result.replace(obs={"obs": result.obs, "info": info})
+    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+        """Adds the info of the last step."""
+        is_first = memory is None
+        info = self.initial(agent.state, obs) if is_first else self.fn(agent.info)
+        return {"obs": obs, "info": jax.tree.map(jnp.asarray, info)}, ()
 
 
-class ObserveState(Wrapper):
+class ObserveState(ObsWrapper):
     """Shows the environment's state, for policies that plan with the environment.
 
     The observation becomes `{"obs": obs, "state": state}`, so that a search, such as
@@ -215,21 +211,14 @@ class ObserveState(Wrapper):
         env: the environment.
     """
 
-    @property
-    def observation_space(self) -> AnySpace:
+    def space(self, agent: Agent) -> AnySpace:
         """Space of `obs`, and an unbounded one of the state."""
         space = space_of(eval_reset(self.env, lambda state, obs: prng.words(state)))
-        return Dict({"obs": super().observation_space, "state": space})
+        return Dict({"obs": agent.observation_space, "state": space})
 
-    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        """Starts an episode: `(state, obs)`."""
-        state, obs = self.env.reset(key)
-        return state, {"obs": obs, "state": state}
-
-    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        """Takes one step."""
-        result = self.env.step(key, state, action)
-        return result.replace(obs={"obs": result.obs, "state": result.state})
+    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+        """Adds the state."""
+        return {"obs": obs, "state": agent.state}, ()
 
 
 class ObservePrevious(ObsWrapper):
@@ -314,7 +303,3 @@ def with_previous(
 def eval_reset(env: Any, fn: Callable[..., ArrayTree]) -> ArrayTree:
     """Returns the shapes and dtypes of `fn(state, obs)` at a start of an episode."""
     return jax.eval_shape(lambda: fn(*env.reset(jax.random.key(0))))
-
-
-def _arrays(tree: ArrayTree) -> ArrayTree:
-    return jax.tree.map(jnp.asarray, tree)

@@ -98,39 +98,32 @@ def prior(
     Raises:
         ValueError: if `only` has a name of which no leaf can have statistics.
     """
-    paths = jax.tree.map_with_path(
-        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), value
-    )
-    names, leaves = jax.tree.leaves(paths), jax.tree.leaves(value)
+    leaves, structure = jax.tree.flatten_with_path(value)
     spaces = [] if space is None else space.leaves()
     if len(spaces) != len(leaves):  # a user-defined space without known leaves
         spaces = [None] * len(leaves)
-    pairs = list(zip(names, leaves, spaces, strict=True))
-    numbers = [path for path, x, part in pairs if _is_number(x, part)]
+    numbers, chosen = [], []
+    for (path, x), part in zip(leaves, spaces, strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        is_wanted = len(leaves) == 1 or _is_float(x) or _is_image(part)
+        if only is not None:
+            is_wanted = f"{name}/".startswith(tuple(f"{x}/" for x in only))
+        is_number = _is_number(x, part)
+        numbers += [name] if is_number else []
+        # Half precision is too coarse for statistics.
+        dtype = jnp.promote_types(float_dtype(x), jnp.float32)
+        chosen.append((x.shape[num_axes:], dtype) if is_number and is_wanted else None)
     for name in only or ():
         if not any(f"{path}/".startswith(f"{name}/") for path in numbers):
             raise ValueError(
                 "`only` must name parts of the observation that are numbers, "
                 f"{', '.join(numbers) or 'of which there are none'}, got {name}."
             )
-    if only is not None:
-        parts = tuple(f"{name}/" for name in only)
-        chosen = [path for path in numbers if f"{path}/".startswith(parts)]
-    else:
-        is_float = {path: _is_float(x) or _is_image(part) for path, x, part in pairs}
-        chosen = [path for path in numbers if is_float[path] or len(leaves) == 1]
-
-    def full(number: float) -> ArrayTree:
-        def make(x: jax.Array, path: str) -> Any:
-            if path not in chosen:
-                return None
-            # Half precision is too coarse for statistics.
-            dtype = jnp.promote_types(float_dtype(x), jnp.float32)
-            return xp.full(x.shape[num_axes:], number, dtype)
-
-        return jax.tree.map(make, value, paths)
-
-    return Statistics(mean=full(0.0), var=full(1.0), count=xp.float32(_PRIOR_COUNT))
+    mean, var = (
+        structure.unflatten([kind and xp.full(kind[0], x, kind[1]) for kind in chosen])
+        for x in (0.0, 1.0)
+    )
+    return Statistics(mean=mean, var=var, count=xp.float32(_PRIOR_COUNT))
 
 
 def updated(

@@ -46,10 +46,29 @@ class WrapperState(struct.PyTreeNode, kw_only=True):
     memory: ArrayTree
 
 
-class _BaseWrapper(struct.PyTreeNode):
-    """Base of all wrappers: has the spaces of the wrapped environment."""
+class BaseWrapper(struct.PyTreeNode):
+    """Base of all wrappers: has the spaces and the agents of the wrapped environment.
+
+    A subclass that serves several agents sets `for_agents`: "all"; or "simultaneous" if
+    they must act at every step.
+    """
 
     env: Any
+
+    for_agents = ""
+
+    def _check_agents(self) -> None:
+        several, name = has_agents(self.env), type(self).__name__
+        if several and not self.for_agents:
+            raise ValueError(
+                f"`env` must be an environment of one agent for `{name}`, got "
+                f"{type(self.env).__name__} with {len(self.env.agents)}."
+            )
+        if several and self.for_agents == "simultaneous" and not self.simultaneous:
+            raise ValueError(
+                f"`env` must be an environment whose agents act at every step for "
+                f"`{name}`, got {type(self.env).__name__}: it is not `simultaneous`."
+            )
 
     @property
     def observation_space(self) -> AnySpace:
@@ -89,34 +108,20 @@ class _BaseWrapper(struct.PyTreeNode):
         return self.env.action_spaces
 
 
-class Wrapper(_BaseWrapper):
+class Wrapper(BaseWrapper):
     """Base of wrappers of one environment: passes everything on.
 
-    A subclass that also serves a `MultiAgentEnv` sets `for_agents`: "all"; or
-    "simultaneous" if agents must act at every step, since it keeps what they have seen.
-    One with options checks them in `_check`.
+    A subclass with options checks them in `_check`.
     """
 
     env: Any  # an `Env`, or a `MultiAgentEnv` if `for_agents`
-
-    for_agents = ""
 
     def __post_init__(self) -> None:
         # A placeholder that jax builds pytrees with has no `step`.
         if not hasattr(self.env, "step"):
             return
         checks.single(self.env)
-        several, name = has_agents(self.env), type(self).__name__
-        if several and not self.for_agents:
-            raise ValueError(
-                f"`env` must be an environment of one agent for `{name}`, got "
-                f"{type(self.env).__name__} with {len(self.env.agents)}."
-            )
-        if several and self.for_agents == "simultaneous" and not self.simultaneous:
-            raise ValueError(
-                f"`env` must be an environment whose agents act at every step for "
-                f"`{name}`, got {type(self.env).__name__}: it is not `simultaneous`."
-            )
+        self._check_agents()
         self._check()
 
     def _check(self) -> None:
@@ -145,6 +150,8 @@ class Agent(NamedTuple):
         number: `()` int32, its position in `env.agents`.
         action: its action in the last step; None at the start of an episode.
         reward: `()` float32, its reward in the last step; None at the start.
+        state: the state of `env`.
+        info: that of the last step; None at the start of an episode.
     """
 
     env: Any
@@ -152,6 +159,8 @@ class Agent(NamedTuple):
     number: jax.Array | int = 0
     action: ArrayTree = None
     reward: Any = None
+    state: ArrayTree = None
+    info: ArrayTree = None
 
     @property
     def observation_space(self) -> AnySpace:
@@ -202,45 +211,47 @@ class ObsWrapper(Wrapper):
     def reset(self, key: chex.PRNGKey) -> tuple:
         """Starts an episode: `(state, obs)`, or with several agents and `acting`."""
         state, obs, *acting = self.env.reset(key)
-        obs, memory = self._show_each(obs)
+        obs, memory = self._show_each(Agent(self.env, state=state), obs, None)
         return WrapperState(env_state=state, memory=memory), obs, *acting
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:
         """Takes one step."""
         result = self.env.step(key, state.env_state, action)
         reward = jnp.asarray(result.reward, jnp.float32)
-        obs, memory = self._show_each(result.obs, state.memory, action, reward)
+        every = Agent(self.env, None, 0, action, reward, result.state, result.info)
+        obs, memory = self._show_each(every, result.obs, state.memory)
         state = WrapperState(env_state=result.state, memory=memory)
         return result.replace(state=state, obs=obs)
 
-    def _show_each(
-        self, obs: Any, memory: Any = None, action: Any = None, reward: Any = None
-    ) -> tuple[Any, Any]:
-        """Calls `show` for every agent."""
+    def _show_each(self, every: Agent, obs: Any, memory: Any) -> tuple[Any, Any]:
+        """Calls `show` for each agent; `every` has the actions and rewards of all."""
         if not has_agents(self.env):
-            agent = Agent(self.env, action=action, reward=reward)
-            return self.show(agent, obs, memory)
+            return self.show(every, obs, memory)
         shown, memories = {}, {}
         for group, members in self.groups.items():
 
-            def show(obs: Any, memory: Any, *agent: Any, group: str = group) -> tuple:
-                return self.show(Agent(self.env, group, *agent), obs, memory)
+            def show(obs: Any, memory: Any, own: Any, group: str = group) -> tuple:
+                return self.show(every._replace(group=group, **own), obs, memory)
 
             number = jnp.asarray([self.agents.index(x) for x in members], jnp.int32)
-            own = [x and x[group] for x in (memory, action)]
-            earned = None if reward is None else reward[number]
-            made = jax.vmap(show)(obs[group], own[0], number, own[1], earned)
+            own: dict[str, Any] = {"number": number}
+            if memory is not None:
+                own |= {"action": every.action[group], "reward": every.reward[number]}
+            made = jax.vmap(show)(obs[group], memory and memory[group], own)
             shown[group], memories[group] = made
         return shown, memories
 
 
-class VectorWrapper(_BaseWrapper):
+class VectorWrapper(BaseWrapper):
     """Base of wrappers of a `VectorEnv`: passes everything on."""
 
     env: VectorEnv
 
+    for_agents = "all"
+
     def __post_init__(self) -> None:
         checks.kind_of_env(self.env, is_host=False)
+        self._check_agents()
 
     @property
     def num_envs(self) -> int:

@@ -1,9 +1,8 @@
 """Several agents: policies that control them, their transitions and statistics.
 
-`policy_map` combines policies; `mapping` has fixed and drawn mappings; `population` one
-policy with many sets of parameters; `subgroups` joins the actions of all policies;
-`transitions` rearranges a trajectory by agent; `agent_stats` has the statistics of
-agents and policies.
+`policy_map` combines policies; `mapping` says which agents each controls; `population`
+has one policy with many sets of parameters; `transitions` rearranges a trajectory by
+agent; `agent_stats` has the statistics of agents and policies.
 """
 
 from rollout.agents.agent_stats import (
@@ -22,6 +21,7 @@ from rollout.agents.transitions import (
     for_policy,
     init_agent_transitions,
     last_values,
+    team_transitions,
 )
 from rollout.types import PerAgent
 
@@ -42,4 +42,5 @@ __all__ = [
     "policy_state",
     "population",
     "summarize_agents",
+    "team_transitions",
 ]

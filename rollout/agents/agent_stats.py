@@ -12,7 +12,8 @@ from flax import struct
 from rollout import checks
 from rollout.agents.transitions import agents_of
 from rollout.collector import Collector
-from rollout.envs.multi_agent import AgentInfo, layout_of
+from rollout.envs import prng
+from rollout.envs.multi_agent import layout_of
 from rollout.moments import Moments, is_known, moments, moments_by_name, xp_of
 from rollout.stats import present
 from rollout.types import Accumulator, Episodes, PerAgent, Transition
@@ -89,8 +90,8 @@ class AgentStats(struct.PyTreeNode, kw_only=True):
         num_episodes: `()` int32, episodes that ended, also if they began before.
         unassigned_reward: `()` float32, in these steps, the sum of rewards that answer
             no action: from before an agent's first action and from after its end. With
-            `agent_transitions(end="agent")` no learner sees them; where agents win or
-            lose together it must be "episode".
+            `agent_transitions` no learner sees them; where agents win or lose together,
+            take `team_transitions`.
         num_stale: `()` int32, agents without a last observation in these episodes.
         num_unmapped: `()` int32, actions in these steps of agents to which the mapping
             gave no policy that can act for them.
@@ -178,18 +179,14 @@ def keep_agents(collector: Collector, params: Any) -> Collector:
         params: parameters of the policy.
     """
     layout_of(collector.env)  # raises if there is one agent
-    plain = collector.replace(record_fn=None)
-
-    def first(key: chex.PRNGKey) -> tuple[AgentInfo, jax.Array, Any]:
-        transition = plain.step(plain.init(key), params)[1]
-        info = agents_of(transition)
-        return info, info.unassigned_reward, _policies_of(transition)
-
-    shapes = jax.eval_shape(first, jax.random.key(0))
+    shapes = collector.replace(record_fn=None).row_shape(params)
 
     def init(num_envs: int) -> Any:
+        row = prng.blank(shapes)
+        info = agents_of(row)
+        kept = info, info.unassigned_reward, _policies_of(row)
         return jax.tree.map(
-            lambda x: jnp.zeros((num_envs, *x.shape[1:]), x.dtype), shapes
+            lambda x: jnp.zeros((num_envs, *x.shape[1:]), x.dtype), kept
         )
 
     def update(kept: Any, transition: Transition) -> Any:

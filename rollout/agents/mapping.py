@@ -1,17 +1,31 @@
-"""`fixed_mapping`, and mappings that draw each agent's policy in every episode.
+"""Which agents each policy controls, and how their actions are put back together.
 
+A mapping is fixed, or a function that draws each agent's policy in every episode.
 Policies are numbered in their order, and a population takes as many numbers as it has
-members. Trajectories keep a `Roster`, which names the numbers.
+members. Trajectories keep a `PolicyIndex`, which names the numbers.
+
+A subgroup is the agents of one group that one policy controls, the same columns in
+every lane. Under a fixed mapping the subgroups partition the group. Under a drawn
+mapping a policy may control any agent, so every policy acts for the whole group and
+each agent's action is chosen afterwards; only a population costs one member per agent.
 """
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
-from rollout.agents.population import Population
-from rollout.types import Key, Policy
+from rollout import checks
+from rollout.agents.population import Population, apply_members
+from rollout.envs import prng
+from rollout.envs.multi_agent import AgentGroup, AgentLayout
+from rollout.envs.types import ArrayTree
+from rollout.kernel.values import check_values
+from rollout.policies import outputs
+from rollout.types import Key, Obs, Params, Policy, PolicyStep
 
 MappingFn = Callable[[Key, tuple[str, ...]], jax.Array]
 
@@ -34,24 +48,6 @@ def fixed_mapping(policies: Mapping[str, str] | str) -> FixedMapping:
     return FixedMapping(
         policies if isinstance(policies, str) else tuple(policies.items())
     )
-
-
-class Entry(NamedTuple):
-    """A policy of the map: `size` members from index `first` on, or one if None."""
-
-    name: str
-    policy: Policy
-    first: int
-    size: int | None
-
-    @property
-    def last(self) -> int:
-        """The index after the last one of this policy."""
-        return self.first + (self.size or 1)
-
-    def controls(self, policy_id: jax.Array) -> jax.Array:
-        """Returns a bool, True where an index is one of this policy's."""
-        return (policy_id >= self.first) & (policy_id < self.last)
 
 
 class PolicyIndex(struct.PyTreeNode):
@@ -81,8 +77,10 @@ class PolicyIndex(struct.PyTreeNode):
         raise ValueError(f"`name` must be one of the policies {names}, got {name!r}.")
 
 
-def make_entries(policies: Mapping[str, Policy | Population]) -> tuple[Entry, ...]:
-    """Checks policies by name, and numbers them."""
+def number(
+    policies: Mapping[str, Policy | Population],
+) -> tuple[tuple[str, int, int], ...]:
+    """Checks policies by name, and numbers them, as `PolicyIndex.indices`."""
     is_map = isinstance(policies, Mapping) and policies  # not empty
     if not is_map or not all(
         isinstance(name, str) and isinstance(policy, Policy | Population)
@@ -92,40 +90,223 @@ def make_entries(policies: Mapping[str, Policy | Population]) -> tuple[Entry, ..
             "`policies` must be a dict with at least one policy or population by name, "
             f"got {policies!r}."
         )
-    entries, first = [], 0
+    indices, first = [], 0
     for name, policy in policies.items():
-        if isinstance(policy, Population):
-            entry = Entry(name, policy.policy, first, policy.size)
-        else:
-            entry = Entry(name, policy, first, None)
-        entries.append(entry)
-        first = entry.last
-    return tuple(entries)
+        last = first + (policy.size if isinstance(policy, Population) else 1)
+        indices.append((name, first, last))
+        first = last
+    return tuple(indices)
 
 
 def policies_by_agent(
-    entries: tuple[Entry, ...], mapping: FixedMapping, agents: tuple[str, ...]
+    policies: Mapping[str, Policy | Population],
+    mapping: FixedMapping,
+    agents: tuple[str, ...],
 ) -> dict[str, str]:
     """Checks a fixed mapping against the agents; returns the policy of each agent."""
     if isinstance(mapping.policies, str):
-        policies = dict.fromkeys(agents, mapping.policies)
+        by_agent = dict.fromkeys(agents, mapping.policies)
     else:
-        policies = dict(mapping.policies)
-    if set(policies) != set(agents):
+        by_agent = dict(mapping.policies)
+    single = [x for x, y in policies.items() if not isinstance(y, Population)]
+    if set(by_agent) != set(agents) or not set(by_agent.values()) <= set(single):
         raise ValueError(
-            f"`fixed_mapping` must map the agents {', '.join(agents)}, got "
-            f"{', '.join(policies)}."
+            f"`fixed_mapping` must map the agents {', '.join(agents)} to policies, "
+            f"{', '.join(single) or 'none here'} (members of a population are drawn), "
+            f"got {by_agent}."
         )
-    sizes = {entry.name: entry.size for entry in entries}
-    for agent, name in policies.items():
-        if name not in sizes:
-            raise ValueError(
-                f"`fixed_mapping` must use the policies {', '.join(sizes)}, got "
-                f"{name!r} for {agent!r}."
+    return by_agent
+
+
+class Subgroup(NamedTuple):
+    """The agents, `columns` of one group, that one policy controls.
+
+    Attributes:
+        name: of the policy.
+        policy: the policy, that of the members if it is a population.
+        first: its index, or that of its first member.
+        size: members of a population; None if it is none.
+        group: the group.
+        columns: positions of the agents in the group.
+    """
+
+    name: str
+    policy: Policy
+    first: int
+    size: int | None
+    group: AgentGroup
+    columns: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Names it in messages."""
+        return (
+            f"The policy {self.name!r}, which controls the group {self.group.name!r},"
+        )
+
+    def controls(self, policy_id: jax.Array) -> jax.Array:
+        """Returns a bool, True where an index is one of this policy's."""
+        return (policy_id >= self.first) & (policy_id < self.first + (self.size or 1))
+
+    def of(self, per_agent: jax.Array) -> jax.Array:
+        """Takes the agents of the subgroup, `[B, n]`, of `[B, A]`."""
+        return _take(per_agent, tuple(self.group.members[x] for x in self.columns))
+
+
+def make_subgroups(
+    policies: Mapping[str, Policy | Population],
+    index: PolicyIndex,
+    layout: AgentLayout,
+    by_agent: Mapping[str, str] | None,
+    groups: Mapping[str, Collection[str]],
+) -> tuple[Subgroup, ...]:
+    """Lists the subgroups that a mapping can use, group by group.
+
+    `by_agent` has the policy of each agent under a fixed mapping, `groups` the groups
+    that a policy can act for under a drawn one, all if it has no entry.
+    """
+    subgroups = []
+    for group in layout.groups:
+        for name, first, _ in index.indices:
+            columns = tuple(
+                column
+                for column, member in enumerate(group.members)
+                if by_agent is None or by_agent[layout.agents[member]] == name
             )
-        if sizes[name] is not None:
-            raise ValueError(
-                "`fixed_mapping` must not use a population, whose members are drawn, "
-                f"got {name!r} for {agent!r}."
-            )
-    return policies
+            if columns and group.name in groups.get(name, (group.name,)):
+                policy, size = policies[name], None
+                if isinstance(policy, Population):
+                    policy, size = policy
+                made = Subgroup(name, policy, first, size, group, columns)
+                subgroups.append(made)
+    return tuple(subgroups)
+
+
+def decide(
+    subgroup: Subgroup,
+    use_mode: bool,
+    policy_id: jax.Array,
+    params: Params,
+    obs: Obs,
+    state: ArrayTree,
+    key: Key,
+) -> PolicyStep:
+    """Applies the policy of a subgroup to its agents, `[B, n, ...]`.
+
+    With `use_mode` it takes its mode, if the policy has one.
+    """
+    policy = subgroup.policy
+    apply = policy.mode if use_mode and policy.mode is not None else policy.apply
+    decision = _call(subgroup, apply, policy_id, params, obs, state, key)
+    num_envs, num = policy_id.shape[0], len(subgroup.columns)
+    decision = outputs.decision(str(subgroup), decision, subgroup.group, num_envs * num)
+    merged, what = merge(state), f"{subgroup} must return the state as it came in"
+    checks.same(what, merged, decision.state)
+    return unmerge(decision, num_envs)
+
+
+def value(
+    subgroup: Subgroup, policy_id: jax.Array, params: Params, obs: Obs, state: ArrayTree
+) -> jax.Array:
+    """Values what a subgroup's agents see, `[B, n]`; 0 if its policy has no critic."""
+    value_fn, num_envs = subgroup.policy.value, policy_id.shape[0]
+    if value_fn is None:
+        return jnp.zeros((num_envs, len(subgroup.columns)), jnp.float32)
+
+    def apply(params: Params, obs: Obs, state: ArrayTree, key: Key) -> jax.Array:
+        del key  # unused
+        values = value_fn(params, obs, state)
+        check_values(values, obs)
+        return values
+
+    no_key = jax.random.key(0)
+    values = _call(subgroup, apply, policy_id, params, obs, state, no_key)
+    return unmerge(values, num_envs)
+
+
+def _call(
+    subgroup: Subgroup,
+    apply: Callable[..., Any],
+    policy_id: jax.Array,
+    params: Params,
+    obs: Obs,
+    state: ArrayTree,
+    key: Key,
+) -> Any:
+    """Calls a function of a policy for its agents, `[B, n, ...]` as `[B * n, ...]`."""
+    name, size = subgroup.name, subgroup.size
+    seen, state = merge((_take(obs[subgroup.group.name], subgroup.columns), state))
+    try:
+        if size is None:
+            return apply(params[name], seen, state, key)
+        # An agent of another policy gets any member; `join` drops its action.
+        member = subgroup.of(policy_id) - subgroup.first
+        member = jnp.clip(member, 0, size - 1).reshape(-1)
+        return apply_members(apply, size, member, params[name], seen, state, key)
+    except Exception as error:
+        error.add_note(f"{subgroup} raised this.")
+        raise
+
+
+def join(
+    subgroups: list[Subgroup],
+    values: list[ArrayTree],
+    policy_id: jax.Array,
+    *,
+    is_fixed: bool,
+) -> ArrayTree:
+    """Joins the values of all subgroups of a group, `[B, n, ...]`: `[B, A_g, ...]`."""
+    if is_fixed and len(values) == 1:
+        return values[0]
+    if is_fixed:
+        # The columns are a permutation of the group's agents; `argsort` inverts it.
+        order = np.argsort(np.concatenate([x.columns for x in subgroups]))
+        return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1)[:, order], *values)
+    # Under a drawn mapping each policy acted for all; an agent of none gets zeros.
+    joined = jax.tree.map(jnp.zeros_like, values[0])
+    for subgroup, value in zip(subgroups, values, strict=True):
+        joined = prng.select(subgroup.controls(subgroup.of(policy_id)), value, joined)
+    return joined
+
+
+def fill_extras(subgroups: list[Subgroup], steps: list[PolicyStep]) -> list[Any]:
+    """Returns the extras of a group's policies, zeros for names of others."""
+    every, kinds = [], {}
+    for subgroup, step in zip(subgroups, steps, strict=True):
+        is_nothing = isinstance(step.extras, tuple) and not step.extras
+        extras: Any = {} if is_nothing else step.extras
+        what = f"The extras of the policy {subgroup.name!r} must be () or a dict"
+        checks.kind(what, extras, dict)
+        every.append(extras)
+        for name, x in extras.items():
+            one = jax.eval_shape(lambda x: jax.tree.map(lambda y: y[0, 0], x), x)
+            what = f"Policies of one group must return the same kind of `{name}`"
+            checks.same(what, kinds.setdefault(name, one), one)
+    filled = []
+    for subgroup, step, extras in zip(subgroups, steps, every, strict=True):
+        axes = jax.tree.leaves(step.action)[0].shape[0], len(subgroup.columns)
+        others = {name: x for name, x in kinds.items() if name not in extras}
+        filled.append({**extras, **prng.blank(others, axes)})
+    return filled
+
+
+def _take(tree: ArrayTree, columns: tuple[int, ...]) -> ArrayTree:
+    """Takes columns of `[B, n, ...]`."""
+    first, num = columns[0], len(columns)
+    if columns == tuple(range(first, first + num)):
+        return jax.tree.map(lambda x: x[:, first : first + num], tree)
+    return jax.tree.map(lambda x: x[:, np.asarray(columns)], tree)
+
+
+def merge(tree: ArrayTree) -> ArrayTree:
+    """`[B, n, ...]` to `[B * n, ...]`."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+
+def unmerge(tree: ArrayTree, num_envs: int) -> ArrayTree:
+    """`[B * n, ...]` to `[B, n, ...]`."""
+
+    def split(x: jax.typing.ArrayLike) -> jax.Array:
+        x = jnp.asarray(x, jnp.result_type(x))
+        return x.reshape(num_envs, -1, *x.shape[1:])
+
+    return jax.tree.map(split, tree)

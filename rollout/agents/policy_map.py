@@ -10,10 +10,9 @@ import numpy as np
 from flax import struct
 
 from rollout import checks, programs
-from rollout.agents import mapping, subgroups
-from rollout.agents.mapping import Entry, FixedMapping, MappingFn, PolicyIndex
+from rollout.agents import mapping
+from rollout.agents.mapping import FixedMapping, MappingFn, PolicyIndex, Subgroup
 from rollout.agents.population import Population
-from rollout.agents.subgroups import Subgroup
 from rollout.envs import prng
 from rollout.envs.multi_agent import ACTING, AgentLayout, layout_of
 from rollout.envs.types import ArrayTree
@@ -67,13 +66,13 @@ def policy_map(
             `params` lacks an entry, or if a policy returns actions that are not of the
             group's action space, or extras that are not () or a dict.
     """
-    entries = mapping.make_entries(policies)
+    index = PolicyIndex(mapping.number(policies), None)
     what = "`mapping_fn` must be a function or made by `fixed_mapping`"
     checks.kind(what, mapping_fn, Callable | FixedMapping)
     layout, by_agent = layout_of(env), None
     groups = {} if groups is None else dict(groups)
     if isinstance(mapping_fn, FixedMapping):
-        by_agent = mapping.policies_by_agent(entries, mapping_fn, layout.agents)
+        by_agent = mapping.policies_by_agent(policies, mapping_fn, layout.agents)
     else:
         shape = jax.eval_shape(lambda: mapping_fn(jax.random.key(0), layout.agents))
         num = len(layout.agents)
@@ -83,20 +82,20 @@ def policy_map(
                 f"({num},), got {checks.describe(shape)}."
             )
     known = {group.name for group in layout.groups}
-    names = {entry.name for entry in entries} if by_agent is None else set()
+    names = set(policies) if by_agent is None else set()
     asked = {name for its in groups.values() for name in its}
-    if not (set(groups) <= names and asked <= known):
+    playing = mapping.make_subgroups(policies, index, layout, by_agent, groups)
+    idle = known - {subgroup.group.name for subgroup in playing}
+    if idle or not (set(groups) <= names and asked <= known):
         raise ValueError(
             "`groups` must map policies of a mapping function, "
             f"{', '.join(sorted(names)) or 'none here'}, to groups, "
-            f"{', '.join(sorted(known))}, got {groups}."
+            f"{', '.join(sorted(known))}, and leave each a policy, got {groups}."
         )
-    playing = subgroups.make_subgroups(entries, layout, by_agent, groups)
-    if idle := known - {subgroup.group.name for subgroup in playing}:
-        raise ValueError(
-            f"`groups` must leave each group a policy, got none for {min(idle)!r}."
-        )
-    return _as_policy(_Map(entries, mapping_fn, layout, playing, by_agent))
+    if by_agent is not None:
+        columns = tuple((x.name, x.group.name, x.columns) for x in playing)
+        index = index.replace(columns=columns)
+    return _as_policy(_Map(index, mapping_fn, layout, playing, by_agent))
 
 
 def policy_state(state: Carry | ArrayTree, name: str) -> dict[str, ArrayTree]:
@@ -121,18 +120,30 @@ def policy_state(state: Carry | ArrayTree, name: str) -> dict[str, ArrayTree]:
         raise ValueError(
             f"`name` must be a policy of a `policy_map`, {got}, got {name!r}."
         )
-    merge = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
-    return jax.tree.map(merge, maps[0].inner[name])
+    return mapping.merge(maps[0].inner[name])
 
 
 class _Map(NamedTuple):
     """Maps agents to the policies that act for them."""
 
-    entries: tuple[Entry, ...]
+    index: PolicyIndex
     mapping_fn: Any  # a `MappingFn`, not called under a fixed mapping
     layout: AgentLayout
-    subgroups: list[Subgroup]
+    subgroups: tuple[Subgroup, ...]
     by_agent: dict[str, str] | None  # under a fixed mapping
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the policies."""
+        return [name for name, *_ in self.index.indices]
+
+    def by_group(self) -> dict[str, list[tuple[int, Subgroup]]]:
+        """The subgroups of every group, each with its number among all."""
+        numbered = list(enumerate(self.subgroups))
+        return {
+            group.name: [(n, x) for n, x in numbered if x.group == group]
+            for group in self.layout.groups
+        }
 
 
 class _MapState(struct.PyTreeNode, kw_only=True):
@@ -144,10 +155,8 @@ class _MapState(struct.PyTreeNode, kw_only=True):
 
 @programs.shared
 def _as_policy(this: _Map) -> Policy:
-    has_mode, has_value = (
-        any(getattr(entry.policy, name) for entry in this.entries)
-        for name in ("mode", "value")
-    )
+    has_mode = any(x.policy.mode for x in this.subgroups)
+    has_value = any(x.policy.value for x in this.subgroups)
     return Policy(
         init=functools.partial(_init, this),
         apply=functools.partial(_apply, this, False),
@@ -157,75 +166,64 @@ def _as_policy(this: _Map) -> Policy:
 
 
 def _init(this: _Map, num_envs: int) -> _MapState:
-    inner = {entry.name: {} for entry in this.entries}
-    for entry, group, columns in this.subgroups:
-        state = entry.policy.init(num_envs * len(columns))
+    inner = {name: {} for name in this.names}
+    for subgroup in this.subgroups:
+        state = subgroup.policy.init(num_envs * len(subgroup.columns))
         nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, EpisodeKey))
         if any(isinstance(x, EpisodeKey) for x in nodes):
             raise ValueError(
-                f"The policy {entry.name!r} must have no `EpisodeKey` in its state, "
+                f"The policy {subgroup.name!r} must have no `EpisodeKey` in its state, "
                 "which belongs to a lane and not to an agent."
             )
-        inner[entry.name][group.name] = subgroups.unmerge(state, num_envs)
+        state = mapping.unmerge(state, num_envs)
+        inner[subgroup.name][subgroup.group.name] = state
     return _MapState(key=EpisodeKey() if this.by_agent is None else (), inner=inner)
 
 
 def _apply(
     this: _Map, use_mode: bool, params: Params, obs: Obs, state: _MapState, key: Key
 ) -> PolicyStep:
-    entries, _, layout, playing, by_agent = this
-    _check_params(params, entries)
-    _check_agents(obs, layout)
+    _check_inputs(this, params, obs)
     acting = obs[ACTING]
     policy_id = _policy_ids(this, state, acting.shape)
-    # Each policy acts; states change only where an agent acts under that policy.
+    is_fixed = this.by_agent is not None
+    join = functools.partial(mapping.join, policy_id=policy_id, is_fixed=is_fixed)
     inner = {name: dict(groups) for name, groups in state.inner.items()}
-    made: dict[str, subgroups.Made] = {group.name: [] for group in layout.groups}
-    for number, subgroup in enumerate(playing):
-        entry, group, _ = subgroup
-        own = inner[entry.name][group.name]
-        own_key = key if len(playing) == 1 else prng.fold_in(key, number)
-        decision = subgroups.decide(
-            subgroup, use_mode, policy_id, params, obs, own, own_key
-        )
-        moves = subgroups.columns_of(acting & entry.controls(policy_id), subgroup)
-        inner[entry.name][group.name] = prng.select(moves, decision.state, own)
-        made[group.name].append((subgroup, decision))
-    # Last, actions and extras are put together again, `[B, A_g, ...]` by group.
-    is_fixed = by_agent is not None
-    join = subgroups.join_columns if is_fixed else subgroups.join_chosen
-    join = functools.partial(join, policy_id=policy_id)
-    actions = {x: [step.action for _, step in of] for x, of in made.items()}
-    columns = tuple((x.entry.name, x.group.name, x.columns) for x in playing)
-    return PolicyStep(
-        action={group: join(of, actions[group]) for group, of in made.items()},
-        state=state.replace(inner=inner),
-        extras={
-            "policy_id": policy_id,
-            "agents": {x: subgroups.join_extras(join, of) for x, of in made.items()},
-            "policy_index": PolicyIndex(
-                tuple((x.name, x.first, x.last) for x in entries),
-                columns if is_fixed else None,
-            ),
-        },
-    )
+    action, extras = {}, {}
+    for group, numbered in this.by_group().items():
+        steps = []
+        for number, subgroup in numbered:
+            own = inner[subgroup.name][group]
+            own_key = key if len(this.subgroups) == 1 else prng.fold_in(key, number)
+            step = mapping.decide(
+                subgroup, use_mode, policy_id, params, obs, own, own_key
+            )
+            # States change only where an agent acts under that policy.
+            moves = subgroup.of(acting & subgroup.controls(policy_id))
+            inner[subgroup.name][group] = prng.select(moves, step.state, own)
+            steps.append(step)
+        its = [subgroup for _, subgroup in numbered]
+        action[group] = join(its, [step.action for step in steps])
+        extras[group] = join(its, mapping.fill_extras(its, steps))
+    every = {"policy_id": policy_id, "agents": extras, "policy_index": this.index}
+    return PolicyStep(action, state.replace(inner=inner), every)
 
 
 def _policy_ids(this: _Map, state: _MapState, shape: tuple[int, ...]) -> jax.Array:
     """Returns the policy of each agent, `[B, A]` int32."""
-    entries, mapping_fn, layout, playing, by_agent = this
-    if by_agent is not None:
-        first = {entry.name: entry.first for entry in entries}
-        fixed = [first[by_agent[agent]] for agent in layout.agents]
+    agents = this.layout.agents
+    if this.by_agent is not None:
+        first = {name: first for name, first, _ in this.index.indices}
+        fixed = [first[this.by_agent[agent]] for agent in agents]
         return jnp.broadcast_to(jnp.asarray(fixed, jnp.int32)[None], shape)
     # Drawn at every step. Keeping it in the state saves nothing: then all lanes draw at
     # every step too, for those that restart.
-    draw = jax.vmap(lambda key: mapping_fn(key, layout.agents))
+    draw = jax.vmap(lambda key: this.mapping_fn(key, agents))
     drawn = draw(prng.inline(state.key.value))
     is_mapped = jnp.zeros(shape, bool)
-    for entry, group, _ in playing:
-        is_member = np.isin(np.arange(len(layout.agents)), group.members)
-        is_mapped |= entry.controls(drawn) & is_member[None]
+    for subgroup in this.subgroups:
+        is_member = np.isin(np.arange(len(agents)), subgroup.group.members)
+        is_mapped |= subgroup.controls(drawn) & is_member[None]
     return jnp.where(is_mapped, drawn, -1)
 
 
@@ -233,39 +231,29 @@ def _value(
     this: _Map, params: Params, obs: Obs, state: _MapState
 ) -> dict[str, jax.Array]:
     """Values the observations of the groups with a critic, `[K, A_g]` by group."""
-    _check_params(params, this.entries)
-    _check_agents(obs, this.layout)
+    _check_inputs(this, params, obs)
     policy_id = _policy_ids(this, state, obs[ACTING].shape)
-    valued = {x.group.name for x in this.subgroups if x.entry.policy.value is not None}
-    groups = (x.name for x in this.layout.groups if x.name in valued)
-    made: dict[str, subgroups.Made] = {name: [] for name in groups}
-    for subgroup in this.subgroups:
-        entry, group, columns = subgroup
-        if group.name not in valued:
-            continue
-        values = jnp.zeros((policy_id.shape[0], len(columns)), jnp.float32)
-        if entry.policy.value is not None:
-            own = state.inner[entry.name][group.name]
-            values = subgroups.value(subgroup, policy_id, params, obs, own)
-        made[group.name].append((subgroup, values))
-    join = subgroups.join_chosen if this.by_agent is None else subgroups.join_columns
-    return {
-        name: join(of, [values for _, values in of], policy_id)
-        for name, of in made.items()
-    }
+    values, is_fixed = {}, this.by_agent is not None
+    for group, numbered in this.by_group().items():
+        its = [subgroup for _, subgroup in numbered]
+        if any(x.policy.value for x in its):
+            found = [
+                mapping.value(x, policy_id, params, obs, state.inner[x.name][group])
+                for x in its
+            ]
+            values[group] = mapping.join(its, found, policy_id, is_fixed=is_fixed)
+    return values
 
 
-def _check_params(params: Params, entries: tuple[Entry, ...]) -> None:
-    names, is_dict = [entry.name for entry in entries], isinstance(params, Mapping)
-    if not is_dict or not set(names) <= set(params):
+def _check_inputs(this: _Map, params: Params, obs: Obs) -> None:
+    is_dict = isinstance(params, Mapping)
+    if not is_dict or not set(this.names) <= set(params):
         got = ", ".join(params) if is_dict else checks.describe(params)
         raise ValueError(
-            f"`params` must have an entry for each policy, {', '.join(names)}, got "
-            f"{got or 'none'}."
+            f"`params` must have an entry for each policy, {', '.join(this.names)}, "
+            f"got {got or 'none'}."
         )
-
-
-def _check_agents(obs: Obs, layout: AgentLayout) -> None:
+    layout = this.layout
     names, num_agents = {ACTING, *(x.name for x in layout.groups)}, len(layout.agents)
     fits = isinstance(obs, Mapping) and names <= set(obs)
     if not fits or obs[ACTING].shape[-1] != num_agents:

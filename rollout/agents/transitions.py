@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from rollout import checks, platform
 from rollout.collector import Collector
+from rollout.envs import prng
 from rollout.envs.multi_agent import AgentGroup, AgentInfo, AgentLayout, layout_of
 from rollout.envs.types import ArrayTree
 from rollout.types import Carry, PerAgent, Transition
@@ -73,115 +74,84 @@ def init_agent_transitions(
     layout = layout_of(collector.env)
     if layout.simultaneous:
         return ()
-
-    def step(carry: Carry, params: Any) -> Pending:
-        transition = collector.step(carry, params)[1]
-        info = agents_of(transition)
-        return Pending(
-            is_open=info.acted,
-            reward=info.reward,
-            answered=info.reward,
-            episode_id=transition.episode_id,
-            episode_length=transition.episode_length,
-            num_gaps=jnp.int32(0),
-            source={group.name: _source(transition, group) for group in layout.groups},
-            layout=layout,
-        )
-
-    shapes = jax.eval_shape(step, carry, params)
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    at = carry.episode
-    return nothing.replace(episode_id=at.episode_id, episode_length=at.episode_length)
+    row = prng.blank(collector.row_shape(params))
+    nothing = jnp.zeros((*row.mask.shape, len(layout.agents)), jnp.float32)
+    return Pending(
+        is_open=nothing.astype(bool),
+        reward=nothing,
+        answered=nothing,
+        episode_id=carry.episode.episode_id,
+        episode_length=carry.episode.episode_length,
+        num_gaps=jnp.int32(0),
+        source={group.name: _source(row, group) for group in layout.groups},
+        layout=layout,
+    )
 
 
 def agent_transitions(
-    pending: Pending | tuple[()], trajectory: Transition, *, end: str = "agent"
+    pending: Pending | tuple[()], trajectory: Transition
 ) -> tuple[Pending | tuple[()], AgentRows]:
     """Turns a trajectory into each agent's transitions, inside or outside of `jit`.
 
     A transition stands at the step where the agent's action is answered: at its next
     turn, at its own end or at the end of the episode. Its `reward` is the sum of the
     agent's rewards since the action, and its `next_obs` the agent's own next
-    observation. The next call answers the actions that are pending at the end of the
-    trajectory: none is lost, and none comes twice.
+    observation. Flags say how the agent ended, or else how the episode did. The next
+    call answers the actions that are pending at the end of the trajectory: none is
+    lost, and none comes twice.
 
-    `end` says how long an agent has transitions:
-
-    - "agent": until its own end. Flags say how the agent ended, or else how the episode
-      did. Rewards before its first action and after its end are in no transition: right
-      where whoever is out has nothing left to win.
-    - "episode": until the episode ends, with the flags of the episode only. At a step
-      at which the agent has no action to answer, because it has ended or has not acted
-      yet, there is a transition with that step's reward, and `extras["acting"]` is
-      False. So an agent that falls earns what its team wins later: right where agents
-      cooperate. Learn values from all transitions, and the policy from those where
-      `acting` is True.
+    Rewards before an agent's first action and after its end are in no transition: right
+    where whoever is out has nothing left to win. Where agents cooperate, take
+    `team_transitions`.
 
     Args:
         pending: from `init_agent_transitions` or the previous call.
         trajectory: `[T, B, ...]`, the steps that follow, each passed once.
             An episode may be given up in between, as `collect_episodes` does.
-        end: "agent" or "episode", the same in all calls.
 
     Returns:
         The new `pending`, and the transitions by group, `[T, B * A_g, ...]`, agent i of
         lane b in column `b * A_g + i`; `mask` is False where there is none. Their
-        `episode_return` is the sum of the agent's transitions in the episode so far.
-        `episode_length` counts its actions, and with "episode" the steps of the
-        episode. `info` is `()`, and `accumulated` has the `PerAgent` values. Their
-        `extras` are those of the policies with `policy_id`, `policy_index` for
-        `for_policy`, and two of `[T, B * A_g]` bool: `acting`, the transition has an
-        action of the agent; and `stale_next_obs`, the episode ended without an
-        observation for the agent, and `next_obs` repeats its last one.
+        `episode_return` is the sum of the agent's transitions in the episode so far,
+        and `episode_length` counts its actions. `info` is `()`, and `accumulated` has
+        the `PerAgent` values. Their `extras` are those of the policies with
+        `policy_id`, `policy_index` for `for_policy`, and two of `[T, B * A_g]` bool:
+        `acting`, the transition has an action of the agent; and `stale_next_obs`, the
+        episode ended without an observation for the agent, and `next_obs` repeats its
+        last one.
 
     Raises:
-        ValueError: if `end` is not as above, the trajectory is not one of several
-            agents, or `pending` is of
+        ValueError: if the trajectory is not one of several agents, or `pending` is of
             another collector; outside of `jit`, if the trajectory does not follow on
             `pending`, but repeats steps or leaves some out. Inside, `Pending.num_gaps`
             counts this; where every agent acts at every step it goes unnoticed.
     """
-    checks.choice("end", end, ("agent", "episode"))
-    info, to_end = agents_of(trajectory), end == "episode"
-    if info.layout.simultaneous:
-        here = jnp.broadcast_to(trajectory.mask[..., None], info.reward.shape)
-        acting = info.acted & here
-        answers = _Answers(
-            mask=here if to_end else acting,
-            acting=acting,
-            reward=info.reward,
-            total=info.agent_return,
-            is_stale=jnp.zeros(info.reward.shape, bool),
-        )
-        return (), {
-            x.name: _rows(trajectory, answers, x, _source(trajectory, x), to_end)
-            for x in info.layout.groups
-        }
-    lanes = trajectory.mask.shape[1:]
-    if not isinstance(pending, Pending) or pending.episode_id.shape != lanes:
-        raise ValueError(
-            "`pending` must be of `init_agent_transitions` for the lanes of the "
-            f"trajectory, {lanes}, got {checks.describe(pending)}."
-        )
-    first = jax.tree.map(lambda x: x[0], trajectory)
-    sources = {group.name: _source(first, group) for group in info.layout.groups}
-    what = "`pending` must be of `init_agent_transitions` of this collector"
-    checks.same(what, sources, pending.source)
-    pending = _follow(pending, trajectory)
-    pending, answers, taken_at = _match(pending, trajectory, info, to_end)
-    sources, rows = {}, {}
-    for group in info.layout.groups:
-        # Index 0 has the pending actions, index t + 1 those of step t.
-        stacked = jax.tree.map(
-            lambda first, rest: jnp.concatenate([first[None], rest]),
-            pending.source[group.name],
-            _source(trajectory, group),
-        )
-        at = taken_at[..., list(group.members)]
-        found = _rows_at(stacked, at)
-        rows[group.name] = _rows(trajectory, answers, group, found, to_end)
-        sources[group.name] = jax.tree.map(lambda x: x[-1], found)
-    return pending.replace(source=sources), rows
+    return _transitions(pending, trajectory, is_team=False)
+
+
+def team_transitions(
+    pending: Pending | tuple[()], trajectory: Transition
+) -> tuple[Pending | tuple[()], AgentRows]:
+    """Turns a trajectory into transitions that last until the end of the episode.
+
+    As `agent_transitions`, but with the flags of the episode only, and with one more
+    transition at each step at which the agent has no action to answer, because it has
+    ended or has not acted yet: with that step's reward, and `extras["acting"]` False.
+    So an agent that falls earns what its team wins later: right where agents cooperate.
+    Learn values from all transitions, and the policy from those where `acting` is True.
+
+    Args:
+        pending: from `init_agent_transitions` or the previous call of either function.
+        trajectory: as in `agent_transitions`.
+
+    Returns:
+        As `agent_transitions`; `episode_return` is all that the agent has earned in the
+        episode, and `episode_length` counts the steps of the episode.
+
+    Raises:
+        ValueError: as `agent_transitions`.
+    """
+    return _transitions(pending, trajectory, is_team=True)
 
 
 def last_values(
@@ -274,13 +244,52 @@ def agents_of(transition: Transition) -> AgentInfo:
 
 
 class _Answers(NamedTuple):
-    """Where the agents have transitions, `[T, B, A]`."""
+    """Where actions are answered, `[T, B, A]`."""
 
-    mask: jax.Array  # bool, there is a transition
-    acting: jax.Array  # bool, it answers an action
-    reward: jax.Array  # float32, sum since that action, or of this step
-    total: jax.Array  # float32, sum of the agent's transitions in the episode so far
-    is_stale: jax.Array  # bool, the answer has no observation
+    answered: jax.Array  # bool
+    pending: jax.Array  # bool, an action has no answer yet after this step
+    reward: jax.Array  # float32, sum since the action
+    total: jax.Array  # float32, sum of the agent's answers in the episode so far
+    taken_at: jax.Array  # int32, when: t + 1 for step t, 0 before the trajectory
+
+
+def _transitions(
+    pending: Any, trajectory: Transition, *, is_team: bool
+) -> tuple[Any, AgentRows]:
+    info = agents_of(trajectory)
+    groups = info.layout.groups
+    if info.layout.simultaneous:  # every action is answered at once
+        answered = info.acted & trajectory.mask[..., None]
+        none = jnp.zeros(answered.shape, bool)
+        taken_at = none.astype(jnp.int32)
+        answers = _Answers(answered, none, info.reward, info.agent_return, taken_at)
+        rows = _rows(trajectory, answers, is_team)
+        sources = {group.name: _source(trajectory, group) for group in groups}
+        return (), {x.name: _of_group(trajectory, rows, x, sources) for x in groups}
+    lanes = trajectory.mask.shape[1:]
+    if not isinstance(pending, Pending) or pending.episode_id.shape != lanes:
+        raise ValueError(
+            "`pending` must be of `init_agent_transitions` for the lanes of the "
+            f"trajectory, {lanes}, got {checks.describe(pending)}."
+        )
+    first = jax.tree.map(lambda x: x[0], trajectory)
+    what = "`pending` must be of `init_agent_transitions` of this collector"
+    sources = {group.name: _source(first, group) for group in groups}
+    checks.same(what, sources, pending.source)
+    pending, answers = _match(_follow(pending, trajectory), trajectory, info)
+    rows = _rows(trajectory, answers, is_team)
+    for group in groups:
+        # Index 0 has the pending actions, index t + 1 those of step t.
+        stacked = jax.tree.map(
+            lambda first, rest: jnp.concatenate([first[None], rest]),
+            pending.source[group.name],
+            _source(trajectory, group),
+        )
+        at = answers.taken_at[..., list(group.members)]
+        sources[group.name] = _rows_at(stacked, at)
+    last = jax.tree.map(lambda x: x[-1], sources)
+    made = {x.name: _of_group(trajectory, rows, x, sources) for x in groups}
+    return pending.replace(source=last), made
 
 
 def _source(
@@ -330,15 +339,14 @@ def _follow(pending: Pending, trajectory: Transition) -> Pending:
 
 
 def _match(
-    pending: Pending, trajectory: Transition, info: AgentInfo, to_end: bool
-) -> tuple[Pending, _Answers, jax.Array]:
+    pending: Pending, trajectory: Transition, info: AgentInfo
+) -> tuple[Pending, _Answers]:
     """Matches answers and actions, step by step.
 
-    With `to_end`, steps without a pending action answer themselves.
+    A step without an action, answered or pending, is its own source.
 
     Returns:
-        The new `pending` with the old `source`; the answers; and `[T, B, A]` int32, the
-        step that is answered: t + 1 for step t, 0 for one before the trajectory.
+        The new `pending` with the old `source`, and the answers.
     """
 
     def step(state: tuple, now: tuple) -> tuple:
@@ -351,17 +359,13 @@ def _match(
         # answered, all in one step.
         acted = agents.acted & mask
         is_open = (is_open & is_same) | acted
-        begins = acted | (mask & ~is_open) if to_end else acted
-        reward = jnp.where(begins, 0.0, reward) + jnp.where(mask, agents.reward, 0.0)
-        taken_at = jnp.where(begins, number + 1, taken_at)
+        reward = jnp.where(acted, 0.0, reward) + jnp.where(mask, agents.reward, 0.0)
+        taken_at = jnp.where(acted | (mask & ~is_open), number + 1, taken_at)
         answered = is_open & mask & (row.done[:, None] | ~agents.waiting)
-        here = answered | (mask & ~is_open) if to_end else answered
-        total = jnp.where(is_same, total, 0.0) + jnp.where(here, reward, 0.0)
-        # Answered while it waits: the episode ended without an observation for it.
-        is_stale = answered & agents.waiting
-        answers = _Answers(here, answered, reward, total, is_stale)
+        total = jnp.where(is_same, total, 0.0) + jnp.where(answered, reward, 0.0)
         is_open &= ~answered
-        return (is_open, reward, total, taken_at, row.episode_id), (answers, taken_at)
+        state = is_open, reward, total, taken_at, row.episode_id
+        return state, _Answers(answered, is_open, reward, total, taken_at)
 
     # Observations and actions stay out of the loop: `taken_at` says where to read them.
     rows = trajectory.replace(obs=(), next_obs=(), action=(), extras=(), info=())
@@ -374,14 +378,14 @@ def _match(
         jnp.zeros(pending.is_open.shape, jnp.int32),
         pending.episode_id,
     )
-    end, (answers, taken_at) = platform.scan(
+    end, answers = platform.scan(
         step, start, (numbers, rows, info), gpu=_UNROLL, other=_UNROLL
     )
     is_open, reward, total, _, episode_id = end
     pending = pending.replace(
         is_open=is_open, reward=reward, answered=total, episode_id=episode_id
     )
-    return pending, answers, taken_at
+    return pending, answers
 
 
 def _rows_at(tree: ArrayTree, at: jax.Array) -> ArrayTree:
@@ -394,30 +398,55 @@ def _rows_at(tree: ArrayTree, at: jax.Array) -> ArrayTree:
     return jax.tree.map(take, tree)
 
 
-def _rows(
-    trajectory: Transition,
-    answers: _Answers,
-    group: AgentGroup,
-    source: tuple[ArrayTree, ArrayTree, dict[str, Any]],
-    to_end: bool,
-) -> Transition:
-    """Makes the transitions of a group, `[T, B * A_g, ...]`."""
-    info: Any = trajectory.info.agents
-    members = list(group.members)
-    obs, action, extras = source
-    mask, acting, reward, total, is_stale = (x[..., members] for x in answers)
-    terminated = trajectory.terminated[..., None]
-    truncated = trajectory.truncated[..., None]
-    length = trajectory.episode_length[..., None]
-    if not to_end:
+def _rows(trajectory: Transition, answers: _Answers, is_team: bool) -> Transition:
+    """Makes the fields of all agents' transitions that need no group, `[T, B, A]`."""
+    info, answered = agents_of(trajectory), answers.answered
+    every = lambda x: jnp.broadcast_to(x[..., None], answered.shape)  # noqa: E731
+    terminated, truncated = every(trajectory.terminated), every(trajectory.truncated)
+    if is_team:
+        mask = every(trajectory.mask) & ~answers.pending
+        reward = jnp.where(answered, answers.reward, info.reward)
+        total, length = info.agent_return, every(trajectory.episode_length)
+    else:
+        mask, reward, total = answered, answers.reward, answers.total
+        length = info.agent_length
         # The episode's ending is that of the agents that had not ended before.
-        ended = info.terminated[..., members], info.truncated[..., members]
-        goes_on = ~(ended[0] | ended[1])
-        terminated = ended[0] | (goes_on & terminated)
-        truncated = ended[1] | (goes_on & truncated)
-        length = info.agent_length[..., members]
-    next_obs = trajectory.next_obs[group.name]
-    if not info.layout.simultaneous:
+        goes_on = ~(info.terminated | info.truncated)
+        terminated = info.terminated | (goes_on & terminated)
+        truncated = info.truncated | (goes_on & truncated)
+    # Answered while it waits: the episode ended without an observation for the agent.
+    extras = {"acting": answered, "stale_next_obs": answered & info.waiting}
+    named = trajectory.accumulated
+    own = named.items() if isinstance(named, dict) else ()
+    own = {name: x.value for name, x in own if isinstance(x, PerAgent)}
+    return Transition(
+        obs=(),
+        action=(),
+        next_obs=(),
+        reward=jnp.where(mask, reward, 0.0),
+        terminated=terminated & mask,
+        truncated=truncated & mask,
+        mask=mask,
+        episode_id=every(trajectory.episode_id),
+        episode_return=total,
+        episode_length=length,
+        extras=extras,
+        info=(),
+        accumulated=own or (),
+    )
+
+
+def _of_group(
+    trajectory: Transition,
+    rows: Transition,
+    group: AgentGroup,
+    sources: dict[str, tuple[ArrayTree, ArrayTree, dict[str, Any]]],
+) -> Transition:
+    """Completes the transitions of a group, `[T, B * A_g, ...]`."""
+    rows = jax.tree.map(lambda x: x[:, :, np.asarray(group.members)], rows)
+    obs, action, extras = sources[group.name]
+    is_stale, next_obs = rows.extras["stale_next_obs"], trajectory.next_obs[group.name]
+    if not agents_of(trajectory).layout.simultaneous:
         next_obs = jax.tree.map(
             lambda old, new: jnp.where(
                 is_stale.reshape(is_stale.shape + (1,) * (new.ndim - 3)), old, new
@@ -429,38 +458,19 @@ def _rows(
     if isinstance(final_value, Mapping):
         final_value = final_value.get(group.name, ())
     elif not isinstance(final_value, tuple):  # one value for all agents
-        final_value = jnp.broadcast_to(final_value[..., None], mask.shape)
+        final_value = jnp.broadcast_to(final_value[..., None], rows.mask.shape)
     if not isinstance(final_value, tuple):
         if "value" in extras:  # where `next_obs` repeats `obs`
             final_value = jnp.where(is_stale, extras["value"], final_value)
-        final_value = jnp.where(truncated & ~terminated & mask, final_value, 0.0)
-    rows = Transition(
+        final_value = jnp.where(rows.truncated & ~rows.terminated, final_value, 0.0)
+    rows = rows.replace(
         obs=obs,
         action=action,
-        reward=jnp.where(mask, reward, 0.0),
-        terminated=terminated & mask,
-        truncated=truncated & mask,
         next_obs=next_obs,
-        mask=mask,
-        episode_id=jnp.broadcast_to(trajectory.episode_id[..., None], mask.shape),
-        episode_return=total,
-        episode_length=jnp.broadcast_to(length, mask.shape),
-        extras={**extras, "acting": acting, "stale_next_obs": is_stale},
-        info=(),
-        accumulated=_accumulated(trajectory.accumulated, members),
+        extras={**extras, **rows.extras},
         final_value=final_value,
     )
     return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), rows)
-
-
-def _accumulated(accumulated: ArrayTree, members: list[int]) -> ArrayTree:
-    """Takes the `PerAgent` values of a group."""
-    items = accumulated.items() if isinstance(accumulated, dict) else ()
-    return {
-        name: jax.tree.map(lambda x: x[:, :, jnp.asarray(members)], kept.value)
-        for name, kept in items
-        if isinstance(kept, PerAgent)
-    } or ()
 
 
 def _pick(rows: Transition, columns: tuple[int, ...], size: int) -> Transition:

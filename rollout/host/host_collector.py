@@ -18,7 +18,7 @@ from rollout.host.ctrl_c import held_back
 from rollout.host.episode_plan import EpisodePlan
 from rollout.host.latest_carry import LatestCarry
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
-from rollout.host.rows import RowBlock, fold, recorder
+from rollout.host.rows import RowBlock, fold, recorder, row_shape
 from rollout.kernel.accumulators import accumulate_nothing, as_accumulators
 from rollout.policies import outputs
 from rollout.types import (
@@ -174,6 +174,16 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """Takes one step in every lane; see `Collector.step`."""
         carry, trajectory = self.collect_steps(carry, params, 1)
         return carry, jax.tree.map(lambda x: x[0], trajectory)
+
+    def row_shape(self, params: ParamsT) -> Transition[ObsT, ActionT]:
+        """Returns the shapes and dtypes of a row; nothing is played.
+
+        The observation is taken to be as its space says, and `info` as that of `env`.
+
+        Args:
+            params: parameters of the policy.
+        """
+        return row_shape(self, self.num_ready or self.env.num_envs, params)
 
     def value(self, carry: Carry, params: ParamsT) -> Any:
         """Values what the lanes see now; see `Collector.value`.

@@ -5,13 +5,11 @@ parameters made a batch, a limit of one waiting batch per actor, and replacement
 """
 
 import contextlib
-import importlib
 import itertools
 import logging
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import chex
@@ -23,6 +21,7 @@ from flax import struct
 from rollout import checks
 from rollout.collector import Collector
 from rollout.envs import prng
+from rollout.envs.optional_import import load
 from rollout.host.host_collector import HostCollector
 from rollout.stats import CollectStats, summarize
 from rollout.types import Transition
@@ -147,7 +146,7 @@ class RemoteBatches(
         checks.int_between("max_restarts", max_restarts, least=0)
         self._max_lag, self._total_steps = max_params_lag, total_steps
         self._num_actors, self._max_restarts = num_actors, max_restarts
-        self._ray = ray = _import()
+        self._ray = ray = load("ray")
         self._make_actor = ray.remote(_Actor).options(**(ray_options or {})).remote
         self._args = make_collector, steps_per_batch, str(jax.random.key_impl(key))
         self._key, self._numbers = key, itertools.count()
@@ -306,7 +305,7 @@ class _Actor:
         impl: str,
         words: np.ndarray,
     ) -> None:
-        context = _import().get_runtime_context()
+        context = load("ray").get_runtime_context()
         if not any(context.get_accelerator_ids().values()):
             # Accelerators of the machine are for others. No jax array may come before.
             jax.config.update("jax_platforms", "cpu")
@@ -336,14 +335,6 @@ def _collect(
         params = jax.device_put(params)
         carry, trajectory = collector.collect_steps(carry, params, num_steps)
         params = yield jax.device_get((trajectory, _summarize(trajectory)))
-
-
-def _import() -> ModuleType:
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        line = 'pip install ".[ray]"'
-        raise ImportError(f"ray is not installed: {line}") from error
 
 
 def _init(ray: Any) -> None:

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,10 +16,15 @@ from jax import lax
 
 from rollout import programs
 from rollout.envs import prng
+from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree
+from rollout.host.policy_runner import View
+from rollout.host.served import Served
 from rollout.kernel.accumulators import accumulate, accumulate_nothing, record
 from rollout.kernel.fold import mask_out
+from rollout.kernel.policy_state import init_policy_state
 from rollout.platform import to_host
+from rollout.policies import outputs
 from rollout.types import Accumulators, RecordFn, Transition
 
 Acc = TypeVar("Acc")
@@ -142,6 +148,46 @@ def record_rows(
         return accumulated, mask_out(record(record_fn, row))
 
     return lax.scan(step, accumulated, (rows, lane))
+
+
+def row_shape(collector: Any, width: int, params: Any) -> Transition:
+    """Returns the shapes and dtypes of a `HostCollector`'s row, `[width, ...]`."""
+    env, policy = collector.env, collector.policy
+    info = jax.tree.map(lambda x: x[:width], getattr(env, "info", {}))
+    seen: Any = View(width, as_space(env.action_space))
+
+    def make(params: Any, key: chex.PRNGKey) -> Transition:
+        key, *pair = jax.random.split(key, 3)
+        obs_keys, episode_keys = (jax.random.split(x, width) for x in pair)
+        obs = jax.vmap(as_space(env.observation_space).sample)(obs_keys)
+        state = init_policy_state(policy, episode_keys)
+        decision = policy.apply(params, obs, state, key)
+        decision = outputs.policy_step(decision, seen, state)
+        flag, number = jnp.zeros(width, bool), jnp.zeros(width, jnp.int32)
+        reward, value = jnp.zeros(width, jnp.float32), policy.value
+        served = Served(number, info, env.num_envs)
+        row = Transition(
+            obs=obs,
+            action=decision.action,
+            reward=reward,
+            terminated=flag,
+            truncated=flag,
+            next_obs=obs,
+            mask=flag,
+            episode_id=number,
+            episode_return=reward,
+            episode_length=number,
+            extras=decision.extras,
+            info=info if collector.num_ready is None else served,
+            final_value=() if value is None else value(params, obs, decision.state),
+        )
+        accumulators = collector.accumulators
+        nothing = accumulate_nothing(accumulators, env.num_envs)
+        rows = jax.tree.map(lambda x: x[None], (row, number))
+        return record_rows(accumulators, collector.record_fn, nothing, *rows)[1]
+
+    rows = jax.eval_shape(make, params, jax.random.key(0))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
 
 
 @programs.shared

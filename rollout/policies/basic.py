@@ -125,12 +125,8 @@ def stateless_policy(
 
         return apply
 
-    def value(params: Params, obs: Obs, state: PolicyState) -> ArrayTree:
-        assert value_fn is not None
-        return value_fn(params, obs)
-
-    mode = make(mode_fn) if mode_fn else None
-    return Policy(_no_state, make(fn), mode, value if value_fn else None)
+    value = value_fn and (lambda params, obs, state: value_fn(params, obs))
+    return Policy(_no_state, make(fn), make(mode_fn) if mode_fn else None, value)
 
 
 @programs.shared

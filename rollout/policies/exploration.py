@@ -326,7 +326,12 @@ def ornstein_uhlenbeck(
     """
     checks.policy(policy)
     _check_value("scale", scale)
-    _check_process(theta, dt)
+    is_known = _is_number(theta) and _is_number(dt)
+    if not is_known or theta < 0 or dt <= 0 or theta * dt >= 2:
+        raise ValueError(
+            "`theta` must be at least 0, `dt` above 0, and `theta` * `dt` below 2, or "
+            f"the noise grows without bound, got {theta!r} and {dt!r}."
+        )
     action_space = as_space(action_space, "action_space")
     add = _adder(action_space)
 
@@ -375,19 +380,11 @@ def _replacer(
 def _flag(extras: ArrayTree, none_allowed: jax.Array) -> dict[str, Any]:
     """Adds `none_allowed` to the extras, or-ed with that of another wrapper."""
     extras = {} if isinstance(extras, tuple) and not extras else extras
-    if not isinstance(extras, dict):
-        raise ValueError(
-            "With an `allowed_fn` the wrapped policy's extras must be () or a dict, "
-            f"got structure {jax.tree.structure(extras)}."
-        )
+    what = "With an `allowed_fn` the wrapped policy's extras must be () or a dict"
+    checks.kind(what, extras, dict)
     inner = extras.get("none_allowed", none_allowed)
-    kind = jnp.shape(inner), jnp.result_type(inner)
-    if kind != (none_allowed.shape, none_allowed.dtype):
-        raise ValueError(
-            "With an `allowed_fn` the wrapped policy's extras must not have "
-            f"`none_allowed`, unless as bool of shape {none_allowed.shape}, got "
-            f"{kind[1]} of shape {kind[0]}."
-        )
+    what = "The wrapped policy's `none_allowed` must be that of an `allowed_fn`"
+    checks.same(what, none_allowed, inner)
     return {**extras, "none_allowed": none_allowed | inner}
 
 
@@ -428,18 +425,6 @@ def _normal(
     return column * jax.random.normal(prng.inline(key), action.shape, action.dtype)
 
 
-def _check_process(theta: float, dt: float) -> None:
-    if not _is_number(theta) or theta < 0.0:
-        raise ValueError(f"`theta` must be at least 0 and finite, got {theta!r}.")
-    if not _is_number(dt) or dt <= 0.0:
-        raise ValueError(f"`dt` must be above 0 and finite, got {dt!r}.")
-    if theta * dt >= 2.0:
-        raise ValueError(
-            "`theta` * `dt` must be below 2, or the noise grows without bound, got "
-            f"{theta} * {dt}."
-        )
-
-
 def _check_value(
     name: str, value: float | Schedule, *, highest: float = math.inf
 ) -> None:
@@ -451,12 +436,12 @@ def _check_value(
             raise ValueError(f"`{name}` must be {what}, or a schedule, got {value!r}.")
         return
     made = jax.eval_shape(value, jax.ShapeDtypeStruct((), jnp.int32))
-    shape = getattr(made, "shape", type(made).__name__)
-    if shape != ():
-        what = f"shape {shape}" if isinstance(shape, tuple) else shape
-        raise ValueError(f"`{name}` must return a scalar, got {what}.")
-    if not any(jnp.issubdtype(made.dtype, x) for x in (jnp.floating, jnp.integer)):
-        raise ValueError(f"`{name}` must return a real scalar, got {made.dtype}.")
+    dtype = getattr(made, "dtype", bool)
+    is_real = any(jnp.issubdtype(dtype, x) for x in (jnp.floating, jnp.integer))
+    if getattr(made, "shape", None) != () or not is_real:
+        raise ValueError(
+            f"`{name}` must return a real scalar, got {checks.describe(made)}."
+        )
 
 
 def _is_number(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Dumps, merges, and later rows of episodes."""
+"""Dumps, and later rows of episodes."""
 
 import functools
 
@@ -11,6 +11,7 @@ from cases import collect, make_collector, quick_jit, raw
 from compiles import count_compiles
 
 from rollout import buffers
+from rollout.buffers import neighbours
 
 B = 16
 REPLAY, EPISODIC = buffers.ReplayBuffer, buffers.EpisodeBuffer
@@ -57,18 +58,6 @@ def test_dump_is_the_newest_rows_in_the_order_of_time(kind, num_rows, options):
         jax.tree.map(np.testing.assert_array_equal, raw(got), want)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [REPLAY, PRIORITIZED, EPISODIC])
-def test_merged_rows_come_after_those_before(kind):
-    buffer, state, _ = fill(kind, capacity=200 * B, num_rows=30)
-    other, their_state, _ = fill(kind, num_rows=64)
-    merged = buffer.merge(state, their_state)
-    parts = dumped(buffer, state), dumped(other, their_state), dumped(buffer, merged)
-    for ours, theirs, both in zip(*parts, strict=True):
-        want = np.concatenate([ours.reward, theirs.reward])
-        np.testing.assert_array_equal(both.reward, want)
-
-
 def test_goals_are_later_rows_of_the_same_episode():
     buffer, state, _ = fill()
     horizon, size = 3, 4000
@@ -81,10 +70,8 @@ def test_goals_are_later_rows_of_the_same_episode():
     @quick_jit
     def draw(state, key):
         batch = buffer.sample(state, key, size, relabel_fn=relabel, horizon=horizon)
-        rows, later = buffer.get(state, batch.indices), [batch.indices]
-        for _ in range(horizon):
-            later.append(buffer.following(state, later[-1]))
-        return batch, rows, later
+        later, _ = neighbours.window(state, batch.indices, horizon + 1)
+        return batch, buffer.get(state, batch.indices), later
 
     batch, rows, later = jax.device_get(draw(state, jax.random.key(0)))
     ahead = batch.experience.reward

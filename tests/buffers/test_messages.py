@@ -148,9 +148,6 @@ REFUSED = {
         lambda: add(rows(reward=jnp.zeros((5, B, 1)))),
         lambda: add(rows(reward=jnp.zeros((5, B), int))),
         lambda: add(rows(reward=jnp.zeros((4, B)))),
-        lambda: buffers.ReplayBuffer(32, 2).merge(
-            buffers.ReplayBuffer(32, 2).init({"a": jnp.zeros(2)}), filled()[1]
-        ),
     ],
     "at .reward, got another structure": [lambda: add(rows(reward=()))],
     "must have at least one row": [lambda: add(jax.tree.map(lambda x: x[:0], rows()))],
@@ -192,7 +189,6 @@ REFUSED = {
     ],
     "`indices` must be integers": [
         lambda: buffer().get(filled()[1], jnp.zeros(2)),
-        lambda: buffer().following(filled()[1], FLAGS),
     ],
     "`indices` and `priorities` must be `[S]`, a number for each row, got shape (2,)": [
         lambda: update(jnp.ones(2, bool)),
@@ -200,9 +196,6 @@ REFUSED = {
     ],
     # Fields that are needed.
     "needs the field `terminated`": [
-        lambda: bare("previous", jnp.zeros((1,), jnp.int32)),
-        lambda: bare("following", jnp.zeros((1,), jnp.int32)),
-        lambda: bare("unfinished"),
         lambda: bare("sample", KEY, 1, n_step=1, gamma=1.0),
         lambda: bare("sample", KEY, 1, stack=2),
         lambda: bare("sample_sequences", KEY, 1, 2),
@@ -224,14 +217,17 @@ REFUSED = {
         lambda: shard().sample(shard().init({"a": jnp.zeros(8)}), KEY, 6)
     ],
     # Recorded data.
-    "`reward` must have shape (5,), one": [lambda: from_data(reward=np.ones((5, 1)))],
+    "`reward` must be one number per row": [lambda: from_data(reward=np.ones((5, 1)))],
     "`reward` must fit into float32": [lambda: from_data(reward=np.full(5, 1e40))],
-    "`truncated` must have shape (5,)": [lambda: from_data(truncated=np.zeros(4))],
-    "`terminated` must hold 0 and 1 only": [lambda: from_data(terminated=np.arange(5))],
-    "`action` must have 5 rows, like `reward`": [lambda: from_data(action=np.ones(4))],
+    "`truncated` must have rows with": [lambda: from_data(truncated=np.zeros(4))],
+    "`action` must have rows with the leading axes (5,), got": [
+        lambda: from_data(action=np.ones(4))
+    ],
     "`action` must fit into int32": [lambda: from_data(action=np.full(5, 2**40))],
     "`action` must hold numbers": [lambda: from_data(action=np.array(["a"] * 5))],
-    "`obs['short']` must have 5 rows": [lambda: from_data(obs={"short": np.zeros(2)})],
+    "axes (5,), got float32 of shape (2,) at ['short']": [
+        lambda: from_data(obs={"short": np.zeros(2)})
+    ],
     "`next_obs` must be like `obs`: ": [
         lambda: from_data(next_obs=np.zeros((5, 2))),
         lambda: from_data(

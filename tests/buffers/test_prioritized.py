@@ -257,11 +257,9 @@ def test_sums_of_a_large_tree_follow_what_is_written():
 
     @quick_jit
     def write(leaf):
-        windows = [
-            (jnp.int32(700), jnp.arange(9) >= 2),
-            (jnp.int32(0), jnp.arange(9) < 2),
-        ]
-        tree = sum_tree.set_windows(sum_tree.build(leaf), windows, jnp.float32(7))
+        rows = jnp.concatenate([jnp.arange(702, 709), jnp.arange(2)])
+        tree = sum_tree.build(leaf)
+        tree = sum_tree.set_distinct_leaves(tree, rows, jnp.float32(7))
         return sum_tree.set_leaves(tree, chosen, value)
 
     tree = write(leaf)

@@ -12,7 +12,7 @@ import pytest
 
 import rollout
 from rollout import buffers, envs
-from rollout.agents import agent_transitions
+from rollout.agents import team_transitions
 from rollout.platform import BLOCK
 from rollout.recipes import ppo
 
@@ -177,7 +177,7 @@ def test_rows_of_a_team_are_no_launch_more_than_the_trajectory():
 
     def rows(carry):
         carry, trajectory = steps(carry)
-        return carry, agent_transitions((), trajectory, end="episode")[1]
+        return carry, team_transitions((), trajectory)[1]
 
     plain, by_agent = (inspect(fn, start(collector)) for fn in (steps, rows))
     assert by_agent.waits == plain.waits == ()

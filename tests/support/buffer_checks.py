@@ -119,9 +119,6 @@ def programs(kind, successor):
         return {
             "size": buffer.size(state),
             "get": buffer.get(state, every),
-            "previous": buffer.previous(state, every),
-            "following": buffer.following(state, every),
-            "unfinished": buffer.unfinished(state),
             "n_step": draw(state, keys[0], n_step=N_STEP, gamma=GAMMA, stack=STACK),
             "num_lost": buffer.count_lost(state),
             "num_episodes": buffer.count_episodes(state, MAX_LENGTH),
@@ -169,19 +166,6 @@ def check_held(state, model, got):
     np.testing.assert_array_equal(got["get"].mask, mask)
     ended = np.array([model.step(row).done for row in model.rows()], bool)
     assert got["num_lost"] == np.sum(ended & ~usable)
-    for name in ("previous", "following"):
-        want = [index[getattr(model, name)(row) or row] for row in model.rows()]
-        np.testing.assert_array_equal(got[name][held], want)
-
-
-def check_unfinished(state, model, got):
-    row, mask = got["unfinished"]
-    for lane in range(NUM_ENVS):
-        held = len(model.lanes[lane])
-        want = bool(held) and not model.step((lane, held - 1)).done
-        assert mask[lane] == want
-        if held:
-            assert row[lane] == indices(state, model)[lane, held - 1]
 
 
 def drawn(state, model, batch, allowed):
@@ -288,7 +272,6 @@ def check(state, model, got, positive=lambda row: True):
         return [row for row in model.usable(stack) if positive(row)]
 
     check_held(state, model, got)
-    check_unfinished(state, model, got)
     check_n_step(state, model, got, allowed)
     check_transitions(state, model, got, allowed)
     check_sequences(state, model, got, allowed)

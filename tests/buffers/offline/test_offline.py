@@ -12,7 +12,8 @@ from cases import quick_jit
 from ring_model import decode_obs, encode_obs
 
 from rollout import buffers
-from rollout.buffers.types import Experience
+from rollout.buffers import neighbours
+from rollout.types import Transition
 
 REPLAY, EPISODIC = buffers.ReplayBuffer, buffers.EpisodeBuffer
 PRIORITIZED = buffers.PrioritizedReplayBuffer
@@ -74,8 +75,9 @@ def options(successor):
 def test_one_lane_is_what_adding_the_rows_in_order_makes(make, successor, open_end):
     buffer = make(12, 1, **options(successor))
     data = make_data([3, 1, 5], open_end=open_end)
-    rows = Experience(
+    rows = Transition(
         **jax.tree.map(lambda x: x[:, None], data),
+        **dict.fromkeys(("episode_return", "extras", "info"), ()),
         episode_id=np.int32([[0], [0], [0], [1], *[[2]] * 5]),
         episode_length=np.int32([[1], [2], [3], [1], [1], [2], [3], [4], [5]]),
         mask=np.ones((9, 1), bool),
@@ -116,13 +118,14 @@ def test_episode_that_is_open_is_the_newest_of_its_lane():
 
     @quick_jit
     def look(state):
-        row, is_open = buffer.unfinished(state)
-        return row, is_open, buffer.following(state, row)
+        row = neighbours.newest(state)
+        is_open = ~neighbours.is_done(state, row)
+        return row, is_open, neighbours.goes_on(state, row)
 
-    row, is_open, following = look(state)
+    row, is_open, goes_on = jax.device_get(look(state))
     assert is_open.sum() == 1
-    np.testing.assert_array_equal(following, row)
-    (row,) = np.asarray(row)[np.asarray(is_open)]
+    assert not goes_on.any()
+    (row,) = row[is_open]
     assert np.asarray(state.experience.episode_id).reshape(-1)[row] == 3
 
 
@@ -316,7 +319,7 @@ def test_minari_that_is_not_installed_is_named(monkeypatch):
         buffers.offline.from_minari,
         functools.partial(buffers.offline.to_minari, ONE),
     ):
-        with pytest.raises(ModuleNotFoundError, match="the extra `minari` installs"):
+        with pytest.raises(ModuleNotFoundError, match="minari is not installed: pip"):
             call(ONE, "any-v0")
 
 

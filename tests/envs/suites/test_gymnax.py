@@ -209,5 +209,5 @@ def test_spaces_of_gymnax_become_ours():
     space = envs.make("Acrobot-v1").action_space
     assert space == envs.Discrete(3)
     np.testing.assert_array_equal(
-        space.contains(np.array([-1, 0, 2, 3])), [False, True, True, False]
+        jax.vmap(space.contains)(np.array([-1, 0, 2, 3])), [False, True, True, False]
     )

@@ -181,7 +181,7 @@ def normalized():
     def run(key):
         params = {"one": None, "two": None}
         carry, trajectory = collector.collect_steps(collector.init(key), params, T)
-        _, rows = rollout.agents.agent_transitions((), trajectory, end="episode")
+        _, rows = rollout.agents.team_transitions((), trajectory)
         return carry, trajectory, rows
 
     return jax.device_get(run(KEY))

@@ -14,7 +14,10 @@ from rollout import envs
 
 KEY = jax.random.key(5)
 T, B = 24, 4
-ENDS = "agent", "episode"
+ENDS = {
+    "agent": rollout.agents.agent_transitions,
+    "episode": rollout.agents.team_transitions,
+}
 GROUP, MEMBERS = "two", [0, 2]  # of `ChanceEnv`
 PARAMS = {"count": jnp.float32(3.0), "random": None}
 
@@ -72,7 +75,7 @@ def find_values(collector, end, num_windows=1):
     for _ in range(num_windows):
         num_steps = T // num_windows
         carry, trajectory = collector.collect_steps(carry, PARAMS, num_steps)
-        pending, rows = rollout.agents.agent_transitions(pending, trajectory, end=end)
+        pending, rows = ENDS[end](pending, trajectory)
         values = collector.value(carry, PARAMS)
         if not isinstance(values, dict):  # of each lane
             values = {GROUP: jnp.repeat(values[:, None], 2, axis=1)}

@@ -108,23 +108,26 @@ class InTurnsLater(InTurns):
 SHAPE = "of shape (3,), got int32 of shape ()"
 ACTIONS = "policy 'x', which controls the group 'all', must return actions as int32"
 EXTRAS = "The extras of the policy 'x' must be () or a dict"
-GROUPS = "`groups` must map policies of a mapping function, x, to groups, all, got"
+GROUPS = "mapping function, x, to groups, all, and leave each a policy, got"
 AGENTS = "with the 3 agents of its `env`, got observations of"
 PENDING = "`pending` must be of `init_agent_transitions` of this collector"
 CASES = [
     # policy_map
     (lambda: agents.policy_map({}, MAPPING, TABLE), "must be a dict with at least one"),
     (lambda: mapped({"a": "x"}), "`mapping_fn` must be a function"),
-    (lambda: mapped(by_name({"a": "x"})), "must map the agents a, b, c, got a"),
-    (lambda: mapped(by_name("y")), "must use the policies x, got 'y' for 'a'"),
+    (lambda: mapped(by_name({"a": "x"})), "must map the agents a, b, c to policies, x"),
+    (lambda: mapped(by_name("y")), "are drawn), got {'a': 'y', 'b': 'y', 'c': 'y'}"),
     (lambda: mapped(lambda key, names: jnp.int32(0)), SHAPE),
     (lambda: mapped(x=policy(lambda obs: obs)), ACTIONS),
     (lambda: mapped(x=policy(extras=lambda obs: obs)), EXTRAS),
-    (lambda: mapped(x=agents.population(policy(), 2)), "must not use a population"),
+    (
+        lambda: mapped(x=agents.population(policy(), 2)),
+        "none here (members of a population are dr",
+    ),
     (lambda: mapped(drawn, x=value(1), y=value(2)), "the same kind of `value`"),
     (lambda: mapped(drawn, groups={"y": ["all"]}), f"{GROUPS} {{'y': ['all']}}"),
     (lambda: mapped(drawn, groups={"x": ["some"]}), f"{GROUPS} {{'x': ['some']}}"),
-    (lambda: mapped(drawn, groups={"x": []}), "leave each group a policy, got none"),
+    (lambda: mapped(drawn, groups={"x": []}), f"{GROUPS} {{'x': []}}"),
     (lambda: mapped(groups={"x": ["all"]}), "of a mapping function, none here,"),
     (lambda: mapped(params={"y": 0}), "must have an entry for each policy, x, got y"),
     (lambda: mapped(params=3), "an entry for each policy, x, got int32 of shape ()"),

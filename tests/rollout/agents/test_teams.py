@@ -17,6 +17,10 @@ from rollout import envs
 
 KEY = jax.random.key(3)
 NUM_ROWS = 3 * NUM_STEPS
+ENDS = {
+    "agent": rollout.agents.agent_transitions,
+    "episode": rollout.agents.team_transitions,
+}
 
 
 def collect(env, num_steps):
@@ -44,8 +48,8 @@ def returns_of_two():
     @quick_jit
     def run(env):
         (pending, trajectory), found = collect(env, 4), {}
-        for end in ("episode", "agent"):
-            _, rows = rollout.agents.agent_transitions(pending, trajectory, end=end)
+        for end in ENDS:
+            _, rows = ENDS[end](pending, trajectory)
             t = rows["all"]
             flags, options = (t.terminated, t.truncated), {"mask": t.mask}
             returns = rollout.discounted_returns(t.reward, *flags, gamma=1.0, **options)
@@ -114,11 +118,11 @@ def windows(env, lengths):
     """The trajectory, and by `end` the rows of windows of these lengths, joined."""
     start, trajectory = collect(env, NUM_ROWS)
     found = {}
-    for end in ("agent", "episode"):
+    for end in ENDS:
         pending, every = start, []
         for first, stop in itertools.pairwise(np.cumsum((0, *lengths))):
             window = jax.tree.map(lambda x, a=first, b=stop: x[a:b], trajectory)
-            pending, rows = rollout.agents.agent_transitions(pending, window, end=end)
+            pending, rows = ENDS[end](pending, window)
             every.append(rows["all"])
         found[end] = jax.tree.map(lambda *x: jnp.concatenate(x), *every)
     return trajectory, found
@@ -170,7 +174,7 @@ def test_rows_are_those_of_a_plain_loop_and_sum_to_the_returns(
 
 
 def test_simultaneous_rows_are_a_reshape_of_the_trajectory():
-    make = functools.partial(rollout.agents.agent_transitions, end="episode")
+    make = rollout.agents.team_transitions
 
     @quick_jit
     def run():
@@ -200,8 +204,23 @@ def test_simultaneous_rows_are_a_reshape_of_the_trajectory():
     assert not names & {"scan", "while", "concatenate"}
 
 
-def test_unknown_end_is_refused():
-    pending, trajectory = jax.eval_shape(lambda: collect(team_of_two(), 4))
-    message = '`end` must be "agent" or "episode", got \'team\''
-    with pytest.raises(ValueError, match=message):
-        rollout.agents.agent_transitions(pending, trajectory, end="team")
+def test_either_function_goes_on_after_the_other():
+    @quick_jit
+    def run():
+        pending, trajectory = collect(agents.ChanceEnv(is_turn_based=True), 40)
+        first = jax.tree.map(lambda x: x[:19], trajectory)
+        second = jax.tree.map(lambda x: x[19:], trajectory)
+        after = {end: make(pending, first)[0] for end, make in ENDS.items()}
+        return after, {
+            end: {before: make(after[before], second)[1] for before in ENDS}
+            for end, make in ENDS.items()
+        }
+
+    after, found = jax.device_get(run())
+    assert after["agent"].is_open.any()
+    for rows in found.values():
+        for name, want in rows["agent"].items():
+            got = rows["episode"][name]
+            np.testing.assert_array_equal(got.mask, want.mask)
+            for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+                np.testing.assert_array_equal(x[want.mask], y[want.mask])

@@ -1,5 +1,7 @@
 """`HostCollector` against the kernel: the same rows, from NumPy."""
 
+import functools
+
 import chex
 import gymnasium
 import jax
@@ -272,7 +274,7 @@ def test_normalising_host_collector_is_evaluated_with_fixed_statistics():
     carries = [x.collect_steps(x.init(KEY), None, 20)[0] for x in (kernel, host)]
     with pytest.raises(ValueError, match="that learns them: pass"):
         rollout.evaluate(host, KEY, None, 9)
-    with pytest.raises(ValueError, match="of `NormalizeHost`, got one of `NormalizeR"):
+    with pytest.raises(ValueError, match="must have statistics of the same wrapper"):
         host.freeze(carries[0])
     learnt = carries[1].env_state[1].statistics
     judge = host.freeze(carries[1])
@@ -294,3 +296,41 @@ def test_faulty_rows_do_not_count_in_normalised_observations():
     assert host.fault_stats.restarts == 1
     leaves = jax.tree.leaves(carry.env_state)
     assert all(np.isfinite(x).all() for x in leaves)
+
+
+CART_POLE = functools.partial(gymnasium.make, "CartPole-v1")
+NOTED = {"record_info": {"lives": np.int64(0)}}
+LONGEST = {"longest": rollout.Accumulator(lambda n: jnp.zeros(n), lambda x, t: x + 1)}
+SHORT = {
+    "record_fn": lambda t: t.replace(next_obs=(), info={"square": t.reward**2}),
+    "accumulators": LONGEST,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda: HostCount(4), SHORT),
+        (lambda: envs.from_gymnasium("CartPole-v1", num_envs=4), {}),
+        (lambda: envs.from_gymnasium(CART_POLE, num_envs=4, **NOTED), {}),
+        (lambda: envs.workers([CART_POLE] * 4, **NOTED), {"num_ready": 2}),
+    ],
+)
+def test_buffer_begins_with_the_rows_that_a_host_collector_plays(make, options):
+    env = make()
+    policy = POLICY if options is SHORT else rollout.random_policy(env.action_space)
+    collector = HostCollector(env=env, policy=policy, **options)
+    try:
+        carry = collector.init(KEY)
+        num_columns = options.get("num_ready") or 4
+        buffer = rollout.buffers.ReplayBuffer(40, num_columns)
+        state = buffer.init(collector)
+        carry, trajectory = collector.collect_steps(carry, None, 3)
+        state = buffer.add(state, trajectory)
+        assert buffer.size(state) == np.sum(trajectory.mask)
+        row = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trajectory
+        )
+        assert collector.row_shape(None) == row
+    finally:
+        collector.close()

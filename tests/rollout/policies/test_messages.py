@@ -91,7 +91,8 @@ MASKED = (
 )
 FLOATS = "`action_space` must be one of floats"
 EPSILON, LEAST = "`epsilon` must be in [0, 1]", "must be at least 0 and finite"
-OWN_FLAG = "must not have `none_allowed`"
+PROCESS = "`theta` * `dt` below 2, or the noise grows without bound, got"
+OWN_FLAG = "`none_allowed` must be that of an `allowed_fn`"
 CASES = [
     # What a policy returns.
     (lambda: collect(policy(jnp.zeros(B))), f"{ACTIONS} float32 of shape (4,)"),
@@ -137,21 +138,25 @@ CASES = [
     (lambda: masked(TWO, PARTS), "masks in the structure of the action space, PyTree"),
     (lambda: masked((TWO, TWO), MIXED), "must return None for a part"),
     (lambda: masked({"a": None}, PARTS), "a mask for some part, got none"),
-    (lambda: wrapped(INTS, (OBS,)), "extras must be () or a dict, got structure"),
+    (lambda: wrapped(INTS, (OBS,)), "extras must be () or a dict, got"),
     (lambda: wrapped(INTS, {"none_allowed": INTS}), OWN_FLAG),
     (lambda: wrapped(INTS, {"none_allowed": TWO}), OWN_FLAG),
     # Amounts of exploration.
     *refused(explore, f"{EPSILON}, or a schedule", -0.1, 1.5, NAN, True, "0.1", None),
     *refused(gaussian, f"`scale` {LEAST}, or a schedule", -0.1, INF, NAN, False),
     *refused(revert, f"`scale` {LEAST}, or a schedule", -0.1),
-    (lambda: explore(lambda step: OBS), "`epsilon` must return a scalar, got shape"),
-    (lambda: explore(lambda step: (step, step)), "a scalar, got tuple"),
+    (lambda: explore(lambda step: OBS), "`epsilon` must return a real scalar, got"),
+    (lambda: explore(lambda step: (step, step)), "a real scalar, got 2 values"),
     (lambda: explore(lambda step: step > 3), "a real scalar, got bool"),
-    (lambda: gaussian(lambda step: step[None]), "`scale` must return a scalar, got"),
+    (
+        lambda: gaussian(lambda step: step[None]),
+        "`scale` must return a real scalar, got",
+    ),
     (lambda: revert(lambda step: step > 3), "`scale` must return a real scalar"),
-    *refused(lambda x: revert(1.0, theta=x), f"`theta` {LEAST}", -1.0, NAN),
-    *refused(lambda x: revert(1.0, dt=x), "`dt` must be above 0 and finite", 0.0, INF),
-    (lambda: revert(1.0, theta=4.0, dt=0.5), "`theta` * `dt` must be below 2"),
+    *[
+        (partial(revert, 1.0, theta=theta, dt=dt), f"{PROCESS} {theta!r} and {dt!r}.")
+        for theta, dt in ((-1.0, 0.1), (NAN, 0.1), (0.1, 0.0), (0.1, INF), (4.0, 0.5))
+    ],
     # Items.
     (
         lambda: item_policy(jnp.add, sample=True, items=OBS),
