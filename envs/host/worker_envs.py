@@ -226,7 +226,7 @@ class WorkerEnvs:
             for handle in handles:
                 pool.ask(handle, "rebuild", mask[handle.rows])
             replies = pool.results(handles)
-            for at in which:
+            for at in which:  # only now: until their replies they were faulty
                 pool.broken.pop(at, None)
             for _, causes in replies:
                 pool.note(causes)

@@ -27,6 +27,7 @@ class EpisodePlan:
         first_queued: the position of the first one in the queue, from which a free
             lane takes the next one; None if each lane plays its own next episodes.
         min_steps: no episode starts after so many steps; None for all N.
+        max_length: of the rows of an episode; None to keep none.
 
     Attributes:
         num_episodes: N.
@@ -43,6 +44,7 @@ class EpisodePlan:
         *,
         first_queued: int | None = None,
         min_steps: int | None = None,
+        max_length: int | None = None,
     ) -> None:
         self._first_queued, self._min_steps = first_queued, min_steps
         self._lane = np.arange(len(next_own), dtype=np.int32)
@@ -55,6 +57,7 @@ class EpisodePlan:
         self._index = self._lane.copy()  # [B], of the lanes' episodes; idle from N on
         self.lost: list[int] = []
         self._table: Any = None  # of `[N]` results
+        self._max_length, self._padded = max_length, None
 
     @property
     def is_done(self) -> bool:
@@ -99,29 +102,14 @@ class EpisodePlan:
         else:
             self._index[ended] += len(self._lane)
 
-    def pad(
-        self, padded: ArrayTree, block: RowBlock, rows: Transition, max_length: int
-    ) -> ArrayTree:
-        """Writes rows to whole episodes, `[max_length, N, ...]`; None makes these."""
-        if padded is None:
-            shape = max_length, self.num_episodes
-            padded = jax.tree.map(
-                lambda x: np.zeros(shape + x.shape[2:], x.dtype), rows
-            )
-        # A step's column is its episode, its row its number in the episode.
-        mask = block.mask
-        place = block.episode_length[mask] - 1, self.index_of(block.episode_id[mask])
-        place_rows(padded, place, jax.tree.map(lambda x: x[mask], rows))
-        return padded
-
-    def note(self, block: RowBlock, accumulated: ArrayTree) -> None:
-        """Records the episodes that end in a block of rows.
+    def note(self, block: RowBlock, rows: Transition) -> None:
+        """Records the episodes that end in a block of rows, and pads their rows.
 
         Args:
-            block: `[T, B]`, recorded.
-            accumulated: `[T, B, ...]`, the accumulators after each row.
+            block: `[T, B]`.
+            rows: `[T, B, ...]`, as they are recorded.
         """
-        here = (block.terminated | block.truncated) & block.mask
+        ended = (block.terminated | block.truncated) & block.mask
         truncated = block.truncated & ~block.cut
         result = {
             "episode_return": block.episode_return,
@@ -130,16 +118,22 @@ class EpisodePlan:
             "truncated": truncated,
             "finished": block.terminated | truncated,
             "lane": block.lane,
-            "accumulated": jax.device_get(accumulated),
+            "accumulated": jax.device_get(rows.accumulated),
         }
-        ended = jax.tree.map(lambda x: x[here], result)
-        if self._table is None:
-            make = lambda x: np.zeros((self.num_episodes, *x.shape[1:]), x.dtype)  # noqa: E731
-            self._table = jax.tree.map(make, ended)
-        place_rows(self._table, self.index_of(block.episode_id[here]), ended)
+        place = self.index_of(block.episode_id[ended])
+        self._table = _place(self._table, (self.num_episodes,), place, result, ended)
+        if self._max_length is not None:
+            # A step's column is its episode, its row its number in the episode.
+            mask, shape = block.mask, (self._max_length, self.num_episodes)
+            index = self.index_of(block.episode_id[mask])
+            place, rows = (block.episode_length[mask] - 1, index), jax.device_get(rows)
+            self._padded = _place(self._padded, shape, place, rows, mask)
 
-    def read(self) -> Episodes:
-        """Returns the episodes, zero with `mask` False where they do not count."""
+    def read(self) -> tuple[Episodes, Transition]:
+        """Returns the episodes, zero with `mask` False where they do not count.
+
+        Also returns their rows, `[max_length, N, ...]`, None if they are not padded.
+        """
         kept = np.ones(self.num_episodes, bool)
         index = self.index_of(np.array(self.lost, np.int32))
         kept[index[index < len(kept)]] = False
@@ -149,4 +143,17 @@ class EpisodePlan:
             episodes = _first_of(episodes, self._min_steps)
             self.num_used = int(episodes.mask.sum())
             episodes = episodes.replace(mask=episodes.mask & kept)
-        return jax.device_put(episodes)
+        for padded in jax.tree.leaves(self._padded):
+            padded[:, ~np.asarray(episodes.mask)] = 0
+        return jax.device_put((episodes, self._padded))
+
+
+def _place(
+    table: ArrayTree, shape: tuple[int, ...], place: Any, rows: ArrayTree, mask: Any
+) -> ArrayTree:
+    """Writes the rows where `mask` to a table, which is made of `shape` at first."""
+    rows = jax.tree.map(lambda x: x[mask], rows)
+    if table is None:
+        table = jax.tree.map(lambda x: np.zeros(shape + x.shape[1:], x.dtype), rows)
+    place_rows(table, place, rows)
+    return table

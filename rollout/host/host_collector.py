@@ -233,6 +233,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             if at_batch_end == "reset":
                 loop.begin(loop.next_own, loop.episode_length > 0)
             cut_last = at_batch_end == "truncate"
+            # One block, so that its memory is the trajectory.
             blocks = self._run(params, num_steps, num_steps, limit, cut_last=cut_last)
             ((_, trajectory),) = blocks
             return self._carry(), trajectory
@@ -272,27 +273,16 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
         One that is lost to a fault counts, with `mask` False and all else zero.
         """
-        padded: Any = None
-
-        def write(plan: EpisodePlan, block: RowBlock, rows: Transition) -> None:
-            nonlocal padded
-            padded = plan.pad(padded, block, jax.device_get(rows), max_episode_steps)
-
-        carry, episodes = self._play(
+        carry, rows, episodes = self._play(
             carry,
             params,
             num_episodes,
             max_episode_steps,
             per_env=per_env,
             min_steps=checks.min_steps(min_steps, per_env),
-            consume=write if return_rows else None,
+            return_rows=return_rows,
         )
-        if not return_rows:
-            return carry, episodes
-        lost = ~np.asarray(episodes.mask)
-        for table in jax.tree.leaves(padded):
-            table[:, lost] = 0
-        return carry, jax.device_put(padded), episodes
+        return (carry, rows, episodes) if return_rows else (carry, episodes)
 
     def fold_episodes(
         self,
@@ -306,15 +296,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Acc, Episodes]:
         """Folds each transition of `num_episodes`; see `Collector.fold_episodes`."""
         checks.function("fn", fn, "acc", "transition")
-
-        def add(plan: EpisodePlan, block: RowBlock, rows: Transition) -> None:
-            nonlocal acc
-            acc = fold(fn, acc, rows, block.num)
-
-        carry, episodes = self._play(
-            carry, params, num_episodes, max_episode_steps, consume=add
+        return self._play(
+            carry, params, num_episodes, max_episode_steps, fn=fn, acc=acc
         )
-        return carry, acc, episodes
 
     def compile(self, carry: Carry, params: ParamsT) -> None:
         """Compiles the program of the policy, which otherwise the first call does."""
@@ -465,30 +449,27 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def _carry(self) -> Carry:
         """Makes the carry for the next call."""
         loop, runner = self._loop, self._loop.runner
+        if self.accumulators:
+            nothing = accumulate_nothing(self.accumulators, self.env.num_envs)
+            has_begun: Any = loop.episode_length > 0
+            self._accumulated = prng.select(has_begun, self._accumulated, nothing)
         episode: dict[str, Any] = {
             "key": (),  # host episodes have a seed instead
             "episode_return": loop.episode_return.copy(),
             "episode_length": loop.episode_length.copy(),
             "episode_id": loop.episode_id,
+            "accumulated": self._accumulated,
         }
-        if self.accumulators:
-            self._accumulated = prng.select(
-                episode["episode_length"] > 0,
-                self._accumulated,
-                accumulate_nothing(self.accumulators, self.env.num_envs),
-            )
-        step: Any = np.int32(runner.step)
-        next_episode: Any = np.int32(self._next_episode)
-        carry = Carry(
-            key=runner.key,
-            step=step,
-            next_episode=next_episode,
-            env_state=self._latest.env_state,
-            obs=jax.tree.map(np.array, loop.obs),
-            policy_state=runner.restarted(loop.unseen, loop.episode_id),
-            episode=Episode(**episode, accumulated=self._accumulated),
-        )
-        return self._latest.note(carry)
+        carry: dict[str, Any] = {
+            "key": runner.key,
+            "step": np.int32(runner.step),
+            "next_episode": np.int32(self._next_episode),
+            "env_state": self._latest.env_state,
+            "obs": jax.tree.map(np.array, loop.obs),
+            "policy_state": runner.restarted(loop.unseen, loop.episode_id),
+            "episode": Episode(**episode),
+        }
+        return self._latest.note(Carry(**carry))
 
     def _play(
         self,
@@ -499,9 +480,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         *,
         per_env: bool = False,
         min_steps: int | None = None,
-        consume: Callable[[EpisodePlan, RowBlock, Transition], None] | None = None,
-    ) -> tuple[Carry, Episodes]:
-        """Plays assigned episodes; passes every block of rows to `consume`."""
+        return_rows: bool = False,
+        fn: Callable[[Any, Transition], Any] | None = None,
+        acc: Any = None,
+    ) -> tuple[Carry, Any, Episodes]:
+        """Plays assigned episodes; returns their rows, or folds them into `acc`."""
         num_episodes = checks.int_between("num_episodes", num_episodes)
         max_episode_steps = checks.int_between(
             "max_episode_steps", max_episode_steps, most=None
@@ -513,13 +496,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 num_episodes * (self.env.num_envs if per_env else 1),
                 first_queued=None if per_env else self._next_episode,
                 min_steps=min_steps,
+                max_length=max_episode_steps if return_rows else None,
             )
             loop.begin_plan(plan)
             for block, rows in self._run(params, NO_LIMIT, _BLOCK, max_episode_steps):
-                if consume is not None:
-                    consume(plan, block, rows)
-                plan.note(block, rows.accumulated)
-            episodes, self._block = plan.read(), None
+                acc = acc if fn is None else fold(fn, acc, rows, block.num)
+                plan.note(block, rows)
+            self._block, (episodes, padded) = None, plan.read()
             self._next_episode += plan.num_used
             loop.end_plan()
-            return self._carry(), episodes
+            return self._carry(), padded if return_rows else acc, episodes

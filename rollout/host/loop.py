@@ -131,6 +131,8 @@ class Loop:
             limit: steps after which an episode is cut.
             cut_last: whether the last row truncates the episodes that it does not end.
         """
+        # Each round acts, steps, writes the row, and begins the episodes that follow: a
+        # row is whole, or not there, wherever a round is cut short.
         take = self._step if self._num_ready is None else self._receive
         while block.num < block.size and not self.is_done:
             self.check()
@@ -269,12 +271,12 @@ class Loop:
         length = self.episode_length[lanes]
         if limit < NO_LIMIT:
             cut = mask & (length >= limit) & ~truncated
-            if plan is not None:  # one that terminates at the limit is not cut, too
-                cut &= ~terminated
-            block.cut[row, columns] = cut
-            truncated = truncated | cut
+            # An assigned episode that terminates at the limit is not cut, too.
+            cut = cut if plan is None else cut & ~terminated
+            block.cut[row, columns], truncated = cut, truncated | cut
         if is_last:
             truncated = truncated | (mask & ~terminated)
+        # Copied, since the environments and the next row write to these arrays.
         block.reward[row, columns] = result.reward
         block.terminated[row, columns] = terminated
         block.truncated[row, columns] = truncated
@@ -303,13 +305,16 @@ class Loop:
             place_rows(self.obs, lanes, result.obs)
             ended = self._nowhere.copy()
             ended[lanes] = done
+        # Values that are not finite, or not in their space, are faults like any other.
         bad, reward = self._obs_check.find(result.obs), result.total_reward
         if not np.isfinite(reward).all():
-            for column in np.flatnonzero(~np.isfinite(reward)).tolist():
+            wrong = ~np.isfinite(reward)
+            wrong = wrong if result.mask is None else wrong & result.mask
+            for column in np.flatnonzero(wrong).tolist():
                 what = f"`reward` must be finite, got {reward[column]}"
                 bad.setdefault(column, ValueError(what))
         causes = result.causes
-        if bad:
+        if bad:  # by column of the row, while causes go by lane
             number = np.arange(len(ended))[lanes].tolist()
             causes = {number[at]: cause for at, cause in bad.items()} | dict(causes)
         if self.plan is not None:
@@ -337,6 +342,7 @@ class Loop:
                 num_episodes = int(np.count_nonzero(self.plan.mask[failed]))
                 self.plan.lost += lost.tolist()
             num_steps = 0 if block is None else block.mask_out(lost)
+            # A lost episode ends like any other, but its lane is rebuilt first.
             self._failed[failed] = ended[failed] = True
         if np.count_nonzero(ended):
             if self.plan is None:
@@ -362,9 +368,10 @@ class Loop:
             block: the rows in which lost episodes are masked out.
         """
         env: Any = self._env
-        if self.is_torn:
+        if self.is_torn:  # nobody knows which environments are whole
             self._failed = self._everywhere.copy()
         self.is_torn = True
+        # Until all lanes have begun: a fault at a reset is a fault of the next episode.
         while np.count_nonzero(self._begins):
             if hasattr(env, "rebuild") and np.count_nonzero(self._failed):
                 self._rebuild()
