@@ -50,7 +50,7 @@ ONE_ENVS = (128, 1024, 4096)
 SIZES = (1, 2, 8, 32)
 ONE_IDS = ("CartPole-v1", "Acrobot-v1", "Breakout-MinAtar")
 NUM_LANES, NUM_AGENTS, OBS_SIZE, NUM_ACTIONS = 512, 2, 18, 5
-NETWORK = ppo.ActorCritic(envs.Discrete(NUM_ACTIONS), 64, jnp.tanh)
+NETWORK = ppo.ActorCritic(envs.Discrete(NUM_ACTIONS), ppo.Config())
 
 
 @struct.dataclass

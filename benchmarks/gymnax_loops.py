@@ -47,7 +47,7 @@ def make_policy(case: Case) -> tuple[rollout.Policy, Callable[[jax.Array], Any]]
     env = envs.make(case.env_id)
     if case.policy == "random":
         return rollout.random_policy(env.action_space), lambda key: ()
-    network = ppo.ActorCritic(env.action_space, 64, jnp.tanh)
+    network = ppo.ActorCritic(env.action_space, ppo.Config())
     size = jax.eval_shape(env.reset, KEY)[1].size
 
     def act(params: Any, obs: jax.Array, key: jax.Array) -> tuple[Any, Any]:

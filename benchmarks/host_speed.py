@@ -101,7 +101,7 @@ class Network:
     def __init__(self, make: MakeEnv) -> None:
         env = make()
         obs = jnp.zeros((1, int(np.prod(env.observation_space.shape))))
-        self.module = ppo.ActorCritic(as_space(env.action_space), 64, jnp.tanh)
+        self.module = ppo.ActorCritic(as_space(env.action_space), ppo.Config())
         self.params = self.module.init(jax.random.key(0), obs)
         env.close()
 

@@ -27,6 +27,7 @@ from recipes import Config
 
 import rollout
 from rollout import agents, profiling
+from rollout.recipes.training import begin
 
 # Without it XLA computes once, before the loop, what rows give without parameters.
 fenced = jax.lax.optimization_barrier
@@ -133,68 +134,68 @@ def ippo() -> Parts:
 
 
 def dqn() -> Parts:
-    """The page of DQN."""
-    names = recipes.setup("dqn", "stream = ")
-    collector, loss, optimizer = (names[x] for x in ("collector", "loss", "optimizer"))
-    num_steps = names["STEPS_PER_BATCH"] // names["NUM_ENVS"]
-    count, key = names["UPDATES_PER_BATCH"], jax.random.key(0)
+    """`dqn.py` with the settings of its page."""
+    names = recipes.setup("dqn", "learn = ")
+    agent, collector, config = (names[x] for x in ("agent", "collector", "config"))
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def batch(state: Any) -> Any:
-        carry, learner = state
-        carry, t = collector.collect_steps(carry, learner[0], num_steps)
-        return carry, names["learn"](*learner, t, key, 0.4)
+    def train(state: Any) -> Any:
+        return agent.update(collector, state, jax.random.key(1))[0]
 
-    state = collector.init(key), jax.tree.map(jnp.copy, names["learner"])
-    state = batch(state)
+    state = jax.tree.map(jnp.copy, begin(agent, collector, jax.random.key(0)))
+    state = train(state)
 
     def update() -> Any:
         nonlocal state
-        state = batch(state)
-        return state[1][0]
+        state = train(state)
+        return state.params
 
-    params = jax.tree.map(jnp.copy, state[1][0])
-    rows = names["buffer"].sample(state[1][3], key, 128, beta=0.4, n_step=3, gamma=0.99)
+    learner, memory = jax.tree.map(jnp.copy, (state.learner, state.memory))
+    options = {"beta": 0.4, "n_step": config.n_step, "gamma": config.gamma}
+    rows = agent.buffer.sample(memory, jax.random.key(2), config.batch_size, **options)
 
     def descend(params: Any, opt_state: Any) -> Any:
         def step(learner: Any, _: None) -> Any:
             learner, (target, batch) = fenced((learner, (params, rows)))
-            grads = jax.grad(loss, has_aux=True)(learner[0], target, batch)[0]
-            change, opt_state = optimizer.update(grads, learner[1])
+            grads = jax.grad(agent.loss, has_aux=True)(learner[0], target, batch)[0]
+            change, opt_state = agent.optimizer.update(grads, learner[1])
             return (optax.apply_updates(learner[0], change), opt_state), None
 
-        return jax.lax.scan(step, (params, opt_state), length=count)[0]
+        return jax.lax.scan(step, (params, opt_state), length=config.num_gradients)[0]
 
-    given = given_of(collector, params, num_steps)
+    given = given_of(collector, learner[0], config.num_steps)
     return Parts(
         update,
         functools.partial(jax.jit(profiling._env_step), given),
         functools.partial(jax.jit(profiling._policy), given),
-        functools.partial(jax.jit(descend), params, optimizer.init(params)),
-        num_updates=1,
+        functools.partial(jax.jit(descend), learner[0], learner[2]),
     )
 
 
 def sac() -> Parts:
-    """The page of SAC."""
-    names = recipes.setup("sac", "steps, returns = ")
-    collector, loss, optimizer = (names[x] for x in ("collector", "loss", "optimizer"))
-    _, memory, params, targets, opt_state = names["state"]
+    """`sac.py` with the settings of its page."""
+    names = recipes.setup("sac", "learn = ")
+    agent, collector = names["agent"], names["collector"]
+    agent.config = config = agent.config._replace(num_steps=BATCHES)
+    state = begin(agent, collector, jax.random.key(0))
+    params, targets, opt_state = state.learner
     keys = jax.random.split(jax.random.key(0), (BATCHES, 3))
-    rows = names["buffer"].sample(memory, keys[0, 0], names["BATCH_SIZE"]).experience
+    rows = agent.buffer.sample(state.memory, keys[0, 0], config.batch_size).experience
 
     def descend(params: Any, opt_state: Any) -> Any:
         def step(learner: Any, keys: jax.Array) -> Any:
             (params, opt_state), again = fenced((learner, (targets, rows)))
-            grads = jax.grad(loss)(params, params, *again, keys[1:])
-            change, opt_state = optimizer.update(grads, opt_state)
+            grad = jax.grad(agent.loss, has_aux=True)
+            grads = grad(params, params, *again, keys[1:])[0]
+            change, opt_state = agent.optimizer.update(grads, opt_state)
             return (optax.apply_updates(params, change), opt_state), None
 
         return jax.lax.scan(step, (params, opt_state), keys)[0]
 
     given = given_of(collector, params, BATCHES)
+    update = jax.jit(lambda state, key: agent.update(collector, state, key)[0])
     return Parts(
-        functools.partial(names["train"], names["state"], keys),
+        functools.partial(update, state, jax.random.key(1)),
         functools.partial(jax.jit(profiling._env_step), given),
         functools.partial(jax.jit(profiling._policy), given),
         functools.partial(jax.jit(descend), params, opt_state),

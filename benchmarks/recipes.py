@@ -1,7 +1,8 @@
 """The programs of `docs/recipes` with other settings, as one function from a key.
 
-Nothing of an algorithm is written here. PPO is `rollout/recipes/ppo.py`; the programs
-of pages run up to their loop, with some of their text replaced.
+Nothing of an algorithm is written here but PureJaxRL's settings of DQN. The agents are
+those of `rollout/recipes`; the programs of pages run up to their loop, with some of
+their text replaced.
 """
 
 import re
@@ -9,13 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 
 import rollout
 from rollout import envs
 from rollout.envs.wrappers.wrapper import Wrapper
-from rollout.recipes import ppo
+from rollout.recipes import dqn, ppo
 from rollout.recipes.ppo import Config
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "recipes"
@@ -145,55 +148,65 @@ def make_ppo(env: Any, config: Config) -> Learner:
     )
 
 
-def make_dqn(env: Any, config: DQN) -> Learner:
-    """Makes the training of the page of DQN with PureJaxRL's settings."""
-    length = 500 // config.num_envs  # steps between copies of the target network
-    names = setup(
-        "dqn",
-        "stream = ",
-        {
-            "1_024_000, 100": f"{total_steps(config)}, 100",
-            "512, 32": f"{length * config.num_envs}, {length}",
-            "16, 100, 0.99": f"{config.num_envs}, 100, 0.99",
-            'rollout.envs.make("Breakout-MinAtar")': "env_of_benchmark",
-            "obs > 0": "obs",
-            "Dense(128), nn.relu, nn.Dense(128)": "Dense(120), nn.relu, nn.Dense(84)",
-            "optax.cosine_decay_schedule(1e-3, num_updates)": "2.5e-4",
-            "(1.0, 0.01, TOTAL_STEPS // NUM_ENVS // 10)": (
-                "(1.0, 0.05, TOTAL_STEPS // NUM_ENVS // 2)"
-            ),
-            "PrioritizedReplayBuffer(capacity=100_000": "ReplayBuffer(capacity=10_000",
-            "beta=beta, n_step=3": "n_step=1",
-            "network.apply(params, row.next_obs).argmax": (
-                "network.apply(target_params, row.next_obs).argmax"
-            ),
-            "optax.huber_loss(error)": "error**2",
-            "memory = buffer.update(memory, batch.indices, error + 0.01)": "",
-            "target_params = optax.incremental_update(params, target_params, 0.01)": "",
-        },
-        env_of_benchmark=env,
-    )
-    collector, buffer, learn = (names[x] for x in ("collector", "buffer", "learn"))
+class PureJaxRLDQN(dqn.DQN):
+    """DQN as PureJaxRL has it: one step, even draws, target networks that are copied.
 
-    def batch(state: Any, key: jax.Array) -> tuple[Any, None]:
-        carry, (params, _, opt_state, memory) = state
-        carry, t = collector.collect_steps(carry, params, length)
-        return (carry, learn(params, params, opt_state, memory, t, key, 1.0)), None
+    An update is one period of the target network.
+    """
 
-    def train(key: jax.Array) -> Any:
-        carry_key, init_key, key = jax.random.split(key, 3)
-        carry = collector.init(carry_key)
-        params = names["network"].init(init_key, carry.obs)
-        memory, first = buffer.init(collector, params), config.learning_starts
-        carry, memory = collector.fold_steps(
-            carry, params, buffer.add, memory, num_steps=first // config.num_envs
+    def __init__(self, action_space: Any, settings: DQN) -> None:
+        length = 500 // settings.num_envs  # steps between copies of the target network
+        first = settings.learning_starts // settings.num_envs
+        config = dqn.Config(
+            num_updates=(settings.num_updates - first) // length,
+            num_envs=settings.num_envs,
+            warmup=first,
+            num_steps=length,
+            num_gradients=length,
+            capacity=10_000,
         )
-        learner = params, params, names["optimizer"].init(params), memory
-        num_batches = (total_steps(config) - first) // (length * config.num_envs)
-        keys = jax.random.split(key, num_batches)
-        return jax.lax.scan(batch, (carry, learner), keys)[0]
+        super().__init__(action_space, config, network=self.make_network)
+        self.optimizer = optax.adam(2.5e-4)
+        self.buffer = rollout.buffers.ReplayBuffer(config.capacity, config.num_envs)
+        epsilon: Any = optax.linear_schedule(1.0, 0.05, settings.num_updates // 2)
+        self.policy = rollout.epsilon_greedy(self.final_policy, action_space, epsilon)
 
-    act = lambda params, obs, key: (  # noqa: E731
-        names["network"].apply(params, obs).argmax(axis=-1)
-    )
-    return Learner(train, lambda state: state[1][0], act)
+    @staticmethod
+    def make_network(action_space: Any, config: dqn.Config) -> nn.Module:
+        """Makes PureJaxRL's layers."""
+        layers = [nn.Dense(120), nn.relu, nn.Dense(84), nn.relu]
+        return nn.Sequential([jnp.float32, *layers, nn.Dense(action_space.n)])
+
+    def loss(self, params: Any, targets: Any, batch: Any) -> Any:
+        """Returns the loss of a batch, of values that the target network chooses."""
+        row, index = batch.experience, jnp.arange(batch.weights.size)
+        next_values = self.network.apply(targets, row.next_obs)
+        target = row.reward + batch.discount * next_values.max(axis=-1)
+        error = target - self.network.apply(params, row.obs)[index, row.action]
+        return jnp.mean(batch.weights * error**2), error
+
+    def learn(self, learner: Any, memory: Any, t: Any, key: Any, beta: Any) -> Any:
+        """Adds a trajectory, takes the gradient steps, and copies the parameters."""
+        memory, targets = self.buffer.add(memory, t), learner[0]
+
+        def step(state: Any, key: jax.Array) -> Any:
+            params, opt_state = state
+            size = self.config.batch_size
+            batch = self.buffer.sample(memory, key, size, n_step=1, gamma=0.99)
+            grads, _ = jax.grad(self.loss, has_aux=True)(params, targets, batch)
+            change, opt_state = self.optimizer.update(grads, opt_state)
+            return (optax.apply_updates(params, change), opt_state), None
+
+        state = learner[0], learner[2]
+        keys = jax.random.split(key, self.config.num_gradients)
+        (params, opt_state), _ = jax.lax.scan(step, state, keys)
+        return (params, params, opt_state), memory, {}
+
+
+def make_dqn(env: Any, config: DQN) -> Learner:
+    """Makes the training of `dqn.py` with PureJaxRL's settings."""
+    agent = PureJaxRLDQN(env.action_space, config)
+    lanes = envs.vectorize(env, config.num_envs)
+    collector = rollout.Collector(env=lanes, policy=agent.policy)
+    train = lambda key: dqn.train(agent, collector, key)  # noqa: E731
+    return Learner(train, lambda result: result[0].params, agent.act)

@@ -159,7 +159,7 @@ class ReplayBuffer(struct.PyTreeNode):
 
     @jit_method("stack")
     def _can_sample(
-        self, state: ArrayTree, batch_size: int, *, stack: int | None
+        self, state: ArrayTree, batch_size: Any, *, stack: int | None
     ) -> jax.Array:
         usable_fn = self._usable_fn(state, stack)
         if usable_fn is None:

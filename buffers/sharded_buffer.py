@@ -104,7 +104,7 @@ class _Sharded(ReplayBuffer):
 
     @jit_method("stack")
     def _can_sample(
-        self, state: RingState, batch_size: int, *, stack: int | None
+        self, state: RingState, batch_size: Any, *, stack: int | None
     ) -> jax.Array:
         first, _, ring = self._where
 

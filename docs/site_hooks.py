@@ -54,8 +54,11 @@ class FlaxDataclasses(griffe.Extension):
             mod.members["struct"].target_path = "dataclasses"
 
     def on_class_members(self, *, cls, **_):
-        """Removes private fields."""
-        for name in [x for x in cls.members if x.startswith("_")]:
+        """Makes dataclasses of the subclasses too; removes private fields."""
+        if any(str(base).startswith("struct.PyTreeNode") for base in cls.bases):
+            of = griffe.ExprName("dataclasses.dataclass")
+            cls.decorators.append(griffe.Decorator(of, lineno=None, endlineno=None))
+        for name in [x for x in cls.members if x.startswith("_") and x != "_"]:
             if cls.members[name].is_attribute:
                 del cls.members[name]
 

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import numbers
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -17,12 +17,11 @@ import numpy as np
 from jax.core import Tracer
 
 from rollout.envs import prng
-from rollout.envs.types import AnySpace, ArrayTree, EnvStep, VectorEnv
+from rollout.envs.types import ArrayTree, EnvStep
 from rollout.types import (
     Carry,
     Episodes,
     Policy,
-    PolicyStep,
     Transition,
 )
 
@@ -254,16 +253,6 @@ def collector(acting: Any, record_fn: Any) -> None:
         function("policy.value", acting.value, "params", "obs", "state")
 
 
-def critic(acting: Policy) -> Any:
-    """Returns the critic of a policy, which must have one."""
-    if acting.value is None:
-        raise ValueError(
-            "`policy` must have a critic, got one without: `stateless_policy` and "
-            "`recurrent_policy` take it as `value_fn`."
-        )
-    return acting.value
-
-
 def choice(name: str, value: Any, choices: Collection[str | int]) -> None:
     """Checks that a value is one of a few strings or numbers."""
     if isinstance(value, bool) or value not in choices:
@@ -311,12 +300,6 @@ def outside_of_jit(name: str) -> None:
             f"`{name}` runs in Python, so it must be used outside of `jit`, got a call "
             "while jax traces a function."
         )
-
-
-def host_call(carry: Any) -> None:
-    """Checks a call that steps host environments."""
-    outside_of_jit("HostCollector")
-    is_carry(carry)
 
 
 def is_carry(value: Any) -> None:
@@ -371,87 +354,6 @@ def leading_axes(what: str, tree: ArrayTree, axes: tuple[int, ...]) -> None:
         if jnp.shape(leaf)[: len(axes)] != axes:
             got = f"{describe(leaf)}{_at(path)}"
             raise ValueError(f"{what} with the leading axes {axes}, got {got}.")
-
-
-def values(value: Any, obs: ArrayTree) -> None:
-    """Checks that there is one float per observation, or one per agent by group."""
-    want = {"": jax.tree.leaves(obs)[0].shape[:1]}
-    if isinstance(value, Mapping):
-        groups = obs if isinstance(obs, Mapping) else {}
-        want = {name: jax.tree.leaves(x)[0].shape[:2] for name, x in groups.items()}
-    for name, x in value.items() if isinstance(value, Mapping) else [("", value)]:
-        if name not in want:
-            raise ValueError(
-                "A critic must return one value for each agent in a dict by group, "
-                f"{', '.join(sorted(want)) or 'here none'}, got the group {name!r}."
-            )
-        is_float = jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating)
-        if not is_float or x.shape != want[name]:
-            where = f" for the group {name!r}" if name else ""
-            raise ValueError(
-                "A critic must return one float per observation, of shape "
-                f"{want[name]}{where}, got {describe(x)}; it is called with only "
-                "those observations that need a value."
-            )
-
-
-def decision(
-    who: str, result: PolicyStep, space: AnySpace, num_envs: int
-) -> PolicyStep:
-    """Checks that a result is a `PolicyStep` whose action fits the space.
-
-    Returns:
-        It, with the action in the dtypes of the space where those of the policy are of
-        the same kind, such as the int64 of a categorical draw under `jax_enable_x64`.
-    """
-    what = f"{who} must return a `PolicyStep`, as `stateless_policy` makes it"
-    kind(what, result, PolicyStep)
-    if space.shape is None:
-        return result  # a composite space: see `policy_step`
-    wanted = jax.ShapeDtypeStruct((num_envs, *space.shape), space.dtype)
-    action = _cast(result.action, wanted)
-    if getattr(action, "dtype", None) != wanted.dtype or action.shape != wanted.shape:
-        raise ValueError(
-            f"{who} must return actions as {jnp.dtype(wanted.dtype).name} of shape "
-            f"{wanted.shape}, got {describe(action)}."
-        )
-    return result._replace(action=action)
-
-
-def _cast(action: Any, wanted: Any) -> Any:
-    """Casts an action among integers, or among floats; others stay as they are."""
-    if hasattr(action, "dtype"):
-        for kind in (jnp.integer, jnp.floating):
-            if all(jnp.issubdtype(x.dtype, kind) for x in (action, wanted)):
-                return jnp.asarray(action, wanted.dtype)
-    return action
-
-
-def policy_step(
-    result: PolicyStep, env: VectorEnv, policy_state: ArrayTree
-) -> PolicyStep:
-    """Checks a policy's output against the environment and the policy's state.
-
-    Returns:
-        It, with the action in the dtypes of the space; see `decision`.
-    """
-    space = env.action_space
-    result = decision("`policy.apply`", result, space, env.num_envs)
-    if space.shape is None:
-        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), env.num_envs))
-        drawn = jax.eval_shape(jax.vmap(space.sample), keys)
-        if jax.tree.structure(drawn) == jax.tree.structure(result.action):
-            action = jax.tree.map(_cast, result.action, drawn)
-            result = result._replace(action=action)
-        what = "`policy.apply` must return actions as the action space draws them"
-        same(f"{what}, a tuple together with extras", drawn, result.action)
-    same(
-        "`policy.apply` must return a state like the one it takes",
-        policy_state,
-        result.state,
-    )
-    leading_axes("`policy.apply` must return extras", result.extras, (env.num_envs,))
-    return result
 
 
 def env_step(result: EnvStep, num_envs: int, state: ArrayTree, obs: ArrayTree) -> None:

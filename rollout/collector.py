@@ -14,6 +14,8 @@ from rollout import checks, kernel, programs
 from rollout.envs.types import VectorEnv, hash_of_types
 from rollout.kernel import episodes
 from rollout.kernel.accumulators import as_accumulators
+from rollout.kernel.values import check_values
+from rollout.policies import outputs
 from rollout.types import (
     ActionT,
     Carry,
@@ -200,8 +202,8 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
                 return one float per lane, or per agent.
         """
         checks.carry(carry, self)
-        values = checks.critic(self.policy)(params, carry.obs, carry.policy_state)
-        checks.values(values, carry.obs)
+        values = outputs.critic(self.policy)(params, carry.obs, carry.policy_state)
+        check_values(values, carry.obs)
         return values
 
     @_jit("num_steps")

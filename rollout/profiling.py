@@ -43,6 +43,8 @@ class Profile(NamedTuple):
     def __str__(self) -> str:
         """Formats a line for each part, in milliseconds."""
         parts = {name.replace("_", " "): x for name, x in self._asdict().items()}
+        if self.unexplained < 0:
+            parts["saved by fusing"] = parts.pop("unexplained")
         return "\n".join(f"  {x:<17} {1e3 * y:.3f} ms" for x, y in parts.items())
 
 

@@ -11,9 +11,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
-from jax.core import Tracer
 
 from rollout import checks
 from rollout.collector import Collector
@@ -271,23 +269,9 @@ def _check(name: str, collector: Collector, catalogue: Catalogue) -> None:
     if not isinstance(space, Discrete):
         what = f"`settings[{name!r}]` must have items as actions, a `Discrete` space"
         raise ValueError(f"{what}, got {type(space).__name__}.")
-    is_share = lambda x: (x > 0) & (x <= 1)  # noqa: E731
-    tables = {
-        "features": ("[I, F] of finite numbers", 2, "biuf", np.isfinite),
-        "popularity": ("[I] of floats above 0 and at most 1", 1, "f", is_share),
-        "dominated": ("[I] bool", 1, "b", np.isfinite),
-    }
-    for field, (what, num_axes, kinds, is_valid) in tables.items():
-        table = getattr(catalogue, field)
-        if table is None:
-            continue
-        table = table if isinstance(table, Tracer) else np.asarray(table)
-        if np.shape(table)[:1] != (space.n,):
+    for field, table in vars(catalogue).items():
+        if table is not None and jnp.shape(table)[:1] != (space.n,):
             raise ValueError(
                 f"`catalogue.{field}` must have one entry for each of {space.n} items, "
-                f"got shape {np.shape(table)}."
+                f"got shape {jnp.shape(table)}."
             )
-        is_right = table.ndim == num_axes and table.dtype.kind in kinds
-        is_known = not isinstance(table, Tracer)
-        if not is_right or (is_known and not is_valid(table).all()):
-            raise ValueError(f"`catalogue.{field}` must be {what}, got {table}.")

@@ -139,7 +139,7 @@ def check_flashbax(names, out):
 
 
 def check_rlax(names, out):
-    assert float(out.split()[1]) > 150  # seeds differ: 258 to 499
+    assert float(out.split()[1]) > 450
 
 
 def check_brax(names, out):

@@ -1,9 +1,10 @@
-"""PPO of the package learns in every space, in JAX and on the host, alike."""
+"""The agents of the package learn in every space, in JAX and on the host, alike."""
 
 import functools
 import re
 from typing import Any
 
+import flax.linen as nn
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,12 @@ from flax import struct
 import rollout
 from rollout import envs
 from rollout.envs import spaces
-from rollout.recipes import ppo
+from rollout.recipes import dqn, ppo, sac
 from rollout.recipes.distributions import Joint
-from rollout.recipes.ppo import PPO, Config, main, train
+from rollout.recipes.dqn import DQN
+from rollout.recipes.ppo import PPO, Config
+from rollout.recipes.sac import SAC
+from rollout.recipes.training import train
 
 TREE = spaces.Dict(
     {"turn": envs.Discrete(2, start=3), "pull": spaces.Tuple((envs.Box(2.0, 6.0, ()),))}
@@ -62,6 +66,24 @@ class Guess:
             truncated=state == 4,
             info={},
         )
+
+
+@struct.dataclass
+class Masked(Guess):
+    """The same, in which the best of three actions is forbidden."""
+
+    observation_space: Any = spaces.Dict(
+        {"seen": TREE, "action_mask": envs.Box(0, 1, (3,), jnp.dtype("int8"))}
+    )
+
+    def reset(self, key):
+        return jnp.int32(0), self._see(key)
+
+    def step(self, key, state, action):
+        return super().step(key, state, action).replace(obs=self._see(key))
+
+    def _see(self, key):
+        return {"seen": TREE.sample(key), "action_mask": jnp.int8([1, 1, 0])}
 
 
 def _best(part):
@@ -216,37 +238,160 @@ def test_advantages_over_time_limits_are_those_of_a_plain_loop(is_host):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-def command(folder, monkeypatch, capsys, *argv):
-    """Runs the command in a folder; returns what it printed, and its table."""
+DQN_CONFIG = dqn.Config(
+    num_updates=30,
+    num_envs=16,
+    num_steps=8,
+    num_gradients=8,
+    exploration=0.5,
+    hidden=16,
+)
+SAC_CONFIG = sac.Config(
+    num_updates=2, num_envs=4, warmup=64, num_steps=200, gamma=0.0, reward_scale=1.0
+)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_training")
+@pytest.mark.parametrize(
+    ("agent_class", "config", "space", "most"),
+    [
+        (DQN, DQN_CONFIG, SPACES["start"], 4),
+        (SAC, SAC_CONFIG, envs.Box(-1.0, 1.0, (2, 1)), 5),
+        (SAC, SAC_CONFIG, envs.Box(-1.0, 1.0, ()), 5),
+    ],
+)
+def test_agents_learn_from_a_buffer(agent_class, config, space, most):
+    """DQN without the best action, which is forbidden, and so costs 1 a step."""
+    env = Masked(space) if agent_class is DQN else Guess(space, TREE)
+    env = envs.vectorize(env, config.num_envs)
+    agent = agent_class(space, config, env.observation_space)
+    collector = rollout.Collector(env=env, policy=agent.policy)
+    state, log = jax.jit(lambda key: train(agent, collector, key))(jax.random.key(0))
+    judge = collector.replace(policy=agent.final_policy)
+    stats = rollout.evaluate(judge, jax.random.key(1), state.params, num_episodes=20)
+    assert stats.returns.mean > most - 5 if agent_class is DQN else most - 0.5
+    obs = jax.tree.map(lambda x: x[0], state.carry.obs)
+    action = agent.predict(state.params, obs)
+    assert action.shape == space.shape
+    assert (log["steps"][1:] > log["steps"][:-1]).all()
+    if agent_class is DQN:
+        _, t = collector.collect_steps(state.carry, state.params, 32)
+        assert set(np.unique(t.action).tolist()) <= {-2, -1}
+        assert action == -1
+
+
+def test_agents_say_which_actions_they_take():
+    with pytest.raises(ValueError, match="`action_space` must be a Discrete"):
+        DQN(SPACES["box"], DQN_CONFIG)
+    for name in ("box", "discrete"):
+        with pytest.raises(ValueError, match="`action_space` must be a Box from -1"):
+            SAC(SPACES[name], SAC_CONFIG)
+
+
+class Table(nn.Module):
+    """A network of one's own, for observations that count."""
+
+    space: Any
+    outputs: Any
+
+    @nn.compact
+    def __call__(self, obs):
+        table = self.param("table", nn.initializers.zeros, (2, self.outputs))
+        return table[obs["turn"] - 3]
+
+
+def test_network_of_ones_own_takes_the_place_of_dense_layers():
+    obs = {"turn": jnp.array([3, 4])}
+
+    def pair(space, config):
+        return lambda obs: (ppo.Categorical(np.eye(2)), np.zeros(2))
+
+    agent = DQN(envs.Discrete(5), DQN_CONFIG, network=lambda x, _: Table(x, x.n))
+    params = quick_jit(lambda key: agent.init(key, obs)[0])(jax.random.key(0))
+    assert params["params"]["table"].shape == (2, 5)
+    params["params"]["table"] = params["params"]["table"].at[1, 4].set(1.0)
+    assert agent.act(params, obs, None).tolist() == [0, 4]
+    agent = PPO(envs.Discrete(2), CONFIG, network=pair)
+    assert agent.network(obs)[0].mode().tolist() == [0, 1]
+
+
+COMMANDS = {
+    "ppo": (ppo.main, ("--num-steps=16", "--updates=12")),
+    "dqn": (dqn.main, ("--num-steps=8", "--warmup=8", "--updates=12")),
+    "sac": (sac.main, ("--num-steps=8", "--warmup=32", "--updates=12")),
+}
+
+
+def command(folder, monkeypatch, capsys, name, *argv):
+    """Runs the command in a folder.
+
+    Returns:
+        What it printed, its table, and the parameters of each seed.
+    """
+    folder.mkdir(exist_ok=True)
     monkeypatch.chdir(folder)
-    sizes = "--num-envs=4", "--num-steps=16", "--num-updates=12"
-    monkeypatch.setattr("sys.argv", ["ppo", *argv, *sizes])
-    main()
-    return capsys.readouterr().out.splitlines(), (folder / "agent.csv").read_text()
+    main, sizes = COMMANDS[name]
+    monkeypatch.setattr("sys.argv", [name, *argv, "--num-envs=4", *sizes])
+    params = [jax.device_get(state.params) for state in main()]
+    printed = capsys.readouterr().out.splitlines()
+    return printed, (folder / "agent.csv").read_text(), params
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("key_reuse")
-def test_command_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
+@pytest.mark.filterwarnings("ignore:The state of the environments was not saved")
+@pytest.mark.parametrize(
+    ("name", "env_id"),
+    [
+        ("ppo", "CartPole-v1"),
+        ("ppo", "gymnasium:CartPole-v1"),
+        ("dqn", "CartPole-v1"),
+        ("sac", "Pendulum-v1"),
+        ("sac", "gymnasium:Pendulum-v1"),
+    ],
+)
+def test_command_goes_on_where_it_was_killed(
+    name, env_id, tmp_path, monkeypatch, capsys
+):
+    """After a table without a checkpoint; between chunks; before the evaluation."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
-    printed, table = command(whole, monkeypatch, capsys, "CartPole-v1")
-    assert re.fullmatch(r" +640 steps, return \d.*", printed[0])
-    assert re.fullmatch(r"return \d.*, 100 episodes", printed[-1])
+    printed, table, params = command(whole, monkeypatch, capsys, name, env_id)
+    assert re.fullmatch(r"[ ,\d]+ steps, return .*", printed[0])
+    assert re.fullmatch(r"return -?\d.*, 100 episodes", printed[-1])
     assert len(table.splitlines()) == 13
     assert (whole / "agent.gif").read_bytes().startswith(b"GIF89a")
     assert (whole / "agent.png").stat().st_size > 5_000
-    with monkeypatch.context() as patched:
-        patched.setattr(ppo.rollout, "evaluate", kill)  # after the first ten
-        patched.setattr(ppo, "print", kill, raising=False)
-        with pytest.raises(KeyboardInterrupt):
-            command(killed, patched, capsys, "CartPole-v1")
-    again, resumed = command(killed, monkeypatch, capsys, "CartPole-v1", "--resume")
+    save, resume = rollout.checkpoint.save, ()
+    for call in (3, 2, None):
+        calls = []
+
+        def save_or_die(*args, calls=calls, call=call):
+            calls.append(args)
+            if len(calls) == call:
+                raise KeyboardInterrupt
+            save(*args)
+            if len(calls) == (call or 0) + 2:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(rollout.checkpoint, "save", save_or_die)
+            if call is None:
+                patched.setattr(rollout, "evaluate", kill)
+                patched.setattr(rollout.checkpoint, "save", save)
+            with pytest.raises(KeyboardInterrupt):
+                command(killed, patched, capsys, name, env_id, *resume)
+        resume = ("--resume",)
+    again, resumed, same = command(killed, monkeypatch, capsys, name, env_id, *resume)
+    if env_id.startswith("gymnasium:"):  # begins new episodes
+        assert len(resumed.splitlines()) == 13
+        return
     assert resumed == table
-    assert again == printed[1:]
+    assert again[-1] == printed[-1]
+    jax.tree.map(np.testing.assert_array_equal, same, params)
 
 
-def kill(*args):
+def kill(*args, **options):
     raise KeyboardInterrupt
 
 
@@ -255,12 +400,34 @@ def kill(*args):
 @pytest.mark.parametrize(
     "argv",
     [
-        ("Pendulum-v1", "--normalize"),
-        ("gymnasium:FrozenLake-v1",),
-        ("pgx:2048",),
+        ("ppo", "Pendulum-v1", "--normalize"),
+        ("ppo", "gymnasium:FrozenLake-v1"),
+        ("ppo", "pgx:2048"),
+        ("dqn", "pgx:2048"),
     ],
 )
 def test_command_takes_every_suite(argv, tmp_path, monkeypatch, capsys):
-    printed, table = command(tmp_path, monkeypatch, capsys, *argv)
+    printed, table, _ = command(tmp_path, monkeypatch, capsys, *argv)
     assert len(table.splitlines()) == 13
     assert any(re.fullmatch(r"return .*, 100 episodes", line) for line in printed)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("key_reuse")
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "gymnasium:CartPole-v1"])
+def test_command_trains_several_seeds(env_id, tmp_path, monkeypatch, capsys):
+    options = "ppo", env_id, "--seed=1"
+    _, table, _ = command(tmp_path / "one", monkeypatch, capsys, *options)
+    several = command(tmp_path / "all", monkeypatch, capsys, *options, "--seeds=3")
+    printed, tables, params = several
+    rows = [
+        np.loadtxt(x.splitlines(), delimiter=",", skiprows=1) for x in (table, tables)
+    ]
+    np.testing.assert_array_equal(rows[1][:, 0], [1, 2, 3] * 12)
+    np.testing.assert_allclose(rows[1][::3][:, 1:3], rows[0][:, 1:3], rtol=0.02)
+    *each, total = printed[-4:]
+    means = [float(line.split()[1]) for line in each]
+    pattern = r"return (\S+) \(95 %: \S+ to \S+\), 3 seeds with 100 episodes each"
+    (mean,) = re.fullmatch(pattern, total).groups()
+    assert float(mean) == pytest.approx(np.mean(means), rel=1e-4)
+    assert len(params) == 3

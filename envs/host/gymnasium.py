@@ -121,7 +121,7 @@ class _VectorEnv:
         self._recorded = list(zip(self._layout.info.paths, arrays.info, strict=True))
         self.info = arrays.info_tree
         self._every = np.ones(self.num_envs, bool)
-        self._ended: Any = None  # [B] bool, None before the first reset
+        self._ended = self._every.copy()
         self._obs: ArrayTree = None
 
     def draw(self, number: int) -> np.ndarray:
@@ -132,13 +132,7 @@ class _VectorEnv:
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         host_checks.closed(self._is_closed)
-        which = host_checks.reset(seeds, mask, self.num_envs)
-        every = len(which) == self.num_envs
-        if not every and self._ended is None:
-            raise ValueError(
-                "`mask` must be True everywhere at the first `reset`, got "
-                f"{len(which)} of {self.num_envs}."
-            )
+        which, every = np.flatnonzero(mask), bool(np.all(mask))
         if self._resets_itself and not every:
             # The next `step` resets these, and returns their first observations.
             going = np.flatnonzero(mask & ~self._ended)

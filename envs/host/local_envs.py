@@ -114,7 +114,7 @@ class LocalEnvs:
             EnvFault: if some failed, or had failed and were not rebuilt.
         """
         request_checks.closed(not self._envs)
-        which = request_checks.reset(seeds, mask, self.num_envs)
+        which = np.flatnonzero(mask).tolist()
         # All are reset before the first fault is raised: the others must be ready.
         for at in which:
             if at not in self.causes:
@@ -127,9 +127,7 @@ class LocalEnvs:
     def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[B, ...]`, and resets none."""
         request_checks.closed(not self._envs)
-        actions = self._split(action)
-        request_checks.length("action", actions, self.num_envs)
-        for at, one in enumerate(actions):
+        for at, one in enumerate(self._split(action)):
             self.advance(at, one)
         return self._arrays.answer(self.causes)
 
@@ -144,7 +142,7 @@ class LocalEnvs:
         """
         request_checks.closed(not self._envs)
         causes = {}
-        for at in request_checks.masked(mask, self.num_envs):
+        for at in np.flatnonzero(mask).tolist():
             _close(self._envs[at])
             try:
                 env = self._make(at)
@@ -170,7 +168,6 @@ class LocalEnvs:
             ValueError: if an environment has no `load_state`.
         """
         request_checks.closed(not self._envs)
-        request_checks.length("saved", saved, self.num_envs)
         if self.causes:
             self.rebuild(np.isin(np.arange(self.num_envs), list(self.causes)))
         for env, state in zip(self._envs, saved, strict=True):

@@ -135,8 +135,7 @@ class WorkerEnvs:
         Raises:
             EnvFault: if some failed, or had failed and were not rebuilt.
         """
-        which = request_checks.reset(seeds, mask, self.num_envs)
-        seeds, mask = np.asarray(seeds), np.asarray(mask)
+        which = np.flatnonzero(mask).tolist()
         with self._pool as pool:
             asked = self._handles(at for at in which if at not in pool.broken)
             for handle in asked:  # all are asked before the first answer is awaited
@@ -150,12 +149,10 @@ class WorkerEnvs:
     def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[B, ...]`, and resets none."""
         with self._pool as pool:
-            request_checks.all_idle("step", pool.in_flight)
             self._write_action(slice(None), action)
-            alive = pool.alive
-            for handle in alive:
+            for handle in pool.handles:
                 pool.ask(handle, "step")
-            for _, causes in pool.results(alive):
+            for _, causes in pool.results(pool.handles):
                 pool.note(causes)
             return self._arrays.answer(pool.broken)
 
@@ -167,9 +164,8 @@ class WorkerEnvs:
             env_id: `[K]` int, their numbers; none of them may be in flight.
         """
         with self._pool as pool:
-            ids = request_checks.env_ids(env_id, self.num_envs, pool.in_flight)
-            self._write_action(ids, action)
-            for at in ids:
+            self._write_action(env_id, action)
+            for at in env_id.tolist():
                 pool.in_flight.add(at)
                 if at in pool.broken:  # it answers at once, with its fault
                     pool.answered.append(at)
@@ -224,8 +220,7 @@ class WorkerEnvs:
         Raises:
             EnvFault: if some could not be made; they stay faulty.
         """
-        which = request_checks.masked(mask, self.num_envs)
-        mask = np.asarray(mask)
+        which = np.flatnonzero(mask).tolist()
         with self._pool as pool:
             handles = self._handles(which)
             for handle in handles:
@@ -241,17 +236,12 @@ class WorkerEnvs:
             self._raise(which)
 
     def save(self) -> list[bytes] | None:
-        """Saves every environment; see `HostVectorEnv`.
-
-        Raises:
-            ValueError: if some are in flight.
-        """
+        """Saves every environment, None if some are in flight; see `HostVectorEnv`."""
         with self._pool as pool:
-            request_checks.all_idle("save", pool.in_flight)
             for handle in pool.handles:
                 pool.ask(handle, "save")
             states = [saved for _, saved in pool.results(pool.handles)]
-            if pool.broken or None in states:
+            if pool.broken or pool.in_flight or None in states:
                 return None
             return list(itertools.chain.from_iterable(states))
 
@@ -260,14 +250,13 @@ class WorkerEnvs:
 
         Raises:
             EnvFault: if a worker ends meanwhile.
-            ValueError: if some are in flight, or have no `load_state`.
+            ValueError: if some have no `load_state`.
         """
-        request_checks.length("saved", saved, self.num_envs)
         with self._pool as pool:
-            request_checks.all_idle("load", pool.in_flight)
             pool.pump(0.0)  # notices workers that have ended
             self._start([handle for handle in pool.handles if handle.pipe is None])
             pool.broken.clear()
+            pool.forget(range(self.num_envs))
             values = self._layout.obs.flatten(obs)
             for handle in pool.handles:
                 rows = self._layout.obs.unflatten([x[handle.rows] for x in values])

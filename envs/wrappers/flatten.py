@@ -20,7 +20,7 @@ def flatten_obs(space: AnySpace, obs: ArrayTree) -> jax.Array:
     The parts of a `Dict` or `Tuple` are flattened and put one after another, in the
     order of `jax.tree.leaves`. A `Discrete` part becomes one-hot, and so does each
     entry of a `MultiDiscrete`; flags and other numbers become floats. An entry
-    `action_mask` of a `Dict` is left out; see `mask_in`.
+    `action_mask` of a `Dict` or NamedTuple is left out; see `mask_in`.
 
     Args:
         space: the space of one observation.
@@ -79,7 +79,9 @@ class FlattenObs(ObsWrapper):
 
 
 def _is_mask(path: Any) -> bool:
-    return bool(path) and getattr(path[-1], "key", None) == _MASK
+    """An entry of a dict, or a field of a NamedTuple."""
+    last = path[-1] if path else None
+    return _MASK in (getattr(last, "key", None), getattr(last, "name", None))
 
 
 def _sizes(space: AnySpace) -> np.ndarray | None:

@@ -23,6 +23,8 @@ from rollout.agents.population import Population, apply_members
 from rollout.envs import prng
 from rollout.envs.multi_agent import AgentGroup, AgentLayout
 from rollout.envs.types import ArrayTree
+from rollout.kernel.values import check_values
+from rollout.policies import outputs
 from rollout.types import Key, Obs, Params, Policy, PolicyStep
 
 MappingFn = Callable[[Key, tuple[str, ...]], jax.Array]
@@ -196,7 +198,7 @@ def decide(
     apply = policy.mode if use_mode and policy.mode is not None else policy.apply
     decision = _call(subgroup, apply, policy_id, params, obs, state, key)
     num_envs, num = policy_id.shape[0], len(subgroup.columns)
-    decision = checks.decision(str(subgroup), decision, subgroup.group, num_envs * num)
+    decision = outputs.decision(str(subgroup), decision, subgroup.group, num_envs * num)
     merged, what = merge(state), f"{subgroup} must return the state as it came in"
     checks.same(what, merged, decision.state)
     return unmerge(decision, num_envs)
@@ -213,7 +215,7 @@ def value(
     def apply(params: Params, obs: Obs, state: ArrayTree, key: Key) -> jax.Array:
         del key  # unused
         values = value_fn(params, obs, state)
-        checks.values(values, obs)
+        check_values(values, obs)
         return values
 
     no_key = jax.random.key(0)

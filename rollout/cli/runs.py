@@ -1,10 +1,12 @@
 """Executes runs of `python -m rollout`: steps, episodes, a drawing, an inspection."""
 
+import functools
 import importlib
 import runpy
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +41,15 @@ def make_collector(run: Namespace) -> tuple[Any, Any]:
         if suite == "envpool":
             env: Any = envs.from_envpool(env_id, run.num_envs, seed=run.seed, **options)
         else:
-            drawn = {"render_mode": "rgb_array"} if run.gif else {}
-            env = envs.from_gymnasium(env_id, run.num_envs, **drawn, **options)
+            options |= {"render_mode": "rgb_array"} if run.gif else {}
+            if ".py:" in env_id:
+                make = functools.partial(_find(env_id), **options)
+                env = envs.from_gymnasium(make, run.num_envs)
+            else:
+                env = envs.from_gymnasium(env_id, run.num_envs, **options)
         return HostCollector(env=env, policy=random_policy(env.action_space)), None
     is_id = not env_id or suite in SUITES
-    one: Any = envs.make(run.env, **options) if is_id else _make_own(run.env, options)
+    one: Any = (envs.make if is_id else _make_own)(run.env, **options)
     env = envs.vectorize(one, run.num_envs)
     if not hasattr(one, "agents"):
         policy = _random_policy(env.observation_space, env.action_space)
@@ -153,20 +159,32 @@ def num_rows(run: Namespace) -> int:
     return min(-(-run.num_steps // _NUM_BATCHES), max(1, _MAX_ROWS // run.num_envs))
 
 
-def _make_own(text: str, options: dict[str, Any]) -> Any:
-    """Makes a user's own environment, of `module:Class` or `file.py:function`."""
+def _make_own(text: str, **options: Any) -> Any:
+    """Makes a user's own environment in JAX; adapts one of gymnax's kind."""
+    env = _find(text)(**options)
+    if hasattr(env, "step_env"):
+        return envs.from_gymnax(env)
+    if hasattr(env, "unwrapped"):
+        raise ValueError(
+            f"the environment must be in JAX, got {text} of Gymnasium: write "
+            f"gymnasium:{text}, with a file."
+        )
+    return env
+
+
+def _find(text: str) -> Callable[..., Any]:
+    """Finds what makes an environment, `module:Class` or `file.py:function`."""
     where, _, name = text.rpartition(":")
     is_file = where.endswith(".py")
     sys.path.insert(0, str(Path(where).parent) if is_file else "")
     try:
         own = runpy.run_path(where) if is_file else vars(importlib.import_module(where))
-        make = own[name]
+        return own[name]
     except (ImportError, OSError, KeyError) as error:
         raise ValueError(
             "the environment must be one of --list-envs, module:Class or "
             f"file.py:function, got {text}: {error}"
         ) from error
-    return make(**options)
 
 
 def _random_policy(observation_space: Any, action_space: Any) -> Any:

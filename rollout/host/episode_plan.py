@@ -13,7 +13,7 @@ import numpy as np
 from rollout.envs.types import ArrayTree
 from rollout.host.rows import RowBlock, place_rows
 from rollout.kernel.episodes import count_steps, first_of
-from rollout.types import Episodes
+from rollout.types import Episodes, Transition
 
 _first_of = jax.jit(first_of)
 
@@ -98,6 +98,21 @@ class EpisodePlan:
             self.num_used = min(self._num_started, self.num_episodes)
         else:
             self._index[ended] += len(self._lane)
+
+    def pad(
+        self, padded: ArrayTree, block: RowBlock, rows: Transition, max_length: int
+    ) -> ArrayTree:
+        """Writes rows to whole episodes, `[max_length, N, ...]`; None makes these."""
+        if padded is None:
+            shape = max_length, self.num_episodes
+            padded = jax.tree.map(
+                lambda x: np.zeros(shape + x.shape[2:], x.dtype), rows
+            )
+        # A step's column is its episode, its row its number in the episode.
+        mask = block.mask
+        place = block.episode_length[mask] - 1, self.index_of(block.episode_id[mask])
+        place_rows(padded, place, jax.tree.map(lambda x: x[mask], rows))
+        return padded
 
     def note(self, block: RowBlock, accumulated: ArrayTree) -> None:
         """Records the episodes that end in a block of rows.

@@ -13,13 +13,14 @@ import numpy as np
 
 from rollout import checks
 from rollout.envs import prng
-from rollout.envs.host.ownership import claim, is_claimed, new_user
 from rollout.envs.host.types import HostVectorEnv
 from rollout.host.ctrl_c import held_back
 from rollout.host.episode_plan import EpisodePlan
+from rollout.host.latest_carry import LatestCarry
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
-from rollout.host.rows import RowBlock, fold, place_rows, recorder, row_shape
+from rollout.host.rows import RowBlock, fold, recorder, row_shape
 from rollout.kernel.accumulators import accumulate_nothing, as_accumulators
+from rollout.policies import outputs
 from rollout.types import (
     ActionT,
     Carry,
@@ -100,23 +101,14 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         checks.outside_of_jit("HostCollector")
         checks.kind_of_env(self.env, is_host=True)
         checks.collector(self.policy, self.record_fn)
-        checks.int_between("max_restarts", self.max_restarts, least=0)
-        checks.seconds("timeout", self.timeout)
-        if self.num_ready is not None:
-            _check_ready(self.env, self.num_ready)
-        _check_on_fault(self.env, self.on_fault)
         self.accumulators = as_accumulators(self.accumulators)
-        self._shares = hasattr(self.env, "shared")
         self._loop = Loop(self)
         self._record = recorder(self.accumulators, self.record_fn)
-        self._ticket: Any = np.uint32(0)  # of the latest carry; 0 before `init`
+        self._latest = LatestCarry(self.env)
         self._next_episode = 0
         self._accumulated: Any = ()  # of every lane before `_block`
-        # Of the current call, or of one that was cut short: its last rows, and the
-        # ticket of its carry.
+        # The last rows of the current call, or of one that was cut short.
         self._block: RowBlock | None = None
-        self._used: Any = None
-        self._returned: Any = None  # Carry, the latest one
         self._calling = threading.Lock()
 
     @property
@@ -168,9 +160,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     def _start(self, key: chex.PRNGKey, shared: Any = None) -> None:
         """Takes the environments over, and forgets everything but what they share."""
-        self._take_over()
+        self._latest.take_over()
         env: Any = self.env
-        if self._shares:
+        if hasattr(env, "shared"):
             env.restart(shared)
         self._next_episode, self._block = 0, None
         self._accumulated = accumulate_nothing(self.accumulators, self.env.num_envs)
@@ -200,9 +192,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             ValueError: if the policy has no critic, or `carry` is not that of the last
                 call.
         """
-        checks.critic(self.policy)
+        outputs.critic(self.policy)
         with held_back():  # jax's caches make other errors of an interrupt
-            self._check_carry(carry)
+            self._latest.check(carry)
             return self._loop.runner.values_of(params, carry.obs, carry.policy_state)
 
     def collect_steps(
@@ -284,17 +276,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
         def write(plan: EpisodePlan, block: RowBlock, rows: Transition) -> None:
             nonlocal padded
-            rows = jax.device_get(rows)
-            if padded is None:
-                shape = max_episode_steps, plan.num_episodes
-                padded = jax.tree.map(
-                    lambda x: np.zeros(shape + x.shape[2:], x.dtype), rows
-                )
-            # A step's column is its episode, its row its number in the episode.
-            mask = block.mask
-            index = plan.index_of(block.episode_id[mask])
-            place = block.episode_length[mask] - 1, index
-            place_rows(padded, place, jax.tree.map(lambda x: x[mask], rows))
+            padded = plan.pad(padded, block, jax.device_get(rows), max_episode_steps)
 
         carry, episodes = self._play(
             carry,
@@ -345,9 +327,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         latest one.
         """
         env: Any = self.env
-        is_latest = np.array_equal(_ticket_of(carry), self._ticket)
-        is_mine = is_latest and is_claimed(env, self._ticket)
-        saved = env.save() if is_mine and hasattr(env, "save") else None
+        is_current = self._latest.is_latest(carry) and self._latest.is_mine
+        saved = env.save() if is_current and hasattr(env, "save") else None
         return saved or [b""] * env.num_envs
 
     def restore(self, carry: Carry, saved: list[bytes]) -> Carry:
@@ -378,9 +359,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         with self._call():
             if is_saved:
                 self._loop.is_torn = True
-                self._used = self._ticket
+                self._latest.use_up()
                 env.load(saved, jax.tree.map(np.array, carry.obs))
-            self._start(carry.key, carry.env_state[1] if self._shares else None)
+            self._start(carry.key, carry.env_state[1])
             self._next_episode = int(carry.next_episode)
             if is_saved:
                 self._accumulated = carry.episode.accumulated
@@ -407,17 +388,16 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         Raises:
             ValueError: if `init` was not called yet.
         """
-        if carry is not None and not np.array_equal(_ticket_of(carry), self._used):
+        if carry is not None and not self._latest.is_used(carry):
             return carry, None
-        if not self._ticket:
+        if not self._latest.is_begun:
             raise ValueError("`recover` must follow `init`, which was not called yet.")
         with self._call():
             if (plan := self._loop.plan) is not None:
                 self._next_episode += plan.num_used  # the next call takes later ones
             # With new episodes if another collector has stepped `env`.
-            is_mine = is_claimed(self.env, self._ticket)
-            self._loop.recover(self._block, restart_all=not is_mine)
-            self._take_over()
+            self._loop.recover(self._block, restart_all=not self._latest.is_mine)
+            self._latest.take_over()
             if self._block is None or not self._block.num:
                 return self._carry(), None
             num, trajectory = self._block.num, self._recorded(self._block)
@@ -461,42 +441,15 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 )
             try:
                 if carry is not None:
-                    self._check_carry(carry)
+                    self._latest.check(carry)
                     self._loop.runner.state = carry.policy_state
-                    self._used = self._ticket
-                    self._take_over()
+                    self._latest.use_up()
                 self._loop.check = check
                 yield
             finally:
                 self._calling.release()
         # Ctrl-C at the end of the call leaves before this line, and loses nothing.
-        self._block = self._used = None
-
-    def _check_carry(self, carry: Carry) -> None:
-        checks.host_call(carry)
-        if self._ticket and not is_claimed(self.env, self._ticket):
-            raise ValueError(
-                "`carry` must be of the collector that stepped `env` last, but another "
-                "one has stepped it since: give each its own environments, or call "
-                "`init` again."
-            )
-        if not self._ticket or not np.array_equal(_ticket_of(carry), self._ticket):
-            raise ValueError(
-                "`carry` must be the one that the last call returned, for the "
-                "environments have moved on; after an error `recover` returns one."
-            )
-        for name in ("key", "step", "next_episode", "obs", "episode"):
-            given, returned = (getattr(x, name) for x in (carry, self._returned))
-            what = f"`carry.{name}` must be as the last call returned it, which the "
-            what += "environments have: only `policy_state` may be replaced"
-            checks.same(what, returned, given)
-            if not jax.tree.all(jax.tree.map(_is_same, returned, given)):
-                raise ValueError(f"{what}.")
-
-    def _take_over(self) -> None:
-        """Makes all carries so far void, also those of other collectors."""
-        self._ticket = np.uint32(new_user())
-        claim(self.env, self._ticket)
+        self._block = self._latest.used = None
 
     def _recorded(self, block: RowBlock) -> Transition:
         """Returns the transitions of a block, recorded once."""
@@ -524,19 +477,18 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 self._accumulated,
                 accumulate_nothing(self.accumulators, self.env.num_envs),
             )
-        env: Any = self.env
         step: Any = np.int32(runner.step)
         next_episode: Any = np.int32(self._next_episode)
-        self._returned = Carry(
+        carry = Carry(
             key=runner.key,
             step=step,
             next_episode=next_episode,
-            env_state=(self._ticket, env.shared) if self._shares else self._ticket,
+            env_state=self._latest.env_state,
             obs=jax.tree.map(np.array, loop.obs),
             policy_state=runner.restarted(loop.unseen, loop.episode_id),
             episode=Episode(**episode, accumulated=self._accumulated),
         )
-        return self._returned
+        return self._latest.note(carry)
 
     def _play(
         self,
@@ -571,40 +523,3 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             self._next_episode += plan.num_used
             loop.end_plan()
             return self._carry(), episodes
-
-
-def _is_same(x: Any, y: Any) -> bool:
-    # The same array is equal to itself without being read.
-    return x is y or np.array_equal(*prng.words((x, y)), equal_nan=True)
-
-
-def _ticket_of(carry: Carry) -> Any:
-    """Returns the ticket of a carry, which may also have `env.shared`."""
-    state = carry.env_state
-    return state[0] if isinstance(state, tuple) else state
-
-
-def _check_ready(env: Any, num_ready: Any) -> None:
-    """Checks the number of environments in a row."""
-    if not hasattr(env, "receive"):
-        raise ValueError(
-            "`env` must be an `AsyncHostVectorEnv` for `num_ready`, as "
-            f"`rollout.envs.workers` makes it, got {type(env).__name__}."
-        )
-    checks.int_between("num_ready", num_ready, most=env.num_envs)
-    fixed = getattr(env, "batch_size", num_ready)
-    if fixed != num_ready:
-        raise ValueError(
-            f"`num_ready` must be the `batch_size` of the environment, {fixed}, "
-            f"got {num_ready}."
-        )
-
-
-def _check_on_fault(env: Any, on_fault: Any) -> None:
-    checks.choice("on_fault", on_fault, ("raise", "restart"))
-    if on_fault == "restart" and not hasattr(env, "rebuild"):
-        raise ValueError(
-            '`on_fault="restart"` needs environments that can be rebuilt one by one, '
-            "as those of `rollout.envs.workers` and of `rollout.envs.from_gymnasium` "
-            f"with an id or a function, got {type(env).__name__}."
-        )

@@ -17,6 +17,7 @@ import chex
 import jax
 import numpy as np
 
+from rollout import checks
 from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.host.types import EnvFault, HostStep
 from rollout.envs.types import ArrayTree
@@ -67,6 +68,10 @@ class Loop:
     """
 
     def __init__(self, collector: Any) -> None:
+        checks.int_between("max_restarts", collector.max_restarts, least=0)
+        checks.seconds("timeout", collector.timeout)
+        _check_ready(collector.env, collector.num_ready)
+        _check_on_fault(collector.env, collector.on_fault)
         self._env, self._num_ready = collector.env, collector.num_ready
         self._timeout, self._max_restarts = collector.timeout, collector.max_restarts
         self._restarts, env = collector.on_fault == "restart", collector.env
@@ -414,3 +419,31 @@ class Loop:
         for number, reason in causes.items():
             text = f"{type(reason).__name__}: {reason}"
             _LOG.warning("environment %d is rebuilt after %s", number, text)
+
+
+def _check_ready(env: Any, num_ready: Any) -> None:
+    """Checks the number of environments in a row; None stands for all, in step."""
+    if num_ready is None:
+        return
+    if not hasattr(env, "receive"):
+        raise ValueError(
+            "`env` must be an `AsyncHostVectorEnv` for `num_ready`, as "
+            f"`rollout.envs.workers` makes it, got {type(env).__name__}."
+        )
+    checks.int_between("num_ready", num_ready, most=env.num_envs)
+    fixed = getattr(env, "batch_size", num_ready)
+    if fixed != num_ready:
+        raise ValueError(
+            f"`num_ready` must be the `batch_size` of the environment, {fixed}, "
+            f"got {num_ready}."
+        )
+
+
+def _check_on_fault(env: Any, on_fault: Any) -> None:
+    checks.choice("on_fault", on_fault, ("raise", "restart"))
+    if on_fault == "restart" and not hasattr(env, "rebuild"):
+        raise ValueError(
+            '`on_fault="restart"` needs environments that can be rebuilt one by one, '
+            "as those of `rollout.envs.workers` and of `rollout.envs.from_gymnasium` "
+            f"with an id or a function, got {type(env).__name__}."
+        )

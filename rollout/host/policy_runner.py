@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout import checks, programs
+from rollout import programs
 from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.kernel import episode_keys
 from rollout.kernel.policy_state import init_policy_state, restart_policy_state
+from rollout.kernel.values import check_values
 from rollout.platform import to_host
+from rollout.policies import outputs
 from rollout.types import Policy
 
 _AHEAD = 256  # keys that are drawn at once
@@ -207,7 +209,7 @@ def _programs(policy: Policy, view: Any, impl: Any) -> _Programs:
         key = jax.random.wrap_key_data(words, impl=impl)
         decision = policy.apply(params, obs, mine, key)
         seen = view._replace(num_envs=len(jax.tree.leaves(obs)[0]))
-        decision = checks.policy_step(decision, seen, mine)
+        decision = outputs.policy_step(decision, seen, mine)
         new = decision.state
         if env_id is not None:  # `drop`: padding is beyond the last lane
             put = lambda x, rows: x.at[env_id].set(rows, mode="drop")  # noqa: E731
@@ -219,8 +221,8 @@ def _programs(policy: Policy, view: Any, impl: Any) -> _Programs:
     ) -> ArrayTree:
         if env_id is not None:
             state = jax.tree.map(lambda x: x[env_id], state)
-        values = checks.critic(policy)(params, obs, state)
-        checks.values(values, obs)
+        values = outputs.critic(policy)(params, obs, state)
+        check_values(values, obs)
         return values
 
     jitted = map(jax.jit, (act, restart, initial, value))

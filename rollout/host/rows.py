@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rollout import checks, programs
+from rollout import programs
 from rollout.envs import prng
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree
@@ -24,6 +24,7 @@ from rollout.kernel.accumulators import accumulate, accumulate_nothing, record
 from rollout.kernel.fold import mask_out
 from rollout.kernel.policy_state import init_policy_state
 from rollout.platform import to_host
+from rollout.policies import outputs
 from rollout.types import Accumulators, RecordFn, Transition
 
 Acc = TypeVar("Acc")
@@ -161,7 +162,7 @@ def row_shape(collector: Any, width: int, params: Any) -> Transition:
         obs = jax.vmap(as_space(env.observation_space).sample)(obs_keys)
         state = init_policy_state(policy, episode_keys)
         decision = policy.apply(params, obs, state, key)
-        decision = checks.policy_step(decision, seen, state)
+        decision = outputs.policy_step(decision, seen, state)
         flag, number = jnp.zeros(width, bool), jnp.zeros(width, jnp.int32)
         reward, value = jnp.zeros(width, jnp.float32), policy.value
         served = Served(number, info, env.num_envs)

@@ -16,6 +16,7 @@ from rollout.kernel import episode_keys, values
 from rollout.kernel.accumulators import accumulate, accumulate_nothing, record
 from rollout.kernel.episode_keys import Roots, Start
 from rollout.kernel.policy_state import init_policy_state, restart_policy_state
+from rollout.policies import outputs
 from rollout.types import Carry, Episode, FlagFn, Params, Parts, PolicyStep, Transition
 
 
@@ -130,7 +131,7 @@ def act(parts: Parts, carry: Carry, params: Params, key: chex.PRNGKey) -> Policy
     sharding = sharding_of(parts.env)
     with prng.in_parts(sharding.num_devices if sharding else 1):
         decision = parts.policy.apply(params, carry.obs, carry.policy_state, key)
-    return checks.policy_step(decision, parts.env, carry.policy_state)
+    return outputs.policy_step(decision, parts.env, carry.policy_state)
 
 
 def step_env(parts: Parts, carry: Carry, action: ArrayTree) -> EnvStep:

@@ -1,6 +1,7 @@
 """Values a few observations by the policy's critic, such as those of truncations."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -63,6 +64,28 @@ def values_where(
     return compute(*fixed, *lax.stop_gradient(closed_over))
 
 
+def check_values(value: Any, obs: ArrayTree) -> None:
+    """Checks that there is one float per observation, or one per agent by group."""
+    want = {"": jax.tree.leaves(obs)[0].shape[:1]}
+    if isinstance(value, Mapping):
+        groups = obs if isinstance(obs, Mapping) else {}
+        want = {name: jax.tree.leaves(x)[0].shape[:2] for name, x in groups.items()}
+    for name, x in value.items() if isinstance(value, Mapping) else [("", value)]:
+        if name not in want:
+            raise ValueError(
+                "A critic must return one value for each agent in a dict by group, "
+                f"{', '.join(sorted(want)) or 'here none'}, got the group {name!r}."
+            )
+        is_float = jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating)
+        if not is_float or x.shape != want[name]:
+            where = f" for the group {name!r}" if name else ""
+            raise ValueError(
+                "A critic must return one float per observation, of shape "
+                f"{want[name]}{where}, got {checks.describe(x)}; it is called with "
+                "only those observations that need a value."
+            )
+
+
 def _values_where(
     value_fn: ValueFn, params: Any, inputs: tuple[ArrayTree, ArrayTree], flag: jax.Array
 ) -> ArrayTree:
@@ -70,7 +93,7 @@ def _values_where(
     @jax.jit
     def evaluate(params: Any, inputs: tuple[ArrayTree, ArrayTree]) -> ArrayTree:
         values = value_fn(params, *inputs)
-        checks.values(values, inputs[0])
+        check_values(values, inputs[0])
         return values
 
     def fn(at: LaneIndex) -> ArrayTree:

@@ -2,7 +2,8 @@
 
 `basic` makes policies, and `exploration` wraps them; `uniform` draws evenly and `masks`
 obeys masks, in every space; `items` chooses among the items that a mask allows;
-`memory` replays a recurrent policy over recorded rows.
+`memory` replays a recurrent policy over recorded rows; `outputs` checks what policies
+return.
 """
 
 from rollout.policies.basic import (

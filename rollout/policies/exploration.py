@@ -36,7 +36,7 @@ from rollout import checks, programs
 from rollout.envs import prng
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.policies import masks, uniform
+from rollout.policies import masks, outputs, uniform
 from rollout.policies.masks import AllowedFn
 from rollout.types import (
     ActionT,
@@ -106,7 +106,7 @@ def explore(
         apply: Any = policy.mode if use_mode else policy.apply
         decision = apply(params, obs, state.inner if has_state else state, inner_key)
         who = "The wrapped `policy.apply`"
-        decision = checks.decision(who, decision, action_space, uniform.num_lanes(obs))
+        decision = outputs.decision(who, decision, action_space, uniform.num_lanes(obs))
         now: Any = float(number)
         if schedule:
             step = state.step.value

@@ -3,6 +3,9 @@
     python -m rollout.recipes.ppo CartPole-v1
 
 Copy a file and change it: that is what it is for, and the one here may change, too. It
-needs the extra `train`: optax, and what draws curves and episodes. `ppo` is the agent;
-`distributions` has the one over any space of actions.
+needs the extra `train`: optax, and what draws curves and episodes.
+
+- `ppo`, `recurrent_ppo`, `dqn`, `sac`: the agents.
+- `training`: what they share, the loop and the command.
+- `distributions`: the distribution over any space of actions.
 """

@@ -5,7 +5,6 @@
 Copy this file and change it; it may change here, too.
 """
 
-import argparse
 import functools
 import math
 from typing import Any, NamedTuple
@@ -13,15 +12,16 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
-import numpy as np
 import optax
 from flax import struct
 
 import rollout
-from rollout import envs
 from rollout.envs.wrappers import flatten_obs, mask_in
+from rollout.recipes import training
 from rollout.recipes.distributions import Joint
+from rollout.recipes.training import State
+from rollout.recipes.training import begin as begin
+from rollout.recipes.training import train as train
 
 
 class Config(NamedTuple):
@@ -82,8 +82,7 @@ class Gaussian(NamedTuple):
 
 class ActorCritic(nn.Module):
     action_space: Any
-    hidden: int
-    activation: Any
+    config: Config
     observation_space: Any = None  # flattened, if it is given
 
     @nn.compact
@@ -95,8 +94,8 @@ class ActorCritic(nn.Module):
         def mlp(num_outputs, scale):
             init, x = nn.initializers.orthogonal, obs
             for _ in range(2):
-                x = nn.Dense(self.hidden, kernel_init=init(2**0.5))(x)
-                x = self.activation(x)
+                x = nn.Dense(self.config.hidden, kernel_init=init(2**0.5))(x)
+                x = self.config.activation(x)
             return nn.Dense(num_outputs, kernel_init=init(scale))(x)
 
         value = mlp(1, 1.0)[..., 0]
@@ -142,19 +141,29 @@ def loss(config, dist, value, t, advantage):
 
 
 class PPO:
-    """A policy, a critic, and how they learn; parameters are arguments."""
+    """Trains an agent by proximal policy optimization (PPO).
+
+    Args:
+        action_space: of one environment.
+        config: the settings.
+        observation_space: of one environment, to flatten observations of any space;
+            None if they are vectors.
+        network: `(action_space, config)` to a module that maps observations to
+            distributions and values, in place of `ActorCritic`.
+    """
 
     axis = None  # of the trajectory that minibatches split; None: single rows
 
-    def __init__(self, action_space, config, observation_space=None):
-        self.config, sizes = config, (config.hidden, config.activation)
-        self.network = ActorCritic(action_space, *sizes, observation_space)
+    def __init__(self, action_space, config, observation_space=None, network=None):
+        self.config = config
+        make = functools.partial(ActorCritic, observation_space=observation_space)
+        self.network = (network or make)(action_space, config)
         counts = config.num_updates, config.num_epochs, config.num_minibatches
         rate = optax.linear_schedule(config.learning_rate, 0.0, math.prod(counts))
         clip = optax.clip_by_global_norm(config.max_grad_norm)
         # Of all parameters as one vector, for a few large operations.
         self.optimizer = optax.flatten(optax.chain(clip, optax.adam(rate, eps=1e-5)))
-        self.policy = self.make_policy()
+        self.policy = self.final_policy = self.make_policy()
 
     def make_policy(self):
         functions = {"mode_fn": self.mode, "value_fn": self.value}
@@ -206,137 +215,21 @@ class PPO:
         )
         return learner, jax.tree.map(jnp.mean, log)
 
-
-class State(NamedTuple):
-    """Everything that a training goes on from; a pytree for `rollout.checkpoint`."""
-
-    learner: Any  # parameters, state of the optimizer
-    carry: Any
-    window: Any  # of the last 100 episodes
-    number: Any  # of updates so far
-
-    @property
-    def params(self):
-        return self.learner[0]
-
-
-def begin(agent, collector, keys):
-    """Returns the state of a training that begins, from two keys."""
-    carry = collector.init(keys[0])
-    learner, window = agent.init(keys[1], carry.obs), rollout.EpisodeWindow.create(100)
-    return State(learner, carry, window, jnp.int32(0))
-
-
-def train(agent, collector, key, state=None, num_updates=None):
-    """Trains, in JAX inside `jit` or outside, on the host outside.
-
-    Args:
-        agent: a `PPO`.
-        collector: a `Collector` or a `HostCollector` of its policy.
-        key: of the whole training.
-        state: of an earlier call with the same key, to go on from; None to begin.
-        num_updates: by default `config.num_updates`, those of the whole training.
-
-    Returns:
-        The last `State`, and a log, `[num_updates]` by name.
-    """
-
-    def update(state, key):
+    def update(self, collector, state, key):
+        """Collects, and learns from it; returns the next state, and what to log."""
         params = state.params
-        carry, t = collector.collect_steps(state.carry, params, agent.config.num_steps)
+        carry, t = collector.collect_steps(state.carry, params, self.config.num_steps)
         last_value = collector.value(carry, params)
         next_value = rollout.next_values(t, t.extras["value"], last_value)
-        learner, log = agent.learn(state.learner, t, next_value, key)
+        learner, log = self.learn(state.learner, t, next_value, key)
         window, number = state.window.add(t), state.number + 1
         log |= {"return": window.return_mean, "steps": number * t.mask.size}
         return State(learner, carry, window, number), log
 
-    *first, key = jax.random.split(key, 3)
-    state = begin(agent, collector, first) if state is None else state
-    keys = jax.random.split(key, agent.config.num_updates)
-    size = num_updates or agent.config.num_updates
-    keys = jax.lax.dynamic_slice_in_dim(keys, state.number, size)
-    if isinstance(collector, rollout.Collector):
-        return jax.lax.scan(update, state, keys)
-    logs = []
-    for key in keys:
-        state, log = update(state, key)
-        logs.append(log)
-    return state, jax.tree.map(lambda *x: jnp.stack(x), *logs)
-
-
-def make_env(env_id, num_envs, normalize):
-    """Makes environments of any suite, or `gymnasium:` and an id of Gymnasium."""
-    suite, _, name = env_id.rpartition(":")
-    if suite == "gymnasium":
-        env = envs.from_gymnasium(functools.partial(make_host, name), num_envs)
-        return envs.NormalizeHost(env) if normalize else env
-    env = envs.make(env_id)
-    space = env.action_space
-    if hasattr(space, "low") and jnp.issubdtype(space.dtype, jnp.floating):
-        env = envs.RescaleAction(env)  # a Gaussian draws beyond every bound
-    env = envs.vectorize(env, num_envs)
-    return envs.NormalizeReward(envs.NormalizeObs(env)) if normalize else env
-
-
-def make_host(env_id):
-    import gymnasium
-
-    env = gymnasium.make(env_id, render_mode="rgb_array")
-    is_box = isinstance(env.action_space, gymnasium.spaces.Box)
-    return gymnasium.wrappers.ClipAction(env) if is_box else env
-
 
 def main():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("env_id", help="such as CartPole-v1 or gymnasium:CartPole-v1")
-    for name in ("num_updates", "num_envs", "num_steps", "learning_rate", "gamma"):
-        default = getattr(Config(num_updates=40), name)
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=type(default), default=default)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--normalize", action="store_true", help="obs and rewards")
-    parser.add_argument("--resume", action="store_true", help="from agent.checkpoint")
-    options = vars(parser.parse_args())
-    env_id, seed, normalize, resume = (
-        options.pop(name) for name in ("env_id", "seed", "normalize", "resume")
-    )
-    config, key = Config(**options), jax.random.key(seed)
-    env = make_env(env_id, config.num_envs, normalize)
-    is_host = not hasattr(env, "reset_done")
-    agent = PPO(env.action_space, config, env.observation_space)
-    kind: Any = rollout.HostCollector if is_host else rollout.Collector
-    collector = kind(env=env, policy=agent.policy)
-    state = begin(agent, collector, jax.random.split(key, 3)[:2])
-    run = functools.partial(train, agent, collector)
-    run = run if is_host else jax.jit(run, static_argnames="num_updates")
-    # Host environments cannot all be saved: they begin new episodes.
-    keep = lambda state: state._replace(carry=()) if is_host else state  # noqa: E731
-    lines = ["steps,return,kl,entropy,explained_variance"]
-    if resume:
-        saved = rollout.checkpoint.restore("agent.checkpoint", keep(state))
-        state = saved._replace(carry=state.carry) if is_host else saved
-        with open("agent.csv") as file:
-            lines = file.read().splitlines()[: 1 + int(state.number)]
-    while (left := config.num_updates - int(state.number)) > 0:
-        state, log = run(key, state, num_updates=min(10, left))
-        columns = [np.asarray(log[name]).tolist() for name in lines[0].split(",")]
-        lines += [",".join(map(str, row)) for row in zip(*columns, strict=True)]
-        with open("agent.csv", "w") as file:
-            file.write("\n".join(lines) + "\n")
-        rollout.checkpoint.save("agent.checkpoint", keep(state))
-        print(f"{log['steps'][-1]:>12,} steps, return {log['return'][-1]:.6g}")
-    judge = collector.freeze(state.carry) if normalize else collector
-    print(rollout.evaluate(judge, key, state.params, num_episodes=100))
-    curve = np.loadtxt("agent.csv", delimiter=",", skiprows=1, ndmin=2)
-    plt.plot(curve[:, 0], curve[:, 1])
-    plt.gca().set(xlabel="environment steps", ylabel="mean return, last 100 episodes")
-    plt.savefig("agent.png")
-    try:
-        path, limit = "agent.gif", {"max_episode_steps": 200}
-        rollout.record_gif(judge, key, state.params, path, **limit)
-    except Exception as error:  # an environment may have no drawing
-        print(f"no GIF: {error}")
+    columns = "kl", "entropy", "explained_variance"
+    return training.run(PPO, Config(num_updates=40), columns)
 
 
 if __name__ == "__main__":

@@ -107,9 +107,9 @@ class Stream(Generic[ParamsT]):
             that you keep; a NumPy view of an array stays valid, but prevents the
             reuse. It pays for large batches, such as images: fresh memory is slow to
             touch for the first time.
-        check_finite: raises `FloatingPointError` if a recorded value is not finite (see
-            `rollout.nonfinite`). The stream then stands where it stood before that
-            batch.
+        check_finite: raises `FloatingPointError` if a recorded value is not finite;
+            minus infinity is allowed in extras such as logits. The stream then stands
+            where it stood before that batch.
         on_fault: "raise", or "drop": the episode ends there, its rows in this batch are
             masked out and zero, the lane is reset, and the stream goes on. The masks
             then add up to less than `steps`, and `stats.faulty_episodes` counts the

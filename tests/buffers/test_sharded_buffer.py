@@ -48,7 +48,6 @@ def test_state_has_the_bits_of_one_device_and_is_sharded_from_the_start():
     assert {x.data.shape for x in empty.size.addressable_shards} == {(B // D,)}
 
 
-@pytest.mark.slow
 def test_device_draws_its_share_from_its_own_lanes():
     plain, sharded = make_pair()
     state = filled(sharded)

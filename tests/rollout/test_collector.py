@@ -1,4 +1,4 @@
-"""The invariants of `collect_steps`, each on two to four environments."""
+"""The invariants of `collect_steps`, most of them on two environments."""
 
 import chex
 import jax
@@ -12,9 +12,10 @@ import rollout
 from rollout import envs
 
 slow = pytest.mark.slow
-# All terminate and truncate.
-SLOW = [pytest.param(name, marks=slow) for name in ("CartPole-v1", "Breakout-MinAtar")]
-each_env = pytest.mark.parametrize("name", ["count", *SLOW])
+# Both terminate and truncate.
+each_env = pytest.mark.parametrize(
+    "name", ["count", pytest.param("CartPole-v1", marks=slow)]
+)
 PHILOX = {"impl": "philox2x32"}
 
 
@@ -38,7 +39,7 @@ def test_two_halves_equal_the_whole_bit_for_bit(name):
     ("name", "options"),
     [
         ("count", {}),
-        *(pytest.param(*x.values, {}, marks=slow) for x in SLOW),
+        pytest.param("CartPole-v1", {}, marks=slow),
         pytest.param("count", PHILOX, marks=slow),
     ],
 )

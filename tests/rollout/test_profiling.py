@@ -47,6 +47,9 @@ def test_profile_is_printed_as_a_table():
     assert lines[0] == "  policy            1.000 ms"
     assert lines[2] == "  auto reset        0.300 ms"
     assert len(lines) == 6
+    assert lines[5] == "  unexplained       0.660 ms"
+    fused = profile._replace(unexplained=-1e-4)  # parts that are timed apart
+    assert str(fused).splitlines()[5] == "  saved by fusing   -0.100 ms"
 
 
 def work(x):

@@ -363,18 +363,11 @@ def pendulum():
 
 
 ITEMS = "must have items as actions, a `Discrete` space, got Box"
-RANGE = "`catalogue.popularity` must be [I] of floats above 0 and at most 1"
-FINITE = "`catalogue.features` must be [I, F] of finite numbers"
 REFUSED = [
     (lambda: make_settings(0), "`force_length` must be an int of at least 1, got 0"),
     (lambda: make_settings(13), "without a repeat, 12, got 13"),
     (lambda: make_settings(12, random_first=True), "without a repeat, 11, got 12"),
     (lambda: evaluate_with(popularity=np.ones(3)), "one entry for each of 12 items"),
-    (lambda: evaluate_with(popularity=np.full(NUM_ITEMS, 2.0)), RANGE),
-    (lambda: evaluate_with(popularity=np.zeros(NUM_ITEMS)), RANGE),
-    (lambda: evaluate_with(features=np.full((NUM_ITEMS, 2), np.nan)), FINITE),
-    (lambda: evaluate_with(features=np.ones(NUM_ITEMS)), FINITE),
-    (lambda: evaluate_with(dominated=np.ones(NUM_ITEMS)), "must be [I] bool, got"),
     (lambda: evaluate([], 4), "`settings` must be a dict, got list"),
     (lambda: evaluate(pendulum(), 2), f"`settings['FB']` {ITEMS}"),
     (lambda: recommendation.recommendation_settings(PENDULUM), f"`env` {ITEMS}"),

@@ -186,10 +186,9 @@ def test_program_of_a_gpu_gives_the_same_values():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("num_devices", [1, 8])
-def test_devices_give_the_values_of_one(num_devices):
+def test_devices_give_the_values_of_one():
     collector = make("some", "recurrent", num_envs=16)
-    mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("lanes",))
+    mesh = Mesh(np.asarray(jax.devices()), ("lanes",))
     sharded = rollout.shard(collector, mesh)
     expected = next_values(*collect(collector))
     np.testing.assert_array_equal(next_values(*collect(sharded)), expected)
@@ -261,8 +260,10 @@ def test_cut_episode_has_the_value_of_its_last_observation():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("at_batch_end", ["continue", "truncate", "reset"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "at_batch_end"),
+    [("stateless", "continue"), ("recurrent", "truncate"), ("recurrent", "reset")],
+)
 def test_batches_of_a_stream_have_the_values_of_their_successors(policy, at_batch_end):
     collector = make("some", policy)
     options = {"steps_per_batch": 7 * B, "at_batch_end": at_batch_end}
@@ -271,8 +272,6 @@ def test_batches_of_a_stream_have_the_values_of_their_successors(policy, at_batc
         for batch in stream:
             t = batch.trajectory
             found = next_values(stream.state()["carry"], t)
-            if policy == "recurrent" and at_batch_end == "continue":
-                continue  # the memory before the first row is not in the batch
             expected = plain_next_values(t, is_recurrent=policy == "recurrent")
             mask = np.asarray(t.mask)
             np.testing.assert_array_equal(found[mask], expected[mask])

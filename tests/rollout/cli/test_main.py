@@ -105,6 +105,19 @@ def test_own_environment_is_of_a_module_or_a_file(tmp_path):
     assert run("cases:CountEnv", *size)["environment"] == "cases:CountEnv"
 
 
+def test_own_classes_of_gymnax_and_gymnasium_run(tmp_path, capsys):
+    (tmp_path / "own.py").write_text(
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "from gymnax.environments.classic_control.cartpole import CartPole\n"
+    )
+    own, size = f"{tmp_path}/own.py", ("--num-envs=2", "--num-steps=32")
+    for env in (f"{own}:CartPole", f"gymnasium:{own}:CartPoleEnv"):
+        table = run(env, *size)
+        assert table["environment"] == env
+        assert float(table["length"].split()[0]) > 8  # poles fall at once in neither
+    assert f"gymnasium:{own}:CartPoleEnv" in error_line(capsys, f"{own}:CartPoleEnv")
+
+
 @slow
 def test_profile_times_the_parts_and_writes_a_trace(tmp_path):
     table = run(*RUN, f"--profile={tmp_path}/trace")
@@ -112,7 +125,8 @@ def test_profile_times_the_parts_and_writes_a_trace(tmp_path):
     parts = {x.partition("/")[2]: y for x, y in table.items() if y.endswith(" ms")}
     times = {name: float(text.removesuffix(" ms")) for name, text in parts.items()}
     whole = times.pop("whole")
-    assert {*times} == {"policy", "env step", "auto reset", "recording", "unexplained"}
+    assert [*times][:4] == ["policy", "env step", "auto reset", "recording"]
+    assert [*times][4:] in (["unexplained"], ["saved by fusing"])
     np.testing.assert_allclose(sum(times.values()), whole, atol=0.005)
 
 

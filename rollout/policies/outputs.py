@@ -1,0 +1,81 @@
+"""Checks what policies return."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rollout import checks
+from rollout.envs.types import AnySpace, ArrayTree, VectorEnv
+from rollout.types import Policy, PolicyStep
+
+
+def critic(acting: Policy) -> Any:
+    """Returns the critic of a policy, which must have one."""
+    if acting.value is None:
+        raise ValueError(
+            "`policy` must have a critic, got one without: `stateless_policy` and "
+            "`recurrent_policy` take it as `value_fn`."
+        )
+    return acting.value
+
+
+def decision(
+    who: str, result: PolicyStep, space: AnySpace, num_envs: int
+) -> PolicyStep:
+    """Checks that a result is a `PolicyStep` whose action fits the space.
+
+    Returns:
+        It, with the action in the dtypes of the space where those of the policy are of
+        the same kind, such as the int64 of a categorical draw under `jax_enable_x64`.
+    """
+    what = f"{who} must return a `PolicyStep`, as `stateless_policy` makes it"
+    checks.kind(what, result, PolicyStep)
+    if space.shape is None:
+        return result  # a composite space: see `policy_step`
+    wanted = jax.ShapeDtypeStruct((num_envs, *space.shape), space.dtype)
+    action = _cast(result.action, wanted)
+    if getattr(action, "dtype", None) != wanted.dtype or action.shape != wanted.shape:
+        raise ValueError(
+            f"{who} must return actions as {jnp.dtype(wanted.dtype).name} of shape "
+            f"{wanted.shape}, got {checks.describe(action)}."
+        )
+    return result._replace(action=action)
+
+
+def _cast(action: Any, wanted: Any) -> Any:
+    """Casts an action among integers, or among floats; others stay as they are."""
+    if hasattr(action, "dtype"):
+        for kind in (jnp.integer, jnp.floating):
+            if all(jnp.issubdtype(x.dtype, kind) for x in (action, wanted)):
+                return jnp.asarray(action, wanted.dtype)
+    return action
+
+
+def policy_step(
+    result: PolicyStep, env: VectorEnv, policy_state: ArrayTree
+) -> PolicyStep:
+    """Checks a policy's output against the environment and the policy's state.
+
+    Returns:
+        It, with the action in the dtypes of the space; see `decision`.
+    """
+    space = env.action_space
+    result = decision("`policy.apply`", result, space, env.num_envs)
+    if space.shape is None:
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), env.num_envs))
+        drawn = jax.eval_shape(jax.vmap(space.sample), keys)
+        if jax.tree.structure(drawn) == jax.tree.structure(result.action):
+            action = jax.tree.map(_cast, result.action, drawn)
+            result = result._replace(action=action)
+        what = "`policy.apply` must return actions as the action space draws them"
+        checks.same(f"{what}, a tuple together with extras", drawn, result.action)
+    checks.same(
+        "`policy.apply` must return a state like the one it takes",
+        policy_state,
+        result.state,
+    )
+    checks.leading_axes(
+        "`policy.apply` must return extras", result.extras, (env.num_envs,)
+    )
+    return result
