@@ -41,7 +41,11 @@ class EpisodeBuffer(ReplayBuffer):
             checks.int_between("max_length", self.max_length, most=self.num_slots)
 
     def init(self, transition: ArrayTree, params: Any = None) -> EpisodicState:
-        """Makes an empty buffer; arguments and errors as in `ReplayBuffer.init`."""
+        """Makes an empty buffer; arguments and errors as in `ReplayBuffer.init`.
+
+        Raises:
+            ValueError: also if the transition lacks `terminated` or `truncated`.
+        """
         empty = super().init(transition, params)
         fields.need(empty.experience, fields.FLAGS, "`EpisodeBuffer`")
         return EpisodicState(

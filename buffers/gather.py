@@ -119,17 +119,22 @@ def _n_step(
     ring: RingState, row: jax.Array, n_step: int, gamma: ArrayTree
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Returns the last rows of the windows, the discounts, and changed fields."""
-    # After its end a window repeats its last row, so `rows[-1]` is the last valid one.
+    # The window of a row is the row and those that follow in its episode, at most
+    # `n_step`. After its end it repeats its last row, so `rows[-1]` is the last valid
+    # one, whose successor and endings count.
     rows, valid = neighbours.window(ring, row, n_step)
     last, num_steps = rows[-1], jnp.sum(valid, axis=0).astype(jnp.float32)
     reward = neighbours.read_field(ring, "reward", rows)
     terminated = neighbours.read_field(ring, "terminated", last)
+    # Step k of a window counts by gamma ** k, and rows after its end by nothing. A
+    # reward may have further axes, such as one entry for each objective.
     gamma = jnp.asarray(gamma, jnp.float32)
     power = gamma ** jnp.arange(n_step, dtype=jnp.float32)
     column = (n_step, 1, *(1,) * (reward.ndim - 2))
     counted = jnp.where(
         valid.reshape(*valid.shape, *column[2:]), power.reshape(column) * reward, 0
     )
+    # A truncation bootstraps, a termination does not; both end the window.
     return (
         last,
         gamma**num_steps * (1 - terminated.astype(jnp.float32)),

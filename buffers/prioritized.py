@@ -25,6 +25,11 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     New rows get the largest priority seen so far, at first 1. A row whose priority is 0
     is never sampled. The methods are those of `ReplayBuffer`, and `update`.
 
+    A sample has one transition from each of `batch_size` equal shares of the sum, with
+    the weight `(1 / (N P(i))) ** beta`, divided by the largest one in the batch. `beta`
+    says how much of the bias of unequal chances the weights correct, in [0, 1], a
+    number or `()`; None takes 0.4, the first value in the paper. Anneal it to 1.
+
     Attributes:
         alpha: how much priorities count, in [0, 1]; at 0 all rows are equal. For the
             other attributes see `ReplayBuffer`.

@@ -99,8 +99,7 @@ class ReplayBuffer(struct.PyTreeNode):
         Raises:
             ValueError: if a leaf lacks the lane axis, if a flag is not bool, if
                 `next_obs` is "shared" and the transition lacks `obs`, `next_obs`,
-                `terminated` or `truncated`, or, for an `EpisodeBuffer`, if it lacks a
-                flag.
+                `terminated` or `truncated`.
         """
         if hasattr(transition, "row_shape"):
             transition = _row_of(transition, params)
@@ -183,17 +182,14 @@ class ReplayBuffer(struct.PyTreeNode):
         """Draws `batch_size` transitions with replacement.
 
         Every stored transition has the same chance, even if lanes hold different
-        numbers of them. A `PrioritizedReplayBuffer` draws in proportion to `priority **
-        alpha`, one transition from each of `batch_size` equal shares of the sum. With
-        `next_obs="shared"`, only transitions whose successor is stored are drawn.
+        numbers of them. With `next_obs="shared"`, only transitions whose successor is
+        stored are drawn.
 
         Args:
             state: a state for which `can_sample` holds.
             key: one typed key.
             batch_size: S, at least 1.
-            beta: only of a `PrioritizedReplayBuffer`: how much of the bias of unequal
-                chances the weights correct, in [0, 1], a number or `()`. None takes
-                0.4, the first value in its paper. Anneal it to 1.
+            beta: only of a `PrioritizedReplayBuffer`; see there.
             n_step: steps to sum, at least 1. The sum stops at a termination, at a
                 truncation, and where the rows end. Then it has fewer steps, and
                 `discount` and `next_obs` match them.
@@ -214,9 +210,8 @@ class ReplayBuffer(struct.PyTreeNode):
             horizon: number of rows ahead that `future` is drawn from, at least 1.
 
         Returns:
-            The batch, `[S, ...]`. A weight is 1, with priorities `(1 / (N P(i))) **
-            beta` divided by the largest one in the batch. If no transition may be
-            sampled, the weights are zeros, and a field `mask` is False.
+            The batch, `[S, ...]`, with weights of 1. If no transition may be sampled,
+            they are zeros, and a field `mask` is False.
 
         Raises:
             ValueError: if a count is not an int of at least 1, if `beta` or `gamma` is

@@ -227,6 +227,8 @@ class ObsWrapper(Wrapper):
         """Calls `show` for each agent; `every` has the actions and rewards of all."""
         if not has_agents(self.env):
             return self.show(every, obs, memory)
+        # Groups differ in their spaces, so each is mapped over by itself. The reward is
+        # one array of all agents, `[A]`, of which a group takes its members.
         shown, memories = {}, {}
         for group, members in self.groups.items():
 

@@ -261,35 +261,33 @@ def _transitions(
     if info.layout.simultaneous:  # every action is answered at once
         answered = info.acted & trajectory.mask[..., None]
         none = jnp.zeros(answered.shape, bool)
-        taken_at = none.astype(jnp.int32)
-        answers = _Answers(answered, none, info.reward, info.agent_return, taken_at)
-        rows = _rows(trajectory, answers, is_team)
+        answers = _Answers(answered, none, info.reward, info.agent_return, none)
         sources = {group.name: _source(trajectory, group) for group in groups}
-        return (), {x.name: _of_group(trajectory, rows, x, sources) for x in groups}
-    lanes = trajectory.mask.shape[1:]
-    if not isinstance(pending, Pending) or pending.episode_id.shape != lanes:
-        raise ValueError(
-            "`pending` must be of `init_agent_transitions` for the lanes of the "
-            f"trajectory, {lanes}, got {checks.describe(pending)}."
-        )
-    first = jax.tree.map(lambda x: x[0], trajectory)
-    what = "`pending` must be of `init_agent_transitions` of this collector"
-    sources = {group.name: _source(first, group) for group in groups}
-    checks.same(what, sources, pending.source)
-    pending, answers = _match(_follow(pending, trajectory), trajectory, info)
+        pending = ()
+    else:
+        lanes = trajectory.mask.shape[1:]
+        if not isinstance(pending, Pending) or pending.episode_id.shape != lanes:
+            raise ValueError(
+                "`pending` must be of `init_agent_transitions` for the lanes of the "
+                f"trajectory, {lanes}, got {checks.describe(pending)}."
+            )
+        first = jax.tree.map(lambda x: x[0], trajectory)
+        what = "`pending` must be of `init_agent_transitions` of this collector"
+        sources = {group.name: _source(first, group) for group in groups}
+        checks.same(what, sources, pending.source)
+        pending, answers = _match(_follow(pending, trajectory), trajectory, info)
+        for group in groups:
+            # Index 0 has the pending actions, index t + 1 those of step t.
+            stacked = jax.tree.map(
+                lambda first, rest: jnp.concatenate([first[None], rest]),
+                pending.source[group.name],
+                _source(trajectory, group),
+            )
+            at = answers.taken_at[..., list(group.members)]
+            sources[group.name] = _rows_at(stacked, at)
+        pending = pending.replace(source=jax.tree.map(lambda x: x[-1], sources))
     rows = _rows(trajectory, answers, is_team)
-    for group in groups:
-        # Index 0 has the pending actions, index t + 1 those of step t.
-        stacked = jax.tree.map(
-            lambda first, rest: jnp.concatenate([first[None], rest]),
-            pending.source[group.name],
-            _source(trajectory, group),
-        )
-        at = answers.taken_at[..., list(group.members)]
-        sources[group.name] = _rows_at(stacked, at)
-    last = jax.tree.map(lambda x: x[-1], sources)
-    made = {x.name: _of_group(trajectory, rows, x, sources) for x in groups}
-    return pending.replace(source=last), made
+    return pending, {x.name: _of_group(trajectory, rows, x, sources) for x in groups}
 
 
 def _source(
@@ -404,6 +402,8 @@ def _rows(trajectory: Transition, answers: _Answers, is_team: bool) -> Transitio
     every = lambda x: jnp.broadcast_to(x[..., None], answered.shape)  # noqa: E731
     terminated, truncated = every(trajectory.terminated), every(trajectory.truncated)
     if is_team:
+        # A row at every step, except where the answer of an action is to come: its row
+        # will have the sum of the rewards until then.
         mask = every(trajectory.mask) & ~answers.pending
         reward = jnp.where(answered, answers.reward, info.reward)
         total, length = info.agent_return, every(trajectory.episode_length)
