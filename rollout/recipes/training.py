@@ -246,7 +246,8 @@ def run(make_agent, config, columns):
         rollout.checkpoint.save(CHECKPOINT, saved(collectors, states))
         steps, mean, *_ = logs[..., -1].mean(axis=0)
         print(f"{steps:>12,.0f} steps, return {mean:.6g}", flush=True)
-    inputs, returns = [], []
+    inputs: Any = []
+    returns = []
     for collector, key, state in zip(collectors, keys, states, strict=True):
         judge = collector.freeze(state.carry).replace(policy=agent.final_policy)
         inputs.append((judge, key, state.params))
