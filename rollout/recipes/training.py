@@ -9,7 +9,6 @@ import argparse
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,7 +103,7 @@ def flat(observation_space):
     return functools.partial(flatten_obs, observation_space)
 
 
-def make_env(env_id: str, num_envs: int, gamma: float | None = None) -> Any:
+def make_env(env_id, num_envs, gamma=None):
     """Makes environments whose actions are in [-1, 1] where they are a bounded `Box`.
 
     Args:
@@ -127,7 +126,7 @@ def make_env(env_id: str, num_envs: int, gamma: float | None = None) -> Any:
     return envs.NormalizeReward(envs.NormalizeObs(env), gamma=gamma)
 
 
-def make_gymnasium(env_id: str) -> Any:
+def make_gymnasium(env_id):
     """Makes one environment of Gymnasium, whose actions are rescaled as in JAX."""
     import gymnasium
 
@@ -140,25 +139,25 @@ def make_gymnasium(env_id: str) -> Any:
     return gymnasium.wrappers.TransformAction(env, act, wide)
 
 
-def rescale(low: Any, high: Any, action: np.ndarray) -> np.ndarray:
+def rescale(low, high, action):
     """Maps actions in [-1, 1] to bounds, and clips others to these."""
     return low + (high - low) * 0.5 * (np.clip(action, -1.0, 1.0) + 1.0)
 
 
-def is_bounded(space: Any) -> bool:
+def is_bounded(space):
     """Returns whether actions are a `Box` of floats with finite bounds."""
     is_box = hasattr(space, "low") and jnp.issubdtype(space.dtype, jnp.floating)
     return is_box and bool(np.isfinite(space.low).all() & np.isfinite(space.high).all())
 
 
-def interval(values: Any) -> tuple[Any, Any, Any]:
+def interval(values):
     """Returns means over seeds, and the ends of their 95 % interval by Student's t."""
     mean, num = np.mean(values, axis=0), len(values)
     half = scipy.stats.t.ppf(0.975, num - 1) * np.std(values, axis=0, ddof=1)
     return mean, mean - half / math.sqrt(num), mean + half / math.sqrt(num)
 
 
-def read_options(config: Any, description: str) -> tuple[Any, Any]:
+def read_options(config, description):
     """Reads the command line, where every number of the configuration is an option."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("env_id", help="such as CartPole-v1 or gymnasium:CartPole-v1")
@@ -175,9 +174,7 @@ def read_options(config: Any, description: str) -> tuple[Any, Any]:
     return options, config._replace(**{x: getattr(options, x) for x in numbers})
 
 
-def train_each(
-    agent: Any, collectors: list, keys: list, states: list, size: int
-) -> list[Any]:
+def train_each(agent, collectors, keys, states, size):
     """Trains each seed for some updates, in JAX all together."""
     if len(keys) == 1 or collectors[0].is_host:
         each = zip(collectors, keys, states, strict=True)
@@ -188,18 +185,16 @@ def train_each(
     return [jax.tree.map(lambda x, i=i: x[i], results) for i in range(len(keys))]
 
 
-def saved(collectors: list, states: list) -> Any:
+def saved(collectors, states):
     """Returns what is saved: environments of the host, too, if they have `save_state`.
 
     Otherwise their unfinished episodes begin anew.
     """
-    if not collectors[0].is_host:
-        return states, []
     pairs = zip(collectors, states, strict=True)
-    return states, [x.save(y.carry) for x, y in pairs]
+    return states, [x.save(y.carry) for x, y in pairs if x.is_host]
 
 
-def restored(collectors: list, states: list) -> list[Any]:
+def restored(collectors, states):
     """Returns the states of the last checkpoint, and cuts the table there."""
     states, hosts = rollout.checkpoint.restore(CHECKPOINT, saved(collectors, states))
     for i, host in enumerate(hosts):
@@ -211,7 +206,7 @@ def restored(collectors: list, states: list) -> list[Any]:
     return states
 
 
-def run(make_agent: Callable, config: Any, columns: Sequence[str]) -> list[State]:
+def run(make_agent, config, columns):
     """Trains as the command line says; draws the curve and an episode.
 
     Args:
@@ -223,9 +218,8 @@ def run(make_agent: Callable, config: Any, columns: Sequence[str]) -> list[State
     Returns:
         The last state of each seed.
     """
-    options, config = read_options(
-        config, (make_agent.__doc__ or "").partition("\n")[0]
-    )
+    description = (make_agent.__doc__ or "").partition("\n")[0]
+    options, config = read_options(config, description)
     gamma, seeds = config.gamma if options.normalize else None, range(options.seeds)
     lanes = [make_env(options.env_id, config.num_envs, gamma) for _ in seeds]
     agent = make_agent(lanes[0].action_space, config, lanes[0].observation_space)
@@ -248,18 +242,17 @@ def run(make_agent: Callable, config: Any, columns: Sequence[str]) -> list[State
         rows = np.insert(logs, 0, options.seed + np.c_[seeds], axis=1)
         rows = rows.transpose(2, 0, 1).reshape(-1, 1 + len(names))
         with TABLE.open("a") as file:  # update by update, and in each seed by seed
-            np.savetxt(file, rows, "%.10g", ",")
+            np.savetxt(file, rows, fmt="%.10g", delimiter=",")
         rollout.checkpoint.save(CHECKPOINT, saved(collectors, states))
         steps, mean, *_ = logs[..., -1].mean(axis=0)
         print(f"{steps:>12,.0f} steps, return {mean:.6g}", flush=True)
-    judges = [
-        x.freeze(y.carry).replace(policy=agent.final_policy)
-        for x, y in zip(collectors, states, strict=True)
-    ]
-    inputs = list(zip(judges, keys, [x.params for x in states], strict=True))
+    inputs: Any = []
     returns = []
-    for args in inputs:
-        print(stats := rollout.evaluate(*args, num_episodes=NUM_EPISODES))
+    for collector, key, state in zip(collectors, keys, states, strict=True):
+        judge = collector.freeze(state.carry).replace(policy=agent.final_policy)
+        inputs.append((judge, key, state.params))
+        stats = rollout.evaluate(judge, key, state.params, num_episodes=NUM_EPISODES)
+        print(stats)
         returns.append(float(stats.returns.mean))
     if len(returns) > 1:
         mean, low, high = interval(returns)
@@ -273,7 +266,7 @@ def run(make_agent: Callable, config: Any, columns: Sequence[str]) -> list[State
     return states
 
 
-def draw_curve(num_seeds: int) -> None:
+def draw_curve(num_seeds):
     """Draws the mean over seeds, and its interval."""
     table = np.loadtxt(TABLE, delimiter=",", skiprows=1, ndmin=2)
     _, steps, returns, *_ = table.reshape(-1, num_seeds, table.shape[1]).T
