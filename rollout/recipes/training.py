@@ -246,8 +246,7 @@ def run(make_agent, config, columns):
         rollout.checkpoint.save(CHECKPOINT, saved(collectors, states))
         steps, mean, *_ = logs[..., -1].mean(axis=0)
         print(f"{steps:>12,.0f} steps, return {mean:.6g}", flush=True)
-    inputs: Any = []
-    returns = []
+    inputs, returns = [], []
     for collector, key, state in zip(collectors, keys, states, strict=True):
         judge = collector.freeze(state.carry).replace(policy=agent.final_policy)
         inputs.append((judge, key, state.params))
@@ -260,7 +259,8 @@ def run(make_agent, config, columns):
         print(f"return {mean:.6g} (95 %: {low:.6g} to {high:.6g}), {each}")
     draw_curve(len(returns))
     try:
-        rollout.record_gif(*inputs[0], "agent.gif", max_episode_steps=200)
+        judge, key, params = inputs[0]
+        rollout.record_gif(judge, key, params, "agent.gif", max_episode_steps=200)
     except Exception as error:  # an environment may have no drawing
         print(f"no GIF: {error}")
     return states
