@@ -61,14 +61,15 @@ def shown():
     def show(space, key):
         inner = showing(space)
         env = FlattenObs(inner)
-        state, _ = inner.reset(key)
+        state, outer = (x.reset(key)[0] for x in (inner, env))
         counts = jnp.arange(24, dtype=jnp.int32)
 
-        def see(env):
-            step = lambda n: env.step(KEY, {**state, "n": n}, jnp.int32(0)).obs  # noqa: E731
-            return jax.vmap(step)(counts)
+        def see(count):
+            at = state.replace(env_state={**state.env_state, "n": count})
+            pairs = (inner, at), (env, outer.replace(env_state=at))
+            return [env.step(KEY, state, jnp.int32(0)).obs for env, state in pairs]
 
-        seen, flat = see(inner), see(env)
+        seen, flat = jax.vmap(see)(counts)
         inside = jax.vmap(env.observation_space.contains)(flat)
         return seen, flat, flatten_obs(space, seen), inside
 
