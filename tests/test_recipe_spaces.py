@@ -403,7 +403,6 @@ def kill(*args, **options):
         ("ppo", "Pendulum-v1", "--normalize"),
         ("ppo", "gymnasium:FrozenLake-v1"),
         ("ppo", "pgx:2048"),
-        ("dqn", "pgx:2048"),
     ],
 )
 def test_command_takes_every_suite(argv, tmp_path, monkeypatch, capsys):

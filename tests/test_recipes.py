@@ -234,7 +234,7 @@ def test_program_learns(name, folder, request, quick_training):
     if name == "sac":
         pytest.importorskip("brax")
         request.getfixturevalue("rank_promotion")
-    if name == "sweep":
+    if name in ("dqn", "sac", "sweep"):  # one key for all calls of `train`
         request.getfixturevalue("key_reuse")
     if name == "mujoco_resume":
         pytest.importorskip("mujoco")
@@ -254,7 +254,7 @@ def test_mappo_runs(folder, quick_compile, rank_promotion):
 
 
 @pytest.mark.slow
-def test_sac_runs_on_a_pendulum(folder, quick_compile):
+def test_sac_runs_on_a_pendulum(folder, quick_compile, key_reuse):
     """As the page says: another environment, for those who have no brax."""
     code = program("sac", SMALLER)
     robot = '"brax:inverted_pendulum", backend="positional"'
