@@ -2,6 +2,7 @@
 
 import faulthandler
 import functools
+import gc
 import os
 import signal
 import time
@@ -45,7 +46,9 @@ def signals():
     faulthandler.dump_traceback_later(300, exit=True)
     ours = (signal.SIGINT, signal.default_int_handler), (signal.SIGALRM, press)
     before = [(number, signal.signal(number, handler)) for number, handler in ours]
+    gc.disable()  # Python drops what is raised in a callback, as jax's and hypothesis'
     yield
+    gc.enable()
     signal.setitimer(signal.ITIMER_REAL, 0)
     for number, handler in before:
         signal.signal(number, handler)

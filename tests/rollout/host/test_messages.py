@@ -12,10 +12,9 @@ import remote_cases
 from host_count import KEY, POLICY, HostCount, Late, in_jax, on_host
 
 import rollout
-from rollout import buffers, envs
+from rollout import envs
 from rollout.host import HostCollector
 
-BUFFER = buffers.ReplayBuffer(capacity=64, num_envs=4)
 OUTSIDE = "must be used outside of `jit`"
 cart = functools.partial(gymnasium.make, "CartPole-v1")
 CARTS = functools.partial(envs.make_vec, "CartPole-v1")
@@ -127,7 +126,6 @@ CASES = {
     "what is for the other kind": (
         (lambda: in_jax().replace(env=HostCount(2)), "go into a `HostCollector`"),
         (lambda: rollout.shard(collector(), jax.make_mesh((2,), ("lanes",))), IN_JAX),
-        (lambda: BUFFER.init(collector()), "got HostCollector", TypeError),
     ),
     "RemoteBatches": (
         (lambda: batches(3), "`make_collector` must be a function, got int 3"),
