@@ -11,6 +11,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from rollout import checks
@@ -270,8 +271,8 @@ def _check(name: str, collector: Collector, catalogue: Catalogue) -> None:
         what = f"`settings[{name!r}]` must have items as actions, a `Discrete` space"
         raise ValueError(f"{what}, got {type(space).__name__}.")
     for field, table in vars(catalogue).items():
-        if table is not None and jnp.shape(table)[:1] != (space.n,):
+        if table is not None and np.shape(table)[:1] != (space.n,):
             raise ValueError(
                 f"`catalogue.{field}` must have one entry for each of {space.n} items, "
-                f"got shape {jnp.shape(table)}."
+                f"got shape {np.shape(table)}."
             )

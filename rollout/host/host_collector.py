@@ -173,7 +173,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes one step in every lane; see `Collector.step`."""
         carry, trajectory = self.collect_steps(carry, params, 1)
-        return carry, jax.tree.map(lambda x: x[0], trajectory)
+        with held_back():  # as in `value`
+            return carry, jax.tree.map(lambda x: x[0], trajectory)
 
     def row_shape(self, params: ParamsT) -> Transition[ObsT, ActionT]:
         """Returns the shapes and dtypes of a row; nothing is played.
