@@ -78,7 +78,7 @@ class Cell(nn.Module):
 
 
 class Heads(nn.Module):
-    """What follows there."""
+    """The actor and the critic of PureJaxRL's `ppo_rnn.py`."""
 
     num_actions: int
 

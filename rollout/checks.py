@@ -307,6 +307,22 @@ def is_carry(value: Any) -> None:
     kind("`carry` must be what `init` or an earlier call returned", value, Carry)
 
 
+def same_devices(carry: Any, sharding: Any) -> None:
+    """Checks that a carry lies where the lanes of a sharded collector do."""
+    arrays = [x for x in jax.tree.leaves(carry) if isinstance(x, jax.Array)]
+    known = [x for x in arrays if not isinstance(x, Tracer)]
+    if sharding is None or not known:
+        return
+    here, there = (set(x) for x in (sharding.mesh.devices.flat, known[0].devices()))
+    if here != there:
+        raise ValueError(
+            "`carry` must lie on the devices of the collector's mesh, "
+            f"{sorted(x.id for x in here)}, got one on {sorted(x.id for x in there)}: "
+            "save it as a checkpoint and restore it like `init` of this collector, or "
+            "begin anew."
+        )
+
+
 def carry(value: Any, collector: Any) -> None:
     """Checks that a value is a carry such as `init` of this collector makes."""
     is_carry(value)

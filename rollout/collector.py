@@ -11,7 +11,7 @@ import jax
 from flax import struct
 
 from rollout import checks, kernel, programs
-from rollout.envs.types import VectorEnv, hash_of_types
+from rollout.envs.types import VectorEnv, hash_of_types, sharding_of
 from rollout.kernel import episodes
 from rollout.kernel.accumulators import as_accumulators
 from rollout.kernel.values import check_values
@@ -46,6 +46,8 @@ def explain(fn: Any) -> Any:
         given = inspect.signature(fn).bind(*args, **options).arguments
         for name in ("carry", "params", "acc"):
             checks.readable(name, given.get(name))
+        env = getattr(given.get("self"), "env", None)
+        checks.same_devices(given.get("carry"), sharding_of(env))
         raise raised
 
     return call

@@ -463,6 +463,33 @@ def test_every_page_and_notebook_is_in_the_navigation_of_the_site():
     assert sorted(re.findall(r"\S+\.md", nav)) == sorted(want)
 
 
+def test_first_command_of_the_readme_runs_the_agent_of_its_program():
+    command = re.search(r"^python3 -m venv .*$", README, re.M).group()
+    *_, module, env_id = command.split()
+    program = blocks(README)[0]
+    assert f"from {module} import PPO" in program
+    assert f'"{env_id}"' in program
+
+
+def test_continuous_integration_runs_the_commands_of_the_readme():
+    script = (ROOT / ".ci" / "run").read_text()
+    for marker in ("<!-- clone -->", "<!-- ci: test -->"):
+        assert README.count(marker) == 1
+        assert marker in script
+
+
+def test_packages_export_what_most_programs_need():
+    most = {"rollout": 30, "rollout.envs": 24, "rollout.buffers": 5}
+    for package, number in most.items():
+        assert len(importlib.import_module(package).__all__) <= number
+
+
+def test_wrappers_are_where_their_page_says():
+    names = re.findall(r"`([A-Z]\w+)\(", TEXTS["docs/wrappers.md"])
+    assert len(names) >= 8
+    assert [name for name in names if not hasattr(envs, name)] == []
+
+
 PUBLIC = {
     *("rollout", "rollout.agents", "rollout.buffers", "rollout.envs"),
     *("rollout.envs.host", "rollout.envs.suites", "rollout.envs.wrappers"),

@@ -1,4 +1,4 @@
-"""Which agents each policy controls, and how their actions are put back together.
+"""Maps agents to policies, and puts the actions of all back together.
 
 A mapping is fixed, or a function that draws each agent's policy in every episode.
 Policies are numbered in their order, and a population takes as many numbers as it has

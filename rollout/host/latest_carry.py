@@ -1,4 +1,4 @@
-"""Which carry may begin the next call of a host collector: the one it returned last."""
+"""Lets only the carry that a host collector returned last begin its next call."""
 
 from typing import Any
 

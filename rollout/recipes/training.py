@@ -1,4 +1,4 @@
-"""What the agents share beside their algorithms: the loop, environments, the command.
+"""Trains an agent of this package: the loop, its environments and the command.
 
 The command trains some updates at a time, in JAX as one program. Then it prints a line
 and writes the table `agent.csv` and the folder `agent.checkpoint`, from which

@@ -1,4 +1,4 @@
-"""What a stream takes its batches from: `JaxMaker` and `HostMaker`, of one interface.
+"""Makes the batches of a stream: `JaxMaker` and `HostMaker` have one interface.
 
 `begin` begins a batch, and what it returns waits for it; called again with the same
 carry, as after an interrupt, it leads to the same batch. `save` and `restore` are the
@@ -34,7 +34,7 @@ Wait = Callable[[], tuple[BatchResult, float, int]]
 
 
 class Start(NamedTuple):
-    """What a batch begins with.
+    """The inputs of a batch.
 
     Attributes:
         num_rows: unless it has whole episodes.
