@@ -543,10 +543,10 @@ def test_quiet_in_a_process_that_has_no_accelerator():
 @slow
 @tpu
 def test_command_line_prints_the_table(capsys):
-    arguments = ["CartPole-v1", "--inspect=v5e", "--num-envs=32", "--num-steps=16"]
+    arguments = ["CartPole-v1", "--inspect=v5e", "--num-envs=32"]
     assert main(arguments) == 0
     rows = capsys.readouterr().out.splitlines()
     assert rows[0].split() == ["environment", "CartPole-v1"]
-    assert rows[2].split() == ["steps", "512"]
+    assert rows[2].split() == ["steps", "32,000"]
     assert rows[3].startswith("accelerator         tpu-v5e (")
     assert rows[-1].split() == ["waits", "none"]
