@@ -116,27 +116,34 @@ class ActorCritic(nn.Module):
         return Joint(space, mlp(sizes.num_outputs, 0.01), log_std, mask), value
 
 
-def loss(config, dist, value, t, advantage):
-    """Returns the loss of a minibatch of transitions, and what to log."""
+def loss(config, dist, value, t, advantage, whole=None):
+    """Returns the loss of a minibatch of transitions, and what to log.
+
+    Of a part of a minibatch, its share in them: `whole` is `t, advantage` of all.
+    """
+    t_all, every = whole or (t, advantage)
 
     def mean(x):
-        return x.mean(where=t.mask)
+        return jnp.sum(x, where=t.mask) / t_all.mask.sum()
 
     log_ratio = dist.log_prob(t.action) - t.extras["log_prob"]
     ratio = jnp.exp(log_ratio)
-    scaled = (advantage - mean(advantage)) / (advantage.std(where=t.mask) + 1e-8)
+    scale = every.std(where=t_all.mask) + 1e-8
+    scaled = (advantage - every.mean(where=t_all.mask)) / scale
     clipped = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
     gain = mean(jnp.minimum(ratio * scaled, clipped * scaled))
     old, target = t.extras["value"], t.extras["value"] + advantage
     near = old + jnp.clip(value - old, -config.value_clip, config.value_clip)
     error = mean(jnp.maximum((value - target) ** 2, (near - target) ** 2))
     entropy = mean(dist.entropy())
+    spread = (t_all.extras["value"] + every).var(where=t_all.mask)
     log = {
         "entropy": entropy,
         "kl": mean(ratio - 1 - log_ratio),
         "clip_fraction": mean(ratio != clipped),
-        "explained_variance": 1
-        - advantage.var(where=t.mask) / target.var(where=t.mask),
+        "explained_variance": mean(
+            jnp.full_like(value, 1 - every.var(where=t_all.mask) / spread)
+        ),
     }
     cost = 0.5 * config.value_weight * error - config.entropy_weight * entropy
     return cost - gain, log
@@ -193,9 +200,13 @@ class PPO:
         params = jax.custom_batching.sequential_vmap(self.network.init)(key, *inputs)
         return params, self.optimizer.init(params)
 
-    def cost(self, params, t, advantage):
+    def cost(self, params, t, advantage, whole=None):
         dist, value = self.network.apply(params, t.obs)
-        return loss(self.config, dist, value, t, advantage)
+        return loss(self.config, dist, value, t, advantage, whole)
+
+    def gradient(self, params, t, advantage):
+        """Differentiates the cost of a minibatch; returns also what to log."""
+        return training.gradient(self.cost, params, t, advantage)
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def learn(self, learner, t, next_value, key):
@@ -203,7 +214,7 @@ class PPO:
 
         def step(learner, rows):
             params, opt_state = learner
-            grads, log = jax.grad(self.cost, has_aux=True)(params, *rows)
+            grads, log = self.gradient(params, *rows)
             change, opt_state = self.optimizer.update(grads, opt_state)
             return (optax.apply_updates(params, change), opt_state), log
 
