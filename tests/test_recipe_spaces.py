@@ -20,6 +20,7 @@ from rollout.recipes import dqn, ppo, sac
 from rollout.recipes.distributions import Joint
 from rollout.recipes.dqn import DQN
 from rollout.recipes.ppo import PPO, Config
+from rollout.recipes.recurrent_ppo import RecurrentPPO
 from rollout.recipes.sac import SAC
 from rollout.recipes.training import train
 
@@ -182,6 +183,36 @@ def test_mask_leaves_only_allowed_actions():
     assert set(map(tuple, np.asarray(drawn).tolist())) == {(1, 0), (1, 2)}
     with pytest.raises(ValueError, match="`action_mask` must have 5 flags"):
         Joint(space, jnp.zeros(5), jnp.zeros(0), allowed[:4])
+
+
+def test_memory_obeys_a_mask_and_rows_that_are_all_masked_out_teach_nothing():
+    space, num_envs = SPACES["discrete"], 4
+    config = CONFIG._replace(num_envs=num_envs, num_epochs=1, num_minibatches=num_envs)
+    env = envs.vectorize(Masked(space), num_envs)
+    cell, empty = nn.GRUCell(8), lambda num_envs: jnp.zeros((num_envs, 8))
+    agent = RecurrentPPO(space, config, cell, empty, env.observation_space)
+    collector = rollout.Collector(env=env, policy=agent.policy)
+
+    @quick_jit
+    def learn(keys):
+        carry = collector.init(keys[0])
+        learner = agent.init(keys[1], carry.obs)
+        _, t = collector.collect_steps(carry, learner[0], 16)
+        t = t.replace(mask=t.mask.at[:, 0].set(False))  # of a whole minibatch
+        return t.action, agent.learn(learner, t, t.extras["value"], keys[2])[0]
+
+    action, (params, _) = jax.device_get(learn(jax.random.split(jax.random.key(0), 3)))
+    assert set(np.unique(action).tolist()) == {0, 1}
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+
+
+def test_observations_need_their_space_unless_they_are_vectors():
+    space, key = SPACES["discrete"], jax.random.key(0)
+    shown = {"obs": jnp.zeros((1, 2)), "action_mask": jnp.ones((1, 3), bool)}
+    for agent in (PPO(space, CONFIG), DQN(space, DQN_CONFIG)):
+        with pytest.raises(ValueError, match="`observation_space` must be given"):
+            jax.eval_shape(agent.init, key, {"a": shown["obs"], "b": shown["obs"]})
+    jax.eval_shape(PPO(space, CONFIG).init, key, shown)  # as `FlattenObs` shows it
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import optax
 from flax import struct
 
 import rollout
-from rollout.envs.wrappers import flatten_obs, mask_in
+from rollout.envs.wrappers import mask_in
 from rollout.recipes import training
 from rollout.recipes.distributions import Joint
 from rollout.recipes.training import State
@@ -88,8 +88,9 @@ class ActorCritic(nn.Module):
     @nn.compact
     def __call__(self, obs):
         space, mask = self.action_space, mask_in(obs)
-        if self.observation_space is not None:
-            obs = flatten_obs(self.observation_space, obs)
+        if self.observation_space is None and mask is not None:
+            obs = obs["obs"]  # as `FlattenObs` shows it
+        obs = training.flat(self.observation_space)(obs)
 
         def mlp(num_outputs, scale):
             init, x = nn.initializers.orthogonal, obs
@@ -116,13 +117,17 @@ class ActorCritic(nn.Module):
 
 def loss(config, dist, value, t, advantage):
     """Returns the loss of a minibatch of transitions, and what to log."""
+    num_rows = jnp.maximum(t.mask.sum(), 1)  # all may be masked out
 
     def mean(x):
-        return x.mean(where=t.mask)
+        return x.sum(where=t.mask) / num_rows
+
+    def variance(x):
+        return mean((x - mean(x)) ** 2)
 
     log_ratio = dist.log_prob(t.action) - t.extras["log_prob"]
     ratio = jnp.exp(log_ratio)
-    scaled = (advantage - mean(advantage)) / (advantage.std(where=t.mask) + 1e-8)
+    scaled = (advantage - mean(advantage)) / (jnp.sqrt(variance(advantage)) + 1e-8)
     clipped = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
     gain = mean(jnp.minimum(ratio * scaled, clipped * scaled))
     old, target = t.extras["value"], t.extras["value"] + advantage
@@ -133,8 +138,7 @@ def loss(config, dist, value, t, advantage):
         "entropy": entropy,
         "kl": mean(ratio - 1 - log_ratio),
         "clip_fraction": mean(ratio != clipped),
-        "explained_variance": 1
-        - advantage.var(where=t.mask) / target.var(where=t.mask),
+        "explained_variance": 1 - variance(advantage) / variance(target),
     }
     cost = 0.5 * config.value_weight * error - config.entropy_weight * entropy
     return cost - gain, log

@@ -6,7 +6,7 @@ Copy this file and change it; it may change here, too.
 import jax
 
 import rollout
-from rollout.envs.wrappers import flatten_obs
+from rollout.envs.wrappers import flatten_obs, mask_in
 from rollout.recipes.ppo import PPO, loss
 
 
@@ -18,8 +18,9 @@ class RecurrentPPO(PPO):
         config: a `Config`.
         cell: a flax module, `(memory, x)` to `(memory, x)`, such as `nn.GRUCell(64)`.
         empty: the number of lanes to the memory at the start of an episode.
-        observation_space: of the environment, to flatten what it shows; None for
-            observations that the cell takes as they are.
+        observation_space: of the environment, to flatten what it shows, without its
+            `action_mask`, which is obeyed; None for observations that the cell takes
+            as they are.
     """
 
     axis = 1  # minibatches of whole lanes
@@ -34,7 +35,9 @@ class RecurrentPPO(PPO):
 
     def step(self, params, memory, obs):
         x = obs if self.space is None else flatten_obs(self.space, obs)
-        return self.cell.apply(params["cell"], memory, x)
+        memory, x = self.cell.apply(params["cell"], memory, x)
+        mask = mask_in(obs)
+        return memory, x if mask is None else {"obs": x, "action_mask": mask}
 
     def choose(self, params, obs, memory, key):
         after, x = self.step(params, memory, obs)
@@ -56,7 +59,8 @@ class RecurrentPPO(PPO):
     def make_params(self, key, obs):
         memory = self.empty(len(jax.tree.leaves(obs)[0]))
         x = obs if self.space is None else flatten_obs(self.space, obs)
-        (_, x), cell = self.cell.init_with_output(key, memory, x)
+        cell = self.cell.init(key, memory, x)
+        _, x = self.step({"cell": cell}, memory, obs)
         return {"cell": cell, "heads": self.network.init(key, x)}
 
     def cost(self, params, t, advantage):

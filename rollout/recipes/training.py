@@ -99,8 +99,17 @@ def dense(config, num_outputs, see):
 def flat(observation_space):
     """Returns what flattens observations of a space; of None, those that are flat."""
     if observation_space is None:
-        return jnp.float32
+        return flat_already
     return functools.partial(flatten_obs, observation_space)
+
+
+def flat_already(obs):
+    if not hasattr(obs, "dtype"):
+        raise ValueError(
+            "`observation_space` must be given where observations are no vectors, got "
+            f"{jax.tree.structure(obs)}."
+        )
+    return jnp.float32(obs)
 
 
 def make_env(env_id, num_envs, gamma=None):
