@@ -19,13 +19,12 @@ from rollout.envs import prng
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree
 from rollout.host.policy_runner import View
-from rollout.host.served import Served
 from rollout.kernel.accumulators import accumulate, accumulate_nothing, record
 from rollout.kernel.fold import mask_out
 from rollout.kernel.policy_state import init_policy_state
 from rollout.platform import to_host
 from rollout.policies import outputs
-from rollout.types import Accumulators, RecordFn, Transition
+from rollout.types import Accumulators, RecordFn, Served, Transition
 
 Acc = TypeVar("Acc")
 
