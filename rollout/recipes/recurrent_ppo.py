@@ -10,6 +10,12 @@ from rollout.envs.wrappers import flatten_obs, mask_in
 from rollout.recipes.ppo import PPO, loss
 
 
+def masked(x, obs):
+    """Puts the mask of actions, where there is one, beside what a cell shows."""
+    mask = mask_in(obs)
+    return x if mask is None else {"obs": x, "action_mask": mask}
+
+
 class RecurrentPPO(PPO):
     """`PPO` whose observations pass a recurrent cell first; `train` is the same.
 
@@ -18,9 +24,8 @@ class RecurrentPPO(PPO):
         config: a `Config`.
         cell: a flax module, `(memory, x)` to `(memory, x)`, such as `nn.GRUCell(64)`.
         empty: the number of lanes to the memory at the start of an episode.
-        observation_space: of the environment, to flatten what it shows, without its
-            `action_mask`, which is obeyed; None for observations that the cell takes
-            as they are.
+        observation_space: of the environment, to flatten what it shows; None for
+            observations that the cell takes as they are.
     """
 
     axis = 1  # minibatches of whole lanes
@@ -34,10 +39,11 @@ class RecurrentPPO(PPO):
         return rollout.recurrent_policy(self.choose, self.empty, **functions)
 
     def step(self, params, memory, obs):
-        x = obs if self.space is None else flatten_obs(self.space, obs)
-        memory, x = self.cell.apply(params["cell"], memory, x)
-        mask = mask_in(obs)
-        return memory, x if mask is None else {"obs": x, "action_mask": mask}
+        memory, x = self.cell.apply(params["cell"], memory, self.seen(obs))
+        return memory, masked(x, obs)
+
+    def seen(self, obs):
+        return obs if self.space is None else flatten_obs(self.space, obs)
 
     def choose(self, params, obs, memory, key):
         after, x = self.step(params, memory, obs)
@@ -58,10 +64,8 @@ class RecurrentPPO(PPO):
 
     def make_params(self, key, obs):
         memory = self.empty(len(jax.tree.leaves(obs)[0]))
-        x = obs if self.space is None else flatten_obs(self.space, obs)
-        cell = self.cell.init(key, memory, x)
-        _, x = self.step({"cell": cell}, memory, obs)
-        return {"cell": cell, "heads": self.network.init(key, x)}
+        (_, x), cell = self.cell.init_with_output(key, memory, self.seen(obs))
+        return {"cell": cell, "heads": self.network.init(key, masked(x, obs))}
 
     def cost(self, params, t, advantage):
         def step(memory, obs):
