@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 from typing import Any
 
 import flax.linen as nn
@@ -22,7 +23,7 @@ from rollout.recipes.dqn import DQN
 from rollout.recipes.ppo import PPO, Config
 from rollout.recipes.recurrent_ppo import RecurrentPPO
 from rollout.recipes.sac import SAC
-from rollout.recipes.training import train
+from rollout.recipes.training import make_env, train
 
 TREE = spaces.Dict(
     {"turn": envs.Discrete(2, start=3), "pull": spaces.Tuple((envs.Box(2.0, 6.0, ()),))}
@@ -274,6 +275,14 @@ class HiddenInJax:
         return {"turn": turn, "action_mask": jnp.int8([1, 1, 0])}
 
 
+def test_command_says_what_it_does_not_train(monkeypatch):
+    with pytest.raises(ValueError, match="`env_id` must be an id, got a file"):
+        make_env("gymnasium:own.py:Own", 2)
+    monkeypatch.setattr(envs, "make", lambda _: types.SimpleNamespace(agents=("a",)))
+    with pytest.raises(ValueError, match="`env_id` must be of one agent, got pgx:go"):
+        make_env("pgx:go", 2)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_training")
 @pytest.mark.parametrize("is_host", [False, True])
@@ -492,6 +501,8 @@ def test_command_goes_on_where_it_was_killed(
             with pytest.raises(KeyboardInterrupt):
                 command(killed, patched, capsys, name, env_id, *resume)
         resume = ("--resume",)
+    with pytest.raises(ValueError, match="`--seed` must be 0 as in"):
+        command(killed, monkeypatch, capsys, name, env_id, "--seed=1", *resume)
     again, resumed, same = command(killed, monkeypatch, capsys, name, env_id, *resume)
     if env_id.startswith("gymnasium:"):  # begins new episodes
         assert len(resumed.splitlines()) == 13

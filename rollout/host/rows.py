@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rollout import programs
+from rollout import checks, programs
 from rollout.envs import prng
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree
@@ -144,7 +144,14 @@ def record_rows(
                 accumulated,
                 row.accumulated,
             )
-        return accumulated, mask_out(record(record_fn, row))
+        recorded = record(record_fn, row)
+        if isinstance(row.info, Served) and not isinstance(recorded.info, Served):
+            raise ValueError(
+                "`record_fn` must keep the `Served` in `info` with `num_ready`, which "
+                f"`by_env` reads, got {checks.describe(recorded.info)}: it may drop "
+                "the `info` in it."
+            )
+        return accumulated, mask_out(recorded)
 
     return lax.scan(step, accumulated, (rows, lane))
 
