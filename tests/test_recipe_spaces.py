@@ -275,6 +275,15 @@ class HiddenInJax:
         return {"turn": turn, "action_mask": jnp.int8([1, 1, 0])}
 
 
+def test_ppo_refuses_actions_whose_probability_it_does_not_know():
+    env = envs.vectorize(Guess(SPACES["discrete"], TREE), 2)
+    agent = PPO(env.action_space, CONFIG, env.observation_space)
+    policy = rollout.epsilon_greedy(agent.policy, env.action_space, 0.1)
+    collector = rollout.Collector(env=env, policy=policy)
+    with pytest.raises(ValueError, match="`collector` must play `agent"):
+        agent.update(collector, None, None)
+
+
 def test_command_says_what_it_does_not_train(monkeypatch):
     with pytest.raises(ValueError, match="`env_id` must be an id, got a file"):
         make_env("gymnasium:own.py:Own", 2)

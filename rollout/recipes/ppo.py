@@ -221,6 +221,11 @@ class PPO:
 
     def update(self, collector, state, key):
         """Collects, and learns from it; returns the next state, and what to log."""
+        if collector.policy != self.policy:  # such as one that adds noise
+            raise ValueError(
+                "`collector` must play `agent.policy`, got another policy: its "
+                "`log_prob` may not be that of the action that it took."
+            )
         params = state.params
         carry, t = collector.collect_steps(state.carry, params, self.config.num_steps)
         last_value = collector.value(carry, params)
