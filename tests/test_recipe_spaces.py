@@ -510,8 +510,9 @@ def test_command_goes_on_where_it_was_killed(
             with pytest.raises(KeyboardInterrupt):
                 command(killed, patched, capsys, name, env_id, *resume)
         resume = ("--resume",)
-    with pytest.raises(ValueError, match="`--seed` must be 0 as in"):
-        command(killed, monkeypatch, capsys, name, env_id, "--seed=1", *resume)
+    for other in ("--seed=1", "--seeds=2"):
+        with pytest.raises(ValueError, match=r"those of agent\.csv, \[0\], got"):
+            command(killed, monkeypatch, capsys, name, env_id, other, *resume)
     again, resumed, same = command(killed, monkeypatch, capsys, name, env_id, *resume)
     if env_id.startswith("gymnasium:"):  # begins new episodes
         assert len(resumed.splitlines()) == 13

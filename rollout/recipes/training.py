@@ -209,15 +209,16 @@ def saved(collectors, states):
 
 def restored(collectors, states, seeds):
     """Returns the states of the last checkpoint, and cuts the table there."""
+    lines = TABLE.read_text().splitlines(keepends=True) if CHECKPOINT.exists() else []
+    known = sorted({int(line.partition(",")[0]) for line in lines[1:]})
+    if lines and known != list(seeds):
+        what = f"`--seed` and `--seeds` must be those of {TABLE}"
+        raise ValueError(f"{what}, {known}, got {list(seeds)}.")
     states, hosts = rollout.checkpoint.restore(CHECKPOINT, saved(collectors, states))
     for i, host in enumerate(hosts):
         carry = collectors[i].restore(states[i].carry, host)
         states[i] = states[i]._replace(carry=carry)
-    lines = TABLE.read_text().splitlines(keepends=True)
     lines = lines[: 1 + len(states) * int(states[0].number)]
-    known = [int(line.partition(",")[0]) for line in lines[1 : 1 + len(seeds)]]
-    if known != list(seeds):
-        raise ValueError(f"`--seed` must be {known[0]} as in {TABLE}, got {seeds[0]}.")
     os.truncate(TABLE, len("".join(lines)))
     return states
 
