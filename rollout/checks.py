@@ -22,6 +22,7 @@ from rollout.types import (
     Carry,
     Episodes,
     Policy,
+    Served,
     Transition,
 )
 
@@ -150,15 +151,15 @@ def positive(name: str, value: Any) -> None:
         raise ValueError(f"`{name}` must be above 0, got {value!r}.")
 
 
-def fraction(name: str, value: Any, *, lowest: int = 0) -> None:
+def fraction(name: str, value: Any, *, lowest: int = 0, highest: float = 1) -> None:
     """Checks a number up to 1, or a scalar array, whose value may not be known."""
     if isinstance(value, _REAL) and not isinstance(value, bool):
-        is_wrong = not lowest <= value <= 1
+        is_wrong = not lowest <= value <= highest
     else:
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", bool)
         is_wrong = shape != () or not jnp.issubdtype(dtype, jnp.number)
     if is_wrong:
-        bounds = f"[{lowest}, 1]"
+        bounds = f"[{lowest}, {highest}]"
         raise ValueError(f"`{name}` must be a number in {bounds}, got {value!r}.")
 
 
@@ -396,6 +397,11 @@ def trajectory(value: Any) -> None:
         raise ValueError(
             "`trajectory` must be `[T, B, ...]`, got a `mask` of shape "
             f"{value.mask.shape}."
+        )
+    if isinstance(value.info, Served):
+        raise ValueError(
+            "`trajectory` must have a column for each lane, got rows of a "
+            "`HostCollector` with `num_ready`: `rollout.host.by_env` sorts them."
         )
 
 

@@ -36,7 +36,7 @@ def policy_map(
     Args:
         policies: by name. Policies of one group may differ in class; `extras` that are
             dicts are joined by name, with zeros where a policy has no such entry.
-        mapping_fn: `(key, agents)` to `[A]` int32, for each agent the index of its
+        mapping_fn: `(key, agents)` to `[A]` integers, for each agent the index of its
             policy in the order of `policies`, where a population takes as many indices
             as it has members. `agents` are the names. It is called with a key of each
             lane's episode, so it holds until that ends and does not depend on the
@@ -76,9 +76,10 @@ def policy_map(
     else:
         shape = jax.eval_shape(lambda: mapping_fn(jax.random.key(0), layout.agents))
         num = len(layout.agents)
-        if getattr(shape, "shape", None) != (num,) or shape.dtype != jnp.int32:
+        is_int = jnp.issubdtype(getattr(shape, "dtype", bool), jnp.integer)
+        if not is_int or shape.shape != (num,):
             raise ValueError(
-                "`mapping_fn` must return one index per agent, int32 of shape "
+                "`mapping_fn` must return one index per agent, integers of shape "
                 f"({num},), got {checks.describe(shape)}."
             )
     known = {group.name for group in layout.groups}
@@ -219,7 +220,7 @@ def _policy_ids(this: _Map, state: _MapState, shape: tuple[int, ...]) -> jax.Arr
     # Drawn at every step. Keeping it in the state saves nothing: then all lanes draw at
     # every step too, for those that restart.
     draw = jax.vmap(lambda key: this.mapping_fn(key, agents))
-    drawn = draw(prng.inline(state.key.value))
+    drawn = draw(prng.inline(state.key.value)).astype(jnp.int32)
     is_mapped = jnp.zeros(shape, bool)
     for subgroup in this.subgroups:
         is_member = np.isin(np.arange(len(agents)), subgroup.group.members)

@@ -24,9 +24,8 @@ from rollout.envs.types import ArrayTree
 from rollout.host.policy_runner import PolicyRunner
 from rollout.host.rows import RowBlock, place_rows
 from rollout.host.seeds import Seeds
-from rollout.host.served import Served
 from rollout.platform import to_host
-from rollout.types import Carry
+from rollout.types import Carry, Served
 
 NO_LIMIT = 2**31 - 1  # no episode has so many steps
 _ALL = slice(None)
