@@ -84,8 +84,7 @@ class LocalEnvs:
             ValueError: if the environment draws no frames.
         """
         request_checks.closed(not self._envs)
-        env = self._envs[number]
-        return request_checks.frame(env.render() if hasattr(env, "render") else None)
+        return request_checks.drawn(self._envs[number])
 
     def place(self, arrays: StepArrays) -> None:
         """Makes the environments write to these arrays from now on."""

@@ -21,13 +21,31 @@ def same_spaces(first: tuple[Any, Any], other: tuple[Any, Any], number: int) -> 
             )
 
 
-def frame(pixels: Any) -> np.ndarray:
-    """Returns the frame that an environment drew, `[H, W, 3]` uint8; raises if none."""
+def drawn(env: Any, number: int | None = None) -> np.ndarray:
+    """Returns what an environment draws, or one of a vector environment.
+
+    Returns:
+        `[H, W, 3]` uint8.
+
+    Raises:
+        ValueError: if it draws nothing of this kind.
+    """
+    what, hint = "`env.render()` must return", ""
+    try:
+        pixels = env.render() if hasattr(env, "render") else None
+    except NotImplementedError:  # of the base class of Gymnasium
+        what, pixels = "`env` must have a method `render` that returns", None
+    if number is not None and pixels is not None:
+        pixels = pixels[number]
+    if pixels is None and getattr(env, "render_mode", None) != "rgb_array":
+        hint = ': make the environment with `render_mode="rgb_array"`'
+    return frame(pixels, what, hint)
+
+
+def frame(pixels: Any, what: str, hint: str = "") -> np.ndarray:
+    """Checks that a frame is `[H, W, 3]` or `[H, W, 4]` uint8; returns its colors."""
     frame = np.asarray(pixels)
     if frame.dtype == np.uint8 and frame.ndim == 3 and frame.shape[2] in (3, 4):
         return frame[..., :3].copy()
     got = "None" if pixels is None else f"{frame.dtype} of shape {frame.shape}"
-    raise ValueError(
-        "`env.render()` must return [H, W, 3] uint8, got "
-        f'{got}: make the environment with `render_mode="rgb_array"`.'
-    )
+    raise ValueError(f"{what} [H, W, 3] uint8, got {got}{hint}.")
