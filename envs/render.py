@@ -323,7 +323,7 @@ def no_screen() -> Iterator[None]:
     if sys.platform == "linux" and "DISPLAY" not in os.environ:  # for its MuJoCo
         settings["MUJOCO_GL"] = os.environ.get("MUJOCO_GL", "egl")
     before = {name: os.environ.get(name) for name in settings}
-    backend = matplotlib and matplotlib.get_backend()
+    backend: Any = matplotlib and matplotlib.get_backend()
     os.environ.update(settings)
     if matplotlib:
         matplotlib.use("Agg")

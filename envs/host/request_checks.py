@@ -1,5 +1,6 @@
 """Checks what environments are and return, where several kinds of them need it."""
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,24 @@ def closed(is_closed: bool) -> None:
     """Raises if environments are used after `close`."""
     if is_closed:
         raise ValueError("`env` must be open, got one after `close`.")
+
+
+def new_interface(env: Any) -> None:
+    """Raises for an environment of gym before 0.26, whose `reset` takes no seed."""
+    name = type(env).__name__
+    try:
+        inspect.signature(env.reset).bind(seed=0, options=None)
+    except TypeError:
+        if not hasattr(env, "seed"):
+            return  # its first reset says what is wrong
+        raise ValueError(
+            f"`env` must have the methods of `gymnasium.Env`, got {name} of gym before "
+            "0.26, whose `reset` takes no `seed`: put a `gymnasium.Env` around it, in "
+            "which `reset(seed=, options=)` calls its `seed` and returns (obs, {}), "
+            'and `step` makes two flags of `done` and `info["TimeLimit.truncated"]`.'
+        ) from None
+    except (AttributeError, ValueError):  # it has none, or one that is compiled
+        return
 
 
 def same_spaces(first: tuple[Any, Any], other: tuple[Any, Any], number: int) -> None:
