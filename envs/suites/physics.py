@@ -87,12 +87,14 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
         # Without the wrappers of training, `next_state` is never that of a reset.
         next_state = self._own().step(given, action)
         next_state = jax.tree.map(like, next_state, state)
+        # `done` is set at limits, too, which brax's own wrapper marks like this.
+        truncated = jnp.asarray(next_state.info.get("truncation", False)).astype(bool)
         return EnvStep(
             state=next_state,
             obs=next_state.obs,
             reward=jnp.asarray(next_state.reward, jnp.float32),
-            terminated=next_state.done.astype(bool),
-            truncated=jnp.zeros((), bool),
+            terminated=next_state.done.astype(bool) & ~truncated,
+            truncated=truncated,
             info=next_state.metrics,
         )
 

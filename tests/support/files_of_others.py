@@ -180,7 +180,8 @@ class Arm(gymnasium.Env):
         self.angle[1] = np.clip(self.angle[1] + 2 * action[1] - 1, -9, 9)
         reward = -float(np.abs(self.angle).sum()) / self.load
         fell = bool(np.abs(self.angle).max() == 4)
-        return self.see(), reward, fell, self.count == LIMIT, {"lifted": self.load}
+        late = self.count == LIMIT and not fell
+        return self.see(), reward, fell, late, {"lifted": self.load}
 
     def render(self):
         if self.render_mode != "rgb_array":
@@ -207,8 +208,27 @@ class OldGym:
     def step(self, action):
         obs, reward, terminated, truncated, info = self.arm.step(action)
         if truncated:
-            info["TimeLimit.truncated"] = not terminated
+            info["TimeLimit.truncated"] = True
         return obs, reward, terminated or truncated, info
+
+
+class FromOldGym(gymnasium.Env):
+    """The class of the page of environments on the host."""
+
+    def __init__(self, env):
+        self.env = env
+        self.observation_space = env.observation_space
+        self.action_space = env.action_space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.env.seed(seed)
+        return self.env.reset(), {}
+
+    def step(self, action):
+        obs, reward, done, info = self.env.step(action)
+        truncated = info.get("TimeLimit.truncated", False)
+        return obs, reward, done and not truncated, truncated, info
 
 
 @struct.dataclass
