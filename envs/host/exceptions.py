@@ -1,6 +1,7 @@
-"""Packs exceptions in bytes, to send them to another process."""
+"""Packs exceptions in bytes, to send them to another process; ends threads at exit."""
 
 import pickle
+import threading
 import traceback
 
 
@@ -32,3 +33,10 @@ def from_bytes(packed: bytes) -> BaseException:
         error = RuntimeError(summary)
         error.__cause__ = RemoteTraceback(text)
     return error
+
+
+def raise_at_exit() -> None:
+    """Raises `SystemExit` in a thread that the process, at its exit, waits for."""
+    main = threading.main_thread()
+    if threading.current_thread() is not main and not main.is_alive():
+        raise SystemExit

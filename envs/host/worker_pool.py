@@ -14,6 +14,7 @@ from typing import Any, Self
 from rollout.envs.host import exceptions, request_checks, worker_process
 
 _GRACE = 2.0  # seconds to close environments in, before a process is killed
+_PATIENCE = 0.5  # seconds, after which an exit of the process is noticed
 _UNTIMED = ("make", "share")  # to make environments may take any time
 
 
@@ -159,8 +160,9 @@ class WorkerPool:
     def pump(self, timeout: float | None = None) -> None:
         """Waits for replies, at most `timeout` seconds; reads one of each worker."""
         waits = [max(0.0, left) for _, left in self._time_left()]
-        waits += [] if timeout is None else [timeout]
-        for key, _ in self._selector.select(min(waits, default=None)):
+        waits += [_PATIENCE] if timeout is None else [_PATIENCE, timeout]
+        exceptions.raise_at_exit()
+        for key, _ in self._selector.select(min(waits)):
             self._read(key.data)
         for handle, left in self._time_left():
             if left <= 0:
