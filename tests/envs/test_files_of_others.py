@@ -19,6 +19,7 @@ from files_of_others import (
     Point,
     Renamed,
     Runners,
+    Team,
     With,
     Without,
 )
@@ -203,16 +204,26 @@ def test_ppo_trains_and_its_episodes_are_those_of_a_plain_loop(name):
     assert float(stats.returns.mean) == pytest.approx(episodes.episode_return.mean())
 
 
-def runners():
-    """A shared policy that also values what it sees."""
-    env = envs.vectorize(Runners(), B)
-    agent = ppo.PPO(env.action_spaces["all"], CONFIG)
+RUNNERS = {
+    "runners": Runners(),
+    "team": envs.suites.from_jaxmarl(Team(LIMITS)),
+    "team by name": envs.suites.from_jaxmarl(
+        Team(dict(zip("abc", LIMITS, strict=True)))
+    ),
+}
+
+
+def runners(name):
+    """Lanes of agents with a shared policy, which also values what it sees."""
+    env = envs.vectorize(RUNNERS[name], B)
+    (space,) = env.action_spaces.values()
+    agent = ppo.PPO(space, CONFIG)
     policy = agents.policy_map({"one": agent.policy}, agents.fixed_mapping("one"), env)
     return agent, rollout.Collector(env=env, policy=policy)
 
 
-def check_runners(t):
-    """Rows and flags of each agent, by a plain loop."""
+def check_runners(t, is_merged):
+    """Rows and flags of each agent, by a plain loop; one flag cannot tell of both."""
     seen = set()
     for lane in range(B):
         for agent, limit in enumerate(LIMITS):
@@ -229,32 +240,37 @@ def check_runners(t):
                 place, time = place + 2 * t.action[row, column] - 1, time + 1
                 assert t.next_obs[row, column].tolist() == [place, time]
                 assert t.reward[row, column] == place
-                flags = abs(place) == 2, time >= limit
+                late = time >= limit
+                flags = abs(place) == 2 and not (is_merged and late), late
                 assert (t.terminated[row, column], t.truncated[row, column]) == flags
                 over = any(flags)
                 seen.add((agent, *map(bool, flags)))
     assert {(0, False, True), (1, True, False), (2, False, True)} <= seen
 
 
-def test_limits_of_single_agents_cut_and_bootstrap_these_alone():
-    agent, collector = runners()
+@pytest.mark.parametrize(
+    "name", ["runners", "team", pytest.param("team by name", marks=slow)]
+)
+def test_limits_of_single_agents_cut_and_bootstrap_these_alone(name):
+    agent, collector = runners(name)
+    (group,) = collector.env.groups
 
     @quick_jit
     def collect(key):
         init_key, key = jax.random.split(key)
         carry = collector.init(key)
-        learner = agent.init(init_key, carry.obs["all"])
+        learner = agent.init(init_key, carry.obs[group])
         params = {"one": learner[0]}
         pending = agents.init_agent_transitions(collector, carry, params)
         carry, t = collector.collect_steps(carry, params, 24)
         pending, rows = agents.agent_transitions(pending, t)
         last = agents.last_values(pending, collector.value(carry, params))
-        rows = rows["all"]
-        later = rollout.next_values(rows, rows.extras["value"], last["all"])
+        rows = rows[group]
+        later = rollout.next_values(rows, rows.extras["value"], last[group])
         return rows, later, agent.value(learner[0], rows.next_obs), learner
 
-    rows, later, want, learner = jax.device_get(collect(KEY))
-    check_runners(rows)
+    rows, later, want, learner = jax.device_get(collect(jax.random.key(5)))
+    check_runners(rows, is_merged=name != "runners")
     kept = rows.mask & ~rows.terminated
     np.testing.assert_allclose(later[kept], want[kept], rtol=1e-5, atol=1e-6)
     _, log = agent.learn(learner, rows, later, jax.random.key(1))
@@ -262,9 +278,10 @@ def test_limits_of_single_agents_cut_and_bootstrap_these_alone():
 
 
 @pytest.mark.usefixtures("quick_compile")
-def test_runners_are_probed_and_evaluated():
-    assert rollout.probe(Runners(), num_steps=60) == ()
-    agent, collector = runners()
+@pytest.mark.parametrize("name", ["runners", pytest.param("team", marks=slow)])
+def test_runners_are_probed_and_evaluated(name):
+    assert rollout.probe(RUNNERS[name], num_steps=60) == ()
+    agent, collector = runners(name)
     seen = np.zeros((12, 2), np.float32)
     params = {"one": quick_jit(agent.init)(jax.random.key(0), seen)[0]}
     stats = agents.evaluate_agents(collector, jax.random.key(1), params, 12)

@@ -278,3 +278,48 @@ class Runners:
 
     def is_over(self, place, time):
         return (jnp.abs(place) == 2) | (time >= jnp.asarray(self.limits))
+
+
+@struct.dataclass
+class TeamState:
+    place: jax.Array
+    step: jax.Array
+    done: jax.Array
+
+
+class Team:
+    """The same in JaxMARL's style: dicts by agent, and one flag for both endings."""
+
+    agents = Runners.agents
+
+    def __init__(self, limits):
+        self.max_steps = limits
+        self.limits = jnp.array(Runners().limits)
+
+    def reset(self, key):
+        state = TeamState(jnp.zeros(3, jnp.int32), jnp.int32(0), jnp.zeros(3, bool))
+        return self.get_obs(state), state
+
+    def get_obs(self, state):
+        time = state.step
+        return {
+            x: jnp.float32([state.place[i], time]) for i, x in enumerate(self.agents)
+        }
+
+    def step_env(self, key, state, actions):
+        action = jnp.stack([actions[x] for x in self.agents])
+        place = state.place + jnp.where(state.done, 0, 2 * action - 1)
+        time = state.step + 1
+        done = state.done | (jnp.abs(place) == 2) | (time >= self.limits)
+        reward = jnp.where(state.done, 0.0, place)
+        state = TeamState(place, time, done)
+        rewards, dones = (
+            dict(zip(self.agents, x, strict=True)) for x in (reward, done)
+        )
+        return self.get_obs(state), state, rewards, {**dones, "__all__": done.all()}, {}
+
+    def action_space(self, agent):
+        return envs.Discrete(2)
+
+    def observation_space(self, agent):
+        return envs.Box(-9.0, 9.0, (2,))
