@@ -153,6 +153,23 @@ def test_file_from_before_gymnax_1_needs_one_line():
         play(at_random(envs.vectorize(envs.from_gymnax(Before()), B)))
 
 
+@pytest.mark.parametrize(
+    ("env", "adapter"),
+    [
+        (With(), "from_gymnax"),
+        (Without(), "from_gymnax"),
+        (Point(), "suites.from_brax"),
+        (Team(LIMITS), "suites.from_jaxmarl"),
+        (Arm(), "from_gymnasium"),
+        (OldGym(), "from_gymnasium"),
+    ],
+)
+def test_environment_that_was_not_adapted_is_told_by_what(env, adapter):
+    for use in (envs.vectorize, rollout.probe):
+        with pytest.raises(ValueError, match=f"`rollout.envs.{adapter}` adapts it"):
+            use(env, 3)
+
+
 def test_old_gym_is_refused_with_what_to_put_around_it():
     with pytest.raises(ValueError, match=r"got OldGym of gym before 0.26.*around it"):
         envs.from_gymnasium(OldGym, B)
