@@ -56,7 +56,7 @@ def drawn(env: Any, number: int | None = None) -> np.ndarray:
         what, pixels = "`env` must have a method `render` that returns", None
     if number is not None and pixels is not None:
         pixels = pixels[number]
-    if pixels is None and getattr(env, "render_mode", None) != "rgb_array":
+    if getattr(env, "render_mode", None) != "rgb_array":
         hint = ': make the environment with `render_mode="rgb_array"`'
     return frame(pixels, what, hint)
 

@@ -4,6 +4,7 @@ What is collected is compared with plain loops over its actions; see `files_of_o
 """
 
 import functools
+import io
 
 import jax
 import numpy as np
@@ -27,6 +28,7 @@ from PIL import Image
 
 import rollout
 from rollout import agents, envs
+from rollout.gif import draw_episode
 from rollout.recipes import ppo
 
 KEY, B = jax.random.key(5), 4
@@ -189,6 +191,18 @@ def test_game_with_a_drawing_of_its_own_is_drawn(name, tmp_path):
     (length,), first = episode.episode_length, 10 if name == "renamed" else 0
     step = 40 if name == "renamed" else 10
     assert brightness(path) == [first + step * n for n in range(length + 1)]
+
+
+def test_class_in_the_style_of_brax_may_draw_itself():
+    class Drawn(Point):
+        def render_frames(self, states):
+            for state in states:
+                yield np.full((9, 30, 3), 10 * state.obs[1], np.uint8)
+
+    env = envs.vectorize(envs.suites.from_brax(Drawn()), B)
+    gif, episode = draw_episode(at_random(env), jax.random.key(5), None, 99)
+    shown = brightness(io.BytesIO(gif))
+    assert shown == [10 * n for n in range(episode.episode_length[0] + 1)]
 
 
 def test_environment_in_the_style_of_brax_without_physics_is_not_drawn():

@@ -203,7 +203,7 @@ class Gray(Counter):
         (Counter, None, r'got None: make .* with `render_mode="rgb_array"`\.'),
         (Undrawn, "rgb_array", r"`env` must have a method `render` .*, got None\."),
         (Gray, "rgb_array", r"3\] uint8, got float64 of shape \(40, 60\)\."),
-        (Gray, None, r"3\] uint8, got float64 of shape \(40, 60\)\."),
+        (Counter, "human", r"got None: make .* with `render_mode=\"rgb_array\"`\."),
     ],
 )
 def test_what_is_wrong_with_a_drawing_is_said_before_a_step(
