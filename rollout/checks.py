@@ -28,6 +28,14 @@ from rollout.types import (
 
 INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
 _REAL: Any = numbers.Real  # a type checker knows no order of it
+# What adapts an environment, by a name that those of another suite have.
+_ADAPTERS = (
+    ("reset_env", "from_gymnax"),
+    ("step_env", "suites.from_jaxmarl"),
+    ("action_size", "suites.from_brax"),
+    ("observation_spec", "suites.from_jumanji"),
+    ("seed", "from_gymnasium"),
+)
 
 
 def int_between(
@@ -97,16 +105,18 @@ def single(env: Any) -> None:
             "before `vectorize`."
         )
     missing = [name for name in ("reset", "step") if not hasattr(env, name)]
+    others = [adapter for name, adapter in _ADAPTERS if hasattr(env, name)]
+    hint = f": `rollout.envs.{others[0]}` adapts it" if others else ""
     if missing:
         raise ValueError(
             "`env` must have the methods `reset` and `step` of "
-            f"`rollout.envs.types.Env`, got {type(env).__name__} without {missing[0]}: "
-            "`from_gymnax` adapts others."
+            f"`rollout.envs.types.Env`, got {type(env).__name__} without {missing[0]}"
+            f"{hint}."
         )
     if jax.tree_util.all_leaves([env]):
         raise ValueError(
             "`env` must be a pytree, such as a `flax.struct.dataclass`, got a plain "
-            f"{type(env).__name__}."
+            f"{type(env).__name__}{hint}."
         )
 
 

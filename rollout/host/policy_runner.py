@@ -208,9 +208,8 @@ def _programs(policy: Policy, view: Any, impl: Any) -> _Programs:
         if env_id is not None:
             mine = jax.tree.map(lambda x: x[env_id], state)
         key = jax.random.wrap_key_data(words, impl=impl)
-        decision = policy.apply(params, obs, mine, key)
         seen = view._replace(num_envs=len(jax.tree.leaves(obs)[0]))
-        decision = outputs.policy_step(decision, seen, mine)
+        decision = outputs.act(policy, seen, params, obs, mine, key)
         if prng.has_keys(decision.extras):
             raise ValueError(
                 "`policy.apply` must return extras without typed keys for environments "
