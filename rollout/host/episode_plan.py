@@ -12,7 +12,7 @@ import numpy as np
 
 from rollout.envs.types import ArrayTree
 from rollout.host.rows import RowBlock, place_rows
-from rollout.kernel.episodes import count_steps, first_of
+from rollout.kernel.episodes import first_of
 from rollout.types import Episodes, Transition
 
 _first_of = jax.jit(first_of)
@@ -137,7 +137,7 @@ class EpisodePlan:
         kept = np.ones(self.num_episodes, bool)
         index = self.index_of(np.array(self.lost, np.int32))
         kept[index[index < len(kept)]] = False
-        num_steps = count_steps(self._table["episode_length"])
+        num_steps = self._table["episode_length"].sum(dtype=np.int32)
         episodes = Episodes(**self._table, num_steps=num_steps, mask=kept)
         if self._min_steps is not None:
             episodes = _first_of(episodes, self._min_steps)

@@ -180,17 +180,15 @@ class PolicyRunner:
 @programs.shared
 def _programs(policy: Policy, view: Any, impl: Any) -> _Programs:
     def initial(key: chex.PRNGKey) -> ArrayTree:
-        every = episode_keys.all_lanes(view.num_envs)
-        first = episode_keys.keys_of(key, every, every.number)
-        return init_policy_state(policy, first)
+        first = jnp.arange(view.num_envs, dtype=jnp.int32)
+        return init_policy_state(policy, episode_keys.keys_of(key, first))
 
     def restart(
         words: jax.Array, restarts: jax.Array, episode_id: jax.Array, state: ArrayTree
     ) -> ArrayTree:
         """Returns the state of all lanes, of new episodes where `restarts`."""
         root = jax.random.wrap_key_data(words, impl=impl)
-        every = episode_keys.all_lanes(view.num_envs)
-        key = episode_keys.keys_of(root, every, episode_id)
+        key = episode_keys.keys_of(root, episode_id)
         return restart_policy_state(policy, state, restarts, key)
 
     def act(

@@ -47,6 +47,5 @@ class Seeds:
 @jax.jit
 def _seeds(key: chex.PRNGKey, episode_id: jax.Array) -> jax.Array:
     """Returns the seeds of the episodes with these ids, `[N, B]`."""
-    lanes = episode_keys.all_lanes(episode_id.shape[1])
-    of_row = jax.vmap(lambda row: episode_keys.keys_of(key, lanes, row))
+    of_row = jax.vmap(lambda row: episode_keys.keys_of(key, row))
     return episode_keys.seeds(of_row(episode_id))

@@ -133,8 +133,7 @@ def scan_steps(
 def roots_of(parts: Parts, carry: Carry) -> Roots:
     """Checks a carry, and hashes the keys from which those of all its steps derive."""
     checks.carry(carry, parts)
-    lanes = episode_keys.all_lanes(parts.env.num_envs)
-    return place(parts.env, episode_keys.roots(carry.key, lanes))
+    return place(parts.env, episode_keys.roots(carry.key, parts.env.num_envs))
 
 
 def pack(row: Transition) -> tuple[Transition, jax.Array]:
