@@ -216,13 +216,12 @@ import rollout
 if __name__ == "__main__":
     assert envs.OWN and buffers.OWN and rollout.envs is not envs
     make = functools.partial(gymnasium.make, "CartPole-v1")
-    for method in ("forkserver", "spawn"):
-        env = rollout.envs.workers([make] * 2, num_workers=1, start_method=method)
-        policy = rollout.random_policy(env.action_space)
-        collector = rollout.HostCollector(env=env, policy=policy)
-        rows = collector.collect_steps(collector.init(jax.random.key(0)), None, 5)[1]
-        assert rows.reward.sum() == 10
-        collector.close()
+    env = rollout.envs.workers([make] * 2, num_workers=1)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.HostCollector(env=env, policy=policy)
+    rows = collector.collect_steps(collector.init(jax.random.key(0)), None, 5)[1]
+    assert rows.reward.sum() == 10
+    collector.close()
     memory = rollout.buffers.ReplayBuffer(capacity=8, num_envs=2)
     assert pickle.loads(pickle.dumps(memory)) == memory
     print(pickle.loads(pickle.dumps(rollout.envs.Box(0.0, 1.0, (2,)))))

@@ -116,9 +116,16 @@ class LocalEnvs:
         request_checks.closed(not self._envs)
         which = np.flatnonzero(mask).tolist()
         # All are reset before the first fault is raised: the others must be ready.
-        for at in which:
-            if at not in self.causes:
-                self._reset_one(at, int(seeds[at]))
+        for at in (x for x in which if x not in self.causes):
+            try:
+                result = self._envs[at].reset(seed=int(seeds[at]))
+                if type(result) is not tuple or len(result) != 2:
+                    _wrong("reset", "(obs, info)", result)
+                obs, info = result
+                shown = {"obs": obs, "info": info} if self._observes else obs
+                self._write_obs(at, shown)
+            except Exception as cause:
+                self.causes[at] = cause
         causes = {at: self.causes[at] for at in which if at in self.causes}
         if causes:
             raise EnvFault(causes)
@@ -201,16 +208,6 @@ class LocalEnvs:
                     write(at, leaf_at(info, path))
                 else:
                     array[at] = 0
-        except Exception as cause:
-            self.causes[at] = cause
-
-    def _reset_one(self, at: int, seed: int) -> None:
-        try:
-            result = self._envs[at].reset(seed=seed)
-            if type(result) is not tuple or len(result) != 2:
-                _wrong("reset", "(obs, info)", result)
-            obs, info = result
-            self._write_obs(at, {"obs": obs, "info": info} if self._observes else obs)
         except Exception as cause:
             self.causes[at] = cause
 

@@ -25,7 +25,6 @@ def workers(
     make_fns: Sequence[Callable[[], Any]],
     num_workers: int | None = None,
     *,
-    start_method: str = "forkserver",
     timeout: float | None = 60.0,
     observe_info: Mapping[str, Any] | None = None,
     record_info: Mapping[str, Any] | None = None,
@@ -41,8 +40,6 @@ def workers(
             spaces of `gymnasium.Env`; picklable. With cloudpickle, which gymnasium
             installs, they may be lambdas, and classes of a notebook.
         num_workers: number of processes; by default that of the CPUs, and at most B.
-        start_method: "forkserver", or "spawn", which is slower. A fork of a process
-            that runs jax can block for ever.
         timeout: seconds that a worker may take for one answer: a step of all its
             environments, or of one after `send`; a reset of some. After that it is
             killed, and its environments are faulty. None for any time; a start may
@@ -68,10 +65,9 @@ def workers(
     if num_workers is None:
         num_workers = min(len(make_fns), os.cpu_count() or 1)
     checks.int_between("num_workers", num_workers, most=len(make_fns))
-    checks.choice("start_method", start_method, ("forkserver", "spawn"))
     timeout = checks.seconds("timeout", timeout)
     info = {"observe_info": observe_info, "record_info": record_info}
-    return WorkerEnvs(_pack(make_fns), num_workers, start_method, timeout, info)
+    return WorkerEnvs(_pack(make_fns), num_workers, timeout, info)
 
 
 class WorkerEnvs:
@@ -86,13 +82,13 @@ class WorkerEnvs:
         self,
         make_fns: list[bytes],
         num_workers: int,
-        start_method: str,
         timeout: float | None,
         info: Mapping[str, Any],
     ) -> None:
         self.num_envs = len(make_fns)
         self._make_fns, self._info = make_fns, info
-        context: Any = multiprocessing.get_context(start_method)
+        # A fork of a process that runs jax can block for ever.
+        context: Any = multiprocessing.get_context("forkserver")
         # The fork server imports for all workers, unless it already runs. It leaves out
         # the modules of the functions, which may start threads or jax's backend.
         modules = {"gymnasium"}.intersection(sys.modules)

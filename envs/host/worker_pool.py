@@ -99,9 +99,8 @@ class WorkerPool:
     def start(self, handle: WorkerHandle) -> None:
         """Starts a process."""
         handle.pipe, theirs = self._context.Pipe()
-        args = theirs, self._context.get_start_method()
         handle.process = self._context.Process(
-            target=worker_process.serve, args=args, daemon=True
+            target=worker_process.serve, args=(theirs,), daemon=True
         )
         with theirs:
             handle.process.start()

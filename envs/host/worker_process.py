@@ -27,9 +27,9 @@ from rollout.envs.types import ArrayTree
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
-def serve(pipe: connection.Connection, start_method: str) -> None:
+def serve(pipe: connection.Connection) -> None:
     """Obeys requests until `close`, or until the main process ends."""
-    _end_with_parent(start_method)
+    _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends this one
     worker, method = _Worker(pipe), ""
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -107,7 +107,7 @@ class _Worker:
         return {self._ids[at]: exceptions.to_bytes(x) for at, x in causes.items()}
 
 
-def _end_with_parent(start_method: str) -> None:
+def _end_with_parent() -> None:
     """Ends this process when the main one ends, even in the middle of a step."""
     parent: Any = multiprocessing.parent_process()
 
@@ -116,7 +116,6 @@ def _end_with_parent(start_method: str) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-    # The thread needs the interpreter's lock, which a hanging step may hold. The parent
-    # of a spawned worker is a thread, which may end before its process.
-    if sys.platform == "linux" and start_method == "forkserver":
+    # The thread needs the interpreter's lock, which a hanging step may hold.
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
