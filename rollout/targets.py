@@ -17,6 +17,7 @@ from rollout import checks, platform
 from rollout.types import Transition
 
 Scalar = float | jax.Array  # (), may be traced
+_Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # see `_rows`
 
 _UNROLL = 16  # rows; more would save launches, and take longer to compile
 
@@ -115,7 +116,7 @@ def gae(
     rows = _rows(
         reward, terminated, truncated, mask, value=value, next_value=next_value
     )
-    return _gae(*rows, jnp.asarray(value), next_value, gamma, lam)
+    return _gae(rows, jnp.asarray(value), next_value, gamma, lam)
 
 
 def lambda_returns(
@@ -156,7 +157,7 @@ def lambda_returns(
     checks.fraction("gamma", gamma, lowest=-1)
     checks.fraction("lam", lam)
     rows = _rows(reward, terminated, truncated, mask, next_value=next_value)
-    return _lambda_returns(*rows, next_value, gamma, lam)
+    return _lambda_returns(rows, next_value, gamma, lam)
 
 
 def discounted_returns(
@@ -250,12 +251,12 @@ def vtrace(
     others = {"value": value, "next_value": next_value, "log_ratio": log_ratio}
     rows = _rows(reward, terminated, truncated, mask, **others)
     ratio = jnp.exp(jax.lax.stop_gradient(jnp.asarray(log_ratio)))
-    return _vtrace(*rows, jnp.asarray(value), next_value, ratio, gamma, lam, clip)
+    return _vtrace(rows, jnp.asarray(value), next_value, ratio, gamma, lam, clip)
 
 
 def _rows(
     reward: Any, terminated: Any, truncated: Any, mask: Any, **others: Any
-) -> tuple[jax.Array, ...]:
+) -> _Rows:
     """Checks that all have one shape; returns reward, terminated, done and mask."""
     if isinstance(reward, Transition):
         raise ValueError(
@@ -273,11 +274,8 @@ def _rows(
     if not jnp.issubdtype(reward.dtype, jnp.floating):  # discounts have its dtype
         reward = reward.astype(float)
     mask = jnp.ones(shape, bool) if mask is None else jnp.asarray(mask)
-    for name, x in {
-        "terminated": terminated,
-        "truncated": truncated,
-        "mask": mask,
-    }.items():
+    flags = {"terminated": terminated, "truncated": truncated, "mask": mask}
+    for name, x in flags.items():
         if x.dtype != bool:
             raise ValueError(f"`{name}` must be bool, got {x.dtype}.")
     return reward, terminated, terminated | truncated, mask
@@ -299,79 +297,57 @@ def _next_values(rows: tuple[jax.Array, ...], last_value: jax.Array) -> jax.Arra
 
 @jax.jit
 def _gae(
-    reward: jax.Array,
-    terminated: jax.Array,
-    done: jax.Array,
-    mask: jax.Array,
-    value: jax.Array,
-    next_value: jax.Array,
-    gamma: jax.Array,
-    lam: jax.Array,
+    rows: _Rows, value: jax.Array, next_value: jax.Array, gamma: Any, lam: Any
 ) -> jax.Array:
-    error, _ = _errors(reward, terminated, mask, next_value, gamma)
+    error, _ = _errors(rows, next_value, gamma)
     error = error - value
     weight = jnp.asarray(gamma * lam, error.dtype)
-    return _sum_up(error, weight, jnp.zeros_like(error), done, mask)[0]
+    return _sum_up(rows, error, weight, jnp.zeros_like(error))[0]
 
 
 @jax.jit
 def _lambda_returns(
-    reward: jax.Array,
-    terminated: jax.Array,
-    done: jax.Array,
-    mask: jax.Array,
-    next_value: jax.Array,
-    gamma: jax.Array,
-    lam: jax.Array,
+    rows: _Rows, next_value: jax.Array, gamma: Any, lam: Any
 ) -> jax.Array:
     # `term` bootstraps from all of V: where there is a next row, λ of it gives way to
     # that row's return.
-    term, instead = _errors(reward, terminated, mask, next_value, gamma)
+    term, instead = _errors(rows, next_value, gamma)
     weight = jnp.asarray(gamma * lam, term.dtype)
-    return _sum_up(term, weight, instead, done, mask)[0]
+    return _sum_up(rows, term, weight, instead)[0]
 
 
 @jax.jit
 def _vtrace(
-    reward: jax.Array,
-    terminated: jax.Array,
-    done: jax.Array,
-    mask: jax.Array,
+    rows: _Rows,
     value: jax.Array,
     next_value: jax.Array,
     ratio: jax.Array,
-    gamma: jax.Array,
-    lam: jax.Array,
-    clip: jax.Array,
+    gamma: Any,
+    lam: Any,
+    clip: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    error, _ = _errors(reward, terminated, mask, next_value, gamma)
+    mask = rows[3]
+    error, _ = _errors(rows, next_value, gamma)
     error, rho = error - value, jnp.minimum(ratio, clip)
     weight = jnp.asarray(gamma * lam, error.dtype) * jnp.minimum(ratio, 1.0)
     # The sum is v - V; `later` is that of the next row.
-    total, later = _sum_up(rho * error, weight, jnp.zeros_like(error), done, mask)
+    total, later = _sum_up(rows, rho * error, weight, jnp.zeros_like(error))
     advantage = rho * (error + jnp.asarray(gamma, error.dtype) * later)
     return jnp.where(mask, advantage, 0.0), jnp.where(mask, value + total, 0.0)
 
 
 def _errors(
-    reward: jax.Array,
-    terminated: jax.Array,
-    mask: jax.Array,
-    next_value: jax.Array,
-    gamma: jax.Array,
+    rows: _Rows, next_value: jax.Array, gamma: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Returns r + γ V(next_obs), and V(next_obs), 0 where the task terminated."""
+    reward, terminated, _, mask = rows
     # A masked-out row may hold anything.
     after = jnp.where(terminated | ~mask, 0.0, next_value)
     return reward + jnp.asarray(gamma, reward.dtype) * after, after
 
 
 def _sum_up(
-    term: jax.Array,
-    weight: jax.Array,
-    instead: jax.Array,
-    done: jax.Array,
-    mask: jax.Array,
+    rows: _Rows, term: jax.Array, weight: jax.Array, instead: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """x_t = term_t + weight_t (x of the next row - instead_t), and that x, `[T, ...]`.
 
@@ -390,7 +366,8 @@ def _sum_up(
         out = jnp.where(mask, here, 0.0), jnp.where(goes_on, later, 0.0)
         return (jnp.where(mask, here, later), is_there | mask), out
 
+    _, _, done, mask = rows
     nothing = jnp.zeros_like(term[0]), jnp.zeros_like(mask[0])
-    rows = term, weight if weight.ndim else (), instead, done, mask
+    inputs = term, weight if weight.ndim else (), instead, done, mask
     unroll = {"gpu": _UNROLL, "other": _UNROLL, "reverse": True}
-    return platform.scan(step, nothing, rows, **unroll)[1]
+    return platform.scan(step, nothing, inputs, **unroll)[1]
