@@ -135,9 +135,8 @@ class WorkerEnvs:
         with self._pool as pool:
             asked = self._handles(at for at in which if at not in pool.broken)
             for handle in asked:  # all are asked before the first answer is awaited
-                pool.ask(handle, "reset", seeds[handle.rows], mask[handle.rows])
-            for _, causes in pool.results(asked):
-                pool.note(causes)
+                pool.ask(handle, "restart", seeds[handle.rows], mask[handle.rows])
+            pool.results(asked)
             pool.forget(which)
             self._raise(which)
             return self._arrays.obs_tree
@@ -147,9 +146,8 @@ class WorkerEnvs:
         with self._pool as pool:
             self._write_action(slice(None), action)
             for handle in pool.handles:
-                pool.ask(handle, "step")
-            for _, causes in pool.results(pool.handles):
-                pool.note(causes)
+                pool.ask(handle, "take_step")
+            pool.results(pool.handles)
             return self._arrays.answer(pool.broken)
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
@@ -167,7 +165,7 @@ class WorkerEnvs:
                     pool.answered.append(at)
                 else:
                     handle = self._handle_of[at]
-                    pool.ask(handle, "advance", at - handle.ids.start)
+                    pool.ask(handle, "take_step_of", at - handle.ids.start)
 
     def receive(
         self, num_ready: int, timeout: float | None = None
@@ -220,12 +218,12 @@ class WorkerEnvs:
         with self._pool as pool:
             handles = self._handles(which)
             for handle in handles:
-                pool.ask(handle, "rebuild", mask[handle.rows])
-            replies = pool.results(handles)
+                pool.ask(handle, "renew", mask[handle.rows])
+            pool.results(handles)
             for at in which:  # only now: until their replies they were faulty
                 pool.broken.pop(at, None)
-            for _, causes in replies:
-                pool.note(causes)
+            for handle in handles:
+                pool.note(handle)
             # One environment may have ended a worker before the next was rebuilt.
             self._start([handle for handle in handles if handle.pipe is None])
             pool.forget(which)
@@ -236,7 +234,7 @@ class WorkerEnvs:
         with self._pool as pool:
             for handle in pool.handles:
                 pool.ask(handle, "save")
-            states = [saved for _, saved in pool.results(pool.handles)]
+            states = pool.results(pool.handles)
             if pool.broken or pool.in_flight or None in states:
                 return None
             return list(itertools.chain.from_iterable(states))
