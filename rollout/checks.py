@@ -413,14 +413,19 @@ def of_episodes(value: Any) -> None:
     kind(what, value, Transition | Episodes)
 
 
-def axis_of(mesh: Any, axis: Any) -> None:
-    """Checks a mesh of devices and the name of one of its axes."""
+def lane_mesh(mesh: Any, axis: Any) -> jax.sharding.Mesh:
+    """Checks a mesh of devices and one of its axes; returns it with axes of type Auto.
+
+    Axes of other types would become part of the types of arrays.
+    """
     what = "`mesh` must be a `jax.sharding.Mesh`, as `jax.make_mesh` makes it"
     kind(what, mesh, jax.sharding.Mesh)
     if axis not in mesh.shape:
         raise ValueError(
             f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."
         )
+    types = (jax.sharding.AxisType.Auto,) * mesh.devices.ndim
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def same(what: str, expected: ArrayTree, got: ArrayTree) -> None:

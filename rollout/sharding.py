@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rollout import checks, multihost, platform
 from rollout.collector import Collector
@@ -83,7 +83,7 @@ def shard(
             another collector or mesh; later, if a carry lies on other devices.
     """
     checks.collects_in_jax(collector)
-    checks.axis_of(mesh, axis)
+    mesh = checks.lane_mesh(mesh, axis)
     if mesh.is_multi_process and not _is_absent(mesh):
         # Before the checks that may raise in one process alone.
         multihost.compare("collector", _facts(collector, mesh, axis))
@@ -95,11 +95,7 @@ def shard(
             f"`num_envs` must be a multiple of the {num_devices} devices of the axis "
             f"{axis!r}, got {num_envs}; the nearest are {nearest}."
         )
-    # Axes of other types would become part of the types of arrays.
-    auto = Mesh(
-        mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim
-    )
-    return collector.replace(env=_shard(collector.env, LaneSharding(auto, axis)))
+    return collector.replace(env=_shard(collector.env, LaneSharding(mesh, axis)))
 
 
 class LaneSharding(NamedTuple):

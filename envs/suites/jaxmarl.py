@@ -154,7 +154,11 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         _check_names("step_env", "dones", dones, (*self.agents, "__all__"))
         done = jnp.stack([jnp.asarray(dones[name], bool) for name in self.agents])
         all_done = jnp.asarray(dones["__all__"], bool)
-        at_limit = self._at_limit(next_state)
+        at_limit = jnp.zeros((), bool)
+        if self.limit_field is not None:
+            # Some environments count only the steps before this one, and pass it.
+            limit = getattr(self.env, self.limit_field)
+            at_limit = jnp.asarray(_time(next_state, self.time_field) >= limit)
         return MultiAgentStep(
             state=next_state,
             obs=jax.tree.map(like, self._observe(obs, next_state), self._observed()),
@@ -172,13 +176,6 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         # others would make their programs large.
         own = type(self.env).__module__.startswith("jaxmarl.environments.mpe.")
         return prng.inline(key) if own else key
-
-    def _at_limit(self, state: ArrayTree) -> jax.Array:
-        # Some environments count only the steps before this one, and pass the limit.
-        if self.limit_field is None:
-            return jnp.zeros((), bool)
-        limit = getattr(self.env, self.limit_field)
-        return jnp.asarray(_time(state, self.time_field) >= limit)
 
     def _observe(
         self, obs: Mapping[str, ArrayTree], state: ArrayTree
