@@ -62,11 +62,12 @@ def next_values(
             "`rollout.agents.agent_transitions` first."
         )
     shape = trajectory.mask.shape
-    checks.shaped("value", value, shape)
-    checks.shaped("trajectory.final_value", trajectory.final_value, shape)
-    checks.shaped("last_value", last_value, shape[1:])
+    checks.shaped("`value` must be", value, shape)
+    final_value = trajectory.final_value
+    checks.shaped("`trajectory.final_value` must be", final_value, shape)
+    checks.shaped("`last_value` must be", last_value, shape[1:])
     value = jnp.asarray(value)
-    rows = trajectory.done, trajectory.mask, value, trajectory.final_value
+    rows = trajectory.done, trajectory.mask, value, final_value
     return _next_values(rows, jnp.asarray(last_value, value.dtype))
 
 
@@ -267,7 +268,7 @@ def _rows(
     named = {"reward": reward, "terminated": terminated, "truncated": truncated}
     named |= others if mask is None else {**others, "mask": mask}
     for name, x in named.items():
-        checks.shaped(name, x, shape)
+        checks.shaped(f"`{name}` must be", x, shape)
     if not shape:
         raise ValueError("`reward` must be `[T, ...]`, got a scalar.")
     reward, terminated, truncated = map(jnp.asarray, (reward, terminated, truncated))

@@ -43,6 +43,7 @@ LADDER = (
 KINDS = {
     "agents": {"envs.multi_agent"},
     "host": {
+        "envs.host.arrays",
         "envs.host.space_check",
         "envs.host.ownership",
         "envs.host.probe",

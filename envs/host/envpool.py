@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from rollout import checks
-from rollout.envs.host.arrays import Parts, narrowed
+from rollout.envs.host.arrays import Parts, narrowed, place_rows
 from rollout.envs.host.types import AsyncHostVectorEnv, HostStep
 from rollout.envs.optional_import import load
 from rollout.envs.spaces import as_space, narrow
@@ -185,9 +185,7 @@ class _EnvPool:
         if len(env_id) == self.num_envs:  # they are in order, so need no copy
             self._obs = obs
             return
-        trees = self._obs, obs
-        for old, new in zip(*map(self._parts.flatten, trees), strict=True):
-            old[env_id] = new
+        place_rows(self._obs, env_id, obs)
 
 
 def _names(env: Any, record_info: Iterable[str]) -> tuple[str, ...]:

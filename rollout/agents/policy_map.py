@@ -74,13 +74,9 @@ def policy_map(
     if isinstance(mapping_fn, FixedMapping):
         by_agent = mapping.policies_by_agent(policies, mapping_fn, layout.agents)
     else:
-        shape = jax.eval_shape(lambda: mapping_fn(jax.random.key(0), layout.agents))
-        num = len(layout.agents)
-        if getattr(shape, "shape", None) != (num,) or shape.dtype != jnp.int32:
-            raise ValueError(
-                "`mapping_fn` must return one index per agent, int32 of shape "
-                f"({num},), got {checks.describe(shape)}."
-            )
+        drawn = jax.eval_shape(lambda: mapping_fn(jax.random.key(0), layout.agents))
+        what = "`mapping_fn` must return one index per agent,"
+        checks.shaped(what, drawn, (len(layout.agents),), jnp.int32)
     known = {group.name for group in layout.groups}
     names = set(policies) if by_agent is None else set()
     asked = {name for its in groups.values() for name in its}

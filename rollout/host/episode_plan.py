@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from rollout.envs.host.arrays import place_rows
 from rollout.envs.types import ArrayTree
-from rollout.host.rows import RowBlock, place_rows
+from rollout.host.rows import RowBlock
 from rollout.kernel.episodes import first_of
 from rollout.types import Episodes, Transition
 

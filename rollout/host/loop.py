@@ -18,11 +18,12 @@ import jax
 import numpy as np
 
 from rollout import checks
+from rollout.envs.host.arrays import place_rows
 from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.host.types import EnvFault, HostStep
 from rollout.envs.types import ArrayTree
 from rollout.host.policy_runner import PolicyRunner
-from rollout.host.rows import RowBlock, place_rows
+from rollout.host.rows import RowBlock
 from rollout.host.seeds import Seeds
 from rollout.host.served import Served
 from rollout.platform import to_host

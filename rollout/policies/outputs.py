@@ -35,11 +35,8 @@ def decision(
         return result  # a composite space: see `policy_step`
     wanted = jax.ShapeDtypeStruct((num_envs, *space.shape), space.dtype)
     action = _cast(result.action, wanted)
-    if getattr(action, "dtype", None) != wanted.dtype or action.shape != wanted.shape:
-        raise ValueError(
-            f"{who} must return actions as {jnp.dtype(wanted.dtype).name} of shape "
-            f"{wanted.shape}, got {checks.describe(action)}."
-        )
+    what = f"{who} must return actions as"
+    checks.shaped(what, action, wanted.shape, wanted.dtype)
     return result._replace(action=action)
 
 
