@@ -1,13 +1,14 @@
 """`LocalEnvs`: steps environments of Gymnasium's kind in this process, in turn."""
 
 import contextlib
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from rollout import checks
-from rollout.envs.host import request_checks, saved_state
+from rollout.envs.host import request_checks
 from rollout.envs.host.arrays import (
     StepArrays,
     assign,
@@ -164,7 +165,7 @@ class LocalEnvs:
     def save(self) -> list[bytes] | None:
         """Saves every environment; see `HostVectorEnv`."""
         request_checks.closed(not self._envs)
-        saved = map(saved_state.save, [] if self.causes else self._envs)
+        saved = map(_saved, [] if self.causes else self._envs)
         states = [x for x in saved if x is not None]
         return states if len(states) == self.num_envs else None
 
@@ -178,7 +179,7 @@ class LocalEnvs:
         if self.causes:
             self.rebuild(np.isin(np.arange(self.num_envs), list(self.causes)))
         for env, state in zip(self._envs, saved, strict=True):
-            saved_state.load(env, state)
+            _load(env, state)
         assign(self._arrays.obs, slice(None), self.layout.obs.flatten(obs), "obs")
 
     def close(self) -> None:
@@ -233,3 +234,33 @@ def _wrong(name: str, what: str, result: Any) -> NoReturn:
 def _close(env: Any) -> None:
     with contextlib.suppress(Exception):  # it may be broken
         env.close()
+
+
+def _saved(env: Any) -> bytes | None:
+    """Saves the arrays that an environment names; None if it has no `save_state`."""
+    if not hasattr(type(env), "save_state"):  # a wrapper forwards attributes
+        return None
+    file = io.BytesIO()
+    for name, value in env.save_state().items():
+        for array in (np.asarray(name), np.asarray(value)):
+            np.lib.format.write_array(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def _load(env: Any, state: bytes) -> None:
+    """Puts an environment where it was at `save`, with its own settings.
+
+    Raises:
+        ValueError: if it has no `load_state`.
+    """
+    if not hasattr(type(env), "load_state"):
+        raise ValueError(
+            "`env` must have `load_state`, like the saved environment, got "
+            f"{type(env).__name__}."
+        )
+    file, arrays = io.BytesIO(state), {}
+    while file.tell() < len(state):
+        name = np.lib.format.read_array(file, allow_pickle=False)
+        arrays[str(name)] = np.lib.format.read_array(file, allow_pickle=False)
+    env.reset(seed=0)
+    env.load_state(arrays)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Iterable
 from typing import Any, Self
 
-from rollout.envs.host import exceptions, request_checks, worker_process
+from rollout.envs.host import request_checks, worker_process
 
 _GRACE = 2.0  # seconds to close environments in, before a process is killed
 _UNTIMED = ("make", "share")  # to make environments may take any time
@@ -139,7 +139,9 @@ class WorkerPool:
         for handle in handles:
             result, error = handle.reply
             if handle.pipe is not None:
-                replies.append((handle, result, error and exceptions.from_bytes(error)))
+                replies.append(
+                    (handle, result, error and worker_process.from_bytes(error))
+                )
         return replies
 
     def results(self, handles: Collection[WorkerHandle]) -> list[Any]:
@@ -153,7 +155,7 @@ class WorkerPool:
     def note(self, handle: WorkerHandle) -> None:
         """Notes the faulty environments of a worker that are not known as such."""
         for number in handle.causes.keys() - self.broken.keys():
-            self.broken[number] = exceptions.from_bytes(handle.causes[number])
+            self.broken[number] = worker_process.from_bytes(handle.causes[number])
 
     def pump(self, timeout: float | None = None) -> None:
         """Waits for replies, at most `timeout` seconds; reads one of each worker."""
