@@ -44,6 +44,7 @@ KINDS = {
     "agents": {"envs.multi_agent"},
     "host": {
         "envs.host.arrays",
+        "envs.host.exceptions",
         "envs.host.space_check",
         "envs.host.ownership",
         "envs.host.probe",

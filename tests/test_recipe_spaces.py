@@ -20,6 +20,7 @@ from rollout.recipes import dqn, ppo, sac
 from rollout.recipes.distributions import Joint
 from rollout.recipes.dqn import DQN
 from rollout.recipes.ppo import PPO, Config
+from rollout.recipes.recurrent_ppo import RecurrentPPO
 from rollout.recipes.sac import SAC
 from rollout.recipes.training import train
 
@@ -182,6 +183,85 @@ def test_mask_leaves_only_allowed_actions():
     assert set(map(tuple, np.asarray(drawn).tolist())) == {(1, 0), (1, 2)}
     with pytest.raises(ValueError, match="`action_mask` must have 5 flags"):
         Joint(space, jnp.zeros(5), jnp.zeros(0), allowed[:4])
+
+
+class Hidden(gymnasium.Env):
+    """Pays 1 for the turn shown a step before; the last of three is forbidden."""
+
+    action_space = gymnasium.spaces.Discrete(3, start=-2)
+    observation_space = gymnasium.spaces.Dict(
+        {
+            "turn": gymnasium.spaces.Discrete(2, start=3),
+            "action_mask": gymnasium.spaces.Box(0, 1, (3,), np.int8),
+        }
+    )
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.number, self.turn = 0, 3
+        return self.see(), {}
+
+    def step(self, action):
+        reward = float(action == self.turn - 5)
+        self.number, self.turn = self.number + 1, self.next_turn
+        return self.see(), reward, False, self.number == 8, {}
+
+    def see(self):
+        self.next_turn = int(self.np_random.integers(3, 5))
+        mask = np.array([1, 1, 0], np.int8)
+        return {"turn": self.next_turn, "action_mask": mask}
+
+
+@struct.dataclass
+class HiddenInJax:
+    """The same."""
+
+    action_space: Any = envs.Discrete(3, start=-2)
+    observation_space: Any = spaces.Dict(
+        {
+            "turn": envs.Discrete(2, start=3),
+            "action_mask": envs.Box(0, 1, (3,), jnp.dtype("int8")),
+        }
+    )
+
+    def reset(self, key):
+        turn = jax.random.randint(key, (), 3, 5)
+        return (jnp.int32(0), jnp.int32(3), turn), self.see(turn)
+
+    def step(self, key, state, action):
+        number, turn, next_turn = state
+        shown = jax.random.randint(key, (), 3, 5)
+        return envs.EnvStep(
+            state=(number + 1, next_turn, shown),
+            obs=self.see(shown),
+            reward=(action == turn - 5).astype(jnp.float32),
+            terminated=jnp.bool_(False),
+            truncated=number == 7,
+            info={},
+        )
+
+    def see(self, turn):
+        return {"turn": turn, "action_mask": jnp.int8([1, 1, 0])}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_training")
+@pytest.mark.parametrize("is_host", [False, True])
+def test_recurrent_ppo_learns_what_it_saw_and_what_is_allowed(is_host):
+    config = CONFIG._replace(num_updates=30, learning_rate=1e-2)
+    if is_host:
+        env = envs.from_gymnasium(Hidden, config.num_envs)
+    else:
+        env = envs.vectorize(HiddenInJax(), config.num_envs)
+    empty = lambda num_envs: jnp.zeros((num_envs, 16))  # noqa: E731
+    spaces = env.action_space, config, nn.GRUCell(16), empty, env.observation_space
+    agent = RecurrentPPO(*spaces)
+    kind = rollout.HostCollector if is_host else rollout.Collector
+    collector = kind(env=env, policy=agent.policy)
+    state, log = train(agent, collector, jax.random.key(0))
+    assert log["return"][-1] > 7  # without a memory 4.5
+    _, t = collector.collect_steps(state.carry, state.params, 16)
+    assert set(np.unique(t.action).tolist()) <= {-2, -1}
 
 
 @pytest.mark.slow

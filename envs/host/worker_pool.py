@@ -11,9 +11,10 @@ import time
 from collections.abc import Collection, Iterable
 from typing import Any, Self
 
-from rollout.envs.host import request_checks, worker_process
+from rollout.envs.host import exceptions, request_checks, worker_process
 
 _GRACE = 2.0  # seconds to close environments in, before a process is killed
+_PATIENCE = 0.5  # seconds, after which an exit of the process is noticed
 _UNTIMED = ("make", "share")  # to make environments may take any time
 
 
@@ -139,9 +140,7 @@ class WorkerPool:
         for handle in handles:
             result, error = handle.reply
             if handle.pipe is not None:
-                replies.append(
-                    (handle, result, error and worker_process.from_bytes(error))
-                )
+                replies.append((handle, result, error and exceptions.from_bytes(error)))
         return replies
 
     def results(self, handles: Collection[WorkerHandle]) -> list[Any]:
@@ -155,13 +154,14 @@ class WorkerPool:
     def note(self, handle: WorkerHandle) -> None:
         """Notes the faulty environments of a worker that are not known as such."""
         for number in handle.causes.keys() - self.broken.keys():
-            self.broken[number] = worker_process.from_bytes(handle.causes[number])
+            self.broken[number] = exceptions.from_bytes(handle.causes[number])
 
     def pump(self, timeout: float | None = None) -> None:
         """Waits for replies, at most `timeout` seconds; reads one of each worker."""
         waits = [max(0.0, left) for _, left in self._time_left()]
-        waits += [] if timeout is None else [timeout]
-        for key, _ in self._selector.select(min(waits, default=None)):
+        waits += [_PATIENCE] if timeout is None else [_PATIENCE, timeout]
+        exceptions.raise_at_exit()
+        for key, _ in self._selector.select(min(waits)):
             self._read(key.data)
         for handle, left in self._time_left():
             if left <= 0:

@@ -13,14 +13,13 @@ import pickle
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing import connection, reduction
 from typing import Any
 
 import numpy as np
 
-from rollout.envs.host import shared_memory
+from rollout.envs.host import exceptions, shared_memory
 from rollout.envs.host.local_envs import LocalEnvs
 from rollout.envs.host.types import EnvFault
 
@@ -44,7 +43,7 @@ def serve(pipe: connection.Connection) -> None:
                 else:
                     result = getattr(envs, method)(*args)
             except Exception as raised:
-                error = to_bytes(raised)
+                error = exceptions.to_bytes(raised)
             causes = {} if envs is None else envs.packed_causes()
             pipe.send_bytes(pickle.dumps((result, error, causes)))
 
@@ -93,33 +92,7 @@ class _Envs(LocalEnvs):
 
     def packed_causes(self) -> dict[int, bytes]:
         causes = self.causes.items()
-        return {self._ids[at]: to_bytes(x) for at, x in causes}
-
-
-class RemoteTraceback(Exception):  # noqa: N818
-    """The traceback in the process where an exception was raised; it is its cause."""
-
-
-def to_bytes(error: BaseException) -> bytes:
-    """Pickles an exception, and its traceback as text, which pickle drops."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        whole = pickle.dumps(error)
-    except Exception:
-        whole = b""
-    # Nested: if `whole` cannot be unpickled there, the two texts still arrive.
-    return pickle.dumps((whole, f"{type(error).__name__}: {error}", text))
-
-
-def from_bytes(packed: bytes) -> BaseException:
-    """Returns the exception, or a `RuntimeError` with its text if unpickling fails."""
-    whole, summary, text = pickle.loads(packed)
-    try:
-        error = pickle.loads(whole)
-    except Exception:
-        error = RuntimeError(summary)
-    error.__cause__ = RemoteTraceback(f"\n{text}")
-    return error
+        return {self._ids[at]: exceptions.to_bytes(x) for at, x in causes}
 
 
 def _end_with_parent() -> None:

@@ -90,6 +90,8 @@ class ActorCritic(nn.Module):
         space, mask = self.action_space, mask_in(obs)
         if self.observation_space is not None:
             obs = flatten_obs(self.observation_space, obs)
+        elif mask is not None:
+            obs = obs["obs"]  # as `FlattenObs` and a memory show it
 
         def mlp(num_outputs, scale):
             init, x = nn.initializers.orthogonal, obs

@@ -6,8 +6,14 @@ Copy this file and change it; it may change here, too.
 import jax
 
 import rollout
-from rollout.envs.wrappers import flatten_obs
+from rollout.envs.wrappers import flatten_obs, mask_in
 from rollout.recipes.ppo import PPO, loss
+
+
+def masked(x, obs):
+    """Puts the mask of actions, where there is one, beside what a cell shows."""
+    mask = mask_in(obs)
+    return x if mask is None else {"obs": x, "action_mask": mask}
 
 
 class RecurrentPPO(PPO):
@@ -33,8 +39,11 @@ class RecurrentPPO(PPO):
         return rollout.recurrent_policy(self.choose, self.empty, **functions)
 
     def step(self, params, memory, obs):
-        x = obs if self.space is None else flatten_obs(self.space, obs)
-        return self.cell.apply(params["cell"], memory, x)
+        memory, x = self.cell.apply(params["cell"], memory, self.seen(obs))
+        return memory, masked(x, obs)
+
+    def seen(self, obs):
+        return obs if self.space is None else flatten_obs(self.space, obs)
 
     def choose(self, params, obs, memory, key):
         after, x = self.step(params, memory, obs)
@@ -55,9 +64,8 @@ class RecurrentPPO(PPO):
 
     def make_params(self, key, obs):
         memory = self.empty(len(jax.tree.leaves(obs)[0]))
-        x = obs if self.space is None else flatten_obs(self.space, obs)
-        (_, x), cell = self.cell.init_with_output(key, memory, x)
-        return {"cell": cell, "heads": self.network.init(key, x)}
+        (_, x), cell = self.cell.init_with_output(key, memory, self.seen(obs))
+        return {"cell": cell, "heads": self.network.init(key, masked(x, obs))}
 
     def cost(self, params, t, advantage):
         def step(memory, obs):

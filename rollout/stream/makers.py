@@ -10,7 +10,6 @@ import functools
 import time
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import chex
@@ -166,8 +165,7 @@ class HostMaker:
         options.check_host()
         self._collector, self._options, env = collector, options, collector.env
         self._complete = _host_program(options.of_program())
-        # So that Ctrl-C finds the main thread waiting. It starts with the first batch.
-        self._thread = ThreadPoolExecutor(1)
+        self._calls = ctrl_c.Calls()
         self._job: _Job | None = None
         spaces = f"{env.num_envs} {env.observation_space} {env.action_space}"
         self.checksum = zlib.crc32(spaces.encode())
@@ -179,7 +177,7 @@ class HostMaker:
         # the parameters that it has.
         if self._job is None or self._job.start.carry is not start.carry:
             self._job = _Job(start)
-        future = ctrl_c.submit(self._thread, self._run, self._job)
+        future = self._calls.submit(self._run, self._job)
         return functools.partial(ctrl_c.result, future)
 
     def compile(self, start: Start) -> None:
@@ -196,13 +194,12 @@ class HostMaker:
     def restore(self, state: dict[str, Any], like: Carry) -> Carry:
         """Restores the environments of a state; returns the carry to go on with."""
         del like  # unused
-        # After the batch that has begun.
-        ctrl_c.result(ctrl_c.submit(self._thread, int))
+        self.close()
         return self._collector.restore(copied(state["carry"]), state["saved_envs"])
 
     def close(self) -> None:
-        """Ends the thread, after the batch that has begun."""
-        self._thread.shutdown()
+        """Waits for the batch that has begun."""
+        self._calls.wait()
 
     def _run(self, job: _Job) -> tuple[BatchResult, float, int]:
         """Makes a batch, if it is not made yet."""

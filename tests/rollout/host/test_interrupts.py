@@ -5,6 +5,8 @@ import functools
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import jax
@@ -307,3 +309,45 @@ def test_stream_goes_on():
     for batch in interrupted(lambda: next(stream), 50):
         check_rows((batch or next(stream)).trajectory)
     stream.close()
+
+
+IN_FLIGHT = """
+import functools, os, signal, sys, threading
+from pathlib import Path
+import jax, numpy as np
+from host_envs import Hangs
+import rollout
+from rollout import envs
+
+if __name__ == "__main__":
+    path = Path("hangs")
+    path.touch()
+    env = envs.workers([functools.partial(Hangs, path)] * 2, 2, timeout=None)
+    policy = rollout.stateless_policy(lambda params, obs, key: np.ones(2, np.int32))
+    collector = rollout.HostCollector(env=env, policy=policy)
+    options = {"key": jax.random.key(0), "params": None, "prefetch": 1}
+    stream = rollout.Stream(collector, steps_per_batch=10, **options)
+    press = lambda: os.kill(os.getpid(), signal.SIGINT)
+    next(stream)  # the batch after it hangs at its first row
+    for name in sys.argv[1:]:
+        threading.Timer(0.5, press).start()
+        try:
+            next(stream)
+        except KeyboardInterrupt:
+            print(name)
+"""
+
+
+@pytest.mark.parametrize("presses", [[], ["first", "second"]])
+def test_exit_gives_up_a_batch_in_flight_that_hangs(presses, tmp_path):
+    script = tmp_path / "main.py"
+    script.write_text(IN_FLIGHT)
+    run = subprocess.run(
+        [sys.executable, str(script), *presses],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (run.stdout.split(), run.returncode) == (presses, 0), run.stderr
