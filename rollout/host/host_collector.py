@@ -470,7 +470,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             "policy_state": runner.restarted(loop.unseen, loop.episode_id),
             "episode": Episode(**episode),
         }
-        return self._latest.note(Carry(**carry))
+        self._latest.carry = Carry(**carry)
+        return self._latest.carry
 
     def _play(
         self,
