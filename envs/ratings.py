@@ -83,7 +83,8 @@ def from_interactions(
             left, or ids are floats that are no integers, or so large that several ids
             are one float.
     """
-    is_number = isinstance(missing, _REAL) and -_FLOAT32_MAX <= missing <= _FLOAT32_MAX
+    number: Any = missing
+    is_number = isinstance(missing, _REAL) and abs(number) <= _FLOAT32_MAX
     if not is_number and missing not in _MISSING:
         one = f"a finite number or one of {', '.join(_MISSING)}"
         raise ValueError(f"`missing` must be {one}, got {missing!r}.")
