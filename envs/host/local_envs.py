@@ -102,14 +102,7 @@ class LocalEnvs:
         ]
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
-        """Starts an episode in some environments, each from its own seed.
-
-        Args:
-            seeds: `[B]` uint32; read where `mask`.
-            mask: `[B]` bool, which to reset; at least one.
-
-        Returns:
-            `[B, ...]` observations, the memory that the next call writes to.
+        """Starts an episode in some environments; see `HostVectorEnv`.
 
         Raises:
             EnvFault: if some failed, or had failed and were not rebuilt.

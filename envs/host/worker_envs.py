@@ -117,16 +117,7 @@ class WorkerEnvs:
         return [handle.process.pid for handle in self._pool.handles]
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
-        """Starts an episode in some environments, each from its own seed.
-
-        Drops the steps of these environments that are in flight.
-
-        Args:
-            seeds: `[B]` uint32; read where `mask`.
-            mask: `[B]` bool, which to reset; at least one.
-
-        Returns:
-            `[B, ...]` observations, the memory that the workers write to.
+        """Starts an episode in some environments; see `HostVectorEnv`.
 
         Raises:
             EnvFault: if some failed, or had failed and were not rebuilt.
@@ -151,12 +142,7 @@ class WorkerEnvs:
             return self._arrays.answer(pool.broken)
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
-        """Begins a step in some environments.
-
-        Args:
-            action: `[K, ...]`, one action for each of `K` of the `B` environments.
-            env_id: `[K]` int, their numbers; none of them may be in flight.
-        """
+        """Begins a step in some environments; see `AsyncHostVectorEnv`."""
         with self._pool as pool:
             self._write_action(env_id, action)
             for at in env_id.tolist():
@@ -170,19 +156,10 @@ class WorkerEnvs:
     def receive(
         self, num_ready: int, timeout: float | None = None
     ) -> tuple[HostStep, np.ndarray]:
-        """Waits for the first `num_ready` environments that answer.
-
-        Args:
-            num_ready: at least 1 and at most the number in flight.
-            timeout: seconds to wait, None for any time.
-
-        Returns:
-            Their answers, `[num_ready, ...]`, in the order of answering; and their
-            numbers, `[num_ready]` int32.
+        """Waits for the first environments that answer; see `AsyncHostVectorEnv`.
 
         Raises:
-            TimeoutError: if fewer answer within `timeout`. Nothing is lost: the next
-                call returns them.
+            TimeoutError: if fewer answer within `timeout`; the next call has them.
             ValueError: if fewer are in flight.
         """
         end = None if timeout is None else time.monotonic() + timeout
@@ -202,17 +179,11 @@ class WorkerEnvs:
             return self._arrays.answer(pool.broken, ids), ids
 
     def rebuild(self, mask: np.ndarray) -> None:
-        """Rebuilds some environments; each must be reset before its next step.
+        """Rebuilds some environments, as `LocalEnvs.rebuild` does.
 
         Drops the steps of these environments that are in flight. A lost worker is
         started again, with all its environments; those that `mask` leaves out stay
         faulty until they are rebuilt, too.
-
-        Args:
-            mask: `[B]` bool, which to rebuild; at least one.
-
-        Raises:
-            EnvFault: if some could not be made; they stay faulty.
         """
         which = np.flatnonzero(mask).tolist()
         with self._pool as pool:

@@ -85,11 +85,7 @@ class EpisodePlan:
         return episode_id - self._first_id[lane] + lane
 
     def advance(self, ended: np.ndarray) -> None:
-        """Assigns the next episodes, in order, to the lanes where `ended`.
-
-        Args:
-            ended: `[B]` bool, lanes whose episode ended or was lost.
-        """
+        """Assigns the next episodes, in order, to the lanes whose episode is over."""
         count = int(np.count_nonzero(ended))
         self._num_done += int(np.count_nonzero(ended & self.mask))
         if self._min_steps is not None and self.num_steps >= self._min_steps:
@@ -104,12 +100,7 @@ class EpisodePlan:
             self._index[ended] += len(self._lane)
 
     def note(self, block: RowBlock, rows: Transition) -> None:
-        """Records the episodes that end in a block of rows, and pads their rows.
-
-        Args:
-            block: `[T, B]`.
-            rows: `[T, B, ...]`, as they are recorded.
-        """
+        """Records the episodes that end in a block, and pads its recorded rows."""
         ended = (block.terminated | block.truncated) & block.mask
         truncated = block.truncated & ~block.cut
         result = {

@@ -115,17 +115,10 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         return self._loop.stats
 
     def replace(self, **changes: Any) -> Self:
-        """Returns a new collector with some of the arguments changed.
+        """Returns a new collector with some arguments of the constructor changed.
 
         The new one begins with `init`. It has the same environments unless `env` is
         changed; from its `init` on, a carry of this collector then raises.
-
-        Args:
-            **changes: arguments of the constructor.
-
-        Raises:
-            ValueError: if one is not as there.
-            TypeError: if there is no such argument.
         """
         return dataclasses.replace(self, **changes)
 
@@ -175,12 +168,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             return carry, jax.tree.map(lambda x: x[0], trajectory)
 
     def row_shape(self, params: ParamsT) -> Transition[ObsT, ActionT]:
-        """Returns the shapes and dtypes of a row; nothing is played.
+        """Returns the shapes and dtypes of a row; see `Collector.row_shape`.
 
         The observation is taken to be as its space says, and `info` as that of `env`.
-
-        Args:
-            params: parameters of the policy.
         """
         return row_shape(self, self.num_ready or self.env.num_envs, params)
 
@@ -188,8 +178,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """Values what the lanes see now; see `Collector.value`.
 
         Raises:
-            ValueError: if the policy has no critic, or `carry` is not that of the last
-                call.
+            ValueError: as there, or if `carry` is not that of the last call.
         """
         outputs.critic(self.policy)
         with held_back():  # jax's caches make other errors of an interrupt
@@ -208,12 +197,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes `num_steps` steps in every lane; see `Collector.collect_steps`.
 
-        Args:
-            carry: from `init` or an earlier call; it is used up.
-            params: whatever the policy takes as its parameters.
-            num_steps: rows of the trajectory.
-            max_episode_steps: as in `Stream`.
-            at_batch_end: as in `Stream`; "continue" with `num_ready`.
+        `max_episode_steps` and `at_batch_end` are those of `Stream`; the latter is
+        "continue" with `num_ready`.
 
         Raises:
             ValueError: as there, or if `carry` is not that of the last call.

@@ -120,13 +120,9 @@ class Loop:
     def play(self, params: Any, block: RowBlock, limit: int, *, cut_last: bool) -> None:
         """Fills a block, or as much of it as the assigned episodes take.
 
-        After an error the block has the complete rows; `recover` goes on.
-
-        Args:
-            params: whatever the policy takes as its parameters.
-            block: where the rows go.
-            limit: steps after which an episode is cut.
-            cut_last: whether the last row truncates the episodes that it does not end.
+        Episodes are cut after `limit` steps; with `cut_last` the last row truncates
+        those that it does not end. After an error the block has the complete rows;
+        `recover` goes on.
         """
         self.block = block
         # Each round acts, steps, writes the row, and begins the episodes that follow: a

@@ -128,15 +128,7 @@ class PolicyRunner:
     ) -> np.ndarray:
         """Values observations where `flag`, by the critic; 0 elsewhere.
 
-        Args:
-            params: whatever the policy takes as its parameters.
-            obs: `[B, ...]`, NumPy, what the policy sees next.
-            flag: `[B]` bool.
-            env_id: `[num_ready]` int32, the lanes of `obs` and `flag`, which may be
-                fewer than that; None for all.
-
-        Returns:
-            `[B]` float, NumPy.
+        `env_id` is as in `act`, and `obs` and `flag` may be of fewer lanes.
         """
         num = len(flag)
         if env_id is not None:

@@ -25,9 +25,7 @@ class Seeds:
     def of(self, lane: np.ndarray, episode_id: np.ndarray) -> np.ndarray:
         """Returns `[B]` uint32, the seeds of the episodes of `n` lanes, zero elsewhere.
 
-        Args:
-            lane: `[n]` int.
-            episode_id: `[n]` int32, of the lanes' own episodes or of the queue's.
+        The ids, `[n]` int32, are of the lanes' own episodes or of the queue's.
         """
         seeds = np.zeros(self._num_envs, np.uint32)
         for at, number in zip(lane.tolist(), episode_id.tolist(), strict=True):

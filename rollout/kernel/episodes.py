@@ -61,19 +61,11 @@ def play(
 ) -> tuple[Carry, Acc, Episodes]:
     """Plays episodes of the queue, or own ones of every lane.
 
-    Args:
-        parts: environments, policy, accumulators, and what to record.
-        carry: as in `Collector.fold_episodes`.
-        params: as there.
-        fn: as there, of recorded transitions; its third argument is `[B]` int32, the
-            number of each lane's episode among the N, or N and more in an idle lane.
-        acc: as there.
-        num_episodes: N, of one queue for all lanes: a free lane takes the next one.
-        per_env: whether every lane plays that many next own episodes instead.
-        max_episode_steps: as there.
-        min_steps: as in `Collector.collect_episodes`.
-        holds: False if `fn` ignores lanes where `mask` is False: then `acc` need not be
-            held in the steps beyond the end.
+    The arguments are those of `Collector.fold_episodes` and `collect_episodes`, but
+    `fn` gets recorded transitions, and as its third argument `[B]` int32, the number of
+    each lane's episode among the N, or N and more in an idle lane. `holds` is False if
+    it ignores lanes where `mask` is False: then `acc` need not be held in the steps
+    beyond the end.
     """
     env = parts.env
     num_envs, sharding = env.num_envs, sharding_of(env)
