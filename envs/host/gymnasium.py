@@ -145,10 +145,7 @@ class _VectorEnv:
         seed = seeds.tolist() if self._seeds_each else int(seeds[which[0]])
         options = {} if every else {"options": {"reset_mask": np.array(mask)}}
         obs, info = self._env.reset(seed=seed, **options)
-        if every:
-            self._ended = np.zeros(self.num_envs, bool)
-        else:
-            self._ended[which] = False
+        self._ended = self._ended & ~mask
         return self._observe(obs, info, mask)
 
     def step(self, action: ArrayTree) -> HostStep:

@@ -104,12 +104,6 @@ class RowBlock:
         return rows
 
 
-def place_rows(tree: ArrayTree, where: Any, rows: ArrayTree) -> None:
-    """Writes rows into arrays, in place."""
-    for array, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(rows), strict=True):
-        array[where] = leaf
-
-
 def record_rows(
     accumulators: Accumulators,
     record_fn: RecordFn | None,

@@ -22,8 +22,8 @@ from rollout.types import Carry, Episode, FlagFn, Params, Parts, PolicyStep, Tra
 
 def init(parts: Parts, key: chex.PRNGKey) -> Carry:
     """Starts the first episode of every lane; see `Collector.init`."""
-    lanes = episode_keys.all_lanes(parts.env.num_envs)
-    first_keys = prng.fold_in(episode_keys.roots(key, lanes).lane, 0)
+    num_envs = parts.env.num_envs
+    first_keys = prng.fold_in(episode_keys.roots(key, num_envs).lane, 0)
     env_state, obs = prng.barrier(parts.env).reset(prng.fold_in(first_keys, RESET))
     carry = Carry(
         key=key,
@@ -32,7 +32,7 @@ def init(parts: Parts, key: chex.PRNGKey) -> Carry:
         env_state=env_state,
         obs=obs,
         policy_state=init_policy_state(parts.policy, first_keys),
-        episode=_begin(parts, first_keys, lanes.number),
+        episode=_begin(parts, first_keys, jnp.arange(num_envs, dtype=jnp.int32)),
     )
     return place(parts.env, carry)
 

@@ -55,7 +55,10 @@ def make_batch(
     episodes, num_faulty = None, jnp.int32(0)
     if options.episodes_per_batch is None:
         if options.at_batch_end == "reset":
-            carry = _restart_all(collector, carry)
+            restarts = carry.episode.episode_length > 0
+            roots = kernel.roots_of(collector, carry)
+            start = kernel.next_episodes(collector.env, carry, roots)
+            carry = kernel.restart(collector, carry, restarts, start)
         is_faulty = nonfinite.is_nonfinite if options.on_fault == "drop" else None
         carry, trajectory = kernel.collect_steps(
             collector,
@@ -120,13 +123,6 @@ def complete(
         faults=faults,
         fault_step=fault_step,
     )
-
-
-def _restart_all(collector: Collector, carry: Carry) -> Carry:
-    """Starts a new episode in every lane that is inside one."""
-    restarts, env = carry.episode.episode_length > 0, collector.env
-    start = kernel.next_episodes(env, carry, kernel.roots_of(collector, carry))
-    return kernel.restart(collector, carry, restarts, start)
 
 
 def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:

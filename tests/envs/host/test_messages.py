@@ -129,7 +129,6 @@ CALLS = [
     ),
     (lambda: workers(num_workers=0), "`num_workers` must be an int of at least 1"),
     (lambda: workers(num_workers=5), "`num_workers` must be at most 3, got 5"),
-    (lambda: workers(start_method="fork"), '`start_method` must be "forkserver"'),
     (lambda: workers(timeout=0), "`timeout` must be a finite number of seconds"),
     (lambda: workers(record_info={"third": "text"}), NO_EXAMPLE),
     (lambda: workers([Count, host_envs.OtherCount], 1), OTHER_SPACES),
