@@ -103,6 +103,7 @@ def gradient(cost, params, t, advantage):
     def at_once(params, rows):
         return differentiate(params, *rows)
 
+    @jax.custom_batching.sequential_vmap  # one seed after another
     def by_parts(params, rows):
         def add(total, part):
             return jax.tree.map(jnp.add, total, differentiate(params, *part, rows)), ()
