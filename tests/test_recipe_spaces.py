@@ -17,7 +17,7 @@ from flax import struct
 import rollout
 from rollout import envs
 from rollout.envs import spaces
-from rollout.recipes import dqn, ppo, sac
+from rollout.recipes import dqn, ppo, sac, training
 from rollout.recipes.distributions import Joint
 from rollout.recipes.dqn import DQN
 from rollout.recipes.ppo import PPO, Config
@@ -407,6 +407,48 @@ def test_agents_learn_from_a_buffer(agent_class, config, space, most):
         _, t = collector.collect_steps(state.carry, state.params, 32)
         assert set(np.unique(t.action).tolist()) <= {-2, -1}
         assert action == -1
+
+
+def test_gradient_of_parts_is_that_of_the_minibatch(monkeypatch):
+    """Also where steps are masked out, unequally many in each part."""
+    monkeypatch.setattr(training.os, "cpu_count", lambda: 1)
+    agent, key = PPO(envs.Discrete(3), CONFIG), jax.random.key(0)
+    rng, shape = np.random.default_rng(0), (32,)
+    obs, floats = rng.normal(size=(32, 4)), rng.normal(size=(5, 32))
+    names = "reward", "value", "log_prob", "advantage", "final_value"
+    floats = dict(zip(names, np.float32(floats), strict=True))
+    extras = {"value": floats["value"], "log_prob": floats["log_prob"] - 1}
+    flag, number = np.zeros(shape, bool), np.zeros(shape, np.int32)
+    t = rollout.Transition(
+        obs=np.float32(obs),
+        action=rng.integers(0, 3, 32).astype(np.int32),
+        reward=floats["reward"],
+        terminated=flag,
+        truncated=flag,
+        next_obs=np.float32(obs),
+        mask=np.arange(32) % 7 < np.arange(32) // 8 + 2,
+        episode_id=number,
+        episode_return=floats["reward"],
+        episode_length=number,
+        extras=extras,
+        info=(),
+        accumulated=(),
+        final_value=floats["final_value"],
+    )
+
+    @quick_jit
+    def both(t, advantage):
+        params, found = agent.init(key, t.obs)[0], []
+        for rows in (8, 32):
+            with monkeypatch.context() as patched:
+                patched.setattr(training, "ROWS_OF_A_CORE", rows)
+                found.append(agent.gradient(params, t, advantage))
+        return found
+
+    parts, whole = jax.device_get(both(t, floats["advantage"]))
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(near, parts, whole)
+    assert whole[1]["entropy"] > 0.5
 
 
 def test_agents_say_which_actions_they_take():

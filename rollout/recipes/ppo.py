@@ -115,30 +115,35 @@ class ActorCritic(nn.Module):
         return Joint(space, mlp(sizes.num_outputs, 0.01), log_std, mask), value
 
 
-def loss(config, dist, value, t, advantage):
-    """Returns the loss of a minibatch of transitions, and what to log."""
-    num_rows = jnp.maximum(t.mask.sum(), 1)  # all may be masked out
+def loss(config, dist, value, t, advantage, whole=None):
+    """Returns the loss of a minibatch of transitions, and what to log.
+
+    Of a part of a minibatch, its share in them: `whole` is `t, advantage` of all.
+    """
+    t_all, every = whole or (t, advantage)
+    rows = t_all.mask | ~t_all.mask.any()  # of none, all: finite, and weighed 0
 
     def mean(x):
-        return x.sum(where=t.mask) / num_rows
-
-    def variance(x):
-        return mean((x - mean(x)) ** 2)
+        return jnp.sum(x, where=t.mask) / rows.sum()
 
     log_ratio = dist.log_prob(t.action) - t.extras["log_prob"]
     ratio = jnp.exp(log_ratio)
-    scaled = (advantage - mean(advantage)) / (jnp.sqrt(variance(advantage)) + 1e-8)
+    scale = every.std(where=rows) + 1e-8
+    scaled = (advantage - every.mean(where=rows)) / scale
     clipped = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
     gain = mean(jnp.minimum(ratio * scaled, clipped * scaled))
     old, target = t.extras["value"], t.extras["value"] + advantage
     near = old + jnp.clip(value - old, -config.value_clip, config.value_clip)
     error = mean(jnp.maximum((value - target) ** 2, (near - target) ** 2))
     entropy = mean(dist.entropy())
+    spread = (t_all.extras["value"] + every).var(where=rows)
     log = {
         "entropy": entropy,
         "kl": mean(ratio - 1 - log_ratio),
         "clip_fraction": mean(ratio != clipped),
-        "explained_variance": 1 - variance(advantage) / variance(target),
+        "explained_variance": mean(
+            jnp.full_like(value, 1 - every.var(where=rows) / spread)
+        ),
     }
     cost = 0.5 * config.value_weight * error - config.entropy_weight * entropy
     return cost - gain, log
@@ -195,9 +200,13 @@ class PPO:
         params = jax.custom_batching.sequential_vmap(self.network.init)(key, *inputs)
         return params, self.optimizer.init(params)
 
-    def cost(self, params, t, advantage):
+    def cost(self, params, t, advantage, whole=None):
         dist, value = self.network.apply(params, t.obs)
-        return loss(self.config, dist, value, t, advantage)
+        return loss(self.config, dist, value, t, advantage, whole)
+
+    def gradient(self, params, t, advantage):
+        """Differentiates the cost of a minibatch; returns also what to log."""
+        return training.gradient(self.cost, params, t, advantage)
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def learn(self, learner, t, next_value, key):
@@ -205,7 +214,7 @@ class PPO:
 
         def step(learner, rows):
             params, opt_state = learner
-            grads, log = jax.grad(self.cost, has_aux=True)(params, *rows)
+            grads, log = self.gradient(params, *rows)
             change, opt_state = self.optimizer.update(grads, opt_state)
             return (optax.apply_updates(params, change), opt_state), log
 

@@ -23,6 +23,7 @@ import rollout
 from rollout import envs
 from rollout.envs.wrappers import flatten_obs
 
+ROWS_OF_A_CORE = 512  # of which its cache holds what a gradient keeps
 NUM_EPISODES = 100  # of an evaluation
 CHECKPOINT, TABLE = Path("agent.checkpoint"), Path("agent.csv")
 
@@ -86,6 +87,33 @@ def scan(collector, step, state, keys):
         state, log = step(state, key)
         logs.append(log)
     return state, jax.tree.map(lambda *x: jnp.stack(x), *logs)
+
+
+def gradient(cost, params, t, advantage):
+    """Differentiates `cost(params, t, advantage)` of rows; returns also what to log.
+
+    On a CPU it adds up those of parts, `cost(params, *part, (t, advantage))`, each as
+    large as the caches of all cores hold: of 32,768 rows that takes half the time.
+    """
+    differentiate, rows = jax.grad(cost, has_aux=True), (t, advantage)
+    num_parts = max(1, advantage.size // (ROWS_OF_A_CORE * (os.cpu_count() or 1)))
+    while advantage.size % num_parts:
+        num_parts -= 1
+
+    def at_once(params, rows):
+        return differentiate(params, *rows)
+
+    def by_parts(params, rows):
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, differentiate(params, *part, rows)), ()
+
+        parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), rows)
+        shapes = jax.eval_shape(at_once, params, rows)
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, shapes), parts)[0]
+
+    if num_parts == 1:
+        return at_once(params, rows)
+    return jax.lax.platform_dependent(params, rows, cpu=by_parts, default=at_once)
 
 
 def dense(config, num_outputs, see):
