@@ -75,10 +75,12 @@ def costs_of(found: Report, num_steps: int) -> dict[str, str]:
     graph, loose = (
         times * likely(loop, x) for x in ("graph_launches", "loose_launches")
     )
+    unit = "round" if found.steps_per_round is None else "step"
+    waits = sum(wait.count for wait in found.waits if wait.per == unit)
     return {
         "Launches": f"{graph:.4g} + {loose:.4g}",
         "us in kernels": f"{1e6 * times * likely(loop, 'seconds'):.2f}",
-        "Waits": f"{times * found.waits_per_step:.3g}",
+        "Waits": f"{times * waits:.3g}",
     }
 
 

@@ -81,10 +81,7 @@ def check_rows(
     checks.same("`trajectory` must be like the rows of `init`", expected, rows)
     shape = (*length, ring.num_envs)
     mask = jnp.ones(shape, bool) if mask is None else mask
-    if (mask.dtype, mask.shape) != (bool, shape):
-        raise ValueError(
-            f"`mask` must be bool of shape {shape}, got {checks.describe(mask)}."
-        )
+    checks.shaped("`mask` must be", mask, shape, bool)
     if is_step:
         return jax.tree.map(lambda x: x[None], (rows, mask))
     return rows, mask

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rollout import checks, programs
 from rollout.buffers.gather import SampleOptions
@@ -47,21 +47,14 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
         ValueError: if the mesh lacks the axis, if `num_envs` is not a multiple of its
             size, or if the buffer is of another kind.
     """
-    checks.axis_of(mesh, axis)
+    mesh = checks.lane_mesh(mesh, axis)
     next_obs = getattr(buffer, "next_obs", None)
     if type(buffer) is not ReplayBuffer or next_obs != "stored":
         raise ValueError(
             '`buffer` must be a `ReplayBuffer` with next_obs="stored", got '
             f"{type(buffer).__name__} with next_obs={next_obs!r}."
         )
-    # As in `rollout.shard`: other axis types would be part of the types of arrays.
-    types = (AxisType.Auto,) * mesh.devices.ndim
-    sharded = _Sharded(
-        capacity=buffer.capacity,
-        num_envs=buffer.num_envs,
-        mesh=Mesh(mesh.devices, mesh.axis_names, axis_types=types),
-        axis=axis,
-    )
+    sharded = _Sharded(buffer.capacity, buffer.num_envs, mesh=mesh, axis=axis)
     sharded._share("num_envs", buffer.num_envs)
     return sharded
 

@@ -5,7 +5,6 @@ and an option says how unknown pairs are completed.
 """
 
 import dataclasses
-import itertools
 import numbers
 import os
 import warnings
@@ -14,15 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout import checks
 from rollout.envs.optional_import import load
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 _MISSING = ("user_mean", "item_mean", "mask")
-_DUPLICATES = ("mean", "last", "error")
-_REASONS = ("missing_id", "missing_timestamp", "nonfinite_feedback", "duplicate")
 _REAL: Any = numbers.Real  # a type checker knows no order of it
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -37,9 +33,8 @@ class Interactions:
         users: `[U]`, the ids of users as pandas sorts them: user u is `users[u]`.
         items: `[I]`, the ids of items as pandas sorts them: item i is `items[i]`.
         popularity: `[I]` float32, the share of users with a known pair, in (0, 1].
-        num_dropped: number of dropped records by reason: "missing_id",
-            "missing_timestamp", "nonfinite_feedback", "duplicate". A record counts
-            under the first reason that holds.
+        num_dropped: number of dropped records by reason: "missing_id", else
+            "nonfinite_feedback".
     """
 
     feedback: np.ndarray  # [U, I]
@@ -54,34 +49,29 @@ def from_interactions(
     data: "str | os.PathLike | DataFrame | Mapping[str, Any] | tuple",
     *,
     missing: float | str,
-    duplicates: str = "mean",
     user: str = "user_id",
     item: str = "item_id",
     feedback: str = "feedback",
-    timestamp: str | None = None,
 ) -> Interactions:
     """Makes tables from a log of users, items and feedback.
 
     A record without a user or an item, or whose feedback is not finite in float32, is
     dropped; a warning says how many. Users and items are those of the other records.
     Ids are integers or text: in a CSV file a column whose ids are all written as
-    integers has integers, and any other, for instance with "007", has text. The tables
-    are dense, with 5 bytes for each of U * I pairs.
+    integers has integers, and any other, for instance with "007", has text. Of several
+    records of a pair the mean counts; for the last one pass a DataFrame after
+    `drop_duplicates(["user_id", "item_id"], keep="last")`. The tables are dense, with 5
+    bytes for each of U * I pairs.
 
     Args:
         data: the path of a CSV file, a DataFrame or a mapping with these columns; or a
-            tuple of columns, user, item, feedback and, if `timestamp` is given, time.
+            tuple of columns, user, item and feedback.
         missing: completes pairs that are not in the data: a finite number; the mean of
             the user's known pairs, "user_mean", or of the item's, "item_mean"; or 0,
             "mask", if `known` becomes the mask of the environment.
-        duplicates: resolves several records of one pair: their "mean"; the "last" one,
-            in the log or by `timestamp`, and the others are dropped; or an "error".
         user: name of the column of users.
         item: name of the column of items.
         feedback: name of the column of feedback, numbers.
-        timestamp: name of the column of times, numbers or dates (as text in ISO 8601).
-            The last record is then that of the latest time, of equal times the later
-            one, and a record without a time is dropped.
 
     Returns:
         The tables, for `RecommendationEnv(tables.feedback)`, or with "mask" for
@@ -90,13 +80,24 @@ def from_interactions(
     Raises:
         ModuleNotFoundError: if pandas is not installed.
         ValueError: if an argument is not as above, a column is missing, no record is
-            left, a pair has several records and `duplicates` is "error", or ids are
-            floats that are no integers, or so large that several ids are one float.
+            left, or ids are floats that are no integers, or so large that several ids
+            are one float.
     """
-    _check_options(missing, duplicates, timestamp)
-    names = {"user": user, "item": item, "feedback": feedback, "timestamp": timestamp}
-    log = _read(data, {key: name for key, name in names.items() if name is not None})
-    records, num_dropped = _drop(log, duplicates)
+    number: Any = missing
+    is_number = isinstance(missing, _REAL) and abs(number) <= _FLOAT32_MAX
+    if not is_number and missing not in _MISSING:
+        one = f"a finite number or one of {', '.join(_MISSING)}"
+        raise ValueError(f"`missing` must be {one}, got {missing!r}.")
+    log = _read(data, {"user": user, "item": item, "feedback": feedback})
+    with_ids = log.dropna(subset=["user", "item"])
+    records = with_ids[with_ids["feedback"].abs() <= _FLOAT32_MAX]
+    if records.empty:
+        what = "a record with a user, an item and finite feedback"
+        raise ValueError(f"`data` must have {what}, got none in {len(log)} records.")
+    num_dropped = {
+        "missing_id": len(log) - len(with_ids),
+        "nonfinite_feedback": len(with_ids) - len(records),
+    }
     if len(records) < len(log):
         counts = ", ".join(f"{x} {reason}" for reason, x in num_dropped.items() if x)
         lost = f"{len(log) - len(records)} of {len(log)} records"
@@ -119,22 +120,11 @@ def from_interactions(
     )
 
 
-def _check_options(missing: Any, duplicates: Any, timestamp: Any) -> None:
-    is_number = isinstance(missing, _REAL) and abs(missing) <= _FLOAT32_MAX
-    if not is_number and missing not in _MISSING:
-        one = f"a finite number or one of {', '.join(_MISSING)}"
-        raise ValueError(f"`missing` must be {one}, got {missing!r}.")
-    checks.choice("duplicates", duplicates, _DUPLICATES)
-    if timestamp is not None and duplicates != "last":
-        raise ValueError('`timestamp` must be None unless `duplicates` is "last".')
-
-
 def _read(data: Any, names: dict[str, str]) -> Any:
     """Reads the columns `names`, under their keys, with feedback in float64."""
     pandas = load("pandas", "recommend")
     if isinstance(data, str | os.PathLike):
         as_text = dict.fromkeys((names["user"], names["item"]), "string")
-        # Times that are integers stay integers if some are missing.
         backend: Any = {"dtype": as_text, "dtype_backend": "numpy_nullable"}
         data = pandas.read_csv(data, low_memory=False, **backend)
         data = data.assign(
@@ -160,8 +150,6 @@ def _read(data: Any, names: dict[str, str]) -> Any:
     log = log.assign(feedback=column.astype("float64"))
     for key in ("user", "item"):
         log[key] = _ids(names[key], log[key])
-    if "timestamp" in log:
-        log["timestamp"] = _times(names["timestamp"], log["timestamp"], pandas)
     return log
 
 
@@ -187,41 +175,3 @@ def _ids(name: str, column: Any) -> Any:
             f"{most} several ids are one float; read the column as text or `Int64`."
         )
     return column.astype("Int64")
-
-
-def _times(name: str, column: Any, pandas: Any) -> Any:
-    """Converts text to numbers or dates, to sort by."""
-    if column.dtype.kind in "biufM":
-        return column
-    try:
-        return pandas.to_numeric(column)
-    except (ValueError, TypeError):
-        pass
-    try:
-        return pandas.to_datetime(column, format="ISO8601")
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"`{name}` must be numbers or dates in ISO 8601, got {column.iloc[0]!r}."
-        ) from error
-
-
-def _drop(log: Any, duplicates: str) -> tuple[Any, dict[str, int]]:
-    """Returns the records that count, and the number of dropped ones by reason."""
-    ids = ["user", "item"]
-    with_ids = log.dropna(subset=ids)
-    timed = with_ids.dropna(subset=with_ids.columns.drop("feedback"))
-    records = finite = timed[timed["feedback"].abs() <= _FLOAT32_MAX]
-    if finite.empty:
-        what = "a record with a user, an item and finite feedback"
-        raise ValueError(f"`data` must have {what}, got none in {len(log)} records.")
-    if duplicates == "error" and (again := records[records.duplicated(ids)]).size:
-        user, item = again[ids].iloc[0]
-        got = f"another of user {user} and item {item}, and {len(again) - 1} more"
-        raise ValueError(f"`data` must have each pair once, got {got}.")
-    if duplicates == "last":
-        by = ["timestamp"] if "timestamp" in records else []
-        records = records.sort_values(by, kind="stable").drop_duplicates(
-            ids, keep="last"
-        )
-    sizes = itertools.pairwise(map(len, (log, with_ids, timed, finite, records)))
-    return records, {x: a - b for x, (a, b) in zip(_REASONS, sizes, strict=True)}

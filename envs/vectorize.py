@@ -14,10 +14,8 @@ from rollout.envs import auto_reset as auto_resets
 from rollout.envs import prng as env_keys
 from rollout.envs.joint import join
 from rollout.envs.multi_agent import MultiAgentEnv
-from rollout.envs.spaces import as_space
 from rollout.envs.types import (
     RESET,
-    AnySpace,
     ArrayTree,
     Env,
     EnvStep,
@@ -135,20 +133,8 @@ class _VectorizedEnv(BaseWrapper, kw_only=True):
         object.__setattr__(self, "_types", hash_of_types(self.env))
 
     @property
-    def observation_space(self) -> AnySpace:
-        return as_space(self._one.observation_space, "env.observation_space")
-
-    @property
-    def action_space(self) -> AnySpace:
-        return as_space(self._one.action_space, "env.action_space")
-
-    @property
-    def observation_spaces(self) -> dict[str, AnySpace]:
-        return {name: as_space(x) for name, x in self._one.observation_spaces.items()}
-
-    @property
-    def action_spaces(self) -> dict[str, AnySpace]:
-        return {name: as_space(x) for name, x in self._one.action_spaces.items()}
+    def _one(self) -> Any:
+        return jax.tree.map(lambda x: x[0], self.env) if self.each else self.env
 
     def local(self, num_envs: int, first_lane: jax.Array) -> Self:
         """Returns the lanes of one device.
@@ -186,10 +172,6 @@ class _VectorizedEnv(BaseWrapper, kw_only=True):
             return Lanes(episode_key=episode_key, state=state, obs=obs)
 
         return auto_resets.reset(self.auto_reset, self.env, start, done, lanes)
-
-    @property
-    def _one(self) -> Any:
-        return jax.tree.map(lambda x: x[0], self.env) if self.each else self.env
 
     def _reset(
         self, env: Env, reset_keys: chex.PRNGKey, number: jax.Array

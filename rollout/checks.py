@@ -28,6 +28,14 @@ from rollout.types import (
 
 INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
 _REAL: Any = numbers.Real  # a type checker knows no order of it
+# What adapts an environment, by a name that those of another suite have.
+_ADAPTERS = (
+    ("reset_env", "from_gymnax"),
+    ("step_env", "suites.from_jaxmarl"),
+    ("action_size", "suites.from_brax"),
+    ("observation_spec", "suites.from_jumanji"),
+    ("seed", "from_gymnasium"),
+)
 
 
 def int_between(
@@ -97,16 +105,18 @@ def single(env: Any) -> None:
             "before `vectorize`."
         )
     missing = [name for name in ("reset", "step") if not hasattr(env, name)]
+    others = [adapter for name, adapter in _ADAPTERS if hasattr(env, name)]
+    hint = f": `rollout.envs.{others[0]}` adapts it" if others else ""
     if missing:
         raise ValueError(
             "`env` must have the methods `reset` and `step` of "
-            f"`rollout.envs.types.Env`, got {type(env).__name__} without {missing[0]}: "
-            "`from_gymnax` adapts others."
+            f"`rollout.envs.types.Env`, got {type(env).__name__} without {missing[0]}"
+            f"{hint}."
         )
     if jax.tree_util.all_leaves([env]):
         raise ValueError(
             "`env` must be a pytree, such as a `flax.struct.dataclass`, got a plain "
-            f"{type(env).__name__}."
+            f"{type(env).__name__}{hint}."
         )
 
 
@@ -379,12 +389,8 @@ def env_step(result: EnvStep, num_envs: int, state: ArrayTree, obs: ArrayTree) -
     kinds = {"reward": jnp.float32, "terminated": jnp.bool_, "truncated": jnp.bool_}
     kinds |= {} if result.raw_reward is None else {"raw_reward": jnp.float32}
     for name, dtype in kinds.items():
-        leaf = getattr(result, name)
-        if jnp.shape(leaf) != (num_envs,) or leaf.dtype != dtype:
-            raise ValueError(
-                f"`env.step` must return `{name}` as {jnp.dtype(dtype).name} of shape "
-                f"({num_envs},), got {describe(leaf)}."
-            )
+        what = f"`env.step` must return `{name}` as"
+        shaped(what, getattr(result, name), (num_envs,), dtype)
     same("`env.step` must return the state as `env.reset` does", state, result.state)
     same("`env.step` must return `obs` as `env.reset` does", obs, result.obs)
 
@@ -405,12 +411,16 @@ def trajectory(value: Any) -> None:
         )
 
 
-def shaped(name: str, value: Any, shape: tuple[int, ...]) -> None:
-    """Checks that a value is an array of this shape."""
-    if getattr(value, "shape", None) != shape or not hasattr(value, "dtype"):
-        raise ValueError(
-            f"`{name}` must be an array of shape {shape}, got {describe(value)}."
-        )
+def shaped(what: str, value: Any, shape: tuple[int, ...], dtype: Any = None) -> None:
+    """Checks that a value is an array of this shape, and of this dtype if one is given.
+
+    `what` begins the message.
+    """
+    given = getattr(value, "dtype", None)
+    is_other = given is None or (dtype is not None and given != dtype)
+    if is_other or getattr(value, "shape", None) != shape:
+        kind = "an array" if dtype is None else jnp.dtype(dtype).name
+        raise ValueError(f"{what} {kind} of shape {shape}, got {describe(value)}.")
 
 
 def of_episodes(value: Any) -> None:
@@ -419,14 +429,19 @@ def of_episodes(value: Any) -> None:
     kind(what, value, Transition | Episodes)
 
 
-def axis_of(mesh: Any, axis: Any) -> None:
-    """Checks a mesh of devices and the name of one of its axes."""
+def lane_mesh(mesh: Any, axis: Any) -> jax.sharding.Mesh:
+    """Checks a mesh of devices and one of its axes; returns it with axes of type Auto.
+
+    Axes of other types would become part of the types of arrays.
+    """
     what = "`mesh` must be a `jax.sharding.Mesh`, as `jax.make_mesh` makes it"
     kind(what, mesh, jax.sharding.Mesh)
     if axis not in mesh.shape:
         raise ValueError(
             f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."
         )
+    types = (jax.sharding.AxisType.Auto,) * mesh.devices.ndim
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def same(what: str, expected: ArrayTree, got: ArrayTree) -> None:

@@ -18,6 +18,7 @@ from rollout import checks, platform
 from rollout.types import Transition
 
 Scalar = float | jax.Array  # (), may be traced
+_Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # see `_rows`
 
 _UNROLL = 16  # rows; more would save launches, and take longer to compile
 
@@ -62,11 +63,12 @@ def next_values(
             "`rollout.agents.agent_transitions` first."
         )
     shape = trajectory.mask.shape
-    checks.shaped("value", value, shape)
-    checks.shaped("trajectory.final_value", trajectory.final_value, shape)
-    checks.shaped("last_value", last_value, shape[1:])
+    checks.shaped("`value` must be", value, shape)
+    final_value = trajectory.final_value
+    checks.shaped("`trajectory.final_value` must be", final_value, shape)
+    checks.shaped("`last_value` must be", last_value, shape[1:])
     value = jnp.asarray(value)
-    rows = trajectory.done, trajectory.mask, value, trajectory.final_value
+    rows = trajectory.done, trajectory.mask, value, final_value
     return _next_values(rows, jnp.asarray(last_value, value.dtype))
 
 
@@ -116,7 +118,7 @@ def gae(
     rows = _rows(
         reward, terminated, truncated, mask, value=value, next_value=next_value
     )
-    return _gae(*rows, jnp.asarray(value), next_value, gamma, lam)
+    return _gae(rows, jnp.asarray(value), next_value, gamma, lam)
 
 
 def lambda_returns(
@@ -157,7 +159,7 @@ def lambda_returns(
     checks.fraction("gamma", gamma, lowest=-1)
     checks.fraction("lam", lam)
     rows = _rows(reward, terminated, truncated, mask, next_value=next_value)
-    return _lambda_returns(*rows, next_value, gamma, lam)
+    return _lambda_returns(rows, next_value, gamma, lam)
 
 
 def discounted_returns(
@@ -252,12 +254,12 @@ def vtrace(
     others = {"value": value, "next_value": next_value, "log_ratio": log_ratio}
     rows = _rows(reward, terminated, truncated, mask, **others)
     ratio = jnp.exp(jax.lax.stop_gradient(jnp.asarray(log_ratio)))
-    return _vtrace(*rows, jnp.asarray(value), next_value, ratio, gamma, lam, clip)
+    return _vtrace(rows, jnp.asarray(value), next_value, ratio, gamma, lam, clip)
 
 
 def _rows(
     reward: Any, terminated: Any, truncated: Any, mask: Any, **others: Any
-) -> tuple[jax.Array, ...]:
+) -> _Rows:
     """Checks that all have one shape; returns reward, terminated, done and mask."""
     if isinstance(reward, Transition):
         raise ValueError(
@@ -268,18 +270,15 @@ def _rows(
     named = {"reward": reward, "terminated": terminated, "truncated": truncated}
     named |= others if mask is None else {**others, "mask": mask}
     for name, x in named.items():
-        checks.shaped(name, x, shape)
+        checks.shaped(f"`{name}` must be", x, shape)
     if not shape:
         raise ValueError("`reward` must be `[T, ...]`, got a scalar.")
     reward, terminated, truncated = map(jnp.asarray, (reward, terminated, truncated))
     if not jnp.issubdtype(reward.dtype, jnp.floating):  # discounts have its dtype
         reward = reward.astype(float)
     mask = jnp.ones(shape, bool) if mask is None else jnp.asarray(mask)
-    for name, x in {
-        "terminated": terminated,
-        "truncated": truncated,
-        "mask": mask,
-    }.items():
+    flags = {"terminated": terminated, "truncated": truncated, "mask": mask}
+    for name, x in flags.items():
         if x.dtype != bool:
             raise ValueError(f"`{name}` must be bool, got {x.dtype}.")
     return reward, terminated, terminated | truncated, mask
@@ -301,79 +300,57 @@ def _next_values(rows: tuple[jax.Array, ...], last_value: jax.Array) -> jax.Arra
 
 @jax.jit
 def _gae(
-    reward: jax.Array,
-    terminated: jax.Array,
-    done: jax.Array,
-    mask: jax.Array,
-    value: jax.Array,
-    next_value: jax.Array,
-    gamma: jax.Array,
-    lam: jax.Array,
+    rows: _Rows, value: jax.Array, next_value: jax.Array, gamma: Any, lam: Any
 ) -> jax.Array:
-    error, _ = _errors(reward, terminated, mask, next_value, gamma)
+    error, _ = _errors(rows, next_value, gamma)
     error = error - value
     weight = jnp.asarray(gamma * lam, error.dtype)
-    return _sum_up(error, weight, jnp.zeros_like(error), done, mask)[0]
+    return _sum_up(rows, error, weight, jnp.zeros_like(error))[0]
 
 
 @jax.jit
 def _lambda_returns(
-    reward: jax.Array,
-    terminated: jax.Array,
-    done: jax.Array,
-    mask: jax.Array,
-    next_value: jax.Array,
-    gamma: jax.Array,
-    lam: jax.Array,
+    rows: _Rows, next_value: jax.Array, gamma: Any, lam: Any
 ) -> jax.Array:
     # `term` bootstraps from all of V: where there is a next row, λ of it gives way to
     # that row's return.
-    term, instead = _errors(reward, terminated, mask, next_value, gamma)
+    term, instead = _errors(rows, next_value, gamma)
     weight = jnp.asarray(gamma * lam, term.dtype)
-    return _sum_up(term, weight, instead, done, mask)[0]
+    return _sum_up(rows, term, weight, instead)[0]
 
 
 @jax.jit
 def _vtrace(
-    reward: jax.Array,
-    terminated: jax.Array,
-    done: jax.Array,
-    mask: jax.Array,
+    rows: _Rows,
     value: jax.Array,
     next_value: jax.Array,
     ratio: jax.Array,
-    gamma: jax.Array,
-    lam: jax.Array,
-    clip: jax.Array,
+    gamma: Any,
+    lam: Any,
+    clip: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    error, _ = _errors(reward, terminated, mask, next_value, gamma)
+    mask = rows[3]
+    error, _ = _errors(rows, next_value, gamma)
     error, rho = error - value, jnp.minimum(ratio, clip)
     weight = jnp.asarray(gamma * lam, error.dtype) * jnp.minimum(ratio, 1.0)
     # The sum is v - V; `later` is that of the next row.
-    total, later = _sum_up(rho * error, weight, jnp.zeros_like(error), done, mask)
+    total, later = _sum_up(rows, rho * error, weight, jnp.zeros_like(error))
     advantage = rho * (error + jnp.asarray(gamma, error.dtype) * later)
     return jnp.where(mask, advantage, 0.0), jnp.where(mask, value + total, 0.0)
 
 
 def _errors(
-    reward: jax.Array,
-    terminated: jax.Array,
-    mask: jax.Array,
-    next_value: jax.Array,
-    gamma: jax.Array,
+    rows: _Rows, next_value: jax.Array, gamma: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Returns r + γ V(next_obs), and V(next_obs), 0 where the task terminated."""
+    reward, terminated, _, mask = rows
     # A masked-out row may hold anything.
     after = jnp.where(terminated | ~mask, 0.0, next_value)
     return reward + jnp.asarray(gamma, reward.dtype) * after, after
 
 
 def _sum_up(
-    term: jax.Array,
-    weight: jax.Array,
-    instead: jax.Array,
-    done: jax.Array,
-    mask: jax.Array,
+    rows: _Rows, term: jax.Array, weight: jax.Array, instead: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """x_t = term_t + weight_t (x of the next row - instead_t), and that x, `[T, ...]`.
 
@@ -392,7 +369,8 @@ def _sum_up(
         out = jnp.where(mask, here, 0.0), jnp.where(goes_on, later, 0.0)
         return (jnp.where(mask, here, later), is_there | mask), out
 
+    _, _, done, mask = rows
     nothing = jnp.zeros_like(term[0]), jnp.zeros_like(mask[0])
-    rows = term, weight if weight.ndim else (), instead, done, mask
+    inputs = term, weight if weight.ndim else (), instead, done, mask
     unroll = {"gpu": _UNROLL, "other": _UNROLL, "reverse": True}
-    return platform.scan(step, nothing, rows, **unroll)[1]
+    return platform.scan(step, nothing, inputs, **unroll)[1]

@@ -170,8 +170,7 @@ class Episodes(struct.PyTreeNode, kw_only=True):
         finished: `[N]` bool, False where `max_episode_steps` ran out before the
             environment ended the episode: return and length cover the steps played.
         lane: `[N]` int32, the lane that played it.
-        num_steps: `()` int32, steps of all lanes that were not idle; 2^31 - 1 stands
-            for that many or more.
+        num_steps: `()` int32, steps of all lanes that were not idle.
         mask: `[N]` bool, False where there is no such episode, and everything else is
             zero: only with `min_steps`, after the last one that counts.
         accumulated: `[N, ...]` by name, the values of the collector's accumulators at

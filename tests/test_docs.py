@@ -55,7 +55,7 @@ def check_accelerators(names, out):
     assert len(lines) == 4
     assert all(line in out for line in lines)
     assert not report.waits
-    assert report.loose_per_step == 0
+    assert report.per_step("loose_launches") == 0
 
     def inspect(fn, *args):
         return rollout.inspect(fn, *args, accelerator="h100")

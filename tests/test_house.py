@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Folders of the repository; `rollout` has links to the other two.
 FOLDERS = {"buffers": "rollout.buffers", "envs": "rollout.envs", "rollout": "rollout"}
 PACKAGES = tuple(FOLDERS.values())
-MOST_FLOORS = 14
+MOST_FLOORS = 13
 # What all rooms stand on.
 GROUND = {
     *("envs.types", "envs.prng", "envs.spaces", "envs.masked_update"),
@@ -43,6 +43,8 @@ LADDER = (
 KINDS = {
     "agents": {"envs.multi_agent"},
     "host": {
+        "envs.host.arrays",
+        "envs.host.exceptions",
         "envs.host.space_check",
         "envs.host.ownership",
         "envs.host.probe",
@@ -216,13 +218,12 @@ import rollout
 if __name__ == "__main__":
     assert envs.OWN and buffers.OWN and rollout.envs is not envs
     make = functools.partial(gymnasium.make, "CartPole-v1")
-    for method in ("forkserver", "spawn"):
-        env = rollout.envs.workers([make] * 2, num_workers=1, start_method=method)
-        policy = rollout.random_policy(env.action_space)
-        collector = rollout.HostCollector(env=env, policy=policy)
-        rows = collector.collect_steps(collector.init(jax.random.key(0)), None, 5)[1]
-        assert rows.reward.sum() == 10
-        collector.close()
+    env = rollout.envs.workers([make] * 2, num_workers=1)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.HostCollector(env=env, policy=policy)
+    rows = collector.collect_steps(collector.init(jax.random.key(0)), None, 5)[1]
+    assert rows.reward.sum() == 10
+    collector.close()
     memory = rollout.buffers.ReplayBuffer(capacity=8, num_envs=2)
     assert pickle.loads(pickle.dumps(memory)) == memory
     print(pickle.loads(pickle.dumps(rollout.envs.Box(0.0, 1.0, (2,)))))

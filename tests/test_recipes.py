@@ -157,7 +157,6 @@ LEARNT = {
         names["won"][-1] > 0.7
         and names["lost"][-1] < 0.1
         and names["stats"].num_episodes == 1000
-        and names["pending"].num_gaps == 0
     ),
     "mujoco_resume": lambda names: (
         names["stream"].steps == names["steps"][-1] == 200_704

@@ -10,8 +10,7 @@
 - `probe` looks for mistakes of new environments; `space_check` finds observations
   that are not finite or not in their space.
 - Shared by these: `arrays`, the arrays that environments write to; `request_checks`;
-  `ownership`, who stepped an environment last; `saved_state`, an environment as bytes;
-  `exceptions` as bytes.
+  `ownership`, who stepped an environment last; `exceptions` as bytes.
 """
 
 from rollout.envs.host.types import (

@@ -139,6 +139,12 @@ class StepArrays:
         return HostStep(*fields, causes=dict(broken))
 
 
+def place_rows(tree: ArrayTree, where: Any, rows: ArrayTree) -> None:
+    """Writes rows into the arrays of a tree, in place."""
+    for array, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(rows), strict=True):
+        array[where] = leaf
+
+
 def leaf_at(tree: Any, path: Sequence[Any]) -> Any:
     """Returns the array to which a path of `Parts` leads."""
     for key in path:

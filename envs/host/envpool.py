@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from rollout import checks
-from rollout.envs.host.arrays import Parts, narrowed
+from rollout.envs.host.arrays import Parts, narrowed, place_rows
 from rollout.envs.host.types import AsyncHostVectorEnv, HostStep
 from rollout.envs.optional_import import load
 from rollout.envs.spaces import as_space, narrow
@@ -56,9 +56,20 @@ def from_envpool(
         ValueError: if there is no such id or info, an option does not fit, or the
             environment has several players.
     """
+    num_envs = checks.int_between("num_envs", num_envs)
+    batch_size = num_envs if batch_size is None else batch_size
+    counts = {
+        "num_envs": num_envs,
+        "batch_size": checks.int_between("batch_size", batch_size, most=num_envs),
+        "seed": checks.integer("seed", seed),
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gymnasium warns of its own bounds
-        pool = _make(env, num_envs, batch_size, seed, options)
+        try:
+            make = load("envpool").make
+            pool = make(env, env_type="gymnasium", **counts, **options)
+        except (AssertionError, TypeError) as error:
+            raise ValueError(f"{env} cannot be made: {error}") from error
         return _EnvPool(pool, _names(pool, record_info))
 
 
@@ -151,8 +162,13 @@ class _EnvPool:
     def _restart(self, env_id: np.ndarray) -> None:
         """Resets these environments, `[K]` int32, at once."""
         is_all = env_id.size == self.num_envs
-        if is_all:
-            self._drain()
+        # All restart once those in flight have answered; their answers are dropped.
+        while is_all and (num := np.count_nonzero(self._in_flight)):
+            # EnvPool returns nothing before a batch is full: idle ones fill it.
+            more = self._all[~self._in_flight][: max(self.batch_size - num, 0)]
+            *_, info = self._env.reset(more) if more.size else self._env.recv()
+            self._in_flight[more] = True
+            self._in_flight[info["env_id"]] = False
         if self.batch_size == self.num_envs and not self._in_flight.any():
             batches = [env_id]
         elif is_all:
@@ -170,44 +186,11 @@ class _EnvPool:
             self._write(self._parts.map(_narrow, obs), info["env_id"])
         self._ended[env_id] = False
 
-    def _drain(self) -> None:
-        """Waits for all environments in flight, and drops their answers."""
-        while num := np.count_nonzero(self._in_flight):
-            # EnvPool returns nothing before a batch is full: idle ones fill it.
-            more = self._all[~self._in_flight][: max(self.batch_size - num, 0)]
-            *_, info = self._env.reset(more) if more.size else self._env.recv()
-            self._in_flight[more] = True
-            self._in_flight[info["env_id"]] = False
-
     def _write(self, obs: ArrayTree, env_id: np.ndarray) -> None:
         if len(env_id) == self.num_envs:  # they are in order, so need no copy
             self._obs = obs
             return
-        trees = self._obs, obs
-        for old, new in zip(*map(self._parts.flatten, trees), strict=True):
-            old[env_id] = new
-
-
-def _make(
-    env_id: str,
-    num_envs: int | None,
-    batch_size: int | None,
-    seed: int,
-    options: dict[str, Any],
-) -> Any:
-    """Makes an EnvPool by its id."""
-    num_envs = checks.int_between("num_envs", num_envs)
-    batch_size = num_envs if batch_size is None else batch_size
-    counts = {
-        "num_envs": num_envs,
-        "batch_size": checks.int_between("batch_size", batch_size, most=num_envs),
-        "seed": checks.integer("seed", seed),
-    }
-    envpool = load("envpool")
-    try:
-        return envpool.make(env_id, env_type="gymnasium", **counts, **options)
-    except (AssertionError, TypeError) as error:
-        raise ValueError(f"{env_id} cannot be made: {error}") from error
+        place_rows(self._obs, env_id, obs)
 
 
 def _names(env: Any, record_info: Iterable[str]) -> tuple[str, ...]:

@@ -8,9 +8,6 @@ import traceback
 class RemoteTraceback(Exception):  # noqa: N818
     """The traceback in the process where an exception was raised; it is its cause."""
 
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
 
 def to_bytes(error: BaseException) -> bytes:
     """Pickles an exception, and its traceback as text, which pickle drops."""
@@ -28,10 +25,9 @@ def from_bytes(packed: bytes) -> BaseException:
     whole, summary, text = pickle.loads(packed)
     try:
         error = pickle.loads(whole)
-        error.__cause__ = RemoteTraceback(text)
     except Exception:
         error = RuntimeError(summary)
-        error.__cause__ = RemoteTraceback(text)
+    error.__cause__ = RemoteTraceback(f"\n{text}")
     return error
 
 

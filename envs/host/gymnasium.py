@@ -127,8 +127,7 @@ class _VectorEnv:
     def draw(self, number: int) -> np.ndarray:
         """Draws one environment as it is now, `[H, W, 3]` uint8."""
         host_checks.closed(self._is_closed)
-        frames = self._env.render()
-        return host_checks.frame(None if frames is None else frames[number])
+        return host_checks.drawn(self._env, number)
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         host_checks.closed(self._is_closed)
@@ -146,10 +145,7 @@ class _VectorEnv:
         seed = seeds.tolist() if self._seeds_each else int(seeds[which[0]])
         options = {} if every else {"options": {"reset_mask": np.array(mask)}}
         obs, info = self._env.reset(seed=seed, **options)
-        if every:
-            self._ended = np.zeros(self.num_envs, bool)
-        else:
-            self._ended[which] = False
+        self._ended = self._ended & ~mask
         return self._observe(obs, info, mask)
 
     def step(self, action: ArrayTree) -> HostStep:

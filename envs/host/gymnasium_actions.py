@@ -11,15 +11,10 @@ from rollout.envs.types import ArrayTree
 
 
 def batched_action(space: Any) -> Callable[[ArrayTree], Any]:
-    """Makes a function that converts `[B, ...]` actions to Gymnasium's.
+    """Makes a function from `[B, ...]` actions to Gymnasium's, of one `space` each.
 
-    Args:
-        space: Gymnasium's space of one environment's action.
-
-    Returns:
-        A function from a tree `[B, ...]` with the structure of `as_space(space)` to a
-        copy in Gymnasium's dtypes, as vector environments take it. It raises
-        `ValueError` if an action does not have the shape of the space.
+    It takes a tree with the structure of `as_space(space)`, and returns a copy in
+    Gymnasium's dtypes. It raises `ValueError` if an action has another shape.
     """
     parts, casts = Parts(as_space(space), "action"), []
     for path in parts.paths:
@@ -40,12 +35,8 @@ def batched_action(space: Any) -> Callable[[ArrayTree], Any]:
 def split_action(space: Any) -> Callable[[ArrayTree], Sequence[Any]]:
     """Makes a function that splits `[B, ...]` actions into `B` of Gymnasium's.
 
-    Args:
-        space: Gymnasium's space of one environment's action.
-
-    Returns:
-        A function to a list of `B` actions, as `Env.step` takes them: a NumPy scalar
-        for `Discrete`, else an array in the dtype of the space, a dict or a tuple.
+    Each is as `Env.step` takes it: a NumPy scalar for `Discrete`, else an array in the
+    dtype of the space, a dict or a tuple.
     """
     parts, batch = Parts(as_space(space), "action"), batched_action(space)
     kinds = [isinstance(x, Discrete) for x in parts.spaces]

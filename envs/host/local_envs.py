@@ -1,13 +1,14 @@
 """`LocalEnvs`: steps environments of Gymnasium's kind in this process, in turn."""
 
 import contextlib
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from rollout import checks
-from rollout.envs.host import request_checks, saved_state
+from rollout.envs.host import request_checks
 from rollout.envs.host.arrays import (
     StepArrays,
     assign,
@@ -44,8 +45,8 @@ class LocalEnvs:
 
     Raises:
         EnvFault: if an environment could not be made.
-        ValueError: if `make_fns` is empty, their spaces differ, or a space has no
-            arrays.
+        ValueError: if `make_fns` is empty, an environment has the old interface of gym,
+            their spaces differ, or a space has no arrays.
     """
 
     def __init__(
@@ -84,8 +85,7 @@ class LocalEnvs:
             ValueError: if the environment draws no frames.
         """
         request_checks.closed(not self._envs)
-        env = self._envs[number]
-        return request_checks.frame(env.render() if hasattr(env, "render") else None)
+        return request_checks.drawn(self._envs[number])
 
     def place(self, arrays: StepArrays) -> None:
         """Makes the environments write to these arrays from now on."""
@@ -101,14 +101,7 @@ class LocalEnvs:
         ]
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
-        """Starts an episode in some environments, each from its own seed.
-
-        Args:
-            seeds: `[B]` uint32; read where `mask`.
-            mask: `[B]` bool, which to reset; at least one.
-
-        Returns:
-            `[B, ...]` observations, the memory that the next call writes to.
+        """Starts an episode in some environments; see `HostVectorEnv`.
 
         Raises:
             EnvFault: if some failed, or had failed and were not rebuilt.
@@ -116,9 +109,16 @@ class LocalEnvs:
         request_checks.closed(not self._envs)
         which = np.flatnonzero(mask).tolist()
         # All are reset before the first fault is raised: the others must be ready.
-        for at in which:
-            if at not in self.causes:
-                self._reset_one(at, int(seeds[at]))
+        for at in (x for x in which if x not in self.causes):
+            try:
+                result = self._envs[at].reset(seed=int(seeds[at]))
+                if type(result) is not tuple or len(result) != 2:
+                    _wrong("reset", "(obs, info)", result)
+                obs, info = result
+                shown = {"obs": obs, "info": info} if self._observes else obs
+                self._write_obs(at, shown)
+            except Exception as cause:
+                self.causes[at] = cause
         causes = {at: self.causes[at] for at in which if at in self.causes}
         if causes:
             raise EnvFault(causes)
@@ -143,7 +143,7 @@ class LocalEnvs:
         request_checks.closed(not self._envs)
         causes = {}
         for at in np.flatnonzero(mask).tolist():
-            _close(self._envs[at])
+            close(self._envs[at])
             try:
                 env = self._make(at)
             except (EnvFault, ValueError) as error:
@@ -157,7 +157,7 @@ class LocalEnvs:
     def save(self) -> list[bytes] | None:
         """Saves every environment; see `HostVectorEnv`."""
         request_checks.closed(not self._envs)
-        saved = map(saved_state.save, [] if self.causes else self._envs)
+        saved = map(_saved, [] if self.causes else self._envs)
         states = [x for x in saved if x is not None]
         return states if len(states) == self.num_envs else None
 
@@ -171,13 +171,13 @@ class LocalEnvs:
         if self.causes:
             self.rebuild(np.isin(np.arange(self.num_envs), list(self.causes)))
         for env, state in zip(self._envs, saved, strict=True):
-            saved_state.load(env, state)
+            _load(env, state)
         assign(self._arrays.obs, slice(None), self.layout.obs.flatten(obs), "obs")
 
     def close(self) -> None:
         """Closes every environment; a second call does nothing."""
         while self._envs:
-            _close(self._envs.pop())
+            close(self._envs.pop())
 
     def advance(self, at: int, action: Any) -> None:
         """Takes one step in one environment, unless it is faulty."""
@@ -204,22 +204,13 @@ class LocalEnvs:
         except Exception as cause:
             self.causes[at] = cause
 
-    def _reset_one(self, at: int, seed: int) -> None:
-        try:
-            result = self._envs[at].reset(seed=seed)
-            if type(result) is not tuple or len(result) != 2:
-                _wrong("reset", "(obs, info)", result)
-            obs, info = result
-            self._write_obs(at, {"obs": obs, "info": info} if self._observes else obs)
-        except Exception as cause:
-            self.causes[at] = cause
-
     def _make(self, at: int) -> Any:
         number = self._first + at
         try:
             env = self.make_fns[at]()
         except Exception as cause:
             raise EnvFault({number: cause}) from cause
+        request_checks.new_interface(env)
         first = self._envs[0] if self._envs else env  # the very first has no other
         request_checks.same_spaces(_spaces(first), _spaces(env), number)
         return env
@@ -233,6 +224,37 @@ def _wrong(name: str, what: str, result: Any) -> NoReturn:
     raise TypeError(f"`{name}` must return {what}, got {checks.describe(result)}")
 
 
-def _close(env: Any) -> None:
+def close(env: Any) -> None:
+    """Closes one environment, whatever it says to that."""
     with contextlib.suppress(Exception):  # it may be broken
         env.close()
+
+
+def _saved(env: Any) -> bytes | None:
+    """Saves the arrays that an environment names; None if it has no `save_state`."""
+    if not hasattr(type(env), "save_state"):  # a wrapper forwards attributes
+        return None
+    file = io.BytesIO()
+    for name, value in env.save_state().items():
+        for array in (np.asarray(name), np.asarray(value)):
+            np.lib.format.write_array(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def _load(env: Any, state: bytes) -> None:
+    """Puts an environment where it was at `save`, with its own settings.
+
+    Raises:
+        ValueError: if it has no `load_state`.
+    """
+    if not hasattr(type(env), "load_state"):
+        raise ValueError(
+            "`env` must have `load_state`, like the saved environment, got "
+            f"{type(env).__name__}."
+        )
+    file, arrays = io.BytesIO(state), {}
+    while file.tell() < len(state):
+        name = np.lib.format.read_array(file, allow_pickle=False)
+        arrays[str(name)] = np.lib.format.read_array(file, allow_pickle=False)
+    env.reset(seed=0)
+    env.load_state(arrays)

@@ -9,6 +9,7 @@ import numpy as np
 
 from rollout import checks
 from rollout.envs.host import ownership
+from rollout.envs.host.arrays import place_rows
 from rollout.envs.host.types import HostStep, HostVectorEnv
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree, Shared
@@ -108,7 +109,8 @@ class NormalizeHost:
         if self._is_new:  # the first observations count
             self._learn(jax.tree.map(lambda x: x[mask], raw), None)
             self._is_new = False
-        self._place(mask, jax.tree.map(lambda x: x[mask], self._normalize(raw)))
+        fresh = jax.tree.map(lambda x: x[mask], self._normalize(raw))
+        place_rows(self._obs, mask, fresh)
         self._discounted[mask] = 0
         return self._obs
 
@@ -159,7 +161,7 @@ class NormalizeHost:
             raw = jax.tree.map(lambda x: x[counts], result.obs)
             self._learn(raw, discounted[counts])
         obs, reward = self._normalize(result.obs), result.reward
-        self._place(at, obs)
+        place_rows(self._obs, at, obs)
         if self.gamma is not None:
             reward = reward / np.sqrt(self._statistics[1].var + self.epsilon)
         return result._replace(obs=obs, reward=reward, raw_reward=result.total_reward)
@@ -179,11 +181,6 @@ class NormalizeHost:
         of_obs = self._statistics[0]
         with np.errstate(all="ignore"):
             return of_obs.normalize(raw, self.epsilon, xp=np)
-
-    def _place(self, at: Any, obs: ArrayTree) -> None:
-        pairs = zip(jax.tree.leaves(self._obs), jax.tree.leaves(obs), strict=True)
-        for old, new in pairs:
-            old[at] = new
 
     def _prior(self) -> tuple[Statistics, Statistics]:
         of_obs = running_stats.prior(

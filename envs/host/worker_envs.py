@@ -25,7 +25,6 @@ def workers(
     make_fns: Sequence[Callable[[], Any]],
     num_workers: int | None = None,
     *,
-    start_method: str = "forkserver",
     timeout: float | None = 60.0,
     observe_info: Mapping[str, Any] | None = None,
     record_info: Mapping[str, Any] | None = None,
@@ -41,8 +40,6 @@ def workers(
             spaces of `gymnasium.Env`; picklable. With cloudpickle, which gymnasium
             installs, they may be lambdas, and classes of a notebook.
         num_workers: number of processes; by default that of the CPUs, and at most B.
-        start_method: "forkserver", or "spawn", which is slower. A fork of a process
-            that runs jax can block for ever.
         timeout: seconds that a worker may take for one answer: a step of all its
             environments, or of one after `send`; a reset of some. After that it is
             killed, and its environments are faulty. None for any time; a start may
@@ -68,10 +65,9 @@ def workers(
     if num_workers is None:
         num_workers = min(len(make_fns), os.cpu_count() or 1)
     checks.int_between("num_workers", num_workers, most=len(make_fns))
-    checks.choice("start_method", start_method, ("forkserver", "spawn"))
     timeout = checks.seconds("timeout", timeout)
     info = {"observe_info": observe_info, "record_info": record_info}
-    return WorkerEnvs(_pack(make_fns), num_workers, start_method, timeout, info)
+    return WorkerEnvs(_pack(make_fns), num_workers, timeout, info)
 
 
 class WorkerEnvs:
@@ -86,13 +82,13 @@ class WorkerEnvs:
         self,
         make_fns: list[bytes],
         num_workers: int,
-        start_method: str,
         timeout: float | None,
         info: Mapping[str, Any],
     ) -> None:
         self.num_envs = len(make_fns)
         self._make_fns, self._info = make_fns, info
-        context: Any = multiprocessing.get_context(start_method)
+        # A fork of a process that runs jax can block for ever.
+        context: Any = multiprocessing.get_context("forkserver")
         # The fork server imports for all workers, unless it already runs. It leaves out
         # the modules of the functions, which may start threads or jax's backend.
         modules = {"gymnasium"}.intersection(sys.modules)
@@ -121,16 +117,7 @@ class WorkerEnvs:
         return [handle.process.pid for handle in self._pool.handles]
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
-        """Starts an episode in some environments, each from its own seed.
-
-        Drops the steps of these environments that are in flight.
-
-        Args:
-            seeds: `[B]` uint32; read where `mask`.
-            mask: `[B]` bool, which to reset; at least one.
-
-        Returns:
-            `[B, ...]` observations, the memory that the workers write to.
+        """Starts an episode in some environments; see `HostVectorEnv`.
 
         Raises:
             EnvFault: if some failed, or had failed and were not rebuilt.
@@ -139,9 +126,8 @@ class WorkerEnvs:
         with self._pool as pool:
             asked = self._handles(at for at in which if at not in pool.broken)
             for handle in asked:  # all are asked before the first answer is awaited
-                pool.ask(handle, "reset", seeds[handle.rows], mask[handle.rows])
-            for _, causes in pool.results(asked):
-                pool.note(causes)
+                pool.ask(handle, "restart", seeds[handle.rows], mask[handle.rows])
+            pool.results(asked)
             pool.forget(which)
             self._raise(which)
             return self._arrays.obs_tree
@@ -151,18 +137,12 @@ class WorkerEnvs:
         with self._pool as pool:
             self._write_action(slice(None), action)
             for handle in pool.handles:
-                pool.ask(handle, "step")
-            for _, causes in pool.results(pool.handles):
-                pool.note(causes)
+                pool.ask(handle, "take_step")
+            pool.results(pool.handles)
             return self._arrays.answer(pool.broken)
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
-        """Begins a step in some environments.
-
-        Args:
-            action: `[K, ...]`, one action for each of `K` of the `B` environments.
-            env_id: `[K]` int, their numbers; none of them may be in flight.
-        """
+        """Begins a step in some environments; see `AsyncHostVectorEnv`."""
         with self._pool as pool:
             self._write_action(env_id, action)
             for at in env_id.tolist():
@@ -171,24 +151,15 @@ class WorkerEnvs:
                     pool.answered.append(at)
                 else:
                     handle = self._handle_of[at]
-                    pool.ask(handle, "advance", at - handle.ids.start)
+                    pool.ask(handle, "take_step_of", at - handle.ids.start)
 
     def receive(
         self, num_ready: int, timeout: float | None = None
     ) -> tuple[HostStep, np.ndarray]:
-        """Waits for the first `num_ready` environments that answer.
-
-        Args:
-            num_ready: at least 1 and at most the number in flight.
-            timeout: seconds to wait, None for any time.
-
-        Returns:
-            Their answers, `[num_ready, ...]`, in the order of answering; and their
-            numbers, `[num_ready]` int32.
+        """Waits for the first environments that answer; see `AsyncHostVectorEnv`.
 
         Raises:
-            TimeoutError: if fewer answer within `timeout`. Nothing is lost: the next
-                call returns them.
+            TimeoutError: if fewer answer within `timeout`; the next call has them.
             ValueError: if fewer are in flight.
         """
         end = None if timeout is None else time.monotonic() + timeout
@@ -208,28 +179,22 @@ class WorkerEnvs:
             return self._arrays.answer(pool.broken, ids), ids
 
     def rebuild(self, mask: np.ndarray) -> None:
-        """Rebuilds some environments; each must be reset before its next step.
+        """Rebuilds some environments, as `LocalEnvs.rebuild` does.
 
         Drops the steps of these environments that are in flight. A lost worker is
         started again, with all its environments; those that `mask` leaves out stay
         faulty until they are rebuilt, too.
-
-        Args:
-            mask: `[B]` bool, which to rebuild; at least one.
-
-        Raises:
-            EnvFault: if some could not be made; they stay faulty.
         """
         which = np.flatnonzero(mask).tolist()
         with self._pool as pool:
             handles = self._handles(which)
             for handle in handles:
-                pool.ask(handle, "rebuild", mask[handle.rows])
-            replies = pool.results(handles)
+                pool.ask(handle, "renew", mask[handle.rows])
+            pool.results(handles)
             for at in which:  # only now: until their replies they were faulty
                 pool.broken.pop(at, None)
-            for _, causes in replies:
-                pool.note(causes)
+            for handle in handles:
+                pool.note(handle)
             # One environment may have ended a worker before the next was rebuilt.
             self._start([handle for handle in handles if handle.pipe is None])
             pool.forget(which)
@@ -240,7 +205,7 @@ class WorkerEnvs:
         with self._pool as pool:
             for handle in pool.handles:
                 pool.ask(handle, "save")
-            states = [saved for _, saved in pool.results(pool.handles)]
+            states = pool.results(pool.handles)
             if pool.broken or pool.in_flight or None in states:
                 return None
             return list(itertools.chain.from_iterable(states))

@@ -8,7 +8,7 @@ import os
 import pickle
 import selectors
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any, Self
 
 from rollout.envs.host import exceptions, request_checks, worker_process
@@ -30,8 +30,9 @@ class WorkerHandle:
         asked: the method of its last request.
         since: when its time for the next reply began.
         owed: the replies that it owes, in their order: the number of an environment for
-            one to `advance`, None for any other.
-        reply: `(result, error)`, its last reply that was not to `advance`.
+            a step of that one, None for any other.
+        reply: `(result, error)`, its last reply that was not to such a step.
+        causes: those of its faulty environments, packed, as its last reply has them.
     """
 
     number: int
@@ -44,6 +45,7 @@ class WorkerHandle:
         default_factory=collections.deque
     )
     reply: tuple[Any, bytes | None] = (None, None)
+    causes: dict[int, bytes] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"worker {self.number} (environments {self.ids[0]} to {self.ids[-1]})"
@@ -100,9 +102,8 @@ class WorkerPool:
     def start(self, handle: WorkerHandle) -> None:
         """Starts a process."""
         handle.pipe, theirs = self._context.Pipe()
-        args = theirs, self._context.get_start_method()
         handle.process = self._context.Process(
-            target=worker_process.serve, args=args, daemon=True
+            target=worker_process.serve, args=(theirs,), daemon=True
         )
         with theirs:
             handle.process.start()
@@ -119,7 +120,7 @@ class WorkerPool:
         if not handle.owed:  # else its time runs since the request or reply before
             handle.since = time.monotonic()
         handle.asked = method
-        handle.owed.append(handle.ids[args[0]] if method == "advance" else None)
+        handle.owed.append(handle.ids[args[0]] if method == "take_step_of" else None)
         try:
             handle.pipe.send_bytes(pickle.dumps((method, args)))
         except OSError:
@@ -142,20 +143,18 @@ class WorkerPool:
                 replies.append((handle, result, error and exceptions.from_bytes(error)))
         return replies
 
-    def results(
-        self, handles: Collection[WorkerHandle]
-    ) -> list[tuple[WorkerHandle, Any]]:
-        """Waits for the replies to a request, and raises the first error."""
+    def results(self, handles: Collection[WorkerHandle]) -> list[Any]:
+        """Waits for the results of a request, and raises the first error."""
         found = self.gather(handles)
         for _, _, error in found:
             if error is not None:
                 raise error
-        return [(handle, result) for handle, result, _ in found]
+        return [result for _, result, _ in found]
 
-    def note(self, causes: Mapping[int, bytes]) -> None:
-        """Notes the causes of faulty environments that a worker returned."""
-        for number in causes.keys() - self.broken.keys():
-            self.broken[number] = exceptions.from_bytes(causes[number])
+    def note(self, handle: WorkerHandle) -> None:
+        """Notes the faulty environments of a worker that are not known as such."""
+        for number in handle.causes.keys() - self.broken.keys():
+            self.broken[number] = exceptions.from_bytes(handle.causes[number])
 
     def pump(self, timeout: float | None = None) -> None:
         """Waits for replies, at most `timeout` seconds; reads one of each worker."""
@@ -183,6 +182,7 @@ class WorkerPool:
                 )
             cause = RuntimeError(text)
         self.broken.update(dict.fromkeys(handle.ids, cause))
+        handle.causes = {}
         # Nobody else will answer for these, and `receive` waits for them.
         self.answered.extend(at for at in handle.owed if at is not None)
         handle.owed.clear()
@@ -216,14 +216,14 @@ class WorkerPool:
 
     def _read(self, handle: WorkerHandle) -> None:
         try:
-            reply = pickle.loads(handle.pipe.recv_bytes())
+            result, error, handle.causes = pickle.loads(handle.pipe.recv_bytes())
         except (EOFError, OSError):
             return self.lose(handle)
         handle.since, at = time.monotonic(), handle.owed.popleft()
+        self.note(handle)
         if at is None:
-            handle.reply = reply
+            handle.reply = result, error
         else:
-            self.note(reply[0])
             self.answered.append(at)
 
     def _time_left(self) -> list[tuple[WorkerHandle, float]]:

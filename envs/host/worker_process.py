@@ -1,7 +1,8 @@
 """`serve`: the loop of a worker process, which steps its environments on request.
 
-A request is `(method, arguments)`, a reply `(result, error)`: what the method returned,
-or the packed exception that it raised. Each request gets one reply, in the same order.
+A request is `(method, arguments)`, a reply `(result, error, causes)`: what the method
+returned, or the packed exception that it raised; and those of all faulty environments,
+by their numbers. Each request gets one reply, in the same order.
 """
 
 import contextlib
@@ -19,95 +20,82 @@ from typing import Any
 import numpy as np
 
 from rollout.envs.host import exceptions, shared_memory
-from rollout.envs.host.gymnasium_actions import split_action
 from rollout.envs.host.local_envs import LocalEnvs
 from rollout.envs.host.types import EnvFault
-from rollout.envs.types import ArrayTree
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
-def serve(pipe: connection.Connection, start_method: str) -> None:
+def serve(pipe: connection.Connection) -> None:
     """Obeys requests until `close`, or until the main process ends."""
-    _end_with_parent(start_method)
+    _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends this one
-    worker, method = _Worker(pipe), ""
+    envs: Any = None  # once they are made
+    method = ""
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while method != "close":
             method, args = pickle.loads(pipe.recv_bytes())
             result = error = None
             try:
-                result = getattr(worker, method)(*args)
+                if method == "make":
+                    envs = _Envs(pipe, *args)
+                    result = envs.spaces
+                else:
+                    result = getattr(envs, method)(*args)
             except Exception as raised:
                 error = exceptions.to_bytes(raised)
-            pipe.send_bytes(pickle.dumps((result, error)))
+            causes = {} if envs is None else envs.packed_causes()
+            pipe.send_bytes(pickle.dumps((result, error, causes)))
 
 
-class _Worker:
-    """The methods that can be requested.
+class _Envs(LocalEnvs):
+    """The environments of a worker; its methods can be requested."""
 
-    Those that step, reset or rebuild return the causes of faulty environments, packed,
-    by their numbers.
-    """
-
-    _envs: Any = None  # LocalEnvs, once they are made
-
-    def __init__(self, pipe: connection.Connection) -> None:
-        self._pipe = pipe
-
-    def make(
-        self, make_fns: Sequence[bytes], info: Mapping[str, Any], ids: range
-    ) -> tuple[Any, Any]:
-        """Makes the environments; returns their spaces."""
-        fns = [pickle.loads(fn) for fn in make_fns]
-        envs = LocalEnvs(fns, **info, first=ids.start)
-        self._envs, self._ids, self._split = envs, ids, split_action(envs.spaces[1])
-        return envs.spaces
+    def __init__(
+        self,
+        pipe: connection.Connection,
+        make_fns: Sequence[bytes],
+        info: Mapping[str, Any],
+        ids: range,
+    ) -> None:
+        self._pipe, self._ids = pipe, ids
+        super().__init__([pickle.loads(x) for x in make_fns], **info, first=ids.start)
 
     def share(self, num_envs: int) -> None:
         """Moves the arrays to the memory whose descriptor comes after this message."""
         descriptor = reduction.recv_handle(self._pipe)
-        layout, rows = self._envs.layout, slice(self._ids.start, self._ids.stop)
-        arrays = shared_memory.arrays(layout, num_envs, descriptor, rows)
+        rows = slice(self._ids.start, self._ids.stop)
+        arrays = shared_memory.arrays(self.layout, num_envs, descriptor, rows)
         os.close(descriptor)  # the mapping stays
         self._actions = arrays.action
-        self._envs.place(arrays)
+        self.place(arrays)
 
-    def step(self) -> dict[int, bytes]:
-        self._envs.step(self._envs.layout.action.unflatten(self._actions))
-        return self._causes()
+    def take_step(self) -> None:
+        """Takes a step in every environment, with the actions in the shared memory."""
+        self.step(self.layout.action.unflatten(self._actions))
 
-    def advance(self, at: int) -> dict[int, bytes]:
+    def take_step_of(self, at: int) -> None:
+        """Takes a step in one of them."""
         row = [array[at : at + 1] for array in self._actions]
-        (action,) = self._split(self._envs.layout.action.unflatten(row))
-        self._envs.advance(at, action)
-        return self._causes()
+        (action,) = self._split(self.layout.action.unflatten(row))
+        self.advance(at, action)
 
-    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> dict[int, bytes]:
-        with contextlib.suppress(EnvFault):  # the causes tell
-            self._envs.reset(seeds, mask)
-        return self._causes()
-
-    def rebuild(self, mask: np.ndarray) -> dict[int, bytes]:
+    def restart(self, seeds: np.ndarray, mask: np.ndarray) -> None:
+        """Resets some; the causes tell which failed."""
         with contextlib.suppress(EnvFault):
-            self._envs.rebuild(mask)
-        return self._causes()
+            self.reset(seeds, mask)
 
-    def save(self) -> list[bytes] | None:
-        return self._envs.save()
+    def renew(self, mask: np.ndarray) -> None:
+        """Rebuilds some; the causes tell which failed."""
+        with contextlib.suppress(EnvFault):
+            self.rebuild(mask)
 
-    def load(self, saved: Sequence[bytes], obs: ArrayTree) -> None:
-        self._envs.load(saved, obs)
-
-    def close(self) -> None:
-        self._envs.close()
-
-    def _causes(self) -> dict[int, bytes]:
-        causes = self._envs.causes
-        return {self._ids[at]: exceptions.to_bytes(x) for at, x in causes.items()}
+    def packed_causes(self) -> dict[int, bytes]:
+        causes = self.causes.items()
+        return {self._ids[at]: exceptions.to_bytes(x) for at, x in causes}
 
 
-def _end_with_parent(start_method: str) -> None:
+def _end_with_parent() -> None:
     """Ends this process when the main one ends, even in the middle of a step."""
     parent: Any = multiprocessing.parent_process()
 
@@ -116,7 +104,6 @@ def _end_with_parent(start_method: str) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-    # The thread needs the interpreter's lock, which a hanging step may hold. The parent
-    # of a spawned worker is a thread, which may end before its process.
-    if sys.platform == "linux" and start_method == "forkserver":
+    # The thread needs the interpreter's lock, which a hanging step may hold.
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,22 +1,19 @@
 """`from_craftax`: adapts Craftax or Craftax-Classic to `Env`.
 
-Craftax merges its time limit into one flag. Its `is_terminal` without a limit says
-whether the task itself ended.
+Craftax has the methods of gymnax, and merges its time limit into one flag. Its
+`is_terminal` without a limit says whether the task itself ended.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from rollout.envs.optional_import import load
-from rollout.envs.spaces import as_space
-from rollout.envs.suites.convert import check_methods, like
-from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
+from rollout.envs.suites.convert import check_methods
+from rollout.envs.suites.gymnax import _GymnaxEnv
+from rollout.envs.types import ArrayTree, Env
 
 _IDS = (
     "Craftax-Symbolic-v1",
@@ -65,40 +62,16 @@ def make(name: str, **options: Any) -> Env:
     return from_craftax(env, env.default_params.replace(**options))
 
 
-class _CraftaxEnv(struct.PyTreeNode, kw_only=True):
+class _CraftaxEnv(_GymnaxEnv, kw_only=True):
     """An `Env` over Craftax; the leaves are its parameters."""
 
-    env_params: ArrayTree
-    env: Any = struct.field(pytree_node=False)
-
-    @property
-    def observation_space(self) -> AnySpace:
-        return as_space(self.env.observation_space(self.env_params))
-
-    @property
-    def action_space(self) -> AnySpace:
-        return as_space(self.env.action_space(self.env_params))
-
-    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        obs, state = self.env.reset_env(key, self.env_params)
-        return strong((state, obs))
-
-    def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
-        # `step_env` returns the true successor; `step` may replace it by a reset.
-        obs, next_state, reward, done, info = self.env.step_env(
-            key, state, action, self.env_params
-        )
-        # `done` merges both endings: without a limit, only the task's own end is left.
+    def _endings(
+        self, done: jax.Array, state: ArrayTree
+    ) -> tuple[jax.Array, jax.Array]:
+        """Splits Craftax's flag: without a limit, only the task's own end is left."""
         unlimited = self.env_params.replace(max_timesteps=_NO_LIMIT)
-        terminated = self.env.is_terminal(next_state, unlimited)
-        return EnvStep(
-            state=jax.tree.map(like, next_state, state),
-            obs=obs,
-            reward=jnp.asarray(reward, jnp.float32),
-            terminated=terminated,
-            truncated=done & ~terminated,
-            info=jax.tree.map(jnp.asarray, info),
-        )
+        terminated = self.env.is_terminal(state, unlimited)
+        return terminated, done & ~terminated
 
     def render_frames(self, states: Sequence[Any]) -> Iterator[np.ndarray]:
         """Draws states as Craftax does for human players, `[H, W, 3]` uint8 each."""

@@ -45,13 +45,19 @@ def adapt(env: Any, *, model_field: str, frame_field: str | None) -> Env:
         ValueError: if `env` is wrapped for training.
     """
     check_methods(env, "brax or MuJoCo Playground", ("reset", "step", "action_size"))
-    wrapper = next(filter(_is_training_wrapper, _chain(env)), None)
-    if wrapper is not None:
-        raise ValueError(
-            "`env` must be without the wrappers of the suite's training, since "
-            "`vectorize` and `TimeLimit` make lanes, resets and time limits, got "
-            f"{type(wrapper).__name__}."
-        )
+    inner = env
+    while inner is not None:
+        # The base class of Playground's wrappers is in the same module.
+        if any(
+            cls.__module__.startswith(_WRAPPERS) and cls.__name__ != "Wrapper"
+            for cls in type(inner).__mro__
+        ):
+            raise ValueError(
+                "`env` must be without the wrappers of the suite's training, since "
+                "`vectorize` and `TimeLimit` make lanes, resets and time limits, got "
+                f"{type(inner).__name__}."
+            )
+        inner = vars(inner).get("env")
     state = jax.eval_shape(env.reset, jax.eval_shape(lambda: jax.random.PRNGKey(0)))
     model = getattr(env, model_field, None)
     return _PhysicsEnv(
@@ -75,40 +81,44 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
     action_space: AnySpace = struct.field(pytree_node=False)
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        state = self._own().reset(_raw(key))
-        state = strong(state)
+        state = strong(self._own().reset(_raw(key)))
         return state, state.obs
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         # The suites write into the dicts of their argument: this makes new ones.
         given = jax.tree.map(lambda x: x, state)
-        if _is_raw(given.info.get("rng")):
-            given.info["rng"] = _raw(key)
+        old, new = given.info.get("rng"), _raw(key)
+        is_raw = isinstance(old, jax.Array) and old.dtype == new.dtype
+        if is_raw and old.shape == new.shape:
+            given.info["rng"] = new
         # Without the wrappers of training, `next_state` is never that of a reset.
         next_state = self._own().step(given, action)
         next_state = jax.tree.map(like, next_state, state)
+        # `done` is set at limits, too, which brax's own wrapper marks like this.
+        truncated = jnp.asarray(next_state.info.get("truncation", False)).astype(bool)
         return EnvStep(
             state=next_state,
             obs=next_state.obs,
             reward=jnp.asarray(next_state.reward, jnp.float32),
-            terminated=next_state.done.astype(bool),
-            truncated=jnp.zeros((), bool),
+            terminated=next_state.done.astype(bool) & ~truncated,
+            truncated=truncated,
             info=next_state.metrics,
         )
+
+    @property
+    def draws(self) -> bool:
+        """Whether the environment has a model of MuJoCo, and draws it."""
+        return hasattr(self.env, "render") and self._mj_model() is not None
 
     def render_frames(self, states: Sequence[Any]) -> Sequence[np.ndarray]:
         """Draws states, `[H, W, 3]` uint8 each, from the first camera of the model.
 
         Raises:
-            ValueError: if the environment has no model.
             RuntimeError: if OpenGL is missing.
         """
-        if self.model is None:
-            name = type(self.env).__name__
-            raise ValueError(f"`env` must have a model to be drawn, got {name}.")
         field = self.frame_field
         rows = [x if field is None else getattr(x, field) for x in states]
-        mj_model = getattr(self.env, "mj_model", None) or self.env.sys.mj_model
+        mj_model = self._mj_model()
         camera = mj_model.camera(0).name if mj_model.ncam else None
         try:
             return self.env.render(rows, camera=camera)
@@ -118,6 +128,10 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
                 'variable MUJOCO_GL must be "egl" or "osmesa" before mujoco is '
                 f"imported: {error}"
             ) from error
+
+    def _mj_model(self) -> Any:
+        of_brax = getattr(getattr(self.env, "sys", None), "mj_model", None)
+        return getattr(self.env, "mj_model", None) or of_brax
 
     def _own(self) -> Any:
         """Returns the suite's environment with the model of this one."""
@@ -140,20 +154,6 @@ def _with_model(env: Any, field: str, model: ArrayTree) -> Any:
     return other
 
 
-def _chain(env: Any) -> list[Any]:
-    """Lists an environment and those inside it, from the outside in."""
-    inner = vars(env).get("env")
-    return [env] if inner is None else [env, *_chain(inner)]
-
-
-def _is_training_wrapper(env: Any) -> bool:
-    # The base class of Playground's wrappers is in the same module.
-    return any(
-        cls.__module__.startswith(_WRAPPERS) and cls.__name__ != "Wrapper"
-        for cls in type(env).__mro__
-    )
-
-
 def _raw(key: chex.PRNGKey) -> jax.Array:
     """Returns the words of a key, as an old-style key of jax's default kind.
 
@@ -165,9 +165,3 @@ def _raw(key: chex.PRNGKey) -> jax.Array:
     if words.shape == default.shape:
         return words
     return jax.random.bits(key, default.shape, default.dtype)
-
-
-def _is_raw(x: Any) -> bool:
-    default = jax.eval_shape(lambda: jax.random.PRNGKey(0))
-    kind = default.shape, default.dtype
-    return isinstance(x, jax.Array) and (x.shape, x.dtype) == kind

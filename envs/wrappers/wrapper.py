@@ -71,14 +71,19 @@ class BaseWrapper(struct.PyTreeNode):
             )
 
     @property
+    def _one(self) -> Any:
+        """An environment that has the spaces of the wrapped one."""
+        return self.env
+
+    @property
     def observation_space(self) -> AnySpace:
         """Space of one environment's `obs`."""
-        return as_space(self.env.observation_space, "env.observation_space")
+        return as_space(self._one.observation_space, "env.observation_space")
 
     @property
     def action_space(self) -> AnySpace:
         """Space of one environment's `action`."""
-        return as_space(self.env.action_space, "env.action_space")
+        return as_space(self._one.action_space, "env.action_space")
 
     # Of an environment of several agents.
 
@@ -100,12 +105,12 @@ class BaseWrapper(struct.PyTreeNode):
     @property
     def observation_spaces(self) -> Mapping[str, AnySpace]:
         """Space of one agent's observation, by group."""
-        return self.env.observation_spaces
+        return {x: as_space(y) for x, y in self._one.observation_spaces.items()}
 
     @property
     def action_spaces(self) -> Mapping[str, AnySpace]:
         """Space of one agent's action, by group."""
-        return self.env.action_spaces
+        return {x: as_space(y) for x, y in self._one.action_spaces.items()}
 
 
 class Wrapper(BaseWrapper):

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.core import Tracer
 
 from rollout import checks, platform
 from rollout.collector import Collector
@@ -35,10 +34,6 @@ class Pending(struct.PyTreeNode, kw_only=True):
         reward: `[B, A]` float32, sum of the agent's rewards since that action.
         answered: `[B, A]` float32, sum of the rewards of its answers in the episode.
         episode_id: `[B]` int32, the episode of the lane's last step.
-        episode_length: `[B]` int32, the number of that step in the episode, from 1.
-        num_gaps: `()` int32, in how many lanes a window did not begin where the one
-            before had ended, over all calls; such a lane loses its pending actions.
-            Counted only inside `jit`: outside, a gap raises.
         source: `(obs, action, extras)` of the action, each `{group: [B, A_g, ...]}`.
         layout: the agents.
     """
@@ -47,8 +42,6 @@ class Pending(struct.PyTreeNode, kw_only=True):
     reward: jax.Array  # [B, A]
     answered: jax.Array  # [B, A]
     episode_id: jax.Array  # [B]
-    episode_length: jax.Array  # [B]
-    num_gaps: jax.Array  # ()
     source: dict[str, tuple[ArrayTree, ...]]  # {group: [B, A_g, ...]}
     layout: AgentLayout = struct.field(pytree_node=False)
 
@@ -81,8 +74,6 @@ def init_agent_transitions(
         reward=nothing,
         answered=nothing,
         episode_id=carry.episode.episode_id,
-        episode_length=carry.episode.episode_length,
-        num_gaps=jnp.int32(0),
         source={group.name: _source(row, group) for group in layout.groups},
         layout=layout,
     )
@@ -106,8 +97,9 @@ def agent_transitions(
 
     Args:
         pending: from `init_agent_transitions` or the previous call.
-        trajectory: `[T, B, ...]`, the steps that follow, each passed once.
-            An episode may be given up in between, as `collect_episodes` does.
+        trajectory: `[T, B, ...]`, the steps that follow, each passed once: a window
+            that is left out or repeated answers the wrong actions. An episode may be
+            given up in between, as `collect_episodes` does.
 
     Returns:
         The new `pending`, and the transitions by group, `[T, B * A_g, ...]`, agent i of
@@ -122,9 +114,7 @@ def agent_transitions(
 
     Raises:
         ValueError: if the trajectory is not one of several agents, or `pending` is of
-            another collector; outside of `jit`, if the trajectory does not follow on
-            `pending`, but repeats steps or leaves some out. Inside, `Pending.num_gaps`
-            counts this; where every agent acts at every step it goes unnoticed.
+            another collector.
     """
     return _transitions(pending, trajectory, is_team=False)
 
@@ -275,7 +265,7 @@ def _transitions(
         what = "`pending` must be of `init_agent_transitions` of this collector"
         sources = {group.name: _source(first, group) for group in groups}
         checks.same(what, sources, pending.source)
-        pending, answers = _match(_follow(pending, trajectory), trajectory, info)
+        pending, answers = _match(pending, trajectory, info)
         for group in groups:
             # Index 0 has the pending actions, index t + 1 those of step t.
             stacked = jax.tree.map(
@@ -302,38 +292,6 @@ def _source(
             "policy_index": transition.extras["policy_index"],
         }
     return transition.obs[group.name], transition.action[group.name], extras
-
-
-def _follow(pending: Pending, trajectory: Transition) -> Pending:
-    """Checks that the steps follow on `pending`, and notes the last of them."""
-    mask = trajectory.mask
-    rows = trajectory.episode_id, trajectory.episode_length
-    # `argmax` finds the first row of each lane that is not masked out, from either end;
-    # it is 0 without any, which `has_rows` excludes.
-    has_rows, first = jnp.any(mask, axis=0), jnp.argmax(mask, axis=0)
-    last = mask.shape[0] - 1 - jnp.argmax(mask[::-1], axis=0)
-    take = lambda x, at: jnp.take_along_axis(x, at[None], axis=0)[0]  # noqa: E731
-    episode_id, length = (take(x, first) for x in rows)
-    old_id, old_length = pending.episode_id, pending.episode_length
-    is_next = (episode_id == old_id) & (length == old_length + 1)
-    # Ids of a lane ascend; those of `collect_episodes` are negative. An episode may be
-    # given up between two windows, but the next one must be there from its first step.
-    is_new = (episode_id > old_id) | (episode_id < 0) & (episode_id != old_id)
-    is_gap = has_rows & ~(is_next | is_new & (length == 1))
-    # A traced value cannot raise; then the gap is counted, and its actions are dropped.
-    if not isinstance(is_gap, Tracer) and np.any(is_gap):
-        lane = int(np.argmax(is_gap))
-        raise ValueError(
-            "`trajectory` must begin where the one before ended, after step "
-            f"{old_length[lane]} of episode {old_id[lane]} in lane {lane}, got step "
-            f"{length[lane]} of episode {episode_id[lane]}; after a gap call "
-            "`init_agent_transitions` again."
-        )
-    return pending.replace(
-        is_open=pending.is_open & ~is_gap[:, None],
-        episode_length=jnp.where(has_rows, take(rows[1], last), old_length),
-        num_gaps=pending.num_gaps + jnp.sum(is_gap, dtype=jnp.int32),
-    )
 
 
 def _match(

@@ -1,5 +1,5 @@
 """The command line `python -m rollout`.
 
-`main` runs the commands and handles errors, `arguments` parses, `runs` collects, and
-`table` formats what was found.
+`arguments` parses, `main` collects, draws or inspects, and handles errors, and `table`
+formats what was found.
 """

@@ -5,23 +5,43 @@ speed. Other options draw one episode, time the parts of a batch, or report how 
 steps would run on an accelerator.
 """
 
+import importlib
 import os
+import runpy
 import signal
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any, NoReturn
 
 import jax
 
-from rollout import envs
-from rollout.cli import runs, table
+from rollout import envs, inspection, profiling
+from rollout.agents.agent_stats import keep_agents, summarize_agents
+from rollout.agents.mapping import fixed_mapping
+from rollout.agents.policy_map import policy_map
+from rollout.cli import table
 from rollout.cli.arguments import make_parser, parse
+from rollout.cli.table import Result
+from rollout.collector import Collector
+from rollout.envs.registry import SUITES
+from rollout.gif import record_gif
+from rollout.host.host_collector import HostCollector
+from rollout.moments import merge
+from rollout.policies import masks, random_policy
+from rollout.stats import CollectStats, summarize
+from rollout.stream.stream import Stream
+from rollout.types import Transition
 
 _OTHER_IDS = "gymnasium:ID and envpool:ID, such as gymnasium:CartPole-v1"
 _PIPE_CLOSED = 141  # as a shell counts SIGPIPE
 _JaxError = jax.errors.JaxRuntimeError
 _ERRORS = (ValueError, ImportError, MemoryError, OSError, envs.EnvFault, _JaxError)
+_NUM_BATCHES = 20
+_MAX_ROWS = 1 << 22  # of a batch, so that its memory does not grow with the run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,13 +85,13 @@ def _execute(run: Namespace) -> None:
             os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
         sizes = {"envs": run.num_envs, "steps": run.num_envs * run.num_steps}
         rows = [table.line(name, f"{size:,}") for name, size in sizes.items()]
-        _print(table.line("environment", run.title), *rows, runs.inspect(run))
+        _print(table.line("environment", run.title), *rows, inspect(run))
     elif run.gif:
-        _print(*table.head(run), *table.episodes(runs.draw(run), None))
+        _print(*table.head(run), *table.episodes(draw(run), None))
     elif run.profile:
-        _print(*table.head(run), runs.profile(run))
+        _print(*table.head(run), profile(run))
     else:
-        result = runs.play(run) if run.num_episodes else runs.collect(run)
+        result = play(run) if run.num_episodes else collect(run)
         _print(*table.head(run), *table.collected(run, result))
 
 
@@ -83,3 +103,170 @@ def _print(*lines: object) -> None:
         # Python would try again at exit, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
+
+
+def make_collector(run: Namespace) -> tuple[Any, Any]:
+    """Makes the collector, and the parameters of its policy.
+
+    Raises:
+        ValueError: if there are no such environments.
+    """
+    options = dict(run.env_param)
+    suite, _, env_id = run.env.partition(":")
+    if run.is_on_host:
+        if suite == "envpool":
+            env: Any = envs.from_envpool(env_id, run.num_envs, seed=run.seed, **options)
+        else:
+            make: Any = _find(env_id) if ".py:" in env_id else env_id
+            if run.gif and (make is env_id or _takes(make, "render_mode")):
+                options["render_mode"] = "rgb_array"
+            env = envs.from_gymnasium(make, run.num_envs, **options)
+        return HostCollector(env=env, policy=random_policy(env.action_space)), None
+    is_id = not env_id or suite in SUITES
+    one: Any = (envs.make if is_id else _make_own)(run.env, **options)
+    env = envs.vectorize(one, run.num_envs)
+    if not hasattr(one, "agents"):
+        policy = _random_policy(env.observation_space, env.action_space)
+        return Collector(env=env, policy=policy), None
+    seen, spaces = env.observation_spaces, env.action_spaces
+    every = {x: _random_policy(seen[x], spaces[x]) for x in env.groups}
+    groups = {agent: x for x, names in env.groups.items() for agent in names}
+    policy = policy_map(every, fixed_mapping(groups), env)
+    return Collector(env=env, policy=policy), dict.fromkeys(every)
+
+
+def collect(run: Namespace) -> Result:
+    """Collects `num_steps` steps of every lane, with a bar if stderr is a terminal."""
+    start = time.perf_counter()
+    collector, params = make_collector(run)
+    has_agents = hasattr(collector.env, "groups")
+
+    def keep(trajectory: Transition) -> Any:
+        """Keeps statistics only: the rows are not stored."""
+        return summarize_agents(trajectory) if has_agents else ()
+
+    with Stream(
+        collector,
+        key=jax.random.key(run.seed),
+        params=params,
+        steps_per_batch=num_rows(run) * run.num_envs,
+        total_steps=run.num_steps * run.num_envs,
+        postprocess=keep,
+        placement="host",
+        prefetch=1,
+        progress=sys.stderr.isatty(),
+    ) as stream:
+        stream.compile()
+        compile_time = time.perf_counter() - start
+        batches = list(stream)
+        run_time = stream.stats.seconds
+    return Result(
+        stats=merge([batch.stats for batch in batches]),
+        agents=merge([batch.trajectory for batch in batches]) if has_agents else None,
+        num_rows=run.num_steps * run.num_envs,
+        compile_time=compile_time,
+        run_time=run_time,
+    )
+
+
+def play(run: Namespace) -> Result:
+    """Plays exactly `num_episodes` episodes of at most `max_episode_steps`."""
+    start = time.perf_counter()
+    made, params = make_collector(run)
+    has_agents = hasattr(made.env, "groups")
+    collector: Any = keep_agents(made, params) if has_agents else made
+    carry = collector.init(jax.random.key(run.seed))
+
+    def program(collector: Any, carry: Any, params: Any) -> Any:
+        end, episodes = collector.collect_episodes(
+            carry, params, run.num_episodes, max_episode_steps=run.max_episode_steps
+        )
+        metrics = summarize_agents(episodes) if has_agents else None
+        return summarize(episodes), metrics, end.step - carry.step
+
+    if run.is_on_host:
+        collector.compile(carry, params)
+    else:
+        program = jax.jit(program).lower(collector, carry, params).compile()
+    compiled = time.perf_counter()
+    stats, metrics, steps = jax.device_get(program(collector, carry, params))
+    return Result(
+        stats=stats,
+        agents=metrics,
+        num_rows=int(steps) * run.num_envs,
+        compile_time=compiled - start,
+        run_time=time.perf_counter() - compiled,
+    )
+
+
+def draw(run: Namespace) -> CollectStats:
+    """Draws the first episode that `play` would play, as a GIF."""
+    collector, params = make_collector(run)
+    key, max_episode_steps = jax.random.key(run.seed), run.max_episode_steps
+    return summarize(
+        record_gif(collector, key, params, run.gif, max_episode_steps=max_episode_steps)
+    )
+
+
+def inspect(run: Namespace) -> inspection.Report:
+    """Compiles `num_steps` steps of every lane for an accelerator."""
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_platforms", "cpu")  # does not look for accelerators
+    collector, params = make_collector(run)
+    options = {"accelerator": run.inspect, "num_steps": run.num_steps}
+    return inspection.inspect(collector, jax.random.key(run.seed), params, **options)
+
+
+def profile(run: Namespace) -> profiling.Profile:
+    """Times the parts of a batch, and traces one more."""
+    collector, params = make_collector(run)
+    key, size = jax.random.key(run.seed), num_rows(run)
+    found = profiling.profile(collector, key, params, size)
+    carry = collector.init(key)
+    with jax.profiler.trace(run.profile):
+        jax.block_until_ready(collector.collect_steps(carry, params, size))
+    return found
+
+
+def num_rows(run: Namespace) -> int:
+    """Returns the number of rows in a batch."""
+    return min(-(-run.num_steps // _NUM_BATCHES), max(1, _MAX_ROWS // run.num_envs))
+
+
+def _make_own(text: str, **options: Any) -> Any:
+    """Makes a user's own environment in JAX; adapts one of gymnax's kind."""
+    env = _find(text)(**options)
+    if hasattr(env, "step_env"):
+        return envs.from_gymnax(env)
+    if hasattr(env, "unwrapped"):
+        raise ValueError(
+            f"the environment must be in JAX, got {text} of Gymnasium: write "
+            f"gymnasium:{text}, with a file."
+        )
+    return env
+
+
+def _find(text: str) -> Callable[..., Any]:
+    """Finds what makes an environment, `module:Class` or `file.py:function`."""
+    where, _, name = text.rpartition(":")
+    is_file = where.endswith(".py")
+    sys.path.insert(0, str(Path(where).parent) if is_file else "")
+    try:
+        own = runpy.run_path(where) if is_file else vars(importlib.import_module(where))
+        return own[name]
+    except (ImportError, OSError, KeyError) as error:
+        raise ValueError(
+            "the environment must be one of --list-envs, module:Class or "
+            f"file.py:function, got {text}: {error}"
+        ) from error
+
+
+def _takes(fn: Callable[..., Any], name: str) -> bool:
+    """Returns whether a function takes an argument by name."""
+    kinds = signature(fn).parameters
+    return name in kinds or any(x.kind is x.VAR_KEYWORD for x in kinds.values())
+
+
+def _random_policy(observation_space: Any, action_space: Any) -> Any:
+    allowed_fn = masks.find(observation_space, action_space)
+    return random_policy(action_space, allowed_fn=allowed_fn)

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from rollout.envs.host.arrays import place_rows
 from rollout.envs.types import ArrayTree
-from rollout.host.rows import RowBlock, place_rows
-from rollout.kernel.episodes import count_steps, first_of
+from rollout.host.rows import RowBlock
+from rollout.kernel.episodes import first_of
 from rollout.types import Episodes, Transition
 
 _first_of = jax.jit(first_of)
@@ -84,11 +85,7 @@ class EpisodePlan:
         return episode_id - self._first_id[lane] + lane
 
     def advance(self, ended: np.ndarray) -> None:
-        """Assigns the next episodes, in order, to the lanes where `ended`.
-
-        Args:
-            ended: `[B]` bool, lanes whose episode ended or was lost.
-        """
+        """Assigns the next episodes, in order, to the lanes whose episode is over."""
         count = int(np.count_nonzero(ended))
         self._num_done += int(np.count_nonzero(ended & self.mask))
         if self._min_steps is not None and self.num_steps >= self._min_steps:
@@ -103,12 +100,7 @@ class EpisodePlan:
             self._index[ended] += len(self._lane)
 
     def note(self, block: RowBlock, rows: Transition) -> None:
-        """Records the episodes that end in a block of rows, and pads their rows.
-
-        Args:
-            block: `[T, B]`.
-            rows: `[T, B, ...]`, as they are recorded.
-        """
+        """Records the episodes that end in a block, and pads its recorded rows."""
         ended = (block.terminated | block.truncated) & block.mask
         truncated = block.truncated & ~block.cut
         result = {
@@ -137,7 +129,7 @@ class EpisodePlan:
         kept = np.ones(self.num_episodes, bool)
         index = self.index_of(np.array(self.lost, np.int32))
         kept[index[index < len(kept)]] = False
-        num_steps = count_steps(self._table["episode_length"])
+        num_steps = self._table["episode_length"].sum(dtype=np.int32)
         episodes = Episodes(**self._table, num_steps=num_steps, mask=kept)
         if self._min_steps is not None:
             episodes = _first_of(episodes, self._min_steps)

@@ -106,9 +106,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         self._record = recorder(self.accumulators, self.record_fn)
         self._latest = LatestCarry(self.env)
         self._next_episode = 0
-        self._accumulated: Any = ()  # of every lane before `_block`
-        # The last rows of the current call, or of one that was cut short.
-        self._block: RowBlock | None = None
+        self._accumulated: Any = ()  # of every lane before the block of the loop
         self._calling = threading.Lock()
 
     @property
@@ -117,17 +115,10 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         return self._loop.stats
 
     def replace(self, **changes: Any) -> Self:
-        """Returns a new collector with some of the arguments changed.
+        """Returns a new collector with some arguments of the constructor changed.
 
         The new one begins with `init`. It has the same environments unless `env` is
         changed; from its `init` on, a carry of this collector then raises.
-
-        Args:
-            **changes: arguments of the constructor.
-
-        Raises:
-            ValueError: if one is not as there.
-            TypeError: if there is no such argument.
         """
         return dataclasses.replace(self, **changes)
 
@@ -164,7 +155,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         env: Any = self.env
         if hasattr(env, "shared"):
             env.restart(shared)
-        self._next_episode, self._block = 0, None
+        self._next_episode = 0
         self._accumulated = accumulate_nothing(self.accumulators, self.env.num_envs)
         self._loop.start(key)
 
@@ -177,12 +168,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             return carry, jax.tree.map(lambda x: x[0], trajectory)
 
     def row_shape(self, params: ParamsT) -> Transition[ObsT, ActionT]:
-        """Returns the shapes and dtypes of a row; nothing is played.
+        """Returns the shapes and dtypes of a row; see `Collector.row_shape`.
 
         The observation is taken to be as its space says, and `info` as that of `env`.
-
-        Args:
-            params: parameters of the policy.
         """
         return row_shape(self, self.num_ready or self.env.num_envs, params)
 
@@ -190,13 +178,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """Values what the lanes see now; see `Collector.value`.
 
         Raises:
-            ValueError: if the policy has no critic, or `carry` is not that of the last
-                call.
+            ValueError: as there, or if `carry` is not that of the last call.
         """
         outputs.critic(self.policy)
         with held_back():  # jax's caches make other errors of an interrupt
             self._latest.check(carry)
-            return self._loop.runner.values_of(params, carry.obs, carry.policy_state)
+            value = self._loop.runner.programs.value
+            return value(params, carry.obs, carry.policy_state, None)
 
     def collect_steps(
         self,
@@ -209,12 +197,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes `num_steps` steps in every lane; see `Collector.collect_steps`.
 
-        Args:
-            carry: from `init` or an earlier call; it is used up.
-            params: whatever the policy takes as its parameters.
-            num_steps: rows of the trajectory.
-            max_episode_steps: as in `Stream`.
-            at_batch_end: as in `Stream`; "continue" with `num_ready`.
+        `max_episode_steps` and `at_batch_end` are those of `Stream`; the latter is
+        "continue" with `num_ready`.
 
         Raises:
             ValueError: as there, or if `carry` is not that of the last call.
@@ -381,12 +365,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             if (plan := self._loop.plan) is not None:
                 self._next_episode += plan.num_used  # the next call takes later ones
             # With new episodes if another collector has stepped `env`.
-            self._loop.recover(self._block, restart_all=not self._latest.is_mine)
+            self._loop.recover(restart_all=not self._latest.is_mine)
             self._latest.take_over()
-            if self._block is None or not self._block.num:
+            block = self._loop.block
+            if block is None or not block.num:
                 return self._carry(), None
-            num, trajectory = self._block.num, self._recorded(self._block)
-            return self._carry(), jax.tree.map(lambda x: x[:num], trajectory)
+            rows = self._recorded(block)
+            return self._carry(), jax.tree.map(lambda x: x[: block.num], rows)
 
     def _run(
         self,
@@ -407,7 +392,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             if self._loop.is_done:
                 return
             size = min(block_size, num_rows - first)
-            self._block = block = RowBlock(width, size, block_size)
+            block = RowBlock(width, size, block_size)
             self._loop.play(params, block, limit, cut_last=cut_last)
             yield block, self._recorded(block)
 
@@ -434,7 +419,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             finally:
                 self._calling.release()
         # Ctrl-C at the end of the call leaves before this line, and loses nothing.
-        self._block = self._latest.used = None
+        self._loop.block = self._latest.used = None
 
     def _recorded(self, block: RowBlock) -> Transition:
         """Returns the transitions of a block, recorded once."""
@@ -470,7 +455,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             "policy_state": runner.restarted(loop.unseen, loop.episode_id),
             "episode": Episode(**episode),
         }
-        return self._latest.note(Carry(**carry))
+        self._latest.carry = Carry(**carry)
+        return self._latest.carry
 
     def _play(
         self,
@@ -499,11 +485,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 min_steps=min_steps,
                 max_length=max_episode_steps if return_rows else None,
             )
-            loop.begin_plan(plan)
+            loop.plan = plan
+            loop.begin(plan.episode_id)
             for block, rows in self._run(params, NO_LIMIT, _BLOCK, max_episode_steps):
                 acc = acc if fn is None else fold(fn, acc, rows, block.num)
                 plan.note(block, rows)
-            self._block, (episodes, padded) = None, plan.read()
+            episodes, padded = plan.read()
             self._next_episode += plan.num_used
-            loop.end_plan()
+            next_own, loop.plan, loop.block = loop.next_own, None, None
+            loop.begin(next_own)
             return self._carry(), padded if return_rows else acc, episodes

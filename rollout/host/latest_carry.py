@@ -19,13 +19,14 @@ class LatestCarry:
     has stepped them since.
 
     Attributes:
+        carry: the carry that the last call returned.
         used: the ticket of the carry of the current call, or of one cut short.
     """
 
     def __init__(self, env: HostVectorEnv) -> None:
         self._env: Any = env
         self._ticket: Any = np.uint32(0)  # 0 before `init`
-        self._carry: Carry | None = None
+        self.carry: Carry | None = None
         self.used: Any = None
 
     @property
@@ -61,11 +62,6 @@ class LatestCarry:
         self.used = self._ticket
         self.take_over()
 
-    def note(self, carry: Carry) -> Carry:
-        """Notes the carry that a call returns; returns it."""
-        self._carry = carry
-        return carry
-
     def check(self, carry: Carry) -> None:
         """Raises unless a call may begin with a carry."""
         checks.outside_of_jit("HostCollector")
@@ -82,17 +78,15 @@ class LatestCarry:
                 "environments have moved on; after an error `recover` returns one."
             )
         for name in ("key", "step", "next_episode", "obs", "episode"):
-            given, returned = (getattr(x, name) for x in (carry, self._carry))
+            given, returned = (getattr(x, name) for x in (carry, self.carry))
             what = f"`carry.{name}` must be as the last call returned it, which the "
             what += "environments have: only `policy_state` may be replaced"
             checks.same(what, returned, given)
-            if not jax.tree.all(jax.tree.map(_is_same, returned, given)):
-                raise ValueError(f"{what}.")
-
-
-def _is_same(x: Any, y: Any) -> bool:
-    # The same array is equal to itself without being read.
-    return x is y or np.array_equal(*prng.words((x, y)), equal_nan=True)
+            pairs = zip(jax.tree.leaves(returned), jax.tree.leaves(given), strict=True)
+            for x, y in pairs:  # the same array is equal to itself without being read
+                words = prng.words((x, y))
+                if x is not y and not np.array_equal(*words, equal_nan=True):
+                    raise ValueError(f"{what}.")
 
 
 def _ticket_of(carry: Carry) -> Any:

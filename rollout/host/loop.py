@@ -18,11 +18,12 @@ import jax
 import numpy as np
 
 from rollout import checks
+from rollout.envs.host.arrays import place_rows
 from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.host.types import EnvFault, HostStep
 from rollout.envs.types import ArrayTree
 from rollout.host.policy_runner import PolicyRunner
-from rollout.host.rows import RowBlock, place_rows
+from rollout.host.rows import RowBlock
 from rollout.host.seeds import Seeds
 from rollout.platform import to_host
 from rollout.types import Carry, Served
@@ -64,16 +65,18 @@ class Loop:
         episode_return, episode_length: `[B]` float32 and int32, theirs so far.
         unseen: `[B]` bool, True where the policy has not seen the episode yet.
         plan: the episodes that were assigned, None while lanes play their own.
+        block: the rows of the current call, or of one that was cut short; None if
+            there are none.
     """
 
     def __init__(self, collector: Any) -> None:
+        env = self._env = collector.env
+        _check(env, collector.num_ready, collector.on_fault)
         checks.int_between("max_restarts", collector.max_restarts, least=0)
         checks.seconds("timeout", collector.timeout)
-        _check_ready(collector.env, collector.num_ready)
-        _check_on_fault(collector.env, collector.on_fault)
-        self._env, self._num_ready = collector.env, collector.num_ready
-        self._timeout, self._max_restarts = collector.timeout, collector.max_restarts
-        self._restarts, env = collector.on_fault == "restart", collector.env
+        self._num_ready, self._timeout = collector.num_ready, collector.timeout
+        self._max_restarts = collector.max_restarts
+        self._restarts = collector.on_fault == "restart"
         self.runner = PolicyRunner(collector.policy, env.action_space, env.num_envs)
         self._obs_check = SpaceCheck(env.observation_space)
         self.check: Callable[[], None] = lambda: None
@@ -89,6 +92,7 @@ class Loop:
         self.runner.start(key)
         self._seeds = Seeds(key, num_envs)
         self.plan: Any = None  # an `EpisodePlan`
+        self.block: RowBlock | None = None
         self.episode_id = np.arange(num_envs, dtype=np.int32)
         self.episode_return = np.zeros(num_envs, np.float32)
         self.episode_length = np.zeros(num_envs, np.int32)
@@ -112,24 +116,14 @@ class Loop:
             return self.plan.next_own
         return self.episode_id + np.int32(len(self.episode_id))
 
-    def play(
-        self,
-        params: Any,
-        block: RowBlock,
-        limit: int = NO_LIMIT,
-        *,
-        cut_last: bool = False,
-    ) -> None:
+    def play(self, params: Any, block: RowBlock, limit: int, *, cut_last: bool) -> None:
         """Fills a block, or as much of it as the assigned episodes take.
 
-        After an error the block has the complete rows; `recover` goes on.
-
-        Args:
-            params: whatever the policy takes as its parameters.
-            block: where the rows go.
-            limit: steps after which an episode is cut.
-            cut_last: whether the last row truncates the episodes that it does not end.
+        Episodes are cut after `limit` steps; with `cut_last` the last row truncates
+        those that it does not end. After an error the block has the complete rows;
+        `recover` goes on.
         """
+        self.block = block
         # Each round acts, steps, writes the row, and begins the episodes that follow: a
         # row is whole, or not there, wherever a round is cut short.
         take = self._step if self._num_ready is None else self._receive
@@ -137,26 +131,16 @@ class Loop:
             self.check()
             result, lanes = take(params, block)
             is_last = cut_last and block.num == block.size - 1
-            done = self._write(params, block, result, lanes, limit, is_last=is_last)
+            done = self._write(params, block, result, lanes, limit, is_last)
             self._advance(block, result, lanes, done)
             self.is_torn = False
             if np.count_nonzero(self._begins):  # faster than `any`
-                self._reset(block)
+                self._reset()
 
     def begin(self, episode_id: np.ndarray, mask: np.ndarray | None = None) -> None:
         """Begins the episodes with these ids, `[B]`, where `mask`, or in all lanes."""
         self._mark(self._everywhere if mask is None else mask, episode_id)
         self._reset()
-
-    def begin_plan(self, plan: Any) -> None:
-        """Begins the first episodes of a plan, in all lanes."""
-        self.plan = plan
-        self.begin(plan.episode_id)
-
-    def end_plan(self) -> None:
-        """Begins the lanes' own next episodes."""
-        next_own, self.plan = self.next_own, None
-        self.begin(next_own)
 
     def resume(self, carry: Carry, *, is_loaded: bool) -> None:
         """Goes on from a carry, or restarts its episodes if `env` could not load it."""
@@ -170,7 +154,7 @@ class Loop:
         else:
             self.begin(self.episode_id)
 
-    def recover(self, block: RowBlock | None, *, restart_all: bool) -> None:
+    def recover(self, *, restart_all: bool) -> None:
         """Goes on after an error.
 
         Environments that failed are rebuilt, and lanes whose episode cannot go on begin
@@ -179,7 +163,7 @@ class Loop:
         if self.is_torn or self.plan is not None or restart_all:
             next_own, self.plan = self.next_own, None
             self._mark(self._everywhere, next_own)
-        self._reset(block)
+        self._reset()
 
     def _step(self, params: Any, block: RowBlock) -> tuple[HostStep, slice]:
         """Takes a step in all lanes."""
@@ -251,7 +235,6 @@ class Loop:
         result: HostStep,
         lanes: Any,
         limit: int,
-        *,
         is_last: bool,
     ) -> np.ndarray:
         """Completes a row, and returns which lanes' episodes end with it."""
@@ -318,29 +301,25 @@ class Loop:
             causes = {number[at]: cause for at, cause in bad.items()} | dict(causes)
         if self.plan is not None:
             self.plan.num_steps += int(np.count_nonzero(block.mask[block.num - 1]))
-        self._end(ended, causes, block)
+        self._end(ended, causes)
 
-    def _end(
-        self,
-        ended: np.ndarray,
-        causes: Mapping[int, BaseException],
-        block: RowBlock | None,
-    ) -> None:
+    def _end(self, ended: np.ndarray, causes: Mapping[int, BaseException]) -> None:
         """Marks the lanes whose episodes have ended, or are lost to a fault.
 
         Args:
             ended: `[B]` bool, lanes whose episode has ended by itself.
-            causes: by the number of the environment; their episodes are lost.
-            block: the rows in which lost episodes are masked out.
+            causes: by the number of the environment; their episodes are lost, and
+                their rows in the block masked out.
         """
-        num_steps = num_episodes = 0
+        num_steps = num_episodes = step = 0
         if causes:
+            step = int(self.episode_length[next(iter(causes))])
             failed = list(causes)
             lost, num_episodes = self.episode_id[failed], len(failed)
             if self.plan is not None:
                 num_episodes = int(np.count_nonzero(self.plan.mask[failed]))
                 self.plan.lost += lost.tolist()
-            num_steps = 0 if block is None else block.mask_out(lost)
+            num_steps = 0 if self.block is None else self.block.mask_out(lost)
             # A lost episode ends like any other, but its lane is rebuilt first.
             self._failed[failed] = ended[failed] = True
         if np.count_nonzero(ended):
@@ -350,7 +329,7 @@ class Loop:
                 self.plan.advance(ended)
                 self._mark(ended, self.plan.episode_id)
         if causes:
-            self._report(causes, num_episodes, num_steps)
+            self._report(causes, num_episodes, num_steps, step)
 
     def _mark(self, mask: np.ndarray, episode_id: np.ndarray) -> None:
         """Marks lanes, which `_reset` resets, for the episodes with these ids."""
@@ -360,12 +339,8 @@ class Loop:
         self.unseen = self.unseen | mask
         self._begins = self._begins | mask
 
-    def _reset(self, block: RowBlock | None = None) -> None:
-        """Rebuilds failed environments, and resets the lanes that begin an episode.
-
-        Args:
-            block: the rows in which lost episodes are masked out.
-        """
+    def _reset(self) -> None:
+        """Rebuilds failed environments, and resets the lanes that begin an episode."""
         env: Any = self._env
         if self.is_torn:  # nobody knows which environments are whole
             self._failed = self._everywhere.copy()
@@ -386,7 +361,7 @@ class Loop:
             if causes:
                 # Its seed may be the cause, so the next episode takes its place. The
                 # other lanes are reset once more, with the same seeds.
-                self._end(self._nowhere.copy(), causes, block)
+                self._end(self._nowhere.copy(), causes)
                 continue
             if self._num_ready is None:
                 self.obs = obs
@@ -410,16 +385,28 @@ class Loop:
             self._report(error.causes, 0, 0)
 
     def _report(
-        self, causes: Mapping[int, BaseException], num_episodes: int, num_steps: int
+        self,
+        causes: Mapping[int, BaseException],
+        num_episodes: int,
+        num_steps: int,
+        step: int = 0,
     ) -> None:
-        """Counts a fault, and logs it; raises it unless environments are rebuilt."""
+        """Counts a fault, and logs it; raises it unless environments are rebuilt.
+
+        Args:
+            causes: by the number of the environment.
+            num_episodes: episodes that are lost.
+            num_steps: recorded steps that are lost.
+            step: of the first one's episode, from 1; 0 at its start.
+        """
         episodes, steps, restarts = self.stats
         episodes, steps = episodes + num_episodes, steps + num_steps
         self.stats = FaultStats(episodes, steps, restarts)
-        hint = ""
-        if self._restarts and restarts + len(causes) > self._max_restarts:
-            hint = f"; `max_restarts`={self._max_restarts} are used up"
-        if hint or not self._restarts:
+        hint = f", at step {step} of its episode" if step else ""
+        is_over = self._restarts and restarts + len(causes) > self._max_restarts
+        if is_over:
+            hint += f"; `max_restarts`={self._max_restarts} are used up"
+        if is_over or not self._restarts:
             self.is_torn = False  # all that a fault changes has changed
             raise EnvFault(causes, hint) from next(iter(causes.values()))
         for number, reason in causes.items():
@@ -427,8 +414,15 @@ class Loop:
             _LOG.warning("environment %d is rebuilt after %s", number, text)
 
 
-def _check_ready(env: Any, num_ready: Any) -> None:
-    """Checks the number of environments in a row; None stands for all, in step."""
+def _check(env: Any, num_ready: Any, on_fault: Any) -> None:
+    """Checks the options that need more of the environments than the contract."""
+    checks.choice("on_fault", on_fault, ("raise", "restart"))
+    if on_fault == "restart" and not hasattr(env, "rebuild"):
+        raise ValueError(
+            '`on_fault="restart"` needs environments that can be rebuilt one by one, '
+            "as those of `rollout.envs.workers` and of `rollout.envs.from_gymnasium` "
+            f"with an id or a function, got {type(env).__name__}."
+        )
     if num_ready is None:
         return
     if not hasattr(env, "receive"):
@@ -442,14 +436,4 @@ def _check_ready(env: Any, num_ready: Any) -> None:
         raise ValueError(
             f"`num_ready` must be the `batch_size` of the environment, {fixed}, "
             f"got {num_ready}."
-        )
-
-
-def _check_on_fault(env: Any, on_fault: Any) -> None:
-    checks.choice("on_fault", on_fault, ("raise", "restart"))
-    if on_fault == "restart" and not hasattr(env, "rebuild"):
-        raise ValueError(
-            '`on_fault="restart"` needs environments that can be rebuilt one by one, '
-            "as those of `rollout.envs.workers` and of `rollout.envs.from_gymnasium` "
-            f"with an id or a function, got {type(env).__name__}."
         )

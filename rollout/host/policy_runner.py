@@ -51,6 +51,7 @@ class PolicyRunner:
         key: the root key.
         step: how often it has acted.
         state: `[B, ...]`, on the device.
+        programs: the compiled functions, from `start` on.
     """
 
     def __init__(self, policy: Policy, action_space: AnySpace, num_envs: int) -> None:
@@ -63,8 +64,8 @@ class PolicyRunner:
     def start(self, key: chex.PRNGKey) -> None:
         """Begins at step 0, with a typed root key."""
         impl = jax.random.key_impl(key)
-        self._programs = _programs(self._policy, self._view, impl)
-        self.key, self.step, self.state = key, 0, self._programs.initial(key)
+        self.programs = _programs(self._policy, self._view, impl)
+        self.key, self.step, self.state = key, 0, self.programs.initial(key)
         # Words of the keys are faster to pass to jit than typed keys. They are drawn
         # ahead: in a small program two hashes would take most of the time.
         self._root = np.asarray(jax.random.key_data(key))
@@ -94,7 +95,16 @@ class PolicyRunner:
         Raises:
             ValueError: if an action is not in the action space.
         """
-        state, action, extras = self._call(params, obs, unseen, episode_id, env_id)
+        row = self.step - self._first
+        if not 0 <= row < len(self._words):
+            self._words = np.asarray(_policy_keys(self.key, self.step))
+            self._first, row = self.step, 0
+        lanes = ()
+        if jax.tree.leaves(self.state):  # a stateless policy has nothing to restart
+            lanes = self._root, unseen, episode_id
+        state, action, extras = self.programs.act(
+            params, self._words[row], self.state, obs, lanes, env_id
+        )
         is_array = isinstance(action, jax.Array)  # the usual case, kept fast
         action = np.asarray(action) if is_array else to_host(action)
         if bad := self._check.find(action):
@@ -119,15 +129,7 @@ class PolicyRunner:
     ) -> np.ndarray:
         """Values observations where `flag`, by the critic; 0 elsewhere.
 
-        Args:
-            params: whatever the policy takes as its parameters.
-            obs: `[B, ...]`, NumPy, what the policy sees next.
-            flag: `[B]` bool.
-            env_id: `[num_ready]` int32, the lanes of `obs` and `flag`, which may be
-                fewer than that; None for all.
-
-        Returns:
-            `[B]` float, NumPy.
+        `env_id` is as in `act`, and `obs` and `flag` may be of fewer lanes.
         """
         num = len(flag)
         if env_id is not None:
@@ -136,19 +138,16 @@ class PolicyRunner:
         args = params, obs, self.state, env_id
         if not np.count_nonzero(flag):
             if self._value_dtype is None:
-                self._value_dtype = jax.eval_shape(self._programs.value, *args).dtype
+                self._value_dtype = jax.eval_shape(self.programs.value, *args).dtype
             return np.zeros(num, self._value_dtype)
-        values = np.asarray(self._programs.value(*args))[:num]
+        values = np.asarray(self.programs.value(*args))[:num]
         return np.where(flag, values, np.zeros((), values.dtype))
 
-    def values_of(self, params: Any, obs: ArrayTree, state: ArrayTree) -> jax.Array:
-        """Values what all lanes see, `[B]`, in the state of a carry."""
-        return self._programs.value(params, obs, state, None)
-
     def compile(self, params: Any, obs: ArrayTree) -> None:
-        """Compiles `act`."""
-        lane = np.arange(self._view.num_envs, dtype=np.int32)
-        self._call(params, obs, np.ones(len(lane), bool), lane, None)
+        """Compiles `act`: calls it, and goes back to where it was."""
+        lane, before = np.arange(self._view.num_envs), (self.step, self.state)
+        self.act(params, obs, np.ones(len(lane), bool), lane.astype(np.int32))
+        self.step, self.state = before
 
     def restarted(self, unseen: np.ndarray, episode_id: np.ndarray) -> ArrayTree:
         """Returns the state, with that of an episode's start where `unseen`.
@@ -157,41 +156,21 @@ class PolicyRunner:
         """
         if not jax.tree.leaves(self.state) or not unseen.any():
             return self.state
-        return self._programs.restart(self._root, unseen, episode_id, self.state)
-
-    def _call(
-        self,
-        params: Any,
-        obs: ArrayTree,
-        unseen: np.ndarray,
-        episode_id: np.ndarray,
-        env_id: np.ndarray | None,
-    ) -> tuple[ArrayTree, ArrayTree, ArrayTree]:
-        row = self.step - self._first
-        if not 0 <= row < len(self._words):
-            self._words = np.asarray(_policy_keys(self.key, self.step))
-            self._first, row = self.step, 0
-        lanes = ()
-        if jax.tree.leaves(self.state):  # a stateless policy has nothing to restart
-            lanes = self._root, unseen, episode_id
-        act, words = self._programs.act, self._words[row]
-        return act(params, words, self.state, obs, lanes, env_id)
+        return self.programs.restart(self._root, unseen, episode_id, self.state)
 
 
 @programs.shared
 def _programs(policy: Policy, view: Any, impl: Any) -> _Programs:
     def initial(key: chex.PRNGKey) -> ArrayTree:
-        every = episode_keys.all_lanes(view.num_envs)
-        first = episode_keys.keys_of(key, every, every.number)
-        return init_policy_state(policy, first)
+        first = jnp.arange(view.num_envs, dtype=jnp.int32)
+        return init_policy_state(policy, episode_keys.keys_of(key, first))
 
     def restart(
         words: jax.Array, restarts: jax.Array, episode_id: jax.Array, state: ArrayTree
     ) -> ArrayTree:
         """Returns the state of all lanes, of new episodes where `restarts`."""
         root = jax.random.wrap_key_data(words, impl=impl)
-        every = episode_keys.all_lanes(view.num_envs)
-        key = episode_keys.keys_of(root, every, episode_id)
+        key = episode_keys.keys_of(root, episode_id)
         return restart_policy_state(policy, state, restarts, key)
 
     def act(
@@ -208,9 +187,8 @@ def _programs(policy: Policy, view: Any, impl: Any) -> _Programs:
         if env_id is not None:
             mine = jax.tree.map(lambda x: x[env_id], state)
         key = jax.random.wrap_key_data(words, impl=impl)
-        decision = policy.apply(params, obs, mine, key)
         seen = view._replace(num_envs=len(jax.tree.leaves(obs)[0]))
-        decision = outputs.policy_step(decision, seen, mine)
+        decision = outputs.act(policy, seen, params, obs, mine, key)
         if prng.has_keys(decision.extras):
             raise ValueError(
                 "`policy.apply` must return extras without typed keys for environments "

@@ -9,7 +9,7 @@ import itertools
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import chex
@@ -158,7 +158,11 @@ class RemoteBatches(
         self._setting, self._is_closed = threading.Lock(), False
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
-            _init(ray)
+            with warnings.catch_warnings():
+                # Ray's forks only execute another program at once.
+                warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+                quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+                ray.init(include_dashboard=False, **quiet)
         try:
             host = _on_host(params)
             self._kind = jax.eval_shape(lambda x: x, host)
@@ -309,40 +313,26 @@ class _Actor:
         if not any(context.get_accelerator_ids().values()):
             # Accelerators of the machine are for others. No jax array may come before.
             jax.config.update("jax_platforms", "cpu")
-        self._batches = _collect(make_collector, steps_per_batch, impl, words)
-        next(self._batches)
+        self._make_collector, self._steps_per_batch = make_collector, steps_per_batch
+        self._key: Any = impl, words
+        self._collector: Any = None
 
     def collect(self, params: Any) -> tuple[Transition, CollectStats]:
         """Collects a batch, and returns it in NumPy: one object for Ray."""
-        return self._batches.send(params)
-
-
-def _collect(
-    make_collector: Callable[[], Collector | HostCollector],
-    steps_per_batch: int,
-    impl: str,
-    words: Any,
-) -> Generator[Any, Any, None]:
-    """Yields nothing, and then a batch for all parameters that are sent."""
-    params = yield
-    collector: Any = make_collector()  # with parameters only: Ray hides earlier errors
-    what = "`make_collector` must return a `Collector` or a `HostCollector`"
-    checks.kind(what, collector, Collector | HostCollector)
-    num_columns = getattr(collector, "num_ready", None) or collector.env.num_envs
-    num_steps = -(-steps_per_batch // num_columns)
-    carry = collector.init(jax.random.wrap_key_data(words, impl=impl))
-    while True:
-        params = jax.device_put(params)
-        carry, trajectory = collector.collect_steps(carry, params, num_steps)
-        params = yield jax.device_get((trajectory, _summarize(trajectory)))
-
-
-def _init(ray: Any) -> None:
-    with warnings.catch_warnings():
-        # Ray's forks only execute another program at once.
-        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        ray.init(include_dashboard=False, **quiet)
+        collector = self._collector
+        if collector is None:  # not made before: Ray hides errors of `__init__`
+            collector = self._make_collector()
+            what = "`make_collector` must return a `Collector` or a `HostCollector`"
+            checks.kind(what, collector, Collector | HostCollector)
+            impl, words = self._key
+            self._carry = collector.init(jax.random.wrap_key_data(words, impl=impl))
+            self._collector = collector
+        num_columns = getattr(collector, "num_ready", None) or collector.env.num_envs
+        num_steps = -(-self._steps_per_batch // num_columns)
+        self._carry, trajectory = collector.collect_steps(
+            self._carry, jax.device_put(params), num_steps
+        )
+        return jax.device_get((trajectory, _summarize(trajectory)))
 
 
 def _on_host(params: Any) -> Any:

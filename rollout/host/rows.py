@@ -104,12 +104,6 @@ class RowBlock:
         return rows
 
 
-def place_rows(tree: ArrayTree, where: Any, rows: ArrayTree) -> None:
-    """Writes rows into arrays, in place."""
-    for array, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(rows), strict=True):
-        array[where] = leaf
-
-
 def record_rows(
     accumulators: Accumulators,
     record_fn: RecordFn | None,
@@ -167,8 +161,7 @@ def row_shape(collector: Any, width: int, params: Any) -> Transition:
         obs_keys, episode_keys = (jax.random.split(x, width) for x in pair)
         obs = jax.vmap(as_space(env.observation_space).sample)(obs_keys)
         state = init_policy_state(policy, episode_keys)
-        decision = policy.apply(params, obs, state, key)
-        decision = outputs.policy_step(decision, seen, state)
+        decision = outputs.act(policy, seen, params, obs, state, key)
         flag, number = jnp.zeros(width, bool), jnp.zeros(width, jnp.int32)
         reward, value = jnp.zeros(width, jnp.float32), policy.value
         served = Served(number, info, env.num_envs)

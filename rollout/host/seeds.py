@@ -25,9 +25,7 @@ class Seeds:
     def of(self, lane: np.ndarray, episode_id: np.ndarray) -> np.ndarray:
         """Returns `[B]` uint32, the seeds of the episodes of `n` lanes, zero elsewhere.
 
-        Args:
-            lane: `[n]` int.
-            episode_id: `[n]` int32, of the lanes' own episodes or of the queue's.
+        The ids, `[n]` int32, are of the lanes' own episodes or of the queue's.
         """
         seeds = np.zeros(self._num_envs, np.uint32)
         for at, number in zip(lane.tolist(), episode_id.tolist(), strict=True):
@@ -47,6 +45,5 @@ class Seeds:
 @jax.jit
 def _seeds(key: chex.PRNGKey, episode_id: jax.Array) -> jax.Array:
     """Returns the seeds of the episodes with these ids, `[N, B]`."""
-    lanes = episode_keys.all_lanes(episode_id.shape[1])
-    of_row = jax.vmap(lambda row: episode_keys.keys_of(key, lanes, row))
+    of_row = jax.vmap(lambda row: episode_keys.keys_of(key, row))
     return episode_keys.seeds(of_row(episode_id))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["program", "loop", "conditional", "branch"]
-Cost = Literal["graph_launches", "loose_launches", "cycles", "seconds"]
+Cost = Literal["launches", "graph_launches", "loose_launches", "cycles", "seconds"]
 _LABEL = 19  # characters, as in the tables of the command line
 # The parts of a step, as named by `jax.named_scope` in the kernel.
 _SCOPES = ("policy", "env_step", "auto_reset", "bookkeeping")
@@ -128,8 +128,8 @@ class Block:
 
     @property
     def launches(self) -> int:
-        """Launches in one run of this block, as `total` counts them."""
-        return int(self.total("graph_launches") + self.total("loose_launches"))
+        """Launches of its own, in CUDA graphs and outside of them."""
+        return self.graph_launches + self.loose_launches
 
     def walk(self) -> Iterator["Block"]:
         """Yields this block and all blocks in it."""
@@ -172,28 +172,14 @@ class Report:
     steps_per_round: int | None
 
     def per_step(self, cost: Cost) -> float:
-        """Returns a cost of the loop over time, per step (of a function, per round)."""
+        """Returns a cost of the loop over time, per step (of a function, per round).
+
+        Args:
+            cost: "launches", of these "graph_launches" in CUDA graphs and
+                "loose_launches" outside of them; "cycles" of a TPU, as its compiler
+                estimates them; or "seconds" in kernels.
+        """
         return self.loop.total(cost) / (self.steps_per_round or 1)
-
-    @property
-    def launches_per_step(self) -> float:
-        """Launches, in CUDA graphs and loose, per step (of a function, per round)."""
-        return self.per_step("graph_launches") + self.per_step("loose_launches")
-
-    @property
-    def loose_per_step(self) -> float:
-        """Launches outside of CUDA graphs, per step (of a function, per round)."""
-        return self.per_step("loose_launches")
-
-    @property
-    def cycles_per_step(self) -> float:
-        """Estimated cycles of a TPU, per step (of a function, per round)."""
-        return self.per_step("cycles")
-
-    @property
-    def waits_per_step(self) -> float:
-        """Waits for the host, at least, per step (of a function, per round)."""
-        return sum(wait.count for wait in self.waits if wait.per == self._unit)
 
     @property
     def waits(self) -> tuple[Wait, ...]:
@@ -315,9 +301,14 @@ def find_loop(program: Block, num_steps: int | None = None) -> Block:
 
     return max(
         outermost(program),
-        key=lambda x: (x.launches + x.total("cycles")) * (x.trips or 1),
+        key=lambda x: _size(x) * (x.trips or 1),
         default=program,
     )
+
+
+def _size(block: Block) -> float:
+    """Returns the launches of a GPU, or the cycles of a TPU, in one run of a block."""
+    return block.total("launches") + block.total("cycles")
 
 
 def _operations(block: Block) -> Iterator[tuple[str, int]]:
@@ -325,7 +316,7 @@ def _operations(block: Block) -> Iterator[tuple[str, int]]:
     yield from block.operations
     inner = block.blocks
     if block.kind == "conditional" and inner:
-        inner = (max(inner, key=lambda x: x.launches + x.total("cycles")),)
+        inner = (max(inner, key=_size),)
     for child in inner:
         for name, count in _operations(child):
             yield name, count * child.rounds
@@ -337,7 +328,7 @@ def _describe(block: Block, num_steps: int = 1) -> str:
         return f"{cycles / num_steps:,.0f} cycles"
     launches, loose = (
         f"{round(count / num_steps, 2):,.10g}"
-        for count in (block.launches, block.total("loose_launches"))
+        for count in (block.total("launches"), block.total("loose_launches"))
     )
     seconds = block.total("seconds") / num_steps
     time = f", {1e6 * seconds:,.1f} us in kernels" if seconds else ""

@@ -13,9 +13,8 @@ environment draws everything from the key of its episode: the reset, and step n 
 from `fold_in(episode_key, 2**32 - 1)`. No key is derived unless it is used, and a
 lane's stream does not depend on the number of lanes.
 
-Lane i's n-th episode has the id `n * B + i`, the e-th of the queue `-1 - e`. Lane
-numbers are data, never shapes: lanes on another device have the same ids and randomness
-as on one.
+Lane i's n-th episode has the id `n * B + i`, the e-th of the queue `-1 - e`. Lanes on
+another device have the same ids and randomness as on one.
 """
 
 from typing import Any, NamedTuple
@@ -33,18 +32,6 @@ from rollout.types import Carry
 _POLICY, _ENV, _QUEUE = 0, 1, 2
 # Folded into an episode's key for a policy's draws; its reset has 0, step n has n.
 POLICY_EPISODE = np.uint32(2**32 - 1)
-
-
-class LaneIds(NamedTuple):
-    """Numbers of some lanes, and the total number of lanes.
-
-    Attributes:
-        number: `[B]` int32, the number of each lane among all lanes.
-        total: `()` int32, number of lanes on all devices.
-    """
-
-    number: jax.Array  # [B]
-    total: Any  # (), also an int
 
 
 class Roots(NamedTuple):
@@ -91,16 +78,11 @@ class Start(NamedTuple):
         return jnp.where(episode_id < 0, -1 - episode_id, episode_id)
 
 
-def all_lanes(num_envs: int) -> LaneIds:
-    """Numbers all lanes of a collector."""
-    return LaneIds(jnp.arange(num_envs, dtype=jnp.int32), num_envs)
-
-
-def roots(root: chex.PRNGKey, lanes: LaneIds) -> Roots:
+def roots(root: chex.PRNGKey, num_envs: int) -> Roots:
     """Hashes the keys that those of all steps derive from."""
+    lane = jnp.arange(num_envs, dtype=jnp.int32)
     return Roots(
-        policy=policy_root(root),
-        lane=prng.fold_in(prng.fold_in(root, _ENV), lanes.number),
+        policy=policy_root(root), lane=prng.fold_in(prng.fold_in(root, _ENV), lane)
     )
 
 
@@ -137,8 +119,9 @@ def queue(root: chex.PRNGKey) -> chex.PRNGKey:
     return prng.fold_in(root, _QUEUE)
 
 
-def keys_of(root: chex.PRNGKey, lanes: LaneIds, episode_id: jax.Array) -> chex.PRNGKey:
-    """Returns the keys of episodes by id, `[B]`: the lanes' own, or the queue's."""
-    own = prng.fold_in(roots(root, lanes).lane, episode_id // lanes.total)
+def keys_of(root: chex.PRNGKey, episode_id: jax.Array) -> chex.PRNGKey:
+    """Returns the keys of all lanes' episodes by id, `[B]`: their own, or queued."""
+    num_envs = episode_id.size
+    own = prng.fold_in(roots(root, num_envs).lane, episode_id // num_envs)
     queued = prng.fold_in(queue(root), -1 - episode_id)
     return prng.select(episode_id < 0, queued, own)

@@ -29,8 +29,6 @@ from rollout.types import Carry, Episode, Episodes, Parts, Transition
 
 Acc = TypeVar("Acc")
 
-_MOST = 2**31 - 1  # the largest int32, at which counts of steps stop
-
 
 class _Run(struct.PyTreeNode, kw_only=True):
     """The state of the loop; episodes are numbered in the order of their start."""
@@ -63,19 +61,11 @@ def play(
 ) -> tuple[Carry, Acc, Episodes]:
     """Plays episodes of the queue, or own ones of every lane.
 
-    Args:
-        parts: environments, policy, accumulators, and what to record.
-        carry: as in `Collector.fold_episodes`.
-        params: as there.
-        fn: as there, of recorded transitions; its third argument is `[B]` int32, the
-            number of each lane's episode among the N, or N and more in an idle lane.
-        acc: as there.
-        num_episodes: N, of one queue for all lanes: a free lane takes the next one.
-        per_env: whether every lane plays that many next own episodes instead.
-        max_episode_steps: as there.
-        min_steps: as in `Collector.collect_episodes`.
-        holds: False if `fn` ignores lanes where `mask` is False: then `acc` need not be
-            held in the steps beyond the end.
+    The arguments are those of `Collector.fold_episodes` and `collect_episodes`, but
+    `fn` gets recorded transitions, and as its third argument `[B]` int32, the number of
+    each lane's episode among the N, or N and more in an idle lane. `holds` is False if
+    it ignores lanes where `mask` is False: then `acc` need not be held in the steps
+    beyond the end.
     """
     env = parts.env
     num_envs, sharding = env.num_envs, sharding_of(env)
@@ -135,8 +125,7 @@ def play(
             return after
         # Once there are enough steps, no episode starts. Those that started before
         # still play to their end: `first_of` may keep them.
-        num_steps = run.num_steps
-        num_steps += jnp.minimum(total[2], _MOST - num_steps)  # without overflow
+        num_steps = run.num_steps + total[2]
         is_enough = num_steps >= min_steps
         started = jnp.minimum(run.num_wanted, run.num_started)
         return after.replace(
@@ -266,23 +255,10 @@ def _read(results: tuple[jax.Array, ArrayTree]) -> Episodes:
         truncated=truncated,
         finished=finished,
         lane=lane,
-        num_steps=count_steps(length),
+        num_steps=jnp.sum(length),
         mask=jnp.ones(length.shape, bool),
         accumulated=values[1],
     )
-
-
-def count_steps(length: jax.Array) -> jax.Array:
-    """Adds lengths, `[N]` int32; 2^31 - 1 stands for that many steps or more."""
-    # Two sums: int32 is exact but wraps around, float32 is rough but shows that it did.
-    return _saturated(jnp.sum(length), jnp.sum(length.astype(jnp.float32)))
-
-
-def _saturated(total: jax.Array, rough: jax.Array) -> jax.Array:
-    """Saturates an int32 sum that may have overflowed; `rough` is the sum of floats."""
-    # An overflowed sum below 2^32 is negative; above that, `rough` is far too large.
-    # From 1.5 * 2^31 to 2^32 both tests hold, so the rounding of `rough` is harmless.
-    return jnp.where((total < 0) | (rough > 1.5 * _MOST), _MOST, total)
 
 
 def first_of(played: Episodes, min_steps: int) -> Episodes:
@@ -291,8 +267,7 @@ def first_of(played: Episodes, min_steps: int) -> Episodes:
     Which ones does not depend on the lanes: others that were started do not count.
     """
     length = played.episode_length
-    before, rough = (jnp.cumsum(x) - x for x in (length, length.astype(jnp.float32)))
-    mask = _saturated(before, rough) < min_steps
+    mask = jnp.cumsum(length) - length < min_steps
     kept = played.replace(mask=mask, num_steps=())
     first = prng.select(mask, kept, prng.blank(kept))
-    return first.replace(num_steps=count_steps(first.episode_length))
+    return first.replace(num_steps=jnp.sum(first.episode_length))

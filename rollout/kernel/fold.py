@@ -76,17 +76,9 @@ def scan_steps(
 ) -> tuple[Carry, Acc, Out]:
     """Takes `num_steps` steps in every lane, and scans `fn` over the recorded rows.
 
-    Args:
-        parts: environments, policy, accumulators, and what to record.
-        carry: as in `Collector.collect_steps`.
-        params: as there.
-        num_steps: as there.
-        fn: the carry before the step, `acc` and the row to the next `acc` and an
-            output; the outputs are stacked, `[T, ...]`.
-        acc: the first `acc`.
-        limit: steps after which an episode is truncated.
-        cut_last: whether the last step truncates the episodes that it does not end.
-        drop_fn: as in `step`.
+    `fn` maps the carry before the step, `acc` and the row to the next `acc` and an
+    output; the outputs are stacked, `[T, ...]`. Episodes are truncated after `limit`
+    steps, and with `cut_last` in the last row; `drop_fn` is that of `step`.
     """
     roots = roots_of(parts, carry)
     last = carry.step + num_steps - 1
@@ -133,8 +125,7 @@ def scan_steps(
 def roots_of(parts: Parts, carry: Carry) -> Roots:
     """Checks a carry, and hashes the keys from which those of all its steps derive."""
     checks.carry(carry, parts)
-    lanes = episode_keys.all_lanes(parts.env.num_envs)
-    return place(parts.env, episode_keys.roots(carry.key, lanes))
+    return place(parts.env, episode_keys.roots(carry.key, parts.env.num_envs))
 
 
 def pack(row: Transition) -> tuple[Transition, jax.Array]:

@@ -22,8 +22,8 @@ from rollout.types import Carry, Episode, FlagFn, Params, Parts, PolicyStep, Tra
 
 def init(parts: Parts, key: chex.PRNGKey) -> Carry:
     """Starts the first episode of every lane; see `Collector.init`."""
-    lanes = episode_keys.all_lanes(parts.env.num_envs)
-    first_keys = prng.fold_in(episode_keys.roots(key, lanes).lane, 0)
+    num_envs = parts.env.num_envs
+    first_keys = prng.fold_in(episode_keys.roots(key, num_envs).lane, 0)
     env_state, obs = prng.barrier(parts.env).reset(prng.fold_in(first_keys, RESET))
     carry = Carry(
         key=key,
@@ -32,7 +32,7 @@ def init(parts: Parts, key: chex.PRNGKey) -> Carry:
         env_state=env_state,
         obs=obs,
         policy_state=init_policy_state(parts.policy, first_keys),
-        episode=_begin(parts, first_keys, lanes.number),
+        episode=_begin(parts, first_keys, jnp.arange(num_envs, dtype=jnp.int32)),
     )
     return place(parts.env, carry)
 
@@ -130,8 +130,8 @@ def act(parts: Parts, carry: Carry, params: Params, key: chex.PRNGKey) -> Policy
     """Applies the policy to the carry's observations, and checks its output."""
     sharding = sharding_of(parts.env)
     with prng.in_parts(sharding.num_devices if sharding else 1):
-        decision = parts.policy.apply(params, carry.obs, carry.policy_state, key)
-    return outputs.policy_step(decision, parts.env, carry.policy_state)
+        state = carry.policy_state
+        return outputs.act(parts.policy, parts.env, params, carry.obs, state, key)
 
 
 def step_env(parts: Parts, carry: Carry, action: ArrayTree) -> EnvStep:

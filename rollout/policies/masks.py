@@ -187,9 +187,6 @@ def _checked(allowed: Any, num_envs: int, space: AnySpace) -> Any:
 
 
 def _bools(allowed: Any, shape: tuple[int, ...]) -> jax.Array:
-    if getattr(allowed, "shape", None) != shape or allowed.dtype != jnp.bool_:
-        raise ValueError(
-            "`allowed_fn` must return one bool per lane and action, bool of shape "
-            f"{shape}, got {checks.describe(allowed)}."
-        )
+    what = "`allowed_fn` must return one bool per lane and action,"
+    checks.shaped(what, allowed, shape, bool)
     return jnp.asarray(allowed)

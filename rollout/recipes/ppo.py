@@ -121,29 +121,30 @@ def loss(config, dist, value, t, advantage, whole=None):
     Of a part of a minibatch, its share in them: `whole` is `t, advantage` of all.
     """
     t_all, every = whole or (t, advantage)
-    rows = t_all.mask | ~t_all.mask.any()  # of none, all: finite, and weighed 0
+    num_rows = jnp.maximum(t_all.mask.sum(), 1)  # all may be masked out
 
-    def mean(x):
-        return jnp.sum(x, where=t.mask) / rows.sum()
+    def mean(x, mask=t.mask):
+        return jnp.sum(x, where=mask) / num_rows
+
+    def variance(x):  # of all rows
+        return mean((x - mean(x, t_all.mask)) ** 2, t_all.mask)
 
     log_ratio = dist.log_prob(t.action) - t.extras["log_prob"]
     ratio = jnp.exp(log_ratio)
-    scale = every.std(where=rows) + 1e-8
-    scaled = (advantage - every.mean(where=rows)) / scale
+    scaled = advantage - mean(every, t_all.mask)
+    scaled /= jnp.sqrt(variance(every)) + 1e-8
     clipped = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
     gain = mean(jnp.minimum(ratio * scaled, clipped * scaled))
     old, target = t.extras["value"], t.extras["value"] + advantage
     near = old + jnp.clip(value - old, -config.value_clip, config.value_clip)
     error = mean(jnp.maximum((value - target) ** 2, (near - target) ** 2))
     entropy = mean(dist.entropy())
-    spread = (t_all.extras["value"] + every).var(where=rows)
+    explained = 1 - variance(every) / variance(t_all.extras["value"] + every)
     log = {
         "entropy": entropy,
         "kl": mean(ratio - 1 - log_ratio),
         "clip_fraction": mean(ratio != clipped),
-        "explained_variance": mean(
-            jnp.full_like(value, 1 - every.var(where=rows) / spread)
-        ),
+        "explained_variance": mean(jnp.ones_like(value)) * explained,
     }
     cost = 0.5 * config.value_weight * error - config.entropy_weight * entropy
     return cost - gain, log

@@ -4,6 +4,7 @@
 follows the collection. Both are pure.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from rollout.stats import CollectStats, summarize
 from rollout.stream.options import Options
 from rollout.types import Carry, Episodes, Transition
 
-NO_FAULT = 2**31 - 1  # no step of a batch has this number
+NO_FAULT = 2**31 - 1  # no entry of a batch has this number
 
 
 class BatchResult(NamedTuple):
@@ -30,8 +31,9 @@ class BatchResult(NamedTuple):
     stats: CollectStats
     window: EpisodeWindow  # after the batch
     num_faulty: jax.Array  # () int32, episodes that were dropped
-    # For each checked field, the first step that is not finite, or `NO_FAULT`.
+    # For each checked field, the first entry that is not finite, or `NO_FAULT`.
     faults: dict[str, jax.Array]  # () int32
+    fault_step: Any  # () int32, of the first one's episode, from 1; () if unchecked
 
 
 def make_batch(
@@ -53,7 +55,10 @@ def make_batch(
     episodes, num_faulty = None, jnp.int32(0)
     if options.episodes_per_batch is None:
         if options.at_batch_end == "reset":
-            carry = _restart_all(collector, carry)
+            restarts = carry.episode.episode_length > 0
+            roots = kernel.roots_of(collector, carry)
+            start = kernel.next_episodes(collector.env, carry, roots)
+            carry = kernel.restart(collector, carry, restarts, start)
         is_faulty = nonfinite.is_nonfinite if options.on_fault == "drop" else None
         carry, trajectory = kernel.collect_steps(
             collector,
@@ -91,7 +96,7 @@ def complete(
     num_faulty: jax.Array,
 ) -> BatchResult:
     """Finds faults and computes the statistics of a batch, and its output."""
-    faults = {}
+    faults, fault_step = {}, ()
     if options.check_finite and options.on_fault != "drop":
         size = trajectory.mask.size
         number = jnp.arange(size, dtype=jnp.int32).reshape(trajectory.mask.shape)
@@ -99,6 +104,10 @@ def complete(
             name: jnp.where(bad & trajectory.mask, number, NO_FAULT).min()
             for name, bad in nonfinite.nonfinite(trajectory).items()
         }
+        first: Any = functools.reduce(jnp.minimum, faults.values(), NO_FAULT)
+        fault_step = jnp.max(
+            trajectory.episode_length, where=number == first, initial=0
+        )
     if episodes is None:
         stats = summarize(trajectory)
     else:
@@ -112,14 +121,8 @@ def complete(
         window=window.add(trajectory if episodes is None else episodes),
         num_faulty=num_faulty,
         faults=faults,
+        fault_step=fault_step,
     )
-
-
-def _restart_all(collector: Collector, carry: Carry) -> Carry:
-    """Starts a new episode in every lane that is inside one."""
-    restarts, env = carry.episode.episode_length > 0, collector.env
-    start = kernel.next_episodes(env, carry, kernel.roots_of(collector, carry))
-    return kernel.restart(collector, carry, restarts, start)
 
 
 def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:

@@ -319,9 +319,8 @@ class Stream(Generic[ParamsT]):
 
         Raises:
             ValueError: if it is not from a stream of the same kind, with the same
-                environment parameters; if it has more steps than `total_steps`, or
-                fewer than 0, or episodes of other lanes; if the environments have no
-                `load_state`.
+                environment parameters; if it has more steps than `total_steps`; if the
+                environments have no `load_state`.
         """
         what = "`state` must be one of a stream of the same kind"
         checks.same(what, self.state(), state)
@@ -331,15 +330,9 @@ class Stream(Generic[ParamsT]):
             )
         steps, version, next_version = (int(x) for x in state["counts"])
         total = self._options.total_steps
-        if not 0 <= steps <= (steps if total is None else total):
+        if total is not None and steps > total:
             raise ValueError(
-                f"`state` must have from 0 to `total_steps`={total} steps, got {steps}."
-            )
-        ids = np.asarray(multihost.gather(state["carry"].episode.episode_id))
-        if np.any(ids % ids.size != np.arange(ids.size)):
-            raise ValueError(
-                f"`state` must have an episode of each lane, from 0 to {ids.size - 1}, "
-                f"got `episode_id` {ids.tolist()}."
+                f"`state` must have at most `total_steps`={total} steps, got {steps}."
             )
         next_params = None
         if self._options.prefetch and next_version != _NEWEST:
@@ -370,9 +363,10 @@ class Stream(Generic[ParamsT]):
         try:
             result, seconds, version = wait()
             window = jax.tree.map(multihost.gather, result.window)
-            small = result.stats, window, result.num_faulty, result.faults
-            stats, window, num_faulty, faults = jax.device_get(small)
-            self._raise_fault(faults, version)
+            small = result.stats, window, result.num_faulty
+            faults = result.faults, result.fault_step
+            (stats, window, num_faulty), faults = jax.device_get((small, faults))
+            self._raise_fault(faults[0], faults[1], version)
             output = _placed(result.output, options.placement)
         except Exception:  # not Ctrl-C, after which the batch is still there
             self._at = at._replace(pending=None, params=None)
@@ -410,19 +404,19 @@ class Stream(Generic[ParamsT]):
             num_steps = min(num_steps, options.total_steps - at.steps)
         return num_steps
 
-    def _raise_fault(self, faults: dict[str, Any], version: int) -> None:
+    def _raise_fault(self, faults: dict[str, Any], step: Any, version: int) -> None:
         """Raises if a checked field is not finite."""
         first = min(faults.values(), default=NO_FAULT)
         if first == NO_FAULT:
             return
         options = self._options
         names = [f"`{name}`" for name, at in faults.items() if at == first]
-        row, column = divmod(first, options.episodes_per_batch or options.num_envs)
-        unit = "lane" if options.episodes_per_batch is None else "episode"
+        column = first % (options.episodes_per_batch or options.num_envs)
+        where = "episode" if options.episodes_per_batch else "an episode in lane"
         raise FloatingPointError(
             f"{' and '.join(names)} must be finite with `check_finite`, got a value "
-            f"that is not, first at step {row} of {unit} {column} in a batch made with "
-            f"`params_version` {version}."
+            f"that is not, first at step {step} of {where} {column}, in a batch made "
+            f"with `params_version` {version}."
         )
 
     def _close_bar(self) -> None:

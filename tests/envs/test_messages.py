@@ -29,7 +29,6 @@ HOLES = np.where(TABLE == 3, np.nan, TABLE)
 FLAGS = np.ones((5, 2), bool)
 LARGE = 2**53
 FLOATS = {"two": np.zeros((B, 2)), "one": np.zeros((B, 1, 2))}
-TIMES = {"timestamp": "at", "duplicates": "last"}
 
 
 class Agents:
@@ -139,8 +138,8 @@ def mask_picture():
     return jax.eval_shape(env.reset, KEY)
 
 
-def log(users=(1, 2), items=(3, 4), column=(1.0, 2.0), times=(0, 1), **options):
-    columns = {"user_id": users, "item_id": items, "feedback": column, "at": times}
+def log(users=(1, 2), items=(3, 4), column=(1.0, 2.0), **options):
+    columns = {"user_id": users, "item_id": items, "feedback": column}
     return ratings.from_interactions(columns, **{"missing": 0, **options})
 
 
@@ -277,18 +276,6 @@ MESSAGES = [
     (lambda: log([None, None]), "must have a record"),
     (lambda: log(missing="mean"), "`missing` must be a finite number or one of user_"),
     (lambda: log(missing=np.nan), "item_mean, mask, got nan"),
-    (
-        lambda: log(duplicates="first"),
-        '`duplicates` must be "mean" or "last" or "error"',
-    ),
-    (lambda: log(timestamp="at"), 'unless `duplicates` is "last"'),
-    (lambda: log(times=["1/2/2024", "1"], **TIMES), "`at` must be numbers or dates"),
-    (
-        lambda: log(
-            [1, 2, 2, 1, 2], [*"abcab"], [1, 2, 3, 4, 5], [0] * 5, duplicates="error"
-        ),
-        "each pair once, got another of user 1 and item a, and 1 more",
-    ),
     (lambda: log([1, 2**24 + 0.5]), "integers or text, got the float 16777216.5"),
     (lambda: log(np.array([LARGE, np.nan])), "9007199254740992.0: beyond 900719"),
     (lambda: log(np.float32([2**24, 1])), "the float 16777216.0: beyond 16777216"),

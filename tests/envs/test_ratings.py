@@ -18,20 +18,15 @@ LOG = {  # gaps in the ids, and about two rows for each of many pairs
     "user_id": 7 * RNG.integers(0, 12, 200) - 3,
     "item_id": np.array([f"i{x}" for x in RNG.integers(0, 15, 200)]),
     "feedback": RNG.normal(size=200),
-    "time": RNG.integers(0, 5, 200),
 }
 
 
-def plain_pairs(log, duplicates, timestamp):
+def plain_pairs(log):
     """Feedback by the ids of user and item."""
     found = {}
-    for user, item, feedback, time in zip(*log.values(), strict=True):
-        found.setdefault((user, str(item)), []).append((time, feedback))
-    if timestamp is not None:  # `sorted` is stable
-        found = {pair: sorted(rows, key=lambda x: x[0]) for pair, rows in found.items()}
-    if duplicates == "last":
-        return {pair: rows[-1][1] for pair, rows in found.items()}
-    return {pair: np.mean([x for _, x in rows]) for pair, rows in found.items()}
+    for user, item, feedback in zip(*log.values(), strict=True):
+        found.setdefault((user, str(item)), []).append(feedback)
+    return {pair: np.mean(rows) for pair, rows in found.items()}
 
 
 def plain_missing(pairs, user, item, missing):
@@ -43,15 +38,9 @@ def plain_missing(pairs, user, item, missing):
     return 0.0 if missing == "mask" else missing
 
 
-@pytest.mark.filterwarnings("ignore:`data` lost .* duplicate")
 @pytest.mark.parametrize("missing", ["user_mean", "item_mean", "mask", -2.5])
-@pytest.mark.parametrize(
-    ("duplicates", "timestamp"), [("mean", None), ("last", None), ("last", "time")]
-)
-def test_tables_are_those_of_a_dictionary(missing, duplicates, timestamp):
-    options = {"missing": missing, "duplicates": duplicates, "timestamp": timestamp}
-    tables = from_interactions(LOG, **options)
-    pairs = plain_pairs(LOG, duplicates, timestamp)
+def test_tables_are_those_of_a_dictionary(missing):
+    tables, pairs = from_interactions(LOG, missing=missing), plain_pairs(LOG)
     assert list(tables.users) == sorted({user for user, _ in pairs})
     assert list(tables.items) == sorted({item for _, item in pairs})
     for (u, i), known in np.ndenumerate(tables.known):
@@ -63,9 +52,7 @@ def test_tables_are_those_of_a_dictionary(missing, duplicates, timestamp):
     share = np.float32(np.sum(tables.known, axis=0) / len(tables.users))
     np.testing.assert_array_equal(tables.popularity, share)
     assert tables.feedback.dtype == tables.popularity.dtype == np.float32
-    assert 0 < len(pairs) < min(len(LOG["time"]), tables.known.size)
-    num_dropped = (duplicates == "last") * (len(LOG["time"]) - len(pairs))
-    assert tables.num_dropped.pop("duplicate") == num_dropped
+    assert 0 < len(pairs) < min(len(LOG["user_id"]), tables.known.size)
     assert set(tables.num_dropped.values()) == {0}
 
 
@@ -84,24 +71,16 @@ def test_path_frame_and_tuple_give_the_same_as_a_mapping(tmp_path):
 
 def test_rows_that_do_not_count_are_dropped_with_one_warning(tmp_path):
     path = tmp_path / "ratings.csv"
-    rows = ["5,b,1,1", ",b,2,1", "5,,,", "5,b,9,", "6,a,inf,1", "6,c,,1", "7,c,1e300,1"]
-    rows += ["7,a,4,2", "5,b,3,0"]
-    path.write_text("\n".join(["user_id,item_id,feedback,at", *rows]))
-    options = {"missing": 0, "duplicates": "last", "timestamp": "at"}
-    message = "7 of 9 records: 2 .*id, 1 .*timestamp, 3 .*feedback, 1 duplicate"
+    rows = ["5,b,1", ",b,2", "5,,", "6,a,inf", "6,c,", "7,c,1e300", "7,a,4", "5,b,3"]
+    path.write_text("\n".join(["user_id,item_id,feedback", *rows]))
+    message = "5 of 8 records: 2 .*id, 3 .*feedback"
     with pytest.warns(UserWarning, match=message) as caught:
-        tables = from_interactions(path, **options)
+        tables = from_interactions(path, missing=0)
     assert [x.filename for x in caught] == [__file__]
-    assert list(tables.num_dropped.values()) == [2, 1, 3, 1]
+    assert tables.num_dropped == {"missing_id": 2, "nonfinite_feedback": 3}
     assert (list(tables.users), list(tables.items)) == ([5, 7], ["a", "b"])
     assert tables.users.dtype == np.int64
-    np.testing.assert_array_equal(tables.feedback, [[0, 1], [4, 0]])
-
-
-def test_pairs_of_one_row_each_are_no_error():
-    once = [1, 2, 2], ["a", "b", "c"], [1, 2, 3]
-    tables = from_interactions(once, missing=0, duplicates="error")
-    np.testing.assert_array_equal(tables.feedback, [[1, 0, 0], [0, 2, 3]])
+    np.testing.assert_array_equal(tables.feedback, [[0, 2], [4, 0]])
 
 
 def test_pandas_is_needed(monkeypatch):
@@ -149,17 +128,6 @@ def test_masked_item_may_be_recommended_unless_no_item_is_shown_twice():
     assert masked.reward == 1.0
     assert not masked.terminated
     np.testing.assert_array_equal(masks, [known[0], [False, False, True]])
-
-
-def test_times_as_text_are_put_in_order_as_numbers_or_dates():
-    for times in (["9", "10"], ["2024-02-01", "2024-10-01"], [9, 10.5]):
-        for at in ([0, 1], [1, 0]):  # in and out of order
-            data = [1, 1], [1, 1], [float(x) for x in at], [times[x] for x in at]
-            with pytest.warns(UserWarning, match="1 duplicate"):
-                tables = from_interactions(
-                    data, missing=0, duplicates="last", timestamp="time"
-                )
-            assert tables.feedback == [[1.0]]
 
 
 LARGE = 2**53

@@ -223,7 +223,7 @@ def mine(report):
 def test_blocks_of_a_gpu_are_those_of_its_thunks():
     program = blocks.read_gpu(HLO, THUNKS, METADATA)
     (scan,) = program.blocks
-    assert (program.loose_launches, program.launches) == (1, 1 + 10 * (1 + 2))
+    assert (program.loose_launches, program.total("launches")) == (1, 1 + 10 * (1 + 2))
     assert (scan.cause, scan.trips, scan.asks_host) == ("scan", 10, False)
     climb, choice = scan.blocks
     # A round evaluates the predicate, which that of a known number never does.
@@ -305,7 +305,7 @@ def test_loop_over_time_is_the_one_with_most_launches():
     program = Block(kind="program", loose_launches=1, blocks=(short, long))
     assert find_loop(program) is long
     assert find_loop(program, num_steps=50) is short
-    assert program.launches == 1 + 2 * 9 + 100 * 3
+    assert program.total("launches") == 1 + 2 * 9 + 100 * 3
     assert find_loop(Block(kind="program")).kind == "program"
     dynamic = Block(kind="program", blocks=(Block(kind="loop"),))
     assert find_loop(dynamic, num_steps=1) is dynamic
@@ -374,7 +374,6 @@ def test_loop_of_an_environment_waits_and_is_named():
     (wait,) = mine(report)
     line = line_of("return jax.lax.while_loop(")
     assert wait == Wait("while_loop", __file__, line, 1, "step", True)
-    assert report.waits_per_step >= 1
     assert f"test_inspection.py:{line} while_loop\n" in f"{report}\n"
     assert report.loop.trips * report.steps_per_round == T
     assert report.loop.cause == "scan"
@@ -388,10 +387,12 @@ def test_step_without_a_loop_of_its_own_does_not_wait(env_type):
     report = inspect_steps(env_type, "h100")
     assert report.waits == ()
     assert str(report).splitlines()[-1].split() == ["waits", "none"]
-    assert 5 < report.launches_per_step < 60
-    assert report.loose_per_step < report.launches_per_step
-    assert report.program.launches >= T * report.launches_per_step
-    assert report.loop.launches * report.loop.trips == T * report.launches_per_step
+    assert 5 < report.per_step("launches") < 60
+    assert report.per_step("loose_launches") < report.per_step("launches")
+    assert report.program.total("launches") >= T * report.per_step("launches")
+    assert report.loop.total("launches") * report.loop.trips == T * report.per_step(
+        "launches"
+    )
     assert report.loop.total("seconds") > 0
 
 
@@ -412,10 +413,10 @@ def test_memory_is_that_of_the_arrays():
 def test_tpu_has_cycles_and_never_waits(env_type):
     report = inspect_steps(env_type, "tpu-v5e")
     assert report.waits == ()
-    assert report.launches_per_step == 0
+    assert report.per_step("launches") == 0
     assert report.loop.trips * report.steps_per_round == T
     cycles = report.program.total("cycles")
-    assert T * report.cycles_per_step < cycles < 2 * T * report.cycles_per_step
+    assert T * report.per_step("cycles") < cycles < 2 * T * report.per_step("cycles")
 
 
 @slow

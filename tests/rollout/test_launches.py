@@ -85,8 +85,8 @@ def learner(params, obs, key):
 def test_steps_are_few_launches_in_graphs_without_a_wait(env_id, policy, params, most):
     report = inspect(make(env_id, policy), jax.random.key(0), params, num_steps=T)
     assert report.waits == ()
-    assert report.launches_per_step <= most
-    assert report.loose_per_step <= 2
+    assert report.per_step("launches") <= most
+    assert report.per_step("loose_launches") <= 2
 
 
 @gpu
@@ -102,8 +102,8 @@ def test_whole_episodes_wait_once_in_eight_steps_at_most():
     assert (wait.count, wait.per, wait.per_round) == (1, "round", False)
     (steps,) = (block for block in report.loop.blocks if block.kind == "loop")
     assert steps.trips == BLOCK == 8
-    assert steps.launches <= 29
-    assert report.loose_per_step <= 2  # the predicate's
+    assert steps.total("launches") <= 29
+    assert report.per_step("loose_launches") <= 2  # the predicate's
 
 
 @gpu
@@ -115,7 +115,7 @@ def test_adding_to_a_replay_buffer_does_not_wait():
     add = jax.jit(lambda state, row: buffer.add(state, row), donate_argnums=0)
     report = inspect(add, state, row)
     assert report.waits == ()
-    assert report.program.launches <= 20
+    assert report.program.total("launches") <= 20
 
 
 @gpu
@@ -124,7 +124,7 @@ def test_advantages_are_few_launches_without_a_wait():
     value, fn = t.extras["value"], functools.partial(rollout.gae, gamma=0.99, lam=0.95)
     report = inspect(fn, t.reward, value, value, t.terminated, t.truncated)
     assert report.waits == ()
-    assert report.program.launches <= 4 * T
+    assert report.program.total("launches") <= 4 * T
 
 
 @gpu
@@ -159,7 +159,7 @@ def test_order_of_minibatches_is_few_launches():
 
     report = inspect(orders, jax.eval_shape(lambda: jax.random.key(0)))
     assert report.waits == ()
-    assert report.program.launches <= 3
+    assert report.program.total("launches") <= 3
     assert report.program.total("seconds") <= 15e-6
 
 
@@ -181,8 +181,8 @@ def test_rows_of_a_team_are_no_launch_more_than_the_trajectory():
 
     plain, by_agent = (inspect(fn, start(collector)) for fn in (steps, rows))
     assert by_agent.waits == plain.waits == ()
-    assert by_agent.launches_per_step <= plain.launches_per_step
-    assert by_agent.program.launches <= plain.program.launches
+    assert by_agent.per_step("launches") <= plain.per_step("launches")
+    assert by_agent.program.total("launches") <= plain.program.total("launches")
 
 
 def lower(collector, *platforms):

@@ -47,7 +47,7 @@ def test_every_launch_counts_for_the_innermost_part_of_its_name():
     want = {"policy": 2, "env_step": 1, "bookkeeping": 1, "writing": 1, "other": 1}
 
     assert counts(step) == want
-    assert sum(want.values()) == report(step).launches_per_step
+    assert sum(want.values()) == report(step).per_step("launches")
 
 
 def test_inner_blocks_count_as_often_as_they_run():
@@ -58,7 +58,7 @@ def test_inner_blocks_count_as_often_as_they_run():
     step = block("loop", "add", trips=8, blocks=(choice, known, unknown))
 
     assert counts(step) == {"policy": 2, "env_step": 5, "other": 1}
-    assert sum(counts(step).values()) == report(step).launches_per_step
+    assert sum(counts(step).values()) == report(step).per_step("launches")
 
 
 def test_cycles_are_counted_by_part_too():
@@ -72,7 +72,7 @@ def test_round_of_several_steps_is_counted_per_step():
     whole = report(step, steps_per_round=2)
 
     assert whole.by_scope()["policy"] == 0.5
-    assert sum(whole.by_scope().values()) == whole.launches_per_step == 2.5
+    assert sum(whole.by_scope().values()) == whole.per_step("launches") == 2.5
 
 
 def test_fusion_without_a_name_has_that_of_its_last_operation():

@@ -271,9 +271,9 @@ def test_step_of_an_accelerator_is_that_of_one_with_as_many_lanes(
     assert every.waits == ()
     assert every.collectives_per_round == ()
     # Once a round of the loop, each asks which lanes are its own.
-    assert every.launches_per_step <= one.launches_per_step + 1
-    assert every.loose_per_step <= one.loose_per_step
-    assert every.cycles_per_step <= 1.05 * one.cycles_per_step
+    assert every.per_step("launches") <= one.per_step("launches") + 1
+    assert every.per_step("loose_launches") <= one.per_step("loose_launches")
+    assert every.per_step("cycles") <= 1.05 * one.per_step("cycles")
 
 
 def loss(params, batch):

@@ -382,38 +382,6 @@ def test_abandoned_episode_drops_pending_transitions():
         np.testing.assert_array_equal(rows.reward, want[group].reward)
 
 
-def test_repeated_or_skipped_window_is_refused():
-    pending, trajectory = collected()
-    # Of one length, so that they are one program.
-    parts = [part(trajectory, 7 * i, 7 * i + 7) for i in range(3)]
-    after, _ = jax.device_get(transitions(pending, parts[0]))
-    for window in (parts[0], parts[2]):
-        with pytest.raises(ValueError, match="must begin where the one before ended"):
-            rollout.agents.agent_transitions(after, window)
-    end, _ = transitions(after, parts[1])
-    end, _ = jax.device_get(transitions(end, parts[2]))
-    assert end.num_gaps == 0
-    for window in parts:
-        with pytest.raises(ValueError, match="must begin where the one before ended"):
-            rollout.agents.agent_transitions(end, window)
-
-
-def test_gap_inside_jit_is_counted_and_nothing_is_pending_there():
-    pending, trajectory = collected()
-    first, late = part(trajectory, 0, T // 2), part(trajectory, T // 2 + 2, T)
-    after, _ = transitions(pending, first)
-    assert np.any(after.is_open)
-    assert transitions(after, first)[0].num_gaps == LANES
-    end, got = transitions(after, late)
-    is_gap = late.episode_length[0] > 1
-    assert end.num_gaps == is_gap.sum() > 0
-    fresh = pending.replace(episode_id=after.episode_id)
-    _, want = transitions(fresh, late)
-    for group, rows in got.items():
-        lanes = np.repeat(is_gap, rows.mask.shape[1] // LANES)
-        np.testing.assert_array_equal(rows.mask[:, lanes], want[group].mask[:, lanes])
-
-
 def test_void_steps_answer_nothing():
     pending, trajectory = collected()
     void = trajectory.replace(mask=np.zeros_like(trajectory.mask))

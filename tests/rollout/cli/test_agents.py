@@ -11,8 +11,8 @@ from command_line import assert_figures, run
 
 import rollout
 from rollout import envs
-from rollout.cli import runs
 from rollout.cli.arguments import make_parser, parse
+from rollout.cli.main import make_collector
 from rollout.policies import masks
 
 B, T, N = 4, 30, 9
@@ -44,7 +44,7 @@ def assert_counts(table, steps, reward, stale):
 def test_table_agrees_with_numpy_over_the_rows(chance):
     argv = "pgx:thing", f"--num-envs={B}", f"--num-steps={T}"
     table = run(*argv)
-    made, params = runs.make_collector(parse(make_parser(), argv))
+    made, params = make_collector(parse(make_parser(), argv))
     carry = made.init(jax.random.key(0))
     rows = jax.device_get(made.collect_steps(carry, params, T)[1])
     own, done = rows.info.agents, rows.done
@@ -61,7 +61,7 @@ def test_table_of_episodes_is_that_of_their_rows(chance):
     counts = f"--num-envs={B}", f"--num-episodes={N}", "--max-episode-steps=7"
     argv = "pgx:thing", *counts
     table = run(*argv)
-    made, params = runs.make_collector(parse(make_parser(), argv))
+    made, params = make_collector(parse(make_parser(), argv))
     carry = made.init(jax.random.key(0))
     _, trajectory, _ = made.collect_episodes(
         carry, params, N, max_episode_steps=7, return_rows=True
@@ -77,7 +77,7 @@ def test_table_of_episodes_is_that_of_their_rows(chance):
 
 def test_random_players_take_allowed_actions():
     run = parse(make_parser(), ["pgx:tic_tac_toe", "--num-envs=64"])
-    made, params = runs.make_collector(run)
+    made, params = make_collector(run)
     mask = np.random.default_rng(0).random((64, 2, 9)) < 0.3
     mask[..., 0] |= ~mask.any(axis=-1)
     obs = {"observation": np.zeros((64, 2, 3, 3, 2), bool), "action_mask": mask}

@@ -13,7 +13,6 @@ from PIL import Image
 
 from rollout import Collector, envs, random_policy, summarize
 from rollout.cli import main as command
-from rollout.cli import runs
 from rollout.cli.arguments import make_parser, parse
 from rollout.cli.table import Result, collected
 from rollout.types import Episodes
@@ -148,7 +147,7 @@ def test_window_without_an_ending_says_so():
 )
 def test_batches_are_a_twentieth_of_the_run(num_envs, num_steps, num_rows):
     counts = f"--num-envs={num_envs}", f"--num-steps={num_steps}"
-    assert runs.num_rows(parsed("CartPole-v1", *counts)) == num_rows
+    assert command.num_rows(parsed("CartPole-v1", *counts)) == num_rows
 
 
 def test_queue_run_reports_the_episodes_of_collect_episodes(queue_table, episodes):
@@ -309,5 +308,5 @@ def test_lack_of_memory_is_one_line(kind, capsys, monkeypatch):
     def fail(*args):
         raise kind("no room\nat all")
 
-    monkeypatch.setattr(runs, "collect", fail)
+    monkeypatch.setattr(command, "collect", fail)
     assert error_line(capsys, *RUN) == "python -m rollout: error: no room\n"

@@ -65,13 +65,12 @@ def in_this_process(env_id):
 @functools.cache
 def seeds():
     """The seed of each lane's n-th episode, `[N, B]`."""
-    lanes = episode_keys.all_lanes(NUM_ENVS)
 
     @jax.jit
     @jax.vmap
     def draw(number):
-        episode_id = lanes.number + number * NUM_ENVS
-        return episode_keys.seeds(episode_keys.keys_of(KEY, lanes, episode_id))
+        episode_id = jax.numpy.arange(NUM_ENVS) + number * NUM_ENVS
+        return episode_keys.seeds(episode_keys.keys_of(KEY, episode_id))
 
     return np.asarray(draw(np.arange(NUM_STEPS)))
 
