@@ -90,7 +90,7 @@ def gradients(agent: Any, learner: Any, t: Any) -> Any:
 
     def step(learner: Any, _: None) -> Any:
         (params, opt_state), again = fenced((learner, rows))
-        grads = jax.grad(agent.cost, has_aux=True)(params, *again)[0]
+        grads = agent.gradient(params, *again)[0]
         change, opt_state = agent.optimizer.update(grads, opt_state)
         return (optax.apply_updates(params, change), opt_state), None
 

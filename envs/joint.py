@@ -218,7 +218,7 @@ def _check_simultaneous(joint: _Joint) -> None:
         done = result.terminated | result.truncated
         return [obs[ACTING], ~result.info.agents.waiting | done]
 
-    for number, acting in enumerate(begin(joint, jax.random.key(0))):
+    for number, acting in enumerate(begin(joint, jax.random.key(0)), 1):
         if not isinstance(acting, Tracer) and not acting.all():
             raise ValueError(
                 "`simultaneous` must be True only if every agent that has not ended "

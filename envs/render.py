@@ -1,7 +1,8 @@
 """`render_gif`: draws an episode as an animated GIF, by the drawing code of its suite.
 
 Adapters of suites other than gymnax have `render_frames(states)`, which draws one state
-after the other as `[H, W, 3]` or `[H, W, 4]` uint8; so may a custom environment.
+after the other as `[H, W, 3]` or `[H, W, 4]` uint8; so may a custom environment, also
+one inside an adapter. An adapter whose `draws` is False cannot draw what it holds.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import chex
 import jax
 import numpy as np
 
+from rollout.envs.host.request_checks import frame
 from rollout.envs.suites.gymnax import _GymnaxEnv
 from rollout.envs.types import ArrayTree, Env, EnvStep, VectorEnv
 from rollout.envs.wrappers.wrapper import Wrapper, WrapperState
@@ -45,15 +47,15 @@ def can_render(env: Env) -> bool:
 
     Args:
         env: an environment from `make` or an adapter, a custom one that has
-            `render_frames(states)`, or a wrapper that holds one of these in its
-            attribute `env`.
+            `render_frames(states)`, also in an adapter, or a wrapper that holds one of
+            these in its attribute `env`.
 
     Returns:
         True if the suite has a drawing of it; the packages that draw need not be
         installed.
     """
     inner = _innermost(env)
-    return hasattr(inner, _FRAMES) or _name(inner) in _BY_PYGAME + _BY_MATPLOTLIB
+    return _has_frames(inner) or _name(inner) in _BY_PYGAME + _BY_MATPLOTLIB
 
 
 def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
@@ -72,7 +74,8 @@ def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
         The contents of the file, for `Path.write_bytes` or `IPython.display.Image`.
 
     Raises:
-        ValueError: if there is no drawing of `env`.
+        ValueError: if there is no drawing of `env`, or its `render_frames` returns
+            something else than a frame per state.
         ModuleNotFoundError: if a package that draws is not installed.
         AssertionError: if the shapes are not as above.
     """
@@ -85,8 +88,8 @@ def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
     inner, interval = _innermost(env), _INTERVAL
     rows = [jax.tree.map(lambda x: x[t], states) for t in range(len(rewards) + 1)]  # noqa: B023
     with no_screen():
-        if hasattr(inner, _FRAMES):
-            frames = inner.render_frames(rows)
+        if _has_frames(inner):
+            frames = _own_frames(inner, rows)
         elif _name(inner) in _BY_PYGAME:
             frames, interval = _classic_frames(inner, rows), _CLASSIC_INTERVAL
         else:
@@ -107,7 +110,7 @@ def frames_to_gif(frames: Iterable[np.ndarray], rewards: Any) -> bytes:
     Raises:
         ModuleNotFoundError: if Pillow is not installed.
     """
-    _need(("PIL",), "an episode")
+    check_packages()
     return _to_gif(frames, rewards, _INTERVAL)
 
 
@@ -161,10 +164,13 @@ def check_render(env: Env) -> None:
             f"gymnax draws ({', '.join(_BY_PYGAME + _BY_MATPLOTLIB)}), got {name}."
         )
     needed = (*_PACKAGES, "pygame") if name in _BY_PYGAME else _PACKAGES
-    _need(("PIL",) if hasattr(_innermost(env), _FRAMES) else needed, name)
+    check_packages(("PIL",) if _has_frames(_innermost(env)) else needed, name)
 
 
-def _need(needed: tuple[str, ...], what: str) -> None:
+def check_packages(
+    needed: tuple[str, ...] = ("PIL",), what: str = "an episode"
+) -> None:
+    """Raises if packages that draw are not installed; frames alone need Pillow."""
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(
@@ -185,8 +191,14 @@ class _ExposedState(Wrapper):
 
 
 def _innermost(env: Any) -> Any:
-    draws = isinstance(env, _GymnaxEnv) or hasattr(env, _FRAMES)
-    return _innermost(env.env) if hasattr(env, "env") and not draws else env
+    """Returns the first environment, from the outside in, that may have a drawing."""
+    inner = getattr(env, "env", None)
+    is_last = isinstance(env, _GymnaxEnv) and not _has_frames(inner)
+    return env if inner is None or is_last or _has_frames(env) else _innermost(inner)
+
+
+def _has_frames(env: Any) -> bool:
+    return hasattr(env, _FRAMES) and getattr(env, "draws", True)
 
 
 def _name(inner: Any) -> str:
@@ -240,6 +252,18 @@ def _codes(pixels: np.ndarray) -> np.ndarray:
     return red << 16 | green << 8 | blue
 
 
+def _own_frames(inner: Any, rows: list[ArrayTree]) -> Iterator[np.ndarray]:
+    """Draws frames by `render_frames`, and checks them."""
+    what = f"`render_frames` of {type(inner).__name__} must"
+    num = 0
+    for num, pixels in enumerate(inner.render_frames(rows), 1):  # noqa: B007
+        yield frame(pixels, f"{what} return frames of")
+    if num != len(rows):
+        raise ValueError(
+            f"{what} return a frame of each state, {len(rows)}, got {num}."
+        )
+
+
 def _classic_frames(
     inner: _GymnaxEnv, rows: list[ArrayTree]
 ) -> Generator[np.ndarray, None, None]:
@@ -291,19 +315,23 @@ def _visualizer_frames(
 @contextlib.contextmanager
 def no_screen() -> Iterator[None]:
     """Lets pygame, matplotlib and Gymnasium draw without a screen, and restores all."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ModuleNotFoundError:  # what draws itself may do without
+        matplotlib = None
     settings = dict(_NO_SCREEN)
     if sys.platform == "linux" and "DISPLAY" not in os.environ:  # for its MuJoCo
         settings["MUJOCO_GL"] = os.environ.get("MUJOCO_GL", "egl")
     before = {name: os.environ.get(name) for name in settings}
-    backend = matplotlib.get_backend()
+    backend: Any = matplotlib and matplotlib.get_backend()
     os.environ.update(settings)
-    matplotlib.use("Agg")
+    if matplotlib:
+        matplotlib.use("Agg")
     try:
         yield
     finally:
-        matplotlib.use(backend, force=False)  # no error if it cannot be loaded
+        if matplotlib:
+            matplotlib.use(backend, force=False)  # no error if it cannot be loaded
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

@@ -144,7 +144,7 @@ class _VectorizedEnv(BaseWrapper, kw_only=True):
         return self.replace(num_envs=num_envs, first_lane=first_lane)
 
     def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        number = jnp.arange(self.num_envs)
+        number = jnp.arange(self.num_envs, dtype=jnp.int32)
         if self.first_lane is not None:
             number = number + self.first_lane
         return strong(self._reset(self.env, keys, number))

@@ -22,11 +22,20 @@ from rollout.types import (
     Carry,
     Episodes,
     Policy,
+    Served,
     Transition,
 )
 
 INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
 _REAL: Any = numbers.Real  # a type checker knows no order of it
+# What adapts an environment, by a name that those of another suite have.
+_ADAPTERS = (
+    ("reset_env", "from_gymnax"),
+    ("step_env", "suites.from_jaxmarl"),
+    ("action_size", "suites.from_brax"),
+    ("observation_spec", "suites.from_jumanji"),
+    ("seed", "from_gymnasium"),
+)
 
 
 def int_between(
@@ -96,16 +105,18 @@ def single(env: Any) -> None:
             "before `vectorize`."
         )
     missing = [name for name in ("reset", "step") if not hasattr(env, name)]
+    others = [adapter for name, adapter in _ADAPTERS if hasattr(env, name)]
+    hint = f": `rollout.envs.{others[0]}` adapts it" if others else ""
     if missing:
         raise ValueError(
             "`env` must have the methods `reset` and `step` of "
-            f"`rollout.envs.types.Env`, got {type(env).__name__} without {missing[0]}: "
-            "`from_gymnax` adapts others."
+            f"`rollout.envs.types.Env`, got {type(env).__name__} without {missing[0]}"
+            f"{hint}."
         )
     if jax.tree_util.all_leaves([env]):
         raise ValueError(
             "`env` must be a pytree, such as a `flax.struct.dataclass`, got a plain "
-            f"{type(env).__name__}."
+            f"{type(env).__name__}{hint}."
         )
 
 
@@ -150,15 +161,15 @@ def positive(name: str, value: Any) -> None:
         raise ValueError(f"`{name}` must be above 0, got {value!r}.")
 
 
-def fraction(name: str, value: Any, *, lowest: int = 0) -> None:
+def fraction(name: str, value: Any, *, lowest: int = 0, highest: float = 1) -> None:
     """Checks a number up to 1, or a scalar array, whose value may not be known."""
     if isinstance(value, _REAL) and not isinstance(value, bool):
-        is_wrong = not lowest <= value <= 1
+        is_wrong = not lowest <= value <= highest
     else:
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", bool)
         is_wrong = shape != () or not jnp.issubdtype(dtype, jnp.number)
     if is_wrong:
-        bounds = f"[{lowest}, 1]"
+        bounds = f"[{lowest}, {highest}]"
         raise ValueError(f"`{name}` must be a number in {bounds}, got {value!r}.")
 
 
@@ -392,6 +403,11 @@ def trajectory(value: Any) -> None:
         raise ValueError(
             "`trajectory` must be `[T, B, ...]`, got a `mask` of shape "
             f"{value.mask.shape}."
+        )
+    if isinstance(value.info, Served):
+        raise ValueError(
+            "`trajectory` must have a column for each lane, got rows of a "
+            "`HostCollector` with `num_ready`: `rollout.host.by_env` sorts them."
         )
 
 

@@ -15,10 +15,9 @@ from flax import struct
 from jax import lax
 
 from rollout import checks
-from rollout.host.served import Served
 from rollout.moments import by_name, is_known, xp_of
 from rollout.stats import plural, present
-from rollout.types import Episodes, Transition
+from rollout.types import Episodes, Served, Transition
 
 _BLOCK = 64  # flags that are counted together
 

@@ -13,6 +13,7 @@ from rollout.envs import prng
 from rollout.envs.host.ownership import claim, new_user
 from rollout.envs.host.types import HostStep
 from rollout.envs.render import (
+    check_packages,
     check_render,
     expose_lane_states,
     frames_to_gif,
@@ -142,6 +143,7 @@ def _draw_on_host(
             "`collector.replace(env=envs.from_gymnasium(make, 1, "
             'render_mode="rgb_array"))`.'
         )
+    check_packages()
     claim(collector.env, new_user())  # earlier carries no longer fit the environments
     filmed: Any = _Filmed(collector.env, max_episode_steps)
     exposed = collector.replace(

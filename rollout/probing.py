@@ -88,6 +88,8 @@ def probe(
     - `ending`: no episode ended; or an environment plays on after its end, for instance
       because it resets itself: `obs` at an ending is then no true successor; or every
       truncation is a termination, too.
+    - `note`: nothing need be done. An environment of Gymnasium plays on after its end,
+      where collectors reset it.
 
     Steps are numbered from 1 in each episode.
 
@@ -259,9 +261,8 @@ def _look(
 
     def report(name: str, bad: Any, say: Callable[[int], str], end: bool) -> None:
         for at in np.flatnonzero(bad & (rows.mask | (not end)).ravel())[:1]:
-            step = rows.episode_length.ravel()[at]
-            when = f"at step {step} of an episode" if end else "at the start of one"
-            found.setdefault(name, f"{say(at)}, {when}")
+            step = rows.episode_length.ravel()[at] if end else 0
+            found.setdefault(name, f"{say(at)}{host_probe.at_step(step)}")
 
     def check(name: str, space: Space, tree: Any, rows_of: Any, end: bool) -> None:
         if isinstance(tree, tuple) and not tree:  # not recorded

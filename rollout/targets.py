@@ -7,6 +7,7 @@ A row that ends an episode, and the last one, bootstraps from `next_value` inste
 unless the task terminated there. All are jitted, so that a notebook may call them.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -241,7 +242,7 @@ def vtrace(
         reward; 0 where `mask` is False.
 
     Raises:
-        ValueError: as `gae` does.
+        ValueError: as `gae` does, or if `clip` is no number of at least 0.
 
     Source:
         "IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner
@@ -249,6 +250,7 @@ def vtrace(
     """
     checks.fraction("gamma", gamma, lowest=-1)
     checks.fraction("lam", lam)
+    checks.fraction("clip", clip, highest=math.inf)
     others = {"value": value, "next_value": next_value, "log_ratio": log_ratio}
     rows = _rows(reward, terminated, truncated, mask, **others)
     ratio = jnp.exp(jax.lax.stop_gradient(jnp.asarray(log_ratio)))

@@ -217,6 +217,20 @@ class Accumulator(NamedTuple):
 Accumulators = tuple[tuple[str, Accumulator], ...]  # by name, hashable
 
 
+class Served(struct.PyTreeNode):
+    """`info` with `num_ready`: which environments answered.
+
+    Attributes:
+        env_id: `[T, num_ready]` int32, the environment that answered.
+        info: `[T, num_ready, ...]`, the `info` of the environment.
+        num_envs: B, the number of environments.
+    """
+
+    env_id: jax.Array  # [T, num_ready]
+    info: ArrayTree  # [T, num_ready, ...]
+    num_envs: int = struct.field(pytree_node=False)
+
+
 class PolicyStep(NamedTuple, Generic[ActionT]):
     """The output of a policy at one step.
 

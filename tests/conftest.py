@@ -107,10 +107,11 @@ def _num_mappings() -> int:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def strict_jax():
-    """Makes silent rank promotion and reused keys errors."""
+def strict_jax(request):
+    """Makes silent rank promotion an error; so are reused keys, but not with `-m "not
+    slow"`, where to look for them would take a tenth of the time."""
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    jax.config.update("jax_debug_key_reuse", True)
+    jax.config.update("jax_debug_key_reuse", not _is_quick(request.config))
 
 
 @pytest.fixture

@@ -185,6 +185,13 @@ FRACTIONS = {
     ],
     "lam": [lambda x: rollout.lambda_returns(VALUES, VALUES, *FLAGS, gamma=1.0, lam=x)],
 }
+
+
+def vtrace(clip):
+    arrays, options = (VALUES, VALUES, VALUES, *FLAGS), {"gamma": 1.0, "clip": clip}
+    return rollout.vtrace(*arrays, log_ratio=VALUES, **options)
+
+
 REFUSED = {
     # What a collector is made of.
     "`policy` must be a `Policy`, such as": [
@@ -356,6 +363,12 @@ REFUSED = {
     ],
     "`gamma` must be a number in [-1, 1]": [
         lambda: rollout.discounted_returns(VALUES, *FLAGS, gamma=-1.1),
+    ],
+    "`clip` must be a number in [0, inf]": [
+        lambda: vtrace(-0.1),
+        lambda: vtrace(float("nan")),
+        lambda: vtrace(None),
+        lambda: vtrace(VALUES),
     ],
     "`tree` must have leaves": [lambda: scan_minibatches(jnp.zeros((0, 4)), 2)],
     "`axis` must be": [lambda: scan_minibatches(trajectory(), 2, axis=2)],

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 from typing import Any
 
 import flax.linen as nn
@@ -16,13 +17,13 @@ from flax import struct
 import rollout
 from rollout import envs
 from rollout.envs import spaces
-from rollout.recipes import dqn, ppo, sac
+from rollout.recipes import dqn, ppo, sac, training
 from rollout.recipes.distributions import Joint
 from rollout.recipes.dqn import DQN
 from rollout.recipes.ppo import PPO, Config
 from rollout.recipes.recurrent_ppo import RecurrentPPO
 from rollout.recipes.sac import SAC
-from rollout.recipes.training import train
+from rollout.recipes.training import make_env, train
 
 TREE = spaces.Dict(
     {"turn": envs.Discrete(2, start=3), "pull": spaces.Tuple((envs.Box(2.0, 6.0, ()),))}
@@ -185,6 +186,36 @@ def test_mask_leaves_only_allowed_actions():
         Joint(space, jnp.zeros(5), jnp.zeros(0), allowed[:4])
 
 
+def test_memory_obeys_a_mask_and_rows_that_are_all_masked_out_teach_nothing():
+    space, num_envs = SPACES["discrete"], 4
+    config = CONFIG._replace(num_envs=num_envs, num_epochs=1, num_minibatches=num_envs)
+    env = envs.vectorize(Masked(space), num_envs)
+    cell, empty = nn.GRUCell(8), lambda num_envs: jnp.zeros((num_envs, 8))
+    agent = RecurrentPPO(space, config, cell, empty, env.observation_space)
+    collector = rollout.Collector(env=env, policy=agent.policy)
+
+    @quick_jit
+    def learn(keys):
+        carry = collector.init(keys[0])
+        learner = agent.init(keys[1], carry.obs)
+        _, t = collector.collect_steps(carry, learner[0], 16)
+        t = t.replace(mask=t.mask.at[:, 0].set(False))  # of a whole minibatch
+        return t.action, agent.learn(learner, t, t.extras["value"], keys[2])[0]
+
+    action, (params, _) = jax.device_get(learn(jax.random.split(jax.random.key(0), 3)))
+    assert set(np.unique(action).tolist()) == {0, 1}
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+
+
+def test_observations_need_their_space_unless_they_are_vectors():
+    space, key = SPACES["discrete"], jax.random.key(0)
+    shown = {"obs": jnp.zeros((1, 2)), "action_mask": jnp.ones((1, 3), bool)}
+    for agent in (PPO(space, CONFIG), DQN(space, DQN_CONFIG)):
+        with pytest.raises(ValueError, match="`observation_space` must be given"):
+            jax.eval_shape(agent.init, key, {"a": shown["obs"], "b": shown["obs"]})
+    jax.eval_shape(PPO(space, CONFIG).init, key, shown)  # as `FlattenObs` shows it
+
+
 class Hidden(gymnasium.Env):
     """Pays 1 for the turn shown a step before; the last of three is forbidden."""
 
@@ -242,6 +273,23 @@ class HiddenInJax:
 
     def see(self, turn):
         return {"turn": turn, "action_mask": jnp.int8([1, 1, 0])}
+
+
+def test_ppo_refuses_actions_whose_probability_it_does_not_know():
+    env = envs.vectorize(Guess(SPACES["discrete"], TREE), 2)
+    agent = PPO(env.action_space, CONFIG, env.observation_space)
+    policy = rollout.epsilon_greedy(agent.policy, env.action_space, 0.1)
+    collector = rollout.Collector(env=env, policy=policy)
+    with pytest.raises(ValueError, match="`collector` must play `agent"):
+        agent.update(collector, None, None)
+
+
+def test_command_says_what_it_does_not_train(monkeypatch):
+    with pytest.raises(ValueError, match="`env_id` must be an id, got a file"):
+        make_env("gymnasium:own.py:Own", 2)
+    monkeypatch.setattr(envs, "make", lambda _: types.SimpleNamespace(agents=("a",)))
+    with pytest.raises(ValueError, match="`env_id` must be of one agent, got pgx:go"):
+        make_env("pgx:go", 2)
 
 
 @pytest.mark.slow
@@ -361,6 +409,48 @@ def test_agents_learn_from_a_buffer(agent_class, config, space, most):
         assert action == -1
 
 
+def test_gradient_of_parts_is_that_of_the_minibatch(monkeypatch):
+    """Also where steps are masked out, unequally many in each part."""
+    monkeypatch.setattr(training.os, "cpu_count", lambda: 1)
+    agent, key = PPO(envs.Discrete(3), CONFIG), jax.random.key(0)
+    rng, shape = np.random.default_rng(0), (32,)
+    obs, floats = rng.normal(size=(32, 4)), rng.normal(size=(5, 32))
+    names = "reward", "value", "log_prob", "advantage", "final_value"
+    floats = dict(zip(names, np.float32(floats), strict=True))
+    extras = {"value": floats["value"], "log_prob": floats["log_prob"] - 1}
+    flag, number = np.zeros(shape, bool), np.zeros(shape, np.int32)
+    t = rollout.Transition(
+        obs=np.float32(obs),
+        action=rng.integers(0, 3, 32).astype(np.int32),
+        reward=floats["reward"],
+        terminated=flag,
+        truncated=flag,
+        next_obs=np.float32(obs),
+        mask=np.arange(32) % 7 < np.arange(32) // 8 + 2,
+        episode_id=number,
+        episode_return=floats["reward"],
+        episode_length=number,
+        extras=extras,
+        info=(),
+        accumulated=(),
+        final_value=floats["final_value"],
+    )
+
+    @quick_jit
+    def both(t, advantage):
+        params, found = agent.init(key, t.obs)[0], []
+        for rows in (8, 32):
+            with monkeypatch.context() as patched:
+                patched.setattr(training, "ROWS_OF_A_CORE", rows)
+                found.append(agent.gradient(params, t, advantage))
+        return found
+
+    parts, whole = jax.device_get(both(t, floats["advantage"]))
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(near, parts, whole)
+    assert whole[1]["entropy"] > 0.5
+
+
 def test_agents_say_which_actions_they_take():
     with pytest.raises(ValueError, match="`action_space` must be a Discrete"):
         DQN(SPACES["box"], DQN_CONFIG)
@@ -462,6 +552,9 @@ def test_command_goes_on_where_it_was_killed(
             with pytest.raises(KeyboardInterrupt):
                 command(killed, patched, capsys, name, env_id, *resume)
         resume = ("--resume",)
+    for other in ("--seed=1", "--seeds=2"):
+        with pytest.raises(ValueError, match=r"those of agent\.csv, \[0\], got"):
+            command(killed, monkeypatch, capsys, name, env_id, other, *resume)
     again, resumed, same = command(killed, monkeypatch, capsys, name, env_id, *resume)
     if env_id.startswith("gymnasium:"):  # begins new episodes
         assert len(resumed.splitlines()) == 13

@@ -81,6 +81,11 @@ class _EnvPool:
         self.batch_size = int(env.config["batch_size"])
         self._env: Any = env
         self._names = names
+        specs, self.info = env.spec.state_array_spec, {}
+        for name in names:
+            spec = specs.get(f"info:{name}") or specs[name]
+            shape = [size for size in spec.shape if size >= 0]  # -1: of the one player
+            self.info[name] = _narrow(np.zeros((self.num_envs, *shape), spec.dtype))
         self.observation_space = as_space(env.observation_space)
         self.action_space = as_space(env.action_space)
         self._parts = Parts(self.observation_space, "obs")

@@ -127,8 +127,7 @@ class _VectorEnv:
     def draw(self, number: int) -> np.ndarray:
         """Draws one environment as it is now, `[H, W, 3]` uint8."""
         host_checks.closed(self._is_closed)
-        frames = self._env.render()
-        return host_checks.frame(None if frames is None else frames[number])
+        return host_checks.drawn(self._env, number)
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         host_checks.closed(self._is_closed)

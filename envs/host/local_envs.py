@@ -45,8 +45,8 @@ class LocalEnvs:
 
     Raises:
         EnvFault: if an environment could not be made.
-        ValueError: if `make_fns` is empty, their spaces differ, or a space has no
-            arrays.
+        ValueError: if `make_fns` is empty, an environment has the old interface of gym,
+            their spaces differ, or a space has no arrays.
     """
 
     def __init__(
@@ -85,8 +85,7 @@ class LocalEnvs:
             ValueError: if the environment draws no frames.
         """
         request_checks.closed(not self._envs)
-        env = self._envs[number]
-        return request_checks.frame(env.render() if hasattr(env, "render") else None)
+        return request_checks.drawn(self._envs[number])
 
     def place(self, arrays: StepArrays) -> None:
         """Makes the environments write to these arrays from now on."""
@@ -144,7 +143,7 @@ class LocalEnvs:
         request_checks.closed(not self._envs)
         causes = {}
         for at in np.flatnonzero(mask).tolist():
-            _close(self._envs[at])
+            close(self._envs[at])
             try:
                 env = self._make(at)
             except (EnvFault, ValueError) as error:
@@ -178,7 +177,7 @@ class LocalEnvs:
     def close(self) -> None:
         """Closes every environment; a second call does nothing."""
         while self._envs:
-            _close(self._envs.pop())
+            close(self._envs.pop())
 
     def advance(self, at: int, action: Any) -> None:
         """Takes one step in one environment, unless it is faulty."""
@@ -211,6 +210,7 @@ class LocalEnvs:
             env = self.make_fns[at]()
         except Exception as cause:
             raise EnvFault({number: cause}) from cause
+        request_checks.new_interface(env)
         first = self._envs[0] if self._envs else env  # the very first has no other
         request_checks.same_spaces(_spaces(first), _spaces(env), number)
         return env
@@ -224,7 +224,8 @@ def _wrong(name: str, what: str, result: Any) -> NoReturn:
     raise TypeError(f"`{name}` must return {what}, got {checks.describe(result)}")
 
 
-def _close(env: Any) -> None:
+def close(env: Any) -> None:
+    """Closes one environment, whatever it says to that."""
     with contextlib.suppress(Exception):  # it may be broken
         env.close()
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from rollout import checks, programs
-from rollout.envs.host.local_envs import LocalEnvs
+from rollout.envs.host.local_envs import LocalEnvs, close
 from rollout.envs.host.ownership import claim, new_user
 from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
@@ -21,11 +21,11 @@ from rollout.envs.types import AnySpace, ArrayTree
 
 
 class Finding(NamedTuple):
-    """One mistake of environments; it prints as `name: message`.
+    """One mistake of environments, or a note; it prints as `name: message`.
 
     Attributes:
         name: one of those that `probe` lists.
-        message: the mistake, and the step where it showed.
+        message: the mistake, and the step of the episode where it showed.
     """
 
     name: str
@@ -53,6 +53,13 @@ def both_flags(number: int) -> str:
     )
 
 
+def at_step(number: Any) -> str:
+    """Names a step of an episode by its number from 1, for a message."""
+    if not number:
+        return ", at the start of an episode"
+    return f", at step {number} of an episode"
+
+
 class _Stop(Exception):  # noqa: N818
     """Raised when a finding leaves nothing to continue with."""
 
@@ -75,7 +82,8 @@ class _Probe:
 
     def __init__(self, env: HostVectorEnv, rng: np.random.Generator) -> None:
         self.found: dict[str, str] = {}
-        self._env, self._rng, self._when = env, rng, ""
+        self._env, self._rng = env, rng
+        self._length: Any = None  # [B], steps of each episode; None before the first
         self._every = np.ones(env.num_envs, bool)
         self._num_truncated = self._num_both = 0  # of both flags
         flag = jax.ShapeDtypeStruct((env.num_envs,), bool)
@@ -95,21 +103,21 @@ class _Probe:
         plan = _Plan(action, self._seeds(num_steps), np.zeros(shape, bool))
         # Two passes must agree before the later ones, which change one thing each, can
         # show anything.
-        sums, done = self._play(plan)
-        again, _ = self._play(plan)
+        sums, done, length = self._play(plan)
+        again, *_ = self._play(plan)
         if (again != sums).any():
             t, at = np.argwhere(again != sums)[0]
             what = f"the same one starts another episode of environment {at}"
-            self._report("seed", f"{what}, after {t} steps")
+            self._report("seed", what, length[t, at])
         else:
-            others, _ = self._play(plan._replace(seeds=self._seeds(num_steps)))
+            others, *_ = self._play(plan._replace(seeds=self._seeds(num_steps)))
             if (others == sums).all():
                 what = "others start the same episodes: right if nothing is random"
                 self._report("seed", what)
-            alone, _ = self._play(self._beside_others(plan))
+            alone, *_ = self._play(self._beside_others(plan))
             if (differs := alone[:, 0] != sums[:, 0]).any():
                 what = "environment 0 depends on the seeds and actions of the others"
-                self._report("shared", f"{what}, after {differs.argmax()} steps")
+                self._report("shared", what, length[differs.argmax(), 0])
         if done.any():
             self._check_ending(plan, int(done.any(axis=1).argmax()))
         else:
@@ -122,15 +130,15 @@ class _Probe:
         gymnasium = sys.modules.get("gymnasium")
         if gymnasium is None or not isinstance(self._env, LocalEnvs):
             return
-        with contextlib.closing(self._env.make_fns[0]()) as env:
-            if not isinstance(env, gymnasium.Env):
-                return
+        env = self._env.make_fns[0]()
+        if isinstance(env, gymnasium.Env):
             checker = importlib.import_module("gymnasium.utils.env_checker")
             try:
                 with warnings.catch_warnings(action="ignore"):  # of its own style
                     checker.check_env(env, skip_render_check=True)
             except Exception as error:
                 self._report("gymnasium", _say(error))
+        close(env)
 
     def _learn_spaces(self) -> AnySpace:
         """Learns what observations look like; returns the space of actions."""
@@ -172,37 +180,43 @@ class _Probe:
             if step.mask is not None:  # False where it reset itself, and says so
                 goes_on &= step.mask
             if goes_on.any():
-                what = f"environment {goes_on.argmax()} plays on after its end"
+                at = int(goes_on.argmax())
+                name, what = "ending", f"environment {at} plays on after its end"
                 hint = "if it resets itself, `obs` at an ending is no true successor"
-                self._report("ending", f"{what}; {hint}")
+                # Gymnasium leaves open what a step after the end does.
+                inner = getattr(self._env, "env", self._env)
+                if type(inner).__module__.startswith("rollout.envs.host."):
+                    name, hint = "note", "nothing need be done, since it is reset there"
+                self._report(name, f"{what}: {hint}", self._length[at])
 
-    def _play(self, plan: _Plan) -> tuple[np.ndarray, np.ndarray]:
+    def _play(self, plan: _Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Plays one plan, and checks every answer.
 
         Not by a collector: the actions, seeds and cuts of a plan are repeated, and no
         bookkeeping may stand between the environments and the checks.
 
         Returns:
-            `[T + 1, B]` uint32, checksums of the first reset and of each step; and
-            `[T, B]` bool, True where an episode ended.
+            `[T + 1, B]` uint32, checksums of the first reset and of each step; `[T, B]`
+            bool, True where an episode ended; and `[T + 1, B]`, the steps' numbers in
+            their episodes, 0 at the first reset.
         """
         lanes = np.arange(self._env.num_envs)
         number, endings = np.zeros_like(lanes), np.zeros_like(plan.cut)
-        obs = self._reset(plan.seeds[0], self._every, None, 0)
-        sums = [_checksums(obs)]
+        obs = self._reset(plan.seeds[0], self._every, None)
+        sums, lengths = [_checksums(obs)], [self._length]
         for t, cut in enumerate(plan.cut):
             obs, endings[t], fields = self._step(plan, t)
+            lengths.append(self._length)
             restarts = endings[t] | cut
             if restarts.any():
                 number += restarts
-                obs = self._reset(plan.seeds[number, lanes], restarts, obs, t + 1)
+                obs = self._reset(plan.seeds[number, lanes], restarts, obs)
             sums.append(_checksums((fields, obs)))
-        self._when = ""
-        return np.stack(sums), endings
+        return np.stack(sums), endings, np.stack(lengths)
 
     def _step(self, plan: _Plan, t: int) -> tuple[ArrayTree, np.ndarray, ArrayTree]:
         """Takes a step; returns `obs`, where episodes ended, and copies of all."""
-        self._when = f"at step {t + 1}"
+        self._length = self._length + 1
         action = _row(plan.action, t)
         step = self._call(self._env.step, action)
         if not isinstance(step, HostStep):
@@ -216,12 +230,15 @@ class _Probe:
         for name in sorted(self._kinds):
             if name != "mask" or step.mask is not None:
                 self._check_kind(name, getattr(step, name))
+        if step.mask is not None:  # some may only have reset themselves
+            self._length = self._length - ~step.mask
         for at, cause in step.causes.items():
-            self._stop("fault", f"environment {at} failed: {_say(cause)}")
-        if not np.isfinite(step.reward).all():
-            self._report("reward", f"it must be finite, got {step.reward}")
+            self._stop("fault", f"environment {at} failed: {_say(cause)}", at)
+        for at in np.flatnonzero(~np.isfinite(step.reward))[:1].tolist():
+            what = f"of environment {at}: `reward` must be finite, got"
+            self._report("reward", f"{what} {step.reward[at]}", self._length[at])
         if (_checksums(action) != _checksums(_row(plan.action, t))).any():
-            self._report("action", "`step` must not write to it")
+            self._report("action", "`step` must not write to it", self._length[0])
         self._check_obs(step.obs)
         fields = step.obs, step.reward, step.terminated, step.truncated
         fields = jax.tree.map(np.array, fields)
@@ -230,23 +247,25 @@ class _Probe:
         return fields[0], fields[2] | fields[3], fields
 
     def _reset(
-        self, seeds: np.ndarray, mask: np.ndarray, before: ArrayTree, t: int
+        self, seeds: np.ndarray, mask: np.ndarray, before: ArrayTree
     ) -> ArrayTree:
         """Resets where `mask`; all others must still have the observations `before`."""
-        self._when = f"at a reset after {t} steps"
+        self._length = np.where(mask, 0, 0 if before is None else self._length)
         obs = self._call(self._env.reset, seeds, mask.copy())
         self._check_kind("obs", obs)
         self._check_obs(obs)
         if not mask.all():
             changed = (_checksums(obs) != _checksums(before)) & ~mask
             if changed.any():
+                at = int(changed.argmax())
                 what = "a reset of others changes the observation of environment"
-                self._report("reset", f"{what} {changed.argmax()}")
+                self._report("reset", f"{what} {at}", self._length[at])
         return jax.tree.map(np.array, obs)
 
     def _check_obs(self, obs: ArrayTree) -> None:
         if bad := self._obs_check.find(obs):
-            self._report("obs", f"of environment {min(bad)}: {bad[min(bad)]}")
+            at = min(bad)
+            self._report("obs", f"of environment {at}: {bad[at]}", self._length[at])
 
     def _check_kind(self, name: str, got: ArrayTree) -> None:
         """Stops unless a tree has the structure, shapes and dtypes it must have."""
@@ -268,16 +287,17 @@ class _Probe:
         try:
             return fn(*args)
         except EnvFault as fault:
-            self._stop("fault", str(fault))
+            self._stop("fault", str(fault), min(fault.causes))
         except Exception as error:
             self._stop("raises", _say(error))
 
-    def _report(self, name: str, message: str) -> None:
-        when = f", {self._when}" if self._when else ""
+    def _report(self, name: str, message: str, step: int | None = None) -> None:
+        when = "" if step is None else at_step(step)
         self.found.setdefault(name, f"{message}{when}")
 
-    def _stop(self, name: str, message: str) -> NoReturn:
-        self._report(name, message)
+    def _stop(self, name: str, message: str, at: int = 0) -> NoReturn:
+        """Reports a mistake of environment `at`, or of all, whose first one counts."""
+        self._report(name, message, None if self._length is None else self._length[at])
         raise _Stop
 
 

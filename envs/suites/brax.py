@@ -13,8 +13,9 @@ _LIMIT = 1000  # the default of `brax.envs.create`
 def from_brax(env: Any) -> Env:
     """Makes an `Env` of an environment of brax.
 
-    `done` is a termination. brax's time limit belongs to its wrapper, which is not
-    used: `TimeLimit` sets one, which `rollout.envs.make` puts on. Actions lie in
+    `done` is a termination, except where a custom environment sets
+    `info["truncation"]`. brax's time limit belongs to its wrapper, which is not used:
+    `TimeLimit` sets one, which `rollout.envs.make` puts on. Actions lie in
     [-1, 1], as brax's own agents choose them; its environments scale them to their
     actuators. `info` has brax's metrics.
 

@@ -52,8 +52,9 @@ def from_jaxmarl(
             each is called like its agents without their numbers ("adversary" for
             "adversary_0" and "adversary_1"), or like its first agent if these names
             are ambiguous.
-        limit_field: the name of the time limit in `env`; by default `max_steps`, or
-            `num_outer_steps` of coin_game, if there is one.
+        limit_field: the name of the time limit in `env`, a number, or one of each agent
+            in a sequence or by name; by default `max_steps`, or `num_outer_steps` of
+            coin_game, if there is one.
         time_field: the name of the steps taken in the state, or in its `state`; by
             default `step`, `time` or `t`, or `outer_t` of coin_game.
 
@@ -154,11 +155,9 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         _check_names("step_env", "dones", dones, (*self.agents, "__all__"))
         done = jnp.stack([jnp.asarray(dones[name], bool) for name in self.agents])
         all_done = jnp.asarray(dones["__all__"], bool)
-        at_limit = jnp.zeros((), bool)
-        if self.limit_field is not None:
-            # Some environments count only the steps before this one, and pass it.
-            limit = getattr(self.env, self.limit_field)
-            at_limit = jnp.asarray(_time(next_state, self.time_field) >= limit)
+        at_limit = self._at_limit(next_state)
+        if at_limit.ndim:  # where each agent has its own, the last to end ends all
+            all_done &= ~done.all()
         return MultiAgentStep(
             state=next_state,
             obs=jax.tree.map(like, self._observe(obs, next_state), self._observed()),
@@ -166,8 +165,8 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
             reward=jnp.stack([jnp.float32(reward[name]) for name in self.agents]),
             terminated=done & ~at_limit,
             truncated=done & at_limit,
-            episode_terminated=all_done & ~at_limit,
-            episode_truncated=all_done & at_limit,
+            episode_terminated=all_done & ~at_limit.any(),
+            episode_truncated=all_done & at_limit.any(),
             info=_arrays(info),
         )
 
@@ -176,6 +175,16 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         # others would make their programs large.
         own = type(self.env).__module__.startswith("jaxmarl.environments.mpe.")
         return prng.inline(key) if own else key
+
+    def _at_limit(self, state: ArrayTree) -> jax.Array:
+        """Returns whether the time limit is reached, `()` or `[A]` bool."""
+        # Some environments count only the steps before this one, and pass the limit.
+        if self.limit_field is None:
+            return jnp.zeros((), bool)
+        limit = getattr(self.env, self.limit_field)
+        if isinstance(limit, Mapping):
+            limit = [limit[name] for name in self.agents]
+        return jnp.asarray(_time(state, self.time_field) >= jnp.asarray(limit))
 
     def _observe(
         self, obs: Mapping[str, ArrayTree], state: ArrayTree

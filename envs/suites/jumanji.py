@@ -82,9 +82,18 @@ class _Jumanji(struct.PyTreeNode, kw_only=True):
         next_state, timestep = self.env.step(state.replace(key=key), action)
         return strong((next_state.replace(key=()), timestep))
 
+    @property
+    def draws(self) -> bool:
+        """Whether the environment has a viewer."""
+        return self._viewer() is not None
+
+    def _viewer(self) -> Any:
+        names = "_viewer", "_env_viewer", "viewer"
+        return next(filter(None, (getattr(self.env, x, None) for x in names)), None)
+
     def render_frames(self, states: Sequence[Any]) -> Iterator[np.ndarray]:
         """Draws states with the viewer of Jumanji, `[H, W, 4]` uint8 each."""
-        viewer = getattr(self.env, "_viewer", None) or self.env._env_viewer
+        viewer = self._viewer()
         display = viewer._display
         viewer._display = viewer._display_rgb_array  # by default it opens a window
         try:

@@ -94,28 +94,31 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
         # Without the wrappers of training, `next_state` is never that of a reset.
         next_state = self._own().step(given, action)
         next_state = jax.tree.map(like, next_state, state)
+        # `done` is set at limits, too, which brax's own wrapper marks like this.
+        truncated = jnp.asarray(next_state.info.get("truncation", False)).astype(bool)
         return EnvStep(
             state=next_state,
             obs=next_state.obs,
             reward=jnp.asarray(next_state.reward, jnp.float32),
-            terminated=next_state.done.astype(bool),
-            truncated=jnp.zeros((), bool),
+            terminated=next_state.done.astype(bool) & ~truncated,
+            truncated=truncated,
             info=next_state.metrics,
         )
+
+    @property
+    def draws(self) -> bool:
+        """Whether the environment has a model of MuJoCo, and draws it."""
+        return hasattr(self.env, "render") and self._mj_model() is not None
 
     def render_frames(self, states: Sequence[Any]) -> Sequence[np.ndarray]:
         """Draws states, `[H, W, 3]` uint8 each, from the first camera of the model.
 
         Raises:
-            ValueError: if the environment has no model.
             RuntimeError: if OpenGL is missing.
         """
-        if self.model is None:
-            name = type(self.env).__name__
-            raise ValueError(f"`env` must have a model to be drawn, got {name}.")
         field = self.frame_field
         rows = [x if field is None else getattr(x, field) for x in states]
-        mj_model = getattr(self.env, "mj_model", None) or self.env.sys.mj_model
+        mj_model = self._mj_model()
         camera = mj_model.camera(0).name if mj_model.ncam else None
         try:
             return self.env.render(rows, camera=camera)
@@ -125,6 +128,10 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
                 'variable MUJOCO_GL must be "egl" or "osmesa" before mujoco is '
                 f"imported: {error}"
             ) from error
+
+    def _mj_model(self) -> Any:
+        of_brax = getattr(getattr(self.env, "sys", None), "mj_model", None)
+        return getattr(self.env, "mj_model", None) or of_brax
 
     def _own(self) -> Any:
         """Returns the suite's environment with the model of this one."""

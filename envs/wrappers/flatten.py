@@ -9,9 +9,8 @@ import numpy as np
 from rollout.envs.spaces import Box, Dict, Discrete, MultiDiscrete, Repeated, as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers.observations import eval_reset
+from rollout.envs.wrappers.running_stats import MASK, is_mask
 from rollout.envs.wrappers.wrapper import Agent, ObsWrapper
-
-_MASK = "action_mask"
 
 
 def flatten_obs(space: AnySpace, obs: ArrayTree) -> jax.Array:
@@ -34,14 +33,14 @@ def flatten_obs(space: AnySpace, obs: ArrayTree) -> jax.Array:
     """
     spaces, leaves = as_space(space).leaves(), jax.tree.leaves_with_path(obs)
     pairs = zip(leaves, spaces, strict=True)
-    flat = [_flat(part, x) for (path, x), part in pairs if not _is_mask(path)]
+    flat = [_flat(part, x) for (path, x), part in pairs if not is_mask(path)]
     return jnp.concatenate(flat, axis=-1)
 
 
 def mask_in(obs: ArrayTree) -> jax.Array | None:
     """Returns the entry `action_mask` of an observation, None if there is none."""
     leaves = jax.tree.leaves_with_path(obs)
-    return next((x for path, x in leaves if _is_mask(path)), None)
+    return next((x for path, x in leaves if is_mask(path)), None)
 
 
 class FlattenObs(ObsWrapper):
@@ -63,25 +62,19 @@ class FlattenObs(ObsWrapper):
         seen = eval_reset(self.env, lambda state, obs: obs)
         paths = [path for path, _ in jax.tree.leaves_with_path(seen)]
         pairs = list(zip(paths, agent.observation_space.leaves(), strict=True))
-        bounds = [_bounds(part) for path, part in pairs if not _is_mask(path)]
+        bounds = [_bounds(part) for path, part in pairs if not is_mask(path)]
         lows, highs = zip(*bounds, strict=True)
         is_known = not any(isinstance(x, jax.Array) for x in (*lows, *highs))
         xp = np if is_known else jnp
         low = xp.concatenate(lows)
         box = Box(low, xp.concatenate(highs), low.shape)
-        masks = [part for path, part in pairs if _is_mask(path)]
-        return Dict({"obs": box, _MASK: masks[0]}) if masks else box
+        masks = [part for path, part in pairs if is_mask(path)]
+        return Dict({"obs": box, MASK: masks[0]}) if masks else box
 
     def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Flattens the observation."""
         flat, mask = flatten_obs(agent.observation_space, obs), mask_in(obs)
-        return (flat if mask is None else {"obs": flat, _MASK: mask}), ()
-
-
-def _is_mask(path: Any) -> bool:
-    """An entry of a dict, or a field of a NamedTuple."""
-    last = path[-1] if path else None
-    return _MASK in (getattr(last, "key", None), getattr(last, "name", None))
+        return (flat if mask is None else {"obs": flat, MASK: mask}), ()
 
 
 def _sizes(space: AnySpace) -> np.ndarray | None:

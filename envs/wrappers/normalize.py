@@ -97,8 +97,8 @@ class NormalizeObs(_Normalizer):
         env: `B` environments side by side, made by `vectorize`. Observations may be a
             pytree: its floats and images are normalised, to float32 from integers.
             Other integers are if `only` names them, or if they are all there is.
-            Flags, `Discrete`, `MultiDiscrete` and `MultiBinary`, such as masks of
-            actions, stay as they are. All agents of a group share their statistics;
+            Flags, `Discrete`, `MultiDiscrete`, `MultiBinary` and an entry `action_mask`
+            stay as they are. All agents of a group share their statistics;
             they must be simultaneous.
         only: names of the parts of the observation to normalise, such as
             `("position", "sensors/speed")`; None for floats and images. The others

@@ -19,6 +19,7 @@ from rollout.envs.spaces import (
     space_of,
 )
 from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.wrappers.running_stats import is_mask
 from rollout.envs.wrappers.wrapper import Agent, ObsWrapper, has_agents
 
 
@@ -26,8 +27,9 @@ class FrameStack(ObsWrapper):
     """Shows the last `num_frames` observations on a new leading axis, oldest first.
 
     At the start of an episode the first frame is repeated. The observation may be a
-    pytree. The space of a box is a `Box` with broadcast bounds; that of any other space
-    has independent frames. With several agents each sees frames of its own.
+    pytree; an entry `action_mask` of it is the newest one. The space of a box is a
+    `Box` with broadcast bounds; that of any other space has independent frames. With
+    several agents each sees frames of its own.
 
     Attributes:
         env: the environment; one of several agents must be simultaneous.
@@ -55,7 +57,10 @@ class FrameStack(ObsWrapper):
         if memory is not None:
             parts = jax.tree.map(lambda x: x[1:], memory), new
         frames = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-        return frames, frames
+        shown = jax.tree.map_with_path(
+            lambda path, x: x[-1] if is_mask(path) else x, frames
+        )
+        return shown, frames
 
 
 class TransformObs(ObsWrapper):
@@ -253,7 +258,12 @@ class ObservePrevious(ObsWrapper):
 def _stacked(space: AnySpace, num: int) -> AnySpace:
     """Returns the space of `num` elements, stacked on a new leading axis."""
     if isinstance(space, Composite):
-        parts = [_stacked(part, num) for part in space.parts]
+        numbers = space.structure.unflatten(range(len(space.parts)))
+        paths = [path for path, _ in jax.tree.leaves_with_path(numbers)]
+        parts = [
+            part if is_mask(path) else _stacked(part, num)
+            for path, part in zip(paths, space.parts, strict=True)
+        ]
         return space.replace(spaces=space.structure.unflatten(parts))
     if not isinstance(space, Box):
         return Repeated(space, num)

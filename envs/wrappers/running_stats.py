@@ -18,6 +18,7 @@ from rollout.envs.spaces import (
 )
 from rollout.envs.types import AnySpace, ArrayTree
 
+MASK = "action_mask"  # name of the part of an observation that recipes read as one
 _PRIOR_COUNT = 1e-4  # as Gymnasium's RunningMeanStd
 
 
@@ -73,6 +74,12 @@ def names(name: str, value: Any) -> tuple[str, ...] | None:
     return tuple(value)
 
 
+def is_mask(path: Any) -> bool:
+    """Returns whether a leaf at `path` is an entry of a dict, or a field, of `MASK`."""
+    last = path[-1] if path else None
+    return MASK in (getattr(last, "key", None), getattr(last, "name", None))
+
+
 def prior(
     value: ArrayTree,
     num_axes: int = 1,
@@ -84,9 +91,9 @@ def prior(
     """Returns the statistics before the first batch, like `value`, `[B, ...]`.
 
     A leaf without statistics has None in their place. Flags, `Discrete`,
-    `MultiDiscrete` and `MultiBinary` never have any: they number or mark things. Other
-    integers have if they are an image, if `only` names them, or if they are all there
-    is.
+    `MultiDiscrete`, `MultiBinary` and an `action_mask` never have any: they number or
+    mark things. Other integers have if they are an image, if `only` names them, or if
+    they are all there is.
 
     Args:
         value: any pytree.
@@ -108,7 +115,7 @@ def prior(
         is_wanted = len(leaves) == 1 or _is_float(x) or _is_image(part)
         if only is not None:
             is_wanted = f"{name}/".startswith(tuple(f"{x}/" for x in only))
-        is_number = _is_number(x, part)
+        is_number = _is_number(x, part) and not is_mask(path)
         numbers += [name] if is_number else []
         # Half precision is too coarse for statistics.
         dtype = jnp.promote_types(float_dtype(x), jnp.float32)

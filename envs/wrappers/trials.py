@@ -1,5 +1,7 @@
 """`Trials`: several episodes of one task in a row, for policies that learn to learn."""
 
+from typing import Self
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,7 @@ class Trials(Wrapper):
     """
 
     num_episodes: int = struct.field(pytree_node=False)
+    number: jax.Array | None = None  # () int32 of the trial, see `at_episode`
 
     def _check(self) -> None:
         checks.int_between("num_episodes", self.num_episodes)
@@ -48,16 +51,21 @@ class Trials(Wrapper):
         """Space of `obs`; the reward is unbounded."""
         return space_with_previous(Agent(self.env))
 
+    def at_episode(self, number: jax.Array) -> Self:
+        """Passes the number of the trial to the environment; see `Env`."""
+        return super().at_episode(number).replace(number=number)
+
     def reset(self, key: chex.PRNGKey) -> tuple[WrapperState, ArrayTree]:
         """Starts a trial: `(state, obs)`, without a previous step."""
         state, obs = self.env.reset(key)
-        memory = jax.random.key_data(key), jnp.int32(0)
+        memory = jax.random.key_data(key), jnp.int32(0), self.number
         state = WrapperState(env_state=state, memory=memory)
         return state, with_previous(Agent(self.env), obs, jnp.bool_(True))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step, into the trial's next episode where one has ended."""
-        words, num_before = state.memory
+        words, num_before, number = state.memory
+        env = self.env if number is None else super().at_episode(number).env
         result = cast_step(self.env.step(key, state.env_state, action))
         ended = result.terminated | result.truncated
         num_ended = num_before + ended.astype(jnp.int32)
@@ -66,10 +74,10 @@ class Trials(Wrapper):
         agent = Agent(self.env, action=action, reward=result.reward)
         start = jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
         env_state, obs = prng.select(
-            begins, self.env.reset(start), (result.state, result.obs)
+            begins, env.reset(start), (result.state, result.obs)
         )
         return result.replace(
-            state=WrapperState(env_state=env_state, memory=(words, num_ended)),
+            state=WrapperState(env_state=env_state, memory=(words, num_ended, number)),
             obs=with_previous(agent, obs, begins),
             terminated=result.terminated & is_last,
             truncated=result.truncated & is_last,

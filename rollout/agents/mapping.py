@@ -198,7 +198,9 @@ def decide(
     apply = policy.mode if use_mode and policy.mode is not None else policy.apply
     decision = _call(subgroup, apply, policy_id, params, obs, state, key)
     num_envs, num = policy_id.shape[0], len(subgroup.columns)
-    decision = outputs.decision(str(subgroup), decision, subgroup.group, num_envs * num)
+    who, space = str(subgroup), subgroup.group
+    seen = merge(obs[space.name])
+    decision = outputs.decision(who, decision, space, num_envs * num, seen)
     merged, what = merge(state), f"{subgroup} must return the state as it came in"
     checks.same(what, merged, decision.state)
     return unmerge(decision, num_envs)

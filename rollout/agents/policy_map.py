@@ -36,7 +36,7 @@ def policy_map(
     Args:
         policies: by name. Policies of one group may differ in class; `extras` that are
             dicts are joined by name, with zeros where a policy has no such entry.
-        mapping_fn: `(key, agents)` to `[A]` int32, for each agent the index of its
+        mapping_fn: `(key, agents)` to `[A]` integers, for each agent the index of its
             policy in the order of `policies`, where a population takes as many indices
             as it has members. `agents` are the names. It is called with a key of each
             lane's episode, so it holds until that ends and does not depend on the
@@ -74,9 +74,14 @@ def policy_map(
     if isinstance(mapping_fn, FixedMapping):
         by_agent = mapping.policies_by_agent(policies, mapping_fn, layout.agents)
     else:
-        drawn = jax.eval_shape(lambda: mapping_fn(jax.random.key(0), layout.agents))
-        what = "`mapping_fn` must return one index per agent,"
-        checks.shaped(what, drawn, (len(layout.agents),), jnp.int32)
+        shape = jax.eval_shape(lambda: mapping_fn(jax.random.key(0), layout.agents))
+        num = len(layout.agents)
+        is_int = jnp.issubdtype(getattr(shape, "dtype", bool), jnp.integer)
+        if not is_int or shape.shape != (num,):
+            raise ValueError(
+                "`mapping_fn` must return one index per agent, integers of shape "
+                f"({num},), got {checks.describe(shape)}."
+            )
     known = {group.name for group in layout.groups}
     names = set(policies) if by_agent is None else set()
     asked = {name for its in groups.values() for name in its}
@@ -215,7 +220,7 @@ def _policy_ids(this: _Map, state: _MapState, shape: tuple[int, ...]) -> jax.Arr
     # Drawn at every step. Keeping it in the state saves nothing: then all lanes draw at
     # every step too, for those that restart.
     draw = jax.vmap(lambda key: this.mapping_fn(key, agents))
-    drawn = draw(prng.inline(state.key.value))
+    drawn = draw(prng.inline(state.key.value)).astype(jnp.int32)
     is_mapped = jnp.zeros(shape, bool)
     for subgroup in this.subgroups:
         is_member = np.isin(np.arange(len(agents)), subgroup.group.members)

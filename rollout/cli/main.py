@@ -5,7 +5,6 @@ speed. Other options draw one episode, time the parts of a batch, or report how 
 steps would run on an accelerator.
 """
 
-import functools
 import importlib
 import os
 import runpy
@@ -14,6 +13,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -117,12 +117,10 @@ def make_collector(run: Namespace) -> tuple[Any, Any]:
         if suite == "envpool":
             env: Any = envs.from_envpool(env_id, run.num_envs, seed=run.seed, **options)
         else:
-            options |= {"render_mode": "rgb_array"} if run.gif else {}
-            if ".py:" in env_id:
-                make = functools.partial(_find(env_id), **options)
-                env = envs.from_gymnasium(make, run.num_envs)
-            else:
-                env = envs.from_gymnasium(env_id, run.num_envs, **options)
+            make: Any = _find(env_id) if ".py:" in env_id else env_id
+            if run.gif and (make is env_id or _takes(make, "render_mode")):
+                options["render_mode"] = "rgb_array"
+            env = envs.from_gymnasium(make, run.num_envs, **options)
         return HostCollector(env=env, policy=random_policy(env.action_space)), None
     is_id = not env_id or suite in SUITES
     one: Any = (envs.make if is_id else _make_own)(run.env, **options)
@@ -261,6 +259,12 @@ def _find(text: str) -> Callable[..., Any]:
             "the environment must be one of --list-envs, module:Class or "
             f"file.py:function, got {text}: {error}"
         ) from error
+
+
+def _takes(fn: Callable[..., Any], name: str) -> bool:
+    """Returns whether a function takes an argument by name."""
+    kinds = signature(fn).parameters
+    return name in kinds or any(x.kind is x.VAR_KEYWORD for x in kinds.values())
 
 
 def _random_policy(observation_space: Any, action_space: Any) -> Any:

@@ -25,9 +25,8 @@ from rollout.envs.types import ArrayTree
 from rollout.host.policy_runner import PolicyRunner
 from rollout.host.rows import RowBlock
 from rollout.host.seeds import Seeds
-from rollout.host.served import Served
 from rollout.platform import to_host
-from rollout.types import Carry
+from rollout.types import Carry, Served
 
 NO_LIMIT = 2**31 - 1  # no episode has so many steps
 _ALL = slice(None)
@@ -312,8 +311,9 @@ class Loop:
             causes: by the number of the environment; their episodes are lost, and
                 their rows in the block masked out.
         """
-        num_steps = num_episodes = 0
+        num_steps = num_episodes = step = 0
         if causes:
+            step = int(self.episode_length[next(iter(causes))])
             failed = list(causes)
             lost, num_episodes = self.episode_id[failed], len(failed)
             if self.plan is not None:
@@ -329,7 +329,7 @@ class Loop:
                 self.plan.advance(ended)
                 self._mark(ended, self.plan.episode_id)
         if causes:
-            self._report(causes, num_episodes, num_steps)
+            self._report(causes, num_episodes, num_steps, step)
 
     def _mark(self, mask: np.ndarray, episode_id: np.ndarray) -> None:
         """Marks lanes, which `_reset` resets, for the episodes with these ids."""
@@ -385,16 +385,28 @@ class Loop:
             self._report(error.causes, 0, 0)
 
     def _report(
-        self, causes: Mapping[int, BaseException], num_episodes: int, num_steps: int
+        self,
+        causes: Mapping[int, BaseException],
+        num_episodes: int,
+        num_steps: int,
+        step: int = 0,
     ) -> None:
-        """Counts a fault, and logs it; raises it unless environments are rebuilt."""
+        """Counts a fault, and logs it; raises it unless environments are rebuilt.
+
+        Args:
+            causes: by the number of the environment.
+            num_episodes: episodes that are lost.
+            num_steps: recorded steps that are lost.
+            step: of the first one's episode, from 1; 0 at its start.
+        """
         episodes, steps, restarts = self.stats
         episodes, steps = episodes + num_episodes, steps + num_steps
         self.stats = FaultStats(episodes, steps, restarts)
-        hint = ""
-        if self._restarts and restarts + len(causes) > self._max_restarts:
-            hint = f"; `max_restarts`={self._max_restarts} are used up"
-        if hint or not self._restarts:
+        hint = f", at step {step} of its episode" if step else ""
+        is_over = self._restarts and restarts + len(causes) > self._max_restarts
+        if is_over:
+            hint += f"; `max_restarts`={self._max_restarts} are used up"
+        if is_over or not self._restarts:
             self.is_torn = False  # all that a fault changes has changed
             raise EnvFault(causes, hint) from next(iter(causes.values()))
         for number, reason in causes.items():

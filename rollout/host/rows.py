@@ -14,18 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rollout import programs
+from rollout import checks, programs
 from rollout.envs import prng
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree
 from rollout.host.policy_runner import View
-from rollout.host.served import Served
 from rollout.kernel.accumulators import accumulate, accumulate_nothing, record
 from rollout.kernel.fold import mask_out
 from rollout.kernel.policy_state import init_policy_state
 from rollout.platform import to_host
 from rollout.policies import outputs
-from rollout.types import Accumulators, RecordFn, Transition
+from rollout.types import Accumulators, RecordFn, Served, Transition
 
 Acc = TypeVar("Acc")
 
@@ -139,7 +138,14 @@ def record_rows(
                 accumulated,
                 row.accumulated,
             )
-        return accumulated, mask_out(record(record_fn, row))
+        recorded = record(record_fn, row)
+        if isinstance(row.info, Served) and not isinstance(recorded.info, Served):
+            raise ValueError(
+                "`record_fn` must keep the `Served` in `info` with `num_ready`, which "
+                f"`by_env` reads, got {checks.describe(recorded.info)}: it may drop "
+                "the `info` in it."
+            )
+        return accumulated, mask_out(recorded)
 
     return lax.scan(step, accumulated, (rows, lane))
 
@@ -155,8 +161,7 @@ def row_shape(collector: Any, width: int, params: Any) -> Transition:
         obs_keys, episode_keys = (jax.random.split(x, width) for x in pair)
         obs = jax.vmap(as_space(env.observation_space).sample)(obs_keys)
         state = init_policy_state(policy, episode_keys)
-        decision = policy.apply(params, obs, state, key)
-        decision = outputs.policy_step(decision, seen, state)
+        decision = outputs.act(policy, seen, params, obs, state, key)
         flag, number = jnp.zeros(width, bool), jnp.zeros(width, jnp.int32)
         reward, value = jnp.zeros(width, jnp.float32), policy.value
         served = Served(number, info, env.num_envs)

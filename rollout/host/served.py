@@ -1,26 +1,10 @@
-"""Rows of environments that answer at different speeds: `Served`, and `by_env`."""
+"""Rows of environments that answer at different speeds, sorted by `by_env`."""
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from rollout import checks
-from rollout.envs.types import ArrayTree
-from rollout.types import Transition
-
-
-class Served(struct.PyTreeNode):
-    """`info` with `num_ready`: which environments answered.
-
-    Attributes:
-        env_id: `[T, num_ready]` int32, the environment that answered.
-        info: `[T, num_ready, ...]`, the `info` of the environment.
-        num_envs: B, the number of environments.
-    """
-
-    env_id: jax.Array  # [T, num_ready]
-    info: ArrayTree  # [T, num_ready, ...]
-    num_envs: int = struct.field(pytree_node=False)
+from rollout.types import Served, Transition
 
 
 def by_env(rows: Transition) -> Transition:
@@ -33,14 +17,15 @@ def by_env(rows: Transition) -> Transition:
 
     Returns:
         `[T, B, ...]`: column b has the transitions of environment b in the order of
-        time, followed by masked-out rows of zeros.
+        time, followed by masked-out rows of zeros; `info` is that of the environment.
 
     Raises:
         ValueError: if `rows` are not of a collector with `num_ready`.
     """
     what = "`rows` must be of a `HostCollector` with `num_ready`, with its `info`"
     checks.kind(what, getattr(rows, "info", rows), Served)
-    return _by_env(rows)
+    rows = _by_env(rows)
+    return rows.replace(info=rows.info.info)
 
 
 @jax.jit

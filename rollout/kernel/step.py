@@ -130,8 +130,8 @@ def act(parts: Parts, carry: Carry, params: Params, key: chex.PRNGKey) -> Policy
     """Applies the policy to the carry's observations, and checks its output."""
     sharding = sharding_of(parts.env)
     with prng.in_parts(sharding.num_devices if sharding else 1):
-        decision = parts.policy.apply(params, carry.obs, carry.policy_state, key)
-    return outputs.policy_step(decision, parts.env, carry.policy_state)
+        state = carry.policy_state
+        return outputs.act(parts.policy, parts.env, params, carry.obs, state, key)
 
 
 def step_env(parts: Parts, carry: Carry, action: ArrayTree) -> EnvStep:

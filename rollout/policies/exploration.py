@@ -106,7 +106,8 @@ def explore(
         apply: Any = policy.mode if use_mode else policy.apply
         decision = apply(params, obs, state.inner if has_state else state, inner_key)
         who = "The wrapped `policy.apply`"
-        decision = outputs.decision(who, decision, action_space, uniform.num_lanes(obs))
+        num_lanes = uniform.num_lanes(obs)
+        decision = outputs.decision(who, decision, action_space, num_lanes, obs)
         now: Any = float(number)
         if schedule:
             step = state.step.value

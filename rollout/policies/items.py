@@ -41,6 +41,7 @@ def item_policy(
     *,
     sample: bool = False,
     items: jax.typing.ArrayLike | None = None,
+    start: int = 0,
     allowed_fn: AllowedFn = mask_of,
     value_fn: Callable[[Any, Any], Any] | None = None,
 ) -> Policy:
@@ -54,6 +55,7 @@ def item_policy(
         items: `[I, F]`, a point for each item: the allowed item nearest to the point of
             `fn` is chosen, which turns a continuous action into an item. Not with
             `sample`.
+        start: the action of the first item, that of the `Discrete` space.
         allowed_fn: `obs`, `[B, ...]`, to `[B, I]` bool, the allowed items; by default
             the `mask` in `obs`.
         value_fn: the critic, as `stateless_policy` takes it.
@@ -74,6 +76,7 @@ def item_policy(
     checks.function("fn", fn)
     checks.function("allowed_fn", allowed_fn)
     checks.boolean("sample", sample)
+    start = checks.integer("start", start)
     if sample and items is not None:
         raise ValueError("`sample` must be False where `items` are given, got True.")
 
@@ -90,7 +93,7 @@ def item_policy(
             extras = {**extras, "point": point}
         allowed = masks.read(allowed_fn, obs, Discrete(scores.shape[-1]))[:, 0]
         action, more = choose_items(scores, allowed, key if draws else None)
-        return action, {**extras, **more}
+        return start + action, {**extras, **more}
 
     return stateless_policy(
         functools.partial(choose, sample),

@@ -35,14 +35,23 @@ def unroll(
         first: `[T, B]` bool, True where a row begins an episode: `Transition.first`.
             There the state is that of `init` before the row is read, except for its
             `Persistent` parts.
-        init: that of the `recurrent_policy`.
+        init: that of the `recurrent_policy`. It has no `EpisodeKey`, for the keys of
+            later episodes are not known.
         acting: `[T, B]` bool, or None for True everywhere; where False, the row leaves
             the state as it is: `extras["acting"]` of the transitions of an agent.
 
     Returns:
         The state after the last row, and the outputs, `[T, B, ...]`.
+
+    Raises:
+        ValueError: if `state` has another structure than that of `init`.
     """
     fresh = jax.tree.map(jnp.asarray, init(first.shape[1]))
+    if (made := jax.tree.structure(fresh)) != jax.tree.structure(state):
+        raise ValueError(
+            "`state` must have the structure of that of `init`, and no `EpisodeKey`, "
+            f"{made}, got {jax.tree.structure(state)}."
+        )
 
     def step(state: ArrayTree, row: Any) -> tuple[ArrayTree, ArrayTree]:
         x, first, acting = row

@@ -1,4 +1,4 @@
-"""Checks what policies return."""
+"""Lets policies act, and checks what they return."""
 
 from typing import Any
 
@@ -7,7 +7,13 @@ import jax.numpy as jnp
 
 from rollout import checks
 from rollout.envs.types import AnySpace, ArrayTree, VectorEnv
-from rollout.types import Policy, PolicyStep
+from rollout.types import Key, Params, Policy, PolicyStep
+
+_FLAT = (
+    "a network of dense layers must take the observations flat: put `rollout.envs."
+    "wrappers.FlattenObs` around the environment, or `flatten_obs(space, obs)` from "
+    "there into the policy."
+)
 
 
 def critic(acting: Policy) -> Any:
@@ -21,9 +27,9 @@ def critic(acting: Policy) -> Any:
 
 
 def decision(
-    who: str, result: PolicyStep, space: AnySpace, num_envs: int
+    who: str, result: PolicyStep, space: AnySpace, num_envs: int, obs: ArrayTree
 ) -> PolicyStep:
-    """Checks that a result is a `PolicyStep` whose action fits the space.
+    """Checks that a result for `obs` is a `PolicyStep` whose action fits the space.
 
     Returns:
         It, with the action in the dtypes of the space where those of the policy are of
@@ -35,8 +41,13 @@ def decision(
         return result  # a composite space: see `policy_step`
     wanted = jax.ShapeDtypeStruct((num_envs, *space.shape), space.dtype)
     action = _cast(result.action, wanted)
-    what = f"{who} must return actions as"
-    checks.shaped(what, action, wanted.shape, wanted.dtype)
+    if getattr(action, "dtype", None) != wanted.dtype or action.shape != wanted.shape:
+        numbers = [x.ndim for x in jax.tree.leaves(obs)] == [1]
+        raise ValueError(
+            f"{who} must return actions as {jnp.dtype(wanted.dtype).name} of shape "
+            f"{wanted.shape}, got {checks.describe(action)}."
+            + (f" Each observation is a number; {_FLAT}" if numbers else "")
+        )
     return result._replace(action=action)
 
 
@@ -49,16 +60,27 @@ def _cast(action: Any, wanted: Any) -> Any:
     return action
 
 
-def policy_step(
-    result: PolicyStep, env: VectorEnv, policy_state: ArrayTree
+def act(
+    policy: Policy,
+    env: VectorEnv,
+    params: Params,
+    obs: ArrayTree,
+    policy_state: ArrayTree,
+    key: Key,
 ) -> PolicyStep:
-    """Checks a policy's output against the environment and the policy's state.
+    """Applies a policy; checks its output against the environment and its own state.
 
     Returns:
         It, with the action in the dtypes of the space; see `decision`.
     """
+    try:
+        result = policy.apply(params, obs, policy_state, key)
+    except (AttributeError, IndexError, TypeError) as error:
+        if not jax.tree_util.all_leaves([obs]) and not hasattr(env, "groups"):
+            error.add_note(f"The observation is a {type(obs).__name__}; {_FLAT}")
+        raise
     space = env.action_space
-    result = decision("`policy.apply`", result, space, env.num_envs)
+    result = decision("`policy.apply`", result, space, env.num_envs, obs)
     if space.shape is None:
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), env.num_envs))
         drawn = jax.eval_shape(jax.vmap(space.sample), keys)

@@ -16,7 +16,7 @@ import optax
 from flax import struct
 
 import rollout
-from rollout.envs.wrappers import flatten_obs, mask_in
+from rollout.envs.wrappers import mask_in
 from rollout.recipes import training
 from rollout.recipes.distributions import Joint
 from rollout.recipes.training import State
@@ -88,10 +88,9 @@ class ActorCritic(nn.Module):
     @nn.compact
     def __call__(self, obs):
         space, mask = self.action_space, mask_in(obs)
-        if self.observation_space is not None:
-            obs = flatten_obs(self.observation_space, obs)
-        elif mask is not None:
+        if self.observation_space is None and mask is not None:
             obs = obs["obs"]  # as `FlattenObs` and a memory show it
+        obs = training.flat(self.observation_space)(obs)
 
         def mlp(num_outputs, scale):
             init, x = nn.initializers.orthogonal, obs
@@ -116,27 +115,36 @@ class ActorCritic(nn.Module):
         return Joint(space, mlp(sizes.num_outputs, 0.01), log_std, mask), value
 
 
-def loss(config, dist, value, t, advantage):
-    """Returns the loss of a minibatch of transitions, and what to log."""
+def loss(config, dist, value, t, advantage, whole=None):
+    """Returns the loss of a minibatch of transitions, and what to log.
 
-    def mean(x):
-        return x.mean(where=t.mask)
+    Of a part of a minibatch, its share in them: `whole` is `t, advantage` of all.
+    """
+    t_all, every = whole or (t, advantage)
+    num_rows = jnp.maximum(t_all.mask.sum(), 1)  # all may be masked out
+
+    def mean(x, mask=t.mask):
+        return jnp.sum(x, where=mask) / num_rows
+
+    def variance(x):  # of all rows
+        return mean((x - mean(x, t_all.mask)) ** 2, t_all.mask)
 
     log_ratio = dist.log_prob(t.action) - t.extras["log_prob"]
     ratio = jnp.exp(log_ratio)
-    scaled = (advantage - mean(advantage)) / (advantage.std(where=t.mask) + 1e-8)
+    scaled = advantage - mean(every, t_all.mask)
+    scaled /= jnp.sqrt(variance(every)) + 1e-8
     clipped = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
     gain = mean(jnp.minimum(ratio * scaled, clipped * scaled))
     old, target = t.extras["value"], t.extras["value"] + advantage
     near = old + jnp.clip(value - old, -config.value_clip, config.value_clip)
     error = mean(jnp.maximum((value - target) ** 2, (near - target) ** 2))
     entropy = mean(dist.entropy())
+    explained = 1 - variance(every) / variance(t_all.extras["value"] + every)
     log = {
         "entropy": entropy,
         "kl": mean(ratio - 1 - log_ratio),
         "clip_fraction": mean(ratio != clipped),
-        "explained_variance": 1
-        - advantage.var(where=t.mask) / target.var(where=t.mask),
+        "explained_variance": mean(jnp.ones_like(value)) * explained,
     }
     cost = 0.5 * config.value_weight * error - config.entropy_weight * entropy
     return cost - gain, log
@@ -193,9 +201,13 @@ class PPO:
         params = jax.custom_batching.sequential_vmap(self.network.init)(key, *inputs)
         return params, self.optimizer.init(params)
 
-    def cost(self, params, t, advantage):
+    def cost(self, params, t, advantage, whole=None):
         dist, value = self.network.apply(params, t.obs)
-        return loss(self.config, dist, value, t, advantage)
+        return loss(self.config, dist, value, t, advantage, whole)
+
+    def gradient(self, params, t, advantage):
+        """Differentiates the cost of a minibatch; returns also what to log."""
+        return training.gradient(self.cost, params, t, advantage)
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def learn(self, learner, t, next_value, key):
@@ -203,7 +215,7 @@ class PPO:
 
         def step(learner, rows):
             params, opt_state = learner
-            grads, log = jax.grad(self.cost, has_aux=True)(params, *rows)
+            grads, log = self.gradient(params, *rows)
             change, opt_state = self.optimizer.update(grads, opt_state)
             return (optax.apply_updates(params, change), opt_state), log
 
@@ -219,6 +231,11 @@ class PPO:
 
     def update(self, collector, state, key):
         """Collects, and learns from it; returns the next state, and what to log."""
+        if collector.policy != self.policy:  # such as one that adds noise
+            raise ValueError(
+                "`collector` must play `agent.policy`, got another policy: its "
+                "`log_prob` may not be that of the action that it took."
+            )
         params = state.params
         carry, t = collector.collect_steps(state.carry, params, self.config.num_steps)
         last_value = collector.value(carry, params)

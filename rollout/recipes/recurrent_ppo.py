@@ -67,7 +67,10 @@ class RecurrentPPO(PPO):
         (_, x), cell = self.cell.init_with_output(key, memory, self.seen(obs))
         return {"cell": cell, "heads": self.network.init(key, masked(x, obs))}
 
-    def cost(self, params, t, advantage):
+    def gradient(self, params, t, advantage):
+        return jax.grad(self.cost, has_aux=True)(params, t, advantage)
+
+    def cost(self, params, t, advantage, whole=None):
         def step(memory, obs):
             return self.step(params, memory, obs)
 
@@ -75,4 +78,4 @@ class RecurrentPPO(PPO):
         rows = t.obs, t.first, self.empty
         _, x = rollout.policies.unroll(step, start, *rows)
         dist, value = self.network.apply(params["heads"], x)
-        return loss(self.config, dist, value, t, advantage)
+        return loss(self.config, dist, value, t, advantage, whole)

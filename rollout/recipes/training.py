@@ -23,6 +23,7 @@ import rollout
 from rollout import envs
 from rollout.envs.wrappers import flatten_obs
 
+ROWS_OF_A_CORE = 512  # of which its cache holds what a gradient keeps
 NUM_EPISODES = 100  # of an evaluation
 CHECKPOINT, TABLE = Path("agent.checkpoint"), Path("agent.csv")
 
@@ -88,6 +89,33 @@ def scan(collector, step, state, keys):
     return state, jax.tree.map(lambda *x: jnp.stack(x), *logs)
 
 
+def gradient(cost, params, t, advantage):
+    """Differentiates `cost(params, t, advantage)` of rows; returns also what to log.
+
+    On a CPU it adds up those of parts, `cost(params, *part, (t, advantage))`, each as
+    large as the caches of all cores hold: of 32,768 rows that takes half the time.
+    """
+    differentiate, rows = jax.grad(cost, has_aux=True), (t, advantage)
+    num_parts = max(1, advantage.size // (ROWS_OF_A_CORE * (os.cpu_count() or 1)))
+    while advantage.size % num_parts:
+        num_parts -= 1
+
+    def at_once(params, rows):
+        return differentiate(params, *rows)
+
+    def by_parts(params, rows):
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, differentiate(params, *part, rows)), ()
+
+        parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), rows)
+        shapes = jax.eval_shape(at_once, params, rows)
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, shapes), parts)[0]
+
+    if num_parts == 1:
+        return at_once(params, rows)
+    return jax.lax.platform_dependent(params, rows, cpu=by_parts, default=at_once)
+
+
 def dense(config, num_outputs, see):
     """Returns dense layers for what `see` makes of the inputs, one array."""
     layers = [see]
@@ -99,8 +127,17 @@ def dense(config, num_outputs, see):
 def flat(observation_space):
     """Returns what flattens observations of a space; of None, those that are flat."""
     if observation_space is None:
-        return jnp.float32
+        return flat_already
     return functools.partial(flatten_obs, observation_space)
+
+
+def flat_already(obs):
+    if not hasattr(obs, "dtype"):
+        raise ValueError(
+            "`observation_space` must be given where observations are no vectors, got "
+            f"{jax.tree.structure(obs)}."
+        )
+    return jnp.float32(obs)
 
 
 def make_env(env_id, num_envs, gamma=None):
@@ -112,6 +149,8 @@ def make_env(env_id, num_envs, gamma=None):
         gamma: the discount, to normalise observations and rewards; None to leave them.
     """
     suite, _, name = env_id.partition(":")
+    if ".py:" in env_id:
+        raise ValueError(f"`env_id` must be an id, got a file: {env_id}.")
     if suite == "gymnasium":
         make = functools.partial(make_gymnasium, name)
         info = make().reset(seed=0)[1]
@@ -119,6 +158,8 @@ def make_env(env_id, num_envs, gamma=None):
         env: Any = envs.from_gymnasium(make, num_envs, observe_info=masks)
         return env if gamma is None else envs.NormalizeHost(env, gamma=gamma)
     env = envs.make(env_id)
+    if hasattr(env, "agents"):
+        raise ValueError(f"`env_id` must be of one agent, got {env_id} with several.")
     env = envs.RescaleAction(env) if is_bounded(env.action_space) else env
     env = envs.vectorize(env, num_envs)
     if gamma is None:
@@ -194,13 +235,17 @@ def saved(collectors, states):
     return states, [x.save(y.carry) for x, y in pairs if x.is_host]
 
 
-def restored(collectors, states):
+def restored(collectors, states, seeds):
     """Returns the states of the last checkpoint, and cuts the table there."""
+    lines = TABLE.read_text().splitlines(keepends=True) if CHECKPOINT.exists() else []
+    known = sorted({int(line.partition(",")[0]) for line in lines[1:]})
+    if lines and known != list(seeds):
+        what = f"`--seed` and `--seeds` must be those of {TABLE}"
+        raise ValueError(f"{what}, {known}, got {list(seeds)}.")
     states, hosts = rollout.checkpoint.restore(CHECKPOINT, saved(collectors, states))
     for i, host in enumerate(hosts):
         carry = collectors[i].restore(states[i].carry, host)
         states[i] = states[i]._replace(carry=carry)
-    lines = TABLE.read_text().splitlines(keepends=True)
     lines = lines[: 1 + len(states) * int(states[0].number)]
     os.truncate(TABLE, len("".join(lines)))
     return states
@@ -220,17 +265,18 @@ def run(make_agent, config, columns):
     """
     description = (make_agent.__doc__ or "").partition("\n")[0]
     options, config = read_options(config, description)
-    gamma, seeds = config.gamma if options.normalize else None, range(options.seeds)
+    gamma = config.gamma if options.normalize else None
+    seeds = range(options.seed, options.seed + options.seeds)
     lanes = [make_env(options.env_id, config.num_envs, gamma) for _ in seeds]
     agent = make_agent(lanes[0].action_space, config, lanes[0].observation_space)
     is_jax = hasattr(lanes[0], "reset_done")
     kind: Any = rollout.Collector if is_jax else rollout.HostCollector
     collectors = [kind(env=env, policy=agent.policy) for env in lanes]
-    keys = [jax.random.key(options.seed + seed) for seed in seeds]
+    keys = [jax.random.key(seed) for seed in seeds]
     states = [begin(agent, *x) for x in zip(collectors, keys, strict=True)]
     names = ["steps", "return", *columns]
     if options.resume:
-        states = restored(collectors, states)
+        states = restored(collectors, states, seeds)
     else:
         TABLE.write_text(",".join(["seed", *names]) + "\n")
     some = jax.jit(train_each, static_argnums=(0, 4)) if is_jax else train_each
@@ -239,7 +285,7 @@ def run(make_agent, config, columns):
         results = some(agent, collectors, keys, states, size)
         states, logs = map(list, zip(*results, strict=True))
         logs = np.array([[log[name] for name in names] for log in logs])
-        rows = np.insert(logs, 0, options.seed + np.c_[seeds], axis=1)
+        rows = np.insert(logs, 0, np.c_[seeds], axis=1)
         rows = rows.transpose(2, 0, 1).reshape(-1, 1 + len(names))
         with TABLE.open("a") as file:  # update by update, and in each seed by seed
             np.savetxt(file, rows, fmt="%.10g", delimiter=",")

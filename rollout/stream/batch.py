@@ -4,6 +4,7 @@
 follows the collection. Both are pure.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from rollout.stats import CollectStats, summarize
 from rollout.stream.options import Options
 from rollout.types import Carry, Episodes, Transition
 
-NO_FAULT = 2**31 - 1  # no step of a batch has this number
+NO_FAULT = 2**31 - 1  # no entry of a batch has this number
 
 
 class BatchResult(NamedTuple):
@@ -31,8 +32,9 @@ class BatchResult(NamedTuple):
     stats: CollectStats
     window: EpisodeWindow  # after the batch
     num_faulty: jax.Array  # () int32, episodes that were dropped
-    # For each checked field, the first step that is not finite, or `NO_FAULT`.
+    # For each checked field, the first entry that is not finite, or `NO_FAULT`.
     faults: dict[str, jax.Array]  # () int32
+    fault_step: Any  # () int32, of the first one's episode, from 1; () if unchecked
 
 
 def make_batch(
@@ -95,7 +97,7 @@ def complete(
     num_faulty: jax.Array,
 ) -> BatchResult:
     """Finds faults and computes the statistics of a batch, and its output."""
-    faults = {}
+    faults, fault_step = {}, ()
     if options.check_finite and options.on_fault != "drop":
         size = trajectory.mask.size
         number = jnp.arange(size, dtype=jnp.int32).reshape(trajectory.mask.shape)
@@ -103,6 +105,10 @@ def complete(
             name: jnp.where(bad & trajectory.mask, number, NO_FAULT).min()
             for name, bad in nonfinite.nonfinite(trajectory).items()
         }
+        first: Any = functools.reduce(jnp.minimum, faults.values(), NO_FAULT)
+        fault_step = jnp.max(
+            trajectory.episode_length, where=number == first, initial=0
+        )
     if episodes is None:
         stats = summarize(trajectory)
     else:
@@ -116,6 +122,7 @@ def complete(
         window=window.add(trajectory if episodes is None else episodes),
         num_faulty=num_faulty,
         faults=faults,
+        fault_step=fault_step,
     )
 
 

@@ -363,9 +363,10 @@ class Stream(Generic[ParamsT]):
         try:
             result, seconds, version = wait()
             window = jax.tree.map(multihost.gather, result.window)
-            small = result.stats, window, result.num_faulty, result.faults
-            stats, window, num_faulty, faults = jax.device_get(small)
-            self._raise_fault(faults, version)
+            small = result.stats, window, result.num_faulty
+            faults = result.faults, result.fault_step
+            (stats, window, num_faulty), faults = jax.device_get((small, faults))
+            self._raise_fault(faults[0], faults[1], version)
             output = _placed(result.output, options.placement)
         except Exception:  # not Ctrl-C, after which the batch is still there
             self._at = at._replace(pending=None, params=None)
@@ -403,19 +404,19 @@ class Stream(Generic[ParamsT]):
             num_steps = min(num_steps, options.total_steps - at.steps)
         return num_steps
 
-    def _raise_fault(self, faults: dict[str, Any], version: int) -> None:
+    def _raise_fault(self, faults: dict[str, Any], step: Any, version: int) -> None:
         """Raises if a checked field is not finite."""
         first = min(faults.values(), default=NO_FAULT)
         if first == NO_FAULT:
             return
         options = self._options
         names = [f"`{name}`" for name, at in faults.items() if at == first]
-        row, column = divmod(first, options.episodes_per_batch or options.num_envs)
-        unit = "lane" if options.episodes_per_batch is None else "episode"
+        column = first % (options.episodes_per_batch or options.num_envs)
+        where = "episode" if options.episodes_per_batch else "an episode in lane"
         raise FloatingPointError(
             f"{' and '.join(names)} must be finite with `check_finite`, got a value "
-            f"that is not, first at step {row} of {unit} {column} in a batch made with "
-            f"`params_version` {version}."
+            f"that is not, first at step {step} of {where} {column}, in a batch made "
+            f"with `params_version` {version}."
         )
 
     def _close_bar(self) -> None:

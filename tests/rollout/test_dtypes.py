@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agents import OneAgent
 from cases import CountEnv, collect
 from host_count import HostCount
 
@@ -67,6 +68,30 @@ def test_host_takes_actions_of_64_bits():
         host = rollout.HostCollector(env=HostCount(4), policy=policy)
         rows = host.collect_steps(host.init(KEY), jnp.arange(3.0), 3)[1]
     assert rows.action.dtype == "int32"
+
+
+@jax.tree_util.register_static
+class Level(CountEnv):
+    """Numbered levels, all alike."""
+
+    def at_episode(self, number):
+        assert number.dtype == "int32"
+        return self
+
+
+def test_numbers_of_policies_and_of_episodes_stay_int32():
+    one, params = rollout.random_policy(envs.Discrete(3)), {"one": None, "two": None}
+
+    def draw(key, names):
+        return jax.random.randint(key, (1,), 0, 2)
+
+    with jax.enable_x64(True):
+        levels = envs.vectorize(envs.wrappers.Trials(Level(), 2), 4)
+        rollout.Collector(env=levels, policy=one).row_shape(None)
+        agents = envs.vectorize(OneAgent(CountEnv()), 4)
+        policy = rollout.agents.policy_map({"one": one, "two": one}, draw, agents)
+        row = rollout.Collector(env=agents, policy=policy).row_shape(params)
+    assert row.extras["policy_id"].dtype == "int32"
 
 
 def test_another_kind_of_number_is_still_an_error():

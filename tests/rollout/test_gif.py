@@ -1,5 +1,7 @@
 """`record_gif`: the first episode of `evaluate`, frame by frame."""
 
+import sys
+
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -185,6 +187,80 @@ def test_carry_from_before_is_refused(tmp_path):
     carry, _ = collector.collect_steps(carry, None, 3)
 
 
-def test_environments_without_a_render_mode_are_refused():
-    with pytest.raises(ValueError, match='with `render_mode="rgb_array"`'):
-        draw_episode(on_host(1), KEY, None, 9)
+class Undrawn(Counter):
+    render = gymnasium.Env.render
+
+
+class Gray(Counter):
+    def render(self):
+        return np.zeros((40, 60))
+
+
+@pytest.mark.parametrize("is_vector", [False, True])
+@pytest.mark.parametrize(
+    ("made", "mode", "message"),
+    [
+        (Counter, None, r'got None: make .* with `render_mode="rgb_array"`\.'),
+        (Undrawn, "rgb_array", r"`env` must have a method `render` .*, got None\."),
+        (Gray, "rgb_array", r"3\] uint8, got float64 of shape \(40, 60\)\."),
+        (Counter, "human", r"got None: make .* with `render_mode=\"rgb_array\"`\."),
+    ],
+)
+def test_what_is_wrong_with_a_drawing_is_said_before_a_step(
+    is_vector, made, mode, message
+):
+    def make():
+        return made(render_mode=mode)
+
+    def fail(params, obs, key):
+        raise AssertionError
+
+    if is_vector:
+        env = envs.from_gymnasium(gymnasium.vector.SyncVectorEnv([make]))
+    else:
+        env = envs.from_gymnasium(make, 1)
+    policy = rollout.stateless_policy(fail)
+    collector = rollout.HostCollector(env=env, policy=policy)
+    with pytest.raises(ValueError, match=message):
+        draw_episode(collector, KEY, None, 9)
+
+
+def test_own_drawings_need_pillow_and_no_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path, host = tmp_path / "a.gif", on_host(1, render_mode="rgb_array")
+    collector = collect(lanes_of("limited"))
+    for each in (host, collector):
+        rollout.record_gif(each, KEY, None, path)
+    carry = host.init(KEY)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    for each in (host, collector):
+        with pytest.raises(ModuleNotFoundError, match=r"needs PIL, which the extra"):
+            rollout.record_gif(each, KEY, None, path)
+    host.collect_steps(carry, None, 2)  # nothing was played
+
+
+@struct.dataclass(kw_only=True)
+class Pale(Drawn):
+    """Draws with values that are no bytes."""
+
+    def render_frames(self, states):
+        return [x.astype(np.float32) for x in super().render_frames(states)]
+
+
+@struct.dataclass(kw_only=True)
+class Short(Drawn):
+    def render_frames(self, states):
+        return list(super().render_frames(states[1:]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Pale, r"of Pale must return frames of \[H, W, 3\] uint8, got float32"),
+        (Short, r"of Short must return a frame of each state, 3, got 2\."),
+    ],
+)
+def test_drawings_that_are_no_frames_are_named(kind, message):
+    states = {"n": np.arange(3)}
+    with pytest.raises(ValueError, match=message):
+        envs.render_gif(kind(), states, np.ones(2))

@@ -328,6 +328,12 @@ MESSAGES = [
         "got rows of a `HostCollector` with `num_ready`",
     ),
     (
+        lambda: rollout.stats.ended_episodes(
+            collect("count")[1].replace(info=Served(1, 2, 3))
+        ),
+        "`trajectory` must have a column for each lane",
+    ),
+    (
         lambda: add_to_window(collect("count")[1], accumulated=["best"]),
         "must have the accumulated value 'best' of the window",
     ),

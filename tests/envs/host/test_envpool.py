@@ -182,6 +182,8 @@ def test_64_bits_become_32_and_info_is_recorded():
     assert env.observation_space.dtype == env.action_space.dtype == np.float32
     assert step.info["x_velocity"].dtype == np.float32
     assert list(step.info) == ["x_velocity", "elapsed_step"]
+    kinds = [{x: (y.shape, y.dtype) for x, y in z.info.items()} for z in (env, step)]
+    assert kinds[0] == kinds[1]  # `row_shape` reads the first
 
 
 def test_observations_by_name():

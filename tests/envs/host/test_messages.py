@@ -9,6 +9,7 @@ import gymnasium
 import host_envs
 import numpy as np
 import pytest
+from files_of_others import OldGym
 from gymnasium.spaces import Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from host_count import HostCount
@@ -136,6 +137,9 @@ CALLS = [
     (lambda: idle().step(ACTION[:2]), "`action` must have shape (3,), got shape"),
     (lambda: send(idle(), [0], np.int32([0, 1])), "shape (2,), got shape (1,)"),
     (lambda: flying().receive(2), "`num_ready` must be at most 1, got 2"),
+    # The interface of gym before 0.26
+    (lambda: local(OldGym), "`reset(seed=, options=)` calls its `seed`"),
+    (lambda: workers([OldGym]), "`reset(seed=, options=)` calls its `seed`"),
     # Actions
     (
         lambda: split_action(BOX)(np.zeros((4, 1))),

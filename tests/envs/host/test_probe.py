@@ -136,6 +136,14 @@ class Gym(gymnasium.Env):
         return np.full(2, self.count, np.float32) if self.obs is None else self.obs
 
 
+class PlaysOn(Gym):
+    """A step after the end is as any other, which Gymnasium allows."""
+
+    def step(self, action):
+        result = super().step(action)
+        return *result[:2], self.count == 8, *result[3:]
+
+
 class WithoutOptions(Gym):
     def reset(self, *, seed=None):
         return super().reset(seed=seed)
@@ -205,6 +213,7 @@ FOUND = [
     (gym(obs=np.zeros(3, "f")), "gymnasium fault", "obs must have shape (2,)"),
     (gym(obs=np.zeros(2, "F")), "gymnasium fault", "obs must have dtype float32"),
     (gym(WithoutOptions), "gymnasium", "`options`"),  # has the first word
+    (gym(PlaysOn), "note", "plays on after its end: nothing need be done"),
     (in_vector("NEXT_STEP"), "raises", ""),  # it cannot be cut short
     # All is well.
     *((x, "", "") for x in (HostCount, Toy, gym(), in_vector("DISABLED"))),
@@ -230,7 +239,31 @@ def test_mistakes_are_found_by_name_and_nothing_else(make, expected, message):
 
 def test_finding_prints_as_its_name_and_what_was_met():
     (finding,) = probe(Raises(3))
-    assert str(finding) == "raises: ZeroDivisionError: no such move, at step 1"
+    assert str(finding) == (
+        "raises: ZeroDivisionError: no such move, at step 1 of an episode"
+    )
+
+
+@pytest.mark.parametrize("name", ["obs", "reward"])
+def test_steps_are_numbered_in_each_episode(name):
+    """Like those of environments in JAX, and in later episodes, too."""
+
+    class Late(Toy):
+        num_resets = 0
+
+        def reset(self, seeds, mask):
+            self.num_resets += 1
+            return super().reset(seeds, mask)
+
+        def change(self, step):
+            is_bad = (step.obs[:, 0] == 3) & (self.num_resets > 2)
+            x = getattr(step, name)
+            bad = is_bad.reshape(-1, *[1] * (x.ndim - 1))
+            return step._replace(**{name: np.where(bad, NAN, x)})
+
+    message = dict(probe(Late(3)))[name]
+    assert message.endswith("must be finite, got nan, at step 3 of an episode")
+    assert message.startswith("of environment ")
 
 
 def test_one_environment_has_no_others_to_depend_on():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import quick_jit
-from suite_checks import check_contract, collect
+from suite_checks import check_contract, check_is_drawn, collect
 
 from rollout import envs
 
@@ -65,3 +65,8 @@ def test_game_that_resets_itself_is_refused():
 
     with pytest.raises(ValueError, match="must not reset itself"):
         envs.suites.from_jumanji(AutoResetWrapper(jumanji.make("Snake-v1")))
+
+
+def test_viewer_is_found_under_each_of_its_names():
+    check_is_drawn(envs.make("jumanji:FlatPack-v0"))
+    assert not envs.render.can_render(envs.suites.from_jumanji(Endings(0.0)))

@@ -160,3 +160,18 @@ def test_policy_may_search_from_the_state_of_its_lane():
     assert rows.obs.shape == (150, 4, 4)
     assert not rows.terminated.any()  # at random half fall within 20 steps
     assert env.observation_space.spaces["state"]
+
+
+def test_frames_show_the_newest_mask():
+    seen = {"obs": envs.Box(0.0, 9.0, (1,)), "action_mask": spaces.MultiBinary((2,))}
+
+    def see(obs):
+        return {"obs": obs, "action_mask": jnp.array([1, 0]) == obs[0] % 2}
+
+    env = envs.TransformObs(CountEnv(), see, spaces.Dict(seen))
+    stacked = envs.FrameStack(env, 3)
+    assert stacked.observation_space.spaces["action_mask"] == seen["action_mask"]
+    _, rows = play(envs.vectorize(stacked, 2), 5)
+    assert rows.obs["obs"].shape == (5, 2, 3, 1)
+    want = np.array([1, 0]) == rows.obs["obs"][:, :, -1] % 2
+    np.testing.assert_array_equal(rows.obs["action_mask"], want)

@@ -306,6 +306,7 @@ def test_parts_that_only_leaves_out_stay_as_they_are():
 
 
 MARKED = {
+    "action_mask": envs.Box(0.0, 1.0, (3,)),
     "mask": envs.spaces.MultiBinary((3,)),
     "place": envs.Discrete(9),
     "places": envs.spaces.MultiDiscrete([9, 9]),
@@ -319,7 +320,7 @@ def mark(obs):
     """The count of `CountEnv` as an element of every kind of space."""
     return {
         name: jnp.broadcast_to(
-            obs[0] % 2 if name == "mask" else obs[0], space.shape
+            obs[0] % 2 if "mask" in name else obs[0], space.shape
         ).astype(space.dtype)
         for name, space in MARKED.items()
     }
@@ -341,7 +342,7 @@ def test_what_numbers_or_marks_things_is_not_normalised(only, want):
     assert {name for name in MARKED if not is_raw[name]} == want
     unbounded = {x: envs.Box(-np.inf, np.inf, MARKED[x].shape) for x in want}
     assert env.observation_space.spaces == MARKED | unbounded
-    for name in ("mask", "place", "places"):
+    for name in ("action_mask", "mask", "place", "places"):
         with pytest.raises(ValueError, match="numbers, number, pixels, speed, got"):
             jax.eval_shape(envs.NormalizeObs(env.env, only=[name]).reset, KEYS)
 

@@ -95,6 +95,42 @@ def test_policy_sees_what_the_last_action_of_an_episode_paid():
     assert abs(mean_reward(ObservePrevious(Bandit())) - 0.5) < 0.03
 
 
+@struct.dataclass
+class Level(CountEnv):
+    """Tells the number of its level."""
+
+    number: jax.Array = struct.field(default_factory=lambda: jnp.int32(-1))
+
+    def at_episode(self, number):
+        return self.replace(number=number)
+
+    def reset(self, key):
+        state, obs = super().reset(key)
+        return {**state, "level": self.number}, obs
+
+    def step(self, key, state, action):
+        return super().step(key, state, action).replace(info=state["level"])
+
+
+def test_all_episodes_of_a_trial_are_of_its_level():
+    env = envs.vectorize(Trials(Level(), NUM_EPISODES), B)
+    collector = rollout.Collector(
+        env=env, policy=rollout.random_policy(env.action_space)
+    )
+
+    @quick_jit
+    def levels(key):
+        carry, options = collector.init(key), {"max_episode_steps": 30}
+        _, t, _ = collector.collect_episodes(
+            carry, None, 9, return_rows=True, **options
+        )
+        return t.info, t.mask
+
+    level, mask = jax.device_get(levels(KEY))
+    assert mask.sum(axis=0).min() > 2
+    np.testing.assert_array_equal(level, np.where(mask, np.arange(9), 0))
+
+
 def test_probe_takes_no_zero_for_a_draw():
     env = Trials(History(ObservePrevious(CountEnv()), 2), 2)
     assert rollout.probe(env, num_steps=100) == ()

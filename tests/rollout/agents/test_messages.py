@@ -153,7 +153,7 @@ CASES = [
     (lambda: evaluate(3), "must be a `Collector`, whose environments are in JAX, got"),
     # `vectorize`
     (lambda: lanes(InTurns()), "acts at every step, got `acting` [False, True, False]"),
-    (lambda: lanes(InTurnsLater()), "[False, False, True] before step 1: leave it out"),
+    (lambda: lanes(InTurnsLater()), "[False, False, True] before step 2: leave it out"),
 ]
 
 

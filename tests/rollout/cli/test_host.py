@@ -7,6 +7,7 @@ import pytest
 from command_line import assert_figures, error_line, run
 from gymnasium.envs.classic_control import CartPoleEnv
 from host_count import HostCount
+from PIL import Image
 
 import rollout
 from rollout import envs
@@ -61,6 +62,40 @@ def test_gif_is_of_the_first_episode(tmp_path):
     table = run(ID, f"--seed={SEED}", f"--gif={tmp_path}/a.gif")
     assert table["length"] == run(ID, f"--seed={SEED}", "--num-episodes=1")["length"]
     assert (tmp_path / "a.gif").read_bytes().startswith(b"GIF89a")
+
+
+OWN = """
+import gymnasium
+import numpy as np
+
+class Blink(gymnasium.Env):
+    action_space = gymnasium.spaces.Discrete(2)
+    observation_space = gymnasium.spaces.Box(0, 9, (1,), np.float32)
+
+    def __init__(self, length=2):
+        self.length = length
+
+    def reset(self, *, seed=None, options=None):
+        self.count = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        obs = np.full(1, self.count, np.float32)
+        return obs, 1.0, self.count == self.length, False, {}
+
+    def render(self):
+        return np.full((8, 8, 3), self.count, np.uint8)
+"""
+
+
+def test_class_of_a_file_is_drawn_though_it_takes_no_render_mode(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    env_id, gif = f"gymnasium:{tmp_path}/own.py:Blink", tmp_path / "a.gif"
+    table = run(env_id, f"--gif={gif}", "--env-param=length=3")
+    assert table["length"].split()[0] == "3"
+    with Image.open(gif) as image:
+        assert image.n_frames == 4
 
 
 def test_rows_of_resets_are_no_steps(count):

@@ -59,6 +59,24 @@ def stream(made=None, **options):
     return rollout.Stream(made or collector(), **options)
 
 
+def keyed():
+    """Collects with a policy that records the key of its episode."""
+
+    def act(params, obs, state, key):
+        return jnp.zeros(len(obs), jnp.int32), state, {"key": state.value}
+
+    def init(num_envs):
+        return rollout.types.EpisodeKey()
+
+    collector = HostCollector(HostCount(2), rollout.recurrent_policy(act, init))
+    return collector.collect_steps(collector.init(KEY), None, 1)
+
+
+def unserved():
+    collector = host(2, Late, record_fn=lambda t: t.replace(info=()))
+    return collector.row_shape(None)
+
+
 def batches(make_collector=on_host, **options):
     options = {"key": KEY, "num_actors": 2, "steps_per_batch": 24, **options}
     return rollout.host.RemoteBatches(make_collector, **options)
@@ -108,6 +126,8 @@ CASES = {
             "`at_batch_end` must be \"continue\", got 'reset'",
         ),
         (lambda: episodes(max_episode_steps=0), "`max_episode_steps` must be"),
+        (unserved, "`record_fn` must keep the `Served` in `info`"),
+        (keyed, "`policy.apply` must return extras without typed keys"),
         (lambda: on_host().recover(), "`recover` must follow `init`"),
     ),
     "by_env": (

@@ -25,10 +25,10 @@ def scores(params, obs):
 
 
 def test_masked_item_does_not_win_against_negative_scores():
-    policy = rollout.recommendation.item_policy(scores)
+    policy = rollout.recommendation.item_policy(scores, start=4)
     params = np.float32([-1.0, -2.0, -3.0])
     decision = apply(policy, params, obs_of([0, 1, 1], [1, 1, 1], [0, 0, 1]))
-    assert decision.action.tolist() == [1, 0, 2]
+    assert decision.action.tolist() == [5, 4, 6]
     assert not decision.extras["none_allowed"].any()
 
 

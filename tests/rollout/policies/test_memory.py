@@ -9,7 +9,7 @@ from cases import CountEnv
 import rollout
 from rollout import envs
 from rollout.policies import unroll
-from rollout.types import Persistent
+from rollout.types import EpisodeKey, Persistent
 
 B, T = 4, 16
 
@@ -77,3 +77,11 @@ def test_no_gradient_passes_the_end_of_an_episode(played):
     ended = t.first.any(axis=0)
     assert ended.any()
     np.testing.assert_allclose(slope, np.where(ended, 0.0, 0.5**T))
+
+
+def test_keys_of_episodes_cannot_be_replayed(played):
+    start, t, _ = played
+    rows = t.obs, t.first
+    keys = EpisodeKey(jax.random.split(jax.random.key(0), B))
+    with pytest.raises(ValueError, match="of `init`, and no `EpisodeKey`"):
+        unroll(core, (start, keys), *rows, lambda n: (empty(n), EpisodeKey()))

@@ -3,6 +3,7 @@
 import re
 from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +33,7 @@ NO_STEP = rollout.Policy(init=lambda num_envs: (), apply=lambda *args: INTS)
 FORGETFUL = rollout.recurrent_policy(lambda *args: INTS, jnp.zeros)
 epsilon_greedy, warm_up = rollout.epsilon_greedy, partial(rollout.random_warmup, STILL)
 explore = partial(epsilon_greedy, policy(), DISCRETE)
+explore_of = lambda *args: epsilon_greedy(policy(*args), DISCRETE, 0.5)  # noqa: E731
 late = partial(rollout.random_warmup, policy())
 gaussian = partial(rollout.policies.gaussian_noise, STILL, BOX)
 revert = partial(rollout.policies.ornstein_uhlenbeck, STILL, BOX)
@@ -60,6 +62,11 @@ def collect(policy, env=None):
     return jax.eval_shape(lambda: collector.step(collector.init(KEY), None))
 
 
+def showing(fn):
+    """Shows something else than `[B, 1]`, which a network may not take."""
+    return envs.TransformObs(CountEnv(), fn)
+
+
 def stateful(change=lambda h: h, init=lambda num_envs: jnp.zeros((num_envs, 3))):
     act = lambda params, obs, state, key: (INTS, change(state))  # noqa: E731
     return collect(rollout.recurrent_policy(act, init))
@@ -81,6 +88,7 @@ class Drifting(CountEnv):
 jax.tree_util.register_static(Drifting)
 
 ACTIONS = "must return actions as int32 of shape (4,), got"
+NUMBERS = "(). Each observation is a number; a network of dense layers must take"
 MASK = "`allowed_fn` must return one bool per lane and action, bool of shape"
 STATE = "must return a state like the one it takes: float32 of shape (4, 3),"
 DRIFT = "must return the state as `env.reset` does: int32 of shape (4,) at"
@@ -109,6 +117,8 @@ CASES = [
     (lambda: collect(NO_STEP), STEP),
     (lambda: collect(random_policy(envs.Discrete(3)), Drifting()), DRIFT),
     (lambda: wrapped(INTS[:, None]), "wrapped `policy.apply` must return actions as"),
+    (lambda: collect(policy(INTS[0]), showing(lambda x: x[0])), NUMBERS),
+    (lambda: act(explore_of(INTS[0]), OBS[:, 0]), NUMBERS),
     (
         lambda: act(rollout.policies.gaussian_noise(NO_STEP, BOX, 0.5)),
         f"wrapped {STEP}",
@@ -170,3 +180,14 @@ CASES = [
 def test_what_does_not_fit_is_refused(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize("see", [lambda x: {"a": x}, lambda x: (x, x)])
+@pytest.mark.filterwarnings("ignore:shape requires:DeprecationWarning")
+@pytest.mark.parametrize("network", [nn.Dense(2), nn.Conv(2, (3,))])
+def test_network_that_takes_no_trees_is_told_of_flat_observations(see, network):
+    take = lambda params, obs, key: network.apply({}, obs)  # noqa: E731
+    with pytest.raises((AttributeError, IndexError, TypeError)) as error:
+        collect(rollout.stateless_policy(take), showing(see))
+    notes = "".join(error.value.__notes__)
+    assert "must take the observations flat: put `rollout.envs.wrappers." in notes

@@ -1,0 +1,322 @@
+"""Environments as other people write them, played, checked, trained in and drawn.
+
+What is collected is compared with plain loops over its actions; see `files_of_others`.
+"""
+
+import functools
+import io
+
+import jax
+import numpy as np
+import pytest
+from cases import quick_jit
+from files_of_others import (
+    GOAL,
+    LIMIT,
+    Arm,
+    Before,
+    FromOldGym,
+    OldGym,
+    Point,
+    Renamed,
+    Runners,
+    Team,
+    With,
+    Without,
+)
+from PIL import Image
+
+import rollout
+from rollout import agents, envs
+from rollout.gif import draw_episode
+from rollout.recipes import ppo
+
+KEY, B = jax.random.key(5), 4
+CONFIG = ppo.Config(
+    num_updates=2, num_envs=B, num_steps=24, num_minibatches=2, hidden=8
+)
+WALKS = {
+    "renamed": lambda: envs.from_gymnax(Renamed()),
+    "without": lambda: envs.from_gymnax(Without()),
+    "with": lambda: envs.from_gymnax(With()),
+    "brax": lambda: envs.suites.from_brax(Point()),
+}
+slow = pytest.mark.slow
+LIMITS = np.array(Runners().limits)
+KINDS = [*WALKS, "arm", "old gym"]
+
+
+def make(name, **options):
+    """Makes the lanes of a kind; Gymnasium's play in Python."""
+    if name in WALKS:
+        return envs.vectorize(WALKS[name](), B)
+    made = {"arm": Arm, "old gym": lambda: FromOldGym(OldGym())}[name]
+    return envs.from_gymnasium(made, B, **options)
+
+
+def collector_of(env, policy):
+    is_jax = hasattr(env, "reset_done")
+    kind = rollout.Collector if is_jax else rollout.HostCollector
+    return kind(env=env, policy=policy)
+
+
+def at_random(env):
+    return collector_of(env, rollout.random_policy(env.action_space))
+
+
+def play(collector, params=None, num_steps=40):
+    carry = collector.init(KEY)
+    return jax.device_get(collector.collect_steps(carry, params, num_steps)[1])
+
+
+def check_walks(t):
+    """Steps left and right, by a plain loop in each lane."""
+    both = 0
+    for lane in range(t.mask.shape[1]):
+        place = time = total = None
+        for row in range(len(t.mask)):
+            obs, action = t.obs[row, lane], t.action[row, lane]
+            if place is None:
+                (place, time), total = obs, 0.0
+                assert (abs(place) in (0, 2), time) == (True, 0)
+            assert obs.tolist() == [place, time]
+            reward = 1.5 if abs(place) == 2 else -0.5
+            place, time = place + (1 if action > 0 else -1), time + 1
+            total += reward
+            assert t.next_obs[row, lane].tolist() == [place, time]
+            flags = abs(place) >= GOAL, abs(place) < GOAL and time >= LIMIT
+            assert (t.terminated[row, lane], t.truncated[row, lane]) == flags
+            got = t.reward[row, lane], t.episode_return[row, lane]
+            assert got == (reward, total)
+            if any(flags):
+                place = None
+                both |= 1 << flags[1]
+    assert both == 3  # terminations and limits
+
+
+def check_arms(t):
+    """Two angles and a load, by a plain loop in each lane."""
+    both = 0
+    for lane in range(t.mask.shape[1]):
+        angle = None
+        for row in range(len(t.mask)):
+            seen, load = t.obs["angle"][row, lane], int(t.obs["load"][row, lane])
+            if angle is None:
+                angle, start, time, total = seen, load, 0, 0.0
+                assert np.abs(angle).max() <= 1
+            assert (seen == angle).all()
+            assert load == start
+            angle = angle + t.action[row, lane] * [1, 2] - 1
+            reward, time = -np.abs(angle).sum() / load, time + 1
+            total += reward
+            assert (t.next_obs["angle"][row, lane] == angle).all()
+            fell = np.abs(angle).max() == 4
+            flags = fell, time == LIMIT and not fell
+            assert (t.terminated[row, lane], t.truncated[row, lane]) == flags
+            got = t.reward[row, lane], t.episode_return[row, lane]
+            np.testing.assert_allclose(got, (reward, total), rtol=1e-6)
+            if any(flags):
+                angle = None
+                both |= 1 << bool(flags[1])
+    assert both == 3
+
+
+def brightness(path):
+    with Image.open(path) as image:
+        shades = []
+        for number in range(image.n_frames):
+            image.seek(number)
+            shades.append(int(np.asarray(image.convert("RGB"))[21:].max()))
+        return shades
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_random_play_is_that_of_a_plain_loop(name):
+    check = check_walks if name in WALKS else check_arms
+    check(play(at_random(make(name))))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=slow) if x in ("renamed", "without") else x for x in KINDS],
+)
+@pytest.mark.usefixtures("quick_compile")
+def test_probe_finds_nothing_to_mend(name):
+    env = WALKS[name]() if name in WALKS else make(name)
+    found = rollout.probe(env, num_steps=60)
+    assert [x.name for x in found] == ([] if name in WALKS else ["note"])
+
+
+def test_file_from_before_gymnax_1_needs_one_line():
+    line = "write `is_terminated = is_terminal` below it"
+    (finding,) = rollout.probe(envs.from_gymnax(Before()))
+    assert line in finding.message
+    with pytest.raises(ValueError, match=line):
+        play(at_random(envs.vectorize(envs.from_gymnax(Before()), B)))
+
+
+@pytest.mark.parametrize(
+    ("env", "adapter"),
+    [
+        (With(), "from_gymnax"),
+        (Without(), "from_gymnax"),
+        (Point(), "suites.from_brax"),
+        (Team(LIMITS), "suites.from_jaxmarl"),
+        (Arm(), "from_gymnasium"),
+        (OldGym(), "from_gymnasium"),
+    ],
+)
+def test_environment_that_was_not_adapted_is_told_by_what(env, adapter):
+    for use in (envs.vectorize, rollout.probe):
+        with pytest.raises(ValueError, match=f"`rollout.envs.{adapter}` adapts it"):
+            use(env, 3)
+
+
+def test_old_gym_is_refused_with_what_to_put_around_it():
+    with pytest.raises(ValueError, match=r"got OldGym of gym before 0.26.*around it"):
+        envs.from_gymnasium(OldGym, B)
+
+
+def test_old_gym_with_a_class_around_it_plays_the_same_episodes():
+    new, old = (play(at_random(make(name))) for name in ("arm", "old gym"))
+    jax.tree.map(np.testing.assert_array_equal, new, old)
+
+
+@pytest.mark.parametrize("name", ["renamed", "arm"])
+def test_game_with_a_drawing_of_its_own_is_drawn(name, tmp_path):
+    options = {"render_mode": "rgb_array"} if name == "arm" else {}
+    collector = at_random(make(name, **options))
+    path = tmp_path / "a.gif"
+    episode = rollout.record_gif(collector, KEY, None, path)
+    (length,), first = episode.episode_length, 10 if name == "renamed" else 0
+    step = 40 if name == "renamed" else 10
+    assert brightness(path) == [first + step * n for n in range(length + 1)]
+
+
+def test_class_in_the_style_of_brax_may_draw_itself():
+    class Drawn(Point):
+        def render_frames(self, states):
+            for state in states:
+                yield np.full((9, 30, 3), 10 * state.obs[1], np.uint8)
+
+    env = envs.vectorize(envs.suites.from_brax(Drawn()), B)
+    gif, episode = draw_episode(at_random(env), jax.random.key(5), None, 99)
+    shown = brightness(io.BytesIO(gif))
+    assert shown == [10 * n for n in range(episode.episode_length[0] + 1)]
+
+
+def test_environment_in_the_style_of_brax_without_physics_is_not_drawn():
+    env = WALKS["brax"]()
+    assert not envs.render.can_render(env)
+    with pytest.raises(ValueError, match=r"have `render_frames`, .* got Point"):
+        rollout.record_gif(at_random(envs.vectorize(env, B)), KEY, None, "a.gif")
+
+
+@slow
+@pytest.mark.usefixtures("quick_training", "key_reuse")
+@pytest.mark.parametrize("name", KINDS)
+def test_ppo_trains_and_its_episodes_are_those_of_a_plain_loop(name):
+    env = make(name)
+    agent = ppo.PPO(env.action_space, CONFIG, env.observation_space)
+    collector = collector_of(env, agent.policy)
+    train = functools.partial(ppo.train, agent, collector)
+    state, log = jax.device_get((train if collector.is_host else jax.jit(train))(KEY))
+    assert list(log["steps"]) == [96, 192]
+    assert ((log["kl"] > 0) & (log["kl"] < 0.5)).all()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+    t = play(collector, state.params)
+    (check_walks if name in WALKS else check_arms)(t)
+    stats = rollout.evaluate(collector, KEY, state.params, 10)
+    _, episodes = collector.collect_episodes(
+        collector.init(KEY), state.params, 10, max_episode_steps=99
+    )
+    assert stats.num_episodes == 10
+    assert stats.lengths.max <= LIMIT
+    assert float(stats.returns.mean) == pytest.approx(episodes.episode_return.mean())
+
+
+RUNNERS = {
+    "runners": Runners(),
+    "team": envs.suites.from_jaxmarl(Team(LIMITS)),
+    "team by name": envs.suites.from_jaxmarl(
+        Team(dict(zip("abc", LIMITS, strict=True)))
+    ),
+}
+
+
+def runners(name):
+    """Lanes of agents with a shared policy, which also values what it sees."""
+    env = envs.vectorize(RUNNERS[name], B)
+    (space,) = env.action_spaces.values()
+    agent = ppo.PPO(space, CONFIG)
+    policy = agents.policy_map({"one": agent.policy}, agents.fixed_mapping("one"), env)
+    return agent, rollout.Collector(env=env, policy=policy)
+
+
+def check_runners(t, is_merged):
+    """Rows and flags of each agent, by a plain loop; one flag cannot tell of both."""
+    seen = set()
+    for lane in range(B):
+        for agent, limit in enumerate(LIMITS):
+            column = lane * len(LIMITS) + agent
+            place = time = 0
+            over = False
+            for row in range(len(t.mask)):
+                if t.obs[row, column, 1] == 0 and t.mask[row, column]:
+                    place, time, over = 0, 0, False
+                assert t.mask[row, column] == (not over)
+                if over:
+                    continue
+                assert t.obs[row, column].tolist() == [place, time]
+                place, time = place + 2 * t.action[row, column] - 1, time + 1
+                assert t.next_obs[row, column].tolist() == [place, time]
+                assert t.reward[row, column] == place
+                late = time >= limit
+                flags = abs(place) == 2 and not (is_merged and late), late
+                assert (t.terminated[row, column], t.truncated[row, column]) == flags
+                over = any(flags)
+                seen.add((agent, *map(bool, flags)))
+    assert {(0, False, True), (1, True, False), (2, False, True)} <= seen
+
+
+@pytest.mark.parametrize(
+    "name", ["runners", "team", pytest.param("team by name", marks=slow)]
+)
+def test_limits_of_single_agents_cut_and_bootstrap_these_alone(name):
+    agent, collector = runners(name)
+    (group,) = collector.env.groups
+
+    @quick_jit
+    def collect(key):
+        init_key, key = jax.random.split(key)
+        carry = collector.init(key)
+        learner = agent.init(init_key, carry.obs[group])
+        params = {"one": learner[0]}
+        pending = agents.init_agent_transitions(collector, carry, params)
+        carry, t = collector.collect_steps(carry, params, 24)
+        pending, rows = agents.agent_transitions(pending, t)
+        last = agents.last_values(pending, collector.value(carry, params))
+        rows = rows[group]
+        later = rollout.next_values(rows, rows.extras["value"], last[group])
+        return rows, later, agent.value(learner[0], rows.next_obs), learner
+
+    rows, later, want, learner = jax.device_get(collect(jax.random.key(5)))
+    check_runners(rows, is_merged=name != "runners")
+    kept = rows.mask & ~rows.terminated
+    np.testing.assert_allclose(later[kept], want[kept], rtol=1e-5, atol=1e-6)
+    _, log = agent.learn(learner, rows, later, jax.random.key(1))
+    assert 0 < log["kl"] < 0.5
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("name", ["runners", pytest.param("team", marks=slow)])
+def test_runners_are_probed_and_evaluated(name):
+    assert rollout.probe(RUNNERS[name], num_steps=60) == ()
+    agent, collector = runners(name)
+    seen = np.zeros((12, 2), np.float32)
+    params = {"one": quick_jit(agent.init)(jax.random.key(0), seen)[0]}
+    stats = agents.evaluate_agents(collector, jax.random.key(1), params, 12)
+    lengths = {name: x.lengths.max for name, x in stats.agents.items()}
+    assert lengths["a"] == 2  # it ends at its limit or there
+    assert lengths["b"] <= 5
+    assert lengths["c"] == 3

@@ -1,0 +1,325 @@
+"""Environments as other people write them, a small file of each kind.
+
+The walks of gymnax and brax are one task: from an even place in [-2, 2] a step to the
+left or to the right, until place 3 or -3, at an odd step, or after six steps.
+"""
+
+from typing import Any
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from gymnax.environments import environment, spaces
+
+from rollout import envs
+
+GOAL, LIMIT = 3, 6
+
+
+@struct.dataclass
+class WalkState(environment.EnvState):
+    place: jax.Array
+
+
+@struct.dataclass
+class WalkParams(environment.EnvParams):
+    goal: int = GOAL
+    max_steps_in_episode: int = LIMIT
+
+
+class Walking:
+    """What the three classes in gymnax's style share; not gymnax's base."""
+
+    @property
+    def default_params(self):
+        return WalkParams()
+
+    def reset_env(self, key, params):
+        place = 2 * jax.random.randint(key, (), -1, 2)
+        state = WalkState(time=0, place=place)
+        return self.get_obs(state), state
+
+    def get_obs(self, state, params=None, key=None):
+        return jnp.array([state.place, state.time], jnp.float32)
+
+    def move(self, state, action):
+        return WalkState(time=state.time + 1, place=state.place + 2 * action - 1)
+
+    def has_arrived(self, state, params):
+        return jnp.abs(state.place) >= params.goal
+
+    def action_space(self, params=None):
+        return spaces.Discrete(2)
+
+    def observation_space(self, params):
+        return spaces.Box(-6.0, 6.0, (2,), jnp.float32)
+
+    def render_frames(self, states):
+        """Draws a game: the walker as a bright column, brighter with every step."""
+        for state in states:
+            frame = np.zeros((12, 7 * 30, 3), np.uint8)
+            left = 30 * (int(state.place) + 3)
+            frame[:, left : left + 30] = 40 * int(state.time) + 10
+            yield frame
+
+
+class Before(Walking, environment.Environment):
+    """As in files before gymnax 1.0: one `done`, and the discount in `info`."""
+
+    def step_env(self, key, state, action, params):
+        reward = jnp.where(jnp.abs(state.place) == 2, 1.5, -0.5)
+        state = self.move(state, action)
+        done = self.is_terminal(state, params)
+        info = {"discount": self.discount(state, params)}
+        return (
+            jax.lax.stop_gradient(self.get_obs(state)),
+            jax.lax.stop_gradient(state),
+            jnp.array(reward),
+            done,
+            info,
+        )
+
+    def is_terminal(self, state, params):
+        is_late = state.time >= params.max_steps_in_episode
+        return jnp.logical_or(self.has_arrived(state, params), is_late)
+
+
+class Renamed(Before):
+    """With the line that `from_gymnax` names."""
+
+    is_terminated = Before.is_terminal
+
+
+class Without(Walking):
+    """As since gymnax 1.0, without its base class."""
+
+    def step_env(self, key, state, action, params):
+        reward = jnp.where(jnp.abs(state.place) == 2, 1.5, -0.5)
+        state = self.move(state, action)
+        terminated = self.is_terminated(state, params)
+        return self.get_obs(state), state, reward, terminated, {}
+
+    def is_terminated(self, state, params):
+        return self.has_arrived(state, params)
+
+    def is_truncated(self, state, params):
+        return state.time >= params.max_steps_in_episode
+
+
+class With(Without, environment.Environment):
+    """With the base class, which has `is_truncated`."""
+
+    is_truncated = environment.Environment.is_truncated
+
+
+@struct.dataclass
+class PointState:
+    """As brax has it."""
+
+    pipeline_state: Any
+    obs: jax.Array
+    reward: jax.Array
+    done: jax.Array
+    metrics: dict
+    info: dict
+
+
+class Point:
+    """In brax's style, without physics: the walk, and a limit as brax marks it."""
+
+    observation_size, action_size, backend = 2, 1, "generalized"
+
+    def reset(self, rng):
+        rng, key = jax.random.split(rng)
+        place = 2.0 * jax.random.randint(key, (), -1, 2)
+        zero = jnp.zeros(())
+        info = {"rng": rng, "truncation": zero}
+        obs = jnp.stack([place, zero])
+        return PointState(None, obs, zero, zero, {"far": zero}, info)
+
+    def step(self, state, action):
+        place, time = state.obs
+        reward = jnp.where(jnp.abs(place) == 2, 1.5, -0.5)
+        place, time = place + jnp.where(action[0] > 0, 1.0, -1.0), time + 1
+        has_arrived, is_late = jnp.abs(place) >= GOAL, time >= LIMIT
+        state.info["truncation"] = jnp.where(is_late & ~has_arrived, 1.0, 0.0)
+        state.metrics.update(far=jnp.abs(place))
+        done = jnp.where(has_arrived | is_late, 1.0, 0.0)
+        return state.replace(obs=jnp.stack([place, time]), reward=reward, done=done)
+
+
+class Arm(gymnasium.Env):
+    """Of Gymnasium: a dict of observations, several discrete actions, and a drawing."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {
+            "angle": gymnasium.spaces.Box(-9.0, 9.0, (2,), np.float32),
+            "load": gymnasium.spaces.Discrete(3, start=1),
+        }
+    )
+    action_space = gymnasium.spaces.MultiDiscrete([3, 2])
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def see(self):
+        return {"angle": self.angle.astype(np.float32), "load": self.load}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.angle = self.np_random.integers(-1, 2, 2)
+        self.load, self.count = int(self.np_random.integers(1, 4)), 0
+        return self.see(), {}
+
+    def step(self, action):
+        self.count += 1
+        self.angle[0] = np.clip(self.angle[0] + action[0] - 1, -9, 9)
+        self.angle[1] = np.clip(self.angle[1] + 2 * action[1] - 1, -9, 9)
+        reward = -float(np.abs(self.angle).sum()) / self.load
+        fell = bool(np.abs(self.angle).max() == 4)
+        late = self.count == LIMIT and not fell
+        return self.see(), reward, fell, late, {"lifted": self.load}
+
+    def render(self):
+        if self.render_mode != "rgb_array":
+            return None
+        return np.full((20, 30, 3), 10 * self.count, np.uint8)
+
+
+class OldGym:
+    """As in gym before 0.26: `seed`, `reset` without it, and a single `done`."""
+
+    observation_space, action_space = Arm.observation_space, Arm.action_space
+
+    def __init__(self):
+        self.arm, self.next_seed = Arm(), None
+
+    def seed(self, seed=None):
+        self.next_seed = seed
+        return [seed]
+
+    def reset(self):
+        seed, self.next_seed = self.next_seed, None
+        return self.arm.reset(seed=seed)[0]
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.arm.step(action)
+        if truncated:
+            info["TimeLimit.truncated"] = True
+        return obs, reward, terminated or truncated, info
+
+
+class FromOldGym(gymnasium.Env):
+    """The class of the page of environments on the host."""
+
+    def __init__(self, env):
+        self.env = env
+        self.observation_space = env.observation_space
+        self.action_space = env.action_space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.env.seed(seed)
+        return self.env.reset(), {}
+
+    def step(self, action):
+        obs, reward, done, info = self.env.step(action)
+        truncated = info.get("TimeLimit.truncated", False)
+        return obs, reward, done and not truncated, truncated, info
+
+
+@struct.dataclass
+class Runners:
+    """Several agents, each with a time limit of its own, which may end first."""
+
+    limits: Any = (2, 5, 3)
+    agents = ("a", "b", "c")
+    simultaneous = True
+
+    @property
+    def groups(self):
+        return {"all": self.agents}
+
+    @property
+    def observation_spaces(self):
+        return {"all": envs.Box(-9.0, 9.0, (2,))}
+
+    @property
+    def action_spaces(self):
+        return {"all": envs.Discrete(2)}
+
+    def reset(self, key):
+        place = jnp.zeros(3, jnp.int32)
+        return (place, jnp.int32(0)), self.see(place, 0), jnp.ones(3, bool)
+
+    def see(self, place, time):
+        time = jnp.broadcast_to(time, place.shape)
+        return {"all": jnp.stack([place, time], axis=-1).astype(jnp.float32)}
+
+    def step(self, key, state, action):
+        place, time = state
+        is_over = self.is_over(*state)
+        place = place + jnp.where(is_over, 0, 2 * action["all"] - 1)
+        time = time + 1
+        arrived, late = jnp.abs(place) == 2, time >= jnp.asarray(self.limits)
+        return envs.multi_agent.MultiAgentStep(
+            state=(place, time),
+            obs=self.see(place, time),
+            acting=~self.is_over(place, time),
+            reward=jnp.where(is_over, 0.0, place.astype(jnp.float32)),
+            terminated=arrived & ~is_over,
+            truncated=late & ~is_over,
+            episode_terminated=False,
+            episode_truncated=False,
+        )
+
+    def is_over(self, place, time):
+        return (jnp.abs(place) == 2) | (time >= jnp.asarray(self.limits))
+
+
+@struct.dataclass
+class TeamState:
+    place: jax.Array
+    step: jax.Array
+    done: jax.Array
+
+
+class Team:
+    """The same in JaxMARL's style: dicts by agent, and one flag for both endings."""
+
+    agents = Runners.agents
+
+    def __init__(self, limits):
+        self.max_steps = limits
+        self.limits = jnp.array(Runners().limits)
+
+    def reset(self, key):
+        state = TeamState(jnp.zeros(3, jnp.int32), jnp.int32(0), jnp.zeros(3, bool))
+        return self.get_obs(state), state
+
+    def get_obs(self, state):
+        time = state.step
+        return {
+            x: jnp.float32([state.place[i], time]) for i, x in enumerate(self.agents)
+        }
+
+    def step_env(self, key, state, actions):
+        action = jnp.stack([actions[x] for x in self.agents])
+        place = state.place + jnp.where(state.done, 0, 2 * action - 1)
+        time = state.step + 1
+        done = state.done | (jnp.abs(place) == 2) | (time >= self.limits)
+        reward = jnp.where(state.done, 0.0, place)
+        state = TeamState(place, time, done)
+        rewards, dones = (
+            dict(zip(self.agents, x, strict=True)) for x in (reward, done)
+        )
+        return self.get_obs(state), state, rewards, {**dones, "__all__": done.all()}, {}
+
+    def action_space(self, agent):
+        return envs.Discrete(2)
+
+    def observation_space(self, agent):
+        return envs.Box(-9.0, 9.0, (2,))
