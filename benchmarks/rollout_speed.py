@@ -37,8 +37,9 @@ from harness import Program, lanes, measure, run, steps
 from jax import lax
 
 import rollout
-from rollout import envs, kernel
-from rollout.kernel import episode_keys
+from rollout import envs
+from rollout.kernel import episode_keys, fold
+from rollout.kernel.step import act, init, step_env
 
 NUM_ENVS = (16, 128, 1024, 4096)
 NUM_STEPS = 128
@@ -58,8 +59,8 @@ def bare_loop(case: Case) -> Loop:
 
     def run(carry: Any, params: Any) -> tuple[Any, Any]:
         def step(carry: Any, policy_key: jax.Array) -> tuple[Any, Any]:
-            decision = kernel.act(collector, carry, params, policy_key)
-            result = kernel.step_env(collector, carry, decision.action)
+            decision = act(collector, carry, params, policy_key)
+            result = step_env(collector, carry, decision.action)
             length = carry.episode.episode_length
             out = (
                 carry.obs,
@@ -77,11 +78,11 @@ def bare_loop(case: Case) -> Loop:
                 episode=episode,
             ), out
 
-        roots = kernel.roots_of(collector, carry)
+        roots = fold.roots_of(collector, carry)
         steps = carry.step + jnp.arange(case.num_steps, dtype=jnp.int32)
         return lax.scan(step, carry, episode_keys.at_step(roots.policy, steps))
 
-    return Loop(functools.partial(kernel.init, collector), run)
+    return Loop(functools.partial(init, collector), run)
 
 
 def six_of(t: rollout.Transition) -> tuple[Any, ...]:

@@ -10,9 +10,9 @@ import chex
 import jax
 from flax import struct
 
-from rollout import checks, kernel, programs
+from rollout import checks, programs
 from rollout.envs.types import VectorEnv, hash_of_types, sharding_of
-from rollout.kernel import episodes
+from rollout.kernel import episodes, fold, step
 from rollout.kernel.accumulators import as_accumulators
 from rollout.kernel.values import check_values
 from rollout.policies import outputs
@@ -152,7 +152,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
                 lacks the lane axis.
         """
         checks.typed_key(key)
-        return kernel.init(self, key)
+        return step.init(self, key)
 
     @_jit()
     def step(
@@ -171,7 +171,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             ValueError: while tracing, if the policy or the environment returns
                 something of the wrong structure, shape or dtype.
         """
-        return kernel.step(self, carry, params, kernel.roots_of(self, carry))
+        return step.step(self, carry, params, fold.roots_of(self, carry))
 
     def row_shape(self, params: ParamsT) -> Transition[ObsT, ActionT]:
         """Returns the shapes and dtypes of a row, `[B, ...]`; nothing is played.
@@ -230,7 +230,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             ValueError: if `num_steps` is not an int of at least 1, or as `step` does.
         """
         num_steps = checks.int_between("num_steps", num_steps)
-        return kernel.collect_steps(self, carry, params, num_steps)
+        return fold.collect_steps(self, carry, params, num_steps)
 
     @_jit_fold("num_steps")
     def fold_steps(
@@ -264,7 +264,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         """
         num_steps = checks.int_between("num_steps", num_steps)
         checks.function("fn", fn, "acc", "transition")
-        carry, acc, _ = kernel.scan_steps(
+        carry, acc, _ = fold.scan_steps(
             self, carry, params, num_steps, lambda _, acc, row: (fn(acc, row), ()), acc
         )
         return carry, acc
@@ -348,7 +348,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         if not return_rows:
             return carry, played
         if min_steps is not None:  # others were started, and do not count
-            rows = kernel.mask_out(rows.replace(mask=rows.mask & played.mask[None]))
+            rows = fold.mask_out(rows.replace(mask=rows.mask & played.mask[None]))
         return carry, rows, played
 
     @_jit_fold("num_episodes", "max_episode_steps")

@@ -11,12 +11,13 @@ import chex
 import jax
 from jax import lax
 
-from rollout import checks, kernel
+from rollout import checks
 from rollout.collector import Collector
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
 from rollout.kernel import episode_keys, fold
+from rollout.kernel.step import act, restart, step_env
 from rollout.types import Carry, ParamsT, Transition
 
 
@@ -162,13 +163,13 @@ def _time(program: Callable[[_Given], Any], given: _Given) -> float:
 
 def _policy(given: _Given) -> Any:
     collector, carry, params, trajectory = given
-    roots = kernel.roots_of(collector, carry)
+    roots = fold.roots_of(collector, carry)
 
     def step(state: Any, obs: ArrayTree) -> Any:
         carry, _ = state
         seen = carry.replace(obs=obs)
         key = episode_keys.at_step(roots.policy, carry.step)
-        decision = kernel.act(collector, seen, params, key)
+        decision = act(collector, seen, params, key)
         carry = carry.replace(step=carry.step + 1, policy_state=decision.state)
         # XLA cannot drop outputs in the carry, and does not stack them either.
         return (carry, (decision.action, decision.extras)), None
@@ -183,7 +184,7 @@ def _env_step(given: _Given) -> Any:
     def step(state: Any, action: ArrayTree) -> Any:
         carry, _ = state
         length = carry.episode.episode_length + 1
-        result = kernel.step_env(collector, carry, action)
+        result = step_env(collector, carry, action)
         carry = carry.replace(
             step=carry.step + 1,
             env_state=result.state,
@@ -199,11 +200,11 @@ def _env_step(given: _Given) -> Any:
 
 def _auto_reset(given: _Given) -> Any:
     collector, carry, _, trajectory = given
-    roots = kernel.roots_of(collector, carry)
+    roots = fold.roots_of(collector, carry)
 
     def step(carry: Carry, done: jax.Array) -> tuple[Carry, None]:
-        start = kernel.next_episodes(collector.env, carry, roots)
-        return kernel.restart(collector, carry, done, start), None
+        start = episode_keys.next_episodes(collector.env, carry, roots)
+        return restart(collector, carry, done, start), None
 
     return lax.scan(step, carry, trajectory.done)[0]
 

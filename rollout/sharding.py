@@ -137,13 +137,11 @@ class LaneSharding(NamedTuple):
         Scalars among the lanes are replicated, as all of `whole` is.
         """
         own, every = PartitionSpec(self.axis), PartitionSpec()
+        of_lanes = jax.tree.map(lambda x: own if jnp.ndim(x) else every, lanes)
         return jax.shard_map(
             fn,
             mesh=self.mesh,
-            in_specs=(
-                every,
-                *jax.tree.map(lambda x: own if jnp.ndim(x) else every, lanes),
-            ),
+            in_specs=(every, *of_lanes),
             out_specs=own,
             check_vma=False,  # branches of `step_once` vary over different axes
         )(whole, *lanes)

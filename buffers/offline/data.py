@@ -55,7 +55,15 @@ def from_data(
             `next_obs="shared"`, a successor within an episode is not the observation
             of the next row.
     """
-    rows = _read(obs, action, reward, terminated, truncated, next_obs)
+    columns: dict[str, Any] = {
+        "obs": _tree("obs", obs),
+        "action": _tree("action", action),
+        "reward": _array("`reward`", reward, np.float32),
+        "terminated": _flag("terminated", terminated),
+        "truncated": _flag("truncated", truncated),
+        "next_obs": _tree("next_obs", next_obs),
+    }
+    rows = _rows_of(columns)
     done, num_envs = rows.terminated | rows.truncated, buffer.num_envs
     index = _deal(done, num_envs)
     if len(index) > buffer.num_slots:
@@ -98,23 +106,8 @@ def check_successors(obs: ArrayTree, next_obs: ArrayTree, done: Any) -> None:
             )
 
 
-def _read(
-    obs: ArrayTree,
-    action: ArrayTree,
-    reward: chex.Array,
-    terminated: chex.Array,
-    truncated: chex.Array,
-    next_obs: ArrayTree,
-) -> Transition:
-    """Returns the data, `[K, ...]`, in dtypes that jax keeps, with episodes marked."""
-    columns: dict[str, Any] = {
-        "obs": _tree("obs", obs),
-        "action": _tree("action", action),
-        "reward": _array("`reward`", reward, np.float32),
-        "terminated": _flag("terminated", terminated),
-        "truncated": _flag("truncated", truncated),
-        "next_obs": _tree("next_obs", next_obs),
-    }
+def _rows_of(columns: dict[str, Any]) -> Transition:
+    """Checks that columns match, `[K, ...]`, and marks their episodes."""
     num_rows = len(np.atleast_1d(columns["reward"]))
     for name, value in columns.items():
         checks.leading_axes(f"`{name}` must have rows", value, (num_rows,))

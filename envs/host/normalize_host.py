@@ -90,11 +90,7 @@ class NormalizeHost:
     @property
     def shared(self) -> NormalizeState:
         """The statistics, and the discounted sums `[B]` of rewards; see `restart`."""
-        return NormalizeState(
-            env_state=(),
-            memory=self._discounted.copy(),
-            statistics=Shared(self._statistics),
-        )
+        return NormalizeState((), self._discounted.copy(), Shared(self._statistics))
 
     def restart(self, shared: NormalizeState | None) -> None:
         """Goes on with what `shared` was, or from the start if it is None."""

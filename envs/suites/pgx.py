@@ -97,15 +97,8 @@ class _Pgx(struct.PyTreeNode, kw_only=True):
     """The shared part of both adapters: a game of pgx and its observations."""
 
     env: Any = struct.field(pytree_node=False)
-    num_actions: int = struct.field(pytree_node=False)
-    obs_shape: tuple[int, ...] = struct.field(pytree_node=False)
-    obs_dtype: jax.typing.DTypeLike = struct.field(pytree_node=False)
-
-    @property
-    def seen(self) -> AnySpace:
-        mask = Box(0, 1, (self.num_actions,), jnp.dtype(bool))
-        obs = space_of(jax.ShapeDtypeStruct(self.obs_shape, self.obs_dtype))
-        return Dict({"observation": obs, "action_mask": mask})
+    choices: Discrete = struct.field(pytree_node=False)
+    seen: AnySpace = struct.field(pytree_node=False)
 
 
 class _PgxEnv(_Pgx, kw_only=True):
@@ -125,7 +118,7 @@ class _PgxEnv(_Pgx, kw_only=True):
 
     @property
     def action_spaces(self) -> dict[str, AnySpace]:
-        return {_GROUP: Discrete(self.num_actions)}
+        return {_GROUP: self.choices}
 
     def reset(
         self, key: chex.PRNGKey
@@ -172,7 +165,7 @@ class _PgxSeat(_Pgx, kw_only=True):
 
     @property
     def action_space(self) -> AnySpace:
-        return Discrete(self.num_actions)
+        return self.choices
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, dict[str, jax.Array]]:
         init_key, reply_key = jax.random.split(key)
@@ -224,15 +217,14 @@ class _PgxSeat(_Pgx, kw_only=True):
 
 
 def _describe(env: Any) -> dict[str, Any]:
-    """Returns the observations and actions of a game, as fields of an adapter."""
+    """Returns the spaces of a game, as fields of an adapter."""
     check_methods(env, "pgx", ("init", "step", "num_players"))
     # Not `env.num_actions` and `env.observation_shape`: each computes a whole state.
     state = jax.eval_shape(env.init, jax.eval_shape(jax.random.key, 0))
-    return {
-        "num_actions": state.legal_action_mask.shape[0],
-        "obs_shape": state.observation.shape,
-        "obs_dtype": state.observation.dtype,
-    }
+    choices = Discrete(state.legal_action_mask.shape[0])
+    mask = Box(0, 1, (choices.n,), jnp.dtype(bool))
+    seen = Dict({"observation": space_of(state.observation), "action_mask": mask})
+    return {"choices": choices, "seen": seen}
 
 
 def _seen(state: ArrayTree, observation: jax.Array) -> dict[str, jax.Array]:

@@ -17,7 +17,7 @@ from rollout.envs.wrappers.running_stats import Statistics
 from rollout.envs.wrappers.wrapper import VectorWrapper, has_agents, with_names
 
 
-class NormalizeState(struct.PyTreeNode, kw_only=True):
+class NormalizeState(struct.PyTreeNode):
     """State of `NormalizeObs` or `NormalizeReward`.
 
     Attributes:
@@ -57,15 +57,6 @@ class _Normalizer(VectorWrapper, kw_only=True):
         checks.same(what, own, new)
         inner = super().freeze(state.env_state)
         return inner.replace(statistics=new)
-
-    def _state(
-        self, env_state: ArrayTree, memory: ArrayTree, statistics: Statistics
-    ) -> NormalizeState:
-        return NormalizeState(
-            env_state=env_state,
-            memory=memory,
-            statistics=Shared(statistics),
-        )
 
 
 def outermost(env_state: ArrayTree) -> NormalizeState:
@@ -171,7 +162,7 @@ class NormalizeObs(_Normalizer):
             raw_obs, self._num_axes, space=space, only=self.only
         )
         statistics = self._take_in(prior, raw_obs)
-        state = self._state(env_state, raw_obs, statistics)
+        state = NormalizeState(env_state, raw_obs, Shared(statistics))
         return state, self._normalize(statistics, raw_obs)
 
     def step(
@@ -186,7 +177,7 @@ class NormalizeObs(_Normalizer):
         else:
             info = with_names(info, raw)
         return result.replace(
-            state=self._state(result.state, result.obs, statistics),
+            state=NormalizeState(result.state, result.obs, Shared(statistics)),
             obs=self._normalize(statistics, result.obs),
             info=info,
         )
@@ -260,7 +251,7 @@ class NormalizeReward(_Normalizer):
         env_state, obs = self.env.reset(keys)
         discounted = jnp.zeros((self.num_envs,), jnp.float32)
         statistics = self.statistics or running_stats.prior(discounted)
-        return self._state(env_state, discounted, statistics), obs
+        return NormalizeState(env_state, discounted, Shared(statistics)), obs
 
     def step(
         self, keys: chex.PRNGKey, state: NormalizeState, action: ArrayTree
@@ -272,7 +263,7 @@ class NormalizeReward(_Normalizer):
         statistics = self.statistics or running_stats.updated(old, discounted)
         raw = result.reward if result.raw_reward is None else result.raw_reward
         return result.replace(
-            state=self._state(result.state, discounted, statistics),
+            state=NormalizeState(result.state, discounted, Shared(statistics)),
             reward=result.reward / jnp.sqrt(statistics.var + self.epsilon),
             raw_reward=raw,
             info=with_names(result.info, {"raw_reward": raw}),

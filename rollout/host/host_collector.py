@@ -208,7 +208,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         num_steps = checks.int_between("num_steps", num_steps)
         if max_episode_steps is not None:
-            checks.int_between("max_episode_steps", max_episode_steps, most=None)
+            max_episode_steps = checks.max_episode_steps(max_episode_steps)
         choices = ("continue", "reset", "truncate")
         checks.choice(
             "at_batch_end", at_batch_end, choices[: 1 if self.num_ready else None]
@@ -473,9 +473,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Any, Episodes]:
         """Plays assigned episodes; returns their rows, or folds them into `acc`."""
         num_episodes = checks.int_between("num_episodes", num_episodes)
-        max_episode_steps = checks.int_between(
-            "max_episode_steps", max_episode_steps, most=None
-        )
+        max_episode_steps = checks.max_episode_steps(max_episode_steps)
         loop = self._loop
         with self._call(carry):
             plan = EpisodePlan(

@@ -32,31 +32,18 @@ def collect_steps(
     carry: Carry,
     params: Any,
     num_steps: int,
-    *,
-    limit: int | None = None,
-    cut_last: bool = False,
-    drop_fn: FlagFn | None = None,
+    **ends: Any,
 ) -> tuple[Carry, Transition]:
-    """Stacks `num_steps` recorded transitions; the arguments are those of `scan_steps`.
+    """Stacks `num_steps` recorded transitions, `[T, B, ...]`.
 
-    Returns:
-        The next carry, and the trajectory, `[T, B, ...]`.
+    `ends` are the options of `scan_steps` for the ends of episodes.
     """
 
     def stack(carry: Carry, acc: tuple[()], row: Transition) -> tuple[tuple[()], Any]:
         return acc, _writable(pack(row), carry.step)
 
-    carry, _, (rows, flags) = scan_steps(
-        parts,
-        carry,
-        params,
-        num_steps,
-        stack,
-        (),
-        limit=limit,
-        cut_last=cut_last,
-        drop_fn=drop_fn,
-    )
+    folded = scan_steps(parts, carry, params, num_steps, stack, (), **ends)
+    carry, _, (rows, flags) = folded
     terminated, truncated = unpack_flags(flags, 2)
     mask = jnp.ones(flags.shape, bool)
     return carry, rows.replace(terminated=terminated, truncated=truncated, mask=mask)

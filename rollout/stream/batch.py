@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rollout import kernel, nonfinite
+from rollout import nonfinite
 from rollout.collector import Collector
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.episode_window import EpisodeWindow
+from rollout.kernel import episode_keys, fold, step
 from rollout.stats import CollectStats, summarize
 from rollout.stream.options import Options
 from rollout.types import Carry, Episodes, Transition
@@ -56,11 +57,11 @@ def make_batch(
     if options.episodes_per_batch is None:
         if options.at_batch_end == "reset":
             restarts = carry.episode.episode_length > 0
-            roots = kernel.roots_of(collector, carry)
-            start = kernel.next_episodes(collector.env, carry, roots)
-            carry = kernel.restart(collector, carry, restarts, start)
+            roots = fold.roots_of(collector, carry)
+            start = episode_keys.next_episodes(collector.env, carry, roots)
+            carry = step.restart(collector, carry, restarts, start)
         is_faulty = nonfinite.is_nonfinite if options.on_fault == "drop" else None
-        carry, trajectory = kernel.collect_steps(
+        carry, trajectory = fold.collect_steps(
             collector,
             carry,
             params,
@@ -143,4 +144,4 @@ def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:
     start = jnp.zeros_like(faulty[0]), trajectory.episode_id[-1]
     dropped = lax.scan(mark, start, rows, reverse=True)[1]
     kept = trajectory.replace(mask=~dropped)
-    return kernel.mask_out(kept), jnp.sum(faulty, dtype=jnp.int32)
+    return fold.mask_out(kept), jnp.sum(faulty, dtype=jnp.int32)
