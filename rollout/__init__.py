@@ -65,13 +65,7 @@ from rollout.profiling import profile
 from rollout.sharding import shard
 from rollout.stats import summarize
 from rollout.stream import Stream
-from rollout.targets import (
-    discounted_returns,
-    gae,
-    lambda_returns,
-    next_values,
-    vtrace,
-)
+from rollout.targets import discounted_returns, gae, lambda_returns, next_values, vtrace
 from rollout.types import Accumulator, Carry, Policy, Transition
 
 if TYPE_CHECKING:

@@ -18,13 +18,7 @@ from jax.core import Tracer
 
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree, EnvStep
-from rollout.types import (
-    Carry,
-    Episodes,
-    Policy,
-    Served,
-    Transition,
-)
+from rollout.types import Carry, Episodes, Policy, Served, Transition
 
 INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
 _REAL: Any = numbers.Real  # a type checker knows no order of it

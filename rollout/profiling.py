@@ -130,11 +130,7 @@ class _TimedEnv:
 
 
 def _profile_host(
-    collector: Any,
-    key: chex.PRNGKey,
-    params: Any,
-    num_steps: int,
-    num_repeats: int,
+    collector: Any, key: chex.PRNGKey, params: Any, num_steps: int, num_repeats: int
 ) -> Profile:
     """Times the calls of the environments, and what comes between and after them."""
     collector.init(key)  # voids carries from before

@@ -300,9 +300,7 @@ def find_loop(program: Block, num_steps: int | None = None) -> Block:
                 yield inner
 
     return max(
-        outermost(program),
-        key=lambda x: _size(x) * (x.trips or 1),
-        default=program,
+        outermost(program), key=lambda x: _size(x) * (x.trips or 1), default=program
     )
 
 

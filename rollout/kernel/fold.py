@@ -28,11 +28,7 @@ _GPU_UNROLL = 2
 
 
 def collect_steps(
-    parts: Parts,
-    carry: Carry,
-    params: Any,
-    num_steps: int,
-    **ends: Any,
+    parts: Parts, carry: Carry, params: Any, num_steps: int, **ends: Any
 ) -> tuple[Carry, Transition]:
     """Stacks `num_steps` recorded transitions, `[T, B, ...]`.
 

@@ -132,8 +132,7 @@ def stateless_policy(
 @programs.shared
 def recurrent_policy(
     fn: Callable[
-        [ParamsT, ObsT, Any, Key],
-        tuple[ActionT, Any] | tuple[ActionT, Any, Any],
+        [ParamsT, ObsT, Any, Key], tuple[ActionT, Any] | tuple[ActionT, Any, Any]
     ],
     init: Callable[[int], ArrayTree],
     *,

@@ -104,11 +104,7 @@ class Options:
             )
 
     def _check_int(
-        self,
-        name: str,
-        *,
-        most: int | None = INT32_MAX,
-        whole_rows: bool = False,
+        self, name: str, *, most: int | None = INT32_MAX, whole_rows: bool = False
     ) -> None:
         if (given := getattr(self, name)) is None:
             return

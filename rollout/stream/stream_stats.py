@@ -47,10 +47,7 @@ class StreamStats(NamedTuple):
         none = Moments(**sums, high=-sums["low"])
         names = by_name(carry.episode.accumulated, carry.episode.episode_id.shape)
         collected = CollectStats(
-            **counts,
-            returns=none,
-            lengths=none,
-            accumulated=dict.fromkeys(names, none),
+            **counts, returns=none, lengths=none, accumulated=dict.fromkeys(names, none)
         )
         return cls(collected, jax.device_get(EpisodeWindow.create(_WINDOW)))
 
