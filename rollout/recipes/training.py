@@ -93,7 +93,8 @@ def gradient(cost, params, t, advantage):
     """Differentiates `cost(params, t, advantage)` of rows; returns also what to log.
 
     On a CPU it adds up those of parts, `cost(params, *part, (t, advantage))`, each as
-    large as the caches of all cores hold: of 32,768 rows that takes half the time.
+    large as the caches of all cores hold: of 32,768 rows that takes half the time. So
+    the last place depends on the number of cores.
     """
     differentiate, rows = jax.grad(cost, has_aux=True), (t, advantage)
     num_parts = max(1, advantage.size // (ROWS_OF_A_CORE * (os.cpu_count() or 1)))
