@@ -17,6 +17,8 @@ from rollout import checks
 from rollout.envs import prng
 from rollout.envs.types import AnySpace, ArrayTree
 
+MASK = "action_mask"  # name of the part of an observation that is one
+
 
 class Space:
     """The values that an observation or an action of ONE environment can take.
@@ -464,6 +466,12 @@ def space_of(tree: ArrayTree) -> AnySpace:
     if isinstance(boxes, Space):
         return boxes
     return Dict(boxes) if type(boxes) is dict else Composite(boxes)
+
+
+def is_mask(path: Any) -> bool:
+    """Returns whether a leaf at `path` is an entry of a dict, or a field, of `MASK`."""
+    last = path[-1] if path else None
+    return MASK in (getattr(last, "key", None), getattr(last, "name", None))
 
 
 def narrow(dtype: Any) -> np.dtype:

@@ -99,7 +99,8 @@ def single(env: Any) -> None:
             "before `vectorize`."
         )
     missing = [name for name in ("reset", "step") if not hasattr(env, name)]
-    others = [adapter for name, adapter in _ADAPTERS if hasattr(env, name)]
+    # Of the class: a field of one's own may be called `seed`.
+    others = [adapter for name, adapter in _ADAPTERS if hasattr(type(env), name)]
     hint = f": `rollout.envs.{others[0]}` adapts it" if others else ""
     if missing:
         raise ValueError(
@@ -156,7 +157,7 @@ def positive(name: str, value: Any) -> None:
 
 
 def fraction(name: str, value: Any, *, lowest: int = 0, highest: float = 1) -> None:
-    """Checks a number up to 1, or a scalar array, whose value may not be known."""
+    """Checks a number in bounds, or a scalar array, whose value may not be known."""
     if isinstance(value, _REAL) and not isinstance(value, bool):
         is_wrong = not lowest <= value <= highest
     else:

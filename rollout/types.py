@@ -273,7 +273,7 @@ class Policy(NamedTuple, Generic[ParamsT, ObsT, ActionT]):
 
 
 class Parts(Protocol):
-    """What the kernel reads of a collector; `Collector` has the meanings."""
+    """The parts of a collector that the kernel reads; `Collector` documents them."""
 
     @property
     def env(self) -> VectorEnv:

@@ -211,9 +211,10 @@ def test_observations_need_their_space_unless_they_are_vectors():
     space, key = SPACES["discrete"], jax.random.key(0)
     shown = {"obs": jnp.zeros((1, 2)), "action_mask": jnp.ones((1, 3), bool)}
     for agent in (PPO(space, CONFIG), DQN(space, DQN_CONFIG)):
-        with pytest.raises(ValueError, match="`observation_space` must be given"):
-            jax.eval_shape(agent.init, key, {"a": shown["obs"], "b": shown["obs"]})
-    jax.eval_shape(PPO(space, CONFIG).init, key, shown)  # as `FlattenObs` shows it
+        for names in (("a", "b"), ("obs", "goal")):
+            with pytest.raises(ValueError, match="`observation_space` must be given"):
+                jax.eval_shape(agent.init, key, dict.fromkeys(names, shown["obs"]))
+        jax.eval_shape(agent.init, key, shown)  # as `FlattenObs` shows it
 
 
 class Hidden(gymnasium.Env):

@@ -16,7 +16,7 @@ def new_interface(env: Any) -> None:
     """Raises for an environment of gym before 0.26, whose `reset` takes no seed."""
     name = type(env).__name__
     try:
-        inspect.signature(env.reset).bind(seed=0, options=None)
+        inspect.signature(env.reset).bind(seed=0)
     except TypeError:
         if not hasattr(env, "seed"):
             return  # its first reset says what is wrong

@@ -6,10 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout.envs.spaces import Box, Dict, Discrete, MultiDiscrete, Repeated, as_space
+from rollout.envs.spaces import (
+    MASK,
+    Box,
+    Dict,
+    Discrete,
+    MultiDiscrete,
+    Repeated,
+    as_space,
+    is_mask,
+)
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers.observations import eval_reset
-from rollout.envs.wrappers.running_stats import MASK, is_mask
 from rollout.envs.wrappers.wrapper import Agent, ObsWrapper
 
 

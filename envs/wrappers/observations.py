@@ -16,10 +16,10 @@ from rollout.envs.spaces import (
     Discrete,
     Repeated,
     as_space,
+    is_mask,
     space_of,
 )
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers.running_stats import is_mask
 from rollout.envs.wrappers.wrapper import Agent, ObsWrapper, has_agents
 
 

@@ -14,11 +14,11 @@ from rollout.envs.spaces import (
     MultiBinary,
     MultiDiscrete,
     Repeated,
+    is_mask,
     space_of,
 )
 from rollout.envs.types import AnySpace, ArrayTree
 
-MASK = "action_mask"  # name of the part of an observation that recipes read as one
 _PRIOR_COUNT = 1e-4  # as Gymnasium's RunningMeanStd
 
 
@@ -72,12 +72,6 @@ def names(name: str, value: Any) -> tuple[str, ...] | None:
             f'`{name}` must be names, such as ("position", "speed"), got {value!r}.'
         )
     return tuple(value)
-
-
-def is_mask(path: Any) -> bool:
-    """Returns whether a leaf at `path` is an entry of a dict, or a field, of `MASK`."""
-    last = path[-1] if path else None
-    return MASK in (getattr(last, "key", None), getattr(last, "name", None))
 
 
 def prior(

@@ -73,8 +73,8 @@ class Calls:
                 except BaseException as error:
                     future.set_exception(error)
 
-            self._last = future
             threading.Thread(target=run).start()
+            self._last = future
         return future
 
     def wait(self) -> None:

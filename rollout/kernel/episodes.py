@@ -255,7 +255,7 @@ def _read(results: tuple[jax.Array, ArrayTree]) -> Episodes:
         truncated=truncated,
         finished=finished,
         lane=lane,
-        num_steps=jnp.sum(length),
+        num_steps=jnp.sum(length, dtype=jnp.int32),
         mask=jnp.ones(length.shape, bool),
         accumulated=values[1],
     )
@@ -270,4 +270,4 @@ def first_of(played: Episodes, min_steps: int) -> Episodes:
     mask = jnp.cumsum(length) - length < min_steps
     kept = played.replace(mask=mask, num_steps=())
     first = prng.select(mask, kept, prng.blank(kept))
-    return first.replace(num_steps=jnp.sum(first.episode_length))
+    return first.replace(num_steps=jnp.sum(first.episode_length, dtype=jnp.int32))

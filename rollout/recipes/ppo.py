@@ -88,8 +88,6 @@ class ActorCritic(nn.Module):
     @nn.compact
     def __call__(self, obs):
         space, mask = self.action_space, mask_in(obs)
-        if self.observation_space is None and mask is not None:
-            obs = obs["obs"]  # as `FlattenObs` and a memory show it
         obs = training.flat(self.observation_space)(obs)
 
         def mlp(num_outputs, scale):

@@ -70,7 +70,7 @@ class RecurrentPPO(PPO):
     def gradient(self, params, t, advantage):
         return jax.grad(self.cost, has_aux=True)(params, t, advantage)
 
-    def cost(self, params, t, advantage, whole=None):
+    def cost(self, params, t, advantage):
         def step(memory, obs):
             return self.step(params, memory, obs)
 
@@ -78,4 +78,4 @@ class RecurrentPPO(PPO):
         rows = t.obs, t.first, self.empty
         _, x = rollout.policies.unroll(step, start, *rows)
         dist, value = self.network.apply(params["heads"], x)
-        return loss(self.config, dist, value, t, advantage, whole)
+        return loss(self.config, dist, value, t, advantage)

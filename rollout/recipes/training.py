@@ -134,6 +134,8 @@ def flat(observation_space):
 
 
 def flat_already(obs):
+    if isinstance(obs, dict) and obs.keys() == {"obs", "action_mask"}:
+        obs = obs["obs"]  # as `FlattenObs` and a memory show it
     if not hasattr(obs, "dtype"):
         raise ValueError(
             "`observation_space` must be given where observations are no vectors, got "

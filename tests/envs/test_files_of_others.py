@@ -177,6 +177,29 @@ def test_old_gym_is_refused_with_what_to_put_around_it():
         envs.from_gymnasium(OldGym, B)
 
 
+class Seeded(Arm):
+    """Takes a seed, keeps it, and knows no options."""
+
+    seed = 7
+
+    def reset(self, *, seed=None):
+        return super().reset(seed=seed)
+
+
+def test_seed_of_ones_own_is_not_taken_for_old_gym():
+    old, new = (play(at_random(envs.from_gymnasium(x, B))) for x in (Arm, Seeded))
+    jax.tree.map(np.testing.assert_array_equal, old, new)
+
+    class Plain:
+        reset = step = None
+
+        def __init__(self):
+            self.seed = 7
+
+    with pytest.raises(ValueError, match=r"got a plain Plain\.$"):
+        envs.vectorize(Plain(), B)
+
+
 def test_old_gym_with_a_class_around_it_plays_the_same_episodes():
     new, old = (play(at_random(make(name))) for name in ("arm", "old gym"))
     jax.tree.map(np.testing.assert_array_equal, new, old)
