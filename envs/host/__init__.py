@@ -10,7 +10,7 @@
 - `space_check` finds observations and actions that are not finite or not in their
   space.
 - Shared by these: `arrays`, the arrays that environments write to; `request_checks`;
-  `ownership`, who stepped an environment last; `exceptions` as bytes.
+  `ownership`, who stepped an environment last; `exceptions`, for another process.
 """
 
 from rollout.envs.host.types import (
