@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 import numpy as np
 
 from rollout import checks
@@ -45,8 +44,8 @@ def from_envpool(
     Args:
         env: an id such as "CartPole-v1".
         num_envs: B.
-        batch_size: number of answers returned at a time, from 1 to B, by default B; a
-            `step` needs one that divides B.
+        batch_size: number of answers returned at a time, from 1 to B, by default B,
+            which `step` needs.
         seed: of all randomness.
         record_info: names of EnvPool's info to keep, such as "lives".
         **options: for `envpool.make`, such as `num_threads` or `max_episode_steps`.
@@ -108,20 +107,13 @@ class _EnvPool:
         return self._obs
 
     def step(self, action: ArrayTree) -> HostStep:
-        if self.num_envs % self.batch_size:
+        if self.batch_size != self.num_envs:
             raise ValueError(
-                "`batch_size` must divide `num_envs` for a step of all environments, "
-                f"got {self.batch_size} and {self.num_envs}."
+                "`batch_size` must be `num_envs` for a step of all environments, got "
+                f"{self.batch_size} of {self.num_envs}: collect with `num_ready`."
             )
-        if self.batch_size == self.num_envs:  # the usual case, kept fast
-            self._env.send(self._action.map(np.asarray, action), self._all)
-            return self._receive()[0]
         self.send(action, self._all)
-        starts = range(0, self.num_envs, self.batch_size)
-        batches = [self.receive(self.batch_size) for _ in starts]
-        steps, env_id = zip(*batches, strict=True)
-        order = np.argsort(np.concatenate(env_id))
-        return jax.tree.map(lambda *x: np.concatenate(x)[order], *steps)
+        return self.receive(self.batch_size)[0]
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         self._in_flight[env_id] = True
@@ -131,11 +123,6 @@ class _EnvPool:
         self, num_ready: int, timeout: float | None = None
     ) -> tuple[HostStep, np.ndarray]:
         del num_ready, timeout  # EnvPool has its `batch_size`, and waits
-        step, env_id = self._receive()
-        self._in_flight[env_id] = False
-        return step, env_id
-
-    def _receive(self) -> tuple[HostStep, np.ndarray]:
         obs, reward, terminated, truncated, info = self._env.recv()
         env_id = info["env_id"]
         at = slice(None) if len(env_id) == self.num_envs else env_id
@@ -151,6 +138,7 @@ class _EnvPool:
             mask=mask,
         )
         self._ended[at] = step.terminated | step.truncated
+        self._in_flight[at] = False
         self._write(step.obs, env_id)
         return step, env_id
 

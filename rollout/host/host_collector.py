@@ -359,7 +359,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         if carry is not None and not self._latest.is_used(carry):
             return carry, None
-        if not self._latest.is_begun:
+        if not self._latest.ticket:
             raise ValueError("`recover` must follow `init`, which was not called yet.")
         with self._call():
             if (plan := self._loop.plan) is not None:
@@ -450,7 +450,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             "key": runner.key,
             "step": np.int32(runner.step),
             "next_episode": np.int32(self._next_episode),
-            "env_state": self._latest.env_state,
+            "env_state": (self._latest.ticket, getattr(self.env, "shared", ())),
             "obs": jax.tree.map(np.array, loop.obs),
             "policy_state": runner.restarted(loop.unseen, loop.episode_id),
             "episode": Episode(**episode),

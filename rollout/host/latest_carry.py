@@ -19,34 +19,25 @@ class LatestCarry:
     has stepped them since.
 
     Attributes:
+        ticket: of the latest carry, or of the call that it began; 0 before `init`.
         carry: the carry that the last call returned.
         used: the ticket of the carry of the current call, or of one cut short.
     """
 
     def __init__(self, env: HostVectorEnv) -> None:
         self._env: Any = env
-        self._ticket: Any = np.uint32(0)  # 0 before `init`
+        self.ticket: Any = np.uint32(0)
         self.carry: Carry | None = None
         self.used: Any = None
 
     @property
-    def is_begun(self) -> bool:
-        """Whether there was a carry."""
-        return bool(self._ticket)
-
-    @property
     def is_mine(self) -> bool:
         """Whether no other collector has stepped the environments since."""
-        return is_claimed(self._env, self._ticket)
-
-    @property
-    def env_state(self) -> tuple[Any, Any]:
-        """The ticket, and what the environments share."""
-        return self._ticket, getattr(self._env, "shared", ())
+        return is_claimed(self._env, self.ticket)
 
     def is_latest(self, carry: Carry) -> bool:
         """Whether a carry, or a copy of it, is the latest one."""
-        return self.is_begun and np.array_equal(_ticket_of(carry), self._ticket)
+        return np.array_equal(_ticket_of(carry), self.ticket)
 
     def is_used(self, carry: Carry) -> bool:
         """Whether a carry is that of a call that was cut short."""
@@ -54,28 +45,28 @@ class LatestCarry:
 
     def take_over(self) -> None:
         """Makes all carries so far void, also those of other collectors."""
-        self._ticket = np.uint32(new_user())
-        claim(self._env, self._ticket)
+        self.ticket = np.uint32(new_user())
+        claim(self._env, self.ticket)
 
     def use_up(self) -> None:
         """Begins a call with the latest carry."""
-        self.used = self._ticket
+        self.used = self.ticket
         self.take_over()
 
     def check(self, carry: Carry) -> None:
         """Raises unless a call may begin with a carry."""
         checks.outside_of_jit("HostCollector")
         checks.is_carry(carry)
-        if self.is_begun and not self.is_mine:
-            raise ValueError(
-                "`carry` must be of the collector that stepped `env` last, but another "
-                "one has stepped it since: give each its own environments, or call "
-                "`init` again."
-            )
         if not self.is_latest(carry):
             raise ValueError(
                 "`carry` must be the one that the last call returned, for the "
                 "environments have moved on; after an error `recover` returns one."
+            )
+        if not self.is_mine:
+            raise ValueError(
+                "`carry` must be of the collector that stepped `env` last, but another "
+                "one has stepped it since: give each its own environments, or call "
+                "`init` again."
             )
         for name in ("key", "step", "next_episode", "obs", "episode"):
             given, returned = (getattr(x, name) for x in (carry, self.carry))

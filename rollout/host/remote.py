@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import logging
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -95,8 +94,8 @@ class RemoteBatches(
 
     The order of batches, and so the result of learning, depends on the actors' speed.
 
-    It is an iterator over `RemoteBatch`es. If Ray is not running, it starts Ray, and
-    `close` ends it.
+    It is an iterator over `RemoteBatch`es. Without a `ray.init` before, Ray starts
+    itself, on this machine, and runs until the program ends.
 
     Args:
         make_collector: makes the collector, in the actor: it does its own imports and
@@ -156,13 +155,6 @@ class RemoteBatches(
         self._in_flight: dict[Any, tuple[int, int]] = {}
         self._stats = RemoteStats()
         self._setting, self._is_closed = threading.Lock(), False
-        self._owns_ray = not ray.is_initialized()
-        if self._owns_ray:
-            with warnings.catch_warnings():
-                # Ray's forks only execute another program at once.
-                warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-                quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-                ray.init(include_dashboard=False, **quiet)
         try:
             host = _on_host(params)
             self._kind = jax.eval_shape(lambda x: x, host)
@@ -239,7 +231,7 @@ class RemoteBatches(
             RuntimeError: after `close`.
             ValueError: if structure, a shape or a dtype differs.
         """
-        if self._is_closed:  # `put` would start Ray again
+        if self._is_closed:
             raise RuntimeError("`set_params` must be called before `close`.")
         new = _on_host(params)
         checks.same("`params` must keep structure, shapes and dtypes", self._kind, new)
@@ -255,8 +247,6 @@ class RemoteBatches(
             self._ray.kill(actor)
         self._in_flight.clear()
         self._actors.clear()
-        if self._owns_ray:
-            self._ray.shutdown()
 
     def _start(self) -> None:
         """Starts an actor, and its first batch."""

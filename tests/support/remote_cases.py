@@ -70,19 +70,9 @@ class LocalRay(types.ModuleType):
 
     exceptions = types.SimpleNamespace(RayError=_RayError, RayTaskError=_RayTaskError)
 
-    def __init__(self, *, is_initialized=True):
+    def __init__(self):
         super().__init__("ray")
-        self.is_running, self.actors, self.num_put = is_initialized, [], 0
-        self.options = {}
-
-    def is_initialized(self):
-        return self.is_running
-
-    def init(self, **options):
-        self.is_running = True
-
-    def shutdown(self):
-        self.is_running = False
+        self.actors, self.num_put, self.options = [], 0, {}
 
     def get_runtime_context(self):
         ids = {"GPU": ["0"]}  # so that an actor leaves this process as it is

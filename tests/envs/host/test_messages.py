@@ -157,7 +157,7 @@ CALLS = [
     (lambda: pool(batch_size=0), "`batch_size` must be an int of at least 1"),
     (lambda: pool(batch_size=4), "`batch_size` must be at most 3, got 4"),
     (lambda: pool(record_info=["lives"]), "`record_info` must be names of"),
-    (lambda: pool(batch_size=2).step(ACTION), "`batch_size` must divide"),
+    (lambda: pool(batch_size=2).step(ACTION), "`batch_size` must be `num_envs`"),
     (lambda: pool(batch_size=2).reset(SEEDS, ONE), "`mask` must be True"),
     # `probe`
     (lambda: rollout.probe(HostCount(2), num_steps=0), "`num_steps` must be an int"),

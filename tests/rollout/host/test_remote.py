@@ -5,7 +5,6 @@ import itertools
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -20,17 +19,6 @@ from host_count import KEY
 
 import rollout
 
-# Ray in a process that did not start it; the batch is too large to travel otherwise
-# than by the object store.
-SCRIPT = """
-import functools, sys, jax, ray, remote_cases, rollout
-make = functools.partial(remote_cases.noted, sys.argv[1], 64)
-options = {"num_actors": 1, "steps_per_batch": 64_000, "key": jax.random.key(0)}
-with rollout.host.RemoteBatches(make, **options) as batches:
-    batch = next(batches)
-    total = batch.trajectory.obs.sum()
-print(ray.is_initialized(), total == batch.trajectory.obs.sum())
-"""
 SUPPORT = pathlib.Path(cases.__file__).parent
 B, T = 4, 6
 summarize = jax.jit(rollout.summarize)
@@ -195,14 +183,9 @@ class TestInThisProcess:
         assert len(local_ray.actors) == 2
         assert all(actor.is_killed for actor in local_ray.actors)
 
-    @pytest.mark.parametrize("is_initialized", [True, False])
-    def test_ray_is_ended_by_whoever_began_it(self, monkeypatch, is_initialized):
-        ray = cases.LocalRay(is_initialized=is_initialized)
-        monkeypatch.setitem(sys.modules, "ray", ray)
+    def test_options_of_an_actor_are_those_of_ray(self, local_ray):
         with start(ray_options={"num_cpus": 2}):
-            assert ray.is_running
-            assert ray.options == {"num_cpus": 2}
-        assert ray.is_running == is_initialized
+            assert local_ray.options == {"num_cpus": 2}
 
 
 @pytest.fixture(scope="module")
@@ -237,16 +220,6 @@ def is_alive(pid):
     except FileNotFoundError:
         return False
     return state.split()[0] != "Z"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("path_of_cases")
-def test_ray_that_is_started_here_is_ended_in_silence(tmp_path):
-    pytest.importorskip("ray")
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=SUPPORT)
-    assert (run.stdout, run.stderr) == ("False True\n", "")
-    wait_until(lambda: not any(map(is_alive, pids_in(tmp_path))))
 
 
 def pids_in(folder):
