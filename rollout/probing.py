@@ -19,7 +19,6 @@ from rollout import checks, programs
 from rollout.collector import Collector
 from rollout.envs import prng
 from rollout.envs.host.local_envs import LocalEnvs, close
-from rollout.envs.host.ownership import claim, new_user
 from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
 from rollout.envs.spaces import Space, as_space
@@ -311,7 +310,6 @@ def _probe_host(
 ) -> None:
     """Plays host environments over and over; each pass changes one thing."""
     _check_by_gymnasium(found, env)
-    claim(env, new_user())  # no carry of a collector is valid after this
     watched, random = _Watched(env), _random_policy(env)
     nobody = np.zeros(env.num_envs, bool)
     others = np.arange(env.num_envs) > 0

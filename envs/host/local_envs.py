@@ -3,11 +3,10 @@
 import contextlib
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from rollout import checks
 from rollout.envs.host import request_checks
 from rollout.envs.host.arrays import (
     StepArrays,
@@ -111,10 +110,7 @@ class LocalEnvs:
         # All are reset before the first fault is raised: the others must be ready.
         for at in (x for x in which if x not in self.causes):
             try:
-                result = self._envs[at].reset(seed=int(seeds[at]))
-                if type(result) is not tuple or len(result) != 2:
-                    _wrong("reset", "(obs, info)", result)
-                obs, info = result
+                obs, info = self._envs[at].reset(seed=int(seeds[at]))
                 shown = {"obs": obs, "info": info} if self._observes else obs
                 self._write_obs(at, shown)
             except Exception as cause:
@@ -185,8 +181,6 @@ class LocalEnvs:
             return
         try:
             result = self._steps[at](action)
-            if type(result) is not tuple or len(result) != 5:
-                _wrong("step", "(obs, reward, terminated, truncated, info)", result)
             obs, reward, terminated, truncated, info = result
             self._write_obs(at, {"obs": obs, "info": info} if self._observes else obs)
             if type(reward) is float and type(terminated) is type(truncated) is bool:
@@ -218,10 +212,6 @@ class LocalEnvs:
 
 def _spaces(env: Any) -> tuple[Any, Any]:
     return env.observation_space, env.action_space
-
-
-def _wrong(name: str, what: str, result: Any) -> NoReturn:
-    raise TypeError(f"`{name}` must return {what}, got {checks.describe(result)}")
 
 
 def close(env: Any) -> None:

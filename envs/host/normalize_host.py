@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from rollout import checks
-from rollout.envs.host import ownership
 from rollout.envs.host.arrays import place_rows
 from rollout.envs.host.types import HostStep, HostVectorEnv
 from rollout.envs.spaces import as_space
@@ -124,14 +123,6 @@ class NormalizeHost:
             raise AttributeError(name)
         value = getattr(self.env, name)
         return {"receive": self._receive, "load": self._load}.get(name, value)
-
-    @property
-    def _rollout_user(self) -> int | None:
-        return getattr(self.env, "_rollout_user", None)
-
-    @_rollout_user.setter
-    def _rollout_user(self, user: int) -> None:
-        ownership.claim(self.env, user)  # also for a frozen one around the same
 
     def _receive(
         self, num_ready: int, timeout: float | None = None

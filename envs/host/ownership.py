@@ -3,6 +3,8 @@
 import itertools
 from typing import Any
 
+from rollout.envs.host.types import HostVectorEnv
+
 _NUMBERS = itertools.count(1)
 
 
@@ -13,9 +15,16 @@ def new_user() -> int:
 
 def claim(env: Any, user: int) -> None:
     """Notes that the episodes of these environments belong to this user from now on."""
-    object.__setattr__(env, "_rollout_user", user)  # it may be frozen
+    object.__setattr__(_innermost(env), "_rollout_user", user)  # it may be frozen
 
 
 def is_claimed(env: Any, user: int) -> bool:
     """Returns whether this user was the last to claim them."""
-    return getattr(env, "_rollout_user", None) == user
+    return getattr(_innermost(env), "_rollout_user", None) == user
+
+
+def _innermost(env: Any) -> Any:
+    """Returns what is in all wrappers: several may be around the same."""
+    while isinstance(inner := getattr(env, "env", None), HostVectorEnv):
+        env = inner
+    return env

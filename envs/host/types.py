@@ -56,17 +56,14 @@ class EnvFault(RuntimeError):  # noqa: N818
     """
 
     def __init__(self, causes: Mapping[int, BaseException], hint: str = "") -> None:
+        super().__init__(causes, hint)  # by which it is pickled, for another process
         self.causes = dict(causes)
-        self._hint = hint
+
+    def __str__(self) -> str:
         number, cause = next(iter(self.causes.items()))
         more = f", and {len(self.causes) - 1} more" if len(self.causes) > 1 else ""
-        super().__init__(
-            f"environment {number} failed: {type(cause).__name__}: {cause}{more}{hint}"
-        )
-
-    def __reduce__(self) -> tuple:
-        """Pickles it by its arguments, to send it to another process."""
-        return EnvFault, (self.causes, self._hint)
+        what = f"{type(cause).__name__}: {cause}{more}{self.args[1]}"
+        return f"environment {number} failed: {what}"
 
 
 @runtime_checkable

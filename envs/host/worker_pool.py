@@ -172,13 +172,8 @@ class WorkerPool:
             self._selector.unregister(handle.pipe)
         if cause is None:
             handle.process.join(_GRACE)  # its pipe may be closed a moment before
-            text = f"{handle} ended with exit code {handle.process.exitcode}"
-            if handle.asked == "make":
-                text += (
-                    " before it was ready: see its output; a script must call "
-                    '`workers` under `if __name__ == "__main__":`'
-                )
-            cause = RuntimeError(text)
+            exit_code = handle.process.exitcode
+            cause = RuntimeError(f"{handle} ended with exit code {exit_code}")
         self.broken.update(dict.fromkeys(handle.ids, cause))
         handle.causes = {}
         # Nobody else will answer for these, and `receive` waits for them.

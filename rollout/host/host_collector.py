@@ -66,8 +66,6 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         policy: the policy that acts in them.
         num_ready: number of environments in a row, at least 1 and at most B, None for
             all in step. `env` must be an `AsyncHostVectorEnv`.
-        timeout: seconds to wait for `num_ready` environments, None for any time; after
-            that a `TimeoutError` is raised.
         record_fn: maps a transition to its recorded fields, as in `Collector`.
         accumulators: user-defined values that are accumulated per episode, as in
             `Collector`.
@@ -91,7 +89,6 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     policy: Policy[ParamsT, ObsT, ActionT]
     _: dataclasses.KW_ONLY
     num_ready: int | None = None
-    timeout: float | None = None
     record_fn: RecordFn[ObsT, ActionT] | None = None
     accumulators: Any = ()
     on_fault: str = "raise"

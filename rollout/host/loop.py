@@ -73,9 +73,10 @@ class Loop:
         env = self._env = collector.env
         _check(env, collector.num_ready, collector.on_fault)
         checks.int_between("max_restarts", collector.max_restarts, least=0)
-        checks.seconds("timeout", collector.timeout)
-        self._num_ready, self._timeout = collector.num_ready, collector.timeout
-        self._max_restarts = collector.max_restarts
+        self._num_ready, self._max_restarts = (
+            collector.num_ready,
+            collector.max_restarts,
+        )
         self._restarts = collector.on_fault == "restart"
         self.runner = PolicyRunner(collector.policy, env.action_space, env.num_envs)
         self._obs_check = SpaceCheck(env.observation_space)
@@ -190,11 +191,7 @@ class Loop:
         # Fewer are in flight where a plan ends.
         num_ready = min(num_ready, int(np.count_nonzero(self._in_flight)))
         self.is_torn = True
-        try:
-            result, lanes = self._env.receive(num_ready, self._timeout)
-        except TimeoutError:
-            self.is_torn = False  # nothing is lost: the next call receives them
-            raise
+        result, lanes = self._env.receive(num_ready)
         self._in_flight[lanes] = False
         obs, action, extras = jax.tree.map(lambda x: x[lanes], self._sent)
         block.write("obs", obs)

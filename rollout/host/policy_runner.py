@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from rollout import programs
-from rollout.envs import prng
 from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
@@ -189,11 +188,6 @@ def _programs(policy: Policy, view: Any, impl: Any) -> _Programs:
         key = jax.random.wrap_key_data(words, impl=impl)
         seen = view._replace(num_envs=len(jax.tree.leaves(obs)[0]))
         decision = outputs.act(policy, seen, params, obs, mine, key)
-        if prng.has_keys(decision.extras):
-            raise ValueError(
-                "`policy.apply` must return extras without typed keys for environments "
-                "that are not JAX: `jax.random.key_data` returns their words."
-            )
         new = decision.state
         if env_id is not None:  # `drop`: padding is beyond the last lane
             put = lambda x, rows: x.at[env_id].set(rows, mode="drop")  # noqa: E731

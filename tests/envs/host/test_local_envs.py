@@ -5,7 +5,6 @@ Those in workers do the same, where `each_place` says so.
 
 import functools
 import pickle
-import re
 
 import gymnasium
 import host_envs
@@ -64,7 +63,7 @@ CAUSES = {
     "dtype": (TypeError, "obs must have dtype float32, got complex128"),
     "reward": (TypeError, "reward must have dtype float32, got <U3"),
     "flag": (TypeError, "terminated must have dtype bool, got float64"),
-    "values": (TypeError, r"`step` must return \(obs, .*, info\), got 4 values"),
+    "values": (ValueError, r"not enough values to unpack \(expected 5, got 4\)"),
     "odd": (RuntimeError, "odd error"),
 }
 
@@ -83,7 +82,7 @@ def test_fault_is_that_of_one_row_until_it_is_rebuilt_and_reset(make, place, fau
         assert list(step.causes) == [1] * (number >= AT)
     kind, words = CAUSES[fault]
     if place == "workers":
-        assert "\nTraceback" in str(step.causes[1].__cause__)
+        assert step.causes[1].__notes__[0].startswith("Traceback")
     elif fault == "odd":
         kind = host_envs.OddError
     with pytest.raises(kind, match=words):
@@ -228,31 +227,3 @@ def test_integers_beyond_32_bits_do_not_wrap(first):
     assert not env.step(np.int32([1])).faulty.any()
     step = env.step(np.int32([1]))  # 2^31
     assert "as numbers have 32 bits, got 2147483648" in str(step.causes[0])
-
-
-class Odd(Count):
-    """Returns other things than Gymnasium's two and five."""
-
-    def __init__(self, name, result):
-        super().__init__()
-        self.name, self.result = name, result
-
-    def reset(self, *, seed=None, options=None):
-        begun = super().reset(seed=0)
-        return self.result if self.name == "reset" else begun
-
-    def step(self, action):
-        return self.result
-
-
-@pytest.mark.parametrize("result", [None, "text", (0, 1, 2), [1, 2]])
-@pytest.mark.parametrize("name", ["reset", "step"])
-def test_other_numbers_of_values_are_named(name, result):
-    env = LocalEnvs([functools.partial(Odd, name, result)])
-    words = rf"`{name}` must return \(obs, .*info\), got"
-    if name == "reset":
-        with pytest.raises(EnvFault, match=words):
-            env.reset(START, ONE)
-        return
-    env.reset(START, ONE)
-    assert re.match(words, str(env.step(np.int32([1])).causes[0]))

@@ -172,18 +172,6 @@ def test_short_episodes_are_not_favoured():
     assert abs(lengths.mean() - 11.0) < 4 * 5.5 / np.sqrt(1000)
 
 
-def test_too_few_are_ready():
-    collector = make(slow=range(4), timeout=3.0)
-    carry = collector.init(KEY)
-    with pytest.raises(TimeoutError, match=r"1 answered within 3\.0 s"):
-        collector.collect_steps(carry, None, 5)
-    collector.env.slow.clear()
-    carry, rows = collector.recover()
-    assert rows is None
-    _, rows = collector.collect_steps(carry, None, 5)
-    assert rows.mask.all()  # no action in flight is lost
-
-
 def test_faults_are_masked_where_they_were_served():
     def fault_fn(number, env):
         return RuntimeError("no") if env == 3 and number in (3, 9) else None

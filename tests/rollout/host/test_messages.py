@@ -106,7 +106,6 @@ CASES = {
         (lambda: host(max_restarts=-1), "`max_restarts` must be"),
         (lambda: host(6, Late), "`num_ready` must be at most 5, got 6"),
         (lambda: host(1), "`env` must be an `AsyncHostVectorEnv`"),
-        (lambda: host(1, Late, timeout="3"), "`timeout` must be a finite number of s"),
         (fixed, "`num_ready` must be the `batch_size` of the environment, 2, got 3"),
         (lambda: jax.jit(lambda x: host().num_ready)(1.0), OUTSIDE),
     ),
@@ -127,7 +126,7 @@ CASES = {
         ),
         (lambda: episodes(max_episode_steps=0), "`max_episode_steps` must be"),
         (unserved, "`record_fn` must keep the `Served` in `info`"),
-        (keyed, "`policy.apply` must return extras without typed keys"),
+        (keyed, "Use jax.random.key_data", TypeError),
         (lambda: on_host().recover(), "`recover` must follow `init`"),
     ),
     "by_env": (
