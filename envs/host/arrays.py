@@ -26,13 +26,14 @@ class Parts:
         paths: the keys that lead to each array; `[()]` if an element is an array.
         names: of each array, for messages, such as `obs['image']`.
         spaces: the space of each array.
+        space: that of an element.
     """
 
     def __init__(self, space: AnySpace, name: str) -> None:
         found, self._structure = jax.tree_util.tree_flatten_with_path(
             _expand(space), is_leaf=lambda x: isinstance(x, Space)
         )
-        self._name = name
+        self._name, self.space = name, space
         self.paths: list[tuple[Any, ...]] = [
             tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)
             for path, _ in found
@@ -69,10 +70,8 @@ class Parts:
 
 
 class Layout(NamedTuple):
-    """The spaces of environments, and the arrays of their elements."""
+    """The arrays of what environments take and return."""
 
-    observation_space: AnySpace
-    action_space: AnySpace
     obs: Parts
     action: Parts
     info: Parts
@@ -87,13 +86,8 @@ def make_layout(
     obs, action = map(as_space, spaces)
     if observe_info:
         obs = Dict({"obs": obs, "info": space_like(observe_info)})
-    return Layout(
-        observation_space=obs,
-        action_space=action,
-        obs=Parts(obs, "obs"),
-        action=Parts(action, "action"),
-        info=Parts(space_like(record_info or {}), "info"),
-    )
+    info = space_like(record_info or {})
+    return Layout(Parts(obs, "obs"), Parts(action, "action"), Parts(info, "info"))
 
 
 class StepArrays:

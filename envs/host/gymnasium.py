@@ -110,8 +110,8 @@ class _VectorEnv:
         self._env, self.num_envs, self._is_closed = env, env.num_envs, False
         spaces = env.single_observation_space, env.single_action_space
         self._layout = make_layout(spaces, observe_info, record_info)
-        self.observation_space = self._layout.observation_space
-        self.action_space = self._layout.action_space
+        self.observation_space = self._layout.obs.space
+        self.action_space = self._layout.action.space
         self._own = Parts(as_space(spaces[0]), "obs")
         self._batch = batched_action(spaces[1])
         arrays = StepArrays(self._layout, self.num_envs)

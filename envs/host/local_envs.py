@@ -10,10 +10,10 @@ import numpy as np
 from rollout.envs.host import request_checks
 from rollout.envs.host.arrays import (
     StepArrays,
-    assign,
     leaf_at,
     leaf_writer,
     make_layout,
+    place_rows,
     writer,
 )
 from rollout.envs.host.gymnasium_actions import split_action
@@ -69,8 +69,8 @@ class LocalEnvs:
         except BaseException:
             self.close()
             raise
-        self.observation_space = self.layout.observation_space
-        self.action_space = self.layout.action_space
+        self.observation_space = self.layout.obs.space
+        self.action_space = self.layout.action.space
         self.causes: dict[int, BaseException] = {}
         self._observes = bool(observe_info)
         self._split = split_action(self.spaces[1])
@@ -168,7 +168,7 @@ class LocalEnvs:
             self.rebuild(np.isin(np.arange(self.num_envs), list(self.causes)))
         for env, state in zip(self._envs, saved, strict=True):
             _load(env, state)
-        assign(self._arrays.obs, slice(None), self.layout.obs.flatten(obs), "obs")
+        place_rows(self._arrays.obs_tree, slice(None), obs)
 
     def close(self) -> None:
         """Closes every environment; a second call does nothing."""

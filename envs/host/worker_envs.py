@@ -219,9 +219,8 @@ class WorkerEnvs:
             self._start([handle for handle in pool.handles if handle.pipe is None])
             pool.broken.clear()
             pool.forget(range(self.num_envs))
-            values = self._layout.obs.flatten(obs)
             for handle in pool.handles:
-                rows = self._layout.obs.unflatten([x[handle.rows] for x in values])
+                rows = self._layout.obs.map(lambda x, at=handle.rows: x[at], obs)
                 pool.ask(handle, "load", saved[handle.rows], rows)
             pool.results(pool.handles)
             self._raise(range(self.num_envs))
@@ -258,8 +257,8 @@ class WorkerEnvs:
     def _share_memory(self, spaces: tuple[Any, Any]) -> tuple[Any, Any]:
         """Makes the arrays, once the spaces are known; returns these."""
         self._layout = make_layout(spaces, **self._info)
-        self.observation_space = self._layout.observation_space
-        self.action_space = self._layout.action_space
+        self.observation_space = self._layout.obs.space
+        self.action_space = self._layout.action.space
         self._memory = shared_memory.new(self._layout, self.num_envs)
         weakref.finalize(self, os.close, self._memory)
         self._arrays = shared_memory.arrays(self._layout, self.num_envs, self._memory)

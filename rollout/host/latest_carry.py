@@ -73,10 +73,10 @@ class LatestCarry:
             what = f"`carry.{name}` must be as the last call returned it, which the "
             what += "environments have: only `policy_state` may be replaced"
             checks.same(what, returned, given)
-            pairs = zip(jax.tree.leaves(returned), jax.tree.leaves(given), strict=True)
-            for x, y in pairs:  # the same array is equal to itself without being read
-                words = prng.words((x, y))
-                if x is not y and not np.array_equal(*words, equal_nan=True):
+            for x, y in zip(*map(jax.tree.leaves, (returned, given)), strict=True):
+                if x is y:  # usually: it need not be read
+                    continue
+                if not np.array_equal(*prng.words((x, y)), equal_nan=True):
                     raise ValueError(f"{what}.")
 
 

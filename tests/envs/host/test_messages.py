@@ -10,14 +10,12 @@ import host_envs
 import numpy as np
 import pytest
 from files_of_others import OldGym
-from gymnasium.spaces import Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from host_count import HostCount
 from host_envs import Count
 
 import rollout
 from rollout import envs
-from rollout.envs.host.gymnasium_actions import split_action
 from rollout.envs.host.local_envs import LocalEnvs
 
 EVERY, ACTION, SEEDS = np.ones(3, bool), np.int32([1, 2, 3]), np.zeros(3, np.uint32)
@@ -140,15 +138,6 @@ CALLS = [
     # The interface of gym before 0.26
     (lambda: local(OldGym), "`reset(seed=, options=)` calls its `seed`"),
     (lambda: workers([OldGym]), "`reset(seed=, options=)` calls its `seed`"),
-    # Actions
-    (
-        lambda: split_action(BOX)(np.zeros((4, 1))),
-        "must be [B, ...] with the shape (2,)",
-    ),
-    (
-        lambda: split_action(Discrete(2))(np.int32(0)),
-        "must be [B, ...] with the shape ()",
-    ),
     # After `close`
     *((lambda make=x: ended(make).step(ACTION), CLOSED) for x in MADE),
     *((lambda make=x: ended(make).reset(SEEDS, EVERY), CLOSED) for x in MADE),
