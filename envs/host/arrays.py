@@ -34,6 +34,7 @@ class Parts:
             _expand(space), is_leaf=lambda x: isinstance(x, Space)
         )
         self._name, self.space = name, space
+        # The keys of jax's paths: `key` of a dict, `idx` of a tuple.
         self.paths: list[tuple[Any, ...]] = [
             tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)
             for path, _ in found
@@ -48,6 +49,7 @@ class Parts:
 
     def flatten(self, tree: ArrayTree) -> list[Any]:
         """Returns the arrays of an element; raises `KeyError` if one is not there."""
+        # Not by jax, to which an `OrderedDict`, as Gymnasium has them, is no dict.
         leaves = []
         for path in self.paths:
             leaf = tree
@@ -123,6 +125,7 @@ class StepArrays:
             ids: `[K]` int32, the numbers of the environments; None for all.
         """
         faulty = np.zeros(len(self.reward), bool)
+        # The arrays keep what a faulty environment wrote last: it means nothing.
         if broken:
             faulty[list(broken)] = True
         flags = self.terminated, self.truncated, faulty
@@ -135,6 +138,7 @@ class StepArrays:
 
 def place_rows(tree: ArrayTree, where: Any, rows: ArrayTree) -> None:
     """Writes rows into the arrays of a tree, in place."""
+    # The leaves are the arrays themselves, so that the tree has the new rows.
     for array, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(rows), strict=True):
         array[where] = leaf
 
@@ -150,6 +154,7 @@ def space_like(example: Any) -> AnySpace:
     """Returns the space of an example's shapes and dtypes, in numbers of 32 bits."""
     if isinstance(example, Mapping):
         parts = {name: space_like(part) for name, part in example.items()}
+        # `Dict` refuses to be empty, as a space of observations or actions must not be.
         return Dict(parts) if parts else Composite(parts)
     example = np.asarray(example)
     if example.dtype.kind not in "biuf":
@@ -212,6 +217,7 @@ def narrowed(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
         raise TypeError(f"{name} must have dtype {dtype}, got {values.dtype}")
     if np.dtype(dtype).kind in "iu" and values.size:
         low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        # Python's integers, since int64 numbers may not fit the dtype of the space.
         least, most = int(values.min()), int(values.max())
         if least < low or most > high:
             raise ValueError(

@@ -126,7 +126,8 @@ class _EnvPool:
         obs, reward, terminated, truncated, info = self._env.recv()
         env_id = info["env_id"]
         at = slice(None) if len(env_id) == self.num_envs else env_id
-        # An answer is a reset exactly if the one before it was an ending.
+        # An answer is a reset exactly if the one before it was an ending. Its reward
+        # and its flags belong to no step.
         mask = ~self._ended[at]
         step = HostStep(
             obs=self._parts.map(_narrow, obs),

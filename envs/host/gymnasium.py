@@ -102,6 +102,7 @@ class _VectorEnv:
         observe_info: Mapping[str, Any] | None,
         record_info: Mapping[str, Any] | None,
     ) -> None:
+        # In NEXT_STEP the step after an ending resets, and ignores its action.
         self._resets_itself = _mode(env) == "NEXT_STEP"
         # `reset` of these takes a list of seeds, that of others one seed for all.
         vector = load("gymnasium").vector
@@ -142,6 +143,8 @@ class _VectorEnv:
                     "an episode short, DISABLED can."
                 )
             return self._obs
+        # One seed for all is that of the first lane to reset: with the same lanes to
+        # reset the same episodes begin.
         seed = seeds.tolist() if self._seeds_each else int(seeds[which[0]])
         options = {} if every else {"options": {"reset_mask": np.array(mask)}}
         obs, info = self._env.reset(seed=seed, **options)
@@ -157,6 +160,7 @@ class _VectorEnv:
             if np.count_nonzero(self._ended):
                 mask = ~self._ended
             self._ended = terminated | truncated
+        # What no environment returns is zero, and not what it was a step before.
         for path, array in self._recorded:
             array[~_read(array, info, path, self._every)] = 0
         return HostStep(

@@ -17,6 +17,7 @@ def batched_action(space: Any) -> Callable[[ArrayTree], Any]:
     Gymnasium's dtypes: environments keep actions, and some write to them.
     """
     parts, dtypes = Parts(as_space(space), "action"), []
+    # Of Gymnasium's own spaces: ours have at most 32 bits.
     for path in parts.paths:
         leaf = space
         for key in path:

@@ -140,6 +140,7 @@ class LocalEnvs:
         causes = {}
         for at in np.flatnonzero(mask).tolist():
             close(self._envs[at])
+            # A new environment can have other spaces, which is a `ValueError`.
             try:
                 env = self._make(at)
             except (EnvFault, ValueError) as error:
@@ -183,6 +184,8 @@ class LocalEnvs:
             result = self._steps[at](action)
             obs, reward, terminated, truncated, info = result
             self._write_obs(at, {"obs": obs, "info": info} if self._observes else obs)
+            # Most environments return Python's own numbers, which need no checks. This
+            # runs once per environment and step.
             if type(reward) is float and type(terminated) is type(truncated) is bool:
                 rewards, terminations, truncations = self._results
                 rewards[at], terminations[at] = reward, terminated
@@ -226,6 +229,7 @@ def _saved(env: Any) -> bytes | None:
         return None
     file = io.BytesIO()
     for name, value in env.save_state().items():
+        # NumPy's own format without pickle: to load it runs no code.
         for array in (np.asarray(name), np.asarray(value)):
             np.lib.format.write_array(file, array, allow_pickle=False)
     return file.getvalue()
@@ -246,5 +250,7 @@ def _load(env: Any, state: bytes) -> None:
     while file.tell() < len(state):
         name = np.lib.format.read_array(file, allow_pickle=False)
         arrays[str(name)] = np.lib.format.read_array(file, allow_pickle=False)
+    # Gymnasium's wrappers refuse a step before a reset, and many environments make the
+    # arrays in it that `load_state` fills.
     env.reset(seed=0)
     env.load_state(arrays)

@@ -101,6 +101,8 @@ class NormalizeHost:
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments; see `HostVectorEnv`."""
         raw = self.env.reset(seeds, mask)
+        # Later first observations do not count, as in JAX: `NormalizeObs` learns of
+        # what a step returns, and at `init` of what there is to begin with.
         if self._is_new:  # the first observations count
             self._learn(jax.tree.map(lambda x: x[mask], raw), None)
             self._is_new = False
@@ -119,6 +121,7 @@ class NormalizeHost:
 
     def __getattr__(self, name: str) -> Any:
         """Returns what only some environments have, such as `rebuild` and `save`."""
+        # Else a copy that has no `env` yet, as pickle makes it, would ask for ever.
         if name == "env" or name.startswith("_"):
             raise AttributeError(name)
         value = getattr(self.env, name)
@@ -138,6 +141,7 @@ class NormalizeHost:
 
     def _take(self, result: HostStep, at: Any) -> HostStep:
         """Learns from a step of the environments `at`, and normalises it."""
+        # A lane that failed has no observation, one that reset itself no reward.
         counts = ~result.faulty
         if result.mask is not None:
             counts &= result.mask
@@ -147,6 +151,7 @@ class NormalizeHost:
         if counts.any():
             raw = jax.tree.map(lambda x: x[counts], result.obs)
             self._learn(raw, discounted[counts])
+        # By statistics that have this step in them, as Gymnasium's wrappers have it.
         obs, reward = self._normalize(result.obs), result.reward
         place_rows(self._obs, at, obs)
         if self.gamma is not None:

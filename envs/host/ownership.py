@@ -25,6 +25,7 @@ def is_claimed(env: Any, user: int) -> bool:
 
 def _innermost(env: Any) -> Any:
     """Returns what is in all wrappers: several may be around the same."""
+    # A collector around a wrapper and one around its environment step the same one.
     while isinstance(inner := getattr(env, "env", None), HostVectorEnv):
         env = inner
     return env

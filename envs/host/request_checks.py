@@ -15,6 +15,7 @@ def closed(is_closed: bool) -> None:
 def new_interface(env: Any) -> None:
     """Raises for an environment of gym before 0.26, whose `reset` takes no seed."""
     name = type(env).__name__
+    # Asked of the signature: a call of `reset` may take long, or have a side effect.
     try:
         inspect.signature(env.reset).bind(seed=0)
     except TypeError:

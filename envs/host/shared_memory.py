@@ -21,6 +21,7 @@ def new(layout: Layout, num_envs: int) -> int:
     """Makes a file for arrays of `num_envs` environments; returns its descriptor."""
     places = _Places(None)  # a dry run of `arrays` measures the size
     StepArrays(layout, num_envs, places.take)
+    # Not in /dev/shm, which containers often limit to 64 MiB.
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("rollout")
     else:
@@ -45,9 +46,11 @@ class _Places:
         self.memory, self.rows, self.end = memory, rows, 0
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        # Each array begins a cache line: no two of them share one.
         start = self.end
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         self.end += -(-num_bytes // _ALIGN) * _ALIGN
+        # Processes take the arrays in the same order, and so find the same places.
         if self.memory is None:
             return np.empty(0, dtype)
         return np.ndarray(shape, dtype, self.memory, start)[self.rows]

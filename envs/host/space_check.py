@@ -36,7 +36,7 @@ class SpaceCheck:
         if len(leaves) != len(self._bounds):
             return causes  # a user-defined space without known leaves
         for number, (leaf, bounds) in enumerate(zip(leaves, self._bounds, strict=True)):
-            if bounds is None:
+            if bounds is None:  # every value of the dtype is inside
                 continue
             # Bounds are finite, and a NaN compares as False: one test finds both.
             inside = (leaf >= bounds[0]) & (leaf <= bounds[1])
@@ -71,6 +71,7 @@ def _finite_bounds(
         return None
     if dtype.kind == "f" and slack:
         low, high = low - slack * np.abs(low), high + slack * np.abs(high)
+    # An infinite bound becomes the largest finite number: infinity is outside, too.
     most = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
     if dtype.kind != "f" and (low <= most.min).all() and (high >= most.max).all():
         return None

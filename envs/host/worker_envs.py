@@ -125,6 +125,7 @@ class WorkerEnvs:
             for handle in asked:  # all are asked before the first answer is awaited
                 pool.ask(handle, "restart", seeds[handle.rows], mask[handle.rows])
             pool.results(asked)
+            # Only now: until its reply a worker may still have answered a step before.
             pool.forget(which)
             self._raise(which)
             return self._arrays.obs_tree
@@ -133,6 +134,7 @@ class WorkerEnvs:
         """Takes one step in every environment, `[B, ...]`, and resets none."""
         with self._pool as pool:
             self._write_action(slice(None), action)
+            # All are asked before the first is waited for, so that they work at once.
             for handle in pool.handles:
                 pool.ask(handle, "take_step")
             pool.results(pool.handles)
@@ -170,6 +172,7 @@ class WorkerEnvs:
                         f"{len(pool.answered)} of {num_ready} environments answered "
                         f"within {timeout} s."
                     )
+            # No worker writes to their rows before the next `send` for them.
             first = [pool.answered.popleft() for _ in range(num_ready)]
             pool.in_flight.difference_update(first)
             ids = np.asarray(first, np.int32)
@@ -202,6 +205,7 @@ class WorkerEnvs:
         with self._pool as pool:
             for handle in pool.handles:
                 pool.ask(handle, "save")
+            # Faults and losses are noticed by replies, and so looked for after them.
             states = pool.results(pool.handles)
             if pool.broken or pool.in_flight or None in states:
                 return None
@@ -217,6 +221,8 @@ class WorkerEnvs:
         with self._pool as pool:
             pool.pump(0.0)  # notices workers that have ended
             self._start([handle for handle in pool.handles if handle.pipe is None])
+            # Whatever was wrong before, the workers load into all of them, and say what
+            # is wrong then.
             pool.broken.clear()
             pool.forget(range(self.num_envs))
             for handle in pool.handles:
@@ -239,6 +245,7 @@ class WorkerEnvs:
         for handle, spaces, error in pool.gather(handles):
             if error is None:
                 ready.append(handle)
+                # The first answer fixes the spaces, and so the size of the memory.
                 self._spaces = self._spaces or self._share_memory(spaces)
                 request_checks.same_spaces(self._spaces, spaces, handle.ids.start)
                 continue
@@ -259,6 +266,7 @@ class WorkerEnvs:
         self._layout = make_layout(spaces, **self._info)
         self.observation_space = self._layout.obs.space
         self.action_space = self._layout.action.space
+        # A descriptor and no name: it is gone with the last process that has it.
         self._memory = shared_memory.new(self._layout, self.num_envs)
         weakref.finalize(self, os.close, self._memory)
         self._arrays = shared_memory.arrays(self._layout, self.num_envs, self._memory)

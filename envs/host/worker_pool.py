@@ -89,6 +89,7 @@ class WorkerPool:
 
     def __enter__(self) -> Self:
         request_checks.closed(self._is_closed)
+        # An interrupt may also come between here and the block, or in `__exit__`.
         if self._is_torn:
             self._give_up()
         self._is_torn = True
@@ -120,6 +121,7 @@ class WorkerPool:
             return
         if not handle.owed:  # else its time runs since the request or reply before
             handle.since = time.monotonic()
+        # Before it is sent: a reply that is not owed would count for another request.
         handle.asked = method
         handle.owed.append(handle.ids[args[0]] if method == "take_step_of" else None)
         try:
@@ -135,6 +137,7 @@ class WorkerPool:
         Returns:
             Each worker that is not lost, with its result and the error that it raised.
         """
+        # Replies come in the order of requests, so those to earlier steps come first.
         while any(handle.owed for handle in handles):
             self.pump()
         return [
@@ -156,6 +159,7 @@ class WorkerPool:
 
     def pump(self, timeout: float | None = None) -> None:
         """Waits for replies, at most `timeout` seconds; reads one of each worker."""
+        # Woken now and then, since the process may be at its exit meanwhile.
         waits = [max(0.0, left) for _, left in self._time_left()]
         waits += [_PATIENCE] if timeout is None else [_PATIENCE, timeout]
         exceptions.raise_at_exit()
@@ -193,6 +197,7 @@ class WorkerPool:
         if os.getpid() != self._owner:  # a fork has a copy of this
             return
         self._is_closed, alive = True, self.alive
+        # All close their environments at the same time, and share the grace.
         for handle in alive:
             with contextlib.suppress(OSError):
                 handle.pipe.send_bytes(pickle.dumps(("close", ())))
@@ -214,6 +219,7 @@ class WorkerPool:
             return self.lose(handle)
         except Exception as error:  # of a class that only the worker knows
             return self.lose(handle, error)
+        # Its time for the next reply begins with this one: it works on one at a time.
         handle.since, at = time.monotonic(), handle.owed.popleft()
         self.note(handle)
         if at is None:

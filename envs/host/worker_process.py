@@ -42,6 +42,8 @@ def serve(pipe: connection.Connection) -> None:
                 else:
                     result = getattr(envs, method)(*args)
             except Exception as raised:
+                # To go on is safe: the environments of a method that failed are whole
+                # or in `causes`.
                 error = exceptions.portable(raised)
             causes = {}
             if envs is not None:
@@ -65,6 +67,8 @@ class _Envs(LocalEnvs):
 
     def share(self, num_envs: int) -> None:
         """Moves the arrays to the memory whose descriptor comes after this message."""
+        # Only the main process knows all environments; the arrays of this worker are
+        # rows of those of all.
         descriptor = reduction.recv_handle(self._pipe)
         rows = slice(self.ids.start, self.ids.stop)
         arrays = shared_memory.arrays(self.layout, num_envs, descriptor, rows)
@@ -78,6 +82,7 @@ class _Envs(LocalEnvs):
 
     def take_step_of(self, at: int) -> None:
         """Takes a step in one of them."""
+        # A batch of one, as `_split` takes a batch.
         row = [array[at : at + 1] for array in self._actions]
         (action,) = self._split(self.layout.action.unflatten(row))
         self.advance(at, action)

@@ -28,12 +28,14 @@ def held_back() -> Iterator[Callable[[], None]]:
         nonlocal num_pressed
         del number, frame  # unused
         num_pressed += 1
+        # The first waits for a place between two rows; who presses again will not wait.
         if num_pressed > 1:
             let_through()
 
     def let_through() -> None:
         nonlocal num_pressed
         raise_at_exit()
+        # Set to 0 first: the handler may raise, and must not be called twice.
         if num_pressed:
             num_pressed = 0
             handler(signal.SIGINT, None)  # usually raises `KeyboardInterrupt`
@@ -67,6 +69,7 @@ class Calls:
             before, future = self._last, futures.Future()
 
             def run() -> None:
+                # A chain of threads is a queue: each waits for the call before its own.
                 futures.wait([before])
                 try:
                     future.set_result(fn(*args))

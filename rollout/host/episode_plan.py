@@ -55,6 +55,7 @@ class EpisodePlan:
         self.num_used = min(len(next_own), num_episodes) if is_queue else 0
         self.num_episodes = self._num_wanted = num_episodes
         self._num_started, self._num_done, self.num_steps = len(next_own), 0, 0
+        # The first B episodes start in order, one in each lane.
         self._index = self._lane.copy()  # [B], of the lanes' episodes; idle from N on
         self.lost: list[int] = []
         self._table: Any = None  # of `[N]` results
@@ -93,15 +94,18 @@ class EpisodePlan:
             self._num_wanted = min(self._num_wanted, self._num_started)
             self._index[ended] = self.num_episodes
         elif self._first_queued is not None:
+            # Lanes that end in the same row take the next episodes by their numbers, as
+            # in the kernel; idle lanes take numbers from N on, and so stay idle.
             self._index[ended] = self._num_started + np.arange(count, dtype=np.int32)
             self._num_started += count
             self.num_used = min(self._num_started, self.num_episodes)
-        else:
+        else:  # episode n of lane b has the number n * B + b
             self._index[ended] += len(self._lane)
 
     def note(self, block: RowBlock, rows: Transition) -> None:
         """Records the episodes that end in a block, and pads its recorded rows."""
         ended = (block.terminated | block.truncated) & block.mask
+        # A cut at `max_episode_steps` is no ending of the episode's own.
         truncated = block.truncated & ~block.cut
         result = {
             "episode_return": block.episode_return,
@@ -128,7 +132,7 @@ class EpisodePlan:
         """
         kept = np.ones(self.num_episodes, bool)
         index = self.index_of(np.array(self.lost, np.int32))
-        kept[index[index < len(kept)]] = False
+        kept[index[index < len(kept)]] = False  # an idle lane may fail, too
         num_steps = self._table["episode_length"].sum(dtype=np.int32)
         episodes = Episodes(**self._table, num_steps=num_steps, mask=kept)
         if self._min_steps is not None:
@@ -144,6 +148,7 @@ def _place(
     table: ArrayTree, shape: tuple[int, ...], place: Any, rows: ArrayTree, mask: Any
 ) -> ArrayTree:
     """Writes the rows where `mask` to a table, which is made of `shape` at first."""
+    # `[T, B, ...]` become `[K, ...]`, and each of the K has a place.
     rows = jax.tree.map(lambda x: x[mask], rows)
     if table is None:
         table = jax.tree.map(lambda x: np.zeros(shape + x.shape[1:], x.dtype), rows)

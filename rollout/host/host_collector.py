@@ -212,6 +212,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         )
         limit, loop = max_episode_steps or NO_LIMIT, self._loop
         with self._call(carry):
+            # Lanes that have just begun an episode need no other: they would be reset
+            # twice where the batch before ended with an ending.
             if at_batch_end == "reset":
                 loop.begin(loop.next_own, loop.episode_length > 0)
             cut_last = at_batch_end == "truncate"
@@ -321,7 +323,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 f"{num_unfinished} unfinished episodes restart.",
                 stacklevel=4,  # of a `Stream`'s caller,
             )
-        # Ctrl-C leaves only once environments and collector are at the same place.
+        # Ctrl-C leaves only once environments and collector are at the same place. An
+        # error in here leaves them torn, so that `recover` begins new episodes.
         with self._call():
             if is_saved:
                 self._loop.is_torn = True
@@ -359,6 +362,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         if not self._latest.ticket:
             raise ValueError("`recover` must follow `init`, which was not called yet.")
         with self._call():
+            # Episodes that were begun are not played again, or their ids would return.
             if (plan := self._loop.plan) is not None:
                 self._next_episode += plan.num_used  # the next call takes later ones
             # With new episodes if another collector has stepped `env`.
@@ -388,6 +392,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         for first in range(0, num_rows, block_size):
             if self._loop.is_done:
                 return
+            # The memory has the full size, so that one program records every block.
             size = min(block_size, num_rows - first)
             block = RowBlock(width, size, block_size)
             self._loop.play(params, block, limit, cut_last=cut_last)
@@ -407,6 +412,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                     "stream first, or give each its own collector and environments."
                 )
             try:
+                # Checked before it is used up: a refused carry costs nothing.
                 if carry is not None:
                     self._latest.check(carry)
                     self._loop.runner.state = carry.policy_state
@@ -420,6 +426,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     def _recorded(self, block: RowBlock) -> Transition:
         """Returns the transitions of a block, recorded once."""
+        # Once: the accumulators would count the rows again when `recover` reads them.
         if block.trajectory is None:
             rows = block.read()
             if self.record_fn is None and not self.accumulators:
@@ -431,6 +438,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     def _carry(self) -> Carry:
         """Makes the carry for the next call."""
+        # The loop writes to its own arrays in place, so the carry gets copies.
         loop, runner = self._loop, self._loop.runner
         if self.accumulators:
             nothing = accumulate_nothing(self.accumulators, self.env.num_envs)
@@ -487,6 +495,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 plan.note(block, rows)
             episodes, padded = plan.read()
             self._next_episode += plan.num_used
+            # Lanes are wherever the last episode has left them: each begins the next
+            # episode of its own.
             next_own, loop.plan, loop.block = loop.next_own, None, None
             loop.begin(next_own)
             return self._carry(), padded if return_rows else acc, episodes

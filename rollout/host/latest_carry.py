@@ -50,6 +50,7 @@ class LatestCarry:
 
     def use_up(self) -> None:
         """Begins a call with the latest carry."""
+        # From here on the environments move: no carry is valid until the call returns.
         self.used = self.ticket
         self.take_over()
 
@@ -57,6 +58,7 @@ class LatestCarry:
         """Raises unless a call may begin with a carry."""
         checks.outside_of_jit("HostCollector")
         checks.is_carry(carry)
+        # By its ticket, which a copy of the carry has, too.
         if not self.is_latest(carry):
             raise ValueError(
                 "`carry` must be the one that the last call returned, for the "

@@ -97,6 +97,8 @@ class Loop:
         self.episode_id = np.arange(num_envs, dtype=np.int32)
         self.episode_return = np.zeros(num_envs, np.float32)
         self.episode_length = np.zeros(num_envs, np.int32)
+        # That of the environments without `num_ready`, since `step` returns all rows;
+        # else the loop's own, in which it replaces the rows of those that answer.
         self.obs: ArrayTree = None
         self.unseen = self._everywhere
         self._begins = self._nowhere.copy()  # [B] bool, to be reset
@@ -168,11 +170,14 @@ class Loop:
 
     def _step(self, params: Any, block: RowBlock) -> tuple[HostStep, slice]:
         """Takes a step in all lanes."""
-        obs = block.write("obs", self.obs)  # which jax may read without a copy
+        # From the block jax may read it without a copy: the environments' own memory
+        # changes while the program may still run.
+        obs = block.write("obs", self.obs)
         action, extras = self.runner.act(params, obs, self.unseen, self.episode_id)
         self.unseen, self.is_torn = self._nowhere, True
         result = self._env.step(action)
         block.write("action", action)
+        # By slice: a row that was cut short may have left its extras behind.
         block.extras[block.num :] = [extras]
         return result, _ALL
 
@@ -218,6 +223,7 @@ class Loop:
                 lambda x: np.zeros((num_envs, *x.shape[1:]), x.dtype), chosen
             )
         place_rows(self._sent, env_id, chosen)
+        # A copy, since jax may still read the one that `act` was given.
         self.unseen = self.unseen.copy()
         self.unseen[env_id] = False
         self.is_torn = True
@@ -235,6 +241,8 @@ class Loop:
         is_last: bool,
     ) -> np.ndarray:
         """Completes a row, and returns which lanes' episodes end with it."""
+        # `lanes` are lanes `[K]` of the `B`; the row has their answers in its first K
+        # columns.
         row, columns, plan = block.num, slice(len(result.reward)), self.plan
         terminated, truncated = result.terminated, result.truncated
         reward, stepped = result.total_reward, result.mask
@@ -271,6 +279,7 @@ class Loop:
                 env_id = None if lanes is _ALL else np.resize(lanes, self._num_ready)
                 value = self.runner.values(params, result.obs, goes_on, env_id)
                 block.write("final_value", value)
+        # From here on the row counts: `recover` returns it, whatever happens next.
         block.num = row + 1
         return terminated | truncated
 
@@ -285,6 +294,7 @@ class Loop:
             ended = self._nowhere.copy()
             ended[lanes] = done
         # Values that are not finite, or not in their space, are faults like any other.
+        # Only after the row is written, which a fault masks out with its whole episode.
         bad, reward = self._obs_check.find(result.obs), result.total_reward
         if not np.isfinite(reward).all():
             wrong = ~np.isfinite(reward)
@@ -317,7 +327,8 @@ class Loop:
                 num_episodes = int(np.count_nonzero(self.plan.mask[failed]))
                 self.plan.lost += lost.tolist()
             num_steps = 0 if self.block is None else self.block.mask_out(lost)
-            # A lost episode ends like any other, but its lane is rebuilt first.
+            # A lost episode ends like any other, but its lane is rebuilt first. With
+            # `on_fault="raise"`, too: `recover` rebuilds it.
             self._failed[failed] = ended[failed] = True
         if np.count_nonzero(ended):
             if self.plan is None:
@@ -330,6 +341,8 @@ class Loop:
 
     def _mark(self, mask: np.ndarray, episode_id: np.ndarray) -> None:
         """Marks lanes, which `_reset` resets, for the episodes with these ids."""
+        # Ids and flags are new arrays, which a carry or jax may hold; length and return
+        # are copied where they leave.
         self.episode_id = np.where(mask, episode_id, self.episode_id)
         self.episode_length[mask] = 0
         self.episode_return[mask] = 0
@@ -372,6 +385,7 @@ class Loop:
 
     def _rebuild(self) -> None:
         """Rebuilds environments that failed, whatever `on_fault` says."""
+        # Counted before the attempt, so that one that fails at once is given up, too.
         mask, self._failed = self._failed, self._nowhere.copy()
         restarts = self.stats.restarts + int(np.count_nonzero(mask))
         self.stats = self.stats._replace(restarts=restarts)

@@ -94,10 +94,12 @@ class PolicyRunner:
         Raises:
             ValueError: if an action is not in the action space.
         """
+        # Key n is the kernel's key of step n, however many are drawn at once.
         row = self.step - self._first
         if not 0 <= row < len(self._words):
             self._words = np.asarray(_policy_keys(self.key, self.step))
             self._first, row = self.step, 0
+        # What is passed in every step costs time, so only what is needed.
         lanes = ()
         if jax.tree.leaves(self.state):  # a stateless policy has nothing to restart
             lanes = self._root, unseen, episode_id
@@ -130,11 +132,14 @@ class PolicyRunner:
 
         `env_id` is as in `act`, and `obs` and `flag` may be of fewer lanes.
         """
+        # Padded by repetition to the number that the program is compiled for.
         num = len(flag)
         if env_id is not None:
             pad = lambda x: np.resize(x, (len(env_id), *x.shape[1:]))  # noqa: E731
             obs = jax.tree.map(pad, obs)
         args = params, obs, self.state, env_id
+        # Usually no lane is truncated, and the critic need not be called at all; the
+        # dtype of its zeros is asked for once.
         if not np.count_nonzero(flag):
             if self._value_dtype is None:
                 self._value_dtype = jax.eval_shape(self.programs.value, *args).dtype
@@ -144,6 +149,7 @@ class PolicyRunner:
 
     def compile(self, params: Any, obs: ArrayTree) -> None:
         """Compiles `act`: calls it, and goes back to where it was."""
+        # Called and not lowered: only a call fills the cache that later calls look in.
         lane, before = np.arange(self._view.num_envs), (self.step, self.state)
         self.act(params, obs, np.ones(len(lane), bool), lane.astype(np.int32))
         self.step, self.state = before

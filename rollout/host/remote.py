@@ -156,6 +156,7 @@ class RemoteBatches(
         self._stats = RemoteStats()
         self._setting, self._is_closed = threading.Lock(), False
         try:
+            # In NumPy, so that no actor needs the learner's devices to unpack it.
             host = _on_host(params)
             self._kind = jax.eval_shape(lambda x: x, host)
             self._params = ray.put(host), 0
@@ -250,6 +251,7 @@ class RemoteBatches(
 
     def _start(self) -> None:
         """Starts an actor, and its first batch."""
+        # Never twice: a replacement with the same key would play the same episodes.
         number = next(self._numbers)
         words = np.asarray(prng.words(jax.random.fold_in(self._key, number)))
         self._actors[number] = self._make_actor(*self._args, words)
@@ -257,6 +259,7 @@ class RemoteBatches(
 
     def _begin(self, number: int) -> int:
         """Begins a batch of an actor; returns the version of the parameters."""
+        # One read of both: another thread may call `set_params`.
         params, version = self._params
         reference = self._actors[number].collect.remote(params)
         self._in_flight[reference] = number, version
@@ -317,6 +320,7 @@ class _Actor:
             impl, words = self._key
             self._carry = collector.init(jax.random.wrap_key_data(words, impl=impl))
             self._collector = collector
+        # A row has as many steps as it has columns.
         num_columns = getattr(collector, "num_ready", None) or collector.env.num_envs
         num_steps = -(-self._steps_per_batch // num_columns)
         self._carry, trajectory = collector.collect_steps(

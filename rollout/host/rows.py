@@ -48,6 +48,8 @@ class RowBlock:
 
     def __init__(self, width: int, size: int, capacity: int | None = None) -> None:
         self.width, self.size, self.num = width, size, 0
+        # Zeros are pages that the system gives when they are written to: what a block
+        # does not fill costs nothing.
         self._shape = shape = capacity or size, width
         self.extras: list[ArrayTree] = []
         self.reward, self.episode_return = np.zeros((2, *shape), np.float32)
@@ -82,6 +84,8 @@ class RowBlock:
 
     def mask_out(self, episode_ids: np.ndarray) -> int:
         """Masks out the rows of some episodes; returns how many there were."""
+        # By id, since a lane may have several episodes in the block, and with
+        # `num_ready` its rows are in any column.
         mask, episode_id = self.mask[: self.num], self.episode_id[: self.num]
         rows = mask & np.isin(episode_id, episode_ids)
         mask[rows] = False
@@ -128,7 +132,7 @@ def record_rows(
     def step(accumulated: ArrayTree, now: tuple) -> tuple[ArrayTree, Transition]:
         row, lane = now
         if accumulators:
-            old = jax.tree.map(lambda x: x[lane], accumulated)
+            old = jax.tree.map(lambda x: x[lane], accumulated)  # [B, ...] of the row
             old = prng.select(row.first, nothing, old)
             row = accumulate(accumulators, old, row)
             # Masked-out rows get a lane beyond the last, and are dropped.
@@ -199,6 +203,7 @@ def fold(
     fn: Callable[[Acc, Transition], Acc], acc: Acc, trajectory: Transition, num: int
 ) -> Acc:
     """Folds the first `num` rows of a trajectory into `acc`."""
+    # `num` is data, so that the last block of a call needs no program of its own.
     known = programs.static(fn, acc)
     run = _fold if known is None else _fold_jitted
     return run(known or fn, acc, trajectory, num)

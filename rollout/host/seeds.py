@@ -20,6 +20,7 @@ class Seeds:
     def __init__(self, key: chex.PRNGKey, num_envs: int) -> None:
         self._key, self._num_envs = key, num_envs
         # Each lane may be in an episode of another table.
+        # One that was dropped is drawn again, with the same numbers.
         self._table = functools.lru_cache(num_envs + 1)(self._draw)
 
     def of(self, lane: np.ndarray, episode_id: np.ndarray) -> np.ndarray:

@@ -33,6 +33,7 @@ def _by_env(rows: Transition) -> Transition:
     num_rows, num_envs = rows.mask.shape[0], rows.info.num_envs
     # Masked-out ones get a column beyond the last, where `put` drops them.
     env_id = jnp.where(rows.mask, rows.info.env_id, num_envs).reshape(-1)
+    # T * num_ready rows become T * B: an environment may have answered in every row.
     order = jnp.argsort(env_id, stable=True)  # stable: keeps the order of time
     env_id = env_id[order]
     # The row of a transition: how far it is behind the first one of its environment.
