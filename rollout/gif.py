@@ -10,7 +10,6 @@ import numpy as np
 from rollout import checks
 from rollout.collector import Collector, explain
 from rollout.envs import prng
-from rollout.envs.host.ownership import claim, new_user
 from rollout.envs.host.types import HostStep
 from rollout.envs.render import (
     check_packages,
@@ -144,7 +143,6 @@ def _draw_on_host(
             'render_mode="rgb_array"))`.'
         )
     check_packages()
-    claim(collector.env, new_user())  # earlier carries no longer fit the environments
     filmed: Any = _Filmed(collector.env, max_episode_steps)
     exposed = collector.replace(
         env=filmed, num_ready=None, record_fn=None, accumulators=()
@@ -159,22 +157,22 @@ class _Filmed:
     """Draws the first of some environments, until its episode ends or is cut."""
 
     def __init__(self, env: Any, max_episode_steps: int) -> None:
-        self._env, self._max_steps, self._is_done = env, max_episode_steps, False
+        self.env, self._max_steps, self._is_done = env, max_episode_steps, False
         self.frames: list[np.ndarray] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._env, name)
+        return getattr(self.env, name)
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
-        obs = self._env.reset(seeds, mask)
+        obs = self.env.reset(seeds, mask)
         if mask[0] and not self._is_done:
-            self.frames = [self._env.draw(0)]
+            self.frames = [self.env.draw(0)]
         return obs
 
     def step(self, action: ArrayTree) -> HostStep:
-        result = self._env.step(action)
+        result = self.env.step(action)
         if not self._is_done and not result.faulty[0]:
-            self.frames.append(self._env.draw(0))
+            self.frames.append(self.env.draw(0))
             is_cut = len(self.frames) > self._max_steps
             self._is_done = bool(result.terminated[0] or result.truncated[0] or is_cut)
         return result

@@ -112,11 +112,11 @@ class _TimedEnv:
     """Host environments that add up the time in and between their calls."""
 
     def __init__(self, env: Any) -> None:
-        self._env, self.last = env, 0.0  # when the last call ended
+        self.env, self.last = env, 0.0  # when the last call ended
         self.seconds = collections.defaultdict[str, float](float)
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._env, name)
+        value = getattr(self.env, name)
         return functools.partial(self._call, name, value) if callable(value) else value
 
     def _call(self, name: str, method: Any, *args: Any, **options: Any) -> Any:
@@ -133,7 +133,6 @@ def _profile_host(
     collector: Any, key: chex.PRNGKey, params: Any, num_steps: int, num_repeats: int
 ) -> Profile:
     """Times the calls of the environments, and what comes between and after them."""
-    collector.init(key)  # voids carries from before
     env = _TimedEnv(collector.env)
     timed = collector.replace(env=env)
     carry, times = timed.init(key), []

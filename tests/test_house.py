@@ -52,7 +52,7 @@ KINDS = {
     "probing": {"envs"},
     "recommendation": {"envs.wrappers"},
     "sharding": {"envs.wrappers.wrapper"},
-    "gif": {"envs.host.ownership", "envs.host.types", "envs.render"},
+    "gif": {"envs.host.types", "envs.render"},
     "cli": {"envs"},
 }
 

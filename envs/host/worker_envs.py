@@ -126,7 +126,7 @@ class WorkerEnvs:
                 pool.ask(handle, "restart", seeds[handle.rows], mask[handle.rows])
             pool.results(asked)
             # Only now: until its reply a worker may still have answered a step before.
-            pool.forget(which)
+            pool.drop_answers(which)
             self._raise(which)
             return self._arrays.obs_tree
 
@@ -166,7 +166,7 @@ class WorkerEnvs:
             checks.int_between("num_ready", num_ready, most=len(pool.in_flight))
             while len(pool.answered) < num_ready:
                 left = None if end is None else max(0.0, end - time.monotonic())
-                pool.pump(left)  # with 0 left it still reads what has arrived
+                pool.read_replies(left)  # with 0 left it still reads what has arrived
                 if left == 0 and len(pool.answered) < num_ready:
                     raise TimeoutError(
                         f"{len(pool.answered)} of {num_ready} environments answered "
@@ -194,10 +194,10 @@ class WorkerEnvs:
             for at in which:  # only now: until their replies they were faulty
                 pool.broken.pop(at, None)
             for handle in handles:
-                pool.note(handle)
+                pool.add_faults(handle)
             # One environment may have ended a worker before the next was rebuilt.
             self._start([handle for handle in handles if handle.pipe is None])
-            pool.forget(which)
+            pool.drop_answers(which)
             self._raise(which)
 
     def save(self) -> list[bytes] | None:
@@ -219,12 +219,12 @@ class WorkerEnvs:
             ValueError: if some have no `load_state`.
         """
         with self._pool as pool:
-            pool.pump(0.0)  # notices workers that have ended
+            pool.read_replies(0.0)  # notices workers that have ended
             self._start([handle for handle in pool.handles if handle.pipe is None])
             # Whatever was wrong before, the workers load into all of them, and say what
             # is wrong then.
             pool.broken.clear()
-            pool.forget(range(self.num_envs))
+            pool.drop_answers(range(self.num_envs))
             for handle in pool.handles:
                 rows = self._layout.obs.map(lambda x, at=handle.rows: x[at], obs)
                 pool.ask(handle, "load", saved[handle.rows], rows)
@@ -249,7 +249,7 @@ class WorkerEnvs:
                 self._spaces = self._spaces or self._share_memory(spaces)
                 request_checks.same_spaces(self._spaces, spaces, handle.ids.start)
                 continue
-            pool.lose(handle, error)
+            pool.give_up(handle, error)
             if isinstance(error, ValueError):  # spaces differ, or have no arrays
                 raise error
             pool.broken.update(getattr(error, "causes", {}))

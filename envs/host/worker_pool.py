@@ -91,14 +91,14 @@ class WorkerPool:
         request_checks.closed(self._is_closed)
         # An interrupt may also come between here and the block, or in `__exit__`.
         if self._is_torn:
-            self._give_up()
+            self._give_up_all()
         self._is_torn = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # An interrupt is no `Exception`.
         if kind is not None and not issubclass(kind, Exception):
-            self._give_up()
+            self._give_up_all()
         self._is_torn = False
 
     def start(self, handle: WorkerHandle) -> None:
@@ -127,7 +127,7 @@ class WorkerPool:
         try:
             handle.pipe.send_bytes(pickle.dumps((method, args)))
         except OSError:
-            self.lose(handle)
+            self.give_up(handle)
 
     def gather(
         self, handles: Collection[WorkerHandle]
@@ -139,7 +139,7 @@ class WorkerPool:
         """
         # Replies come in the order of requests, so those to earlier steps come first.
         while any(handle.owed for handle in handles):
-            self.pump()
+            self.read_replies()
         return [
             (handle, *handle.reply) for handle in handles if handle.pipe is not None
         ]
@@ -153,11 +153,11 @@ class WorkerPool:
                 raise error
         return [result for _, result, _ in found]
 
-    def note(self, handle: WorkerHandle) -> None:
+    def add_faults(self, handle: WorkerHandle) -> None:
         """Notes the faulty environments of a worker that are not known as such."""
         self.broken = {**handle.causes, **self.broken}
 
-    def pump(self, timeout: float | None = None) -> None:
+    def read_replies(self, timeout: float | None = None) -> None:
         """Waits for replies, at most `timeout` seconds; reads one of each worker."""
         # Woken now and then, since the process may be at its exit meanwhile.
         waits = [max(0.0, left) for _, left in self._time_left()]
@@ -168,9 +168,9 @@ class WorkerPool:
         for handle, left in self._time_left():
             if left <= 0:
                 text = f"{handle} did not answer within {self._timeout} s"
-                self.lose(handle, TimeoutError(text))
+                self.give_up(handle, TimeoutError(text))
 
-    def lose(self, handle: WorkerHandle, cause: BaseException | None = None) -> None:
+    def give_up(self, handle: WorkerHandle, cause: BaseException | None = None) -> None:
         """Ends a process; its environments are faulty, and answer so if in flight."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(handle.pipe)
@@ -185,7 +185,7 @@ class WorkerPool:
         handle.owed.clear()
         _end(handle)
 
-    def forget(self, numbers: Collection[int]) -> None:
+    def drop_answers(self, numbers: Collection[int]) -> None:
         """Drops the answers of these environments, which have stepped by now."""
         self.in_flight.difference_update(numbers)
         self.answered = collections.deque(
@@ -206,22 +206,22 @@ class WorkerPool:
             _end(handle, max(0.0, end - time.monotonic()))
         self._selector.close()
 
-    def _give_up(self) -> None:
+    def _give_up_all(self) -> None:
         """Ends all workers, after an interrupt."""
         for handle in self.alive:
-            self.lose(handle, RuntimeError(f"{handle} was interrupted"))
-        self.forget(range(self.handles[-1].ids.stop))
+            self.give_up(handle, RuntimeError(f"{handle} was interrupted"))
+        self.drop_answers(range(self.handles[-1].ids.stop))
 
     def _read(self, handle: WorkerHandle) -> None:
         try:
             result, error, handle.causes = pickle.loads(handle.pipe.recv_bytes())
         except (EOFError, OSError):
-            return self.lose(handle)
+            return self.give_up(handle)
         except Exception as error:  # of a class that only the worker knows
-            return self.lose(handle, error)
+            return self.give_up(handle, error)
         # Its time for the next reply begins with this one: it works on one at a time.
         handle.since, at = time.monotonic(), handle.owed.popleft()
-        self.note(handle)
+        self.add_faults(handle)
         if at is None:
             handle.reply = result, error
         else:

@@ -206,10 +206,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         num_steps = checks.int_between("num_steps", num_steps)
         if max_episode_steps is not None:
             max_episode_steps = checks.max_episode_steps(max_episode_steps)
-        choices = ("continue", "reset", "truncate")
-        checks.choice(
-            "at_batch_end", at_batch_end, choices[: 1 if self.num_ready else None]
-        )
+        choices = ("continue", "reset", "truncate")[: 1 if self.num_ready else 3]
+        checks.choice("at_batch_end", at_batch_end, choices)
         limit, loop = max_episode_steps or NO_LIMIT, self._loop
         with self._call(carry):
             # Lanes that have just begun an episode need no other: they would be reset
