@@ -11,7 +11,7 @@ from rollout import checks
 from rollout.envs.host.arrays import place_rows
 from rollout.envs.host.types import HostStep, HostVectorEnv
 from rollout.envs.spaces import as_space
-from rollout.envs.types import AnySpace, ArrayTree, Shared
+from rollout.envs.types import ArrayTree, Shared
 from rollout.envs.wrappers import running_stats
 from rollout.envs.wrappers.normalize import NormalizeState, outermost
 from rollout.envs.wrappers.running_stats import Statistics
@@ -67,12 +67,11 @@ class NormalizeHost:
         self._discounted = np.zeros(self.num_envs, np.float32)
         self.restart(None)
         self._obs = jax.tree.map(np.array, self._normalize(self._raw))
-
-    @property
-    def observation_space(self) -> AnySpace:
-        """Space of one environment's observation: unbounded where it is normalised."""
+        # Unbounded where it is normalised.
         mean = self._statistics[0].mean
-        return running_stats.normalized_space(self._space, mean, self._obs)
+        self.observation_space = running_stats.normalized_space(
+            self._space, mean, self._obs
+        )
 
     @property
     def learns(self) -> bool:

@@ -293,8 +293,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         latest one.
         """
         env: Any = self.env
-        is_current = self._latest.is_latest(carry) and self._latest.is_mine
-        saved = env.save() if is_current and hasattr(env, "save") else None
+        is_latest = self._latest.is_latest(carry)
+        saved = env.save() if is_latest and hasattr(env, "save") else None
         return saved or [b""] * env.num_envs
 
     def restore(self, carry: Carry, saved: list[bytes]) -> Carry:

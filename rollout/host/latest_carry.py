@@ -36,8 +36,8 @@ class LatestCarry:
         return is_claimed(self._env, self.ticket)
 
     def is_latest(self, carry: Carry) -> bool:
-        """Whether a carry, or a copy of it, is the latest one."""
-        return np.array_equal(_ticket_of(carry), self.ticket)
+        """Whether the environments are where they were at a carry, or a copy of it."""
+        return self.is_mine and np.array_equal(_ticket_of(carry), self.ticket)
 
     def is_used(self, carry: Carry) -> bool:
         """Whether a carry is that of a call that was cut short."""
@@ -62,13 +62,8 @@ class LatestCarry:
         if not self.is_latest(carry):
             raise ValueError(
                 "`carry` must be the one that the last call returned, for the "
-                "environments have moved on; after an error `recover` returns one."
-            )
-        if not self.is_mine:
-            raise ValueError(
-                "`carry` must be of the collector that stepped `env` last, but another "
-                "one has stepped it since: give each its own environments, or call "
-                "`init` again."
+                "environments have moved on: after an error `recover` returns one; if "
+                "another collector has stepped them, `init` does, or give each its own."
             )
         for name in ("key", "step", "next_episode", "obs", "episode"):
             given, returned = (getattr(x, name) for x in (carry, self.carry))

@@ -141,7 +141,7 @@ def test_carry_is_rejected_once_another_collector_has_stepped_the_environments()
     training, testing = (HostCollector(env=env, policy=POLICY) for _ in range(2))
     carry, _ = training.step(training.init(KEY), None)
     rollout.evaluate(testing, KEY, None, 3, max_episode_steps=6)
-    with pytest.raises(ValueError, match="another one has stepped it since"):
+    with pytest.raises(ValueError, match="another collector has stepped them"):
         training.step(carry, None)
     carry, _ = training.step(training.init(KEY), None)
     training.step(carry, None)
@@ -282,7 +282,7 @@ def test_normalising_host_collector_is_evaluated_with_fixed_statistics():
     want = rollout.evaluate(kernel.freeze(carries[0]), KEY, None, 9)
     assert stats.returns.mean == want.returns.mean
     chex.assert_trees_all_equal(judge.init(KEY).env_state[1].statistics, learnt)
-    with pytest.raises(ValueError, match="another one has stepped it since"):
+    with pytest.raises(ValueError, match="another collector has stepped them"):
         host.step(carries[1], None)
 
 
