@@ -318,7 +318,7 @@ class Loop:
             causes: by the number of the environment; their episodes are lost, and
                 their rows in the block masked out.
         """
-        num_steps = num_episodes = step = 0
+        step = 0
         if causes:
             step = int(self.episode_length[next(iter(causes))])
             failed = list(causes)
@@ -327,6 +327,10 @@ class Loop:
                 num_episodes = int(np.count_nonzero(self.plan.mask[failed]))
                 self.plan.lost += lost.tolist()
             num_steps = 0 if self.block is None else self.block.mask_out(lost)
+            episodes, steps, restarts = self.stats
+            self.stats = FaultStats(
+                episodes + num_episodes, steps + num_steps, restarts
+            )
             # A lost episode ends like any other, but its lane is rebuilt first. With
             # `on_fault="raise"`, too: `recover` rebuilds it.
             self._failed[failed] = ended[failed] = True
@@ -337,7 +341,7 @@ class Loop:
                 self.plan.advance(ended)
                 self._mark(ended, self.plan.episode_id)
         if causes:
-            self._report(causes, num_episodes, num_steps, step)
+            self._report(causes, step)
 
     def _mark(self, mask: np.ndarray, episode_id: np.ndarray) -> None:
         """Marks lanes, which `_reset` resets, for the episodes with these ids."""
@@ -393,28 +397,18 @@ class Loop:
             self._env.rebuild(mask)
         except EnvFault as error:  # a new environment failed at once
             self._failed[list(error.causes)] = True
-            self._report(error.causes, 0, 0)
+            self._report(error.causes)
 
-    def _report(
-        self,
-        causes: Mapping[int, BaseException],
-        num_episodes: int,
-        num_steps: int,
-        step: int = 0,
-    ) -> None:
-        """Counts a fault, and logs it; raises it unless environments are rebuilt.
+    def _report(self, causes: Mapping[int, BaseException], step: int = 0) -> None:
+        """Logs faults; raises them unless environments are rebuilt.
 
         Args:
             causes: by the number of the environment.
-            num_episodes: episodes that are lost.
-            num_steps: recorded steps that are lost.
             step: of the first one's episode, from 1; 0 at its start.
         """
-        episodes, steps, restarts = self.stats
-        episodes, steps = episodes + num_episodes, steps + num_steps
-        self.stats = FaultStats(episodes, steps, restarts)
         hint = f", at step {step} of its episode" if step else ""
-        is_over = self._restarts and restarts + len(causes) > self._max_restarts
+        num_restarts = self.stats.restarts + len(causes)
+        is_over = self._restarts and num_restarts > self._max_restarts
         if is_over:
             hint += f"; `max_restarts`={self._max_restarts} are used up"
         if is_over or not self._restarts:
