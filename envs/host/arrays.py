@@ -24,6 +24,7 @@ class Parts:
 
     Attributes:
         paths: the keys that lead to each array; `[()]` if an element is an array.
+        is_single: whether an element is an array itself.
         names: of each array, for messages, such as `obs['image']`.
         spaces: the space of each array.
         space: that of an element.
@@ -39,13 +40,9 @@ class Parts:
             tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)
             for path, _ in found
         ]
+        self.is_single = self.paths == [()]
         self.names = [name + jax.tree_util.keystr(path) for path, _ in found]
         self.spaces = [leaf for _, leaf in found]
-
-    @property
-    def is_single(self) -> bool:
-        """Whether an element is an array itself."""
-        return self.paths == [()]
 
     def flatten(self, tree: ArrayTree) -> list[Any]:
         """Returns the arrays of an element; raises `KeyError` if one is not there."""

@@ -37,6 +37,7 @@ class NormalizeHost:
             it; None for floats and images, `()` for none.
         epsilon: added to variances, above 0.
         statistics: fixed statistics, set by `freeze`; None if they are learnt.
+        learns: whether observations depend on statistics that are not fixed yet.
 
     Raises:
         ValueError: if an argument is not as above.
@@ -57,6 +58,7 @@ class NormalizeHost:
         checks.positive("epsilon", self.epsilon)
         if self.gamma is not None:
             checks.fraction("gamma", self.gamma)
+        self.learns = self.statistics is None
         self.only = running_stats.names("only", self.only)
         self.num_envs, self.action_space = self.env.num_envs, self.env.action_space
         self._space = as_space(self.env.observation_space, "env.observation_space")
@@ -72,11 +74,6 @@ class NormalizeHost:
         self.observation_space = running_stats.normalized_space(
             self._space, mean, self._obs
         )
-
-    @property
-    def learns(self) -> bool:
-        """Whether observations depend on statistics that are not fixed yet."""
-        return self.statistics is None
 
     def freeze(self, env_state: ArrayTree) -> Self:
         """Fixes the statistics; see `HostCollector.freeze`."""
@@ -159,7 +156,7 @@ class NormalizeHost:
 
     def _learn(self, raw: ArrayTree, discounted: np.ndarray | None) -> None:
         """Updates the statistics, unless they are fixed."""
-        if self.statistics is not None:
+        if not self.learns:
             return
         of_obs, of_rewards = self._statistics
         with np.errstate(all="ignore"):  # what is not finite does not count

@@ -97,6 +97,9 @@ class RemoteBatches(
     It is an iterator over `RemoteBatch`es. Without a `ray.init` before, Ray starts
     itself, on this machine, and runs until the program ends.
 
+    Attributes:
+        stats: counts over all actors so far, a `RemoteStats`.
+
     Args:
         make_collector: makes the collector, in the actor: it does its own imports and
             sets jax's options. It is sent by `cloudpickle`.
@@ -153,7 +156,7 @@ class RemoteBatches(
         self._proven: set[int] = set()  # actors that have returned a batch
         # By reference, the oldest first: actor, version of the parameters.
         self._in_flight: dict[Any, tuple[int, int]] = {}
-        self._stats = RemoteStats()
+        self.stats = RemoteStats()
         self._setting, self._is_closed = threading.Lock(), False
         try:
             # In NumPy, so that no actor needs the learner's devices to unpack it.
@@ -179,7 +182,7 @@ class RemoteBatches(
                 than `max_restarts` were lost, or after `close`.
         """
         total, ray = self._total_steps, self._ray
-        if total is not None and self._stats.steps >= total:
+        if total is not None and self.stats.steps >= total:
             self.close()
             raise StopIteration
         if self._is_closed:
@@ -213,11 +216,6 @@ class RemoteBatches(
                 params_version=version,
                 actor=number,
             )
-
-    @property
-    def stats(self) -> RemoteStats:
-        """Counts over all actors so far."""
-        return self._stats
 
     def set_params(self, params: Any) -> None:
         """Sets the parameters for the batches that have not begun, from any thread.
@@ -277,7 +275,7 @@ class RemoteBatches(
         if has_raised and number not in self._proven:
             self.close()
             raise RuntimeError(f"Actor {number} raised {reason}") from error
-        if self._stats.restarts >= self._max_restarts:
+        if self.stats.restarts >= self._max_restarts:
             self.close()
             raise RuntimeError(
                 f"Actor {number} is lost, and `max_restarts`={self._max_restarts} are "
@@ -288,8 +286,8 @@ class RemoteBatches(
         self._start()
 
     def _count(self, **more: int) -> None:
-        old = self._stats._asdict()
-        self._stats = RemoteStats(**{x: old[x] + more.get(x, 0) for x in old})
+        old = self.stats._asdict()
+        self.stats = RemoteStats(**{x: old[x] + more.get(x, 0) for x in old})
 
 
 class _Actor:
