@@ -1,9 +1,13 @@
 """`probe`: plays environments of any kind and reports their mistakes, by name."""
 
 import contextlib
+import importlib
 import os
 import re
+import sys
 import traceback
+import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,17 +18,19 @@ import numpy as np
 from rollout import checks, programs
 from rollout.collector import Collector
 from rollout.envs import prng
-from rollout.envs.host import probe as host_probe
-from rollout.envs.host.probe import Finding
+from rollout.envs.host.local_envs import LocalEnvs, close
+from rollout.envs.host.ownership import claim, new_user
 from rollout.envs.host.space_check import SpaceCheck
+from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
 from rollout.envs.spaces import Space, as_space
-from rollout.envs.types import Env, VectorEnv
+from rollout.envs.types import ArrayTree, Env, VectorEnv
 from rollout.envs.vectorize import vectorize
 from rollout.envs.wrappers.wrapper import has_agents
+from rollout.host.host_collector import HostCollector
 from rollout.nonfinite import nonfinite
 from rollout.policies import masks
 from rollout.policies.basic import random_policy, stateless_policy
-from rollout.types import Policy, Transition
+from rollout.types import Finding, Policy, Transition
 
 _NUM_LANES = 8
 _CHUNK = 100  # steps whose rows are held at a time
@@ -71,32 +77,26 @@ def probe(
     - `extras`, `final_value`: one is not finite.
 
     Of a `HostVectorEnv`: where it is of Gymnasium, one is first checked by
-    `gymnasium.utils.env_checker`. Then it is played several times over.
+    `gymnasium.utils.env_checker`. Then a `HostCollector` plays it several times over.
 
     - `gymnasium`: what its checker says, without its warnings.
-    - `observation_space`, `action_space`: its elements are not arrays of one kind.
-    - `raises`: a call raised. `fault`: an environment failed, for instance because a
-      flag is no bool, or an observation has another shape than its space.
-    - `step`, `obs`, `reward`, `terminated`, `truncated`, `faulty`, `mask`, `info`: its
-      structure, shape or dtype is not that of `HostStep`, or differs from the first
-      step; an observation is outside its space; a reward is not finite.
-    - `action`: `step` writes to it.
-    - `reset`: resetting some environments changes observations of the others.
-    - `shared`: environments share memory or state, so the first depends on the others.
+    - `raises`, `contract`, `ending` are as above. `contract` is also that a reset of
+      some changes observations of the others.
+    - `fault`: an environment failed: it raised, for instance because a flag is no bool;
+      an observation is outside its space; a reward is not finite.
     - `seed`: the same seed starts another episode; or other seeds start the same one,
       which is right only where nothing is random.
-    - `ending`: no episode ended; or an environment plays on after its end, for instance
-      because it resets itself: `obs` at an ending is then no true successor; or every
-      truncation is a termination, too.
-    - `note`: nothing need be done. An environment of Gymnasium plays on after its end,
-      where collectors reset it.
+    - `shared`: environments share memory or state, so the first depends on the others.
+    - `ending` is also that an environment plays on after its end, for instance because
+      it resets itself: `obs` at an ending is then no true successor. Gymnasium leaves
+      open what a step after the end does, so it is not asked of its environments.
 
     Steps are numbered from 1 in each episode.
 
     Args:
         env: one environment in JAX, before `vectorize`; or `B` host environments, left
             in any state: use them for nothing else. One of them alone cannot show
-            `reset` and `shared`. Or a collector of either kind.
+            `shared`. Or a collector of either kind.
         key: of a collector's episodes, one typed key.
         params: of its policy.
         num_steps: steps of each pass, at least 1; by default 1,000 in JAX, and 200 of
@@ -117,9 +117,12 @@ def probe(
         num_steps = 200 if is_host else 1000
     checks.int_between("num_steps", num_steps)
     checks.int_between("seed", seed, least=0, most=None)
-    if is_host:
-        return host_probe.probe(env, num_steps, seed)
     found: dict[str, str] = {}
+    if is_host:
+        checks.kind_of_env(env, is_host=True)
+        with _reporting(found):
+            _probe_host(found, env, num_steps, jax.random.key(seed))
+        return tuple(Finding(*item) for item in found.items())
     if collects:
         if key is None:
             raise ValueError("`key` must be one typed key with a collector, got None.")
@@ -148,6 +151,8 @@ def _reporting(found: dict[str, str]) -> Iterator[None]:
     """Makes an exception a finding, which begins with the user's own line."""
     try:
         yield
+    except EnvFault as fault:
+        found["fault"] = str(fault)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [x for x in frames if not x.filename.startswith(_NOT_THE_USERS)]
@@ -159,16 +164,16 @@ def _reporting(found: dict[str, str]) -> Iterator[None]:
             found["contract"] = str(error)
 
 
-def _random_policy(env: VectorEnv) -> Policy:
+def _random_policy(env: VectorEnv | HostVectorEnv) -> Policy:
     """Draws actions from the space itself, unless there is a mask."""
-    space = env.action_space
+    space, num_envs = as_space(env.action_space, "action_space"), env.num_envs
     allowed_fn = masks.find(env.observation_space, space)
     if allowed_fn is not None:
         return random_policy(space, allowed_fn=allowed_fn)
 
     def draw(params: Any, obs: Any, key: chex.PRNGKey) -> Any:
         del params, obs  # unused
-        return jax.vmap(space.sample)(jax.random.split(key, _NUM_LANES))
+        return jax.vmap(space.sample)(jax.random.split(key, num_envs))
 
     return stateless_policy(draw)
 
@@ -246,7 +251,10 @@ def _play(
         what = f"no episode ended in {num_steps} steps: take more `num_steps`"
         found["ending"] = what
     elif num_both == num_truncated >= 3:
-        found["ending"] = host_probe.both_flags(num_both)
+        found["ending"] = (
+            f"each of the {num_both} truncations is a termination, too, so no time "
+            "limit is bootstrapped: set `terminated` only where the task itself ended"
+        )
 
 
 def _look(
@@ -262,7 +270,7 @@ def _look(
     def report(name: str, bad: Any, say: Callable[[int], str], end: bool) -> None:
         for at in np.flatnonzero(bad & (rows.mask | (not end)).ravel())[:1]:
             step = rows.episode_length.ravel()[at] if end else 0
-            found.setdefault(name, f"{say(at)}{host_probe.at_step(step)}")
+            found.setdefault(name, f"{say(at)}{_at_step(step)}")
 
     def check(name: str, space: Space, tree: Any, rows_of: Any, end: bool) -> None:
         if isinstance(tree, tuple) and not tree:  # not recorded
@@ -289,3 +297,150 @@ def _look(
             )
             text = what + value
             report(name.split(".")[0], np.ravel(bad), lambda at, text=text: text, True)
+
+
+def _at_step(number: Any) -> str:
+    """Names a step of an episode by its number from 1, for a message."""
+    if not number:
+        return ", at the start of an episode"
+    return f", at step {number} of an episode"
+
+
+def _probe_host(
+    found: dict[str, str], env: HostVectorEnv, num_steps: int, key: chex.PRNGKey
+) -> None:
+    """Plays host environments over and over; each pass changes one thing."""
+    _check_by_gymnasium(found, env)
+    claim(env, new_user())  # no carry of a collector is valid after this
+    watched, random = _Watched(env), _random_policy(env)
+    nobody = np.zeros(env.num_envs, bool)
+    others = np.arange(env.num_envs) > 0
+
+    # The actions of a pass depend on the key alone, but in some lanes on another one.
+    def draw(is_other: Any, obs: ArrayTree, key: chex.PRNGKey) -> ArrayTree:
+        keys = key, jax.random.fold_in(key, 1)
+        same, other = (random.apply(None, obs, (), key).action for key in keys)
+        return prng.select(is_other, other, same)
+
+    collector = HostCollector(env=watched, policy=stateless_policy(draw))
+    _play(found, collector, nobody, key, num_steps)
+
+    def play(reseeded: np.ndarray, is_other: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Returns checksums `[T, B]` of a pass, and the steps' numbers."""
+        watched.reseeded, watched.cut = reseeded, is_other
+        carry, blocks, size = collector.init(key), [], min(num_steps, _CHUNK)
+        for _ in range(0, num_steps, size):
+            carry, rows = collector.collect_steps(carry, is_other, size)
+            blocks.append((_checksums(rows), rows.episode_length))
+        return tuple(map(np.concatenate, zip(*blocks, strict=True)))
+
+    # Two equal passes must agree, or the others show nothing.
+    (first, length), (again, _) = play(nobody, nobody), play(nobody, nobody)
+    if (differs := again != first).any():
+        t, at = np.argwhere(differs)[0]
+        what = f"the same one starts another episode of environment {at}"
+        found["seed"] = what + _at_step(length[t, at])
+        return
+    if (play(~nobody, nobody)[0] == first).all():
+        found["seed"] = "others start the same episodes: right if nothing is random"
+    if (differs := play(others, others)[0][:, 0] != first[:, 0]).any():
+        what = "environment 0 depends on the seeds and actions of the others"
+        found["shared"] = what + _at_step(length[differs.argmax(), 0])
+    inner: Any = getattr(env, "env", env)
+    if not type(inner).__module__.startswith("rollout.envs.host."):
+        watched.found = found
+        with contextlib.suppress(_Beyond):
+            play(nobody, nobody)
+
+
+def _check_by_gymnasium(found: dict[str, str], env: HostVectorEnv) -> None:
+    gymnasium = sys.modules.get("gymnasium")
+    if gymnasium is None or not isinstance(env, LocalEnvs):
+        return
+    one = env.make_fns[0]()
+    if isinstance(one, gymnasium.Env):
+        checker = importlib.import_module("gymnasium.utils.env_checker")
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of its own style
+                checker.check_env(one, skip_render_check=True)
+        except Exception as error:
+            found["gymnasium"] = f"{type(error).__name__}: {error}"
+    close(one)
+
+
+class _Beyond(Exception):  # noqa: N818
+    """Raised after a step beyond an ending, after which nothing can be played."""
+
+
+class _Watched:
+    """Host environments that are held to the contract at every call.
+
+    Attributes:
+        reseeded: `[B]` bool, lanes that get other seeds than the collector gives.
+        cut: `[B]` bool, lanes whose episodes are cut after every seventh step.
+        found: where to report environments that play on after their end, which the
+            first ending then shows; None not to look.
+    """
+
+    def __init__(self, env: HostVectorEnv) -> None:
+        self.env, self.num_envs = env, env.num_envs
+        self.observation_space = as_space(env.observation_space, "observation_space")
+        self.action_space = env.action_space
+        self.reseeded = self.cut = np.zeros(env.num_envs, bool)
+        self.found: dict[str, str] | None = None
+        self._number = 0  # of the step
+        self._obs: ArrayTree = None  # a copy of the last one
+        keys = jax.random.split(jax.random.key(0), env.num_envs)
+        obs = jax.eval_shape(jax.vmap(self.observation_space.sample), keys)
+        flag: Any = jax.ShapeDtypeStruct((env.num_envs,), bool)
+        # The collector itself finds an `info` that changes its structure.
+        self._like = HostStep(
+            obs, flag.update(dtype=np.float32), flag, flag, flag, info=None
+        )
+
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
+        obs = self.env.reset(np.where(self.reseeded, ~seeds, seeds), mask.copy())
+        checks.same("`reset` must return observations [B, ...]", self._like.obs, obs)
+        old, self._obs = self._obs, jax.tree.map(np.array, obs)
+        if not mask.all():
+            pairs = zip(*map(jax.tree.leaves, (old, obs)), strict=True)
+            if not all(np.array_equal(x[~mask], y[~mask]) for x, y in pairs):
+                what = "`reset` must leave the observations of others as they are"
+                raise ValueError(f"{what}.")
+        return obs
+
+    def step(self, action: ArrayTree) -> HostStep:
+        step = self.env.step(action)
+        checks.kind("`step` must return a `rollout.envs.host.HostStep`", step, HostStep)
+        got = step._replace(info=None, mask=None, causes={}, raw_reward=None)
+        checks.same("`step` must return a `HostStep` of [B, ...]", self._like, got)
+        self._obs = jax.tree.map(np.array, step.obs)
+        ended = step.terminated | step.truncated
+        if self.found is not None and ended.any():
+            with contextlib.suppress(Exception):  # which is as good as to end there
+                after = self.env.step(action)
+                goes_on = ended & ~(after.terminated | after.truncated | after.faulty)
+                if after.mask is not None:  # False where it reset itself, and says so
+                    goes_on &= after.mask
+                if goes_on.any():
+                    what = f"environment {goes_on.argmax()} plays on after its end: if "
+                    what += "it resets itself, `obs` at an ending is no true successor"
+                    self.found.setdefault("ending", what)
+            raise _Beyond
+        self._number += 1
+        cut = self.cut & (self._number % 7 == 0)
+        return step._replace(truncated=step.truncated | cut)
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def _checksums(rows: Transition) -> np.ndarray:
+    """Returns `[T, B]`, one checksum for the answers in each row of each lane."""
+    answers = rows.obs, rows.next_obs, rows.reward, rows.terminated, rows.truncated
+    leaves = jax.tree.leaves(jax.device_get(answers))
+    sums = np.zeros(rows.reward.shape, np.uint32)
+    for at in np.ndindex(sums.shape):
+        for leaf in leaves:
+            sums[at] = zlib.crc32(leaf[at].tobytes(), int(sums[at]))
+    return sums

@@ -231,6 +231,21 @@ class Served(struct.PyTreeNode):
     num_envs: int = struct.field(pytree_node=False)
 
 
+class Finding(NamedTuple):
+    """One mistake that `probe` found; it prints as `name: message`.
+
+    Attributes:
+        name: one of those that `probe` lists.
+        message: the mistake, and the step of the episode where it showed.
+    """
+
+    name: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.message}"
+
+
 class PolicyStep(NamedTuple, Generic[ActionT]):
     """The output of a policy at one step.
 

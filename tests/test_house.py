@@ -47,7 +47,6 @@ KINDS = {
         "envs.host.exceptions",
         "envs.host.space_check",
         "envs.host.ownership",
-        "envs.host.probe",
         "envs.host.types",
     },
     "probing": {"envs"},

@@ -7,10 +7,10 @@
 - `gymnasium` and `envpool` adapt those packages, and import them when first used;
   `gymnasium_actions` converts actions for them.
 - `normalize_host` normalises observations and rewards.
-- `probe` looks for mistakes of new environments; `space_check` finds observations
-  that are not finite or not in their space.
+- `space_check` finds observations and actions that are not finite or not in their
+  space.
 - Shared by these: `arrays`, the arrays that environments write to; `request_checks`;
-  `ownership`, who stepped an environment last; `exceptions` as bytes.
+  `ownership`, who stepped an environment last; `exceptions`, for another process.
 """
 
 from rollout.envs.host.types import (

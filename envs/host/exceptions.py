@@ -1,33 +1,23 @@
-"""Packs exceptions in bytes, to send them to another process; ends threads at exit."""
+"""Exceptions that go to another process, and one that ends threads at exit."""
 
 import pickle
 import threading
 import traceback
 
 
-class RemoteTraceback(Exception):  # noqa: N818
-    """The traceback in the process where an exception was raised; it is its cause."""
+def portable(error: BaseException) -> BaseException:
+    """Makes an exception that can be pickled, with its traceback as a note.
 
-
-def to_bytes(error: BaseException) -> bytes:
-    """Pickles an exception, and its traceback as text, which pickle drops."""
-    text = "".join(traceback.format_exception(error))
+    Where pickle fails, it is a `RuntimeError` that says the same.
+    """
     try:
-        whole = pickle.dumps(error)
+        pickle.loads(pickle.dumps(error))  # some are pickled, and fail only here
     except Exception:
-        whole = b""
-    # Nested: if `whole` cannot be unpickled there, the two texts still arrive.
-    return pickle.dumps((whole, f"{type(error).__name__}: {error}", text))
-
-
-def from_bytes(packed: bytes) -> BaseException:
-    """Returns the exception, or a `RuntimeError` with its text if unpickling fails."""
-    whole, summary, text = pickle.loads(packed)
-    try:
-        error = pickle.loads(whole)
-    except Exception:
-        error = RuntimeError(summary)
-    error.__cause__ = RemoteTraceback(f"\n{text}")
+        text = f"{type(error).__name__}: {error}"
+        error = RuntimeError(text).with_traceback(error.__traceback__)
+    if error.__traceback__ is not None:  # else it has the note
+        error.add_note("".join(traceback.format_exception(error)))
+        error.__traceback__ = None
     return error
 
 

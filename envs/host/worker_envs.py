@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from multiprocessing import forkserver, reduction
+from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
@@ -91,11 +91,8 @@ class WorkerEnvs:
         context: Any = multiprocessing.get_context("forkserver")
         # The fork server imports for all workers, unless it already runs. It leaves out
         # the modules of the functions, which may start threads or jax's backend.
-        modules = {"gymnasium"}.intersection(sys.modules)
-        modules |= {"__main__", "rollout.envs.host.worker_process"}
-        server: Any = forkserver._forkserver  # no public name has the user's own list
-        modules |= set(server._preload_modules)
-        context.set_forkserver_preload(list(modules))
+        preload = ["__main__", "gymnasium", "rollout.envs.host.worker_process"]
+        context.set_forkserver_preload([x for x in preload if x in sys.modules])
         # Each worker has a range of environments: a slice of rows of the shared memory.
         cuts = np.linspace(0, self.num_envs, num_workers + 1).astype(int).tolist()
         groups = [range(a, b) for a, b in itertools.pairwise(cuts)]
@@ -189,7 +186,7 @@ class WorkerEnvs:
         with self._pool as pool:
             handles = self._handles(which)
             for handle in handles:
-                pool.ask(handle, "renew", mask[handle.rows])
+                pool.ask(handle, "rebuild", mask[handle.rows])
             pool.results(handles)
             for at in which:  # only now: until their replies they were faulty
                 pool.broken.pop(at, None)
@@ -290,14 +287,11 @@ def _pack(make_fns: Sequence[Callable[[], Any]]) -> list[bytes]:
         from cloudpickle import dumps
     except ImportError:  # gymnasium installs it
         from pickle import dumps
-    packed = []
-    for at, fn in enumerate(make_fns):
-        try:
-            packed.append(dumps(fn))
-        except Exception as error:
-            raise ValueError(
-                "`make_fns` must be picklable; `functools.partial` of a function at "
-                "module level takes options, and `pip install cloudpickle` allows "
-                f"lambdas. Got function {at}, {fn!r}: {error}."
-            ) from error
-    return packed
+    try:
+        return [dumps(fn) for fn in make_fns]
+    except Exception as error:
+        raise ValueError(
+            "`make_fns` must be picklable; `functools.partial` of a function at "
+            "module level takes options, and `pip install cloudpickle` allows "
+            f"lambdas. Got {make_fns}: {error}."
+        ) from error

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 from typing import Any, Self
 
 from rollout.envs.host import exceptions, request_checks, worker_process
+from rollout.envs.host.types import EnvFault
 
 _GRACE = 2.0  # seconds to close environments in, before a process is killed
 _PATIENCE = 0.5  # seconds, after which an exit of the process is noticed
@@ -32,7 +33,7 @@ class WorkerHandle:
         owed: the replies that it owes, in their order: the number of an environment for
             a step of that one, None for any other.
         reply: `(result, error)`, its last reply that was not to such a step.
-        causes: those of its faulty environments, packed, as its last reply has them.
+        causes: those of its faulty environments, as its last reply has them.
     """
 
     number: int
@@ -44,8 +45,8 @@ class WorkerHandle:
     owed: collections.deque[int | None] = dataclasses.field(
         default_factory=collections.deque
     )
-    reply: tuple[Any, bytes | None] = (None, None)
-    causes: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    reply: tuple[Any, BaseException | None] = (None, None)
+    causes: dict[int, BaseException] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"worker {self.number} (environments {self.ids[0]} to {self.ids[-1]})"
@@ -136,25 +137,22 @@ class WorkerPool:
         """
         while any(handle.owed for handle in handles):
             self.pump()
-        replies = []
-        for handle in handles:
-            result, error = handle.reply
-            if handle.pipe is not None:
-                replies.append((handle, result, error and exceptions.from_bytes(error)))
-        return replies
+        return [
+            (handle, *handle.reply) for handle in handles if handle.pipe is not None
+        ]
 
     def results(self, handles: Collection[WorkerHandle]) -> list[Any]:
         """Waits for the results of a request, and raises the first error."""
         found = self.gather(handles)
         for _, _, error in found:
-            if error is not None:
+            # Which environments are faulty is in `broken`, with other workers' ones.
+            if error is not None and not isinstance(error, EnvFault):
                 raise error
         return [result for _, result, _ in found]
 
     def note(self, handle: WorkerHandle) -> None:
         """Notes the faulty environments of a worker that are not known as such."""
-        for number in handle.causes.keys() - self.broken.keys():
-            self.broken[number] = exceptions.from_bytes(handle.causes[number])
+        self.broken = {**handle.causes, **self.broken}
 
     def pump(self, timeout: float | None = None) -> None:
         """Waits for replies, at most `timeout` seconds; reads one of each worker."""
@@ -219,6 +217,8 @@ class WorkerPool:
             result, error, handle.causes = pickle.loads(handle.pipe.recv_bytes())
         except (EOFError, OSError):
             return self.lose(handle)
+        except Exception as error:  # of a class that only the worker knows
+            return self.lose(handle, error)
         handle.since, at = time.monotonic(), handle.owed.popleft()
         self.note(handle)
         if at is None:

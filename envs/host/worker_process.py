@@ -1,8 +1,8 @@
 """`serve`: the loop of a worker process, which steps its environments on request.
 
 A request is `(method, arguments)`, a reply `(result, error, causes)`: what the method
-returned, or the packed exception that it raised; and those of all faulty environments,
-by their numbers. Each request gets one reply, in the same order.
+returned, or the exception that it raised; and those of all faulty environments, by
+their numbers. Each request gets one reply, in the same order.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ import numpy as np
 
 from rollout.envs.host import exceptions, shared_memory
 from rollout.envs.host.local_envs import LocalEnvs
-from rollout.envs.host.types import EnvFault
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
@@ -43,8 +42,11 @@ def serve(pipe: connection.Connection) -> None:
                 else:
                     result = getattr(envs, method)(*args)
             except Exception as raised:
-                error = exceptions.to_bytes(raised)
-            causes = {} if envs is None else envs.packed_causes()
+                error = exceptions.portable(raised)
+            causes = {}
+            if envs is not None:
+                for at, cause in envs.causes.items():
+                    causes[envs.ids[at]] = exceptions.portable(cause)
             pipe.send_bytes(pickle.dumps((result, error, causes)))
 
 
@@ -58,13 +60,13 @@ class _Envs(LocalEnvs):
         info: Mapping[str, Any],
         ids: range,
     ) -> None:
-        self._pipe, self._ids = pipe, ids
+        self._pipe, self.ids = pipe, ids
         super().__init__([pickle.loads(x) for x in make_fns], **info, first=ids.start)
 
     def share(self, num_envs: int) -> None:
         """Moves the arrays to the memory whose descriptor comes after this message."""
         descriptor = reduction.recv_handle(self._pipe)
-        rows = slice(self._ids.start, self._ids.stop)
+        rows = slice(self.ids.start, self.ids.stop)
         arrays = shared_memory.arrays(self.layout, num_envs, descriptor, rows)
         os.close(descriptor)  # the mapping stays
         self._actions = arrays.action
@@ -81,18 +83,8 @@ class _Envs(LocalEnvs):
         self.advance(at, action)
 
     def restart(self, seeds: np.ndarray, mask: np.ndarray) -> None:
-        """Resets some; the causes tell which failed."""
-        with contextlib.suppress(EnvFault):
-            self.reset(seeds, mask)
-
-    def renew(self, mask: np.ndarray) -> None:
-        """Rebuilds some; the causes tell which failed."""
-        with contextlib.suppress(EnvFault):
-            self.rebuild(mask)
-
-    def packed_causes(self) -> dict[int, bytes]:
-        causes = self.causes.items()
-        return {self._ids[at]: exceptions.to_bytes(x) for at, x in causes}
+        """Resets some; the observations are in the shared memory."""
+        self.reset(seeds, mask)
 
 
 def _end_with_parent() -> None:

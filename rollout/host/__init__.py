@@ -7,7 +7,6 @@ acts, steps and resets, with one compiled program of `policy_runner` for the pol
 holds Ctrl-C back. `remote` runs collectors of either kind in actors of Ray.
 """
 
-from rollout.envs.host.probe import Finding
 from rollout.host.host_collector import HostCollector
 from rollout.host.loop import FaultStats
 from rollout.host.remote import RemoteBatch, RemoteBatches, RemoteStats
@@ -15,7 +14,6 @@ from rollout.host.served import Served, by_env
 
 __all__ = [
     "FaultStats",
-    "Finding",
     "HostCollector",
     "RemoteBatch",
     "RemoteBatches",

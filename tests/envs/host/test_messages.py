@@ -95,7 +95,7 @@ NO_EXAMPLE = "must map keys of `info` to examples"
 CLOSED = "`env` must be open, got one after `close`"
 NOT_PICKLED = (
     "`make_fns` must be picklable; `functools.partial` of a function at module level "
-    "takes options, and `pip install cloudpickle` allows lambdas. Got function 1"
+    "takes options, and `pip install cloudpickle` allows lambdas. Got [<class"
 )
 CALLS = [
     # `from_gymnasium`

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 import warnings
-from multiprocessing import forkserver
 from pathlib import Path
 
 import host_envs
@@ -53,14 +52,6 @@ def check_renewed(env, mask):
     env.rebuild(mask)
     start(env, mask=mask)
     assert not env.step(ACTION).faulty.any()
-
-
-def test_modules_that_a_program_preloads_stay_so(make, monkeypatch):
-    server = forkserver._forkserver
-    monkeypatch.setattr(server, "_preload_modules", ["json"])
-    make((Count,), 1)
-    worker = "rollout.envs.host.worker_process"
-    assert {"json", worker} <= set(server._preload_modules)
 
 
 def named_files(pids):

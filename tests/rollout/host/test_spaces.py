@@ -142,7 +142,7 @@ def test_space_without_arrays_is_rejected(name):
     with pytest.raises(ValueError, match=f"`env.observation_space` {message}"):
         rollout.HostCollector(env=own, policy=policy).init(jax.random.key(0))
     (finding,) = rollout.probe(own)
-    assert finding.name == "observation_space"
+    assert finding.name == "contract"
     assert message in finding.message
     if isinstance(space, gym.Space):
         with pytest.raises(ValueError, match=message):
