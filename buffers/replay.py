@@ -343,7 +343,7 @@ class ReplayBuffer(struct.PyTreeNode):
             `[..., *leaf]`, like the transition of `init`. A field `mask` is False
             where there is no such row, or its successor is missing.
         """
-        return gather.get(state.ring, as_rows(indices))
+        return gather.get(state.ring, jnp.asarray(indices))
 
     @jit_method()
     def dump(self, state: ArrayTree) -> tuple[ArrayTree, jax.Array]:
@@ -441,14 +441,6 @@ class ReplayBuffer(struct.PyTreeNode):
                 f"`state` must be of a buffer like this one, {self.num_slots} slots in "
                 f"each of num_envs={self.num_envs} lanes, got (slots, lanes)={got}."
             )
-
-
-def as_rows(indices: Any) -> jax.Array:
-    """Checks that they are row numbers; returns them as an array."""
-    indices = jnp.asarray(indices)
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise ValueError(f"`indices` must be integers, got {indices.dtype}.")
-    return indices
 
 
 def _row_of(collector: Any, params: Any) -> ArrayTree:
