@@ -9,7 +9,7 @@ from rollout import checks
 from rollout.envs import prng
 from rollout.envs.host.ownership import claim, is_claimed, new_user
 from rollout.envs.host.types import HostVectorEnv
-from rollout.types import Carry
+from rollout.types import Carry, check_carry
 
 
 class LatestCarry:
@@ -65,7 +65,7 @@ class LatestCarry:
     def check(self, carry: Carry) -> None:
         """Raises unless a call may begin with a carry."""
         checks.outside_of_jit("HostCollector")
-        checks.is_carry(carry)
+        check_carry(carry)
         if self.is_begun and not self.is_mine:
             raise ValueError(
                 "`carry` must be of the collector that stepped `env` last, but another "
