@@ -38,7 +38,8 @@ from jax import lax
 
 import rollout
 from rollout import envs
-from rollout.kernel import episode_keys, fold
+from rollout.kernel import episode_keys
+from rollout.kernel.carry import roots_of
 from rollout.kernel.step import act, init, step_env
 
 NUM_ENVS = (16, 128, 1024, 4096)
@@ -78,7 +79,7 @@ def bare_loop(case: Case) -> Loop:
                 episode=episode,
             ), out
 
-        roots = fold.roots_of(collector, carry)
+        roots = roots_of(collector, carry)
         steps = carry.step + jnp.arange(case.num_steps, dtype=jnp.int32)
         return lax.scan(step, carry, episode_keys.at_step(roots.policy, steps))
 

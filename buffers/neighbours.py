@@ -6,6 +6,8 @@ the `episode_id` and `episode_length` of a transition that has them continue fro
 the other. So an episode that broke off, or lacks rows, ends there as well.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -36,6 +38,12 @@ def move(ring: RingState, row: jax.Array, num_slots: jax.Array | int) -> jax.Arr
 def all_rows(ring: RingState) -> jax.Array:
     """Returns every row number, `[N * B]` int32."""
     return jnp.arange(ring.num_slots * ring.num_envs, dtype=jnp.int32)
+
+
+def count(ring: RingState, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Counts the stored rows for which `fn` returns True, `()` int32: O(capacity)."""
+    row = all_rows(ring)
+    return jnp.sum(is_stored(ring, row) & fn(row), dtype=jnp.int32)
 
 
 def newest(ring: RingState) -> jax.Array:
@@ -87,12 +95,6 @@ def is_next(here: dict[str, jax.Array], there: dict[str, jax.Array]) -> jax.Arra
     return is_next
 
 
-def comes_from(ring: RingState, row: jax.Array) -> jax.Array:
-    """Returns bool, True where the row before is the episode's previous step."""
-    before = move(ring, row, -1)
-    return is_stored(ring, before) & goes_on(ring, before)
-
-
 def has_successor(ring: RingState, row: jax.Array) -> jax.Array:
     """Returns bool, True where the row's true successor is stored."""
     if not ring.final_obs:
@@ -134,16 +136,11 @@ def window(ring: RingState, row: jax.Array, length: int) -> tuple[jax.Array, jax
         `[L, S]` int32 rows, the last one repeated after the end; and `[L, S]` bool,
         False after the end.
     """
-    step = jnp.arange(length, dtype=jnp.int32)[:, None]
-    rows = move(ring, row[None], step)
-    if length == 1:
-        return rows, jnp.ones(rows.shape, bool)
-    # The product stays 0 after the first break. After one lap the rows would repeat.
-    on = goes_on(ring, rows[:-1]) & has_successor(ring, rows[1:])
-    on = jnp.cumprod(on & (step[1:] < ring.num_slots), axis=0, dtype=jnp.int32)
-    last = move(ring, row, jnp.sum(on, axis=0, dtype=jnp.int32))
-    valid = jnp.concatenate([jnp.ones((1, row.shape[0]), bool), on.astype(bool)])
-    return jnp.where(valid, rows, last[None]), valid
+
+    def reaches(earlier: jax.Array, later: jax.Array) -> jax.Array:
+        return goes_on(ring, earlier) & has_successor(ring, later)
+
+    return _walk(ring, row, length, 1, reaches)
 
 
 def history(
@@ -155,29 +152,51 @@ def history(
         `[L, S]` int32 rows, the first one of the episode repeated before its start;
         and `[S]` bool, False where some of them were evicted.
     """
-    step = jnp.arange(length, dtype=jnp.int32)[:, None]
-    rows = move(ring, row[None], -step)
-    if length == 1:
-        return rows, jnp.ones(row.shape, bool)
-    on = is_stored(ring, rows[1:]) & goes_on(ring, rows[1:])
-    on = jnp.cumprod(on & (step[1:] < ring.num_slots), axis=0, dtype=jnp.int32)
-    oldest = move(ring, row, -jnp.sum(on, axis=0, dtype=jnp.int32))
+
+    def reaches(_: jax.Array, earlier: jax.Array) -> jax.Array:
+        return is_stored(ring, earlier) & goes_on(ring, earlier)
+
+    rows, valid = _walk(ring, row, length, -1, reaches)
     # Whole if all rows go back, or if they stop at the episode's first one.
-    whole = on[-1].astype(bool) | is_first(ring, oldest)
+    whole = valid[-1] if length == 1 else valid[-1] | is_first(ring, rows[-1])
+    return rows[::-1], whole
+
+
+def _walk(
+    ring: RingState,
+    row: jax.Array,
+    length: int,
+    way: int,
+    reaches: Callable[[jax.Array, jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Goes from each row to the next (`way` 1) or previous (-1) ones of its lane.
+
+    It stops where `reaches(here, there)` is False of two neighbouring rows: `[L, S]`
+    int32 rows, the last one repeated, and `[L, S]` bool, False after it.
+    """
+    step = jnp.arange(length, dtype=jnp.int32)[:, None]
+    rows = move(ring, row[None], way * step)
+    if length == 1:  # reads no flags, which the rows may lack
+        return rows, jnp.ones(rows.shape, bool)
+    # The product stays 0 after the first break. After one lap the rows would repeat.
+    on = reaches(rows[:-1], rows[1:]) & (step[1:] < ring.num_slots)
+    on = jnp.cumprod(on, axis=0, dtype=jnp.int32)
+    last = move(ring, row, way * jnp.sum(on, axis=0, dtype=jnp.int32))
     valid = jnp.concatenate([jnp.ones((1, row.shape[0]), bool), on.astype(bool)])
-    return jnp.where(valid, rows, oldest[None])[::-1], whole
+    return jnp.where(valid, rows, last[None]), valid
 
 
 def is_first(ring: RingState, row: jax.Array) -> jax.Array:
     """Returns bool, True where the row is known to be the first of its episode."""
     if fields.get(ring.experience, "episode_length") is not None:
         return read_field(ring, "episode_length", row) == 1
+    before = move(ring, row, -1)
     # The rows before the oldest row of a full lane may have been evicted.
     is_cut = age(ring, row) == ring.num_slots - 1
     if not isinstance(ring.lost, tuple):
         lane = row % ring.num_envs
         is_cut |= ring.lost[lane] & (age(ring, row) == ring.size[lane] - 1)
-    return ~comes_from(ring, row) & ~is_cut
+    return ~(is_stored(ring, before) & goes_on(ring, before)) & ~is_cut
 
 
 def ends_whole(ring: RingState, row: jax.Array, max_length: int) -> jax.Array:

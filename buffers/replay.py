@@ -141,6 +141,7 @@ class ReplayBuffer(struct.PyTreeNode):
         """Counts the transitions that are stored, `()` int32."""
         return jnp.sum(state.ring.size, dtype=jnp.int32)
 
+    @jit_method("batch_size", "stack")
     def can_sample(
         self, state: ArrayTree, batch_size: int, *, stack: int | None = None
     ) -> jax.Array:
@@ -155,12 +156,6 @@ class ReplayBuffer(struct.PyTreeNode):
             `()` bool. It costs as much as a small sample.
         """
         batch_size = checks.int_between("batch_size", batch_size)
-        return self._can_sample(state, batch_size, stack=stack)
-
-    @jit_method("stack")
-    def _can_sample(
-        self, state: ArrayTree, batch_size: Any, *, stack: int | None
-    ) -> jax.Array:
         usable_fn = self._usable_fn(state, stack)
         if usable_fn is None:
             return self.size(state) >= batch_size
@@ -317,9 +312,10 @@ class ReplayBuffer(struct.PyTreeNode):
     def count_episodes(self, state: ArrayTree, max_length: int) -> jax.Array:
         """Counts the episodes that `sample_episodes` draws from, `()` int32."""
         max_length = checks.int_between("max_length", max_length)
-        row = neighbours.all_rows(state.ring)
-        is_end = neighbours.ends_whole(state.ring, row, max_length)
-        return jnp.sum(neighbours.is_stored(state.ring, row) & is_end, dtype=jnp.int32)
+        ring = state.ring
+        return neighbours.count(
+            ring, lambda row: neighbours.ends_whole(ring, row, max_length)
+        )
 
     def count_lost(self, state: ArrayTree) -> jax.Array:
         """Counts endings that are stored but never sampled, `()` int32.
@@ -328,11 +324,12 @@ class ReplayBuffer(struct.PyTreeNode):
         evicted from the side ring: if there are any, raise `final_obs_capacity`. It
         reads the flags of all rows: O(capacity).
         """
-        row = neighbours.all_rows(state.ring)
-        ended = neighbours.is_stored(state.ring, row)
-        ended &= neighbours.is_done(state.ring, row)
-        lost = ended & ~neighbours.has_successor(state.ring, row)
-        return jnp.sum(lost, dtype=jnp.int32)
+
+        def is_lost(row: jax.Array) -> jax.Array:
+            done = neighbours.is_done(state.ring, row)
+            return done & ~neighbours.has_successor(state.ring, row)
+
+        return neighbours.count(state.ring, is_lost)
 
     @jit_method()
     def get(self, state: ArrayTree, indices: jax.Array) -> ArrayTree:
@@ -346,7 +343,7 @@ class ReplayBuffer(struct.PyTreeNode):
             `[..., *leaf]`, like the transition of `init`. A field `mask` is False
             where there is no such row, or its successor is missing.
         """
-        return gather.get(state.ring, as_rows(indices))
+        return gather.get(state.ring, jnp.asarray(indices))
 
     @jit_method()
     def dump(self, state: ArrayTree) -> tuple[ArrayTree, jax.Array]:
@@ -444,14 +441,6 @@ class ReplayBuffer(struct.PyTreeNode):
                 f"`state` must be of a buffer like this one, {self.num_slots} slots in "
                 f"each of num_envs={self.num_envs} lanes, got (slots, lanes)={got}."
             )
-
-
-def as_rows(indices: Any) -> jax.Array:
-    """Checks that they are row numbers; returns them as an array."""
-    indices = jnp.asarray(indices)
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise ValueError(f"`indices` must be integers, got {indices.dtype}.")
-    return indices
 
 
 def _row_of(collector: Any, params: Any) -> ArrayTree:

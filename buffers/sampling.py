@@ -109,9 +109,7 @@ def in_proportion_to(
     return sum_tree.draw_apart(sum_tree.build(weight), key, num_draws)
 
 
-def has_usable(
-    ring: RingState, usable_fn: RowFn, number: jax.typing.ArrayLike
-) -> jax.Array:
+def has_usable(ring: RingState, usable_fn: RowFn, number: int) -> jax.Array:
     """Returns whether at least `number` rows are usable, `()` bool.
 
     It goes back from the newest rows, no further than needed: nearly all are usable.
@@ -137,9 +135,7 @@ def has_usable(
         )[1]
 
     def count_all(ring: RingState) -> jax.Array:
-        row = neighbours.all_rows(ring)
-        usable = neighbours.is_stored(ring, row) & usable_fn(row)
-        return jnp.sum(usable, dtype=jnp.int32)
+        return neighbours.count(ring, usable_fn)
 
     return platform.choose(count_back, count_all, ring) >= number
 

@@ -17,11 +17,6 @@ WIDTH = 8  # wider trees are slower to update, and much wider ones to draw from
 Tree = tuple[jax.Array, ...]
 
 
-def init(num_leaves: int) -> Tree:
-    """Makes a tree of zeros."""
-    return build(jnp.zeros((num_leaves,), jnp.float32))
-
-
 def build(leaf: jax.Array) -> Tree:
     """Makes a tree of the leaves `leaf`, `[P]` float32."""
     levels = [_pad(leaf)]

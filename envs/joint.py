@@ -1,4 +1,4 @@
-"""`join`: lets the agents of one environment act together, as those of an `Env`.
+"""`_Joint`: lets the agents of one environment act together, as those of an `Env`.
 
 All agents act as one, so steps, episodes, streams, checkpoints and devices work as with
 any environment. The bookkeeping of each agent is kept next to the environment's own
@@ -12,9 +12,8 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.core import Tracer
 
-from rollout import checks, programs
+from rollout import checks
 from rollout.envs.multi_agent import (
     ACTING,
     AgentInfo,
@@ -23,29 +22,15 @@ from rollout.envs.multi_agent import (
     MultiAgentEnv,
     MultiAgentInfo,
     MultiAgentStep,
-    layout_of,
     pack_status,
     read_flag,
     read_length,
 )
 from rollout.envs.spaces import Box, Dict, Repeated, as_space
-from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs.types import AnySpace, ArrayTree, EnvStep
 from rollout.envs.wrappers.wrapper import Wrapper
 
 _FLAG = Box(0, 1, (), jnp.dtype(bool))
-
-
-def join(env: MultiAgentEnv, one: MultiAgentEnv) -> Env:
-    """Makes an `Env` of an environment of several agents, and checks its agents.
-
-    Args:
-        env: the environment; with parameters of its own in every lane, all of them.
-        one: the environment of one lane.
-    """
-    layout = layout_of(one)
-    if layout.simultaneous:
-        _check_simultaneous(_Joint(one, layout._replace(simultaneous=False)))
-    return _Joint(env, layout)
 
 
 class _JointState(struct.PyTreeNode, kw_only=True):
@@ -82,9 +67,9 @@ class _Joint(Wrapper):
             )
         env_state, obs, acting = result
         shape = (len(self.layout.agents),)
-        acting = self._each("acting", acting, bool)
         if self.layout.simultaneous:
             acting = jnp.ones(shape, bool)
+        acting = self._each("acting", acting, bool)
         state = _JointState(
             env_state=env_state,
             agent_return=jnp.zeros(shape, jnp.float32),
@@ -136,8 +121,10 @@ class _Joint(Wrapper):
         terminated = self._each("terminated", result.terminated, bool) & is_left
         truncated = self._each("truncated", result.truncated, bool) & is_left
         goes_on = is_left & ~(terminated | truncated)
-        acting = self._each("acting", result.acting, bool)
-        acts_next = goes_on if self.layout.simultaneous else acting & goes_on
+        if self.layout.simultaneous:
+            acts_next = goes_on
+        else:
+            acts_next = self._each("acting", result.acting, bool) & goes_on
         # In a game of turns the reward of a move comes during the turns of the others.
         answers = acted | read_flag(packed, Flag.WAITING)
         return {
@@ -203,25 +190,3 @@ class _Joint(Wrapper):
                     f"{space.shape or (space.num, '...')}, got "
                     f"{', '.join(map(checks.describe, leaves))}."
                 )
-
-
-@programs.shared  # it compiles, for equal arguments once
-def _check_simultaneous(joint: _Joint) -> None:
-    """Checks that all agents act at the first two steps; not inside `jit`."""
-
-    @jax.jit
-    def begin(joint: _Joint, key: chex.PRNGKey) -> list[jax.Array]:
-        keys = jax.random.split(key, 3)
-        state, obs = joint.reset(keys[0])
-        result = joint.step(keys[1], state, joint.action_space.sample(keys[2]))
-        # An agent that goes on and does not act next waits for an answer.
-        done = result.terminated | result.truncated
-        return [obs[ACTING], ~result.info.agents.waiting | done]
-
-    for number, acting in enumerate(begin(joint, jax.random.key(0)), 1):
-        if not isinstance(acting, Tracer) and not acting.all():
-            raise ValueError(
-                "`simultaneous` must be True only if every agent that has not ended "
-                f"acts at every step, got `acting` {acting.tolist()} before step "
-                f"{number}: leave it out."
-            )

@@ -44,7 +44,7 @@ class MultiAgentStep(struct.PyTreeNode, kw_only=True):
         obs: `{group: [A_g, ...]}`; an agent's observation is valid if it acts next or
             ended with this step, and meaningless otherwise.
         acting: `[A]` bool, the agents that must act next; at the end for all, those
-            whose observation is valid. If `simultaneous`, it is only checked.
+            whose observation is valid. If `simultaneous`, it is not read.
         reward: `[A]` float32, also of agents that did not act.
         terminated: `[A]` bool, the agent's own task ended here, for good.
         truncated: `[A]` bool, the agent was cut from outside.

@@ -5,7 +5,7 @@ import difflib
 import io
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from rollout import checks, programs
@@ -123,7 +123,7 @@ def make(
             f"`env_id` must be one of the {len(ids)} ids of "
             f"`rollout.envs.env_ids({suite!r})`, got {env_id!r}.{nearest}"
         )
-    env = _build(SUITES[suite].make, env_id, name, env_params)
+    env = _build(suite, name, env_params)
     if max_episode_steps is None:
         return env
     limit = checks.int_between("max_episode_steps", max_episode_steps)
@@ -147,12 +147,12 @@ def make_vec(
     return vectorize(env, num_envs, auto_reset=auto_reset)
 
 
-def _build(
-    make_fn: Callable[..., Any], env_id: str, name: str, options: dict[str, Any]
-) -> Any:
+@programs.shared  # most of it is a static part of every trace
+def _build(suite: str, name: str, options: dict[str, Any]) -> Any:
     """Calls a suite, and explains why it made nothing."""
+    env_id = name if suite == _GYMNAX else f"{suite}:{name}"
     try:
-        return _once(make_fn, name, **options)
+        return SUITES[suite].make(name, **options)
     except (ImportError, OSError) as error:  # it needs another package, or a download
         raise ValueError(f"{env_id} cannot be made here: {error}.") from error
     except TypeError as error:
@@ -160,11 +160,6 @@ def _build(
         is_limit = any(re.search("step|limit|length", key) for key in options)
         hint = " (`max_episode_steps` limits episodes)" if is_limit else ""
         raise ValueError(f"{env_id} with {given} fails{hint}: {error}") from error
-
-
-@programs.shared  # most of it is a static part of every trace
-def _once(make_fn: Callable[..., Any], name: str, /, **options: Any) -> Any:
-    return make_fn(name, **options)
 
 
 def _ids(suite: str) -> tuple[str, ...]:

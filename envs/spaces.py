@@ -161,11 +161,7 @@ class Box(_Bounded, struct.PyTreeNode):
                 f"`low` and `high` must broadcast to `shape`, {self.shape}, got a "
                 f"bound of shape {shape}."
             )
-        # It must be a value of `dtype`: of floats up to rounding.
-        with np.errstate(over="ignore", invalid="ignore"):
-            cast = value.astype(dtype)
-        is_float = jnp.issubdtype(dtype, jnp.floating)
-        bad = np.isinf(cast) & ~np.isinf(value) if is_float else cast != value
+        bad = lost(value, dtype)
         if bad.any():
             raise ValueError(
                 "`low` and `high` must be values of `dtype`, got "
@@ -429,23 +425,18 @@ def as_space(space: Any, name: str = "space") -> AnySpace:
         ValueError: if it is no such space, for instance `Text`, `Graph`, `Sequence` or
             `OneOf` of Gymnasium, or has no parts.
     """
+    if isinstance(space, Space):
+        return space
     kinds = [base.__name__ for base in type(space).__mro__]
     kind = next((x for x in kinds if x in _KINDS), "")
     parts = space.spaces if kind in ("Dict", "Tuple") else space
-    is_empty = isinstance(parts, Mapping | tuple | list) and not parts
-    if is_empty or (isinstance(space, Composite) and not space.parts):
+    is_list = type(parts) in (tuple, list)
+    if (is_list or isinstance(parts, Mapping)) and not parts:
         raise ValueError(f"`{name}` must have at least one part, got {space!r}.")
-    if isinstance(space, Repeated):
-        return space.replace(space=as_space(space.space, name))
     if isinstance(parts, Mapping):
         return Dict({key: as_space(part, name) for key, part in parts.items()})
-    if type(parts) in (tuple, list):
+    if is_list:
         return Tuple(tuple(as_space(part, name) for part in parts))
-    if isinstance(space, Composite):
-        parts = [as_space(part, name) for part in space.parts]
-        return Composite(space.structure.unflatten(parts))
-    if isinstance(space, Space):
-        return space
     if kind:
         return _converted(kind, space)
     raise ValueError(
@@ -477,6 +468,18 @@ def is_mask(path: Any) -> bool:
 def narrow(dtype: Any) -> np.dtype:
     """Returns the dtype with at most 32 bits, as jax has it by default."""
     return jnp.dtype(_NARROW.get(str(jnp.dtype(dtype)), dtype))
+
+
+def lost(value: np.ndarray, dtype: Any) -> np.ndarray:
+    """Returns bool, True where a number is no value of `dtype`: of floats, too large.
+
+    Floats are rounded to those of fewer digits.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = value.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.isinf(cast) & ~np.isinf(value)
+    return cast != value
 
 
 def _box_of(x: jax.ShapeDtypeStruct) -> Box:

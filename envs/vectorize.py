@@ -12,8 +12,8 @@ from flax import struct
 from rollout import checks
 from rollout.envs import auto_reset as auto_resets
 from rollout.envs import prng as env_keys
-from rollout.envs.joint import join
-from rollout.envs.multi_agent import MultiAgentEnv
+from rollout.envs.joint import _Joint
+from rollout.envs.multi_agent import MultiAgentEnv, layout_of
 from rollout.envs.types import (
     RESET,
     ArrayTree,
@@ -25,7 +25,7 @@ from rollout.envs.types import (
     hash_of_types,
     strong,
 )
-from rollout.envs.wrappers.wrapper import BaseWrapper, has_agents
+from rollout.envs.wrappers.wrapper import BaseWrapper, cast_step, has_agents
 
 
 def vectorize(
@@ -57,10 +57,8 @@ def vectorize(
     Raises:
         ValueError: if `num_envs` is not a positive int or `auto_reset` is unknown. Of
             several agents, if one is in two groups or none, or a group has no spaces,
-            or is called "acting"; if `simultaneous` is True and an agent that has not
-            ended does not act at the first or second step; while tracing, if an
-            observation or an action is not of the space of its group, or a value per
-            agent is not `[A]`.
+            or is called "acting"; while tracing, if an observation or an action is not
+            of the space of its group, or a value per agent is not `[A]`.
     """
     return _vectorize(env, num_envs, auto_reset, each=False)
 
@@ -97,25 +95,8 @@ def _vectorize(env: Any, num_envs: int, auto_reset: str, *, each: bool) -> Vecto
     checks.choice("auto_reset", auto_reset, tuple(auto_resets.BY_NAME))
     num_envs = checks.int_between("num_envs", num_envs)
     if has_agents(env):
-        env = join(env, jax.tree.map(lambda x: x[0], env) if each else env)
+        env = _Joint(env, layout_of(jax.tree.map(lambda x: x[0], env) if each else env))
     return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset, each=each)
-
-
-def cast_step(result: EnvStep) -> EnvStep:
-    """Casts the reward to float32 and the flags to bool, and drops weak types."""
-    if result.raw_reward is not None:
-        raise ValueError(
-            "`env.step` must leave `raw_reward` as None, got one of a single "
-            "environment: only wrappers of a `VectorEnv` have it."
-        )
-    return EnvStep(
-        state=strong(result.state),
-        obs=strong(result.obs),
-        reward=checks.real("reward", result.reward).astype(jnp.float32),
-        terminated=checks.flag("terminated", result.terminated),
-        truncated=checks.flag("truncated", result.truncated),
-        info=strong(result.info),
-    )
 
 
 class _VectorizedEnv(BaseWrapper, kw_only=True):

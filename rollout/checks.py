@@ -10,15 +10,12 @@ import numbers
 import operator
 from collections.abc import Collection
 from typing import Any
+from typing import Any as ArrayTree
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-
-from rollout.envs import prng
-from rollout.envs.types import ArrayTree, EnvStep
-from rollout.types import Carry, Episodes, Policy, Served, Transition
 
 INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
 _REAL: Any = numbers.Real  # a type checker knows no order of it
@@ -199,7 +196,8 @@ def is_known(tree: Any) -> bool:
 
 def typed_key(key: Any) -> None:
     """Checks that `key` is one typed key."""
-    if not (isinstance(key, jax.Array) and prng.has_keys(key)) or key.shape:
+    is_key = jnp.issubdtype(getattr(key, "dtype", bool), jax.dtypes.prng_key)
+    if not is_key or key.shape:
         raise ValueError(
             "`key` must be one typed key as `jax.random.key(seed)` makes it, got "
             f"{describe(key)}."
@@ -210,12 +208,6 @@ def kind(what: str, value: Any, kinds: Any) -> None:
     """Checks that a value is of one of these types; `what` begins the message."""
     if not isinstance(value, kinds):
         raise ValueError(f"{what}, got {describe(value)}.")
-
-
-def policy(value: Any) -> None:
-    """Checks that a value is a policy."""
-    what = "`policy` must be a `Policy`, such as `stateless_policy` makes"
-    kind(what, value, Policy)
 
 
 def function(name: str, value: Any, *arguments: str) -> None:
@@ -248,15 +240,6 @@ def min_steps(value: Any, per_env: bool) -> int | None:
             f"of its episodes, got {value!r}: leave one of them out."
         )
     return None if value is None else int_between("min_steps", value)
-
-
-def collector(acting: Any, record_fn: Any) -> None:
-    """Checks the parts of a collector."""
-    policy(acting)
-    if record_fn is not None:
-        function("record_fn", record_fn, "transition")
-    if acting.value is not None:
-        function("policy.value", acting.value, "params", "obs", "state")
 
 
 def choice(name: str, value: Any, choices: Collection[str | int]) -> None:
@@ -308,102 +291,12 @@ def outside_of_jit(name: str) -> None:
         )
 
 
-def is_carry(value: Any) -> None:
-    """Checks that a value is a carry."""
-    kind("`carry` must be what `init` or an earlier call returned", value, Carry)
-
-
-def same_devices(carry: Any, sharding: Any) -> None:
-    """Checks that a carry lies where the lanes of a sharded collector do."""
-    arrays = [x for x in jax.tree.leaves(carry) if isinstance(x, jax.Array)]
-    known = [x for x in arrays if not isinstance(x, Tracer)]
-    if sharding is None or not known:
-        return
-    here, there = (set(x) for x in (sharding.mesh.devices.flat, known[0].devices()))
-    if here != there:
-        raise ValueError(
-            "`carry` must lie on the devices of the collector's mesh, "
-            f"{sorted(x.id for x in here)}, got one on {sorted(x.id for x in there)}: "
-            "save it as a checkpoint and restore it like `init` of this collector, or "
-            "begin anew."
-        )
-
-
-def carry(value: Any, collector: Any) -> None:
-    """Checks that a value is a carry such as `init` of this collector makes."""
-    is_carry(value)
-    kinds: Any = map(jax.typeof, jax.tree.leaves(value))
-    if varying := frozenset[str]().union(*(x.mat.varying for x in kinds)):
-        raise ValueError(
-            "a collector inside of `jax.shard_map` needs `check_vma=False`, got a "
-            f"carry that varies over {', '.join(map(repr, sorted(varying)))} with the "
-            "check on: its branches for platforms vary over different axes."
-        )
-    lanes, num_envs = jnp.shape(value.episode.episode_id), collector.env.num_envs
-    if lanes != (num_envs,):
-        raise ValueError(
-            f"`carry` must have the lanes of the collector, num_envs={num_envs}, got "
-            f"shape {lanes}."
-        )
-    made = jax.eval_shape(collector.init, value.key)  # from the cache after an `init`
-    for name, expected in vars(made).items():
-        what = f"`carry.{name}` must be as `init` of this collector makes it"
-        same(what, expected, getattr(value, name))
-
-
-def readable(name: str, tree: Any) -> None:
-    """Checks an argument of a jitted function: arrays and numbers that still exist."""
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        if isinstance(leaf, Tracer):
-            continue
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise ValueError(
-                f"`{name}` must not be deleted or donated, got {describe(leaf)}"
-                f"{_at(path)} that is: use the result of the call that it was donated "
-                "to, or a copy."
-            )
-        if not hasattr(leaf, "__array__") and not isinstance(leaf, numbers.Number):
-            raise ValueError(
-                f"`{name}` must hold arrays and numbers only, got {describe(leaf)}"
-                f"{_at(path)}; keep functions and text in the policy, such as the "
-                "second part of `equinox.partition`."
-            )
-
-
 def leading_axes(what: str, tree: ArrayTree, axes: tuple[int, ...]) -> None:
     """Checks that all leaves begin with these axes, such as those of the lanes."""
     for path, leaf in jax.tree.leaves_with_path(tree):
         if jnp.shape(leaf)[: len(axes)] != axes:
             got = f"{describe(leaf)}{_at(path)}"
             raise ValueError(f"{what} with the leading axes {axes}, got {got}.")
-
-
-def env_step(result: EnvStep, num_envs: int, state: ArrayTree, obs: ArrayTree) -> None:
-    """Checks that a step returns the leaves of the reset, each `[B]` or `[B, ...]`."""
-    kind("`env.step` must return a `rollout.envs.EnvStep`", result, EnvStep)
-    kinds = {"reward": jnp.float32, "terminated": jnp.bool_, "truncated": jnp.bool_}
-    kinds |= {} if result.raw_reward is None else {"raw_reward": jnp.float32}
-    for name, dtype in kinds.items():
-        what = f"`env.step` must return `{name}` as"
-        shaped(what, getattr(result, name), (num_envs,), dtype)
-    same("`env.step` must return the state as `env.reset` does", state, result.state)
-    same("`env.step` must return `obs` as `env.reset` does", obs, result.obs)
-
-
-def trajectory(value: Any) -> None:
-    """Checks that a value is a trajectory."""
-    what = "`trajectory` must be a `Transition`, for a stream's batch its `trajectory`"
-    kind(what, value, Transition)
-    if value.mask.ndim != 2:
-        raise ValueError(
-            "`trajectory` must be `[T, B, ...]`, got a `mask` of shape "
-            f"{value.mask.shape}."
-        )
-    if isinstance(value.info, Served):
-        raise ValueError(
-            "`trajectory` must have a column for each lane, got rows of a "
-            "`HostCollector` with `num_ready`: `rollout.host.by_env` sorts them."
-        )
 
 
 def shaped(what: str, value: Any, shape: tuple[int, ...], dtype: Any = None) -> None:
@@ -416,12 +309,6 @@ def shaped(what: str, value: Any, shape: tuple[int, ...], dtype: Any = None) -> 
     if is_other or getattr(value, "shape", None) != shape:
         kind = "an array" if dtype is None else jnp.dtype(dtype).name
         raise ValueError(f"{what} {kind} of shape {shape}, got {describe(value)}.")
-
-
-def of_episodes(value: Any) -> None:
-    """Checks that a value is a trajectory or `Episodes`."""
-    what = "`data` must be a trajectory, for a stream's batch its own, or `Episodes`"
-    kind(what, value, Transition | Episodes)
 
 
 def lane_mesh(mesh: Any, axis: Any) -> jax.sharding.Mesh:

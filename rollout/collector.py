@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -11,9 +10,11 @@ import jax
 from flax import struct
 
 from rollout import checks, programs
-from rollout.envs.types import VectorEnv, hash_of_types, sharding_of
+from rollout.envs.types import VectorEnv, hash_of_types
 from rollout.kernel import episodes, fold, step
-from rollout.kernel.accumulators import as_accumulators
+from rollout.kernel.accumulators import checked_parts
+from rollout.kernel.carry import check_fits, roots_of
+from rollout.kernel.recording import mask_out
 from rollout.kernel.values import check_values
 from rollout.policies import outputs
 from rollout.types import (
@@ -25,37 +26,17 @@ from rollout.types import (
     Policy,
     RecordFn,
     Transition,
+    check_carry,
 )
 
 Acc = TypeVar("Acc")
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
-def explain(fn: Any) -> Any:
-    """Calls a jitted function; where jax raises, names a wrong argument of it.
-
-    A call that succeeds pays for one `try`, nothing else.
-    """
-
-    @functools.wraps(fn)
-    def call(*args: Any, **options: Any) -> Any:
-        try:
-            return fn(*args, **options)
-        except Exception as error:
-            raised = error
-        given = inspect.signature(fn).bind(*args, **options).arguments
-        for name in ("carry", "params", "acc"):
-            checks.readable(name, given.get(name))
-        env = getattr(given.get("self"), "env", None)
-        checks.same_devices(given.get("carry"), sharding_of(env))
-        raise raised
-
-    return call
-
-
 def _jit(*static: str) -> Callable[[Fn], Fn]:
     """Returns `jax.jit` with static arguments, as a decorator that keeps the types."""
-    return lambda method: explain(jax.jit(method, static_argnames=static))
+    decorate: Any = functools.partial(jax.jit, static_argnames=static)
+    return decorate
 
 
 def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
@@ -72,7 +53,7 @@ def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
             run = method if known is None else jitted
             return run(self, carry, params, known or fn, acc, **options)
 
-        return explain(call)
+        return call
 
     return decorate
 
@@ -113,9 +94,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
 
     def __post_init__(self) -> None:
         checks.kind_of_env(self.env, is_host=False)
-        checks.collector(self.policy, self.record_fn)
-        accumulators = as_accumulators(self.accumulators)
-        object.__setattr__(self, "accumulators", accumulators)
+        object.__setattr__(self, "accumulators", checked_parts(self))
         object.__setattr__(self, "_types", hash_of_types(self.env))
 
     def freeze(self, carry: Carry) -> Self:
@@ -132,7 +111,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         Raises:
             ValueError: if `carry` has statistics of other wrappers or observations.
         """
-        checks.is_carry(carry)
+        check_carry(carry)
         freeze: Any = getattr(self.env, "freeze", None)
         return self if freeze is None else self.replace(env=freeze(carry.env_state))
 
@@ -171,7 +150,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             ValueError: while tracing, if the policy or the environment returns
                 something of the wrong structure, shape or dtype.
         """
-        return step.step(self, carry, params, fold.roots_of(self, carry))
+        return step.step(self, carry, params, roots_of(self, carry))
 
     def row_shape(self, params: ParamsT) -> Transition[ObsT, ActionT]:
         """Returns the shapes and dtypes of a row, `[B, ...]`; nothing is played.
@@ -203,7 +182,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             ValueError: if the policy has no critic; while tracing, if it does not
                 return one float per lane, or per agent.
         """
-        checks.carry(carry, self)
+        check_fits(self, carry)
         values = outputs.critic(self.policy)(params, carry.obs, carry.policy_state)
         check_values(values, carry.obs)
         return values
@@ -348,7 +327,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         if not return_rows:
             return carry, played
         if min_steps is not None:  # others were started, and do not count
-            rows = fold.mask_out(rows.replace(mask=rows.mask & played.mask[None]))
+            rows = mask_out(rows.replace(mask=rows.mask & played.mask[None]))
         return carry, rows, played
 
     @_jit_fold("num_episodes", "max_episode_steps")

@@ -17,7 +17,7 @@ from jax import lax
 from rollout import checks
 from rollout.moments import by_name, is_known, xp_of
 from rollout.stats import plural, present
-from rollout.types import Episodes, Served, Transition
+from rollout.types import Episodes, Served, Transition, check_data
 
 _BLOCK = 64  # flags that are counted together
 
@@ -196,7 +196,7 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
 
 def _values(data: Any, names: list[str]) -> _Values:
     """Checks what is added to a window; returns the values of its episodes so far."""
-    checks.of_episodes(data)
+    check_data(data)
     axes, num_axes = ("[N]", 1) if isinstance(data, Episodes) else ("[T, B, ...]", 2)
     fields = "episode_return", "episode_length", "terminated", "truncated"
     shapes = [jnp.shape(getattr(data, name)) for name in fields]

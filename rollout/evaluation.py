@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from rollout import checks
-from rollout.collector import Collector, explain
+from rollout.collector import Collector
 from rollout.host.host_collector import HostCollector
 from rollout.nonfinite import count_nonfinite
 from rollout.stats import CollectStats, summarize
@@ -93,6 +93,6 @@ def _count(num_nonfinite: jax.Array, row: Transition) -> jax.Array:
     return num_nonfinite + count_nonfinite(row)
 
 
-_evaluate_jitted = explain(
-    jax.jit(_evaluate, static_argnames=("num_episodes", "max_episode_steps"))
+_evaluate_jitted = jax.jit(
+    _evaluate, static_argnames=("num_episodes", "max_episode_steps")
 )

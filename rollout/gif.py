@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from rollout import checks
-from rollout.collector import Collector, explain
+from rollout.collector import Collector
 from rollout.envs import prng
 from rollout.envs.host.types import HostStep
 from rollout.envs.render import (
@@ -123,7 +123,7 @@ def _play(
 
 
 # What is returned is all that XLA compiles.
-_play_jitted = explain(jax.jit(_play, static_argnames="max_episode_steps"))
+_play_jitted = jax.jit(_play, static_argnames="max_episode_steps")
 
 
 def _raw_rewards(returns: ArrayTree, num: int) -> np.ndarray:

@@ -7,25 +7,20 @@ predicate before every round, and the GPU waits for it. So there `steps_while` r
 a loop in blocks of steps, `choose` takes an equal implementation without loops, and
 `scan` computes several rows per iteration, which helps a TPU, too. On a CPU such loops
 cost little if they run few rounds, and code without them may compute more.
-
-`step_once` keeps XLA from computing an environment step several times; `to_host`
-fetches results for a loop in Python.
+`to_host` fetches results for a loop in Python.
 """
 
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer, eval_jaxpr
-from jax.interpreters import partial_eval
 
-from rollout.envs import cost_estimate, masked_update, prng
-from rollout.envs.types import ArrayTree, EnvStep
+from rollout.envs import cost_estimate, prng
+from rollout.envs.types import ArrayTree
 
 BLOCK = 8  # steps between two reads of the predicate on a GPU
 # Equations of a step that is too large to unroll: it saves no launches, and XLA takes
@@ -35,7 +30,6 @@ _LARGE = 15_000
 
 _State = TypeVar("_State", bound=ArrayTree)
 _Row = TypeVar("_Row", bound=ArrayTree)
-_Step = Callable[[chex.PRNGKey, ArrayTree, ArrayTree], EnvStep]
 
 
 def choose(
@@ -162,97 +156,6 @@ def hold(go: jax.Array, new: _State, old: _State) -> _State:
     return jax.tree.map(
         lambda new, old: old if new is old else prng.select(go, new, old), new, old
     )
-
-
-def step_once(
-    step: _Step,
-    step_keys: chex.PRNGKey,
-    state: ArrayTree,
-    action: ArrayTree,
-    *,
-    counter: jax.Array,
-) -> EnvStep:
-    """Computes `step(step_keys, state, action)` once, apart from the code around it.
-
-    XLA fuses a step into each of its consumers (the next state, the reward, the flags,
-    the recorded fields) and computes it once per consumer: slower, and with roundings
-    that depend on the consumer. `lax.optimization_barrier` keeps it in one piece, but
-    XLA:CPU before jaxlib 0.11 drops barriers before it fuses. There a conditional does
-    the same, whose predicate is always true, which XLA cannot know. On a TPU only the
-    inputs pass a barrier: a step that is fused with its consumers takes fewer cycles
-    there.
-
-    If both flags depend on no argument, such as those of a task without an end, they
-    are constants, whose values may be read while tracing.
-
-    `counter` is any `()` int32 whose value is unknown at compile time.
-    """
-    # Jitted, so that the functions below trace it once; inlined, since XLA:CPU rounds
-    # differently in a separate function.
-    take = jax.jit(step, inline=True)
-
-    def between_barriers(*operands: ArrayTree) -> EnvStep:
-        keys, inputs = operands[0], prng.barrier(operands[1:])
-        result = take(keys, *inputs)
-        # Outside the barrier XLA removes an `info` that nobody reads.
-        barred = lax.platform_dependent(
-            result.replace(info=()), tpu=lambda result: result, default=prng.barrier
-        )
-        return barred.replace(info=result.info)
-
-    def in_a_conditional(*operands: ArrayTree) -> EnvStep:
-        shapes = jax.eval_shape(take, *operands)
-        hoisted, closed_over = masked_update.hoist(take, *operands)
-
-        # Words, since jax's checker of key reuse takes `custom_jvp` for a use of keys.
-        def always(closed_over: list, *words: ArrayTree) -> EnvStep:
-            return hoisted(closed_over, *prng.like(words, operands))
-
-        def never(_: list, *words: ArrayTree) -> EnvStep:
-            _, state, _ = prng.like(words, operands)
-            return prng.blank(shapes.replace(state=())).replace(state=state)
-
-        # Differentiated it is no conditional, which would fill what the derivative
-        # reads with zeros in `never`: what is kept for it holds the step together, too.
-        @jax.custom_jvp
-        def apart(flag: jax.Array, *words: ArrayTree) -> EnvStep:
-            return lax.cond(flag, always, never, *words)
-
-        @apart.defjvp
-        def _(primals: tuple, tangents: tuple) -> tuple[EnvStep, EnvStep]:
-            return jax.jvp(always, primals[1:], tangents[1:])
-
-        return apart((counter | 1) != 0, closed_over, *prng.words(operands))
-
-    operands = (step_keys, state, action)
-    if jax.__version_info__ >= (0, 11):
-        result = between_barriers(*operands)
-    else:
-        result = lax.platform_dependent(
-            *operands, cpu=in_a_conditional, default=between_barriers
-        )
-    return result.replace(**_constant_flags(take.trace(*operands)))
-
-
-def is_endless(step: Any) -> bool:
-    """Returns whether both flags are known to be False while tracing."""
-    flags = step.terminated, step.truncated
-    return not any(isinstance(x, Tracer) or np.asarray(x).any() for x in flags)
-
-
-def _constant_flags(step: Any) -> dict[str, jax.Array]:
-    """Returns both flags of a traced step if they depend on no argument, else none."""
-    names = ("terminated", "truncated")
-    leaves, structure = jax.tree.flatten(step.out_info)
-    numbered = structure.unflatten(range(len(leaves)))
-    places = [getattr(numbered, name) for name in names]
-    jaxpr, used_consts, used_inputs = partial_eval.dce_jaxpr_consts(
-        step.jaxpr.jaxpr, [i in places for i in range(len(leaves))]
-    )
-    if any(used_consts) or any(used_inputs) or jaxpr.effects:
-        return {}
-    with jax.ensure_compile_time_eval():
-        return dict(zip(names, eval_jaxpr(jaxpr, ()), strict=True))
 
 
 def to_host(tree: ArrayTree) -> ArrayTree:

@@ -16,7 +16,9 @@ from rollout.collector import Collector
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
-from rollout.kernel import episode_keys, fold
+from rollout.kernel import episode_keys
+from rollout.kernel.carry import roots_of
+from rollout.kernel.recording import pack
 from rollout.kernel.step import act, restart, step_env
 from rollout.types import Carry, ParamsT, Transition
 
@@ -158,7 +160,7 @@ def _time(program: Callable[[_Given], Any], given: _Given) -> float:
 
 def _policy(given: _Given) -> Any:
     collector, carry, params, trajectory = given
-    roots = fold.roots_of(collector, carry)
+    roots = roots_of(collector, carry)
 
     def step(state: Any, obs: ArrayTree) -> Any:
         carry, _ = state
@@ -195,7 +197,7 @@ def _env_step(given: _Given) -> Any:
 
 def _auto_reset(given: _Given) -> Any:
     collector, carry, _, trajectory = given
-    roots = fold.roots_of(collector, carry)
+    roots = roots_of(collector, carry)
 
     def step(carry: Carry, done: jax.Array) -> tuple[Carry, None]:
         start = episode_keys.next_episodes(collector.env, carry, roots)
@@ -205,7 +207,7 @@ def _auto_reset(given: _Given) -> Any:
 
 
 def _recording(given: _Given) -> Any:
-    rows = fold.pack(given.trajectory)
+    rows = pack(given.trajectory)
 
     def step(row: ArrayTree, _: None) -> tuple[ArrayTree, ArrayTree]:
         # Without the barrier jax would broadcast the row instead of writing rows.

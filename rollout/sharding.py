@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rollout import checks, multihost, platform
+from rollout import checks, multihost
 from rollout.collector import Collector
 from rollout.envs import prng as env_keys
 from rollout.envs.types import (
@@ -30,6 +30,7 @@ from rollout.envs.types import (
     sharding_of,
 )
 from rollout.envs.wrappers.wrapper import BaseWrapper
+from rollout.kernel.step_once import step_once
 from rollout.types import ActionT, ObsT, ParamsT
 
 
@@ -167,7 +168,7 @@ class _ShardedEnv(BaseWrapper, kw_only=True):
             # `step_once` needs any number that XLA does not know.
             some = next(x for x in leaves if x.size)
             counter = some.ravel()[0].astype(jnp.int32)
-            return platform.step_once(env.step, *args, counter=counter)
+            return step_once(env.step, *args, counter=counter)
 
         return self._map(step, keys, state, action)
 

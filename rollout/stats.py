@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout import checks
 from rollout.moments import Moments, is_known, moments, moments_by_name
 from rollout.nonfinite import count_nonfinite
-from rollout.types import Episodes, Transition
+from rollout.types import Episodes, Transition, check_data, check_trajectory
 
 
 class CollectStats(struct.PyTreeNode, kw_only=True):
@@ -96,7 +95,7 @@ def summarize(data: Transition | Episodes) -> CollectStats:
     Raises:
         ValueError: if `data` is neither.
     """
-    checks.of_episodes(data)
+    check_data(data)
     if isinstance(data, Episodes):
         ended, terminated, num_steps = present(data), data.terminated, data.num_steps
         is_cut, is_bad = ~data.finished, ~jnp.isfinite(data.episode_return)
@@ -138,7 +137,7 @@ def ended_episodes(trajectory: Transition) -> EndedEpisodes:
     Raises:
         ValueError: if `trajectory` is no trajectory.
     """
-    checks.trajectory(trajectory)
+    check_trajectory(trajectory)
     num_steps, num_envs = trajectory.mask.shape
     return EndedEpisodes(
         episode_return=trajectory.episode_return.reshape(-1),

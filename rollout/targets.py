@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from rollout import checks, platform
-from rollout.types import Transition
+from rollout.types import Transition, check_trajectory
 
 Scalar = float | jax.Array  # (), may be traced
 _Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # see `_rows`
@@ -49,7 +49,7 @@ def next_values(
         ValueError: if the trajectory has no `final_value`, or if a shape is not as
             above.
     """
-    checks.trajectory(trajectory)
+    check_trajectory(trajectory)
     if isinstance(trajectory.final_value, tuple):
         raise ValueError(
             "`trajectory` must have `final_value`, got none: it is recorded where the "

@@ -5,9 +5,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from rollout import checks
 from rollout.envs import prng
-from rollout.types import Transition
+from rollout.types import Transition, check_trajectory
 
 
 class Pieces(NamedTuple):
@@ -44,7 +43,7 @@ def split_trajectories(trajectory: Transition) -> Pieces:
     Raises:
         ValueError: if `trajectory` is no trajectory.
     """
-    checks.trajectory(trajectory)
+    check_trajectory(trajectory)
     lane, step = np.nonzero(np.asarray(trajectory.mask).T)  # lane by lane
     ids = np.asarray(trajectory.episode_id)[step, lane]
     is_new = np.ones(ids.shape, bool)

@@ -8,6 +8,7 @@ import jax
 from flax import struct
 from typing_extensions import TypeVar
 
+from rollout import checks
 from rollout.envs.types import ArrayTree, VectorEnv
 
 Key = chex.PRNGKey
@@ -313,3 +314,39 @@ class Parts(Protocol):
     def init(self, key: Key) -> Carry:
         """Makes the first carry, with which others are compared."""
         ...
+
+
+def check_policy(value: Any) -> None:
+    """Checks that a value is a policy, and that its critic is a function."""
+    what = "`policy` must be a `Policy`, such as `stateless_policy` makes"
+    checks.kind(what, value, Policy)
+    if value.value is not None:
+        checks.function("policy.value", value.value, "params", "obs", "state")
+
+
+def check_carry(value: Any) -> None:
+    """Checks that a value is a carry, of any collector."""
+    what = "`carry` must be what `init` or an earlier call returned"
+    checks.kind(what, value, Carry)
+
+
+def check_trajectory(value: Any) -> None:
+    """Checks that a value is a trajectory, `[T, B, ...]`."""
+    what = "`trajectory` must be a `Transition`, for a stream's batch its `trajectory`"
+    checks.kind(what, value, Transition)
+    if value.mask.ndim != 2:
+        raise ValueError(
+            "`trajectory` must be `[T, B, ...]`, got a `mask` of shape "
+            f"{value.mask.shape}."
+        )
+    if isinstance(value.info, Served):
+        raise ValueError(
+            "`trajectory` must have a column for each lane, got rows of a "
+            "`HostCollector` with `num_ready`: `rollout.host.by_env` sorts them."
+        )
+
+
+def check_data(value: Any) -> None:
+    """Checks that a value is a trajectory or `Episodes`, as statistics take both."""
+    what = "`data` must be a trajectory, for a stream's batch its own, or `Episodes`"
+    checks.kind(what, value, Transition | Episodes)

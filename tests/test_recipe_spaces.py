@@ -18,9 +18,8 @@ import rollout
 from rollout import envs
 from rollout.envs import spaces
 from rollout.recipes import dqn, ppo, sac, training
-from rollout.recipes.distributions import Joint
 from rollout.recipes.dqn import DQN
-from rollout.recipes.ppo import PPO, Config
+from rollout.recipes.ppo import PPO, ActorCritic, Config, Joint
 from rollout.recipes.recurrent_ppo import RecurrentPPO
 from rollout.recipes.sac import SAC
 from rollout.recipes.training import make_env, train
@@ -38,6 +37,8 @@ SPACES = {
     "scalar": envs.Box(-1.0, 1.0, ()),
     "tree": TREE,
 }
+
+FACTS = ("logits", "mean", "log_std")  # of the distribution of a part
 
 
 @struct.dataclass
@@ -123,46 +124,47 @@ def test_ppo_learns_any_space_of_actions(name):
 def test_draws_agree_with_their_probabilities(name):
     """By brute force: integers by counting, floats by NumPy's formula."""
     space, rng = SPACES[name], np.random.default_rng(0)
-    joint = Joint(space)
-    outputs = rng.normal(size=joint.num_outputs).astype(np.float32)
-    log_std = rng.normal(size=joint.num_reals).astype(np.float32)
+    network, obs = ActorCritic(space, CONFIG), jnp.ones(2)
+    shapes = jax.eval_shape(network.init, jax.random.key(0), obs)
+    params = jax.tree.map(lambda x: np.float32(0.2 * rng.normal(size=x.shape)), shapes)
 
     @quick_jit
-    def use(outputs, log_std, key):
-        wide = [jnp.broadcast_to(x, (4000, *x.shape)) for x in (outputs, log_std)]
-        dist, one = Joint(space, *wide), Joint(space, outputs, log_std)
-        drawn, best = dist.sample(key), one.mode()
-        likely, entropy = one.log_prob(best), one.entropy()
-        return drawn, dist.log_prob(drawn), entropy, best, likely
+    def use(params, key):
+        one, wide = (network.apply(params, x)[0] for x in (obs, jnp.ones((4000, 2))))
+        drawn, best = wide.sample(key), one.mode()
+        parts = one.parts if isinstance(one, Joint) else [one]
+        facts = [vars(part) for part in parts]
+        facts = [{x: y for x, y in fact.items() if x in FACTS} for fact in facts]
+        log_prob, likely = wide.log_prob(drawn), one.log_prob(best)
+        return drawn, log_prob, one.entropy(), best, likely, facts
 
-    action, log_prob, found_entropy, best, likely = jax.device_get(
-        use(outputs, log_std, jax.random.key(0))
-    )
-    sizes, columns, want, at, real = [], [], np.zeros(4000), 0, 0
-    for part, x in zip(space.leaves(), jax.tree.leaves(action), strict=True):
-        low, high = (np.broadcast_to(b, part.shape).ravel() for b in part.bounds)
-        is_real = np.dtype(part.dtype).kind == "f"
+    out = jax.device_get(use(params, jax.random.key(0)))
+    action, log_prob, found_entropy, best, likely, facts = out
+    want, entropy = np.zeros(4000), 0.0
+    leaves = jax.tree.leaves(action)
+    for part, x, fact in zip(space.leaves(), leaves, facts, strict=True):
         assert x.dtype == part.dtype
-        sizes += [0] * low.size if is_real else (high - low + 1).astype(int).tolist()
-        columns.append(x.reshape(4000, -1) - (0 if is_real else low))
-    drawn = np.concatenate(columns, axis=1)
-    entropy = 0.0
-    for entry, n in enumerate(sizes):
-        x = drawn[:, entry]
-        if n:
-            logits = np.float64(outputs[at : at + n])
-            chances = np.exp(logits) / np.exp(logits).sum()
-            counts = np.bincount(x.astype(int), minlength=n)
+        assert x.shape == (4000, *part.shape)
+        low, high = (np.broadcast_to(b, part.shape).ravel() for b in part.bounds)
+        x = x.reshape(4000, -1)
+        if "mean" in fact:
+            mean, std = fact["mean"].ravel(), np.exp(fact["log_std"].ravel())
+            distance = np.abs(x.mean(axis=0) - mean)
+            assert np.all(distance < 4 * std / 4000**0.5)
+            log_probs = -0.5 * ((x - mean) / std) ** 2 - np.log(
+                std * (2 * np.pi) ** 0.5
+            )
+            want += log_probs.sum(axis=1)
+            entropy += np.log(std * (2 * np.pi * np.e) ** 0.5).sum()
+            continue
+        logits = np.float64(fact["logits"].reshape(low.size, -1))
+        for entry, n in enumerate((high - low + 1).astype(int)):
+            chances = np.exp(logits[entry, :n]) / np.exp(logits[entry, :n]).sum()
+            value = x[:, entry].astype(int) - int(low[entry])
+            counts = np.bincount(value, minlength=n)
             np.testing.assert_allclose(counts / 4000, chances, atol=0.04)
-            want += np.log(chances[x.astype(int)])
+            want += np.log(chances[value])
             entropy -= (chances * np.log(chances)).sum()
-        else:
-            mean, std = float(outputs[at]), float(np.exp(log_std[real]))
-            np.testing.assert_allclose(x.mean(), mean, atol=4 * std / 4000**0.5)
-            want += -0.5 * ((x - mean) / std) ** 2 - np.log(std * (2 * np.pi) ** 0.5)
-            entropy += np.log(std * (2 * np.pi * np.e) ** 0.5)
-            real += 1
-        at += max(n, 1)
     np.testing.assert_allclose(log_prob, want, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(found_entropy, entropy, rtol=1e-4)
     shapes = [x.shape for x in jax.tree.leaves(best)]
@@ -171,19 +173,22 @@ def test_draws_agree_with_their_probabilities(name):
 
 
 def test_mask_leaves_only_allowed_actions():
-    space = spaces.MultiDiscrete([2, 3])
-    allowed = jnp.array([False, True, True, False, True])
+    space = spaces.Tuple((spaces.MultiDiscrete([2, 3]), envs.Discrete(2)))
+    allowed = jnp.array([False, True, True, False, True, True, False])
+    network = ActorCritic(space, CONFIG)
 
     @quick_jit
     def draw(key):
-        mask = jnp.tile(allowed, (200, 1))
-        outputs = jnp.zeros((200, 5))
-        return Joint(space, outputs, jnp.zeros((200, 0)), mask).sample(key)
+        shown = {"obs": jnp.zeros((200, 2)), "action_mask": jnp.tile(allowed, (200, 1))}
+        dist, _ = network.apply(network.init(key, shown), shown)
+        return dist.sample(key)
 
-    drawn = draw(jax.random.key(0))
-    assert set(map(tuple, np.asarray(drawn).tolist())) == {(1, 0), (1, 2)}
-    with pytest.raises(ValueError, match="`action_mask` must have 5 flags"):
-        Joint(space, jnp.zeros(5), jnp.zeros(0), allowed[:4])
+    pair, one = jax.device_get(draw(jax.random.key(0)))
+    assert set(map(tuple, pair.tolist())) == {(1, 0), (1, 2)}
+    assert set(one.tolist()) == {0}
+    shown = {"obs": jnp.zeros((200, 2)), "action_mask": jnp.ones((200, 6), bool)}
+    with pytest.raises(ValueError, match="`action_mask` must have 7 flags"):
+        jax.eval_shape(network.init, jax.random.key(0), shown)
 
 
 def test_memory_obeys_a_mask_and_rows_that_are_all_masked_out_teach_nothing():

@@ -11,6 +11,7 @@ from jax.tree_util import keystr
 
 from rollout import checks
 from rollout.buffers.replay import ReplayBuffer
+from rollout.envs.spaces import lost
 from rollout.envs.types import ArrayTree
 from rollout.types import Transition
 
@@ -156,14 +157,10 @@ def _array(name: str, value: Any, dtype: Any = None) -> np.ndarray:
     dtype = jax.dtypes.canonicalize_dtype(dtype or value.dtype)
     if value.dtype == dtype:
         return value
-    with np.errstate(over="ignore"):
-        cast = value.astype(dtype)
-    is_exact = jnp.issubdtype(dtype, np.integer)
-    lost = cast != value if is_exact else np.isinf(cast) & ~np.isinf(value)
-    if lost.any():
-        got = value[lost].flat[0]
-        raise ValueError(f"{name} must fit into {dtype}, got {got}.")
-    return cast
+    bad = lost(value, dtype)
+    if bad.any():
+        raise ValueError(f"{name} must fit into {dtype}, got {value[bad].flat[0]}.")
+    return value.astype(dtype)
 
 
 def _deal(done: Any, num_envs: int) -> np.ndarray:

@@ -65,6 +65,10 @@ def make(name: str, **options: Any) -> Env:
 class _CraftaxEnv(_GymnaxEnv, kw_only=True):
     """An `Env` over Craftax; the leaves are its parameters."""
 
+    @property
+    def draws(self) -> bool:
+        return True
+
     def _endings(
         self, done: jax.Array, state: ArrayTree
     ) -> tuple[jax.Array, jax.Array]:

@@ -17,6 +17,7 @@ gymnax's own `step` is never called: it computes a reset at every step.
 import dataclasses
 import inspect
 import numbers
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import chex
@@ -34,6 +35,19 @@ from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
 
 _BASE = "gymnax.environments.environment"  # the module of gymnax's base classes
 _LIMIT = "max_steps_in_episode"
+# gymnax's visualizer draws any other environment as an empty frame, without an error.
+_BY_PYGAME = (
+    "CartPole-v1",
+    "Pendulum-v1",
+    "Acrobot-v1",
+    "MountainCar-v0",
+    "MountainCarContinuous-v0",
+)
+_BY_MATPLOTLIB = (
+    *("Asterix-MinAtar", "Breakout-MinAtar", "Freeway-MinAtar", "Seaquest-MinAtar"),
+    *("SpaceInvaders-MinAtar", "Catch-bsuite", "FourRooms-misc", "MetaMaze-misc"),
+    *("PointRobot-misc", "Pong-misc"),
+)
 
 
 def from_gymnax(
@@ -182,6 +196,28 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
         truncated = jnp.asarray(time >= limit)
         return done & ~truncated, truncated
 
+    @property
+    def draws(self) -> bool:
+        """Whether gymnax draws it."""
+        return self._name in _BY_PYGAME + _BY_MATPLOTLIB
+
+    @property
+    def frame_interval(self) -> int:
+        """Milliseconds from one frame to the next, as in gymnax."""
+        return 50 if self._name in _BY_PYGAME else 100
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.env, "name", "")
+
+    def render_frames(self, states: Sequence[Any]) -> Iterator[np.ndarray]:
+        """Draws states, `[H, W, 3]` or `[H, W, 4]` uint8 each."""
+        for package in ("gymnasium", "matplotlib", "seaborn"):  # gymnax imports them
+            load(package, "render")
+        if self._name in _BY_PYGAME:
+            return _classic_frames(self._name, self.env_params, states)
+        return _visualizer_frames(self.env, self.env_params, states)
+
     def _cheap(self, key: chex.PRNGKey) -> chex.PRNGKey:
         # No draw of gymnax's own environments is slow with inline keys; those of other
         # environments are unknown.
@@ -239,3 +275,50 @@ def _check_parameter(name: str, value: Any, default: Any) -> None:
     kinds = [jnp.result_type(x) for x in (value, default)]
     if jnp.issubdtype(kinds[1], jnp.integer) and jnp.issubdtype(kinds[0], jnp.inexact):
         raise ValueError(f"`{name}` must be an integer, got {value!r}.")
+
+
+def _classic_frames(
+    name: str, env_params: Any, states: Sequence[Any]
+) -> Iterator[np.ndarray]:
+    """Draws classic control by the environment of Gymnasium that has the same name.
+
+    gymnax's visualizer does so too, but makes a new one for every frame, and then has
+    matplotlib draw its picture, which is slow.
+    """
+    load("pygame", "render")
+    import gymnasium
+    from gymnax.visualize import vis_gym
+
+    env = gymnasium.make(name, render_mode="rgb_array")
+    try:
+        env.reset()
+        plain: Any = env.unwrapped
+        vis_gym.set_gym_params(plain, name, env_params)
+        for state in states:
+            plain.state = vis_gym.get_gym_state(state, name)
+            if name == "Pendulum-v1":
+                plain.last_u = np.asarray(state.last_u, np.float64)
+            frame: Any = env.render()
+            yield frame
+    finally:
+        env.close()
+
+
+def _visualizer_frames(
+    env: Any, env_params: Any, states: Sequence[Any]
+) -> Iterator[np.ndarray]:
+    """Draws frames by gymnax's visualizer, without its titles."""
+    import matplotlib.pyplot as plt
+    from gymnax.visualize import Visualizer
+
+    visualizer: Any = Visualizer(env, env_params, list(states))
+    try:
+        visualizer.init()
+        for t in range(len(states)):
+            visualizer.update(t)
+            # gymnax numbers frames: it calls the state before step 1 "step 1".
+            visualizer.ax.set_title("")
+            visualizer.fig.canvas.draw()
+            yield np.asarray(visualizer.fig.canvas.buffer_rgba())
+    finally:
+        plt.close(visualizer.fig)

@@ -9,7 +9,7 @@ JaxMARL's own `step` is never called: it resets the environment and loses the la
 observation.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import chex
@@ -33,7 +33,6 @@ _WORLD = "world_state"
 def from_jaxmarl(
     env: Any,
     *,
-    groups: Mapping[str, Sequence[str]] | None = None,
     limit_field: str | None = None,
     time_field: str | None = None,
 ) -> MultiAgentEnv:
@@ -43,15 +42,16 @@ def from_jaxmarl(
     actions or a state of the world, it becomes a dict: "observation"; "action_mask",
     `[n]` bool, for `n` discrete actions; "world_state", the same for every agent.
 
+    Agents with equal spaces are one group. A single group is called "agents"; of
+    several, each is called like its agents without their numbers ("adversary" for
+    "adversary_0" and "adversary_1"), or like its first agent if these names are
+    ambiguous. Which policy an agent has is not a matter of groups: see
+    `rollout.agents.policy_map`.
+
     Args:
         env: the result of `jaxmarl.make`, or any other object with `agents`,
             `reset(key)`, `step_env(key, state, actions)`, `action_space(agent)` and
             `observation_space(agent)`.
-        groups: agents with equal spaces, name to agents. By default all agents with
-            equal spaces are one group. A single group is called "agents"; of several,
-            each is called like its agents without their numbers ("adversary" for
-            "adversary_0" and "adversary_1"), or like its first agent if these names
-            are ambiguous.
         limit_field: the name of the time limit in `env`, a number, or one of each agent
             in a sequence or by name; by default `max_steps`, or `num_outer_steps` of
             coin_game, if there is one.
@@ -65,22 +65,17 @@ def from_jaxmarl(
     Raises:
         TypeError: if `env` lacks one of these methods, or is in one of JaxMARL's
             wrappers.
-        ValueError: if a group is empty or its agents have different spaces; if there is
-            no such `limit_field` or `time_field`; if `reset`, or while tracing
-            `step_env`, does not return dicts by the names of the agents.
+        ValueError: if there is no such `limit_field` or `time_field`.
     """
     needed = ("agents", "reset", "step_env", "action_space", "observation_space")
     check_methods(env, "JaxMARL", needed)
     _check_bare(env)
-    obs, state = jax.eval_shape(env.reset, _key())
-    _check_names("reset", "observations", obs, env.agents)
-    groups = _group(env) if groups is None else groups
-    _check_groups(env, groups)
+    obs, state = jax.eval_shape(env.reset, jax.eval_shape(jax.random.key, 0))
     limit_field, time_field = _find_limit(env, state, limit_field, time_field)
     return _JaxmarlEnv(
         env=env,
         agents=tuple(env.agents),
-        members=tuple((group, tuple(names)) for group, names in groups.items()),
+        members=_group(env),
         mask_method=_find_mask(env, state),
         has_world=_WORLD in obs and _WORLD not in env.agents,
         limit_field=limit_field,
@@ -117,11 +112,21 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
 
     @property
     def observation_spaces(self) -> dict[str, AnySpace]:
-        observed = self._observed()
-        return {
-            group: self._observation_space(names[0], observed[group])
-            for group, names in self.members
-        }
+        found = {}
+        for group, (agent, *_) in self.members:
+            own = spaces.as_space(self.env.observation_space(agent))
+            seen = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+                self._observed()[group],
+            )
+            parts = seen if self._has_parts else {"observation": seen}
+            if isinstance(own, spaces.Box):
+                # Overcooked declares a wrong shape, and several a wrong dtype.
+                given = parts["observation"]
+                own = own.replace(shape=given.shape, dtype=given.dtype)
+            parts = {**parts, "observation": own}
+            found[group] = spaces.space_of(parts) if self._has_parts else own
+        return found
 
     @property
     def action_spaces(self) -> dict[str, AnySpace]:
@@ -151,8 +156,6 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         )
         # Some states begin with a Python number and continue with an array.
         next_state = jax.tree.map(like, next_state, state)
-        _check_names("step_env", "rewards", reward, self.agents)
-        _check_names("step_env", "dones", dones, (*self.agents, "__all__"))
         done = jnp.stack([jnp.asarray(dones[name], bool) for name in self.agents])
         all_done = jnp.asarray(dones["__all__"], bool)
         at_limit = self._at_limit(next_state)
@@ -169,6 +172,11 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
             episode_truncated=all_done & at_limit.any(),
             info=_arrays(info),
         )
+
+    @property
+    def _has_parts(self) -> bool:
+        """Whether an observation is a dict, with a mask or a state of the world."""
+        return self.mask_method is not None or self.has_world
 
     def _cheap(self, key: chex.PRNGKey) -> chex.PRNGKey:
         # MPE draws at every step, and is faster with inline keys. The draws of the
@@ -198,7 +206,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
             parts[_WORLD] = dict.fromkeys(self.agents, obs[_WORLD])
 
         def see(agent: str) -> ArrayTree:
-            if len(parts) == 1:
+            if not self._has_parts:
                 return obs[agent]
             return {name: part[agent] for name, part in parts.items()}
 
@@ -209,43 +217,39 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
 
     def _observed(self) -> dict[str, ArrayTree]:
         """Returns the shapes and dtypes of the first observations."""
-        return jax.eval_shape(lambda key: self.reset(key)[1], _key())
-
-    def _observation_space(self, agent: str, observed: ArrayTree) -> AnySpace:
-        own = spaces.as_space(self.env.observation_space(agent))
-        is_dict = self.mask_method is not None or self.has_world
-        seen = observed["observation"] if is_dict else observed
-        if isinstance(own, spaces.Box):
-            # Overcooked declares a wrong shape, and several a wrong dtype.
-            own = own.replace(shape=seen.shape[1:], dtype=seen.dtype)
-        if not is_dict:
-            return own
-        parts = {"observation": own}
-        if self.mask_method is not None:
-            shape = observed["action_mask"].shape[1:]
-            parts["action_mask"] = spaces.Box(0, 1, shape, jnp.dtype(bool))
-        if self.has_world:
-            world = observed[_WORLD]
-            parts[_WORLD] = spaces.Box(-np.inf, np.inf, world.shape[1:], world.dtype)
-        return spaces.Dict(parts)
+        key = jax.eval_shape(jax.random.key, 0)
+        return jax.eval_shape(lambda key: self.reset(key)[1], key)
 
 
-def _group(env: Any) -> dict[str, list[str]]:
+def _group(env: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Groups agents with equal spaces, and names the groups."""
-    alike: list[list[str]] = []
+    alike: list[tuple[AnySpace, list[str]]] = []
     for agent in env.agents:
-        same = [names for names in alike if _difference(env, names[0], agent) is None]
-        if same:
-            same[0].append(agent)
+        pair = env.observation_space(agent), env.action_space(agent)
+        pair = tuple(map(spaces.as_space, pair))
+        same = next((names for other, names in alike if _are_equal(pair, other)), None)
+        if same is None:
+            alike.append((pair, [agent]))
         else:
-            alike.append([agent])
-    if len(alike) == 1:
-        return {"agents": alike[0]}
+            same.append(agent)
+    members = [tuple(names) for _, names in alike]
+    if len(members) == 1:
+        return (("agents", members[0]),)
     # Groups are called like their agents without numbers, if no two names are equal.
-    stems = [{name.rstrip("0123456789_") for name in names} for names in alike]
+    stems = [{name.rstrip("0123456789_") for name in names} for names in members]
     begins = [stem.pop() if len(stem) == 1 else "" for stem in stems]
     is_clear = len(set(begins)) == len(begins) and not {"", ACTING} & set(begins)
-    return dict(zip(begins if is_clear else [x[0] for x in alike], alike, strict=True))
+    names = begins if is_clear else [x[0] for x in members]
+    return tuple(zip(names, members, strict=True))
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    # Not `==`, which compares bounds that are arrays entry by entry.
+    (leaves, structure), (others, structure_of_other) = map(
+        jax.tree.flatten, (one, other)
+    )
+    is_alike = structure == structure_of_other
+    return is_alike and all(map(np.array_equal, leaves, others))
 
 
 def _check_bare(env: Any) -> None:
@@ -258,46 +262,6 @@ def _check_bare(env: Any) -> None:
             "other figures; `rollout.envs.vectorize` stands for "
             "`CTRolloutManager`, and observations have the `world_state`."
         )
-
-
-def _check_names(method: str, what: str, value: Any, names: Sequence[str]) -> None:
-    """Checks that the result of a method is a dict with these names."""
-    if not isinstance(value, Mapping) or not set(names) <= set(value):
-        got = list(value) if isinstance(value, Mapping) else type(value).__name__
-        raise ValueError(
-            f"`{method}` must return the {what} by the names of the agents, "
-            f"{', '.join(map(str, names))}, got {got}."
-        )
-
-
-def _check_groups(env: Any, groups: Mapping[str, Sequence[str]]) -> None:
-    """Checks that no group is empty, and that its agents have equal spaces."""
-    for group, names in groups.items():
-        if not names:
-            raise ValueError(
-                f"`groups` must have agents in each group, got {group!r} empty."
-            )
-        known = [name for name in names if name in env.agents]
-        for name in known[1:]:
-            difference = _difference(env, known[0], name)
-            if difference is not None:
-                one, other = difference
-                raise ValueError(
-                    f"`groups` must have agents with equal spaces, got {group!r} with "
-                    f"{known[0]!r}, {one}, and {name!r}, {other}."
-                )
-
-
-def _difference(env: Any, agent: str, other: str) -> tuple[AnySpace, AnySpace] | None:
-    """Returns the first pair of spaces in which two agents differ, or None."""
-    for space_of in (env.observation_space, env.action_space):
-        pair = spaces.as_space(space_of(agent)), spaces.as_space(space_of(other))
-        (leaves, structure), (others, structure_of_other) = map(jax.tree.flatten, pair)
-        if structure != structure_of_other or not all(
-            map(np.array_equal, leaves, others)
-        ):
-            return pair
-    return None
 
 
 def _find_mask(env: Any, state: ArrayTree) -> str | None:
@@ -322,26 +286,21 @@ def _find_limit(
     env: Any, state: ArrayTree, limit_field: str | None, time_field: str | None
 ) -> tuple[str | None, str | None]:
     """Returns the names of the time limit and of the time, or None without a limit."""
-    is_asked = limit_field is not None or time_field is not None
-    known = _LIMITS if limit_field is None else (limit_field,)
-    found = [name for name in known if getattr(env, name, None) is not None]
-    if not found:
-        if is_asked:
-            raise ValueError(
-                "`limit_field` must be a field of `env`, got "
-                f"{' or '.join(map(repr, known))} and {type(env).__name__}."
-            )
+    limits = _LIMITS
+    if limit_field is not None:
+        limits = {limit_field: _LIMITS.get(limit_field, _LIMITS["max_steps"])}
+    for limit, times in limits.items():
+        for time in times if time_field is None else (time_field,):
+            is_limited = getattr(env, limit, None) is not None
+            if is_limited and _time(state, time) is not None:
+                return limit, time
+    if limit_field is None and time_field is None:
         return None, None
-    times = _LIMITS.get(found[0], _LIMITS["max_steps"])
-    for name in times if time_field is None else (time_field,):
-        if _time(state, name) is not None:
-            return found[0], name
-    if is_asked:
-        raise ValueError(
-            "`time_field` must be a field of the state, got "
-            f"{time_field or ' or '.join(times)!r} and {type(state).__name__}."
-        )
-    return None, None
+    raise ValueError(
+        "`limit_field` must be a field of `env`, and `time_field` one of its state, "
+        f"got {limit_field!r} and {time_field!r} with {type(env).__name__} and "
+        f"{type(state).__name__}."
+    )
 
 
 def _time(state: ArrayTree, time_field: str) -> Any:
@@ -357,7 +316,3 @@ def _arrays(info: Any) -> ArrayTree:
     if not all(isinstance(x, numbers) for x in jax.tree.leaves(info)):
         return {}
     return jax.tree.map(jnp.asarray, info)
-
-
-def _key() -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(jax.random.key, 0)

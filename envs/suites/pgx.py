@@ -14,7 +14,7 @@ from flax import struct
 
 from rollout.envs.multi_agent import MultiAgentEnv, MultiAgentStep
 from rollout.envs.optional_import import load
-from rollout.envs.spaces import Box, Dict, Discrete, space_of
+from rollout.envs.spaces import Discrete, space_of
 from rollout.envs.suites.convert import check_methods
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
 
@@ -97,8 +97,8 @@ class _Pgx(struct.PyTreeNode, kw_only=True):
     """The shared part of both adapters: a game of pgx and its observations."""
 
     env: Any = struct.field(pytree_node=False)
-    choices: Discrete = struct.field(pytree_node=False)
-    seen: AnySpace = struct.field(pytree_node=False)
+    observation_space: AnySpace = struct.field(pytree_node=False)  # of one player
+    action_space: Discrete = struct.field(pytree_node=False)
 
 
 class _PgxEnv(_Pgx, kw_only=True):
@@ -114,11 +114,11 @@ class _PgxEnv(_Pgx, kw_only=True):
 
     @property
     def observation_spaces(self) -> dict[str, AnySpace]:
-        return {_GROUP: self.seen}
+        return {_GROUP: self.observation_space}
 
     @property
     def action_spaces(self) -> dict[str, AnySpace]:
-        return {_GROUP: self.choices}
+        return {_GROUP: self.action_space}
 
     def reset(
         self, key: chex.PRNGKey
@@ -158,14 +158,6 @@ class _PgxSeat(_Pgx, kw_only=True):
 
     opponent_params: ArrayTree
     opponent: OpponentFn = struct.field(pytree_node=False)
-
-    @property
-    def observation_space(self) -> AnySpace:
-        return self.seen
-
-    @property
-    def action_space(self) -> AnySpace:
-        return self.choices
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, dict[str, jax.Array]]:
         init_key, reply_key = jax.random.split(key)
@@ -221,10 +213,10 @@ def _describe(env: Any) -> dict[str, Any]:
     check_methods(env, "pgx", ("init", "step", "num_players"))
     # Not `env.num_actions` and `env.observation_shape`: each computes a whole state.
     state = jax.eval_shape(env.init, jax.eval_shape(jax.random.key, 0))
-    choices = Discrete(state.legal_action_mask.shape[0])
-    mask = Box(0, 1, (choices.n,), jnp.dtype(bool))
-    seen = Dict({"observation": space_of(state.observation), "action_mask": mask})
-    return {"choices": choices, "seen": seen}
+    return {
+        "observation_space": space_of(_seen(state, state.observation)),
+        "action_space": Discrete(state.legal_action_mask.shape[0]),
+    }
 
 
 def _seen(state: ArrayTree, observation: jax.Array) -> dict[str, jax.Array]:

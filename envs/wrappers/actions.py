@@ -11,8 +11,7 @@ from rollout import checks
 from rollout.envs import prng
 from rollout.envs.spaces import Box, Space
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
-from rollout.envs.vectorize import cast_step
-from rollout.envs.wrappers.wrapper import Wrapper
+from rollout.envs.wrappers.wrapper import Wrapper, cast_step
 
 _BOUNDS = ("clip", "tanh")
 

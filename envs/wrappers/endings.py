@@ -10,8 +10,7 @@ from flax import struct
 from rollout import checks
 from rollout.envs.multi_agent import MultiAgentStep
 from rollout.envs.types import ArrayTree, EnvStep
-from rollout.envs.vectorize import cast_step
-from rollout.envs.wrappers.wrapper import Wrapper, WrapperState, with_names
+from rollout.envs.wrappers.wrapper import Wrapper, WrapperState, cast_step, with_names
 
 
 class TimeLimit(Wrapper):

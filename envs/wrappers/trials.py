@@ -10,9 +10,8 @@ from flax import struct
 from rollout import checks
 from rollout.envs import prng
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
-from rollout.envs.vectorize import cast_step
 from rollout.envs.wrappers.observations import space_with_previous, with_previous
-from rollout.envs.wrappers.wrapper import Agent, Wrapper, WrapperState
+from rollout.envs.wrappers.wrapper import Agent, Wrapper, WrapperState, cast_step
 
 
 class Trials(Wrapper):

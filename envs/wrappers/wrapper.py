@@ -31,6 +31,7 @@ from rollout.envs.types import (
     Lanes,
     VectorEnv,
     sharding_of,
+    strong,
 )
 
 
@@ -307,6 +308,23 @@ class VectorWrapper(BaseWrapper):
 def has_agents(env: Any) -> bool:
     """Returns whether an environment is one of several agents."""
     return hasattr(env, "agents") and hasattr(env, "groups")
+
+
+def cast_step(result: EnvStep) -> EnvStep:
+    """Casts the reward to float32 and the flags to bool, and drops weak types."""
+    if result.raw_reward is not None:
+        raise ValueError(
+            "`env.step` must leave `raw_reward` as None, got one of a single "
+            "environment: only wrappers of a `VectorEnv` have it."
+        )
+    return EnvStep(
+        state=strong(result.state),
+        obs=strong(result.obs),
+        reward=checks.real("reward", result.reward).astype(jnp.float32),
+        terminated=checks.flag("terminated", result.terminated),
+        truncated=checks.flag("truncated", result.truncated),
+        info=strong(result.info),
+    )
 
 
 def with_names(info: ArrayTree, added: dict[str, ArrayTree]) -> dict[str, ArrayTree]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from rollout import checks
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree
-from rollout.types import Key, Obs, Params, Policy, PolicyState
+from rollout.types import Key, Obs, Params, Policy, PolicyState, check_policy
 
 # Blocks per member on average. Few large ones are mostly padding, many small ones are
 # slow.
@@ -50,7 +50,7 @@ def population(policy: Policy, size: int) -> Population:
         ValueError: if `policy` is not a `Policy` or `size` not an int of at least 1;
             while tracing, if the parameters lack the axis.
     """
-    checks.policy(policy)
+    check_policy(policy)
     return Population(policy, checks.int_between("size", size))
 
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from rollout import envs, inspection, profiling
+from rollout import inspection, profiling
 from rollout.agents.agent_stats import keep_agents, summarize_agents
 from rollout.agents.mapping import fixed_mapping
 from rollout.agents.policy_map import policy_map
@@ -27,7 +27,12 @@ from rollout.cli import table
 from rollout.cli.arguments import make_parser, parse
 from rollout.cli.table import Result
 from rollout.collector import Collector
-from rollout.envs.registry import SUITES
+from rollout.envs.host.envpool import from_envpool
+from rollout.envs.host.gymnasium import from_gymnasium
+from rollout.envs.host.types import EnvFault
+from rollout.envs.registry import SUITES, env_ids, make
+from rollout.envs.suites import from_gymnax
+from rollout.envs.vectorize import vectorize
 from rollout.gif import record_gif
 from rollout.host.host_collector import HostCollector
 from rollout.moments import merge
@@ -39,7 +44,7 @@ from rollout.types import Transition
 _OTHER_IDS = "gymnasium:ID and envpool:ID, such as gymnasium:CartPole-v1"
 _PIPE_CLOSED = 141  # as a shell counts SIGPIPE
 _JaxError = jax.errors.JaxRuntimeError
-_ERRORS = (ValueError, ImportError, MemoryError, OSError, envs.EnvFault, _JaxError)
+_ERRORS = (ValueError, ImportError, MemoryError, OSError, EnvFault, _JaxError)
 _NUM_BATCHES = 20
 _MAX_ROWS = 1 << 22  # of a batch, so that its memory does not grow with the run
 
@@ -78,7 +83,7 @@ def run_and_exit() -> NoReturn:
 def _execute(run: Namespace) -> None:
     """Executes a run, and prints its table."""
     if run.list_envs:
-        _print(*envs.env_ids("installed"), _OTHER_IDS)
+        _print(*env_ids("installed"), _OTHER_IDS)
     elif run.inspect:
         if not os.path.exists("/dev/nvidiactl"):
             # With a GPU's compiler and no GPU jax would print a traceback.
@@ -115,16 +120,16 @@ def make_collector(run: Namespace) -> tuple[Any, Any]:
     suite, _, env_id = run.env.partition(":")
     if run.is_on_host:
         if suite == "envpool":
-            env: Any = envs.from_envpool(env_id, run.num_envs, seed=run.seed, **options)
+            env: Any = from_envpool(env_id, run.num_envs, seed=run.seed, **options)
         else:
-            make: Any = _find(env_id) if ".py:" in env_id else env_id
-            if run.gif and (make is env_id or _takes(make, "render_mode")):
+            own: Any = _find(env_id) if ".py:" in env_id else env_id
+            if run.gif and (own is env_id or _takes(own, "render_mode")):
                 options["render_mode"] = "rgb_array"
-            env = envs.from_gymnasium(make, run.num_envs, **options)
+            env = from_gymnasium(own, run.num_envs, **options)
         return HostCollector(env=env, policy=random_policy(env.action_space)), None
     is_id = not env_id or suite in SUITES
-    one: Any = (envs.make if is_id else _make_own)(run.env, **options)
-    env = envs.vectorize(one, run.num_envs)
+    one: Any = (make if is_id else _make_own)(run.env, **options)
+    env = vectorize(one, run.num_envs)
     if not hasattr(one, "agents"):
         policy = _random_policy(env.observation_space, env.action_space)
         return Collector(env=env, policy=policy), None
@@ -237,7 +242,7 @@ def _make_own(text: str, **options: Any) -> Any:
     """Makes a user's own environment in JAX; adapts one of gymnax's kind."""
     env = _find(text)(**options)
     if hasattr(env, "step_env"):
-        return envs.from_gymnax(env)
+        return from_gymnax(env)
     if hasattr(env, "unwrapped"):
         raise ValueError(
             f"the environment must be in JAX, got {text} of Gymnasium: write "

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rollout.agents.agent_stats import AgentStats
 from rollout.moments import Moments
 from rollout.stats import CollectStats
 
@@ -15,7 +14,7 @@ class Result(NamedTuple):
     """Result of a run of steps or of whole episodes."""
 
     stats: CollectStats
-    agents: AgentStats | None  # None for environments of one agent
+    agents: Any  # an `AgentStats`; None for environments of one agent
     num_rows: int  # steps of all lanes, idle and masked-out ones included
     compile_time: float  # s
     run_time: float  # s
@@ -57,7 +56,7 @@ def collected(run: Namespace, result: Result) -> Iterator[str]:
     yield line("steps per second", f"{num_steps / seconds:,.0f}")
 
 
-def episodes(stats: CollectStats, agents: AgentStats | None) -> Iterator[str]:
+def episodes(stats: CollectStats, agents: Any) -> Iterator[str]:
     """Yields metrics of the episodes, and below each those of agents and policies."""
     if not stats.num_episodes:
         yield line("episodes", "0 (no episode ended in this window)")

@@ -19,7 +19,7 @@ from rollout.host.episode_plan import EpisodePlan
 from rollout.host.latest_carry import LatestCarry
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
 from rollout.host.rows import RowBlock, fold, recorder, row_shape
-from rollout.kernel.accumulators import accumulate_nothing, as_accumulators
+from rollout.kernel.accumulators import accumulate_nothing, checked_parts
 from rollout.policies import outputs
 from rollout.types import (
     ActionT,
@@ -31,6 +31,7 @@ from rollout.types import (
     Policy,
     RecordFn,
     Transition,
+    check_carry,
 )
 
 Acc = TypeVar("Acc")
@@ -97,8 +98,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def __post_init__(self) -> None:
         checks.outside_of_jit("HostCollector")
         checks.kind_of_env(self.env, is_host=True)
-        checks.collector(self.policy, self.record_fn)
-        self.accumulators = as_accumulators(self.accumulators)
+        self.accumulators = checked_parts(self)
         self._loop = Loop(self)
         self._record = recorder(self.accumulators, self.record_fn)
         self._latest = LatestCarry(self.env)
@@ -124,7 +124,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
         The new collector has the same environments, like that of `replace`.
         """
-        checks.is_carry(carry)
+        check_carry(carry)
         freeze: Any = getattr(self.env, "freeze", None)
         return self if freeze is None else self.replace(env=freeze(carry.env_state))
 

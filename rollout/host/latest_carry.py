@@ -9,7 +9,7 @@ from rollout import checks
 from rollout.envs import prng
 from rollout.envs.host.ownership import claim, is_claimed, new_user
 from rollout.envs.host.types import HostVectorEnv
-from rollout.types import Carry
+from rollout.types import Carry, check_carry
 
 
 class LatestCarry:
@@ -57,7 +57,7 @@ class LatestCarry:
     def check(self, carry: Carry) -> None:
         """Raises unless a call may begin with a carry."""
         checks.outside_of_jit("HostCollector")
-        checks.is_carry(carry)
+        check_carry(carry)
         # By its ticket, which a copy of the carry has, too.
         if not self.is_latest(carry):
             raise ValueError(

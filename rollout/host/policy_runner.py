@@ -16,16 +16,10 @@ from rollout.kernel.policy_state import init_policy_state, restart_policy_state
 from rollout.kernel.values import check_values
 from rollout.platform import to_host
 from rollout.policies import outputs
+from rollout.policies.outputs import View
 from rollout.types import Policy
 
 _AHEAD = 256  # keys that are drawn at once
-
-
-class View(NamedTuple):
-    """The part of an environment that the kernel reads to let a policy act."""
-
-    num_envs: int
-    action_space: AnySpace
 
 
 class _Programs(NamedTuple):

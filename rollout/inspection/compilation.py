@@ -146,9 +146,8 @@ def _program(
     sharding = sharding_of(program.env)
     if sharding is not None:
         carry = jax.tree.map(_shape, carry, sharding.shardings(carry))
-    steps: Any = Collector.collect_steps
-    # The jitted function, in which `num_steps` is static.
-    return steps.__wrapped__, (program, carry, params, num_steps), num_steps
+    args = program, carry, params, num_steps
+    return Collector.collect_steps, args, num_steps
 
 
 def _given_devices(args: Any) -> list[accelerators.Device]:

@@ -21,9 +21,9 @@ from rollout import platform
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.kernel import episode_keys
-from rollout.kernel.accumulators import record
+from rollout.kernel.carry import roots_of
 from rollout.kernel.episode_keys import Start
-from rollout.kernel.fold import pack_flags, roots_of, unpack_flags
+from rollout.kernel.recording import pack_flags, record, unpack_flags
 from rollout.kernel.step import advance, restart
 from rollout.types import Carry, Episode, Episodes, Parts, Transition
 

@@ -1,7 +1,5 @@
 """Folds `step` over T steps of every lane, in the way that suits each platform."""
 
-import functools
-import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rollout import checks, platform
+from rollout import platform
 from rollout.envs import prng
-from rollout.envs.types import ArrayTree, place
+from rollout.envs.types import ArrayTree
 from rollout.kernel import episode_keys
-from rollout.kernel.episode_keys import Roots
+from rollout.kernel.carry import roots_of
+from rollout.kernel.recording import pack, unpack_flags
 from rollout.kernel.step import step
 from rollout.types import Carry, FlagFn, Parts, Transition
 
@@ -103,37 +102,6 @@ def scan_steps(
         body, (carry, acc), policy_keys, gpu=_GPU_UNROLL, other=1
     )
     return carry, acc, outputs
-
-
-def roots_of(parts: Parts, carry: Carry) -> Roots:
-    """Checks a carry, and hashes the keys from which those of all its steps derive."""
-    checks.carry(carry, parts)
-    return place(parts.env, episode_keys.roots(carry.key, parts.env.num_envs))
-
-
-def pack(row: Transition) -> tuple[Transition, jax.Array]:
-    """Packs a transition for stacking: both flags in one array, and no mask.
-
-    XLA:CPU pays for every array that a step writes, and no lane is idle.
-    """
-    flags = pack_flags(row.terminated, row.truncated)
-    return row.replace(terminated=(), truncated=(), mask=()), flags
-
-
-def pack_flags(*flags: jax.Array) -> jax.Array:
-    """Packs up to eight flags into one uint8 array."""
-    shifted = (flag.astype(jnp.uint8) << bit for bit, flag in enumerate(flags))
-    return functools.reduce(operator.add, shifted)
-
-
-def unpack_flags(packed: jax.Array, num_flags: int) -> tuple[jax.Array, ...]:
-    """Undoes `pack_flags`."""
-    return tuple((packed & (1 << bit)) != 0 for bit in range(num_flags))
-
-
-def mask_out(transition: Transition) -> Transition:
-    """Zeroes the masked-out lanes, whose `mask` is False."""
-    return prng.select(transition.mask, transition, prng.blank(transition))
 
 
 def _writable(row: ArrayTree, counter: jax.Array) -> ArrayTree:

@@ -9,13 +9,14 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rollout import checks, platform
 from rollout.envs import prng
 from rollout.envs.types import RESET, ArrayTree, EnvStep, Lanes, place, sharding_of
-from rollout.kernel import episode_keys, values
-from rollout.kernel.accumulators import accumulate, accumulate_nothing, record
+from rollout.kernel import episode_keys, recording, values
+from rollout.kernel.accumulators import accumulate, accumulate_nothing
+from rollout.kernel.carry import check_env_step
 from rollout.kernel.episode_keys import Roots, Start
 from rollout.kernel.policy_state import init_policy_state, restart_policy_state
+from rollout.kernel.step_once import is_endless, step_once
 from rollout.policies import outputs
 from rollout.types import Carry, Episode, FlagFn, Params, Parts, PolicyStep, Transition
 
@@ -64,8 +65,8 @@ def step(
     if policy_key is None:
         policy_key = episode_keys.at_step(roots.policy, carry.step)
     after, transition, _ = advance(parts, carry, params, policy_key, cut_fn)
-    recorded = record(parts.record_fn, transition)
-    if drop_fn is None and platform.is_endless(transition):
+    recorded = recording.record(parts.record_fn, transition)
+    if drop_fn is None and is_endless(transition):
         return after, recorded
     restarts = transition.done
     if drop_fn is not None:
@@ -141,15 +142,13 @@ def step_env(parts: Parts, carry: Carry, action: ArrayTree) -> EnvStep:
     env, episode = prng.barrier(parts.env), carry.episode
 
     def checked_step(*args: ArrayTree) -> EnvStep:
-        result = env.step(*args)
-        checks.env_step(result, env.num_envs, carry.env_state, carry.obs)
-        return result
+        return check_env_step(carry, env.step(*args))
 
     step_keys = prng.fold_in(episode.key, episode.episode_length + 1)
     args = step_keys, carry.env_state, action
     if sharding_of(env):  # it calls `step_once` itself, on every device
         return checked_step(*args)
-    return platform.step_once(checked_step, *args, counter=carry.step)
+    return step_once(checked_step, *args, counter=carry.step)
 
 
 def restart(parts: Parts, carry: Carry, restarts: jax.Array, start: Start) -> Carry:

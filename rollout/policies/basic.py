@@ -19,6 +19,7 @@ from rollout.types import (
     PolicyFn,
     PolicyState,
     PolicyStep,
+    check_policy,
 )
 
 
@@ -50,10 +51,7 @@ def random_policy(
             while tracing, if the mask has another shape or is not bool.
     """
     space = as_space(action_space, "action_space")
-    if allowed_fn is None:
-        uniform.check_bounds(space)
-    else:
-        masks.check_maskable(space, allowed_fn)
+    masks.check_drawable(space, allowed_fn)
 
     def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
         del params  # unused
@@ -190,7 +188,7 @@ def greedy(policy: Policy[ParamsT, ObsT, ActionT]) -> Policy[ParamsT, ObsT, Acti
     Raises:
         ValueError: if `policy` is no policy, or has no `mode`.
     """
-    checks.policy(policy)
+    check_policy(policy)
     if policy.mode is None:
         raise ValueError(
             "`policy` must have a `mode`, got one without; `stateless_policy` and "

@@ -26,7 +26,6 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -49,6 +48,7 @@ from rollout.types import (
     Policy,
     PolicyState,
     PolicyStep,
+    check_policy,
 )
 
 Schedule = Callable[[jax.Array], jax.Array]  # steps taken, `()` int32, to `()` float
@@ -84,6 +84,7 @@ def explore(
         value: what `transform` gets: a number, or a schedule over the lane's steps.
         init_noise: `num_envs` to the noise at the start of an episode, `[B, ...]`.
     """
+    check_policy(policy)
     schedule: Any = value if callable(value) else None
     number: Any = value if schedule is None else 0
     has_state = schedule is not None or init_noise is not None
@@ -167,18 +168,17 @@ def epsilon_greedy(
     Source:
         "Reinforcement Learning: An Introduction", 2nd ed., section 2.2.
     """
-    checks.policy(policy)
     _check_value("epsilon", epsilon, highest=1.0)
-    action_space = as_space(action_space, "action_space")
-    replace = _replacer(action_space, allowed_fn)
+    space = as_space(action_space, "action_space")
+    masks.check_drawable(space, allowed_fn)
 
     def transform(
         decision: PolicyStep, obs: Obs, epsilon: Any, keys: list[Key]
     ) -> PolicyStep:
         draw = prng.uniform(keys[0], 0.0, 1.0, (uniform.num_lanes(obs),))
-        return replace(decision, obs, draw < epsilon, keys[1])
+        return _replace(decision, obs, draw < epsilon, keys[1], space, allowed_fn)
 
-    return explore(policy, action_space, transform, epsilon)
+    return explore(policy, space, transform, epsilon)
 
 
 @programs.shared
@@ -213,21 +213,20 @@ def random_warmup(
     Source:
         "Spinning Up in Deep RL" (OpenAI, 2018), `start_steps` of DDPG, TD3 and SAC.
     """
-    checks.policy(policy)
     num_steps = checks.int_between("num_steps", num_steps)
-    action_space = as_space(action_space, "action_space")
-    replace = _replacer(action_space, allowed_fn)
+    space = as_space(action_space, "action_space")
+    masks.check_drawable(space, allowed_fn)
 
     def transform(
         decision: PolicyStep, obs: Obs, is_warmup: Any, keys: list[Key]
     ) -> PolicyStep:
         flag = jnp.broadcast_to(jnp.asarray(is_warmup) > 0, uniform.num_lanes(obs))
         if allowed_fn is not None or prng.num_parts() > 1:
-            return replace(decision, obs, flag, keys[0])
+            return _replace(decision, obs, flag, keys[0], space, allowed_fn)
 
         def draw(action: ArrayTree) -> ArrayTree:
             given = decision._replace(action=action)
-            return replace(given, obs, flag, keys[0]).action
+            return _replace(given, obs, flag, keys[0], space, None).action
 
         def draw_if_any(action: ArrayTree) -> ArrayTree:
             return lax.cond(jnp.any(flag), draw, lambda x: x, action)
@@ -239,7 +238,7 @@ def random_warmup(
         )
         return decision._replace(action=action)
 
-    return explore(policy, action_space, transform, lambda step: step < num_steps)
+    return explore(policy, space, transform, lambda step: step < num_steps)
 
 
 @programs.shared
@@ -271,18 +270,7 @@ def gaussian_noise(
         "Addressing Function Approximation Error in Actor-Critic Methods" (TD3),
         arXiv:1802.09477, algorithm 1.
     """
-    checks.policy(policy)
-    _check_value("scale", scale)
-    action_space = as_space(action_space, "action_space")
-    add = _adder(action_space)
-
-    def transform(
-        decision: PolicyStep, obs: Obs, scale: Any, keys: list[Key]
-    ) -> PolicyStep:
-        noise = _normal(scale, decision.action, keys[0])
-        return decision._replace(action=add(decision.action, noise))
-
-    return explore(policy, action_space, transform, scale)
+    return _add_noise(policy, action_space, scale)
 
 
 @programs.shared
@@ -325,105 +313,94 @@ def ornstein_uhlenbeck(
         36, 1930), by the Euler-Maruyama step; as exploration in "Continuous control
         with deep reinforcement learning" (DDPG), arXiv:1509.02971, section 3.
     """
-    checks.policy(policy)
-    _check_value("scale", scale)
     is_known = _is_number(theta) and _is_number(dt)
     if not is_known or theta < 0 or dt <= 0 or theta * dt >= 2:
         raise ValueError(
             "`theta` must be at least 0, `dt` above 0, and `theta` * `dt` below 2, or "
             f"the noise grows without bound, got {theta!r} and {dt!r}."
         )
-    action_space = as_space(action_space, "action_space")
-    add = _adder(action_space)
+
+    def correlate(old: jax.Array, normal: jax.Array) -> jax.Array:
+        return old - theta * dt * old + math.sqrt(dt) * normal
+
+    return _add_noise(policy, action_space, scale, correlate)
+
+
+def _replace(
+    decision: PolicyStep,
+    obs: Obs,
+    flag: jax.Array,
+    key: Key,
+    space: AnySpace,
+    allowed_fn: AllowedFn | None,
+) -> PolicyStep:
+    """Replaces actions by random ones where `flag`, or where a mask forbids them."""
+    if allowed_fn is None:
+        action = uniform.uniform(space, flag.shape[0], key)
+    else:
+        allowed = masks.read(allowed_fn, obs, space)
+        flag = flag | ~masks.is_allowed(allowed, decision.action, space)
+        action, none_allowed = masks.draw(allowed, space, key)
+        extras: Any = decision.extras
+        extras = {} if isinstance(extras, tuple) and not extras else extras
+        what = "With an `allowed_fn` the wrapped policy's extras must be () or a dict"
+        checks.kind(what, extras, dict)
+        # Another wrapper with a mask inside of this one has its own flag.
+        inner = extras.get("none_allowed", none_allowed)
+        what = "The wrapped policy's `none_allowed` must be that of an `allowed_fn`"
+        checks.same(what, none_allowed, inner)
+        extras = {**extras, "none_allowed": none_allowed | inner}
+        decision = decision._replace(extras=extras)
+    return decision._replace(action=prng.select(flag, action, decision.action))
+
+
+def _add_noise(
+    policy: Policy,
+    action_space: AnySpace,
+    scale: float | Schedule,
+    correlate: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+) -> Policy:
+    """Adds noise to the actions, and clips them to the bounds of the space.
+
+    `correlate` maps the noise of the step before and new Gaussian noise to that of this
+    step, `[B, ...]`; None takes the Gaussian noise as it is, and keeps no state.
+    """
+    _check_value("scale", scale)
+    space = as_space(action_space, "action_space")
+    if space.dtype is None or not jnp.issubdtype(space.dtype, jnp.floating):
+        raise ValueError(
+            "`action_space` must be one of floats to add noise to, got "
+            f"{type(space).__name__} with dtype {space.dtype}."
+        )
 
     def init_noise(num_envs: int) -> jax.Array:
-        return jnp.zeros((num_envs, *action_space.shape), action_space.dtype)
+        return jnp.zeros((num_envs, *space.shape), space.dtype)
 
     def transform(
         decision: PolicyStep, obs: Obs, scale: Any, keys: list[Key]
     ) -> PolicyStep:
-        old: Any = decision.state.noise
-        noise = jnp.zeros_like(old)
-        if not _is_zero(scale):
-            normal = _normal(scale, decision.action, keys[0])
-            noise = old - theta * dt * old + math.sqrt(dt) * normal
-        return decision._replace(
-            action=add(decision.action, noise),
-            state=decision.state.replace(noise=noise),
-        )
+        action, state = decision.action, decision.state
+        noise = jnp.zeros_like(action)
+        # A scale that is known to be 0, as in the mode, draws nothing.
+        if not isinstance(scale, float) or scale != 0.0:
+            scale = jnp.asarray(scale, action.dtype)  # [B], or ()
+            column = scale.reshape(scale.shape + (1,) * (action.ndim - scale.ndim))
+            key = prng.inline(keys[0])
+            noise = column * jax.random.normal(key, action.shape, action.dtype)
+            noise = correlate(state.noise, noise) if correlate else noise
+        action = action + noise
+        if space.bounds is not None:
+            low, high = (
+                jnp.broadcast_to(jnp.asarray(bound, space.dtype), space.shape)[None]
+                for bound in space.bounds
+            )
+            action = jnp.clip(action, low, high)
+        if correlate:
+            state = state.replace(noise=noise)
+        return decision._replace(action=action, state=state)
 
-    return explore(policy, action_space, transform, scale, init_noise=init_noise)
-
-
-def _replacer(
-    space: AnySpace, allowed_fn: AllowedFn | None
-) -> Callable[[PolicyStep, ArrayTree, jax.Array, chex.PRNGKey], PolicyStep]:
-    """Makes the function that replaces actions by random ones where `flag` is True."""
-    if allowed_fn is not None:
-        masks.check_maskable(space, allowed_fn)
-    uniform.check_bounds(space)
-
-    def replace(
-        decision: PolicyStep, obs: ArrayTree, flag: jax.Array, key: chex.PRNGKey
-    ) -> PolicyStep:
-        if allowed_fn is None:
-            action = uniform.uniform(space, flag.shape[0], key)
-        else:
-            allowed = masks.read(allowed_fn, obs, space)
-            flag = flag | ~masks.is_allowed(allowed, decision.action, space)
-            action, none_allowed = masks.draw(allowed, space, key)
-            decision = decision._replace(extras=_flag(decision.extras, none_allowed))
-        return decision._replace(action=prng.select(flag, action, decision.action))
-
-    return replace
-
-
-def _flag(extras: ArrayTree, none_allowed: jax.Array) -> dict[str, Any]:
-    """Adds `none_allowed` to the extras, or-ed with that of another wrapper."""
-    extras = {} if isinstance(extras, tuple) and not extras else extras
-    what = "With an `allowed_fn` the wrapped policy's extras must be () or a dict"
-    checks.kind(what, extras, dict)
-    inner = extras.get("none_allowed", none_allowed)
-    what = "The wrapped policy's `none_allowed` must be that of an `allowed_fn`"
-    checks.same(what, none_allowed, inner)
-    return {**extras, "none_allowed": none_allowed | inner}
-
-
-def _adder(space: AnySpace) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Makes the function that adds noise and clips to the bounds of the space."""
-    dtype = space.dtype
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            "`action_space` must be one of floats to add noise to, got "
-            f"{type(space).__name__} with dtype {dtype}."
-        )
-    if space.bounds is None:
-        return jnp.add
-
-    def add(action: jax.Array, noise: jax.Array) -> jax.Array:
-        low, high = (
-            jnp.broadcast_to(jnp.asarray(bound, dtype), space.shape)[None]
-            for bound in space.bounds
-        )
-        return jnp.clip(action + noise, low, high)
-
-    return add
-
-
-def _is_zero(scale: jax.typing.ArrayLike) -> bool:
-    """Returns whether the scale is the Python number 0, as in the mode."""
-    return isinstance(scale, float) and scale == 0.0
-
-
-def _normal(
-    scale: jax.typing.ArrayLike, action: jax.Array, key: chex.PRNGKey
-) -> jax.Array:
-    """Draws noise like `action`, with standard deviation `scale`, `[B]` or `()`."""
-    if _is_zero(scale):
-        return jnp.zeros_like(action)
-    scale = jnp.asarray(scale, action.dtype)
-    column = scale.reshape(scale.shape + (1,) * (action.ndim - scale.ndim))
-    return column * jax.random.normal(prng.inline(key), action.shape, action.dtype)
+    memory = init_noise if correlate else None
+    return explore(policy, space, transform, scale, init_noise=memory)
 
 
 def _check_value(

@@ -35,14 +35,15 @@ _NAME = "action_mask"
 DISCRETE = Discrete | MultiDiscrete | MultiBinary
 
 
-def check_maskable(space: AnySpace, allowed_fn: Any) -> None:
-    """Raises for a space without a discrete part, or with infinite bounds."""
-    checks.function("allowed_fn", allowed_fn)
-    if not _is_maskable(space):
-        raise ValueError(
-            "`action_space` must be discrete or have discrete parts where `allowed_fn` "
-            f"is given, got {type(space).__name__}."
-        )
+def check_drawable(space: AnySpace, allowed_fn: AllowedFn | None) -> None:
+    """Raises for infinite bounds, and where a mask has no discrete part to be of."""
+    if allowed_fn is not None:
+        checks.function("allowed_fn", allowed_fn)
+        if not any(isinstance(part, DISCRETE) for part in space.leaves()):
+            raise ValueError(
+                "`action_space` must be discrete or have discrete parts where "
+                f"`allowed_fn` is given, got {type(space).__name__}."
+            )
     uniform.check_bounds(space)
 
 
@@ -127,12 +128,6 @@ def is_allowed(allowed: Any, action: ArrayTree, space: AnySpace) -> jax.Array:
         index = jnp.ravel_multi_index(tuple(index.T), sizes, mode="clip")
     flags = uniform.at(allowed.reshape(-1, allowed.shape[-1]), index.reshape(-1))
     return (is_inside & flags.reshape(len(allowed), -1)).all(axis=1)
-
-
-def _is_maskable(space: AnySpace) -> bool:
-    if isinstance(space, Composite):
-        return any(map(_is_maskable, space.parts))
-    return isinstance(space, DISCRETE)
 
 
 def _ranges(space: AnySpace) -> tuple[tuple[int, ...], np.ndarray]:

@@ -1,6 +1,6 @@
 """Lets policies act, and checks what they return."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,13 @@ _FLAT = (
     "wrappers.FlattenObs` around the environment, or `flatten_obs(space, obs)` from "
     "there into the policy."
 )
+
+
+class View(NamedTuple):
+    """What `act` reads of an environment, where there is no whole one."""
+
+    num_envs: int
+    action_space: AnySpace
 
 
 def critic(acting: Policy) -> Any:
@@ -62,7 +69,7 @@ def _cast(action: Any, wanted: Any) -> Any:
 
 def act(
     policy: Policy,
-    env: VectorEnv,
+    env: VectorEnv | View,
     params: Params,
     obs: ArrayTree,
     policy_state: ArrayTree,

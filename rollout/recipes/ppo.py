@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 
 import rollout
+from rollout.envs.spaces import as_space
 from rollout.envs.wrappers import mask_in
 from rollout.recipes import training
-from rollout.recipes.distributions import Joint
 from rollout.recipes.training import State
 from rollout.recipes.training import begin as begin
 from rollout.recipes.training import train as train
@@ -43,27 +44,38 @@ class Config(NamedTuple):
 
 
 class Categorical(struct.PyTreeNode):
-    logits: jax.Array  # [..., number of actions]
-    start: int = struct.field(pytree_node=False, default=0)  # the smallest action
+    """Integers, each with the logits of its values."""
+
+    logits: jax.Array  # [..., *shape, number of values]
+    start: Any = 0  # the smallest values
+    shape: tuple = struct.field(pytree_node=False, default=())  # of an action
+    dtype: Any = struct.field(pytree_node=False, default=jnp.int32)
 
     def sample(self, key):
-        return self.start + jax.random.categorical(key, self.logits)
+        drawn = self.start + jax.random.categorical(key, self.logits)
+        return drawn.astype(self.dtype)
 
     def mode(self):
-        return self.start + self.logits.argmax(-1)
+        return (self.start + self.logits.argmax(-1)).astype(self.dtype)
 
     def log_prob(self, action):
         cost = optax.softmax_cross_entropy_with_integer_labels
-        return -cost(self.logits, action - self.start)
+        return total(-cost(self.logits, action - self.start), self.shape)
 
     def entropy(self):
         log_probs = jax.nn.log_softmax(self.logits)
-        return -(jnp.exp(log_probs) * log_probs).sum(-1)
+        return total(-(jnp.exp(log_probs) * log_probs).sum(-1), self.shape)
 
 
-class Gaussian(NamedTuple):
-    mean: jax.Array  # [..., size of the action]
+class Gaussian(struct.PyTreeNode):
+    """Real numbers, which an environment may clip or rescale, and the policy may not.
+
+    The probability stays that of the action that was drawn.
+    """
+
+    mean: jax.Array  # [..., *shape]
     log_std: jax.Array
+    shape: tuple = struct.field(pytree_node=False, default=(1,))  # of an action
 
     def sample(self, key):
         noise = jax.random.normal(key, self.mean.shape)
@@ -74,10 +86,48 @@ class Gaussian(NamedTuple):
 
     def log_prob(self, action):
         logpdf = jax.scipy.stats.norm.logpdf
-        return logpdf(action, self.mean, jnp.exp(self.log_std)).sum(-1)
+        log_probs = logpdf(action, self.mean, jnp.exp(self.log_std))
+        return total(log_probs, self.shape)
 
     def entropy(self):
-        return (self.log_std + 0.5 * jnp.log(2 * jnp.pi * jnp.e)).sum(-1)
+        each = self.log_std + 0.5 * jnp.log(2 * jnp.pi * jnp.e)
+        return total(each, self.shape)
+
+
+class Joint(NamedTuple):
+    """Independent parts of an action of several, such as of a `Dict`."""
+
+    parts: list  # distributions of the leaves of an action
+    structure: Any  # of an action
+
+    def sample(self, key):
+        pairs = zip(self.parts, jax.random.split(key, len(self.parts)), strict=True)
+        return self.structure.unflatten([part.sample(key) for part, key in pairs])
+
+    def mode(self):
+        return self.structure.unflatten([part.mode() for part in self.parts])
+
+    def log_prob(self, action):
+        pairs = zip(self.parts, jax.tree.leaves(action), strict=True)
+        return sum(part.log_prob(x) for part, x in pairs)
+
+    def entropy(self):
+        return sum(part.entropy() for part in self.parts)
+
+
+def total(x, shape):
+    """Sums over the entries of an action, the last axes."""
+    return x.sum(tuple(range(-len(shape), 0)))
+
+
+def num_values(part):
+    """Returns of a space how many values each entry has, 0 of real numbers."""
+    if part.bounds is None or part.shape is None:
+        raise ValueError(f"`action_space` must have bounds in all parts: {part!r}.")
+    if jnp.issubdtype(part.dtype, jnp.floating):
+        return np.zeros(part.shape, int)
+    low, high = (np.broadcast_to(x, part.shape).astype(int) for x in part.bounds)
+    return high - low + 1
 
 
 class ActorCritic(nn.Module):
@@ -87,30 +137,50 @@ class ActorCritic(nn.Module):
 
     @nn.compact
     def __call__(self, obs):
-        space, mask = self.action_space, mask_in(obs)
-        obs = training.flat(self.observation_space)(obs)
+        mask, obs = mask_in(obs), training.flat(self.observation_space)(obs)
 
-        def mlp(num_outputs, scale):
-            init, x = nn.initializers.orthogonal, obs
+        def dense(x, size, scale):
+            return nn.Dense(size, kernel_init=nn.initializers.orthogonal(scale))(x)
+
+        def hidden():
+            x = obs
             for _ in range(2):
-                x = nn.Dense(self.config.hidden, kernel_init=init(2**0.5))(x)
-                x = self.config.activation(x)
-            return nn.Dense(num_outputs, kernel_init=init(scale))(x)
+                x = self.config.activation(dense(x, self.config.hidden, 2**0.5))
+            return x
 
-        value = mlp(1, 1.0)[..., 0]
-        if hasattr(space, "n"):
-            logits = mlp(space.n, 0.01)
-            logits = logits if mask is None else jnp.where(mask, logits, -1e9)
-            return Categorical(logits, space.start), value
-        is_flat = len(space.shape or ()) == 1 and hasattr(space, "low")
-        if is_flat and jnp.issubdtype(space.dtype, jnp.floating):
-            mean = mlp(space.shape[0], 0.01)
-            log_std = self.param("log_std", nn.initializers.zeros, mean.shape[-1:])
-            return Gaussian(mean, jnp.broadcast_to(log_std, mean.shape)), value
-        sizes = Joint(space)
-        log_std = self.param("log_std", nn.initializers.zeros, (sizes.num_reals,))
-        log_std = jnp.broadcast_to(log_std, (*value.shape, sizes.num_reals))
-        return Joint(space, mlp(sizes.num_outputs, 0.01), log_std, mask), value
+        value = dense(hidden(), 1, 1.0)[..., 0]
+        x, space, parts, num_flags = hidden(), as_space(self.action_space), [], 0
+        for part in space.leaves():
+            counts, shape = num_values(part), part.shape
+            size = max(1, counts.max(initial=0))
+            outputs = dense(x, counts.size * size, 0.01)
+            outputs = outputs.reshape(*value.shape, *shape, size)
+            if jnp.issubdtype(part.dtype, jnp.floating):
+                mean, name = outputs[..., 0], f"log_std_{len(parts)}"
+                log_std = self.param(name, nn.initializers.zeros, shape)
+                log_std = jnp.broadcast_to(log_std, mean.shape)
+                parts.append(Gaussian(mean, log_std, shape))
+                continue
+            # Entries with fewer values than others have logits that are not allowed.
+            each = np.arange(size) < counts[..., None]
+            flag = num_flags + np.cumsum(each).reshape(each.shape) - 1
+            num_flags += each.sum()
+            allowed = jnp.broadcast_to(each, outputs.shape)
+            if mask is not None:
+                flags = mask.reshape(*value.shape, -1).astype(bool)
+                allowed &= flags[..., flag]
+            logits = jnp.where(allowed, outputs, -1e9)
+            start = jnp.broadcast_to(part.bounds[0], outputs.shape[:-1])
+            start = start.astype(jnp.int32)
+            parts.append(Categorical(logits, start, shape, part.dtype))
+        if mask is not None and mask.size != value.size * num_flags:
+            raise ValueError(
+                f"`action_mask` must have {num_flags} flags, one for each value of an "
+                f"action, got {mask.size // value.size}."
+            )
+        one = jax.tree.structure(jax.eval_shape(space.sample, jax.random.key(0)))
+        is_leaf = jax.tree_util.treedef_is_leaf(one)
+        return (parts[0] if is_leaf else Joint(parts, one)), value
 
 
 def loss(config, dist, value, t, advantage, whole=None):

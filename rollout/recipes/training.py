@@ -176,17 +176,10 @@ def make_gymnasium(env_id):
     import gymnasium
 
     env = gymnasium.make(env_id, render_mode="rgb_array")
-    space: Any = env.action_space
-    if not is_bounded(space):
+    if not is_bounded(env.action_space):
         return env
-    wide = gymnasium.spaces.Box(-np.inf, np.inf, space.shape, space.dtype)
-    act = functools.partial(rescale, space.low, space.high)
-    return gymnasium.wrappers.TransformAction(env, act, wide)
-
-
-def rescale(low, high, action):
-    """Maps actions in [-1, 1] to bounds, and clips others to these."""
-    return low + (high - low) * 0.5 * (np.clip(action, -1.0, 1.0) + 1.0)
+    env = gymnasium.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
+    return gymnasium.wrappers.ClipAction(env)
 
 
 def is_bounded(space):

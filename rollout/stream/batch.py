@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from rollout import nonfinite
-from rollout.collector import Collector
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.episode_window import EpisodeWindow
 from rollout.kernel import episode_keys, fold, step
+from rollout.kernel.carry import roots_of
+from rollout.kernel.recording import mask_out
 from rollout.stats import CollectStats, summarize
 from rollout.stream.options import Options
 from rollout.types import Carry, Episodes, Transition
@@ -40,7 +41,7 @@ class BatchResult(NamedTuple):
 def make_batch(
     options: Options,
     num_rows: int,
-    collector: Collector,
+    collector: Any,  # a `Collector`
     carry: Carry,
     params: Any,
     window: EpisodeWindow,
@@ -57,7 +58,7 @@ def make_batch(
     if options.episodes_per_batch is None:
         if options.at_batch_end == "reset":
             restarts = carry.episode.episode_length > 0
-            roots = fold.roots_of(collector, carry)
+            roots = roots_of(collector, carry)
             start = episode_keys.next_episodes(collector.env, carry, roots)
             carry = step.restart(collector, carry, restarts, start)
         is_faulty = nonfinite.is_nonfinite if options.on_fault == "drop" else None
@@ -144,4 +145,4 @@ def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:
     start = jnp.zeros_like(faulty[0]), trajectory.episode_id[-1]
     dropped = lax.scan(mark, start, rows, reverse=True)[1]
     kept = trajectory.replace(mask=~dropped)
-    return fold.mask_out(kept), jnp.sum(faulty, dtype=jnp.int32)
+    return mask_out(kept), jnp.sum(faulty, dtype=jnp.int32)

@@ -23,7 +23,6 @@ from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.episode_window import EpisodeWindow
 from rollout.host import ctrl_c
-from rollout.host.host_collector import HostCollector
 from rollout.stream.batch import BatchResult, complete, make_batch
 from rollout.stream.options import Options
 from rollout.types import Carry, Transition
@@ -161,7 +160,7 @@ class HostMaker:
         checksum: of the environments' spaces.
     """
 
-    def __init__(self, collector: HostCollector, options: Options) -> None:
+    def __init__(self, collector: Any, options: Options) -> None:
         options.check_host()
         self._collector, self._options, env = collector, options, collector.env
         self._complete = _host_program(options.of_program())

@@ -1,5 +1,6 @@
 """`Stream`: yields batches to a training loop in Python."""
 
+import numbers
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, Self
@@ -426,7 +427,14 @@ class Stream(Generic[ParamsT]):
 
 def _own(params: Any) -> Any:
     """Copies parameters, as arrays."""
-    checks.readable("params", params)
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not hasattr(leaf, "__array__") and not isinstance(leaf, numbers.Number):
+            raise ValueError(
+                f"`params` must hold arrays and numbers only, got "
+                f"{checks.describe(leaf)} at {jax.tree_util.keystr(path) or 'the root'}"
+                "; keep functions and text in the policy, such as the second part of "
+                "`equinox.partition`."
+            )
     return copied(strong(params))
 
 

@@ -187,9 +187,6 @@ REFUSED = {
             jax.tree.map(lambda x: jnp.stack([x, x]), filled()[1]), trajectory()
         ),
     ],
-    "`indices` must be integers": [
-        lambda: buffer().get(filled()[1], jnp.zeros(2)),
-    ],
     "`indices` and `priorities` must be `[S]`, a number for each row, got shape (2,)": [
         lambda: update(jnp.ones(2, bool)),
         lambda: update(jnp.ones(1)),

@@ -204,7 +204,7 @@ MESSAGES = [
         lambda: envs.env_ids("zzz"),
         "`suite` must be one of installed, gymnax, ",
     ),
-    (lambda: envs.render_gif(CountEnv(), {}, TABLE), "Pong-misc), got CountEnv."),
+    (lambda: envs.render_gif(CountEnv(), {}, TABLE), "`render_frames`, got CountEnv."),
     # Spaces
     (lambda: envs.Discrete(2, start=0.5), "`start` must be an int, got 0.5"),
     (lambda: envs.Discrete(300, dtype=jnp.uint8), "integers from 0 to 299, got uint8"),

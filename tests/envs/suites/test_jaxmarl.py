@@ -214,33 +214,14 @@ def test_groups_are_agents_with_equal_spaces():
     assert spread.groups == {"agents": ("agent_0", "agent_1", "agent_2")}
 
 
-def test_own_groups_are_taken_in_their_order():
-    groups = {"b": ("blue_0",), "second": ["red_1"], "first": ["red_0"]}
-    env = envs.suites.from_jaxmarl(Duel(), groups=groups)
-    assert env.groups == {name: tuple(agents) for name, agents in groups.items()}
-    state, _, _ = env.reset(KEY)
-    action = {"b": 0, "second": 1, "first": 0}
-    step = env.step(KEY, state, {name: jnp.array([x]) for name, x in action.items()})
-    assert step.terminated.tolist() == [False, True, False]  # in the order of agents
-
-
-class Tuples(Solo):
-    def reset(self, key):
-        return (jnp.zeros((1,)),), Clock(jnp.int32(0))
-
-
-class Nobody(Solo):
-    def step_env(self, key, state, actions):
-        *result, dones, info = super().step_env(key, state, actions)
-        return *result, {"__all__": dones["__all__"]}, info
-
-
 MESSAGES = [
-    ({"limit_field": "limit"}, "`limit_field` must be a field of `env`, got 'limit'"),
-    ({"time_field": "clock"}, "got 'max_steps' or 'num_outer_steps' and Solo"),
-    ({"limit_field": "horizon"}, "`time_field` must be a field of the state, got 'st"),
-    ({"limit_field": "horizon", "time_field": "age"}, "got 'age' and Clock"),
-    ({"groups": {"all": ()}}, "`groups` must have agents in each group, got 'all' emp"),
+    ({"limit_field": "limit"}, "got 'limit' and None with Solo and Clock"),
+    (
+        {"time_field": "clock"},
+        "`limit_field` must be a field of `env`, and `time_field",
+    ),
+    ({"limit_field": "horizon"}, "got 'horizon' and None with Solo and Clock"),
+    ({"limit_field": "horizon", "time_field": "age"}, "got 'horizon' and 'age'"),
 ]
 
 
@@ -248,19 +229,6 @@ MESSAGES = [
 def test_wrong_option_is_named(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         envs.suites.from_jaxmarl(Solo(), **options)
-
-
-def test_what_does_not_go_by_agents_and_their_spaces_is_refused():
-    message = r"`groups` must .* 'all' with 'red_0', Box\(.*, and 'blue_0', Box\("
-    with pytest.raises(ValueError, match=message):
-        envs.suites.from_jaxmarl(Duel(), groups={"all": Duel.agents})
-    with pytest.raises(ValueError, match=r"`reset` must return the .* got tuple"):
-        envs.suites.from_jaxmarl(Tuples())
-    with pytest.raises(ValueError, match=r"`step_env` must return the dones by .*all"):
-        play_solo(envs.suites.from_jaxmarl(Nobody()), [0])
-    groups = {"red": ("red_0",), "blue": ("blue_0",)}
-    with pytest.raises(ValueError, match=r"`env.groups` must have every agent in one"):
-        envs.vectorize(envs.suites.from_jaxmarl(Duel(), groups=groups), 2)
 
 
 @pytest.mark.parametrize(

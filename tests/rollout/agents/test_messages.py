@@ -86,25 +86,6 @@ def answer(pending=None, *, lanes=4, info=None, **sources):
     return jax.eval_shape(agents.agent_transitions, pending, few)
 
 
-@jax.tree_util.register_static
-class InTurns(ChanceEnv):
-    """Says that all act."""
-
-    simultaneous = True
-
-    def choose(self, word):
-        return jnp.arange(3) == word % 3
-
-
-@jax.tree_util.register_static
-class InTurnsLater(InTurns):
-    """At the first step they do."""
-
-    def reset(self, key):
-        state, obs, _ = super().reset(key)
-        return state, obs, jnp.ones(3, bool)
-
-
 SHAPE = "of shape (3,), got int32 of shape ()"
 ACTIONS = "policy 'x', which controls the group 'all', must return actions as int32"
 EXTRAS = "The extras of the policy 'x' must be () or a dict"
@@ -151,9 +132,6 @@ CASES = [
         "are in JAX, got",
     ),
     (lambda: evaluate(3), "must be a `Collector`, whose environments are in JAX, got"),
-    # `vectorize`
-    (lambda: lanes(InTurns()), "acts at every step, got `acting` [False, True, False]"),
-    (lambda: lanes(InTurnsLater()), "[False, False, True] before step 2: leave it out"),
 ]
 
 
