@@ -1,6 +1,7 @@
 """The house: who imports whom, and what an import costs."""
 
 import ast
+import functools
 import importlib
 import os
 import pathlib
@@ -57,6 +58,7 @@ KINDS = {
 }
 
 
+@functools.cache
 def read_modules():
     """Every module by its name, with the modules of ours that it imports."""
     files = {}
@@ -80,9 +82,6 @@ def imports(tree, names):
                 yield full if full in names else node.module
 
 
-MODULES = read_modules()
-
-
 def room(name):
     """The part of the house that a module belongs to; the package itself is no room."""
     inner = name.removeprefix("rollout").removeprefix(".")
@@ -92,7 +91,7 @@ def room(name):
 def floor(name, below=()):
     """The longest way down from a module; a circle fails the test."""
     assert name not in below, f"a circle: {[*below, name]}"
-    lower = [floor(used, (*below, name)) for used in MODULES[name]]
+    lower = [floor(used, (*below, name)) for used in read_modules()[name]]
     return 1 + max(lower, default=0)
 
 
@@ -106,12 +105,12 @@ def test_every_module_that_pickles_stands_on_the_page():
 
 
 def test_there_is_no_circle_and_there_are_few_floors():
-    assert max(map(floor, MODULES)) <= MOST_FLOORS
+    assert max(map(floor, read_modules())) <= MOST_FLOORS
 
 
 def test_rooms_stand_on_the_ladder():
     step = {name: number for number, names in enumerate(LADDER) for name in names}
-    for name, used in MODULES.items():
+    for name, used in read_modules().items():
         own = room(name)
         for other in {room(x) for x in used} - {own} if own else ():
             assert other, f"{name} imports the package that re-exports it"
@@ -119,7 +118,7 @@ def test_rooms_stand_on_the_ladder():
 
 
 def test_rooms_know_of_environments_only_the_contract():
-    for name, used in MODULES.items():
+    for name, used in read_modules().items():
         inner = {x.removeprefix("rollout.") for x in used}
         of_envs = {x for x in inner if x.startswith("envs")} - GROUND
         if room(name) not in ("", "envs"):
