@@ -526,7 +526,6 @@ def command(folder, monkeypatch, capsys, name, *argv):
     ("name", "env_id"),
     [
         ("ppo", "CartPole-v1"),
-        ("ppo", "gymnasium:CartPole-v1"),
         ("dqn", "CartPole-v1"),
         ("sac", "Pendulum-v1"),
         ("sac", "gymnasium:Pendulum-v1"),
