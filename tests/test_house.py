@@ -10,8 +10,6 @@ import subprocess
 import sys
 
 import pytest
-from compiles import QUICK_FLAGS
-from pages import blocks, inject
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Folders of the repository; `rollout` has links to the other two.
@@ -212,6 +210,7 @@ import functools, pickle
 import gymnasium, jax
 import buffers, envs
 import rollout
+import rollout.cli.main  # of `python -m rollout`
 
 if __name__ == "__main__":
     assert envs.OWN and buffers.OWN and rollout.envs is not envs
@@ -240,18 +239,6 @@ def own_packages(tmp_path):
 def test_packages_of_the_user_may_have_the_names_of_our_folders(own_packages):
     (own_packages / "train.py").write_text(BESIDE)
     assert run(["train.py"], own_packages, PYTHONPATH=str(ROOT)).startswith("Box(")
-
-
-@pytest.mark.slow
-def test_readme_runs_beside_packages_of_the_user(own_packages):
-    readme = (ROOT / "README.md").read_text()
-    code = inject(blocks(readme)[0], "config = config._replace(num_updates=1)")
-    (own_packages / "train.py").write_text(f"import buffers, envs\n{code}")
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "docs" / "recipes")])
-    out = run(["train.py"], own_packages, PYTHONPATH=paths, XLA_FLAGS=QUICK_FLAGS)
-    assert out.endswith(", 100 episodes\n")
-    table = run(["-m", "rollout", "--list-envs"], own_packages, PYTHONPATH=str(ROOT))
-    assert "CartPole-v1" in table.split()
 
 
 # Of Python's, NumPy's and jax's kind, and what tests of suites read of these.
