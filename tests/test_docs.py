@@ -34,6 +34,7 @@ TRAINED = ("docs/lagging_actors.md",)
 # What is set anew where a page's own numbers take more than half a minute.
 SMALLER = {
     "docs/learned_models.md": ["NUM_ENVS = 64"],
+    "docs/own_gymnasium.md": ["settings = settings._replace(num_updates=20)"],
     "docs/search.md": ["NUM_UPDATES = 6"],
     "docs/tuning.md": [
         "NUM_ROUNDS, SIZE = 2, 4",
@@ -322,7 +323,7 @@ def check_own_gymnasium(names, out):
     """It flies as well as the rule; the file chooses what the agent does."""
     found, half, off_policy, judged = out.splitlines()
     assert found == ""
-    assert float(off_policy.split()[1]) > 0  # below -30 at random
+    assert float(off_policy.split()[1]) > -25  # below -30 at random
     assert half.startswith("61440 ")
     assert 4.1 < float(judged.split()[1]) < 5.1
     assert names["state"].number == 60
