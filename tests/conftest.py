@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import pathlib
+import re
 import signal
 import tempfile
 
@@ -48,6 +49,15 @@ def pytest_configure(config):
     # Devices in name: all share the cores.
     jax.config.update("jax_num_cpu_devices", 8)
     assert jax.device_count() == 8  # from here on they are as they are
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out files that are slow as a whole: importing them may take seconds."""
+    if collection_path.suffix == ".py" and _is_quick(config):
+        text = collection_path.read_text()
+        if re.search(r"^pytestmark = \[?\s*pytest\.mark\.slow", text, re.M):
+            return True
+    return None  # as pytest decides
 
 
 def pytest_runtest_setup(item):

@@ -29,6 +29,18 @@ NEEDED = {"docs/search.md": "mctx", "docs/tuning.md": "optuna"}  # `.ci/run` has
 KEYS_TWICE = ("own_gymnasium", "population_training", "search", "tuning", "tutorial")
 # About what is compiled, and of equal bits; the others are with few optimizations.
 OPTIMIZED = ("docs/accelerators.md", "docs/concepts/keys.md")
+# These train for long, and some programs with few optimizations are slow.
+TRAINED = ("docs/lagging_actors.md",)
+# What is set anew where a page's own numbers take more than half a minute.
+SMALLER = {
+    "docs/learned_models.md": ["NUM_ENVS = 64"],
+    "docs/own_gymnasium.md": ["settings = settings._replace(num_updates=20)"],
+    "docs/search.md": ["NUM_UPDATES = 6"],
+    "docs/tuning.md": [
+        "NUM_ROUNDS, SIZE = 2, 4",
+        "config = config._replace(num_updates=15, hidden=16)",
+    ],
+}
 # Packages that only show numbers; the tests have no need of them.
 LOGGERS = ("tensorboardX", "wandb")
 
@@ -290,7 +302,7 @@ def check_lagging_actors(names, out):
 
 
 def check_learned_models(names, out):
-    """A policy from 51,200 rows; the gradient is that of central differences."""
+    """A policy from 12,800 rows; the gradient is that of central differences."""
     assert -240 < names["stats"].returns.mean < -130
     assert names["errors"][-1] < 0.001
     # A central difference: float32 values of about -200, 1 apart.
@@ -311,7 +323,7 @@ def check_own_gymnasium(names, out):
     """It flies as well as the rule; the file chooses what the agent does."""
     found, half, off_policy, judged = out.splitlines()
     assert found == ""
-    assert float(off_policy.split()[1]) > 0  # below -30 at random
+    assert float(off_policy.split()[1]) > -25  # below -30 at random
     assert half.startswith("61440 ")
     assert 4.1 < float(judged.split()[1]) < 5.1
     assert names["state"].number == 60
@@ -348,7 +360,7 @@ def check_population_training(names, out):
 def check_search(names, out):
     before, alone, searching = (float(x.split()[1]) for x in out.splitlines())
     assert before < 0.6
-    assert min(alone, searching) > 0.85
+    assert min(alone, searching) > 0.75  # 0.94 and 0.93 after the updates of the page
     assert names["carry"].obs["state"] is not None
     _, t = names["collector"].step(names["carry"], names["params"])
     assert set(t.obs) == {"observation", "action_mask"}  # no states in the rows
@@ -356,8 +368,8 @@ def check_search(names, out):
 
 def check_tuning(names, out):
     best, *_ = out.split()
-    assert float(best) > 450
-    assert len(names["study"].trials) == 40
+    assert float(best) > 250  # 500 with the numbers of the page
+    assert len(names["study"].trials) == 2 * 4
     assert len(names["host_study"].trials) == 4
 
 
@@ -398,9 +410,10 @@ each_with_code = pytest.mark.parametrize(
 
 @pytest.mark.slow
 @each_with_code
-def test_code_runs_block_by_block(name, request, capsys, tmp_path, monkeypatch):
+def test_code_of_a_page_runs(name, request, capsys, tmp_path, monkeypatch):
     if name not in OPTIMIZED:
-        request.getfixturevalue("quick_compile")
+        quick = "quick_training" if name in TRAINED else "quick_compile"
+        request.getfixturevalue(quick)
     if pathlib.Path(name).stem in KEYS_TWICE:
         request.getfixturevalue("key_reuse")
     if name == "docs/agents.md":  # JaxMARL's MPE adds arrays of different ranks
@@ -409,7 +422,10 @@ def test_code_runs_block_by_block(name, request, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some of it writes files
     for logger in LOGGERS:
         monkeypatch.setitem(sys.modules, logger, mock.MagicMock())
-    names = run(name, *blocks(TEXTS[name]))
+    code = "".join(blocks(TEXTS[name]))
+    for line in SMALLER.get(name, ()):
+        code = inject(code, line)
+    names = run(name, code)
     check = globals()[f"check_{pathlib.Path(name).stem.lower()}"]  # of the same name
     check(names, capsys.readouterr().out)
 

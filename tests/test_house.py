@@ -1,6 +1,7 @@
 """The house: who imports whom, and what an import costs."""
 
 import ast
+import functools
 import importlib
 import os
 import pathlib
@@ -9,8 +10,6 @@ import subprocess
 import sys
 
 import pytest
-from compiles import QUICK_FLAGS
-from pages import blocks, inject
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Folders of the repository; `rollout` has links to the other two.
@@ -57,6 +56,7 @@ KINDS = {
 }
 
 
+@functools.cache
 def read_modules():
     """Every module by its name, with the modules of ours that it imports."""
     files = {}
@@ -80,9 +80,6 @@ def imports(tree, names):
                 yield full if full in names else node.module
 
 
-MODULES = read_modules()
-
-
 def room(name):
     """The part of the house that a module belongs to; the package itself is no room."""
     inner = name.removeprefix("rollout").removeprefix(".")
@@ -92,7 +89,7 @@ def room(name):
 def floor(name, below=()):
     """The longest way down from a module; a circle fails the test."""
     assert name not in below, f"a circle: {[*below, name]}"
-    lower = [floor(used, (*below, name)) for used in MODULES[name]]
+    lower = [floor(used, (*below, name)) for used in read_modules()[name]]
     return 1 + max(lower, default=0)
 
 
@@ -106,12 +103,12 @@ def test_every_module_that_pickles_stands_on_the_page():
 
 
 def test_there_is_no_circle_and_there_are_few_floors():
-    assert max(map(floor, MODULES)) <= MOST_FLOORS
+    assert max(map(floor, read_modules())) <= MOST_FLOORS
 
 
 def test_rooms_stand_on_the_ladder():
     step = {name: number for number, names in enumerate(LADDER) for name in names}
-    for name, used in MODULES.items():
+    for name, used in read_modules().items():
         own = room(name)
         for other in {room(x) for x in used} - {own} if own else ():
             assert other, f"{name} imports the package that re-exports it"
@@ -119,7 +116,7 @@ def test_rooms_stand_on_the_ladder():
 
 
 def test_rooms_know_of_environments_only_the_contract():
-    for name, used in MODULES.items():
+    for name, used in read_modules().items():
         inner = {x.removeprefix("rollout.") for x in used}
         of_envs = {x for x in inner if x.startswith("envs")} - GROUND
         if room(name) not in ("", "envs"):
@@ -213,6 +210,7 @@ import functools, pickle
 import gymnasium, jax
 import buffers, envs
 import rollout
+import rollout.cli.main  # of `python -m rollout`
 
 if __name__ == "__main__":
     assert envs.OWN and buffers.OWN and rollout.envs is not envs
@@ -241,18 +239,6 @@ def own_packages(tmp_path):
 def test_packages_of_the_user_may_have_the_names_of_our_folders(own_packages):
     (own_packages / "train.py").write_text(BESIDE)
     assert run(["train.py"], own_packages, PYTHONPATH=str(ROOT)).startswith("Box(")
-
-
-@pytest.mark.slow
-def test_readme_runs_beside_packages_of_the_user(own_packages):
-    readme = (ROOT / "README.md").read_text()
-    code = inject(blocks(readme)[0], "config = config._replace(num_updates=1)")
-    (own_packages / "train.py").write_text(f"import buffers, envs\n{code}")
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "docs" / "recipes")])
-    out = run(["train.py"], own_packages, PYTHONPATH=paths, XLA_FLAGS=QUICK_FLAGS)
-    assert out.endswith(", 100 episodes\n")
-    table = run(["-m", "rollout", "--list-envs"], own_packages, PYTHONPATH=str(ROOT))
-    assert "CartPole-v1" in table.split()
 
 
 # Of Python's, NumPy's and jax's kind, and what tests of suites read of these.

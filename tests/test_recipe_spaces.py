@@ -520,13 +520,12 @@ def command(folder, monkeypatch, capsys, name, *argv):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("key_reuse")
+@pytest.mark.usefixtures("key_reuse", "quick_compile")
 @pytest.mark.filterwarnings("ignore:The state of the environments was not saved")
 @pytest.mark.parametrize(
     ("name", "env_id"),
     [
         ("ppo", "CartPole-v1"),
-        ("ppo", "gymnasium:CartPole-v1"),
         ("dqn", "CartPole-v1"),
         ("sac", "Pendulum-v1"),
         ("sac", "gymnasium:Pendulum-v1"),
@@ -580,7 +579,7 @@ def kill(*args, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("key_reuse")
+@pytest.mark.usefixtures("key_reuse", "quick_compile")
 @pytest.mark.parametrize(
     "argv",
     [
@@ -596,7 +595,7 @@ def test_command_takes_every_suite(argv, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("key_reuse")
+@pytest.mark.usefixtures("key_reuse", "quick_compile")
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "gymnasium:CartPole-v1"])
 def test_command_trains_several_seeds(env_id, tmp_path, monkeypatch, capsys):
     options = "ppo", env_id, "--seed=1"

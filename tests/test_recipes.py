@@ -37,12 +37,21 @@ config = config._replace(num_updates=3, num_envs=16, learning_rate=0.0)""",
     "sac": "config = config._replace(num_updates=2, num_steps=20)",
 }
 SHORTER = {
-    "action_masks": "config = config._replace(num_updates=100)",
-    "dqn": "NUM_CHUNKS, CHUNK = 2, 100",
-    "league": "NUM_ROUNDS, NUM_UPDATES = 10, 8",
-    "smax": "config = config._replace(num_updates=49)",
-    "sweep": "NUM_SEEDS = 2",
+    "action_masks": "config = config._replace(num_updates=30)",
+    # Poles as long as in training, and two, three and four times as long.
+    "domain_randomization": "LENGTHS = jnp.array([0.5, 1.0, 1.5, 2.0])",
+    "dqn": "NUM_CHUNKS, CHUNK = 2, 60",
+    "ippo": "config = config._replace(num_updates=80)",
+    "league": "NUM_ROUNDS, NUM_UPDATES = 5, 8",
+    "recurrent_ppo": "config = config._replace(num_updates=80)",
+    "smax": "config = config._replace(num_updates=24)",
+    "sweep": "NUM_SEEDS, RATES = 2, jnp.array([3e-4, 3e-3, 3e-2])",
     "vdn": "NUM_UPDATES = 480",
+}
+# The same, for blocks after the first.
+AFTER = {
+    "domain_randomization": """\
+poles, agent = poles, PPO(AnyPole.action_space, config._replace(num_updates=2))"""
 }
 BLUE = (31, 119, 180)  # matplotlib's first color
 
@@ -64,6 +73,7 @@ def run_page(name: str, changes: dict[str, str] = SHORTER) -> dict:
     """Runs the code of a page; checks the picture that it draws."""
     first, *others = blocks(PAGES[name])[: -1 if name in FILES else None]
     first = program(name, changes) if name in changes else first
+    others = [inject(x, AFTER[name]) if name in AFTER else x for x in others]
     names = run(f"{name}.md", first, *others)
     check_picture(pathlib.Path(f"{name}.png"))
     return names
@@ -145,26 +155,25 @@ LEARNT = {
     "curriculum": lambda names: (
         [line.get_ydata()[-1] > 70 for line in plt.gca().lines] == [True, False]
     ),
-    # Poles of 0.5, 1, 1.5 and 2; see the page.
     "domain_randomization": lambda names: (
-        names["returns"]["0.5"][4] > 400
-        and names["returns"]["0.5"][19] < 100
-        and names["returns"]["0.25 to 2"][jnp.array([4, 9, 14, 19])].min() > 400
+        names["returns"]["0.5"][0] > 400
+        and names["returns"]["0.5"][3] < 100
+        and names["returns"]["0.25 to 2"].min() > 400
     ),
     "dqn": lambda names: names["returns"][-1] > 5,  # below 1 at random
     "ippo": lambda names: names["returns"][-1] > -70,
     "league": lambda names: (
         names["won"][-1] > 0.7
-        and names["lost"][-1] < 0.1
+        and names["lost"][-1] < 0.2
         and names["stats"].num_episodes == 1000
     ),
     "mujoco_resume": lambda names: (
         names["stream"].steps == names["steps"][-1] == 200_704
         and names["returns"][-1] > 200
     ),
-    "recurrent_ppo": lambda names: names["returns"][-1] > 350,
+    "recurrent_ppo": lambda names: names["returns"][-1] > 200,
     "sac": lambda names: max(names["returns"]) > 900,
-    "smax": lambda names: names["returns"][-1] > 0.4,  # 0 at random
+    "smax": lambda names: names["returns"][-1] > 0.25,  # 0 at random
     "vdn": lambda names: names["returns"][-1] > -70,
     # The best rate solves the task in each of the seeds; the lowest is too low.
     "sweep": lambda names: (
@@ -210,7 +219,7 @@ def check_replay(log):
 def check_sweep(names):
     """Seeds differ, and rates do once there was an update with each."""
     returns = np.asarray(names["returns"])
-    assert returns.shape == (5, 2, 60)
+    assert returns.shape == (3, 2, 60)
     assert (returns[:, 0] != returns[:, 1]).any()
     assert (returns[:, :, 0] == returns[:1, :, 0]).all()
     assert (returns[1:, :, 2] != returns[:1, :, 2]).any()
@@ -297,7 +306,7 @@ def test_program_with_action_masks_learns(folder, key_reuse, rank_promotion):
     """With `key_reuse` and `rank_promotion`: Jumanji does both."""
     pytest.importorskip("jumanji")
     names = run_page("action_masks")
-    assert names["returns"][-1] > 3_000  # about 1,100 with random moves
+    assert names["returns"][-1] > 1_300  # about 1,100 with random moves
     args = names["state"].carry, names["state"].params, 64
     _, t = jax.device_get(names["collector"].collect_steps(*args))
     allowed = np.take_along_axis(t.obs.action_mask, t.action[..., None], axis=-1)

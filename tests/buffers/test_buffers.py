@@ -29,6 +29,7 @@ from scipy import stats as scipy_stats
 
 from rollout import buffers
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 slow = pytest.mark.slow
 
 

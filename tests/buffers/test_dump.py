@@ -13,6 +13,7 @@ from compiles import count_compiles
 from rollout import buffers
 from rollout.buffers import neighbours
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 B = 16
 REPLAY, EPISODIC = buffers.ReplayBuffer, buffers.EpisodeBuffer
 PRIORITIZED = buffers.PrioritizedReplayBuffer

@@ -331,8 +331,9 @@ def test_limits_of_single_agents_cut_and_bootstrap_these_alone(name):
     assert 0 < log["kl"] < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("name", ["runners", pytest.param("team", marks=slow)])
+@pytest.mark.parametrize("name", ["runners", "team"])
 def test_runners_are_probed_and_evaluated(name):
     assert rollout.probe(RUNNERS[name], num_steps=60) == ()
     agent, collector = runners(name)

@@ -71,7 +71,7 @@ def test_environments_of_suites_by_id():
     assert game.agents == ("player_0", "player_1")
 
 
-@pytest.mark.compiles(70)  # what the suites compile when they are imported
+@pytest.mark.compiles(100)  # what suites compile when they are imported: all, 82
 def test_ids_of_a_suite_are_those_that_can_be_made():
     assert len(IDS) >= 24
     assert {"CartPole-v1", "Pendulum-v1", "Breakout-MinAtar", "Pong-misc"} <= set(IDS)

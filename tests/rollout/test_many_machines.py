@@ -1,7 +1,7 @@
 """The script of docs/many_machines.md as written, in two processes of two devices.
 
-Killed and started again, it has the bits of one process of four devices; and if one of
-the two is lost, the other ends and says why.
+If one of the two is lost, the other ends and says why; started again, both have the
+bits of one process of four devices.
 """
 
 import concurrent.futures
@@ -98,19 +98,6 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("page")
 
 
-@pytest.fixture(scope="module")
-def killed(folder, started):
-    """Two processes, killed after a checkpoint; the folder that they ran in."""
-    pair, _ = make_scripts()
-    processes = start(pair, folder / "two", range(2))
-    started += processes
-    wait_for_update(EVERY, folder / "two", processes)
-    for process in processes:
-        process.send_signal(signal.SIGKILL)
-    assert [x.wait() for x in processes] == [-signal.SIGKILL] * 2
-    return folder / "two"
-
-
 # The lost process and how it ends, its exit code, and the other one's message.
 LOST = {
     "killed": (1, signal.SIGKILL, {-signal.SIGKILL}, r"stopped sending heartbeats"),
@@ -120,17 +107,17 @@ LOST = {
 
 
 @pytest.fixture(scope="module")
-def lost(folder, killed, started):
+def lost(folder, started):
     """Per case the exit codes, the seconds in which the other ended, and its words."""
-    del killed  # it has compiled the programs used here
     waiting = {}
     # Most of the time is waiting: the next ones start meanwhile.
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for name, (number, sent, *_) in LOST.items():
-            pair, _ = make_scripts(total=100_000)
+            # That of the first case goes on later.
+            pair, _ = make_scripts(total=LAST if name == "killed" else 100_000)
             processes = start(pair, folder / name, range(2))
             started += processes
-            wait_for_update(2, folder / name, processes)
+            wait_for_update(EVERY, folder / name, processes)
             processes[number].send_signal(sent)
             seconds = pool.submit(seconds_until_end, processes[1 - number])
             waiting[name] = processes, seconds
@@ -167,7 +154,9 @@ def leaves(folder):
     return found
 
 
-def test_run_that_was_killed_ends_with_the_bits_of_one_process(killed, folder, started):
+def test_run_that_was_killed_ends_with_the_bits_of_one_process(lost, folder, started):
+    assert lost  # ended
+    killed = folder / "killed"
     assert rollout.checkpoint.steps(killed / "run") == [EVERY]
     pair, one = make_scripts()
     alone = shutil.copytree(killed, folder / "alone")  # two processes go on as one

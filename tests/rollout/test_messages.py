@@ -197,7 +197,6 @@ CARRY = [
     ),
 ]
 TARGETS = [
-    ({"reward": collect("count")[1]}, "got a trajectory `t`: pass `t.reward`, `t.term"),
     ({"next_value": ROWS[0]}, "`next_value` must be an array of shape"),
     ({"next_value": None}, "got NoneType"),
     ({"truncated": ROWS}, "`truncated` must be bool, got float32"),
@@ -231,6 +230,10 @@ MESSAGES = [
     *((functools.partial(inspect, *args, **x), what) for args, x, what in INSPECT),
     *((functools.partial(from_carry, **x), what) for x, what in CARRY),
     *((functools.partial(gae, **x), what) for x, what in TARGETS),
+    (
+        lambda: gae(reward=collect("count")[1]),
+        "got a trajectory `t`: pass `t.reward`, `t.term",
+    ),
     (lambda: rollout.next_values(3, ROWS, ROWS[0]), "must be a `Transition`"),
     (
         lambda: rollout.next_values(next(make_stream()), ROWS, ROWS[0]),

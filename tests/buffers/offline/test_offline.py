@@ -15,6 +15,7 @@ from rollout import buffers
 from rollout.buffers import neighbours
 from rollout.types import Transition
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 REPLAY, EPISODIC = buffers.ReplayBuffer, buffers.EpisodeBuffer
 PRIORITIZED = buffers.PrioritizedReplayBuffer
 

@@ -12,6 +12,7 @@ from cases import quick_jit
 import rollout
 from rollout import envs
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 KEY = jax.random.key(5)
 T, B = 24, 4
 ENDS = {

@@ -16,7 +16,10 @@ import rollout
 from rollout import envs
 
 KEY = jax.random.key(11)
-pytestmark = pytest.mark.slow  # each is a program of its own
+pytestmark = [
+    pytest.mark.slow,  # each is a program of its own
+    pytest.mark.usefixtures("quick_compile"),
+]
 B, T = 4, 12
 
 

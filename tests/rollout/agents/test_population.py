@@ -45,7 +45,7 @@ def apply(member, params, obs, state, size=P, blocks=True):
     return jax.vmap(one)(member, obs, state, keys)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, P - 1), min_size=N, max_size=N), st.integers(0, 99))
 def test_population_is_parameters_gathered_per_agent(member, seed):
     rng = np.random.default_rng(seed)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 import rollout
 from rollout import envs
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 KEY = jax.random.key(3)
 NUM_ROWS = 3 * NUM_STEPS
 ENDS = {

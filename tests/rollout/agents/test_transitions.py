@@ -15,6 +15,7 @@ from hypothesis import given, settings
 import rollout
 from rollout import buffers, envs
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 KEY = jax.random.key(3)
 
 

@@ -120,7 +120,7 @@ def resident():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="no /proc")
-def test_a_million_steps_leave_no_memory_behind():
+def test_many_steps_leave_no_memory_behind():
     env = envs.from_gymnasium(
         gymnasium.make_vec(
             "CartPole-v1", num_envs=16, vectorization_mode="vector_entry_point"
@@ -129,7 +129,7 @@ def test_a_million_steps_leave_no_memory_behind():
     policy = rollout.random_policy(env.action_space)
     collector = rollout.HostCollector(env=env, policy=policy)
     carry, sizes = collector.init(KEY), []
-    for count in (100_000, 900_000):
+    for count in (50_000, 250_000):
         for _ in range(count // (16 * 125)):
             carry, _ = collector.collect_steps(carry, None, 125)
         gc.collect()

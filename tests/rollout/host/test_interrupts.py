@@ -338,7 +338,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("presses", [[], ["first", "second"]])
+@pytest.mark.parametrize(
+    "presses", [pytest.param([], marks=pytest.mark.slow), ["first", "second"]]
+)
 def test_exit_gives_up_a_batch_in_flight_that_hangs(presses, tmp_path):
     script = tmp_path / "main.py"
     script.write_text(IN_FLIGHT)
