@@ -46,13 +46,6 @@ def count(ring: RingState, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
     return jnp.sum(is_stored(ring, row) & fn(row), dtype=jnp.int32)
 
 
-def newest(ring: RingState) -> jax.Array:
-    """Returns the newest row of every lane, `[B]` int32; any row if it is empty."""
-    # The head is written next, so the newest row is one slot before it.
-    slot = (ring.head - 1) % ring.num_slots
-    return slot * ring.num_envs + jnp.arange(ring.num_envs, dtype=jnp.int32)
-
-
 def age(ring: RingState, row: jax.Array) -> jax.Array:
     """Counts the rows of the lane that are newer, int32."""
     # Slots from the row to the newest one, at `head - 1`, around the ring. An age of at

@@ -94,4 +94,5 @@ class _NavixEnv(struct.PyTreeNode, kw_only=True):
 
 def _slim(timestep: Any) -> Any:
     """Keeps the part of a timestep that the next step reads."""
+    # The carry of a scan holds the state: the rest would only be copied.
     return timestep.replace(observation=(), action=(), reward=(), step_type=(), info={})

@@ -60,6 +60,7 @@ class _XminigridEnv(struct.PyTreeNode, kw_only=True):
 
     @property
     def observation_space(self) -> AnySpace:
+        # Of what a reset returns: a wrapper of the suite may change it.
         key = jax.eval_shape(jax.random.key, 0)
         return space_of(jax.eval_shape(self.reset, key)[1])
 

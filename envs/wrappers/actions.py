@@ -123,6 +123,7 @@ class ActionRepeat(Wrapper):
 
         def again(last: EnvStep, number: jax.Array) -> tuple[EnvStep, None]:
             new = step_env(number, last.state)
+            # A step after an ending is computed and dropped: a scan has a fixed length.
             new = new.replace(reward=last.reward + new.reward)
             return prng.select(last.terminated | last.truncated, last, new), None
 

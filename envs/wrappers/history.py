@@ -54,6 +54,8 @@ class NoRepeat(ObsWrapper):
         """Masks out the actions that were taken."""
         start, num = agent.action_space.start, agent.action_space.n
         if memory is not None:
+            # Before the environment's own mask is applied, which may change from step
+            # to step.
             mask = memory.at[agent.action - start].set(False)
         else:
             mask = jnp.ones(num, bool)

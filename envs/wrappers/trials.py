@@ -57,6 +57,8 @@ class Trials(Wrapper):
     def reset(self, key: chex.PRNGKey) -> tuple[WrapperState, ArrayTree]:
         """Starts a trial: `(state, obs)`, without a previous step."""
         state, obs = self.env.reset(key)
+        # The key of the reset, as words: every episode of the trial begins with it,
+        # which the checker of key reuse takes for a mistake.
         memory = jax.random.key_data(key), jnp.int32(0), self.number
         state = WrapperState(env_state=state, memory=memory)
         return state, with_previous(Agent(self.env), obs, jnp.bool_(True))
@@ -68,6 +70,7 @@ class Trials(Wrapper):
         result = cast_step(self.env.step(key, state.env_state, action))
         ended = result.terminated | result.truncated
         num_ended = num_before + ended.astype(jnp.int32)
+        # Endings of the others are hidden: a policy's memory must outlive them.
         is_last = num_ended >= self.num_episodes
         begins = ended & ~is_last
         agent = Agent(self.env, action=action, reward=result.reward)
