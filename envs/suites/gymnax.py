@@ -104,6 +104,7 @@ def make(name: str, **env_params: Any) -> Env:
     found = inspect.getfullargspec(type(env))
     arguments = [*found.args[1:], *found.kwonlyargs]
     chosen = {key: env_params[key] for key in env_params if key in arguments}
+    # Built again: arguments of the constructor may change the default parameters.
     if chosen:
         env, params = _build(name, **chosen)
     fields = [field.name for field in dataclasses.fields(params)]

@@ -273,6 +273,7 @@ def _find_mask(env: Any, state: ArrayTree) -> str | None:
         if not hasattr(env, method):
             continue
         try:
+            # The method of the base class raises.
             masks = jax.eval_shape(getattr(env, method), state)
         except NotImplementedError:
             continue
@@ -314,5 +315,6 @@ def _arrays(info: Any) -> ArrayTree:
     """Returns the info, or `{}` if it has leaves other than numbers."""
     numbers = jax.Array | np.ndarray | np.generic | bool | int | float
     if not all(isinstance(x, numbers) for x in jax.tree.leaves(info)):
+        # Such as names: `jit` returns none.
         return {}
     return jax.tree.map(jnp.asarray, info)

@@ -59,6 +59,7 @@ def adapt(env: Any, *, model_field: str, frame_field: str | None) -> Env:
             )
         inner = vars(inner).get("env")
     state = jax.eval_shape(env.reset, jax.eval_shape(lambda: jax.random.PRNGKey(0)))
+    # A custom environment need not have any physics.
     model = getattr(env, model_field, None)
     return _PhysicsEnv(
         model=jax.tree.map(jnp.asarray, model),

@@ -93,6 +93,7 @@ class _XminigridEnv(struct.PyTreeNode, kw_only=True):
 
 def _timestep(state: Any, key: chex.PRNGKey | tuple[()]) -> Any:
     """Makes a time step of the suite; only its state is read."""
+    # The suite steps from one time step to the next; ours keeps the state alone.
     return load("xminigrid.types").TimeStep(
         state=state.replace(key=key),
         step_type=None,

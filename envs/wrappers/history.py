@@ -59,6 +59,7 @@ class NoRepeat(ObsWrapper):
             mask = memory.at[agent.action - start].set(False)
         else:
             mask = jnp.ones(num, bool)
+            # The item that a user sees before the first action, if there is one.
             if self.initial and isinstance(obs, dict) and "item" in obs:
                 mask = mask & (jnp.arange(num) != obs["item"] - start)
         return _with_mask(obs, mask), mask

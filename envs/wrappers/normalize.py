@@ -52,6 +52,7 @@ class _Normalizer(VectorWrapper, kw_only=True):
         """
         state = outermost(env_state)
         new = state.statistics.value
+        # Traced only: the wrapped environments may be many.
         own = self._shapes()[0].statistics.value
         what = "`env_state` must have statistics of the same wrappers in the same order"
         checks.same(what, own, new)
@@ -256,6 +257,7 @@ class NormalizeReward(_Normalizer):
     ) -> EnvStep:
         """Takes one step in every lane, without auto-reset."""
         result = self.env.step(keys, state.env_state, action)
+        # The return so far, not the one to come, which nobody knows at this step.
         discounted = self.gamma * state.memory + result.reward
         old = state.statistics.value
         statistics = self.statistics or running_stats.updated(old, discounted)

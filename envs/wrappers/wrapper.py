@@ -135,6 +135,7 @@ class Wrapper(BaseWrapper):
     def at_episode(self, number: jax.Array) -> Self:
         """Passes the number of the episode to the wrapped environment; see `Env`."""
         at_episode = getattr(self.env, "at_episode", None)
+        # The number may be a tracer: it becomes a leaf of the environment inside.
         return self if at_episode is None else self.replace(env=at_episode(number))
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
