@@ -10,6 +10,7 @@ from typing import Any
 
 from rollout import checks, programs
 from rollout.envs import suites
+from rollout.envs.suites import gymnax
 from rollout.envs.types import VectorEnv
 from rollout.envs.vectorize import vectorize
 from rollout.envs.wrappers.endings import TimeLimit
@@ -20,9 +21,9 @@ _OTHERS = (
     " Other suites' ids begin with the suite, as brax:ant does; `from_gymnasium` makes "
     "those of Gymnasium, for a `HostCollector`."
 )
-_NAMES = ("gymnax", "brax", "craftax", "jaxmarl", "jumanji", "navix", "pgx")
-_NAMES += ("playground", "xminigrid")
-SUITES: dict[str, Any] = {name: getattr(suites, name) for name in _NAMES}
+# The modules of `suites` that list ids and make environments; gymnax comes first.
+SUITES: dict[str, Any] = {_GYMNAX: gymnax}
+SUITES |= {name: x for name, x in vars(suites).items() if hasattr(x, "ids")}
 
 
 def env_ids(suite: str = _GYMNAX) -> tuple[str, ...]:

@@ -255,7 +255,6 @@ MESSAGES = [
     (force_twice, "`info` must be a dict without the names left"),
     (lambda: NoRepeat(pendulum()), "`env` must have a discrete action space"),
     (mask_picture, "`mask` in the observation must be bool of shape (3,), one for"),
-    (lambda: NoRepeat(CountEnv(), initial=1), "`initial` must be a bool, got"),
     (lambda: normalize(()), "`info` must be a dict without the names raw_obs"),
     (lambda: normalize({"raw_obs": jnp.zeros(2)}), "raw_next_obs, got ['raw_obs']"),
     (lambda: envs.NormalizeObs(HostCount(2)), "`rollout.envs.NormalizeHost` norm"),
