@@ -63,11 +63,6 @@ class EpisodeBuffer(ReplayBuffer):
         """Appends rows `[T, B, ...]` where `mask`, `[T, B]` bool."""
         return lax.scan(self._add_step, state, (rows, mask))[0]
 
-    def clear(self, state: EpisodicState) -> EpisodicState:
-        """Forgets all transitions, counts and unfinished episodes; the memory stays."""
-        zeros = jax.tree.map(jnp.zeros_like, state.replace(ring=()))
-        return zeros.replace(ring=super().clear(state.ring))
-
     def _add_step(
         self, state: EpisodicState, step: tuple[ArrayTree, jax.Array]
     ) -> tuple[EpisodicState, None]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from rollout.buffers import fields
 from rollout.buffers.types import RingState
+from rollout.envs import prng
 from rollout.envs.types import ArrayTree
 
 
@@ -44,13 +45,6 @@ def count(ring: RingState, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Counts the stored rows for which `fn` returns True, `()` int32: O(capacity)."""
     row = all_rows(ring)
     return jnp.sum(is_stored(ring, row) & fn(row), dtype=jnp.int32)
-
-
-def newest(ring: RingState) -> jax.Array:
-    """Returns the newest row of every lane, `[B]` int32; any row if it is empty."""
-    # The head is written next, so the newest row is one slot before it.
-    slot = (ring.head - 1) % ring.num_slots
-    return slot * ring.num_envs + jnp.arange(ring.num_envs, dtype=jnp.int32)
 
 
 def age(ring: RingState, row: jax.Array) -> jax.Array:
@@ -99,7 +93,7 @@ def has_successor(ring: RingState, row: jax.Array) -> jax.Array:
     """Returns bool, True where the row's true successor is stored."""
     if not ring.final_obs:
         return jnp.ones(row.shape, bool)
-    place = ring.final_obs.place.reshape(-1)[row]
+    place = read(ring.final_obs.place, row)
     kept = (place >= 0) & (ring.final_obs.row[place] == row)
     return jnp.where(is_done(ring, row), kept, goes_on(ring, row))
 
@@ -114,14 +108,9 @@ def successor(ring: RingState, row: jax.Array) -> ArrayTree:
     if not ring.final_obs:
         return read_field(ring, "next_obs", row)
     after = read_field(ring, "obs", move(ring, row, 1))
-    place = ring.final_obs.place.reshape(-1)[row]
-    done = is_done(ring, row)
-
-    def choose(final: jax.Array, next_row: jax.Array) -> jax.Array:
-        flag = done.reshape(*done.shape, *(1,) * (next_row.ndim - done.ndim))
-        return jnp.where(flag, final[place], next_row)
-
-    return jax.tree.map(choose, ring.final_obs.obs, after)
+    place = read(ring.final_obs.place, row)
+    final = jax.tree.map(lambda x: x[place], ring.final_obs.obs)
+    return prng.select(is_done(ring, row), final, after)
 
 
 def window(ring: RingState, row: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
@@ -140,7 +129,7 @@ def window(ring: RingState, row: jax.Array, length: int) -> tuple[jax.Array, jax
     def reaches(earlier: jax.Array, later: jax.Array) -> jax.Array:
         return goes_on(ring, earlier) & has_successor(ring, later)
 
-    return _walk(ring, row, length, 1, reaches)
+    return _connected_rows(ring, row, length, 1, reaches)
 
 
 def history(
@@ -156,22 +145,22 @@ def history(
     def reaches(_: jax.Array, earlier: jax.Array) -> jax.Array:
         return is_stored(ring, earlier) & goes_on(ring, earlier)
 
-    rows, valid = _walk(ring, row, length, -1, reaches)
+    rows, valid = _connected_rows(ring, row, length, -1, reaches)
     # Whole if all rows go back, or if they stop at the episode's first one.
     whole = valid[-1] if length == 1 else valid[-1] | is_first(ring, rows[-1])
     return rows[::-1], whole
 
 
-def _walk(
+def _connected_rows(
     ring: RingState,
     row: jax.Array,
     length: int,
     way: int,
     reaches: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Goes from each row to the next (`way` 1) or previous (-1) ones of its lane.
+    """Returns each row and the ones after it (`way` 1), or before it (-1), in its lane.
 
-    It stops where `reaches(here, there)` is False of two neighbouring rows: `[L, S]`
+    They end where `reaches(here, there)` is False of two neighbours: `[L, S]`
     int32 rows, the last one repeated, and `[L, S]` bool, False after it.
     """
     step = jnp.arange(length, dtype=jnp.int32)[:, None]

@@ -114,15 +114,6 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             num_rejected=state.num_rejected + rejected,
         )
 
-    def clear(self, state: PrioritizedState) -> PrioritizedState:
-        """Forgets all transitions and priorities; the memory stays."""
-        return PrioritizedState(
-            ring=super().clear(state.ring),
-            priorities=jax.tree.map(jnp.zeros_like, state.priorities),
-            max_priority=jnp.ones_like(state.max_priority),
-            num_rejected=jnp.zeros_like(state.num_rejected),
-        )
-
     def _mass(self, priority: jax.Array) -> jax.Array:
         """Returns a priority's term in the sums; 0 stays 0, even with alpha 0."""
         return jnp.where(priority > 0, priority ** jnp.float32(self.alpha), 0)

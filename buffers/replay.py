@@ -130,13 +130,6 @@ class ReplayBuffer(struct.PyTreeNode):
         mask = fields.get(trajectory, "mask")
         return self._add(state, *ring.check_rows(state.ring, trajectory, mask))
 
-    def clear(self, state: ArrayTree) -> ArrayTree:
-        """Forgets all transitions and what was counted; the memory stays."""
-        memory = state.ring
-        empty = (memory.head, memory.size, memory.lost)
-        head, size, lost = jax.tree.map(jnp.zeros_like, empty)
-        return memory.replace(head=head, size=size, lost=lost)
-
     def size(self, state: ArrayTree) -> jax.Array:
         """Counts the transitions that are stored, `()` int32."""
         return jnp.sum(state.ring.size, dtype=jnp.int32)
@@ -357,8 +350,9 @@ class ReplayBuffer(struct.PyTreeNode):
         memory = state.ring
         # All slots of a lane from its oldest row on; those after `size` are empty.
         time = jnp.arange(memory.num_slots, dtype=jnp.int32)[:, None]
-        oldest = neighbours.move(memory, neighbours.newest(memory), 1 - memory.size)
-        row = neighbours.move(memory, oldest[None], time)
+        lane = jnp.arange(memory.num_envs, dtype=jnp.int32)[None]
+        slot = ((memory.head - memory.size)[None] + time) % memory.num_slots
+        row = slot * memory.num_envs + lane
         mask = (time < memory.size[None]) & neighbours.has_successor(memory, row)
         return gather.get(memory, row), mask
 

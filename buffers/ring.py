@@ -18,6 +18,7 @@ from jax import lax
 from rollout import checks, platform
 from rollout.buffers import fields, final_obs
 from rollout.buffers.types import RingState
+from rollout.envs import prng
 from rollout.envs.types import ArrayTree
 
 
@@ -155,8 +156,7 @@ def _put_together(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayT
         rolled = jnp.roll(new, wrapped, axis=0)
         for at, keep in ((first, number >= wrapped), (0, number < wrapped)):
             there = lax.dynamic_slice_in_dim(old, at, num_rows, 0)
-            keep = keep.reshape(-1, *(1,) * (old.ndim - 1))
-            there = jnp.where(keep, rolled, there)
+            there = prng.select(keep, rolled, there)
             old = lax.dynamic_update_slice_in_dim(old, there, at, 0)
         return old
 

@@ -127,6 +127,8 @@ class _Sharded(ReplayBuffer):
             # Row numbers count the lanes of this device: convert them to all lanes.
             slot, lane = jnp.divmod(batch.indices, state.num_envs)
             lane = lane + device * state.num_envs
+            # A row of a device that holds many rows is drawn too rarely: it weighs
+            # more.
             held = jnp.sum(state.size).astype(jnp.float32)
             even = lax.pmean(held, self.axis)
             return batch.replace(

@@ -38,6 +38,7 @@ def _of(jaxpr: Any) -> Work:
     operations, rounds, equations = 0.0, 0.0, len(jaxpr.eqns)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
+        # Primitives keep programs under many names: `jaxpr`, `branches`, `body_jaxpr`.
         params = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
         inner = [_of(getattr(x, "jaxpr", x)) for x in params if is_jaxpr(x)]
         equations += sum(part.equations for part in inner)

@@ -78,16 +78,17 @@ class _Joint(Wrapper):
         return state, self._observe(obs, acting)
 
     def step(self, key: chex.PRNGKey, state: _JointState, action: ArrayTree) -> EnvStep:
-        self._check_stacked("action", action, self.env.action_spaces, has_dtype=True)
         result = self.env.step(key, state.env_state, action)
         what = "`env.step` must return a `rollout.envs.multi_agent.MultiAgentStep`"
         checks.kind(what, result, MultiAgentStep)
         reward = self._each("reward", result.reward, jnp.float32)
+        # Agents earn before they act and after their end, too.
         agent_return = state.agent_return + reward
         flags = self._follow(state.packed, result)
         length = read_length(state.packed) + flags[Flag.ACTED].astype(jnp.int32)
         packed = pack_status(length, flags)
         has_terminated = flags[Flag.HAS_TERMINATED]
+        # Once every agent has ended the episode is over, whatever the environment says.
         all_done = jnp.all(has_terminated | flags[Flag.WAS_TRUNCATED])
         all_terminated = jnp.all(has_terminated)
         return EnvStep(
@@ -139,7 +140,17 @@ class _Joint(Wrapper):
         }
 
     def _observe(self, obs: Any, acting: jax.Array) -> dict[str, ArrayTree]:
-        self._check_stacked("obs", obs, self.env.observation_spaces)
+        """Checks that observations are stacked by group, and adds who acts next."""
+        names = {group.name for group in self.layout.groups}
+        if not isinstance(obs, Mapping) or obs.keys() != names:
+            got = sorted(obs) if isinstance(obs, Mapping) else type(obs).__name__
+            raise ValueError(
+                f"`obs` must be a dict of the groups {', '.join(sorted(names))}, got "
+                f"{got}."
+            )
+        for group in self.layout.groups:
+            what = f"`obs` of the group {group.name!r} must have agents"
+            checks.leading_axes(what, obs[group.name], (len(group.members),))
         return {**obs, ACTING: acting}
 
     def _stacked(self, spaces: Mapping[str, AnySpace]) -> dict[str, AnySpace]:
@@ -158,35 +169,3 @@ class _Joint(Wrapper):
                 f"{checks.describe(value)}."
             )
         return checks.flag(name, value) if dtype is bool else jnp.asarray(value, dtype)
-
-    def _check_stacked(
-        self,
-        name: str,
-        value: Any,
-        spaces: Mapping[str, AnySpace],
-        *,
-        has_dtype: bool = False,
-    ) -> None:
-        """Checks that a tree is a dict by group, stacked, in the groups' spaces."""
-        stacked = self._stacked(spaces)
-        if not isinstance(value, Mapping) or value.keys() != stacked.keys():
-            got = sorted(value) if isinstance(value, Mapping) else type(value).__name__
-            names = ", ".join(sorted(stacked))
-            raise ValueError(
-                f"`{name}` must be a dict of the groups {names}, got {got}."
-            )
-        for group, space in stacked.items():
-            leaves = jax.tree.leaves(value[group])
-            dtype = space.dtype if has_dtype else None
-            if space.shape is None:  # several parts: only the leading axis is checked
-                fits = all(jnp.shape(x)[:1] == (space.num,) for x in leaves)
-            else:
-                fits = [jnp.shape(x) for x in leaves] == [space.shape]
-                fits &= dtype is None or jnp.result_type(leaves[0]) == dtype
-            if not fits:
-                what = "" if dtype is None else f"{jnp.dtype(dtype).name} and "
-                raise ValueError(
-                    f"`{name}` of the group {group!r} must be of {what}shape "
-                    f"{space.shape or (space.num, '...')}, got "
-                    f"{', '.join(map(checks.describe, leaves))}."
-                )

@@ -106,7 +106,9 @@ def by_platform(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
     Returns:
         `[B, ...]`, of the structure of `lanes`.
     """
+    # Traced for one lane, which stands for all of them.
     work = cost_estimate.estimate(fn, jnp.zeros((1,), jnp.int32))
+    # Few lanes may do more each: what counts is the work of all together.
     is_cheap = work.operations <= max(_FEW_OPERATIONS, _FEW_IN_ALL / flag.size)
     all_lanes, some, compact = (
         functools.partial(way, flag, fn) for way in (select, switch, rounds)
@@ -128,7 +130,9 @@ def merged(way: _Way) -> _Way:
 
     def update(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
         # Functions without closures, since `custom_vmap` takes no others.
-        one, of_one = hoist(lambda lane: _first(fn(lane[None])), jnp.int32(0))
+        one, of_one = hoist(
+            lambda lane: jax.tree.map(lambda x: x[0], fn(lane[None])), jnp.int32(0)
+        )
         run, of_run = hoist(lambda flag, lanes: way(flag, fn, lanes), flag, lanes)
 
         @jax.custom_batching.custom_vmap
@@ -144,6 +148,7 @@ def merged(way: _Way) -> _Way:
         ) -> tuple[ArrayTree, ArrayTree]:
             merge, num_lanes = functools.partial(_merge, size), flag.shape[-1]
             flag, lanes = jax.tree.map(merge, (flag, lanes), tuple(mapped[:2]))
+            # Of what `fn` closes over, only some values differ between members.
             of_one, axes = closed[1], [0 if x else None for x in mapped[3]]
 
             def of_members(at: LaneIndex) -> ArrayTree:
@@ -189,10 +194,6 @@ def _merge(size: int, x: jax.Array, is_mapped: bool) -> jax.Array:
     """Reshapes `[V, B, ...]`, or `[B, ...]` of all V members, to `[V * B, ...]`."""
     x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
     return x.reshape(-1, *x.shape[2:])
-
-
-def _first(tree: ArrayTree) -> ArrayTree:
-    return jax.tree.map(lambda x: x[0], tree)
 
 
 def _num_slots(flag: jax.Array) -> int:

@@ -211,6 +211,7 @@ def pack_status(length: jax.Array, flags: dict[Flag, jax.Array]) -> jax.Array:
 
     XLA:CPU pays for every array that a step or a reset writes.
     """
+    # The count lies above the flags, so that one shift reads it.
     word = jnp.minimum(length, _MOST_ACTIONS).astype(jnp.uint32) << len(Flag)
     for flag, value in flags.items():
         word |= value.astype(jnp.uint32) << int(flag)
@@ -236,6 +237,8 @@ def layout_of(env: Any) -> AgentLayout:
     Raises:
         ValueError: if it is neither, or if its groups contradict its agents.
     """
+    # Wrappers and lanes hold the environment that `vectorize` joined, which was checked
+    # there.
     inner = env
     while inner is not None:
         layout = getattr(inner, "layout", None)

@@ -66,6 +66,7 @@ def fold_in(key: chex.PRNGKey, data: jax.typing.ArrayLike) -> chex.PRNGKey:
     """
     data = jnp.asarray(data)
     fold = jax.random.fold_in
+    # One `vmap` for each axis; a side that has fewer axes is shared by the others.
     for _ in range(max(key.ndim, data.ndim)):
         fold = jax.vmap(fold, (0 if key.ndim else None, 0 if data.ndim else None))
     folded = fold(inline(key), data)
@@ -85,6 +86,7 @@ def bits(key: chex.PRNGKey, shape: tuple[int, ...]) -> jax.Array:
     if not _is_threefry(key):
         return jax.random.bits(key, shape, jnp.uint32)
     words = jax.random.key_data(key)
+    # They are the first words of a block; the second words come after those.
     if size <= _HALF:
         return _hash(words, *_counters((size,)))[0].reshape(shape)
     parts = num_parts()
@@ -173,12 +175,18 @@ def barrier(tree: ArrayTree) -> ArrayTree:
 
 def words(tree: ArrayTree) -> ArrayTree:
     """Replaces the typed keys in a tree by their words, uint32 arrays."""
-    return jax.tree.map(_words, tree)
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
 
 
 def like(words: ArrayTree, tree: ArrayTree) -> ArrayTree:
     """Undoes `words`: where `tree` has typed keys, so does the result."""
-    return jax.tree.map(_like, words, tree)
+
+    def wrap(x: jax.Array, old: jax.Array) -> jax.Array:
+        if not _is_key(old):
+            return x
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(old))
+
+    return jax.tree.map(wrap, words, tree)
 
 
 def has_keys(tree: ArrayTree) -> bool:
@@ -211,16 +219,6 @@ def select(flag: jax.Array, new: ArrayTree, old: ArrayTree) -> ArrayTree:
         return jnp.where(column, new, old)
 
     return like(jax.tree.map(choose, words(new), words(old)), old)
-
-
-def _words(x: jax.Array) -> jax.Array:
-    return jax.random.key_data(x) if _is_key(x) else x
-
-
-def _like(words: jax.Array, x: jax.Array) -> jax.Array:
-    if _is_key(x):
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    return words
 
 
 def _is_key(x: jax.Array) -> bool:
@@ -263,6 +261,7 @@ def _counters(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     size = math.prod(shape)
     if size >= 2**32:
         raise ValueError(f"A draw must have fewer than 2**32 elements, got {shape}.")
+    # The high word of a counter is 0 below 2**32 draws.
     low = lax.iota(jnp.uint32, size).reshape(shape)
     return jnp.zeros(shape, jnp.uint32), low
 
@@ -282,6 +281,7 @@ def _fold_in(key: jax.Array, data: jax.typing.ArrayLike) -> jax.Array:
 
 def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
     x, y = _hash(key, *_counters(shape))
+    # As jax puts two words together; otherwise the draws would be others.
     if bit_width == 64:
         return (x.astype(jnp.uint64) << np.uint64(32)) | y.astype(jnp.uint64)
     return (x ^ y).astype(f"uint{bit_width}")

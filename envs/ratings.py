@@ -90,6 +90,7 @@ def from_interactions(
         raise ValueError(f"`missing` must be {one}, got {missing!r}.")
     log = _read(data, {"user": user, "item": item, "feedback": feedback})
     with_ids = log.dropna(subset=["user", "item"])
+    # False of NaN, too.
     records = with_ids[with_ids["feedback"].abs() <= _FLOAT32_MAX]
     if records.empty:
         what = "a record with a user, an item and finite feedback"
@@ -105,6 +106,7 @@ def from_interactions(
     pairs = records.groupby(["user", "item"], observed=True)
     table = pairs["feedback"].mean().unstack()
     known = table.notna().to_numpy()  # NaN if a pair is not in the data
+    # pandas leaves out the pairs that are not known.
     means: dict[Any, Any] = {
         "user_mean": table.mean(axis=1).to_numpy()[:, None],
         "item_mean": table.mean(axis=0).to_numpy(),
@@ -156,6 +158,7 @@ def _read(data: Any, names: dict[str, str]) -> Any:
 def _from_text(column: Any) -> Any:
     """Converts ids of a CSV file: to integers if each is written as one."""
     texts = column.dropna()
+    # Not "007", whose zeros belong to it; 18 digits fit an int64.
     is_integer = texts.str.fullmatch(r"\s*(0|-?[1-9]\d{0,17})(\.0*)?\s*")
     if not is_integer.all():
         return column

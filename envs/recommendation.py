@@ -191,7 +191,13 @@ class RecommendationEnv(struct.PyTreeNode):
                 # A function is no array: it becomes part of the structure.
                 self._set("feedback", jax.tree_util.Partial(self.feedback))
         elif _is_table(self.feedback):
-            _check_feedback(self.feedback)
+            _check_table("feedback", self.feedback, "[U, I] of numbers", "biuf")
+            if not np.isfinite(np.asarray(self.feedback, np.float32)).all():
+                raise ValueError(
+                    "`feedback` must be finite, got some that is not: "
+                    "`rollout.envs.ratings.from_interactions` completes missing "
+                    "feedback."
+                )
             self._set("feedback", jnp.asarray(self.feedback, jnp.float32))
             sizes, given = self.feedback.shape[-2:], (self.num_users, self.num_items)
             if given not in ((None, None), sizes):
@@ -201,6 +207,7 @@ class RecommendationEnv(struct.PyTreeNode):
                 )
             self._set("num_users", sizes[0])
             self._set("num_items", sizes[1])
+        # The tables of `from_interactions`, whole.
         elif hasattr(self.feedback, "feedback"):
             raise ValueError(
                 "`feedback` must be an array [U, I] or a function, got "
@@ -246,6 +253,7 @@ class RecommendationEnv(struct.PyTreeNode):
         item = jnp.int32(self.num_items)
         if self.random_first:
             item = _draw(prng.fold_in(key, 1), self.num_items)
+        # Without a rule there is one slot, since a ring of none cannot be written.
         window = 1 if self.leave is None else self.leave.window
         state = RecommendationState(
             user=user, last=jnp.zeros(window, jnp.int32), turn=jnp.zeros((), jnp.int32)
@@ -282,6 +290,7 @@ class RecommendationEnv(struct.PyTreeNode):
             feedback = jnp.asarray(self.feedback(state.user, item))
         else:
             feedback = self.feedback[state.user, item]
+        # Inside `jit` an action that is no item cannot raise: its reward shows it.
         reward = jnp.where(is_item, feedback, jnp.nan)
         return EnvStep(
             state=new,
@@ -308,19 +317,6 @@ def _draw(key: chex.PRNGKey, num: int) -> jax.Array:
 def _is_table(x: Any) -> bool:
     """Returns whether `x` is an array of values; jax also puts numbers there."""
     return checks.is_known(x) and np.ndim(x) > 0
-
-
-def _check_feedback(feedback: Any) -> None:
-    """Raises if the table is not finite; the message has the first such entry."""
-    _check_table("feedback", feedback, "[U, I] of numbers", "biuf")
-    places = np.argwhere(~np.isfinite(np.asarray(feedback, np.float32)))
-    if len(places):
-        user, item = places[0][-2:]
-        raise ValueError(
-            f"`feedback` must be finite, got {np.asarray(feedback)[tuple(places[0])]} "
-            f"for user {user} and item {item}, and {len(places) - 1} more: "
-            "`rollout.envs.ratings.from_interactions` completes missing feedback."
-        )
 
 
 def _check_table(

@@ -9,17 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollout import checks, programs
-from rollout.envs.suites import (
-    brax,
-    craftax,
-    gymnax,
-    jaxmarl,
-    jumanji,
-    navix,
-    pgx,
-    playground,
-    xminigrid,
-)
+from rollout.envs import suites
+from rollout.envs.suites import gymnax
 from rollout.envs.types import VectorEnv
 from rollout.envs.vectorize import vectorize
 from rollout.envs.wrappers.endings import TimeLimit
@@ -30,18 +21,9 @@ _OTHERS = (
     " Other suites' ids begin with the suite, as brax:ant does; `from_gymnasium` makes "
     "those of Gymnasium, for a `HostCollector`."
 )
-# Each has `ids` and `make`.
-SUITES = {
-    "gymnax": gymnax,
-    "brax": brax,
-    "craftax": craftax,
-    "jaxmarl": jaxmarl,
-    "jumanji": jumanji,
-    "navix": navix,
-    "pgx": pgx,
-    "playground": playground,
-    "xminigrid": xminigrid,
-}
+# The modules of `suites` that list ids and make environments; gymnax comes first.
+SUITES: dict[str, Any] = {_GYMNAX: gymnax}
+SUITES |= {name: x for name, x in vars(suites).items() if hasattr(x, "ids")}
 
 
 def env_ids(suite: str = _GYMNAX) -> tuple[str, ...]:
@@ -126,6 +108,7 @@ def make(
     env = _build(suite, name, env_params)
     if max_episode_steps is None:
         return env
+    # The `make` of brax and of Playground puts a limit on, which this one replaces.
     limit = checks.int_between("max_episode_steps", max_episode_steps)
     return TimeLimit(env.env if isinstance(env, TimeLimit) else env, limit)
 
@@ -181,6 +164,7 @@ def _quiet() -> Iterator[None]:
     """
     names = ("stdout", "stderr", "__stdout__")
     before = {name: getattr(sys, name) for name in names}
+    # Both: what is printed after JaxMARL has reset the stream goes nowhere, too.
     sys.stdout = sys.__stdout__ = io.StringIO()
     try:
         yield

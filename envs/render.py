@@ -65,6 +65,7 @@ def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
     check_render(env)
     chex.assert_rank(rewards, 1)
     chex.assert_tree_shape_prefix(states, (len(rewards) + 1,))
+    # The drawing knows the state of the innermost environment only.
     while isinstance(states, WrapperState):
         states = states.env_state
     states, rewards = jax.device_get((states, rewards))
@@ -216,6 +217,7 @@ def no_screen() -> Iterator[None]:
     backend: Any = matplotlib and matplotlib.get_backend()
     os.environ.update(settings)
     if matplotlib:
+        # Its other backends open a window, or need one.
         matplotlib.use("Agg")
     try:
         yield

@@ -93,6 +93,8 @@ class Discrete(_Bounded, struct.PyTreeNode):
     shape = ()
 
     def __post_init__(self) -> None:
+        # Ints of Python and dtypes of NumPy, so that equal spaces are equal and have a
+        # hash: they are static parts of programs.
         object.__setattr__(self, "n", checks.int_between("n", self.n))
         object.__setattr__(self, "start", checks.integer("start", self.start))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
@@ -169,10 +171,10 @@ class Box(_Bounded, struct.PyTreeNode):
             )
 
     def sample(self, key: chex.PRNGKey) -> jax.Array:
-        """Draws one element, as Gymnasium does.
+        """Draws one element.
 
-        An entry is uniform between two finite bounds, exponential beyond the only
-        finite bound, and normal if both bounds are infinite.
+        An entry is uniform between two finite bounds, and normal if both are infinite;
+        beyond the only finite bound it is as far as a normal number is from 0.
         """
         if not jnp.issubdtype(self.dtype, jnp.floating):
             return super().sample(key)
@@ -183,25 +185,17 @@ class Box(_Bounded, struct.PyTreeNode):
         has_both = has_low & has_high
         if is_known and has_both.all():
             return super().sample(key)
+        normal_key = prng.fold_in(key, 1)
+        # From `key` itself, as above: the bits must not depend on what is known.
         first, last = (xp.where(has_both, x, 0) for x in (low, high))
-        numbers = jnp.arange(3, dtype=jnp.int32)
-        uniform_key, tail_key, normal_key = prng.fold_in(key, numbers)
-        tail = jax.random.exponential(tail_key, self.shape, self.dtype)
-        drawn = jnp.select(
-            [has_both, has_low, has_high],
-            [
-                prng.draw(uniform_key, first, last, self.shape, self.dtype),
-                jnp.asarray(xp.where(has_low, low, 0), self.dtype) + tail,
-                jnp.asarray(xp.where(has_high, high, 0), self.dtype) - tail,
-            ],
-            jax.random.normal(normal_key, self.shape, self.dtype),
-        )
-        if is_known:
-            return drawn
-        # The bounds are tracers: the bits must not depend on whether they are known, so
-        # this draws as the branch for finite bounds above, from `key` itself.
         evenly = prng.draw(key, first, last, self.shape, self.dtype)
-        return jnp.where(has_both.all(), evenly, drawn)
+        normal = jax.random.normal(normal_key, self.shape, self.dtype)
+        low, high = (jnp.asarray(x, self.dtype) for x in (low, high))
+        return jnp.select(
+            [has_both, has_low, has_high],
+            [evenly, low + jnp.abs(normal), high - jnp.abs(normal)],
+            normal,
+        )
 
 
 class MultiDiscrete(_Bounded, struct.PyTreeNode):
@@ -237,9 +231,11 @@ class MultiDiscrete(_Bounded, struct.PyTreeNode):
                 f"as many ints, got {self.nvec!r} and {self.start!r}."
             )
         start = np.broadcast_to(start, nvec.shape)
+        # Tuples, since arrays have no hash.
         object.__setattr__(self, "nvec", _tuples(nvec.tolist()))
         object.__setattr__(self, "start", _tuples(start.tolist()))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        # An element without entries has no bounds.
         if nvec.size:
             checks.holds(self.dtype, int(self.low.min()), int(self.high.max()))
 
@@ -321,6 +317,7 @@ class Repeated(Space, struct.PyTreeNode):
 
     def sample(self, key: chex.PRNGKey) -> ArrayTree:
         """Draws each element from its own key."""
+        # The first elements are those of a shorter repetition.
         number = jnp.arange(self.num, dtype=jnp.int32)
         return jax.vmap(self.space.sample)(prng.fold_in(key, number))
 
@@ -427,6 +424,7 @@ def as_space(space: Any, name: str = "space") -> AnySpace:
     """
     if isinstance(space, Space):
         return space
+    # By name: importing Gymnasium and gymnax to compare classes would take seconds.
     kinds = [base.__name__ for base in type(space).__mro__]
     kind = next((x for x in kinds if x in _KINDS), "")
     parts = space.spaces if kind in ("Dict", "Tuple") else space
@@ -451,9 +449,20 @@ def space_of(tree: ArrayTree) -> AnySpace:
 
     A leaf of `tree` that is a space stays that space.
     """
-    boxes = jax.tree.map(
-        lambda x: x if _is_space(x) else _box_of(x), tree, is_leaf=_is_space
-    )
+
+    def box(x: Any) -> AnySpace:
+        if isinstance(x, Space):
+            return x
+        if jnp.issubdtype(x.dtype, jnp.bool_):
+            low, high = 0, 1
+        elif jnp.issubdtype(x.dtype, jnp.integer):
+            low, high = _limits(x.dtype)
+        else:
+            low, high = -np.inf, np.inf
+        return Box(low, high, x.shape, x.dtype)
+
+    boxes = jax.tree.map(box, tree, is_leaf=_is_space)
+    # `tree` was one leaf.
     if isinstance(boxes, Space):
         return boxes
     return Dict(boxes) if type(boxes) is dict else Composite(boxes)
@@ -470,6 +479,13 @@ def narrow(dtype: Any) -> np.dtype:
     return jnp.dtype(_NARROW.get(str(jnp.dtype(dtype)), dtype))
 
 
+def one_of(space: AnySpace | None) -> AnySpace | None:
+    """Returns the space of one element of a `Repeated`, any other as it is."""
+    while isinstance(space, Repeated):
+        space = space.space
+    return space
+
+
 def lost(value: np.ndarray, dtype: Any) -> np.ndarray:
     """Returns bool, True where a number is no value of `dtype`: of floats, too large.
 
@@ -480,16 +496,6 @@ def lost(value: np.ndarray, dtype: Any) -> np.ndarray:
     if jnp.issubdtype(dtype, jnp.floating):
         return np.isinf(cast) & ~np.isinf(value)
     return cast != value
-
-
-def _box_of(x: jax.ShapeDtypeStruct) -> Box:
-    if jnp.issubdtype(x.dtype, jnp.bool_):
-        low, high = 0, 1
-    elif jnp.issubdtype(x.dtype, jnp.integer):
-        low, high = _limits(x.dtype)
-    else:
-        low, high = -np.inf, np.inf
-    return Box(low, high, x.shape, x.dtype)
 
 
 def _is_space(x: object) -> bool:

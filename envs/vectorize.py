@@ -57,8 +57,8 @@ def vectorize(
     Raises:
         ValueError: if `num_envs` is not a positive int or `auto_reset` is unknown. Of
             several agents, if one is in two groups or none, or a group has no spaces,
-            or is called "acting"; while tracing, if an observation or an action is not
-            of the space of its group, or a value per agent is not `[A]`.
+            or is called "acting"; while tracing, if observations are not stacked by
+            group, or a value per agent is not `[A]`.
     """
     return _vectorize(env, num_envs, auto_reset, each=False)
 
@@ -95,6 +95,7 @@ def _vectorize(env: Any, num_envs: int, auto_reset: str, *, each: bool) -> Vecto
     checks.choice("auto_reset", auto_reset, tuple(auto_resets.BY_NAME))
     num_envs = checks.int_between("num_envs", num_envs)
     if has_agents(env):
+        # The agents of lane 0 stand for those of all: their names are no parameters.
         env = _Joint(env, layout_of(jax.tree.map(lambda x: x[0], env) if each else env))
     return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset, each=each)
 
@@ -125,6 +126,8 @@ class _VectorizedEnv(BaseWrapper, kw_only=True):
         return self.replace(num_envs=num_envs, first_lane=first_lane)
 
     def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
+        # The first episode of a lane has the number of the lane, counted over all
+        # devices.
         number = jnp.arange(self.num_envs, dtype=jnp.int32)
         if self.first_lane is not None:
             number = number + self.first_lane
@@ -144,6 +147,7 @@ class _VectorizedEnv(BaseWrapper, kw_only=True):
         def start(env: Env, lane: LaneIndex) -> Lanes:
             episode_key = key_fn(lane)
             if self.each:
+                # Only the parameters of the lanes that are reset.
                 env = jax.tree.map(lambda x: x[lane], env)
             # A collector's `key_fn` numbers the episodes; for any other, a lane has its
             # own number. `every` also makes numbers of `ALL_LANES`.

@@ -60,8 +60,8 @@ def from_data(
         "obs": _tree("obs", obs),
         "action": _tree("action", action),
         "reward": _array("`reward`", reward, np.float32),
-        "terminated": _flag("terminated", terminated),
-        "truncated": _flag("truncated", truncated),
+        "terminated": _array("`terminated`", terminated, bool),
+        "truncated": _array("`truncated`", truncated, bool),
         "next_obs": _tree("next_obs", next_obs),
     }
     rows = _rows_of(columns)
@@ -129,17 +129,6 @@ def _rows_of(columns: dict[str, Any]) -> Transition:
     names = "episode_return", "extras", "info", "mask"
     unknown: dict[str, Any] = dict.fromkeys(names, ())
     return Transition(**columns, **unknown)
-
-
-def _flag(name: str, value: Any) -> np.ndarray:
-    """Converts a flag to bool; raises unless it is one."""
-    value = np.asarray(value)
-    if value.dtype == bool:
-        return value
-    odd = [x for x in np.unique(value).tolist() if x not in (0, 1)]
-    if odd:
-        raise ValueError(f"`{name}` must hold 0 and 1 only, got {odd[0]!r}.")
-    return value.astype(bool)
 
 
 def _tree(name: str, tree: ArrayTree) -> ArrayTree:

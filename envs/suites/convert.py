@@ -26,6 +26,7 @@ def check_no_reset(env: Any) -> None:
                 "`env` must not reset itself, since the last observation would be "
                 f"lost, got {type(env).__name__}."
             )
+        # Where the wrappers of these suites hold what they wrap.
         env = getattr(env, "_env", None)
 
 

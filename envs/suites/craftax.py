@@ -73,6 +73,7 @@ class _CraftaxEnv(_GymnaxEnv, kw_only=True):
         self, done: jax.Array, state: ArrayTree
     ) -> tuple[jax.Array, jax.Array]:
         """Splits Craftax's flag: without a limit, only the task's own end is left."""
+        # Both flags stay apart at the limit itself: an agent may die in its last step.
         unlimited = self.env_params.replace(max_timesteps=_NO_LIMIT)
         terminated = self.env.is_terminal(state, unlimited)
         return terminated, done & ~terminated

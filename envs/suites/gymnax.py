@@ -101,10 +101,10 @@ def ids() -> tuple[str, ...]:
 def make(name: str, **env_params: Any) -> Env:
     """Makes the environment of this id, with the parameters of `rollout.envs.make`."""
     env, params = _build(name)
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    signature = inspect.signature(type(env)).parameters.values()
-    arguments = [x.name for x in signature if x.kind in kinds]
+    found = inspect.getfullargspec(type(env))
+    arguments = [*found.args[1:], *found.kwonlyargs]
     chosen = {key: env_params[key] for key in env_params if key in arguments}
+    # Built again: arguments of the constructor may change the default parameters.
     if chosen:
         env, params = _build(name, **chosen)
     fields = [field.name for field in dataclasses.fields(params)]
@@ -182,14 +182,14 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
         if self.limit_field is None and not _merges_time_limit(self.env):
             return done, self.env.is_truncated(state, self.env_params)
         limit_field, time_field = self.limit_field or _LIMIT, self.time_field or "time"
-        if self.limit_field is None and not _has_own_limit(self.env_params):
-            return done, jnp.zeros((), bool)
-        if self.time_field is not None and not hasattr(state, time_field):
+        has_time = hasattr(state, time_field)
+        if self.time_field is not None and not has_time:
             raise ValueError(
                 f"`time_field` must be a field of the state, got {time_field!r} and "
                 f"{type(state).__name__}."
             )
-        if not hasattr(state, time_field):
+        is_limited = self.limit_field is not None or _has_own_limit(self.env_params)
+        if not has_time or not is_limited:
             return done, jnp.zeros((), bool)
         # If the task also ended at this very step, the merged flag cannot say so.
         time, limit = getattr(state, time_field), getattr(self.env_params, limit_field)

@@ -112,12 +112,11 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
 
     @property
     def observation_spaces(self) -> dict[str, AnySpace]:
-        found = {}
+        found, observed = {}, self._observed()
         for group, (agent, *_) in self.members:
             own = spaces.as_space(self.env.observation_space(agent))
-            seen = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
-                self._observed()[group],
+            seen = jax.tree.map(  # of one agent
+                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), observed[group]
             )
             parts = seen if self._has_parts else {"observation": seen}
             if isinstance(own, spaces.Box):
@@ -227,6 +226,7 @@ def _group(env: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
     for agent in env.agents:
         pair = env.observation_space(agent), env.action_space(agent)
         pair = tuple(map(spaces.as_space, pair))
+        # Spaces are no keys of a dict: bounds may be arrays, which have no hash.
         same = next((names for other, names in alike if _are_equal(pair, other)), None)
         if same is None:
             alike.append((pair, [agent]))
@@ -273,6 +273,7 @@ def _find_mask(env: Any, state: ArrayTree) -> str | None:
         if not hasattr(env, method):
             continue
         try:
+            # The method of the base class raises.
             masks = jax.eval_shape(getattr(env, method), state)
         except NotImplementedError:
             continue
@@ -314,5 +315,6 @@ def _arrays(info: Any) -> ArrayTree:
     """Returns the info, or `{}` if it has leaves other than numbers."""
     numbers = jax.Array | np.ndarray | np.generic | bool | int | float
     if not all(isinstance(x, numbers) for x in jax.tree.leaves(info)):
+        # Such as names: `jit` returns none.
         return {}
     return jax.tree.map(jnp.asarray, info)

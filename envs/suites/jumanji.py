@@ -73,6 +73,7 @@ class _Jumanji(struct.PyTreeNode, kw_only=True):
 
     def begin(self, key: chex.PRNGKey) -> tuple[ArrayTree, Any]:
         state, timestep = self.env.reset(key)
+        # Without the key, which every step replaces: the carry need not hold it.
         return strong((state.replace(key=()), timestep))
 
     def advance(
@@ -181,6 +182,7 @@ class _JumanjiAgents(_Jumanji, kw_only=True):
         num_agents = len(self.agents)
 
         def split(x: jax.Array) -> jax.Array:
+            # By shape: specs do not say which leaves belong to agents.
             if x.shape[:1] == (num_agents,):
                 return x
             return jnp.broadcast_to(x, (num_agents, *x.shape))

@@ -37,7 +37,14 @@ def from_navix(env: Any) -> Env:
         TypeError: if `env` lacks the methods of a grid of navix.
     """
     check_methods(env, "navix", ("reset", "_step", "action_space"))
-    return _NavixEnv(held=Held(env))
+    # navix 0.7 declares fewer values than occur.
+    seen = jax.eval_shape(env.reset, jax.eval_shape(jax.random.key, 0)).observation
+    actions = env.action_space
+    return _NavixEnv(
+        held=Held(env),
+        observation_space=space_of(seen),
+        action_space=Discrete(int(actions.maximum) + 1, jnp.dtype(actions.dtype)),
+    )
 
 
 def ids() -> tuple[str, ...]:
@@ -54,17 +61,8 @@ class _NavixEnv(struct.PyTreeNode, kw_only=True):
     """An `Env` over a grid of navix."""
 
     held: Held = struct.field(pytree_node=False)
-
-    @property
-    def observation_space(self) -> AnySpace:
-        # navix 0.7 declares fewer values than occur.
-        key = jax.eval_shape(jax.random.key, 0)
-        return space_of(jax.eval_shape(self.reset, key)[1])
-
-    @property
-    def action_space(self) -> AnySpace:
-        space = self.held.value.action_space
-        return Discrete(int(space.maximum) + 1, jnp.dtype(space.dtype))
+    observation_space: AnySpace = struct.field(pytree_node=False)
+    action_space: Discrete = struct.field(pytree_node=False)
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         timestep = self.held.value.reset(key)
@@ -94,4 +92,5 @@ class _NavixEnv(struct.PyTreeNode, kw_only=True):
 
 def _slim(timestep: Any) -> Any:
     """Keeps the part of a timestep that the next step reads."""
+    # The carry of a scan holds the state: the rest would only be copied.
     return timestep.replace(observation=(), action=(), reward=(), step_type=(), info={})

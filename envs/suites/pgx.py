@@ -146,6 +146,7 @@ class _PgxEnv(_Pgx, kw_only=True):
 
     def _observe(self, state: ArrayTree) -> dict[str, ArrayTree]:
         """Repeats the observation of the player who acts next for all players."""
+        # Only the observation of the player in turn is known; the others do not act.
         repeat = lambda x: jnp.broadcast_to(x, (len(self.agents), *x.shape))  # noqa: E731
         return {_GROUP: jax.tree.map(repeat, _seen(state, state.observation))}
 
@@ -227,4 +228,5 @@ def _play_evenly(
     params: ArrayTree, obs: dict[str, jax.Array], key: chex.PRNGKey
 ) -> jax.Array:
     del params  # unused
+    # The logarithm of a flag: 0 of an allowed action, minus infinity of others.
     return jax.random.categorical(key, jnp.log(obs["action_mask"])).astype(jnp.int32)

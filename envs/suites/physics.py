@@ -59,6 +59,7 @@ def adapt(env: Any, *, model_field: str, frame_field: str | None) -> Env:
             )
         inner = vars(inner).get("env")
     state = jax.eval_shape(env.reset, jax.eval_shape(lambda: jax.random.PRNGKey(0)))
+    # A custom environment need not have any physics.
     model = getattr(env, model_field, None)
     return _PhysicsEnv(
         model=jax.tree.map(jnp.asarray, model),
@@ -81,7 +82,8 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
     action_space: AnySpace = struct.field(pytree_node=False)
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        state = strong(self._own().reset(_raw(key)))
+        env = _with_model(self.env, self.model_field, self.model)
+        state = strong(env.reset(_raw(key)))
         return state, state.obs
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
@@ -92,7 +94,8 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
         if is_raw and old.shape == new.shape:
             given.info["rng"] = new
         # Without the wrappers of training, `next_state` is never that of a reset.
-        next_state = self._own().step(given, action)
+        env = _with_model(self.env, self.model_field, self.model)
+        next_state = env.step(given, action)
         next_state = jax.tree.map(like, next_state, state)
         # `done` is set at limits, too, which brax's own wrapper marks like this.
         truncated = jnp.asarray(next_state.info.get("truncation", False)).astype(bool)
@@ -132,10 +135,6 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
     def _mj_model(self) -> Any:
         of_brax = getattr(getattr(self.env, "sys", None), "mj_model", None)
         return getattr(self.env, "mj_model", None) or of_brax
-
-    def _own(self) -> Any:
-        """Returns the suite's environment with the model of this one."""
-        return _with_model(self.env, self.model_field, self.model)
 
 
 def _with_model(env: Any, field: str, model: ArrayTree) -> Any:

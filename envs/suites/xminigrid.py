@@ -39,7 +39,15 @@ def from_xminigrid(env: Any, env_params: ArrayTree) -> Env:
     """
     check_methods(env, "XLand-MiniGrid", ("reset", "step", "num_actions"))
     check_no_reset(env)
-    return _XminigridEnv(env_params=env_params, env=env)
+    # Of what a reset returns: a wrapper of the suite may change it.
+    key = jax.eval_shape(jax.random.key, 0)
+    seen = jax.eval_shape(env.reset, env_params, key).observation
+    return _XminigridEnv(
+        env_params=env_params,
+        env=env,
+        observation_space=space_of(seen),
+        action_space=Discrete(env.num_actions(env_params)),
+    )
 
 
 def ids() -> tuple[str, ...]:
@@ -57,15 +65,8 @@ class _XminigridEnv(struct.PyTreeNode, kw_only=True):
 
     env_params: ArrayTree
     env: Any = struct.field(pytree_node=False)
-
-    @property
-    def observation_space(self) -> AnySpace:
-        key = jax.eval_shape(jax.random.key, 0)
-        return space_of(jax.eval_shape(self.reset, key)[1])
-
-    @property
-    def action_space(self) -> AnySpace:
-        return Discrete(self.env.num_actions(self.env_params))
+    observation_space: AnySpace = struct.field(pytree_node=False)
+    action_space: Discrete = struct.field(pytree_node=False)
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         timestep = self.env.reset(self.env_params, key)
@@ -92,6 +93,7 @@ class _XminigridEnv(struct.PyTreeNode, kw_only=True):
 
 def _timestep(state: Any, key: chex.PRNGKey | tuple[()]) -> Any:
     """Makes a time step of the suite; only its state is read."""
+    # The suite steps from one time step to the next; ours keeps the state alone.
     return load("xminigrid.types").TimeStep(
         state=state.replace(key=key),
         step_type=None,

@@ -39,6 +39,7 @@ class RescaleAction(Wrapper):
 
     def _check(self) -> None:
         checks.choice("bound", self.bound, tuple(_BOUNDS))
+        # Inside `jit` the bounds are tracers, whose values nobody can check.
         if not checks.is_known(self.env):
             return
         space = super().action_space
@@ -86,6 +87,7 @@ class TanhSpace(Space, struct.PyTreeNode):
 
     def sample(self, key: chex.PRNGKey) -> jax.Array:
         """Draws an element whose tanh is uniform in (-1, 1); it is always finite."""
+        # `arctanh` of 1 is infinite: draws end one rounding before it.
         largest = 1.0 - float(jnp.finfo(self.dtype).epsneg)
         uniform = jax.random.uniform(key, self.shape, self.dtype, -1.0, 1.0)
         return jnp.arctanh(jnp.clip(uniform, -largest, largest))
@@ -123,6 +125,7 @@ class ActionRepeat(Wrapper):
 
         def again(last: EnvStep, number: jax.Array) -> tuple[EnvStep, None]:
             new = step_env(number, last.state)
+            # A step after an ending is computed and dropped: a scan has a fixed length.
             new = new.replace(reward=last.reward + new.reward)
             return prng.select(last.terminated | last.truncated, last, new), None
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from rollout import checks
+from rollout.envs import prng
 from rollout.envs.multi_agent import MultiAgentStep
 from rollout.envs.types import ArrayTree, EnvStep
 from rollout.envs.wrappers.wrapper import Wrapper, WrapperState, cast_step, with_names
@@ -48,6 +49,7 @@ class TimeLimit(Wrapper):
         at_length = num_taken >= self.num_steps
         state = WrapperState(env_state=result.state, memory=num_taken)
         if isinstance(result, MultiAgentStep):
+            # The episode of all: flags of single agents would end those alone.
             cut = result.episode_truncated | at_length
             return result.replace(state=state, episode_truncated=cut)
         result = cast_step(result)
@@ -89,6 +91,7 @@ class ForceLength(Wrapper):
         result = cast_step(self.env.step(key, state.env_state, action))
         num_before, had_left = state.memory
         num_taken = num_before + 1
+        # Once true it stays so: the user is away for the rest of the episode.
         has_left = had_left | result.terminated | result.truncated
         return result.replace(
             state=WrapperState(env_state=result.state, memory=(num_taken, has_left)),
@@ -125,9 +128,8 @@ class EndOnFault(Wrapper):
         for x in jax.tree.leaves((result.obs, result.reward)):
             if jnp.issubdtype(x.dtype, jnp.floating):
                 faulty |= ~jnp.all(jnp.isfinite(x))
-        obs = jax.tree.map(
-            lambda old, new: jnp.where(faulty, old, new), state.memory, result.obs
-        )
+        # The state stays faulty: the reset after the truncation replaces it.
+        obs = prng.select(faulty, state.memory, result.obs)
         return result.replace(
             state=WrapperState(env_state=result.state, memory=obs),
             obs=obs,

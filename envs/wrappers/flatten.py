@@ -12,9 +12,9 @@ from rollout.envs.spaces import (
     Dict,
     Discrete,
     MultiDiscrete,
-    Repeated,
     as_space,
     is_mask,
+    one_of,
 )
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers.observations import eval_reset
@@ -67,6 +67,7 @@ class FlattenObs(ObsWrapper):
 
     def space(self, agent: Agent) -> AnySpace:
         """Space of `obs`: a box, or a dict of one and the mask."""
+        # Paths say which leaf is a mask; spaces alone have no names.
         seen = eval_reset(self.env, lambda state, obs: obs)
         paths = [path for path, _ in jax.tree.leaves_with_path(seen)]
         pairs = list(zip(paths, agent.observation_space.leaves(), strict=True))
@@ -87,8 +88,7 @@ class FlattenObs(ObsWrapper):
 
 def _sizes(space: AnySpace) -> np.ndarray | None:
     """Returns the number of values of each entry that becomes one-hot, else None."""
-    while isinstance(space, Repeated):
-        space = space.space
+    space = one_of(space)
     if isinstance(space, Discrete):
         return np.array([space.n])
     return np.ravel(space.nvec) if isinstance(space, MultiDiscrete) else None
@@ -104,6 +104,7 @@ def _flat(space: AnySpace, x: jax.Array) -> jax.Array:
     lead = x.shape[: x.ndim - len(space.shape)]
     if sizes is None:
         return x.reshape(*lead, -1).astype(jnp.float32)
+    # A range may begin elsewhere than at 0.
     low = jnp.broadcast_to(jnp.asarray(space.bounds[0], x.dtype), space.shape)
     index = (x - jnp.expand_dims(low, range(len(lead)))).reshape(*lead, -1, len(sizes))
     hot = [

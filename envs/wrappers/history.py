@@ -20,22 +20,18 @@ class NoRepeat(ObsWrapper):
     `RecommendationEnv`, and actions already taken become False in it. Any other
     observation becomes `{"obs": obs, "mask": mask}`. The environment takes masked
     actions too: an `item_policy` and an `allowed_fn` obey the mask. An episode may go
-    on after every action was taken.
+    on after every action was taken. The `item` of a first observation that is a dict
+    counts as taken, such as that of `random_first`.
 
     Attributes:
         env: an environment with discrete actions.
-        initial: whether the first `item` of a dict observation counts as shown, for
-            instance with `random_first`.
 
     Raises:
         ValueError: if the action space is not discrete; while tracing, if there is a
             `mask` that is not `[n]` bool.
     """
 
-    initial: bool = struct.field(pytree_node=False, default=True)
-
     def _check(self) -> None:
-        checks.boolean("initial", self.initial)
         if not isinstance(self.action_space, Discrete):
             raise ValueError(
                 "`env` must have a discrete action space, got "
@@ -54,10 +50,13 @@ class NoRepeat(ObsWrapper):
         """Masks out the actions that were taken."""
         start, num = agent.action_space.start, agent.action_space.n
         if memory is not None:
+            # Before the environment's own mask is applied, which may change from step
+            # to step.
             mask = memory.at[agent.action - start].set(False)
         else:
             mask = jnp.ones(num, bool)
-            if self.initial and isinstance(obs, dict) and "item" in obs:
+            # The item that a user sees before the first action, if there is one.
+            if isinstance(obs, dict) and "item" in obs:
                 mask = mask & (jnp.arange(num) != obs["item"] - start)
         return _with_mask(obs, mask), mask
 

@@ -52,11 +52,18 @@ class _Normalizer(VectorWrapper, kw_only=True):
         """
         state = outermost(env_state)
         new = state.statistics.value
-        own = jax.eval_shape(self.reset, _keys(self.num_envs))[0].statistics.value
+        # Traced only: the wrapped environments may be many.
+        own = self._shapes()[0].statistics.value
         what = "`env_state` must have statistics of the same wrappers in the same order"
         checks.same(what, own, new)
         inner = super().freeze(state.env_state)
         return inner.replace(statistics=new)
+
+    def _shapes(self) -> tuple[Any, Any]:
+        """Returns the shapes and dtypes of a reset: `(state, obs)`."""
+        return jax.eval_shape(
+            lambda: self.reset(jax.random.split(jax.random.key(0), self.num_envs))
+        )
 
 
 def outermost(env_state: ArrayTree) -> NormalizeState:
@@ -129,18 +136,17 @@ class NormalizeObs(_Normalizer):
     @property
     def observation_space(self) -> AnySpace:
         """Space of one lane's observation: unbounded where it is normalised."""
-        mean, obs = self._shapes()
-        space = as_space(self.env.observation_space)
+        state, obs = self._shapes()
+        space, mean = as_space(self.env.observation_space), state.statistics.value.mean
         return running_stats.normalized_space(space, mean, obs)
 
     @property
     def observation_spaces(self) -> dict[str, AnySpace]:
         """Space of one agent's observation, by group: unbounded where normalised."""
-        mean, obs = self._shapes()
+        state, obs = self._shapes()
+        mean = state.statistics.value.mean
         return {
-            name: running_stats.normalized_space(
-                as_space(space), mean[name], obs[name], 2
-            )
+            name: running_stats.normalized_space(space, mean[name], obs[name], 2)
             for name, space in super().observation_spaces.items()
         }
 
@@ -148,11 +154,6 @@ class NormalizeObs(_Normalizer):
     def learns(self) -> bool:
         """Whether observations depend on statistics that are not fixed yet."""
         return self.statistics is None or super().learns
-
-    def _shapes(self) -> tuple[Any, Any]:
-        """Returns the shapes of the means, and of `[B, ...]` observations."""
-        state, obs = jax.eval_shape(self.reset, _keys(self.num_envs))
-        return state.statistics.value.mean, obs
 
     def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, ArrayTree]:
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
@@ -170,6 +171,7 @@ class NormalizeObs(_Normalizer):
     ) -> EnvStep:
         """Takes one step in every lane, without auto-reset."""
         result = self.env.step(keys, state.env_state, action)
+        # Before they normalise: `next_obs` must be the next row's `obs`, bit for bit.
         statistics = self._take_in(state.statistics.value, result.obs)
         raw, info = {"raw_obs": state.memory, "raw_next_obs": result.obs}, result.info
         if has_agents(self.env):
@@ -187,11 +189,13 @@ class NormalizeObs(_Normalizer):
     ) -> Lanes:
         """Starts a new episode in the lanes whose episode is over."""
         state = lanes.state
+        # The environment inside knows raw observations only.
         inner = lanes._replace(state=state.env_state, obs=state.memory)
         inner = self.env.reset_done(key_fn, done, inner)
         fresh = self._normalize(state.statistics.value, inner.obs)
         return inner._replace(
             state=state.replace(env_state=inner.state, memory=inner.obs),
+            # A lane that goes on keeps its bits: its observation was normalised before.
             obs=env_keys.select(done, fresh, lanes.obs),
         )
 
@@ -205,11 +209,6 @@ class NormalizeObs(_Normalizer):
 
     def _normalize(self, statistics: Statistics, raw: ArrayTree) -> ArrayTree:
         return statistics.normalize(raw, self.epsilon, self._num_axes)
-
-
-def _keys(num_envs: int) -> chex.PRNGKey:
-    """Returns the shape and dtype of the keys of a reset."""
-    return jax.eval_shape(lambda: jax.random.split(jax.random.key(0), num_envs))
 
 
 class NormalizeReward(_Normalizer):
@@ -258,9 +257,11 @@ class NormalizeReward(_Normalizer):
     ) -> EnvStep:
         """Takes one step in every lane, without auto-reset."""
         result = self.env.step(keys, state.env_state, action)
+        # The return so far, not the one to come, which nobody knows at this step.
         discounted = self.gamma * state.memory + result.reward
         old = state.statistics.value
         statistics = self.statistics or running_stats.updated(old, discounted)
+        # What a wrapper inside scaled is not the raw reward.
         raw = result.reward if result.raw_reward is None else result.raw_reward
         return result.replace(
             state=NormalizeState(result.state, discounted, Shared(statistics)),
@@ -275,6 +276,7 @@ class NormalizeReward(_Normalizer):
         """Starts a new episode in the lanes whose episode is over."""
         state = lanes.state
         inner = self.env.reset_done(key_fn, done, lanes._replace(state=state.env_state))
+        # The sum belongs to the episode, the statistics to all of them.
         discounted = jnp.where(done, 0.0, state.memory)
         return inner._replace(
             state=state.replace(env_state=inner.state, memory=discounted)

@@ -15,6 +15,7 @@ from rollout.envs.spaces import (
     Dict,
     Discrete,
     Repeated,
+    Space,
     as_space,
     is_mask,
     space_of,
@@ -53,6 +54,7 @@ class FrameStack(ObsWrapper):
     def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Adds the newest frame, and drops the oldest one."""
         new = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
+        # The first frame of an episode repeats; `memory` is None there.
         parts = (new,) * self.num_frames
         if memory is not None:
             parts = jax.tree.map(lambda x: x[1:], memory), new
@@ -99,6 +101,7 @@ class TransformObs(ObsWrapper):
         space = self.observation_space
         if space is None:
             every = Agent(self.env)
+            # Traced and not run: the shapes of a start are those of every step.
             shapes = eval_reset(
                 self.env, lambda _, obs, *__: self._show_each(every, obs, None)[0]
             )
@@ -258,13 +261,13 @@ class ObservePrevious(ObsWrapper):
 def _stacked(space: AnySpace, num: int) -> AnySpace:
     """Returns the space of `num` elements, stacked on a new leading axis."""
     if isinstance(space, Composite):
-        numbers = space.structure.unflatten(range(len(space.parts)))
-        paths = [path for path, _ in jax.tree.leaves_with_path(numbers)]
-        parts = [
-            part if is_mask(path) else _stacked(part, num)
-            for path, part in zip(paths, space.parts, strict=True)
-        ]
-        return space.replace(spaces=space.structure.unflatten(parts))
+        # Masks are about the newest frame alone.
+        spaces = jax.tree.map_with_path(
+            lambda path, part: part if is_mask(path) else _stacked(part, num),
+            space.spaces,
+            is_leaf=lambda x: isinstance(x, Space),
+        )
+        return space.replace(spaces=spaces)
     if not isinstance(space, Box):
         return Repeated(space, num)
     shape = (num, *space.shape)

@@ -33,6 +33,7 @@ class TransformReward(Wrapper):
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:
         """Takes one step."""
         result = self.env.step(key, state, action)
+        # `fn` is of one reward; several agents have one each.
         fn = jax.vmap(self.fn) if isinstance(result, MultiAgentStep) else self.fn
         reward = fn(jnp.asarray(result.reward, jnp.float32))
         return result.replace(reward=jnp.asarray(reward, jnp.float32))

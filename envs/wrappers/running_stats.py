@@ -13,8 +13,8 @@ from rollout.envs.spaces import (
     Discrete,
     MultiBinary,
     MultiDiscrete,
-    Repeated,
     is_mask,
+    one_of,
     space_of,
 )
 from rollout.envs.types import AnySpace, ArrayTree
@@ -100,16 +100,20 @@ def prior(
         ValueError: if `only` has a name of which no leaf can have statistics.
     """
     leaves, structure = jax.tree.flatten_with_path(value)
-    spaces = [] if space is None else space.leaves()
-    if len(spaces) != len(leaves):  # a user-defined space without known leaves
-        spaces = [None] * len(leaves)
+    spaces = _spaces(space, len(leaves))
     numbers, chosen = [], []
     for (path, x), part in zip(leaves, spaces, strict=True):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name, part = (
+            jax.tree_util.keystr(path, simple=True, separator="/"),
+            one_of(part),
+        )
         is_wanted = len(leaves) == 1 or _is_float(x) or _is_image(part)
         if only is not None:
+            # A name stands for all below it; the slash tells "speed" from "speeds".
             is_wanted = f"{name}/".startswith(tuple(f"{x}/" for x in only))
-        is_number = _is_number(x, part) and not is_mask(path)
+        # What numbers or marks something is not measured.
+        marks = isinstance(part, Discrete | MultiDiscrete | MultiBinary)
+        is_number = x.dtype != bool and not marks and not is_mask(path)
         numbers += [name] if is_number else []
         # Half precision is too coarse for statistics.
         dtype = jnp.promote_types(float_dtype(x), jnp.float32)
@@ -147,6 +151,7 @@ def updated(
         delta = xp.mean(x, axes) - mean
         new_var = kept * var + new * xp.var(x, axes) + xp.square(delta) * kept * new
         new_mean = mean + delta * new
+        # One lane that is not finite makes the variance not finite, or NaN.
         is_finite = xp.isfinite(new_var)
         return xp.where(is_finite, new_mean, mean), xp.where(is_finite, new_var, var)
 
@@ -169,22 +174,23 @@ def normalized_space(
         num_axes: how many of the first axes are those of the batch.
     """
     leaves, structure = jax.tree.flatten(obs)
-    means, spaces = structure.flatten_up_to(mean), space.leaves()
-    if len(spaces) != len(leaves):
-        spaces = [None] * len(leaves)
+    means = structure.flatten_up_to(mean)
     parts = [
         jax.ShapeDtypeStruct(x.shape[num_axes:], x.dtype)
         if mean is not None or part is None
         else part
-        for x, mean, part in zip(leaves, means, spaces, strict=True)
+        for x, mean, part in zip(
+            leaves, means, _spaces(space, len(leaves)), strict=True
+        )
     ]
     return space_of(structure.unflatten(parts))
 
 
-def _is_number(x: jax.Array, space: AnySpace | None) -> bool:
-    """Returns whether a leaf measures something, and does not number or mark it."""
-    names = Discrete | MultiDiscrete | MultiBinary
-    return x.dtype != bool and not isinstance(_one_of(space), names)
+def _spaces(space: AnySpace | None, num_leaves: int) -> list[AnySpace | None]:
+    """Returns the space of each leaf; None where it is not known."""
+    spaces = [] if space is None else space.leaves()
+    # A space of the user's own may not know its leaves.
+    return spaces if len(spaces) == num_leaves else [None] * num_leaves
 
 
 def _is_float(x: jax.Array) -> bool:
@@ -192,18 +198,9 @@ def _is_float(x: jax.Array) -> bool:
 
 
 def _is_image(space: AnySpace | None) -> bool:
-    space = _one_of(space)
-    return (
-        isinstance(space, Box)
-        and np.dtype(space.dtype) == np.uint8
-        and len(space.shape) >= 2
-    )
-
-
-def _one_of(space: AnySpace | None) -> AnySpace | None:
-    while isinstance(space, Repeated):
-        space = space.space
-    return space
+    if not isinstance(space, Box):
+        return False
+    return np.dtype(space.dtype) == np.uint8 and len(space.shape) >= 2
 
 
 def float_dtype(x: jax.Array) -> jnp.dtype:

@@ -57,6 +57,8 @@ class Trials(Wrapper):
     def reset(self, key: chex.PRNGKey) -> tuple[WrapperState, ArrayTree]:
         """Starts a trial: `(state, obs)`, without a previous step."""
         state, obs = self.env.reset(key)
+        # The key of the reset, as words: every episode of the trial begins with it,
+        # which the checker of key reuse takes for a mistake.
         memory = jax.random.key_data(key), jnp.int32(0), self.number
         state = WrapperState(env_state=state, memory=memory)
         return state, with_previous(Agent(self.env), obs, jnp.bool_(True))
@@ -64,12 +66,15 @@ class Trials(Wrapper):
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step, into the trial's next episode where one has ended."""
         words, num_before, number = state.memory
+        # An environment of numbered levels stays at the one of the trial.
         env = self.env if number is None else super().at_episode(number).env
         result = cast_step(self.env.step(key, state.env_state, action))
         ended = result.terminated | result.truncated
         num_ended = num_before + ended.astype(jnp.int32)
+        # Endings of the others are hidden: a policy's memory must outlive them.
         is_last = num_ended >= self.num_episodes
         begins = ended & ~is_last
+        # Also across an ending within the trial, where the first step is no first one.
         agent = Agent(self.env, action=action, reward=result.reward)
         start = jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
         env_state, obs = prng.select(

@@ -59,16 +59,15 @@ class BaseWrapper(struct.PyTreeNode):
     for_agents = ""
 
     def _check_agents(self) -> None:
-        several, name = has_agents(self.env), type(self).__name__
-        if several and not self.for_agents:
-            raise ValueError(
-                f"`env` must be an environment of one agent for `{name}`, got "
-                f"{type(self.env).__name__} with {len(self.env.agents)}."
+        acts = self.simultaneous or self.for_agents == "all"
+        if has_agents(self.env) and not (self.for_agents and acts):
+            kind = (
+                "whose agents act at every step" if self.for_agents else "of one agent"
             )
-        if several and self.for_agents == "simultaneous" and not self.simultaneous:
             raise ValueError(
-                f"`env` must be an environment whose agents act at every step for "
-                f"`{name}`, got {type(self.env).__name__}: it is not `simultaneous`."
+                f"`env` must be an environment {kind} for `{type(self).__name__}`, got "
+                f"{type(self.env).__name__} with {len(self.env.agents)}, "
+                f"simultaneous={self.simultaneous}."
             )
 
     @property
@@ -136,6 +135,7 @@ class Wrapper(BaseWrapper):
     def at_episode(self, number: jax.Array) -> Self:
         """Passes the number of the episode to the wrapped environment; see `Env`."""
         at_episode = getattr(self.env, "at_episode", None)
+        # The number may be a tracer: it becomes a leaf of the environment inside.
         return self if at_episode is None else self.replace(env=at_episode(number))
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
@@ -245,6 +245,7 @@ class ObsWrapper(Wrapper):
             own: dict[str, Any] = {"number": number}
             if memory is not None:
                 own |= {"action": every.action[group], "reward": every.reward[number]}
+            # At a start there is no memory, and `None` has no axis to map.
             made = jax.vmap(show)(obs[group], memory and memory[group], own)
             shown[group], memories[group] = made
         return shown, memories
@@ -287,6 +288,7 @@ class VectorWrapper(BaseWrapper):
             The same environments, which use the statistics of `env_state` and never
             change them, also after a `reset`. They accept carries of these.
         """
+        # A wrapper that keeps no state of its own has the state of the wrapped one.
         freeze = getattr(self.env, "freeze", None)
         return self if freeze is None else self.replace(env=freeze(env_state))
 

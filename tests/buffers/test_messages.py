@@ -215,7 +215,9 @@ REFUSED = {
     ],
     # Recorded data.
     "`reward` must be one number per row": [lambda: from_data(reward=np.ones((5, 1)))],
-    "`terminated` must hold 0 and 1 only": [lambda: from_data(terminated=np.arange(5))],
+    "`terminated` must fit into bool, got 2": [
+        lambda: from_data(terminated=np.arange(5))
+    ],
     "`reward` must fit into float32": [lambda: from_data(reward=np.full(5, 1e40))],
     "`truncated` must have rows with": [lambda: from_data(truncated=np.zeros(4))],
     "`action` must have rows with the leading axes (5,), got": [

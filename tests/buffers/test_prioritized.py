@@ -201,26 +201,6 @@ def test_draws_are_proportional_among_the_rows_whose_successor_is_there():
     assert scipy_stats.chisquare(count, want).pvalue > 0.01
 
 
-def test_cleared_buffer_gives_only_what_came_later():
-    """Tianshou keeps the tree: after `reset` it samples rows that are gone."""
-    buffer, add, update, _ = small_programs()
-    state = buffer.init(numbers())
-    for _ in range(2):
-        state = add(state, numbers())
-    nine = np.full(NUM_LANES, 9, np.float32)
-    state = update(state, NUM_LANES + np.arange(NUM_LANES), nine)
-    assert count_draws(sample(state)[0]).size == 2 * NUM_LANES
-    state = buffer.clear(state)
-    batch, can_sample = sample(state)
-    assert not can_sample
-    assert not np.any(batch.weights)
-    state = add(state, numbers())
-    batch, can_sample = sample(state)
-    assert can_sample
-    assert set(np.asarray(batch.indices)) == set(range(NUM_LANES))
-    assert state.max_priority == 1
-
-
 def test_nothing_of_priority_is_nothing_to_sample():
     batch, can_sample = sample(filled([0.0, 0.0, 0.0]))
     assert not can_sample

@@ -63,13 +63,6 @@ class EpisodeModel(Model):
             self.lanes[lane].extend(waiting)
             waiting.clear()
 
-    def clear(self):
-        super().clear()
-        self.num_too_long = self.num_abandoned = 0
-        for lane in range(self.num_envs):
-            self.waiting[lane].clear()
-            self.too_long[lane] = None
-
 
 KINDS = {
     "uniform": (buffers.ReplayBuffer, Model, {}),

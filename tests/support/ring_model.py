@@ -127,10 +127,6 @@ class Model:
         if self.final_obs is not None and step.done:
             self.final_obs.append(step.number)
 
-    def clear(self):
-        for lane in self.lanes:
-            lane.clear()
-
     # Rows that may be read.
 
     def rows(self):

@@ -119,7 +119,7 @@ def test_episode_that_is_open_is_the_newest_of_its_lane():
 
     @quick_jit
     def look(state):
-        row = neighbours.newest(state)
+        row = (state.head - 1) % state.num_slots * 2 + jnp.arange(2)
         is_open = ~neighbours.is_done(state, row)
         return row, is_open, neighbours.goes_on(state, row)
 
