@@ -6,20 +6,18 @@ part of a stream's state that is theirs, and `compile` compiles before the first
 Makers of equal collectors and options share programs.
 """
 
+import dataclasses
 import functools
 import time
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rollout import multihost, programs
 from rollout.collector import Collector
-from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.episode_window import EpisodeWindow
 from rollout.host import ctrl_c
@@ -52,11 +50,7 @@ class Start(NamedTuple):
 
 
 class JaxMaker:
-    """Makes the batches of a `Collector`, each by one program.
-
-    Attributes:
-        checksum: of the environments' parameters.
-    """
+    """Makes the batches of a `Collector`, each by one program."""
 
     def __init__(self, collector: Collector, options: Options) -> None:
         sharding = sharding_of(collector.env)
@@ -66,10 +60,6 @@ class JaxMaker:
         self._collector, self._options = collector, options
         self._program = _jax_program(options.of_program())
         self._compiled: set[int] = set()  # numbers of rows
-        # As arrays, which Python numbers become once the lanes are sharded.
-        leaves = map(jnp.asarray, jax.tree.leaves(prng.words(collector.env)))
-        leaves = jax.device_get([multihost.gather(x) for x in leaves])
-        self.checksum = zlib.crc32(b"".join(np.asarray(x).tobytes() for x in leaves))
 
     def begin(self, start: Start) -> Wait:
         """Begins a batch, in the `memory` of an earlier one with `recycle`."""
@@ -99,6 +89,8 @@ class JaxMaker:
         size = options.steps_per_batch
         if not options.recycle or (size and num_rows * options.num_envs != size):
             memory = ()  # also where the last batch is shorter
+        # The first batch has none before it, and an interrupted one may have donated
+        # it.
         elif memory is None or any(x.is_deleted() for x in jax.tree.leaves(memory)):
             shapes = self._program.eval_shape(
                 num_rows, collector, carry, params, window, ()
@@ -112,6 +104,7 @@ class JaxMaker:
                 kinds = [str(jax.typeof(x)) for x in jax.tree.leaves(params)]
                 facts = {"options": vars(options) | given, "`params` of": kinds}
                 multihost.compare("stream", facts)
+            # The call that follows finds the program in the cache of jax.
             self._program.lower(
                 num_rows, collector, carry, params, window, memory
             ).compile()
@@ -137,6 +130,7 @@ class JaxMaker:
         """Does nothing."""
 
 
+@dataclasses.dataclass
 class _Job:
     """A batch of host environments, which a thread makes.
 
@@ -147,27 +141,21 @@ class _Job:
         made: what is returned, once it is made.
     """
 
-    def __init__(self, start: Start) -> None:
-        self.start, self.latest = start, start.carry
-        self.parts: list[Transition] = []
-        self.made: tuple[BatchResult, float, int] | None = None
+    start: Start
+    latest: Any
+    parts: list[Transition] = dataclasses.field(default_factory=list)
+    made: tuple[BatchResult, float, int] | None = None
 
 
 class HostMaker:
-    """Makes the batches of a `HostCollector`, in a thread.
-
-    Attributes:
-        checksum: of the environments' spaces.
-    """
+    """Makes the batches of a `HostCollector`, in a thread."""
 
     def __init__(self, collector: Any, options: Options) -> None:
         options.check_host()
-        self._collector, self._options, env = collector, options, collector.env
+        self._collector, self._options = collector, options
         self._complete = _host_program(options.of_program())
         self._calls = ctrl_c.Calls()
         self._job: _Job | None = None
-        spaces = f"{env.num_envs} {env.observation_space} {env.action_space}"
-        self.checksum = zlib.crc32(spaces.encode())
 
     def begin(self, start: Start) -> Wait:
         """Begins a batch."""
@@ -175,7 +163,7 @@ class HostMaker:
         # the same job, which may already run, and after an error the job goes on, with
         # the parameters that it has.
         if self._job is None or self._job.start.carry is not start.carry:
-            self._job = _Job(start)
+            self._job = _Job(start, start.carry)
         future = self._calls.submit(self._run, self._job)
         return functools.partial(ctrl_c.result, future)
 
@@ -185,6 +173,7 @@ class HostMaker:
 
     def save(self, carry: Carry) -> dict[str, Any]:
         """Returns the state of the environments, unless a batch moves them on."""
+        # Empty for an environment whose state is not known: its episode begins anew.
         saved = [b""] * self._options.num_envs
         if self._job is None or self._job.start.carry is not carry:
             saved = self._collector.save(carry)
@@ -213,6 +202,7 @@ class HostMaker:
             at_end = options.at_batch_end
             if at_end == "reset" and job.parts:
                 at_end = "continue"  # the batch has begun with new episodes
+            # Rows from before an error count: the environments have moved on.
             if num_left := start.num_rows - sum(len(x.mask) for x in job.parts):
                 job.latest, rows = collector.collect_steps(
                     job.latest,
@@ -271,6 +261,4 @@ def copied(tree: Any) -> Any:
 
 
 # It takes a list, for the cache of `jit` may take one dataclass for another.
-@jax.jit
-def _copied(leaves: list[chex.Array]) -> list[chex.Array]:
-    return jax.tree.map(jnp.copy, leaves)
+_copied = jax.jit(functools.partial(jax.tree.map, jnp.copy))

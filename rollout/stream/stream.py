@@ -170,7 +170,7 @@ class Stream(Generic[ParamsT]):
         self._params = _own(params), 0
         self._must_stop, self._is_closed = False, False
         self._inside, self._setting = threading.RLock(), threading.Lock()
-        self._bar = Bar(total_steps) if progress else None
+        self._bar = Bar(total_steps, is_on=progress)
 
     def __enter__(self) -> Self:
         """Closes the stream at the end of the `with` block."""
@@ -192,6 +192,8 @@ class Stream(Generic[ParamsT]):
             FloatingPointError: with `check_finite`.
             RuntimeError: if the stream is closed, or another thread is in `next`.
         """
+        # Another thread would read `_at` halfway through this call. The lock is
+        # reentrant: a handler of a signal in this thread may call `next`.
         if not self._inside.acquire(blocking=False):
             raise RuntimeError(
                 "`next` must be called by one thread at a time, got a second one."
@@ -210,11 +212,10 @@ class Stream(Generic[ParamsT]):
             batch, at = self._receive(before, before.pending)
             if self._options.prefetch and not self._must_stop:
                 at = self._begin(at, before.memory)
-            if self._bar is not None:
-                self._bar.show(at.steps, at.stats)
+            self._bar.show(at.steps, at.stats)
             self._at = at
         except BaseException:
-            self._close_bar()
+            self._bar.close()
             raise
         finally:
             self._inside.release()
@@ -268,6 +269,7 @@ class Stream(Generic[ParamsT]):
             ValueError: if structure, a shape or a dtype differs.
         """
         new, what = _own(params), "`params` must keep structure, shapes and dtypes"
+        # Two threads that set at once must not give two parameters one version.
         with self._setting:
             old, version = self._params
             checks.same(what, old, new)
@@ -283,7 +285,7 @@ class Stream(Generic[ParamsT]):
     def close(self) -> None:
         """Ends the stream, after the batch that has begun; there are no more."""
         self._is_closed = True
-        self._close_bar()
+        self._bar.close()
         self._maker.close()
 
     def state(self) -> dict[str, Any]:
@@ -299,8 +301,8 @@ class Stream(Generic[ParamsT]):
         next_params, next_version = at.params or (params, _NEWEST)
         state = {
             "carry": at.carry,
+            # In 64 bits: steps of all lanes pass 2^31 within hours.
             "counts": np.array((at.steps, version, next_version), np.int64),
-            "env": np.uint32(self._maker.checksum),
             "params": params,
             "stats": jax.tree.map(np.asarray, at.stats),
         }
@@ -316,25 +318,16 @@ class Stream(Generic[ParamsT]):
 
         Args:
             state: from a stream with the same collector and the same `prefetch`.
-                Other options, such as `total_steps`, are those of this stream.
+                Other options, such as `total_steps`, and the environments' parameters
+                are those of this stream.
 
         Raises:
-            ValueError: if it is not from a stream of the same kind, with the same
-                environment parameters; if it has more steps than `total_steps`; if the
-                environments have no `load_state`.
+            ValueError: if it is not from a stream of the same kind; if the environments
+                have no `load_state`.
         """
         what = "`state` must be one of a stream of the same kind"
         checks.same(what, self.state(), state)
-        if int(state["env"]) != self._maker.checksum:
-            raise ValueError(
-                "`state` must be of the same environment parameters, got others."
-            )
         steps, version, next_version = (int(x) for x in state["counts"])
-        total = self._options.total_steps
-        if total is not None and steps > total:
-            raise ValueError(
-                f"`state` must have at most `total_steps`={total} steps, got {steps}."
-            )
         next_params = None
         if self._options.prefetch and next_version != _NEWEST:
             next_params = _own(state["next_params"]), next_version
@@ -364,6 +357,7 @@ class Stream(Generic[ParamsT]):
         try:
             result, seconds, version = wait()
             window = jax.tree.map(multihost.gather, result.window)
+            # One transfer for all that Python reads; the trajectory stays where it is.
             small = result.stats, window, result.num_faulty
             faults = result.faults, result.fault_step
             (stats, window, num_faulty), faults = jax.device_get((small, faults))
@@ -412,6 +406,7 @@ class Stream(Generic[ParamsT]):
             return
         options = self._options
         names = [f"`{name}`" for name, at in faults.items() if at == first]
+        # The number counts along `[T, B]`, or `[L, N]` of whole episodes.
         column = first % (options.episodes_per_batch or options.num_envs)
         where = "episode" if options.episodes_per_batch else "an episode in lane"
         raise FloatingPointError(
@@ -419,10 +414,6 @@ class Stream(Generic[ParamsT]):
             f"that is not, first at step {step} of {where} {column}, in a batch made "
             f"with `params_version` {version}."
         )
-
-    def _close_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 def _own(params: Any) -> Any:
