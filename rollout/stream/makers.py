@@ -19,34 +19,26 @@ import numpy as np
 from rollout import multihost, programs
 from rollout.collector import Collector
 from rollout.envs.types import ArrayTree, sharding_of
-from rollout.episode_window import EpisodeWindow
 from rollout.host import ctrl_c
 from rollout.stream.batch import BatchResult, complete, make_batch
 from rollout.stream.options import Options
+from rollout.stream.stream_stats import StreamStats
 from rollout.types import Carry, Transition
 
 # Returns a batch, the seconds it took, and the version of its parameters.
 Wait = Callable[[], tuple[BatchResult, float, int]]
 
 
-class Start(NamedTuple):
-    """The inputs of a batch.
+class Position(NamedTuple):
+    """Where a stream stands, after the last batch that `next` returned."""
 
-    Attributes:
-        num_rows: unless it has whole episodes.
-        carry: after the batch before.
-        params: whatever the policy takes as its parameters.
-        version: of the parameters.
-        window: after the batch before.
-        memory: of an earlier batch, for `recycle`.
-    """
-
-    num_rows: int
     carry: Carry
-    params: Any
-    version: int
-    window: EpisodeWindow
-    memory: ArrayTree | None = None
+    stats: StreamStats
+    steps: int = 0  # also before a `reset_stats`
+    pending: Wait | None = None  # for the next batch, once it has begun
+    # Of the next batch, and their version; None: the newest when it begins.
+    params: Any = None
+    memory: ArrayTree | None = None  # of the last batch, for `recycle`
 
 
 class JaxMaker:
@@ -61,10 +53,10 @@ class JaxMaker:
         self._program = _jax_program(options.of_program())
         self._compiled: set[int] = set()  # numbers of rows
 
-    def begin(self, start: Start) -> Wait:
+    def begin(self, num_rows: int, at: Position) -> Wait:
         """Begins a batch, in the `memory` of an earlier one with `recycle`."""
-        memory, collector = self.compile(start), self._collector
-        num_rows, carry, params, version, window, _ = start
+        memory, collector = self.compile(num_rows, at), self._collector
+        carry, window, (params, version) = at.carry, at.stats.window, at.params
         begun = time.perf_counter()
         with ctrl_c.held_back():  # jax's caches make other errors of an interrupt
             result = self._program(num_rows, collector, carry, params, window, memory)
@@ -78,14 +70,14 @@ class JaxMaker:
 
         return wait
 
-    def compile(self, start: Start) -> ArrayTree:
+    def compile(self, num_rows: int, at: Position) -> ArrayTree:
         """Compiles the program before it is first called, so that it is not timed.
 
         Returns:
-            Memory for the batch: new, if that of `start` is gone or does not fit.
+            Memory for the batch: new, if that of `at` is gone or does not fit.
         """
-        options, collector = self._options, self._collector
-        num_rows, carry, params, _, window, memory = start
+        options, collector, carry = self._options, self._collector, at.carry
+        params, window, memory = at.params[0], at.stats.window, at.memory
         size = options.steps_per_batch
         if not options.recycle or (size and num_rows * options.num_envs != size):
             memory = ()  # also where the last batch is shorter
@@ -135,13 +127,15 @@ class _Job:
     """A batch of host environments, which a thread makes.
 
     Attributes:
+        num_rows: unless it has whole episodes.
         start: what the batch begins with.
         latest: the carry to go on with after an error.
         parts: the rows that were collected before.
         made: what is returned, once it is made.
     """
 
-    start: Start
+    num_rows: int
+    start: Position
     latest: Any
     parts: list[Transition] = dataclasses.field(default_factory=list)
     made: tuple[BatchResult, float, int] | None = None
@@ -157,19 +151,20 @@ class HostMaker:
         self._calls = ctrl_c.Calls()
         self._job: _Job | None = None
 
-    def begin(self, start: Start) -> Wait:
+    def begin(self, num_rows: int, at: Position) -> Wait:
         """Begins a batch."""
         # The environments move on only once: after an interrupt the same carry leads to
         # the same job, which may already run, and after an error the job goes on, with
         # the parameters that it has.
-        if self._job is None or self._job.start.carry is not start.carry:
-            self._job = _Job(start, start.carry)
+        if self._job is None or self._job.start.carry is not at.carry:
+            self._job = _Job(num_rows, at, at.carry)
         future = self._calls.submit(self._run, self._job)
         return functools.partial(ctrl_c.result, future)
 
-    def compile(self, start: Start) -> None:
+    def compile(self, num_rows: int, at: Position) -> None:
         """Compiles the program of the policy, which otherwise the first batch does."""
-        self._collector.compile(start.carry, start.params)
+        del num_rows  # unused
+        self._collector.compile(at.carry, at.params[0])
 
     def save(self, carry: Carry) -> dict[str, Any]:
         """Returns the state of the environments, unless a batch moves them on."""
@@ -193,7 +188,8 @@ class HostMaker:
         """Makes a batch, if it is not made yet."""
         if job.made is not None:
             return job.made
-        begun, start = time.perf_counter(), job.start
+        begun, window = time.perf_counter(), job.start.stats.window
+        params, version = job.start.params
         options, collector = self._options, self._collector
         before, episodes = collector.fault_stats.faulty_episodes, None
         job.latest, rows = collector.recover(job.latest)  # after an error
@@ -203,10 +199,10 @@ class HostMaker:
             if at_end == "reset" and job.parts:
                 at_end = "continue"  # the batch has begun with new episodes
             # Rows from before an error count: the environments have moved on.
-            if num_left := start.num_rows - sum(len(x.mask) for x in job.parts):
+            if num_left := job.num_rows - sum(len(x.mask) for x in job.parts):
                 job.latest, rows = collector.collect_steps(
                     job.latest,
-                    start.params,
+                    params,
                     num_left,
                     max_episode_steps=options.max_episode_steps,
                     at_batch_end=at_end,
@@ -219,15 +215,15 @@ class HostMaker:
             assert options.max_episode_steps is not None  # `Options` has checked it
             job.latest, trajectory, episodes = collector.collect_episodes(
                 job.latest,
-                start.params,
+                params,
                 options.episodes_per_batch,
                 max_episode_steps=options.max_episode_steps,
                 return_rows=True,
             )
         num_faulty = np.int32(collector.fault_stats.faulty_episodes - before)
-        result = self._complete((), start.window, trajectory, episodes, num_faulty)
+        result = self._complete((), window, trajectory, episodes, num_faulty)
         result = jax.block_until_ready(result._replace(carry=job.latest))
-        job.made = result, time.perf_counter() - begun, start.version
+        job.made = result, time.perf_counter() - begun, version
         return job.made
 
 

@@ -3,7 +3,7 @@
 import numbers
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, Self
+from typing import Any, Generic, Self
 
 import chex
 import jax
@@ -17,7 +17,7 @@ from rollout.envs.types import ArrayTree, strong
 from rollout.host.host_collector import HostCollector
 from rollout.stats import CollectStats
 from rollout.stream.batch import NO_FAULT
-from rollout.stream.makers import HostMaker, JaxMaker, Start, Wait, copied
+from rollout.stream.makers import HostMaker, JaxMaker, Position, Wait, copied
 from rollout.stream.options import Options, Placement
 from rollout.stream.progress import Bar
 from rollout.stream.stream_stats import StreamStats
@@ -44,18 +44,6 @@ class StreamBatch(struct.PyTreeNode, kw_only=True):
     steps: int
     params_version: int
     episodes: Episodes | None = None  # [N]
-
-
-class _Position(NamedTuple):
-    """Where a stream stands, after the last batch that `next` returned."""
-
-    carry: Carry
-    stats: StreamStats
-    steps: int = 0  # also before a `reset_stats`
-    pending: Wait | None = None  # for the next batch, once it has begun
-    # Of the next batch, and their version; None: the newest when it begins.
-    params: tuple[Any, int] | None = None
-    memory: ArrayTree | None = None  # of the last batch, for `recycle`
 
 
 class Stream(Generic[ParamsT]):
@@ -166,7 +154,7 @@ class Stream(Generic[ParamsT]):
         make: Any = HostMaker if collector.is_host else JaxMaker
         self._maker: JaxMaker | HostMaker = make(collector, options)
         carry = collector.init(key)
-        self._at = _Position(carry, StreamStats.create(carry))
+        self._at = Position(carry, StreamStats.create(carry))
         self._params = _own(params), 0
         self._must_stop, self._is_closed = False, False
         self._inside, self._setting = threading.RLock(), threading.Lock()
@@ -257,7 +245,8 @@ class Stream(Generic[ParamsT]):
 
     def compile(self) -> None:
         """Compiles the program, which otherwise the first batch does."""
-        self._maker.compile(self._start(self._at, self._params))
+        at = self._at._replace(params=self._params, memory=None)
+        self._maker.compile(self._num_rows(at), at)
 
     def set_params(self, params: ParamsT) -> None:
         """Sets the parameters for the batches that have not begun, from any thread.
@@ -335,23 +324,17 @@ class Stream(Generic[ParamsT]):
         # Not views of `state`, and numbers instead of arrays `[]`.
         stats = jax.tree.map(lambda x: np.array(x)[()], state["stats"])
         self._params = _own(state["params"]), version
-        self._at = _Position(carry, stats, steps, params=next_params)
+        self._at = Position(carry, stats, steps, params=next_params)
 
-    def _begin(self, at: _Position, memory: ArrayTree | None) -> _Position:
+    def _begin(self, at: Position, memory: ArrayTree | None) -> Position:
         """Begins the batch after `at`, if there is one and it has not begun."""
-        if at.pending is not None or self._num_steps(at) <= 0:
+        if at.pending is not None or not self._num_rows(at):
             return at
-        params = at.params or self._params
-        wait = self._maker.begin(self._start(at, params, memory))
-        return at._replace(pending=wait, params=params)
+        at = at._replace(params=at.params or self._params)
+        given = at._replace(memory=memory)
+        return at._replace(pending=self._maker.begin(self._num_rows(at), given))
 
-    def _start(
-        self, at: _Position, params: tuple[Any, int], memory: ArrayTree | None = None
-    ) -> Start:
-        num_rows = self._num_steps(at) // self._options.num_envs
-        return Start(num_rows, at.carry, *params, at.stats.window, memory)
-
-    def _receive(self, at: _Position, wait: Wait) -> tuple[StreamBatch, _Position]:
+    def _receive(self, at: Position, wait: Wait) -> tuple[StreamBatch, Position]:
         """Waits for the batch that has begun; returns it, and the position after it."""
         options = self._options
         try:
@@ -368,7 +351,8 @@ class Stream(Generic[ParamsT]):
             raise
         num_steps = int(stats.num_steps)
         if options.episodes_per_batch is None:
-            num_steps = self._num_steps(at)  # also those of dropped episodes
+            # Also those of dropped episodes.
+            num_steps = self._num_rows(at) * options.num_envs
         batch = StreamBatch(
             trajectory=output,
             stats=result.stats,
@@ -376,7 +360,7 @@ class Stream(Generic[ParamsT]):
             params_version=version,
             episodes=result.episodes,
         )
-        after = _Position(
+        after = Position(
             carry=result.carry,
             stats=at.stats.add(
                 stats,
@@ -390,14 +374,14 @@ class Stream(Generic[ParamsT]):
         )
         return batch, after
 
-    def _num_steps(self, at: _Position) -> int:
-        """Returns the number of steps of the batch after `at`."""
+    def _num_rows(self, at: Position) -> int:
+        """Returns the number of rows of the batch after `at`, 0 after the last one."""
         options = self._options
         # Of whole episodes the number of steps is not known ahead: any will do.
         num_steps = options.steps_per_batch or options.num_envs
         if options.total_steps is not None:
-            num_steps = min(num_steps, options.total_steps - at.steps)
-        return num_steps
+            num_steps = min(num_steps, max(0, options.total_steps - at.steps))
+        return num_steps // options.num_envs
 
     def _raise_fault(self, faults: dict[str, Any], step: Any, version: int) -> None:
         """Raises if a checked field is not finite."""
