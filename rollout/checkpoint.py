@@ -63,10 +63,10 @@ def save(
         background.
 
     Raises:
-        ValueError: if `path` is no folder; if `step` is not an int above those of
-            earlier checkpoints, or None where `every` is not 1; if `every` or `keep` is
-            not an int of at least 1; if the tree has no leaf, or a leaf of another
-            kind, which the message names; inside `jit`.
+        ValueError: if `step` is not an int above those of earlier checkpoints, or None
+            where `every` is not 1; if `every` or `keep` is not an int of at least 1; if
+            the tree has a leaf of another kind, which the message names; inside `jit`.
+        OSError: if `path` is no folder and cannot be made one.
         RuntimeError: if another process or thread of this machine is saving to the
             folder.
     """
@@ -82,14 +82,13 @@ def save(
             f"`step` must be an int if `every` is not 1, got None with every={every}."
         )
     kinds = _describe("tree", tree)
-    if not kinds:
-        raise ValueError(f"`tree` must have a leaf to save, got {tree!r}.")
     with _locked(path):
         found = steps(path)
         lowest = found[-1] + 1 if found else 0
         step = lowest if step is None else step
         # To replace a checkpoint would leave a moment with neither.
         step = checks.int_between("step", step, least=lowest, most=None)
+        # Every process takes part in gathering, though only the first one writes.
         leaves = [multihost.gather(_words(leaf)) for leaf in jax.tree.leaves(tree)]
         arrays = [_bits(np.asarray(leaf)) for leaf in jax.device_get(leaves)]
         multihost_utils.sync_global_devices("all have listed the checkpoints")
@@ -130,9 +129,9 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
-        ValueError: if `path` is no folder; if `step` is no such number; if the
-            checkpoint has other leaves than `like`: the message names the first; if it
-            is damaged: the message names the one before it.
+        ValueError: if `step` is no such number; if the checkpoint has other leaves than
+            `like`: the message names the first; if it is damaged: the message names the
+            one before it.
     """
     if step is not None:
         step = checks.int_between("step", step, least=0, most=None)
@@ -160,16 +159,9 @@ def steps(path: str | Path) -> list[int]:
 
 def _folder(path: str | Path) -> Path:
     """Returns the folder of a path, after `~` is expanded."""
-    is_text = isinstance(path, str | os.PathLike) and "\0" not in str(path)
-    if not is_text or re.match(r"\w+:/", str(path)):  # such as gs://bucket
+    if re.match(r"\w+:/", str(path)):  # such as gs://bucket, not a new folder "gs:"
         raise ValueError(f"`path` must name a folder of this machine, got {path!r}.")
-    folder = Path(path).expanduser()
-    if os.path.lexists(folder) and not folder.is_dir():
-        raise ValueError(
-            f"`path` must be a folder, or new, got {path}, which is a file or a broken "
-            "link."
-        )
-    return folder
+    return Path(path).expanduser()
 
 
 def _file(path: str | Path, step: int | None) -> Path:
@@ -274,11 +266,6 @@ def _describe(name: str, tree: ArrayTree) -> list[str]:
     found = []
     for path, leaf in jax.tree.leaves_with_path(tree):
         where = jax.tree_util.keystr(path) or "the root"
-        if isinstance(leaf, np.ma.MaskedArray):
-            raise ValueError(
-                f"`{name}` must have arrays without a mask, got a masked array at "
-                f"{where}: use its `data` and its `mask`."
-            )
         if isinstance(leaf, bytes):
             found.append(f"{where} bytes")
             continue

@@ -44,8 +44,7 @@ def seconds(name: str, value: Any) -> float | None:
     """Checks a finite number of seconds above 0; None stands for any time."""
     if value is None:
         return None
-    is_real = isinstance(value, _REAL) and not isinstance(value, bool)
-    if not (is_real and 0 < value < float("inf")):
+    if not (_is_real(value) and 0 < value < float("inf")):
         raise ValueError(
             f"`{name}` must be a finite number of seconds above 0, or None for any "
             f"time, got {value!r}."
@@ -64,16 +63,12 @@ def kind_of_env(env: Any, *, is_host: bool) -> None:
             "`Collector`."
         )
     # The placeholders with which jax builds pytrees have no `step`.
-    if not is_host and hasattr(env, "step") and not hasattr(env, "num_envs"):
+    if not is_host and hasattr(env, "step") and not hasattr(env, "reset_done"):
         raise ValueError(
-            "`env` must be many environments side by side, as `rollout.envs.vectorize` "
-            f"makes them, got one {type(env).__name__}."
-        )
-    if not is_host and hasattr(env, "num_envs") and not hasattr(env, "reset_done"):
-        raise ValueError(
-            "`env` must be a `VectorEnv` in JAX, such as `rollout.envs.vectorize` "
-            f"makes, got {type(env).__name__}: environments that step in NumPy go into "
-            "a `HostCollector`, and `rollout.envs.NormalizeHost` normalises them."
+            "`env` must be many environments side by side in JAX, as "
+            f"`rollout.envs.vectorize` makes them of one, got {type(env).__name__}: "
+            "environments that step in NumPy go into a `HostCollector`, and "
+            "`rollout.envs.NormalizeHost` normalises them."
         )
 
 
@@ -141,6 +136,17 @@ def integer(name: str, value: Any) -> int:
     return operator.index(value)
 
 
+def multiple(name: str, value: int, of: int, what: str) -> None:
+    """Checks a multiple of `of`, which `what` describes."""
+    if value % of:
+        below = value // of * of
+        nearest = f"{below} or {below + of}" if below else f"{of}"
+        raise ValueError(
+            f"`{name}` must be a multiple of {what}, got {value}; the nearest are "
+            f"{nearest}."
+        )
+
+
 def boolean(name: str, value: Any) -> None:
     """Checks that an option is a bool."""
     if not isinstance(value, bool | np.bool_):
@@ -149,13 +155,13 @@ def boolean(name: str, value: Any) -> None:
 
 def positive(name: str, value: Any) -> None:
     """Checks a number above 0."""
-    if not isinstance(value, int | float) or value is True or not value > 0:
+    if not (_is_real(value) and value > 0):
         raise ValueError(f"`{name}` must be above 0, got {value!r}.")
 
 
 def fraction(name: str, value: Any, *, lowest: int = 0, highest: float = 1) -> None:
     """Checks a number in bounds, or a scalar array, whose value may not be known."""
-    if isinstance(value, _REAL) and not isinstance(value, bool):
+    if _is_real(value):
         is_wrong = not lowest <= value <= highest
     else:
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", bool)
@@ -176,6 +182,10 @@ def holds(dtype: Any, low: int, high: int) -> None:
             f"`dtype` must hold the integers from {low} to {high}, got {dtype}, which "
             f"holds those from {limits.min} to {limits.max}."
         )
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, _REAL) and not isinstance(value, bool)
 
 
 def _is_integer(value: Any) -> bool:

@@ -12,9 +12,8 @@ from flax import struct
 from rollout import checks, programs
 from rollout.envs.types import VectorEnv, hash_of_types
 from rollout.kernel import episodes, fold, step
-from rollout.kernel.accumulators import checked_parts
 from rollout.kernel.carry import check_fits, roots_of
-from rollout.kernel.recording import mask_out
+from rollout.kernel.recording import checked_parts, mask_out
 from rollout.kernel.values import check_values
 from rollout.policies import outputs
 from rollout.types import (
@@ -49,6 +48,8 @@ def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
         def call(
             self: Any, carry: Carry, params: Any, fn: Any, acc: Any, **options: Any
         ) -> Any:
+            # A function that may hold tracers must not become a key of the cache of
+            # `jit`: it would keep them alive. Then the fold is traced at every call.
             known = programs.static(fn, self, carry, params, acc)
             run = method if known is None else jitted
             return run(self, carry, params, known or fn, acc, **options)
@@ -161,6 +162,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         Raises:
             ValueError: as `step` does.
         """
+        # By the jitted methods, so that what they trace is there for later calls, too.
         carry = jax.eval_shape(Collector.init, self, jax.random.key(0))
         return jax.eval_shape(Collector.step, self, carry, params)[1]
 
@@ -306,10 +308,12 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         num_episodes = checks.int_between("num_episodes", num_episodes)
         max_episode_steps = checks.max_episode_steps(max_episode_steps)
         min_steps = checks.min_steps(min_steps, per_env)
+        # Without rows nothing is accumulated: episodes have their own table.
         fn: Any = lambda acc, transition, index: acc  # noqa: E731
         acc: Any = ()
         if return_rows:
             row = self.row_shape(params)
+            # One column per episode; with `per_env` every lane plays N of them.
             number = num_episodes * (self.env.num_envs if per_env else 1)
             acc, fn = episodes.pad(row, number, max_episode_steps)
         carry, rows, played = episodes.play(

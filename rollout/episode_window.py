@@ -17,7 +17,7 @@ from jax import lax
 from rollout import checks
 from rollout.moments import by_name, is_known, xp_of
 from rollout.stats import plural, present
-from rollout.types import Episodes, Served, Transition, check_data
+from rollout.types import Episodes, Transition, check_data, check_trajectory
 
 _BLOCK = 64  # flags that are counted together
 
@@ -107,26 +107,26 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
 
         Raises:
             ValueError: if `data` is neither, has other axes, is of a `HostCollector`
-                with `num_ready`, or lacks an accumulated value of the window; or if
-                this is the window of several runs.
+                with `num_ready`, or lacks an accumulated value of the window.
         """
-        if jnp.ndim(self.lengths) != 1:
-            raise ValueError(
-                "`add` must be called on one window, got those of several runs, of "
-                f"shape {jnp.shape(self.lengths)}: map it by `jax.vmap`."
-            )
         given = _values(data, list(self.accumulated))
         slot = jnp.arange(len(self.lengths), dtype=jnp.int32)
         if isinstance(data, Episodes):
+            # Episodes that are there are numbered from 1, and the last K of them are
+            # looked up by their numbers.
             number = jnp.cumsum(present(data), dtype=jnp.int32)  # 1 for the first
             num_new = jnp.minimum(number[-1], slot.size)
             at = jnp.searchsorted(number, number[-1] - num_new + 1 + slot)
             return self._append(jax.tree.map(lambda x: x[at], given), num_new)
+        # First list what starts here, then find where each listed episode ends, then
+        # let those in front that have ended count.
         mask, done, length = jnp.asarray(data.mask), jnp.asarray(data.done), given[1]
         listed, num_rows = _list_starts(self.listed, mask & (length == 1)), len(mask)
         # The rows of each listed episode, `[T, K]`, and the one in which it ends.
         first = jnp.arange(1, num_rows + 1, dtype=jnp.int32)[:, None] - length
         lane, start = listed.lane, listed.start
+        # A row belongs to the listed episode of its lane if it counts back to its
+        # start.
         is_own = mask[:, lane] & (first[:, lane] == start[None])
         is_own &= (lane < mask.shape[1])[None]  # else it is lost
         is_end = is_own & done[:, lane]
@@ -135,9 +135,13 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
             lambda old, new: jnp.where(ends, new[end, lane], old), listed.values, given
         )
         is_running = (slot < listed.num) & (values[1] == 0)
+        # It neither ended nor has the last row: it was given up, or rows are missing.
         is_lost = is_running & ~is_own[-1]
+        # Whoever started before the oldest that still runs counts now; those that
+        # started with it wait, or the first to end would be preferred.
         oldest = jnp.min(jnp.where(is_running, start, num_rows))
         num_new = jnp.sum((slot < listed.num) & (start < oldest), dtype=jnp.int32)
+        # The list moves up, and starts are counted from the next trajectory.
         start, lane, rest = jax.tree.map(
             lambda x: jnp.roll(x, -num_new), (start - num_rows, lane, values)
         )
@@ -197,20 +201,10 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
 def _values(data: Any, names: list[str]) -> _Values:
     """Checks what is added to a window; returns the values of its episodes so far."""
     check_data(data)
-    axes, num_axes = ("[N]", 1) if isinstance(data, Episodes) else ("[T, B, ...]", 2)
-    fields = "episode_return", "episode_length", "terminated", "truncated"
-    shapes = [jnp.shape(getattr(data, name)) for name in fields]
-    if len(set(shapes)) > 1 or len(shapes[0]) != num_axes or 0 in shapes[0]:
-        got = ", ".join(f"`{x}` of {y}" for x, y in zip(fields, shapes, strict=True))
-        raise ValueError(
-            f"`data` must be `{axes}`, of one run and not empty, got {got}."
-        )
-    if isinstance(data, Transition) and isinstance(data.info, Served):
-        raise ValueError(
-            "`data` must have a column for each lane, got rows of a `HostCollector` "
-            "with `num_ready`: add `Episodes` of its `collect_episodes`."
-        )
-    own = by_name(data.accumulated, shapes[0])
+    if isinstance(data, Transition):
+        check_trajectory(data)
+    shape = data.terminated.shape
+    own = by_name(data.accumulated, shape)
     if missing := set(names) - set(own):
         raise ValueError(
             f"`data` must have the accumulated value {min(missing)!r} of the window, "
@@ -229,6 +223,7 @@ def _list_starts(listed: _Listed, is_first: jax.Array) -> _Listed:
     flags = jnp.pad(is_first.reshape(-1), (0, -is_first.size % _BLOCK))
     blocks = flags.reshape(-1, _BLOCK)
     count = jnp.cumsum(jnp.sum(blocks, axis=1, dtype=jnp.int32))
+    # The new starts fill the free slots in their order.
     number = slot - listed.num + 1  # of the start, 1 for the first
     block = jnp.minimum(jnp.searchsorted(count, number), len(count) - 1)
     number_in_block = number - jnp.where(block > 0, count[block - 1], 0)

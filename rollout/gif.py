@@ -97,6 +97,7 @@ def _draw_states(
     """Plays an episode of an environment in JAX, and draws its states."""
     lanes, env = expose_lane_states(collector.env)
     check_render(env)
+    # Only states are read, so recording and accumulating more would cost memory.
     exposed = collector.replace(env=lanes, record_fn=None, accumulators=())
     info, returns, episodes = _play_jitted(exposed, key, params, max_episode_steps)
     # The states before each step, and the one after the last.
@@ -165,6 +166,8 @@ class _Filmed:
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         obs = self.env.reset(seeds, mask)
+        # The lane goes on with other episodes until the call ends; only the first is
+        # drawn.
         if mask[0] and not self._is_done:
             self.frames = [self.env.draw(0)]
         return obs

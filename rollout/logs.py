@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from rollout import checks
 from rollout.episode_window import EpisodeWindow
@@ -42,22 +41,14 @@ def log_stats(
         without such an episode do not count in the mean.
 
     Raises:
-        ValueError: if a leaf is not a scalar, if it is not a real number, if two have
-            the same name, or inside of `jit`.
+        ValueError: if a leaf is not a scalar, if it is not a real number, or inside of
+            `jit`.
     """
+    checks.outside_of_jit("log_stats")
     if num_seeds is not None:
         num_seeds = checks.int_between("num_seeds", num_seeds)
     flat: dict[str, float] = {}
     group = f"{prefix.rstrip('/')}/" if prefix else ""
-
-    def put(name: str, value: Any) -> None:
-        if name in flat:
-            raise ValueError(
-                f"`stats` must have different names, got {name} twice, for nested ones "
-                'are joined by "/".'
-            )
-        flat[name] = float(value)
-
     leaves = jax.tree.leaves_with_path(
         _named(stats), is_leaf=lambda x: isinstance(x, _Figure)
     )
@@ -70,40 +61,37 @@ def log_stats(
             continue  # of one seed's episodes
         is_float = value.dtype.kind not in "iub"
         value = value.astype(float)
+        # Only seeds in which there was an episode: NaN of one would hide all others.
         defined = value[np.broadcast_to(is_defined, value.shape)]
         if defined.size:
-            put(group + name, defined.mean())
+            flat[group + name] = float(defined.mean())
         if value.ndim and is_float and defined.size > 1:
             one: Any = {"count": 1, "squared_deviations": 0.0}
+            # Moments of one value each: merged they have the spread between the seeds.
             over_seeds = merge(
                 [Moments(**one, total=x, low=x, high=x) for x in defined]
             )
-            put(f"{group}{name}_ci_low", over_seeds.ci_low)
-            put(f"{group}{name}_ci_high", over_seeds.ci_high)
+            flat[f"{group}{name}_ci_low"] = float(over_seeds.ci_low)
+            flat[f"{group}{name}_ci_high"] = float(over_seeds.ci_high)
     return flat
 
 
 def _check(name: str, value: Any, num_seeds: int | None) -> None:
     """Checks that a leaf is a real number, or one per seed."""
-    if isinstance(value, Tracer):
-        raise ValueError(f"`log_stats` must be called outside of `jit`, got {name}.")
     dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
     is_real = any(jnp.issubdtype(dtype, x) for x in (jnp.integer, jnp.floating, bool))
-    if not (is_real or type(value) is int):  # NumPy has no dtype for a large one
+    is_real |= type(value) is int  # NumPy has no dtype for a large one
+    if not is_real or np.shape(value) not in ((), (num_seeds,)):
         raise ValueError(
-            f"`stats` must have real numbers as leaves, got {checks.describe(value)} "
-            f"at {name}."
-        )
-    if np.shape(value) not in ((), (num_seeds,)):
-        raise ValueError(
-            "`stats` must have scalar leaves, or `num_seeds` the size of their one "
-            f"axis, got shape {np.shape(value)} at {name} and {num_seeds}."
+            "`stats` must have real scalars as leaves, or one for each of `num_seeds`, "
+            f"got {checks.describe(value)} at {name} and {num_seeds}."
         )
 
 
 def _named(stats: Any) -> Any:
     """Converts statistics to plain dicts of numbers and `_Figure`s."""
     if isinstance(stats, CollectStats):
+        # Counts are 0 and not undefined where no episode ended.
         named = {x: y for x, y in vars(stats).items() if x.startswith("num_")}
         for of, its in (("return", stats.returns), ("length", stats.lengths)):
             named |= {f"{of}_{name}": x for name, x in _moments(its).items()}

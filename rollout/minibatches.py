@@ -52,6 +52,7 @@ def permutation(key: chex.PRNGKey, n: int) -> jax.Array:
     """
     checks.typed_key(key)
     n = checks.int_between("n", n)
+    # The most even factors: with a small one many rounds would be needed.
     a = next(a for a in range(math.isqrt(n), 0, -1) if n % a == 0)
     b, rounds = n // a, math.inf if a == 1 else 2 * math.ceil(math.log(n / _KEPT, a))
     if rounds > _MOST_ROUNDS:
@@ -118,6 +119,8 @@ def scan_minibatches(
             f"`num_minibatches` must divide the {num_items} items, got "
             f"{num_minibatches}."
         )
+    # See `Collector.fold_steps`: a function that holds tracers must not stay in a
+    # cache.
     known = programs.static(update_fn, init, key, tree)
     scan: Any = _scan if known is None else _scan_jitted
     fn = known or update_fn

@@ -101,6 +101,7 @@ def moments(value: jax.Array, flag: jax.Array) -> Moments:
         count=count,
         total=total,
         squared_deviations=jnp.sum(deviation**2),
+        # Infinite where there is no value, so that merging takes those of the others.
         low=jnp.min(jnp.where(flag, value, jnp.inf), initial=jnp.inf),
         high=jnp.max(jnp.where(flag, value, -jnp.inf), initial=-jnp.inf),
     )
@@ -132,6 +133,7 @@ def merge(parts: Sequence[Any]) -> Any:
     """
 
     def combine(*parts: Any) -> Any:
+        # Counts, as Python ints: those of a long run pass 2^31.
         if not isinstance(parts[0], Moments):
             return sum(np.asarray(x).item() for x in parts)
         sums = [(x.count, x.total, x.squared_deviations) for x in parts]
@@ -154,6 +156,7 @@ def merge(parts: Sequence[Any]) -> Any:
 
 def xp_of(tree: Any) -> Any:
     """Returns `jnp` where something is traced, else NumPy."""
+    # NumPy outside of `jit`: `jnp` would compile a program for each operation.
     return jnp if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)) else np
 
 

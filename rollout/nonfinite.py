@@ -28,6 +28,7 @@ def nonfinite(trajectory: Transition) -> dict[str, jax.Array]:
     fields = {name: getattr(trajectory, name) for name in _FIELDS}
     found = {}
     for path, leaf in jax.tree.leaves_with_path(fields):
+        # Integers and keys are always finite.
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         name = jax.tree_util.keystr(path, simple=True, separator=".")

@@ -123,8 +123,6 @@ def probe(
             _probe_host(found, env, num_steps, jax.random.key(seed))
         return tuple(Finding(*item) for item in found.items())
     if collects:
-        if key is None:
-            raise ValueError("`key` must be one typed key with a collector, got None.")
         checks.typed_key(key)
         with _reporting(found):
             _play(found, env, params, key, num_steps)
@@ -216,9 +214,11 @@ def _find_own_randomness(fn: Any, *args: Any) -> str:
             jax.eval_shape(lambda *x: fn(*x), *args)
     except jax.errors.KeyReuseError:
         return "uses a key twice: split it into one for each use"
+    # Traced twice: what NumPy or Python draw while tracing is a constant, and differs.
     one, other = (jax.make_jaxpr(lambda *x: fn(*x))(*args) for _ in range(2))
     if "random_seed[" in str(one) or any(map(prng.has_keys, one.consts)):
         return "draws from a key of its own: derive all keys from its argument"
+    # Without addresses, which the text of functions has.
     programs = {re.sub("0x[0-9a-f]+", "", str(x)) for x in (one, other)}
     is_same = all(map(np.array_equal, one.consts, other.consts))
     if len(programs) > 1 or not is_same:
@@ -230,10 +230,11 @@ def _play(
     found: dict[str, str],
     collector: Any,
     params: Any,
-    key: chex.PRNGKey,
+    key: Any,
     num_steps: int,
 ) -> None:
     """Collects steps, and looks at what they recorded."""
+    # In chunks, so that long probes of large observations fit in memory.
     env, size = collector.env, min(num_steps, _CHUNK)
     carry, counts = collector.init(key), np.zeros(3, int)
     spaces = as_space(env.observation_space), as_space(env.action_space)
@@ -249,6 +250,7 @@ def _play(
     if not num_ended:
         what = f"no episode ended in {num_steps} steps: take more `num_steps`"
         found["ending"] = what
+    # A few may coincide; if all do, the environment sets both flags at its limit.
     elif num_both == num_truncated >= 3:
         found["ending"] = (
             f"each of the {num_both} truncations is a termination, too, so no time "

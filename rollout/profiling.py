@@ -105,6 +105,7 @@ def profile(
     timed = _policy, _env_step, _auto_reset, _recording  # in the order of `Profile`
     programs: list[Callable[[_Given], Any]] = [jax.jit(part) for part in timed]
     programs.append(lambda _: collector.collect_steps(carry, params, num_steps))
+    # In turn, so that a slow moment of the machine hits all parts alike.
     times = [[_time(x, given) for x in programs] for _ in range(num_repeats)]
     *parts, whole = map(statistics.median, zip(*times, strict=True))
     return Profile(*parts, whole=whole, unexplained=whole - sum(parts))
@@ -124,6 +125,7 @@ class _TimedEnv:
     def _call(self, name: str, method: Any, *args: Any, **options: Any) -> Any:
         start = time.perf_counter()
         result = method(*args, **options)
+        # All that is not in the environments: the policy, and moving arrays to it.
         self.seconds["policy"] += start - self.last
         self.last = time.perf_counter()
         part = "auto_reset" if name in ("reset", "rebuild") else "env_step"
@@ -180,6 +182,7 @@ def _env_step(given: _Given) -> Any:
 
     def step(state: Any, action: ArrayTree) -> Any:
         carry, _ = state
+        # Steps have keys by their number in the episode, which must go on here, too.
         length = carry.episode.episode_length + 1
         result = step_env(collector, carry, action)
         carry = carry.replace(

@@ -118,6 +118,7 @@ def _value(leaf: Any) -> Any:
             or multihost.is_elsewhere(leaf)
         ):
             raise _NoHashError
+        # A digest is hashed and compared faster than the bits.
         digest = hashlib.sha256(np.asarray(leaf).tobytes()).digest()
         where = [getattr(leaf, name, None) for name in ("weak_type", "sharding")]
         return type(leaf), leaf.shape, leaf.dtype, digest, *where

@@ -16,7 +16,7 @@ from flax import struct
 
 from rollout import checks
 from rollout.collector import Collector
-from rollout.envs.spaces import Discrete, as_space
+from rollout.envs.spaces import Discrete
 from rollout.envs.types import Env
 from rollout.envs.wrappers import ForceLength, NoRepeat
 from rollout.policies.items import choose_items as choose_items
@@ -107,23 +107,13 @@ def recommendation_settings(env: Env, force_length: int = 10) -> dict[str, Env]:
         users leave; "NX_X" (with the number): no repeats, exactly X recommendations.
 
     Raises:
-        ValueError: if `force_length` is not an int of at least 1, if the actions are
-            not discrete, or if there are fewer items than `force_length`.
+        ValueError: if `force_length` is not an int of at least 1, or if the actions are
+            not discrete.
 
     Source:
         "EasyRL4Rec", arXiv:2402.15164, section 3.4.
     """
     force_length = checks.int_between("force_length", force_length)
-    space = as_space(env.action_space, "env.action_space")
-    if not isinstance(space, Discrete):
-        what = "`env` must have items as actions, a `Discrete` space"
-        raise ValueError(f"{what}, got {type(space).__name__}.")
-    num_items = space.n - bool(getattr(env, "random_first", False))
-    if num_items < force_length:
-        raise ValueError(
-            "`force_length` must be at most the number of items that can be shown "
-            f"without a repeat, {num_items}, got {force_length}."
-        )
     without = NoRepeat(env)
     return {
         "FB": env,
@@ -167,6 +157,7 @@ def evaluate_settings(
     checks.kind("`settings` must be a dict", settings, Mapping)
     checks.kind("`catalogue` must be a `Catalogue`", catalogue, Catalogue)
     for name, collector in settings.items():
+        # jax reads beyond the end of a table without an error, so lengths are checked.
         _check(name, collector, catalogue)
     catalogue = jax.tree.map(
         jnp.asarray, catalogue, is_leaf=lambda x: isinstance(x, list)
@@ -265,10 +256,10 @@ def _add(shown: _Shown, row: Transition, directions: jax.Array) -> _Shown:
 
 def _check(name: str, collector: Collector, catalogue: Catalogue) -> None:
     """Checks that actions are items, and that the tables cover these items."""
-    checks.kind_of_env(collector.env, is_host=False)
+    checks.collects_in_jax(collector)
     space = collector.env.action_space
+    what = f"`settings[{name!r}]` must have items as actions, a `Discrete` space"
     if not isinstance(space, Discrete):
-        what = f"`settings[{name!r}]` must have items as actions, a `Discrete` space"
         raise ValueError(f"{what}, got {type(space).__name__}.")
     for field, table in vars(catalogue).items():
         if table is not None and np.shape(table)[:1] != (space.n,):

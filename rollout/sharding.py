@@ -88,14 +88,9 @@ def shard(
     if mesh.is_multi_process and not _is_absent(mesh):
         # Before the checks that may raise in one process alone.
         multihost.compare("collector", _facts(collector, mesh, axis))
-    num_envs, num_devices = collector.env.num_envs, mesh.shape[axis]
-    if num_envs % num_devices:
-        below = num_envs // num_devices * num_devices
-        nearest = f"{below} or {below + num_devices}" if below else str(num_devices)
-        raise ValueError(
-            f"`num_envs` must be a multiple of the {num_devices} devices of the axis "
-            f"{axis!r}, got {num_envs}; the nearest are {nearest}."
-        )
+    num_devices = mesh.shape[axis]
+    what = f"the {num_devices} devices of the axis {axis!r}"
+    checks.multiple("num_envs", collector.env.num_envs, num_devices, what)
     return collector.replace(env=_shard(collector.env, LaneSharding(mesh, axis)))
 
 
@@ -183,6 +178,7 @@ class _ShardedEnv(BaseWrapper, kw_only=True):
         num_local = self.num_envs // self.sharding.num_devices
 
         def local(env: Any, *args: ArrayTree) -> ArrayTree:
+            # Lanes keep their global numbers, from which their keys and ids derive.
             first_lane = lax.axis_index(self.sharding.axis) * num_local
             return fn(env_keys.barrier(env.local(num_local, first_lane)), *args)
 
@@ -227,6 +223,7 @@ def _device_put(tree: ArrayTree, where: NamedSharding) -> ArrayTree:
 
 def _facts(collector: Collector, mesh: Mesh, axis: str) -> dict[str, object]:
     """Lists facts that identify a collector and must agree between processes."""
+    # Bits and not values: NaN parameters are equal to themselves here.
     leaves = jax.tree.leaves(env_keys.words(collector.env))
     bits = [np.asarray(x).tobytes() for x in leaves if not multihost.is_elsewhere(x)]
     return {

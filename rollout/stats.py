@@ -1,6 +1,6 @@
 """Computes statistics of the episodes in a trajectory, or of exactly N episodes."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,23 +61,6 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
         return text
 
 
-class EndedEpisodes(NamedTuple):
-    """The episodes that ended in `T` steps of `B` lanes, one entry per lane and step.
-
-    Attributes:
-        episode_return: `[T * B]` float32, undiscounted return; where `mask` is False,
-            the return so far of the unfinished episode.
-        episode_length: `[T * B]` int32, length in steps; where `mask` is False, so far.
-        lane: `[T * B]` int32, the lane.
-        mask: `[T * B]` bool, True where an episode ended.
-    """
-
-    episode_return: jax.Array
-    episode_length: jax.Array
-    lane: jax.Array
-    mask: jax.Array
-
-
 def summarize(data: Transition | Episodes) -> CollectStats:
     """Summarizes the episodes that ended in `data`, inside or outside of `jit`.
 
@@ -98,6 +81,8 @@ def summarize(data: Transition | Episodes) -> CollectStats:
     check_data(data)
     if isinstance(data, Episodes):
         ended, terminated, num_steps = present(data), data.terminated, data.num_steps
+        # Episodes have no rows in which a NaN could be found, but it ends up in their
+        # return.
         is_cut, is_bad = ~data.finished, ~jnp.isfinite(data.episode_return)
         num_unfinished, num_nonfinite = _count(is_cut & ended), _count(is_bad & ended)
     else:
@@ -119,31 +104,38 @@ def summarize(data: Transition | Episodes) -> CollectStats:
 
 def present(episodes: Episodes) -> jax.Array:
     """Returns which of the episodes there are, `[N]` bool."""
+    # () stands for True: without `min_steps` all of them count.
     is_any = isinstance(episodes.mask, tuple)
     return jnp.ones(episodes.terminated.shape, bool) if is_any else episodes.mask
 
 
-def ended_episodes(trajectory: Transition) -> EndedEpisodes:
+def ended_episodes(trajectory: Transition) -> Episodes:
     """Lists the episodes that ended in a trajectory, inside or outside of `jit`.
 
     Args:
         trajectory: `[T, B, ...]`; masked-out rows do not count.
 
     Returns:
-        One entry per lane and step, ordered by time, then by lane; `mask` is True where
-        an episode ended. Outside of `jit`, `ended.episode_return[ended.mask]` is the
-        list of returns.
+        One entry per lane and step, `[T * B]`, ordered by time, then by lane; `mask` is
+        True where an episode ended, and elsewhere its return and length are those so
+        far. Outside of `jit`, `ended.episode_return[ended.mask]` is the list of
+        returns. `accumulated` is `()`.
 
     Raises:
         ValueError: if `trajectory` is no trajectory.
     """
     check_trajectory(trajectory)
-    num_steps, num_envs = trajectory.mask.shape
-    return EndedEpisodes(
+    lane = jnp.arange(trajectory.mask.shape[1], dtype=jnp.int32)[None]
+    ended = (trajectory.done & trajectory.mask).reshape(-1)
+    return Episodes(
         episode_return=trajectory.episode_return.reshape(-1),
         episode_length=trajectory.episode_length.reshape(-1),
-        lane=jnp.tile(jnp.arange(num_envs, dtype=jnp.int32), num_steps),
-        mask=(trajectory.done & trajectory.mask).reshape(-1),
+        terminated=trajectory.terminated.reshape(-1) & ended,
+        truncated=trajectory.truncated.reshape(-1) & ended,
+        finished=ended,
+        lane=jnp.broadcast_to(lane, trajectory.mask.shape).reshape(-1),
+        num_steps=_count(trajectory.mask),
+        mask=ended,
     )
 
 

@@ -8,7 +8,6 @@ unless the task terminated there. All are jitted, so that a notebook may call th
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -56,18 +55,14 @@ def next_values(
             "policy has a critic, as `stateless_policy(..., value_fn=...)`. Without "
             "one, compute V(next_obs) from `next_obs`."
         )
-    if isinstance(trajectory.final_value, Mapping):
-        raise ValueError(
-            "`trajectory` must be the rows of one group where the critic returns one "
-            "value per agent, got those of whole steps: call "
-            "`rollout.agents.agent_transitions` first."
-        )
-    shape = trajectory.mask.shape
+    shape, final_value = trajectory.mask.shape, trajectory.final_value
     checks.shaped("`value` must be", value, shape)
-    final_value = trajectory.final_value
-    checks.shaped("`trajectory.final_value` must be", final_value, shape)
+    # A critic of several agents returns a dict by group, for rows of whole steps.
+    what = "`trajectory.final_value`, of `agent_transitions` if by group, must be"
+    checks.shaped(what, final_value, shape)
     checks.shaped("`last_value` must be", last_value, shape[1:])
     value = jnp.asarray(value)
+    # `final_value` is 0 at terminations: there is nothing to bootstrap from.
     rows = trajectory.done, trajectory.mask, value, final_value
     return _next_values(rows, jnp.asarray(last_value, value.dtype))
 
@@ -195,8 +190,8 @@ def discounted_returns(
     """
     if next_value is None:
         next_value = jnp.zeros(jnp.shape(reward))
-    options: Any = {"gamma": gamma, "lam": 1.0, "mask": mask}
-    return lambda_returns(reward, next_value, terminated, truncated, **options)
+    flags = terminated, truncated
+    return lambda_returns(reward, next_value, *flags, gamma=gamma, lam=1.0, mask=mask)
 
 
 def vtrace(
@@ -253,6 +248,7 @@ def vtrace(
     checks.fraction("clip", clip, highest=math.inf)
     others = {"value": value, "next_value": next_value, "log_ratio": log_ratio}
     rows = _rows(reward, terminated, truncated, mask, **others)
+    # The weights correct for who acted; the policy is not to learn through them.
     ratio = jnp.exp(jax.lax.stop_gradient(jnp.asarray(log_ratio)))
     return _vtrace(rows, jnp.asarray(value), next_value, ratio, gamma, lam, clip)
 
@@ -261,18 +257,11 @@ def _rows(
     reward: Any, terminated: Any, truncated: Any, mask: Any, **others: Any
 ) -> _Rows:
     """Checks that all have one shape; returns reward, terminated, done and mask."""
-    if isinstance(reward, Transition):
-        raise ValueError(
-            "`reward` must be an array, got a trajectory `t`: pass `t.reward`, "
-            "`t.terminated`, `t.truncated` and, where rows are masked out, `t.mask`."
-        )
     shape = jnp.shape(reward)
     named = {"reward": reward, "terminated": terminated, "truncated": truncated}
     named |= others if mask is None else {**others, "mask": mask}
     for name, x in named.items():
         checks.shaped(f"`{name}` must be", x, shape)
-    if not shape:
-        raise ValueError("`reward` must be `[T, ...]`, got a scalar.")
     reward, terminated, truncated = map(jnp.asarray, (reward, terminated, truncated))
     if not jnp.issubdtype(reward.dtype, jnp.floating):  # discounts have its dtype
         reward = reward.astype(float)

@@ -46,6 +46,7 @@ def split_trajectories(trajectory: Transition) -> Pieces:
     check_trajectory(trajectory)
     lane, step = np.nonzero(np.asarray(trajectory.mask).T)  # lane by lane
     ids = np.asarray(trajectory.episode_id)[step, lane]
+    # Entries stand lane by lane here, so a piece ends where lane or id change.
     is_new = np.ones(ids.shape, bool)
     is_new[1:] = (lane[1:] != lane[:-1]) | (ids[1:] != ids[:-1])
     piece = np.cumsum(is_new) - 1

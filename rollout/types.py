@@ -291,29 +291,11 @@ class Policy(NamedTuple, Generic[ParamsT, ObsT, ActionT]):
 class Parts(Protocol):
     """The parts of a collector that the kernel reads; `Collector` documents them."""
 
-    @property
-    def env(self) -> VectorEnv:
-        """`B` environments side by side."""
-        ...
-
-    @property
-    def policy(self) -> Policy:
-        """The policy that acts in them."""
-        ...
-
-    @property
-    def record_fn(self) -> RecordFn | None:
-        """Maps a transition to its recorded fields; None for all of them."""
-        ...
-
-    @property
-    def accumulators(self) -> Accumulators:
-        """Values that are accumulated per episode."""
-        ...
-
-    def init(self, key: Key) -> Carry:
-        """Makes the first carry, with which others are compared."""
-        ...
+    env: VectorEnv
+    policy: Policy
+    record_fn: RecordFn | None
+    accumulators: Any  # `Accumulators`
+    init: Callable[..., Carry]
 
 
 def check_policy(value: Any) -> None:

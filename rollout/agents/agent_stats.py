@@ -46,6 +46,7 @@ class Results(struct.PyTreeNode, kw_only=True):
         xp, z = xp_of(self), 1.959964
         n = xp.maximum(self.wins + self.draws + self.losses, 1) * 1.0
         share = getattr(self, name) / n
+        # Wilson's interval is not centred on the share: it is pulled towards one half.
         middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
         margin = z * xp.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
         margin /= 1 + z**2 / n
@@ -163,6 +164,8 @@ def _evaluate(
     num_episodes: int,
     max_episode_steps: int,
 ) -> AgentStats:
+    # Inside of `jit`: its functions are new ones at every call, and would compile
+    # again.
     collector = keep_agents(collector, params)
     carry = collector.init(key)
     _, episodes = collector.collect_episodes(
@@ -182,12 +185,11 @@ def keep_agents(collector: Collector, params: Any) -> Collector:
     shapes = collector.replace(record_fn=None).row_shape(params)
 
     def init(num_envs: int) -> Any:
+        # Its values do not matter: `kept` has its structure, shapes and dtypes.
         row = prng.blank(shapes)
         info = agents_of(row)
         kept = info, info.unassigned_reward, _policies_of(row)
-        return jax.tree.map(
-            lambda x: jnp.zeros((num_envs, *x.shape[1:]), x.dtype), kept
-        )
+        return prng.blank(kept, (num_envs,), skip=1)
 
     def update(kept: Any, transition: Transition) -> Any:
         info = agents_of(transition)
@@ -241,6 +243,7 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
             name: took_part & policy_index.select(name, policy_id)
             for name, *_ in policy_index.indices
         }
+    # `[A]`, compared with one name at a time: the columns of that agent.
     names = np.array(info.layout.agents)
     agents = {
         name: took_part & jnp.broadcast_to(names == name, took_part.shape)

@@ -81,17 +81,11 @@ def number(
     policies: Mapping[str, Policy | Population],
 ) -> tuple[tuple[str, int, int], ...]:
     """Checks policies by name, and numbers them, as `PolicyIndex.indices`."""
-    is_map = isinstance(policies, Mapping) and policies  # not empty
-    if not is_map or not all(
-        isinstance(name, str) and isinstance(policy, Policy | Population)
-        for name, policy in policies.items()
-    ):
-        raise ValueError(
-            "`policies` must be a dict with at least one policy or population by name, "
-            f"got {policies!r}."
-        )
+    checks.kind("`policies` must be a dict by name", policies, Mapping)
     indices, first = [], 0
     for name, policy in policies.items():
+        what = f"`policies[{name!r}]` must be a policy or a population"
+        checks.kind(what, policy, Policy | Population)
         last = first + (policy.size if isinstance(policy, Population) else 1)
         indices.append((name, first, last))
         first = last
@@ -122,6 +116,7 @@ class Subgroup(NamedTuple):
     """The agents, `columns` of one group, that one policy controls.
 
     Attributes:
+        number: among all subgroups of the map.
         name: of the policy.
         policy: the policy, that of the members if it is a population.
         first: its index, or that of its first member.
@@ -130,6 +125,7 @@ class Subgroup(NamedTuple):
         columns: positions of the agents in the group.
     """
 
+    number: int
     name: str
     policy: Policy
     first: int
@@ -176,8 +172,8 @@ def make_subgroups(
                 policy, size = policies[name], None
                 if isinstance(policy, Population):
                     policy, size = policy
-                made = Subgroup(name, policy, first, size, group, columns)
-                subgroups.append(made)
+                whose = name, policy, first, size
+                subgroups.append(Subgroup(len(subgroups), *whose, group, columns))
     return tuple(subgroups)
 
 
@@ -220,6 +216,7 @@ def value(
         check_values(values, obs)
         return values
 
+    # A critic draws nothing, but `_call` calls it as it calls a policy.
     no_key = jax.random.key(0)
     values = _call(subgroup, apply, policy_id, params, obs, state, no_key)
     return unmerge(values, num_envs)
@@ -236,6 +233,7 @@ def _call(
 ) -> Any:
     """Calls a function of a policy for its agents, `[B, n, ...]` as `[B * n, ...]`."""
     name, size = subgroup.name, subgroup.size
+    # The policy sees agents as lanes of their own, `[B * n, ...]`.
     seen, state = merge((_take(obs[subgroup.group.name], subgroup.columns), state))
     try:
         if size is None:
@@ -280,6 +278,7 @@ def fill_extras(subgroups: list[Subgroup], steps: list[PolicyStep]) -> list[Any]
         checks.kind(what, extras, dict)
         every.append(extras)
         for name, x in extras.items():
+            # Of one agent, for policies may control different numbers of them.
             one = jax.eval_shape(lambda x: jax.tree.map(lambda y: y[0, 0], x), x)
             what = f"Policies of one group must return the same kind of `{name}`"
             checks.same(what, kinds.setdefault(name, one), one)
@@ -294,6 +293,7 @@ def fill_extras(subgroups: list[Subgroup], steps: list[PolicyStep]) -> list[Any]
 def _take(tree: ArrayTree, columns: tuple[int, ...]) -> ArrayTree:
     """Takes columns of `[B, n, ...]`."""
     first, num = columns[0], len(columns)
+    # A slice, which XLA fuses with its reader; a gather would be a copy.
     if columns == tuple(range(first, first + num)):
         return jax.tree.map(lambda x: x[:, first : first + num], tree)
     return jax.tree.map(lambda x: x[:, np.asarray(columns)], tree)

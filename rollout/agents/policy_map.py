@@ -62,9 +62,9 @@ def policy_map(
             fixed mapping; if `env` is not of several agents; if the mapping lacks an
             agent, or names one or a policy that does not exist; if `groups` names such
             a group or policy, leaves a group without a policy, or is given with a fixed
-            mapping. While tracing: if it acts in an environment of other agents, if
-            `params` lacks an entry, or if a policy returns actions that are not of the
+            mapping. While tracing, if a policy returns actions that are not of the
             group's action space, or extras that are not () or a dict.
+        KeyError: while tracing, if `params` lacks an entry.
     """
     index = PolicyIndex(mapping.number(policies), None)
     what = "`mapping_fn` must be a function or made by `fixed_mapping`"
@@ -74,6 +74,7 @@ def policy_map(
     if isinstance(mapping_fn, FixedMapping):
         by_agent = mapping.policies_by_agent(policies, mapping_fn, layout.agents)
     else:
+        # Called once with a key of no episode, only for the shape of what it returns.
         shape = jax.eval_shape(lambda: mapping_fn(jax.random.key(0), layout.agents))
         num = len(layout.agents)
         is_int = jnp.issubdtype(getattr(shape, "dtype", bool), jnp.integer)
@@ -133,18 +134,9 @@ class _Map(NamedTuple):
     subgroups: tuple[Subgroup, ...]
     by_agent: dict[str, str] | None  # under a fixed mapping
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the policies."""
-        return [name for name, *_ in self.index.indices]
-
-    def by_group(self) -> dict[str, list[tuple[int, Subgroup]]]:
-        """The subgroups of every group, each with its number among all."""
-        numbered = list(enumerate(self.subgroups))
-        return {
-            group.name: [(n, x) for n, x in numbered if x.group == group]
-            for group in self.layout.groups
-        }
+    def of(self, group: str) -> list[Subgroup]:
+        """The subgroups of a group."""
+        return [x for x in self.subgroups if x.group.name == group]
 
 
 class _MapState(struct.PyTreeNode, kw_only=True):
@@ -167,15 +159,9 @@ def _as_policy(this: _Map) -> Policy:
 
 
 def _init(this: _Map, num_envs: int) -> _MapState:
-    inner = {name: {} for name in this.names}
+    inner = {name: {} for name, *_ in this.index.indices}
     for subgroup in this.subgroups:
         state = subgroup.policy.init(num_envs * len(subgroup.columns))
-        nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, EpisodeKey))
-        if any(isinstance(x, EpisodeKey) for x in nodes):
-            raise ValueError(
-                f"The policy {subgroup.name!r} must have no `EpisodeKey` in its state, "
-                "which belongs to a lane and not to an agent."
-            )
         state = mapping.unmerge(state, num_envs)
         inner[subgroup.name][subgroup.group.name] = state
     return _MapState(key=EpisodeKey() if this.by_agent is None else (), inner=inner)
@@ -184,18 +170,21 @@ def _init(this: _Map, num_envs: int) -> _MapState:
 def _apply(
     this: _Map, use_mode: bool, params: Params, obs: Obs, state: _MapState, key: Key
 ) -> PolicyStep:
-    _check_inputs(this, params, obs)
+    what = "`policy_map` must act in an environment of several agents"
+    checks.kind(what, obs, Mapping)
     acting = obs[ACTING]
     policy_id = _policy_ids(this, state, acting.shape)
     is_fixed = this.by_agent is not None
     join = functools.partial(mapping.join, policy_id=policy_id, is_fixed=is_fixed)
     inner = {name: dict(groups) for name, groups in state.inner.items()}
     action, extras = {}, {}
-    for group, numbered in this.by_group().items():
-        steps = []
-        for number, subgroup in numbered:
+    for group in (x.name for x in this.layout.groups):
+        its, steps = this.of(group), []
+        for subgroup in its:
             own = inner[subgroup.name][group]
-            own_key = key if len(this.subgroups) == 1 else prng.fold_in(key, number)
+            own_key = key  # a single policy draws what it would draw without a map
+            if len(this.subgroups) > 1:
+                own_key = prng.fold_in(key, subgroup.number)
             step = mapping.decide(
                 subgroup, use_mode, policy_id, params, obs, own, own_key
             )
@@ -203,7 +192,6 @@ def _apply(
             moves = subgroup.of(acting & subgroup.controls(policy_id))
             inner[subgroup.name][group] = prng.select(moves, step.state, own)
             steps.append(step)
-        its = [subgroup for _, subgroup in numbered]
         action[group] = join(its, [step.action for step in steps])
         extras[group] = join(its, mapping.fill_extras(its, steps))
     every = {"policy_id": policy_id, "agents": extras, "policy_index": this.index}
@@ -225,6 +213,7 @@ def _policy_ids(this: _Map, state: _MapState, shape: tuple[int, ...]) -> jax.Arr
     for subgroup in this.subgroups:
         is_member = np.isin(np.arange(len(agents)), subgroup.group.members)
         is_mapped |= subgroup.controls(drawn) & is_member[None]
+    # -1 is no policy's index: nothing acts for the agent, and its action is zero.
     return jnp.where(is_mapped, drawn, -1)
 
 
@@ -232,11 +221,10 @@ def _value(
     this: _Map, params: Params, obs: Obs, state: _MapState
 ) -> dict[str, jax.Array]:
     """Values the observations of the groups with a critic, `[K, A_g]` by group."""
-    _check_inputs(this, params, obs)
     policy_id = _policy_ids(this, state, obs[ACTING].shape)
     values, is_fixed = {}, this.by_agent is not None
-    for group, numbered in this.by_group().items():
-        its = [subgroup for _, subgroup in numbered]
+    for group in (x.name for x in this.layout.groups):
+        its = this.of(group)
         if any(x.policy.value for x in its):
             found = [
                 mapping.value(x, policy_id, params, obs, state.inner[x.name][group])
@@ -244,22 +232,3 @@ def _value(
             ]
             values[group] = mapping.join(its, found, policy_id, is_fixed=is_fixed)
     return values
-
-
-def _check_inputs(this: _Map, params: Params, obs: Obs) -> None:
-    is_dict = isinstance(params, Mapping)
-    if not is_dict or not set(this.names) <= set(params):
-        got = ", ".join(params) if is_dict else checks.describe(params)
-        raise ValueError(
-            f"`params` must have an entry for each policy, {', '.join(this.names)}, "
-            f"got {got or 'none'}."
-        )
-    layout = this.layout
-    names, num_agents = {ACTING, *(x.name for x in layout.groups)}, len(layout.agents)
-    fits = isinstance(obs, Mapping) and names <= set(obs)
-    if not fits or obs[ACTING].shape[-1] != num_agents:
-        got = ", ".join(obs) if isinstance(obs, Mapping) else checks.describe(obs)
-        raise ValueError(
-            f"`policy_map` must act in lanes of an environment with the {num_agents} "
-            f"agents of its `env`, got observations of {got}."
-        )

@@ -165,7 +165,7 @@ def last_values(
         By group `[B * A_g]` float.
 
     Raises:
-        ValueError: if an action is pending that the policy recorded no `value` for.
+        KeyError: if an action is pending that the policy recorded no `value` for.
     """
     if not isinstance(pending, Pending):
         return {name: value.reshape(-1) for name, value in values.items()}
@@ -173,15 +173,9 @@ def last_values(
     for group in pending.layout.groups:
         if group.name not in values:
             continue
-        extras = pending.source[group.name][2]
-        if "value" not in extras:
-            raise ValueError(
-                "`pending` must have the `value` of each pending action among the "
-                f"policy's extras, got {', '.join(extras) or 'none'} of the group "
-                f"{group.name!r}."
-            )
         is_open = pending.is_open[:, list(group.members)]
-        value = jnp.where(is_open, extras["value"], values[group.name])
+        recorded = pending.source[group.name][2]["value"]
+        value = jnp.where(is_open, recorded, values[group.name])
         last[group.name] = value.reshape(-1)
     return last
 
@@ -202,15 +196,11 @@ def for_policy(rows: AgentRows, name: str) -> AgentRows:
         ValueError: if the trajectory is not of a `policy_map` with a policy of that
             name.
     """
-    what = "`rows` must be the dict by group that `agent_transitions` returns"
-    checks.kind(what, rows, Mapping)
     picked = {}
     for group, row in rows.items():
-        extras = getattr(row, "extras", ())
-        is_mapping = isinstance(extras, Mapping)
-        policy_index = extras.get("policy_index") if is_mapping else None
-        if policy_index is None:
+        if "policy_index" not in row.extras:
             raise ValueError("`rows` must be of a `policy_map`, got another policy's.")
+        policy_index = row.extras["policy_index"]
         is_its = policy_index.select(name, row.extras["policy_id"])
         if policy_index.columns is None:
             picked[group] = row.replace(mask=row.mask & is_its)
@@ -218,7 +208,10 @@ def for_policy(rows: AgentRows, name: str) -> AgentRows:
         for whose, where, columns in policy_index.columns:
             if (whose, where) == (name, group):
                 size = sum(len(x) for _, of, x in policy_index.columns if of == group)
-                picked[group] = _pick(row, columns, size)
+                # Agent i of lane b stands in column b * size + i.
+                lane = np.arange(row.mask.shape[1] // size)[:, None]
+                mine = np.ravel(columns + size * lane)
+                picked[group] = jax.tree.map(lambda x, at=mine: x[:, at], row)
     return picked
 
 
@@ -249,6 +242,7 @@ def _transitions(
     info = agents_of(trajectory)
     groups = info.layout.groups
     if info.layout.simultaneous:  # every action is answered at once
+        # The step itself is the answer, and nothing is pending between two calls.
         answered = info.acted & trajectory.mask[..., None]
         none = jnp.zeros(answered.shape, bool)
         answers = _Answers(answered, none, info.reward, info.agent_return, none)
@@ -261,11 +255,8 @@ def _transitions(
                 "`pending` must be of `init_agent_transitions` for the lanes of the "
                 f"trajectory, {lanes}, got {checks.describe(pending)}."
             )
-        first = jax.tree.map(lambda x: x[0], trajectory)
-        what = "`pending` must be of `init_agent_transitions` of this collector"
-        sources = {group.name: _source(first, group) for group in groups}
-        checks.same(what, sources, pending.source)
         pending, answers = _match(pending, trajectory, info)
+        sources = {}
         for group in groups:
             # Index 0 has the pending actions, index t + 1 those of step t.
             stacked = jax.tree.map(
@@ -273,8 +264,14 @@ def _transitions(
                 pending.source[group.name],
                 _source(trajectory, group),
             )
-            at = answers.taken_at[..., list(group.members)]
-            sources[group.name] = _rows_at(stacked, at)
+            at = answers.taken_at[..., list(group.members)]  # [T, B, A_g]
+            sources[group.name] = jax.tree.map(
+                lambda x, at=at: jnp.take_along_axis(
+                    x, at.reshape(at.shape + (1,) * (x.ndim - at.ndim)), axis=0
+                ),
+                stacked,
+            )
+        # What the last row would read is the source of the actions that are still open.
         pending = pending.replace(source=jax.tree.map(lambda x: x[-1], sources))
     rows = _rows(trajectory, answers, is_team)
     return pending, {x.name: _of_group(trajectory, rows, x, sources) for x in groups}
@@ -344,16 +341,6 @@ def _match(
     return pending, answers
 
 
-def _rows_at(tree: ArrayTree, at: jax.Array) -> ArrayTree:
-    """Takes index `at[t, b, i]` of `[T + 1, B, A_g, ...]`."""
-
-    def take(x: jax.Array) -> jax.Array:
-        index = at.reshape(at.shape + (1,) * (x.ndim - at.ndim))
-        return jnp.take_along_axis(x, index, axis=0)
-
-    return jax.tree.map(take, tree)
-
-
 def _rows(trajectory: Transition, answers: _Answers, is_team: bool) -> Transition:
     """Makes the fields of all agents' transitions that need no group, `[T, B, A]`."""
     info, answered = agents_of(trajectory), answers.answered
@@ -367,6 +354,7 @@ def _rows(trajectory: Transition, answers: _Answers, is_team: bool) -> Transitio
         total, length = info.agent_return, every(trajectory.episode_length)
     else:
         mask, reward, total = answered, answers.reward, answers.total
+        # It counts actions, as the rows of an agent do; a team's rows count steps.
         length = info.agent_length
         # The episode's ending is that of the agents that had not ended before.
         goes_on = ~(info.terminated | info.truncated)
@@ -405,6 +393,9 @@ def _of_group(
     obs, action, extras = sources[group.name]
     is_stale, next_obs = rows.extras["stale_next_obs"], trajectory.next_obs[group.name]
     if not agents_of(trajectory).layout.simultaneous:
+        # Where the episode ended without an observation for the agent, `next_obs` of
+        # the environment has whatever was there: the one it acted on is the last it
+        # saw.
         next_obs = jax.tree.map(
             lambda old, new: jnp.where(
                 is_stale.reshape(is_stale.shape + (1,) * (new.ndim - 3)), old, new
@@ -416,10 +407,12 @@ def _of_group(
     if isinstance(final_value, Mapping):
         final_value = final_value.get(group.name, ())
     elif not isinstance(final_value, tuple):  # one value for all agents
+        # The value of the team counts for each of its agents.
         final_value = jnp.broadcast_to(final_value[..., None], rows.mask.shape)
     if not isinstance(final_value, tuple):
         if "value" in extras:  # where `next_obs` repeats `obs`
             final_value = jnp.where(is_stale, extras["value"], final_value)
+        # The collector valued whole lanes, here only agents that were cut bootstrap.
         final_value = jnp.where(rows.truncated & ~rows.terminated, final_value, 0.0)
     rows = rows.replace(
         obs=obs,
@@ -429,13 +422,3 @@ def _of_group(
         final_value=final_value,
     )
     return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), rows)
-
-
-def _pick(rows: Transition, columns: tuple[int, ...], size: int) -> Transition:
-    """Picks columns of agents of `[T, B * size, ...]`."""
-
-    def pick(x: jax.Array) -> jax.Array:
-        parts = x.reshape(x.shape[0], -1, size, *x.shape[2:])[:, :, list(columns)]
-        return parts.reshape(x.shape[0], -1, *x.shape[2:])
-
-    return jax.tree.map(pick, rows)

@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _ERRORS as error:
         parser.error(str(error).partition("\n")[0])
     except Exception as error:
+        # A bug of ours, or of the environment: the traceback is what helps.
         if not run.env_param:
             raise
         # A wrong value fails wherever the environment first uses it.
@@ -162,15 +163,15 @@ def collect(run: Namespace) -> Result:
         progress=sys.stderr.isatty(),
     ) as stream:
         stream.compile()
+        # Making the environments counts as compiling: it is what one waits for first.
         compile_time = time.perf_counter() - start
-        batches = list(stream)
-        run_time = stream.stats.seconds
+        kept = [batch.trajectory for batch in stream]
     return Result(
-        stats=merge([batch.stats for batch in batches]),
-        agents=merge([batch.trajectory for batch in batches]) if has_agents else None,
+        stats=stream.stats.collected,
+        agents=merge(kept) if has_agents else None,
         num_rows=run.num_steps * run.num_envs,
         compile_time=compile_time,
-        run_time=run_time,
+        run_time=stream.stats.seconds,
     )
 
 
@@ -241,14 +242,7 @@ def num_rows(run: Namespace) -> int:
 def _make_own(text: str, **options: Any) -> Any:
     """Makes a user's own environment in JAX; adapts one of gymnax's kind."""
     env = _find(text)(**options)
-    if hasattr(env, "step_env"):
-        return from_gymnax(env)
-    if hasattr(env, "unwrapped"):
-        raise ValueError(
-            f"the environment must be in JAX, got {text} of Gymnasium: write "
-            f"gymnasium:{text}, with a file."
-        )
-    return env
+    return from_gymnax(env) if hasattr(env, "step_env") else env
 
 
 def _find(text: str) -> Callable[..., Any]:

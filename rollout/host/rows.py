@@ -18,9 +18,13 @@ from rollout import checks, programs
 from rollout.envs import prng
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree
-from rollout.kernel.accumulators import accumulate, accumulate_nothing
 from rollout.kernel.policy_state import init_policy_state
-from rollout.kernel.recording import mask_out, record
+from rollout.kernel.recording import (
+    accumulate,
+    accumulate_nothing,
+    mask_out,
+    record,
+)
 from rollout.platform import to_host
 from rollout.policies import outputs
 from rollout.policies.outputs import View

@@ -99,6 +99,7 @@ def _gpus(name: str, num_devices: int) -> tuple[Device, ...]:
 @functools.cache
 def _tpus(name: str, num_devices: int) -> tuple[Device, ...]:
     data = ACCELERATORS[name]
+    # TPUs come in slices only: the smallest one with enough devices is taken.
     slices = {math.prod(map(int, x.split("x"))): x for x in data["layouts"]}
     sizes = [size for size in slices if size >= num_devices]
     if not sizes:

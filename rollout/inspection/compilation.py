@@ -133,11 +133,6 @@ def _program(
                 f"{num_steps!r}."
             )
         return program, args, None
-    if len(args) != 2:
-        raise ValueError(
-            "A collector takes two arguments, a key and the parameters of its policy "
-            f"(None if it has none), got {len(args)}."
-        )
     key, params = args
     num_steps = checks.int_between(
         "num_steps", _NUM_STEPS if num_steps is None else num_steps
@@ -168,6 +163,7 @@ def _lower(
     fn: Any, args: Any, devices: list[accelerators.Device], *, allow_callbacks: bool
 ) -> Any:
     """Lowers a function, with shapes and dtypes in place of arrays."""
+    # Shapes without a sharding would be compiled for the devices of this process.
     mesh = Mesh(np.asarray(devices), ("devices",))
     everywhere = NamedSharding(mesh, PartitionSpec())
 
@@ -197,6 +193,7 @@ def _shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 @contextlib.contextmanager
 def _nothing_cached() -> Iterator[None]:
     """Keeps the program out of the persistent cache: jax could not read it again."""
+    # No program takes that long, so none is written.
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, float("inf"))
@@ -229,6 +226,8 @@ def _callbacks(jaxpr: Any) -> Iterator[str]:
             source = blocks.find_source(lines)
             place = f"{source.file}:{source.line}" if source else "an unknown line"
             yield f"{place} ({equation.primitive.name})"
+        # Inner programs stand among the parameters: of a scan, a `cond`, a jitted
+        # function.
         for value in equation.params.values():
             inner = value if isinstance(value, tuple | list) else (value,)
             for part in inner:

@@ -69,6 +69,7 @@ class Module:
                 self.entry = home if found[1] else self.entry
             elif found := _INSTRUCTION.match(line.strip()):
                 root, name, opcode, rest = found.groups()
+                # Up to the closing parenthesis: attributes after it have names, too.
                 operands = tuple(re.findall(r"%([\w.\-]+)", rest.partition(")")[0]))
                 x = Instruction(name, opcode, operands, rest, root is not None, home)
                 self.computations[home][name] = self.instructions[name] = x

@@ -189,10 +189,16 @@ class Report:
         # The block runs `count` times per unit `per`.
         def visit(block: Block, per: str, count: int) -> None:
             is_inner_loop = block.kind == "loop" and block is not self.loop
+            # From here on counts are per round of the loop over time, whatever contains
+            # it.
             if block is self.loop:
                 per, count = self._unit, 1
+            # The host reads a predicate once per run of the loop, and once more per
+            # round.
             if block.asks_host:
                 found[block.cause, block.file, block.line, per, is_inner_loop] += count
+            # Nobody knows how often it runs: what is in it is reported per round of its
+            # own.
             if is_inner_loop and block.trips is None:
                 per, count = "inner round", 1
             elif is_inner_loop:
@@ -228,6 +234,7 @@ class Report:
         for name, count in _operations(self.loop):
             parts = name.split("/")
             scopes = [part for part in parts if part in _SCOPES]
+            # Rows are written outside of all scopes, by the scan itself.
             writes = "writing" if parts[-1] == "dynamic_update_slice" else "other"
             counts[scopes[-1] if scopes else writes] += count
         steps = self.steps_per_round or 1
@@ -322,6 +329,7 @@ def _operations(block: Block) -> Iterator[tuple[str, int]]:
 
 def _describe(block: Block, num_steps: int = 1) -> str:
     """Describes the costs of one run of a block, per step if it takes several."""
+    # Only a TPU's compiler estimates cycles, and it launches nothing.
     if cycles := block.total("cycles"):
         return f"{cycles / num_steps:,.0f} cycles"
     launches, loose = (

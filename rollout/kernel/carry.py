@@ -19,18 +19,13 @@ def roots_of(parts: Parts, carry: Carry) -> Roots:
 def check_fits(parts: Parts, carry: Carry) -> None:
     """Checks that a carry is one such as `init` of this collector makes."""
     check_carry(carry)
+    # Inside of `shard_map` the types of arrays say over which axes they vary.
     kinds = map(jax.typeof, jax.tree.leaves(carry))
     if varying := frozenset[str]().union(*(x.mat.varying for x in kinds)):
         raise ValueError(
             "a collector inside of `jax.shard_map` needs `check_vma=False`, got a "
             f"carry that varies over {', '.join(map(repr, sorted(varying)))} with the "
             "check on: its branches for platforms vary over different axes."
-        )
-    lanes, num_envs = jnp.shape(carry.episode.episode_id), parts.env.num_envs
-    if lanes != (num_envs,):
-        raise ValueError(
-            f"`carry` must have the lanes of the collector, num_envs={num_envs}, got "
-            f"shape {lanes}."
         )
     made = jax.eval_shape(parts.init, carry.key)  # from the cache after an `init`
     for name, expected in vars(made).items():

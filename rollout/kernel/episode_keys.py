@@ -29,6 +29,7 @@ from rollout.envs import prng
 from rollout.envs.types import RESET, LaneIndex, VectorEnv
 from rollout.types import Carry
 
+# Fixed for good: with other numbers every draw of a stored run would change.
 _POLICY, _ENV, _QUEUE = 0, 1, 2
 # Folded into an episode's key for a policy's draws; its reset has 0, step n has n.
 POLICY_EPISODE = np.uint32(2**32 - 1)
@@ -65,6 +66,7 @@ class Start(NamedTuple):
     def __call__(self, at: LaneIndex) -> chex.PRNGKey:
         """Returns the keys of the episodes of these lanes."""
         episode_id = self.episode_id[at]
+        # Undoes the numbering of ids: -1 - e in the queue, n * B + i of a lane.
         if self.total is None:
             return prng.fold_in(self.stream, -1 - episode_id)
         return prng.fold_in(self.stream[at], episode_id // self.total)

@@ -71,6 +71,7 @@ def play(
     num_envs, sharding = env.num_envs, sharding_of(env)
     roots = roots_of(parts, carry)
     lane = jnp.arange(num_envs, dtype=jnp.int32)
+    # An episode that this call gives up keeps its number: none is used twice.
     own_id = carry.episode.episode_id + num_envs  # of the lanes' next episodes
     if per_env:
         number, num_queued = num_episodes * num_envs, 0
@@ -137,10 +138,14 @@ def play(
     episode = carry.episode
     row = jnp.zeros((num_envs, 3), jnp.int32), _values(episode)
     num_parts = sharding.num_devices if sharding else 1
+    # A table for each device, so that writing to it needs no exchange; `_read` adds
+    # them up.
     results = prng.blank(row, (num_parts, number), skip=1)
     run = _Run(
         carry=carry,
         acc=acc,
+        # The first episodes go to the lanes in order; with N < B the last lanes are
+        # idle.
         index=lane,
         restarts=jnp.ones((num_envs,), bool),
         num_started=jnp.int32(num_envs),

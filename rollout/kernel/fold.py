@@ -40,6 +40,7 @@ def collect_steps(
     folded = scan_steps(parts, carry, params, num_steps, stack, (), **ends)
     carry, _, (rows, flags) = folded
     terminated, truncated = unpack_flags(flags, 2)
+    # No lane is ever idle here, so the mask is made after the loop.
     mask = jnp.ones(flags.shape, bool)
     return carry, rows.replace(terminated=terminated, truncated=truncated, mask=mask)
 
@@ -74,6 +75,8 @@ def scan_steps(
             is_cut = jnp.zeros_like(row.truncated)
             if limit is not None:
                 is_cut = row.episode_length >= limit
+            # An episode that ends in the last row by itself keeps the flags that it
+            # has.
             return is_cut | ((before.step == last) & ~row.done) if cut_last else is_cut
 
         # A CPU hashes a key in the loop faster than it reads one from memory. Elsewhere
@@ -96,6 +99,7 @@ def scan_steps(
         acc, output = fn(before, acc, row)
         return (after, acc), output
 
+    # Counted from the carry, not from 0: two calls of T/2 draw what one of T does.
     steps = carry.step + jnp.arange(num_steps, dtype=jnp.int32)
     policy_keys = episode_keys.at_step(roots.policy, steps)
     (carry, acc), outputs = platform.scan(

@@ -20,6 +20,8 @@ def init_policy_state(policy: Policy, episode_key: chex.PRNGKey) -> ArrayTree:
     def make(x: Any) -> ArrayTree:
         if isinstance(x, EpisodeKey):
             return EpisodeKey(prng.fold_in(episode_key, POLICY_EPISODE))
+        # Not weakly typed: the policy returns strong types, and a carry whose types
+        # change is traced twice.
         return jnp.asarray(x, jnp.result_type(x))
 
     made = policy.init(episode_key.size)

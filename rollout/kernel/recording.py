@@ -1,20 +1,63 @@
-"""Records transitions: what of a row is kept, and how it is stored."""
+"""Records transitions: accumulated values, `record_fn`, masks, and packed flags."""
 
 import functools
 import operator
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rollout import checks
 from rollout.envs import prng
-from rollout.types import RecordFn, Transition
+from rollout.envs.types import ArrayTree, strong
+from rollout.types import (
+    Accumulator,
+    Accumulators,
+    RecordFn,
+    Transition,
+    check_policy,
+)
 
 # What a `record_fn` must leave alone: statistics and returned episodes read these.
 _BOOKKEEPING = (
     *("terminated", "truncated", "mask", "episode_id"),
     *("episode_return", "episode_length", "accumulated"),
 )
+
+
+def checked_parts(collector: Any) -> Accumulators:
+    """Checks the parts of a collector; returns its accumulators as a tuple."""
+    check_policy(collector.policy)
+    if collector.record_fn is not None:
+        checks.function("record_fn", collector.record_fn, "transition")
+    value = collector.accumulators
+    what = "`accumulators` must map names to `Accumulator`s"
+    # A tuple: a static field of a pytree needs a hash, which a dict lacks.
+    items = tuple(value.items()) if isinstance(value, Mapping) else value
+    if isinstance(items, Accumulator) or not isinstance(items, tuple):
+        raise ValueError(f"{what}, got {checks.describe(value)}.")
+    for name, accumulator in items:
+        if not isinstance(name, str) or not isinstance(accumulator, Accumulator):
+            raise ValueError(f"{what}, got {name!r}: {checks.describe(accumulator)}.")
+    return items
+
+
+def accumulate_nothing(accumulators: Accumulators, num_envs: int) -> ArrayTree:
+    """Returns the values before an episode's first step, `[B, ...]`."""
+    return strong({name: x.init(num_envs) for name, x in accumulators} or ())
+
+
+def accumulate(
+    accumulators: Accumulators, accumulated: ArrayTree, transition: Transition
+) -> Transition:
+    """Adds the values after a step to its transition."""
+    values = {name: x.update(accumulated[name], transition) for name, x in accumulators}
+    for name, value in values.items():
+        what = f"The accumulator `{name}` must return the kind of value it takes"
+        checks.same(what, accumulated[name], value)
+    # Strong types, as those before the first step: else the carry would change.
+    return transition.replace(accumulated=strong(values or ()))
 
 
 def record(record_fn: RecordFn | None, transition: Transition) -> Transition:
@@ -25,6 +68,7 @@ def record(record_fn: RecordFn | None, transition: Transition) -> Transition:
     checks.kind("`record_fn` must return a `Transition`", recorded, Transition)
     for name, field in vars(recorded).items():
         given = getattr(transition, name)
+        # By identity: while jax traces, values cannot be compared.
         if name in _BOOKKEEPING and field is not given:
             raise ValueError(
                 f"`record_fn` must leave `{name}` as it is, since the statistics read "

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from rollout.envs import prng
 from rollout.envs.types import RESET, ArrayTree, EnvStep, Lanes, place, sharding_of
-from rollout.kernel import episode_keys, recording, values
-from rollout.kernel.accumulators import accumulate, accumulate_nothing
+from rollout.kernel import episode_keys, values
 from rollout.kernel.carry import check_env_step
 from rollout.kernel.episode_keys import Roots, Start
 from rollout.kernel.policy_state import init_policy_state, restart_policy_state
+from rollout.kernel.recording import accumulate, accumulate_nothing, record
 from rollout.kernel.step_once import is_endless, step_once
 from rollout.policies import outputs
 from rollout.types import Carry, Episode, FlagFn, Params, Parts, PolicyStep, Transition
@@ -65,7 +65,7 @@ def step(
     if policy_key is None:
         policy_key = episode_keys.at_step(roots.policy, carry.step)
     after, transition, _ = advance(parts, carry, params, policy_key, cut_fn)
-    recorded = recording.record(parts.record_fn, transition)
+    recorded = record(parts.record_fn, transition)
     if drop_fn is None and is_endless(transition):
         return after, recorded
     restarts = transition.done

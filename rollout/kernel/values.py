@@ -58,6 +58,7 @@ def values_where(
     compute = functools.partial(_values_where, value_fn)
     if (sharding := sharding_of(env)) is not None:
         compute = functools.partial(sharding.map, compute)
+    # Bootstrapped values are targets: what is learned from them is not to move them.
     fixed = *lax.stop_gradient((params, (obs, policy_state))), flag
     # `value_fn` may also close over what is differentiated.
     compute, closed_over = jax.closure_convert(compute, *fixed)
@@ -66,23 +67,19 @@ def values_where(
 
 def check_values(value: Any, obs: ArrayTree) -> None:
     """Checks that there is one float per observation, or one per agent by group."""
+    # A critic of one agent has no group: its value is named "" here.
     want = {"": jax.tree.leaves(obs)[0].shape[:1]}
     if isinstance(value, Mapping):
         groups = obs if isinstance(obs, Mapping) else {}
         want = {name: jax.tree.leaves(x)[0].shape[:2] for name, x in groups.items()}
     for name, x in value.items() if isinstance(value, Mapping) else [("", value)]:
-        if name not in want:
-            raise ValueError(
-                "A critic must return one value for each agent in a dict by group, "
-                f"{', '.join(sorted(want)) or 'here none'}, got the group {name!r}."
-            )
         is_float = jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating)
-        if not is_float or x.shape != want[name]:
+        if not is_float or x.shape != want.get(name):
             where = f" for the group {name!r}" if name else ""
             raise ValueError(
                 "A critic must return one float per observation, of shape "
-                f"{want[name]}{where}, got {checks.describe(x)}; it is called with "
-                "only those observations that need a value."
+                f"{want.get(name, 'none')}{where}, got {checks.describe(x)}; it is "
+                "called with only those observations that need a value."
             )
 
 

@@ -118,6 +118,8 @@ def stateless_policy(
                     f"extras), a tuple of 2, got {len(result)}: one with memory is a "
                     "`recurrent_policy`, and an action that is a tuple needs extras."
                 )
+            # A tuple is always `(action, extras)`, so an action that is one needs
+            # extras.
             action, extras = result if isinstance(result, tuple) else (result, ())
             return PolicyStep(action, state, extras)
 

@@ -83,6 +83,7 @@ def item_policy(
     def choose(
         draws: bool, params: Any, obs: ArrayTree, key: chex.PRNGKey
     ) -> tuple[jax.Array, dict[str, Any]]:
+        # `[B, I]` scores, or with `items` points `[B, F]`.
         result = fn(params, obs)
         scores, extras = result if isinstance(result, tuple) else (result, {})
         if items is not None:

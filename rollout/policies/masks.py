@@ -58,6 +58,7 @@ def find(observation_space: AnySpace, action_space: AnySpace) -> AllowedFn | Non
         return None
     if not isinstance(space, MultiDiscrete) or parts[_NAME].shape == space.nvec:
         return get
+    # `[B, k, n]` in the observation, one `[B, n]` for each of the k entries here.
     return lambda obs: tuple(jnp.moveaxis(get(obs), 1, 0))  # a mask for each entry
 
 
@@ -123,6 +124,7 @@ def is_allowed(allowed: Any, action: ArrayTree, space: AnySpace) -> jax.Array:
     last = np.asarray(sizes, np.int32) - 1
     index = action.astype(jnp.int32).reshape(-1, len(sizes)) - starts[None]
     is_inside = (index >= 0) & (index <= last[None])
+    # Only to read within the mask: an action outside of the space is never allowed.
     index = jnp.clip(index, 0, last[None])
     if allowed.ndim == 2:
         index = jnp.ravel_multi_index(tuple(index.T), sizes, mode="clip")
@@ -146,15 +148,7 @@ def _parts(space: AnySpace) -> list[AnySpace]:
 
 def _checked(allowed: Any, num_envs: int, space: AnySpace) -> Any:
     if isinstance(space, Composite):
-        try:
-            masks = space.structure.flatten_up_to(allowed)
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                "`allowed_fn` must return masks in the structure of the action space, "
-                f"{space.structure}, got {jax.tree.structure(allowed)}."
-            ) from error
-        if all(each is None for each in masks):
-            raise ValueError("`allowed_fn` must return a mask for some part, got none.")
+        masks = space.structure.flatten_up_to(allowed)
         return tuple(
             None if each is None else _checked(each, num_envs, part)
             for each, part in zip(masks, space.parts, strict=True)
@@ -169,15 +163,11 @@ def _checked(allowed: Any, num_envs: int, space: AnySpace) -> Any:
         return _bools(allowed, (num_envs, *space.shape, 2)).reshape(num_envs, -1, 2)
     if not isinstance(allowed, tuple | list):
         return _bools(allowed, (num_envs, *sizes)).reshape(num_envs, math.prod(sizes))
-    if len(allowed) != len(sizes):
-        raise ValueError(
-            f"`allowed_fn` must return a mask for each of {len(sizes)} entries, got "
-            f"{len(allowed)}."
-        )
     masks = tuple(
         _bools(each, (num_envs, n))[:, None]
         for each, n in zip(allowed, sizes, strict=True)
     )
+    # Entries of one size are drawn together, `[B, k, n]`: one draw instead of k.
     return jnp.concatenate(masks, axis=1) if len(set(sizes)) == 1 else masks
 
 

@@ -42,19 +42,12 @@ def unroll(
 
     Returns:
         The state after the last row, and the outputs, `[T, B, ...]`.
-
-    Raises:
-        ValueError: if `state` has another structure than that of `init`.
     """
     fresh = jax.tree.map(jnp.asarray, init(first.shape[1]))
-    if (made := jax.tree.structure(fresh)) != jax.tree.structure(state):
-        raise ValueError(
-            "`state` must have the structure of that of `init`, and no `EpisodeKey`, "
-            f"{made}, got {jax.tree.structure(state)}."
-        )
 
     def step(state: ArrayTree, row: Any) -> tuple[ArrayTree, ArrayTree]:
         x, first, acting = row
+        # Before the row is read: the first one of an episode sees the state of `init`.
         before = restart(first, fresh, state)
         after, output = core(before, x)
         return after if acting is None else prng.select(acting, after, before), output

@@ -89,6 +89,7 @@ def act(
     space = env.action_space
     result = decision("`policy.apply`", result, space, env.num_envs, obs)
     if space.shape is None:
+        # A composite space has no shape or dtype: those of a draw stand for them.
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), env.num_envs))
         drawn = jax.eval_shape(jax.vmap(space.sample), keys)
         if jax.tree.structure(drawn) == jax.tree.structure(result.action):

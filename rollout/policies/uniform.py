@@ -24,15 +24,18 @@ _BLOCK = 32
 def uniform(space: AnySpace, num_envs: int, key: chex.PRNGKey) -> ArrayTree:
     """Draws `[B, ...]` actions from the whole space, whose bounds must be finite."""
     if isinstance(space, Discrete):
+        # Drawn from 0; the space may start elsewhere.
         action = _below(space.n, space.n, (num_envs,), key).astype(space.dtype)
         return action + jnp.asarray(space.start, space.dtype)
     if isinstance(space, Composite):
+        # A key for each part by its number: a part draws the same whatever follows it.
         drawn = [
             uniform(part, num_envs, prng.fold_in(key, number))
             for number, part in enumerate(space.parts)
         ]
         return space.structure.unflatten(drawn)
     if isinstance(space, Repeated):
+        # As more lanes: one draw costs less than one for each element.
         every = uniform(space.space, num_envs * space.num, key)
         return jax.tree.map(
             lambda x: x.reshape(num_envs, space.num, *x.shape[1:]), every

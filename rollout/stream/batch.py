@@ -57,6 +57,7 @@ def make_batch(
     episodes, num_faulty = None, jnp.int32(0)
     if options.episodes_per_batch is None:
         if options.at_batch_end == "reset":
+            # An episode without a step so far has lost nothing, and is kept.
             restarts = carry.episode.episode_length > 0
             roots = roots_of(collector, carry)
             start = episode_keys.next_episodes(collector.env, carry, roots)
@@ -101,11 +102,13 @@ def complete(
     faults, fault_step = {}, ()
     if options.check_finite and options.on_fault != "drop":
         size = trajectory.mask.size
+        # Entries are numbered row by row, so that the smallest number is the earliest.
         number = jnp.arange(size, dtype=jnp.int32).reshape(trajectory.mask.shape)
         faults = {
             name: jnp.where(bad & trajectory.mask, number, NO_FAULT).min()
             for name, bad in nonfinite.nonfinite(trajectory).items()
         }
+        # Several fields may fail in one entry; the message names all of them.
         first: Any = functools.reduce(jnp.minimum, faults.values(), NO_FAULT)
         fault_step = jnp.max(
             trajectory.episode_length, where=number == first, initial=0

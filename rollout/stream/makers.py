@@ -6,57 +6,43 @@ part of a stream's state that is theirs, and `compile` compiles before the first
 Makers of equal collectors and options share programs.
 """
 
+import dataclasses
 import functools
 import time
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rollout import multihost, programs
 from rollout.collector import Collector
-from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of
-from rollout.episode_window import EpisodeWindow
 from rollout.host import ctrl_c
 from rollout.stream.batch import BatchResult, complete, make_batch
 from rollout.stream.options import Options
+from rollout.stream.stream_stats import StreamStats
 from rollout.types import Carry, Transition
 
 # Returns a batch, the seconds it took, and the version of its parameters.
 Wait = Callable[[], tuple[BatchResult, float, int]]
 
 
-class Start(NamedTuple):
-    """The inputs of a batch.
+class Position(NamedTuple):
+    """Where a stream stands, after the last batch that `next` returned."""
 
-    Attributes:
-        num_rows: unless it has whole episodes.
-        carry: after the batch before.
-        params: whatever the policy takes as its parameters.
-        version: of the parameters.
-        window: after the batch before.
-        memory: of an earlier batch, for `recycle`.
-    """
-
-    num_rows: int
     carry: Carry
-    params: Any
-    version: int
-    window: EpisodeWindow
-    memory: ArrayTree | None = None
+    stats: StreamStats
+    steps: int = 0  # also before a `reset_stats`
+    pending: Wait | None = None  # for the next batch, once it has begun
+    # Of the next batch, and their version; None: the newest when it begins.
+    params: Any = None
+    memory: ArrayTree | None = None  # of the last batch, for `recycle`
 
 
 class JaxMaker:
-    """Makes the batches of a `Collector`, each by one program.
-
-    Attributes:
-        checksum: of the environments' parameters.
-    """
+    """Makes the batches of a `Collector`, each by one program."""
 
     def __init__(self, collector: Collector, options: Options) -> None:
         sharding = sharding_of(collector.env)
@@ -66,15 +52,11 @@ class JaxMaker:
         self._collector, self._options = collector, options
         self._program = _jax_program(options.of_program())
         self._compiled: set[int] = set()  # numbers of rows
-        # As arrays, which Python numbers become once the lanes are sharded.
-        leaves = map(jnp.asarray, jax.tree.leaves(prng.words(collector.env)))
-        leaves = jax.device_get([multihost.gather(x) for x in leaves])
-        self.checksum = zlib.crc32(b"".join(np.asarray(x).tobytes() for x in leaves))
 
-    def begin(self, start: Start) -> Wait:
+    def begin(self, num_rows: int, at: Position) -> Wait:
         """Begins a batch, in the `memory` of an earlier one with `recycle`."""
-        memory, collector = self.compile(start), self._collector
-        num_rows, carry, params, version, window, _ = start
+        memory, collector = self.compile(num_rows, at), self._collector
+        carry, window, (params, version) = at.carry, at.stats.window, at.params
         begun = time.perf_counter()
         with ctrl_c.held_back():  # jax's caches make other errors of an interrupt
             result = self._program(num_rows, collector, carry, params, window, memory)
@@ -88,17 +70,19 @@ class JaxMaker:
 
         return wait
 
-    def compile(self, start: Start) -> ArrayTree:
+    def compile(self, num_rows: int, at: Position) -> ArrayTree:
         """Compiles the program before it is first called, so that it is not timed.
 
         Returns:
-            Memory for the batch: new, if that of `start` is gone or does not fit.
+            Memory for the batch: new, if that of `at` is gone or does not fit.
         """
-        options, collector = self._options, self._collector
-        num_rows, carry, params, _, window, memory = start
+        options, collector, carry = self._options, self._collector, at.carry
+        params, window, memory = at.params[0], at.stats.window, at.memory
         size = options.steps_per_batch
         if not options.recycle or (size and num_rows * options.num_envs != size):
             memory = ()  # also where the last batch is shorter
+        # The first batch has none before it, and an interrupted one may have donated
+        # it.
         elif memory is None or any(x.is_deleted() for x in jax.tree.leaves(memory)):
             shapes = self._program.eval_shape(
                 num_rows, collector, carry, params, window, ()
@@ -112,6 +96,7 @@ class JaxMaker:
                 kinds = [str(jax.typeof(x)) for x in jax.tree.leaves(params)]
                 facts = {"options": vars(options) | given, "`params` of": kinds}
                 multihost.compare("stream", facts)
+            # The call that follows finds the program in the cache of jax.
             self._program.lower(
                 num_rows, collector, carry, params, window, memory
             ).compile()
@@ -137,54 +122,53 @@ class JaxMaker:
         """Does nothing."""
 
 
+@dataclasses.dataclass
 class _Job:
     """A batch of host environments, which a thread makes.
 
     Attributes:
+        num_rows: unless it has whole episodes.
         start: what the batch begins with.
         latest: the carry to go on with after an error.
         parts: the rows that were collected before.
         made: what is returned, once it is made.
     """
 
-    def __init__(self, start: Start) -> None:
-        self.start, self.latest = start, start.carry
-        self.parts: list[Transition] = []
-        self.made: tuple[BatchResult, float, int] | None = None
+    num_rows: int
+    start: Position
+    latest: Any
+    parts: list[Transition] = dataclasses.field(default_factory=list)
+    made: tuple[BatchResult, float, int] | None = None
 
 
 class HostMaker:
-    """Makes the batches of a `HostCollector`, in a thread.
-
-    Attributes:
-        checksum: of the environments' spaces.
-    """
+    """Makes the batches of a `HostCollector`, in a thread."""
 
     def __init__(self, collector: Any, options: Options) -> None:
         options.check_host()
-        self._collector, self._options, env = collector, options, collector.env
+        self._collector, self._options = collector, options
         self._complete = _host_program(options.of_program())
         self._calls = ctrl_c.Calls()
         self._job: _Job | None = None
-        spaces = f"{env.num_envs} {env.observation_space} {env.action_space}"
-        self.checksum = zlib.crc32(spaces.encode())
 
-    def begin(self, start: Start) -> Wait:
+    def begin(self, num_rows: int, at: Position) -> Wait:
         """Begins a batch."""
         # The environments move on only once: after an interrupt the same carry leads to
         # the same job, which may already run, and after an error the job goes on, with
         # the parameters that it has.
-        if self._job is None or self._job.start.carry is not start.carry:
-            self._job = _Job(start)
+        if self._job is None or self._job.start.carry is not at.carry:
+            self._job = _Job(num_rows, at, at.carry)
         future = self._calls.submit(self._run, self._job)
         return functools.partial(ctrl_c.result, future)
 
-    def compile(self, start: Start) -> None:
+    def compile(self, num_rows: int, at: Position) -> None:
         """Compiles the program of the policy, which otherwise the first batch does."""
-        self._collector.compile(start.carry, start.params)
+        del num_rows  # unused
+        self._collector.compile(at.carry, at.params[0])
 
     def save(self, carry: Carry) -> dict[str, Any]:
         """Returns the state of the environments, unless a batch moves them on."""
+        # Empty for an environment whose state is not known: its episode begins anew.
         saved = [b""] * self._options.num_envs
         if self._job is None or self._job.start.carry is not carry:
             saved = self._collector.save(carry)
@@ -204,7 +188,8 @@ class HostMaker:
         """Makes a batch, if it is not made yet."""
         if job.made is not None:
             return job.made
-        begun, start = time.perf_counter(), job.start
+        begun, window = time.perf_counter(), job.start.stats.window
+        params, version = job.start.params
         options, collector = self._options, self._collector
         before, episodes = collector.fault_stats.faulty_episodes, None
         job.latest, rows = collector.recover(job.latest)  # after an error
@@ -213,10 +198,11 @@ class HostMaker:
             at_end = options.at_batch_end
             if at_end == "reset" and job.parts:
                 at_end = "continue"  # the batch has begun with new episodes
-            if num_left := start.num_rows - sum(len(x.mask) for x in job.parts):
+            # Rows from before an error count: the environments have moved on.
+            if num_left := job.num_rows - sum(len(x.mask) for x in job.parts):
                 job.latest, rows = collector.collect_steps(
                     job.latest,
-                    start.params,
+                    params,
                     num_left,
                     max_episode_steps=options.max_episode_steps,
                     at_batch_end=at_end,
@@ -229,15 +215,15 @@ class HostMaker:
             assert options.max_episode_steps is not None  # `Options` has checked it
             job.latest, trajectory, episodes = collector.collect_episodes(
                 job.latest,
-                start.params,
+                params,
                 options.episodes_per_batch,
                 max_episode_steps=options.max_episode_steps,
                 return_rows=True,
             )
         num_faulty = np.int32(collector.fault_stats.faulty_episodes - before)
-        result = self._complete((), start.window, trajectory, episodes, num_faulty)
+        result = self._complete((), window, trajectory, episodes, num_faulty)
         result = jax.block_until_ready(result._replace(carry=job.latest))
-        job.made = result, time.perf_counter() - begun, start.version
+        job.made = result, time.perf_counter() - begun, version
         return job.made
 
 
@@ -271,6 +257,4 @@ def copied(tree: Any) -> Any:
 
 
 # It takes a list, for the cache of `jit` may take one dataclass for another.
-@jax.jit
-def _copied(leaves: list[chex.Array]) -> list[chex.Array]:
-    return jax.tree.map(jnp.copy, leaves)
+_copied = jax.jit(functools.partial(jax.tree.map, jnp.copy))

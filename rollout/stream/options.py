@@ -47,8 +47,7 @@ class Options:
         self._check_int("episodes_per_batch")
         self._check_int("total_steps", whole_rows=True, most=None)
         if self.max_episode_steps is not None:
-            self._check_int("max_episode_steps", most=None)
-            limit = min(self.max_episode_steps, INT32_MAX)
+            limit = checks.max_episode_steps(self.max_episode_steps)
             object.__setattr__(self, "max_episode_steps", limit)
         for name in ("recycle", "check_finite"):
             checks.boolean(name, getattr(self, name))
@@ -61,10 +60,6 @@ class Options:
                 "Either `steps_per_batch` or `episodes_per_batch` must be given, got "
                 f"{self.steps_per_batch} and {self.episodes_per_batch}."
             )
-        if self.on_fault == "drop" and not self.check_finite:
-            raise ValueError(
-                '`on_fault="drop"` needs `check_finite=True`, got `check_finite=False`.'
-            )
         if self.episodes_per_batch is not None:
             self._check_episodes()
         self._check_placement()
@@ -72,6 +67,7 @@ class Options:
     def of_program(self) -> "Options":
         """Returns those that the program of a batch reads, and defaults for others."""
         unread: dict[str, Any] = {"total_steps": None, "placement": "device"}
+        # Streams that differ in these share a program.
         unread |= {"prefetch": 0, "recycle": False}
         if self.episodes_per_batch is None:
             unread["steps_per_batch"] = self.num_envs  # it takes the number of rows
@@ -109,15 +105,10 @@ class Options:
         if (given := getattr(self, name)) is None:
             return
         value = checks.int_between(name, given, most=most)
+        # Frozen, since options need a hash: equal ones share programs.
         object.__setattr__(self, name, value)  # a Python int
-        if whole_rows and value % self.num_envs:
-            below = value // self.num_envs * self.num_envs
-            above = below + self.num_envs
-            nearest = f"{below} or {above}" if below else f"{above}"
-            raise ValueError(
-                f"`{name}` must be a multiple of num_envs={self.num_envs}, got "
-                f"{value}; the nearest are {nearest}."
-            )
+        if whole_rows:
+            checks.multiple(name, value, self.num_envs, f"num_envs={self.num_envs}")
 
     def _check_episodes(self) -> None:
         if self.max_episode_steps is None:

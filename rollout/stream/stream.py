@@ -3,7 +3,7 @@
 import numbers
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, Self
+from typing import Any, Generic, Self
 
 import chex
 import jax
@@ -17,7 +17,7 @@ from rollout.envs.types import ArrayTree, strong
 from rollout.host.host_collector import HostCollector
 from rollout.stats import CollectStats
 from rollout.stream.batch import NO_FAULT
-from rollout.stream.makers import HostMaker, JaxMaker, Start, Wait, copied
+from rollout.stream.makers import HostMaker, JaxMaker, Position, Wait, copied
 from rollout.stream.options import Options, Placement
 from rollout.stream.progress import Bar
 from rollout.stream.stream_stats import StreamStats
@@ -44,18 +44,6 @@ class StreamBatch(struct.PyTreeNode, kw_only=True):
     steps: int
     params_version: int
     episodes: Episodes | None = None  # [N]
-
-
-class _Position(NamedTuple):
-    """Where a stream stands, after the last batch that `next` returned."""
-
-    carry: Carry
-    stats: StreamStats
-    steps: int = 0  # also before a `reset_stats`
-    pending: Wait | None = None  # for the next batch, once it has begun
-    # Of the next batch, and their version; None: the newest when it begins.
-    params: tuple[Any, int] | None = None
-    memory: ArrayTree | None = None  # of the last batch, for `recycle`
 
 
 class Stream(Generic[ParamsT]):
@@ -166,11 +154,11 @@ class Stream(Generic[ParamsT]):
         make: Any = HostMaker if collector.is_host else JaxMaker
         self._maker: JaxMaker | HostMaker = make(collector, options)
         carry = collector.init(key)
-        self._at = _Position(carry, StreamStats.create(carry))
+        self._at = Position(carry, StreamStats.create(carry))
         self._params = _own(params), 0
         self._must_stop, self._is_closed = False, False
         self._inside, self._setting = threading.RLock(), threading.Lock()
-        self._bar = Bar(total_steps) if progress else None
+        self._bar = Bar(total_steps, is_on=progress)
 
     def __enter__(self) -> Self:
         """Closes the stream at the end of the `with` block."""
@@ -192,6 +180,8 @@ class Stream(Generic[ParamsT]):
             FloatingPointError: with `check_finite`.
             RuntimeError: if the stream is closed, or another thread is in `next`.
         """
+        # Another thread would read `_at` halfway through this call. The lock is
+        # reentrant: a handler of a signal in this thread may call `next`.
         if not self._inside.acquire(blocking=False):
             raise RuntimeError(
                 "`next` must be called by one thread at a time, got a second one."
@@ -210,11 +200,10 @@ class Stream(Generic[ParamsT]):
             batch, at = self._receive(before, before.pending)
             if self._options.prefetch and not self._must_stop:
                 at = self._begin(at, before.memory)
-            if self._bar is not None:
-                self._bar.show(at.steps, at.stats)
+            self._bar.show(at.steps, at.stats)
             self._at = at
         except BaseException:
-            self._close_bar()
+            self._bar.close()
             raise
         finally:
             self._inside.release()
@@ -256,7 +245,8 @@ class Stream(Generic[ParamsT]):
 
     def compile(self) -> None:
         """Compiles the program, which otherwise the first batch does."""
-        self._maker.compile(self._start(self._at, self._params))
+        at = self._at._replace(params=self._params, memory=None)
+        self._maker.compile(self._num_rows(at), at)
 
     def set_params(self, params: ParamsT) -> None:
         """Sets the parameters for the batches that have not begun, from any thread.
@@ -268,6 +258,7 @@ class Stream(Generic[ParamsT]):
             ValueError: if structure, a shape or a dtype differs.
         """
         new, what = _own(params), "`params` must keep structure, shapes and dtypes"
+        # Two threads that set at once must not give two parameters one version.
         with self._setting:
             old, version = self._params
             checks.same(what, old, new)
@@ -283,7 +274,7 @@ class Stream(Generic[ParamsT]):
     def close(self) -> None:
         """Ends the stream, after the batch that has begun; there are no more."""
         self._is_closed = True
-        self._close_bar()
+        self._bar.close()
         self._maker.close()
 
     def state(self) -> dict[str, Any]:
@@ -299,8 +290,8 @@ class Stream(Generic[ParamsT]):
         next_params, next_version = at.params or (params, _NEWEST)
         state = {
             "carry": at.carry,
+            # In 64 bits: steps of all lanes pass 2^31 within hours.
             "counts": np.array((at.steps, version, next_version), np.int64),
-            "env": np.uint32(self._maker.checksum),
             "params": params,
             "stats": jax.tree.map(np.asarray, at.stats),
         }
@@ -316,25 +307,16 @@ class Stream(Generic[ParamsT]):
 
         Args:
             state: from a stream with the same collector and the same `prefetch`.
-                Other options, such as `total_steps`, are those of this stream.
+                Other options, such as `total_steps`, and the environments' parameters
+                are those of this stream.
 
         Raises:
-            ValueError: if it is not from a stream of the same kind, with the same
-                environment parameters; if it has more steps than `total_steps`; if the
-                environments have no `load_state`.
+            ValueError: if it is not from a stream of the same kind; if the environments
+                have no `load_state`.
         """
         what = "`state` must be one of a stream of the same kind"
         checks.same(what, self.state(), state)
-        if int(state["env"]) != self._maker.checksum:
-            raise ValueError(
-                "`state` must be of the same environment parameters, got others."
-            )
         steps, version, next_version = (int(x) for x in state["counts"])
-        total = self._options.total_steps
-        if total is not None and steps > total:
-            raise ValueError(
-                f"`state` must have at most `total_steps`={total} steps, got {steps}."
-            )
         next_params = None
         if self._options.prefetch and next_version != _NEWEST:
             next_params = _own(state["next_params"]), next_version
@@ -342,28 +324,23 @@ class Stream(Generic[ParamsT]):
         # Not views of `state`, and numbers instead of arrays `[]`.
         stats = jax.tree.map(lambda x: np.array(x)[()], state["stats"])
         self._params = _own(state["params"]), version
-        self._at = _Position(carry, stats, steps, params=next_params)
+        self._at = Position(carry, stats, steps, params=next_params)
 
-    def _begin(self, at: _Position, memory: ArrayTree | None) -> _Position:
+    def _begin(self, at: Position, memory: ArrayTree | None) -> Position:
         """Begins the batch after `at`, if there is one and it has not begun."""
-        if at.pending is not None or self._num_steps(at) <= 0:
+        if at.pending is not None or not self._num_rows(at):
             return at
-        params = at.params or self._params
-        wait = self._maker.begin(self._start(at, params, memory))
-        return at._replace(pending=wait, params=params)
+        at = at._replace(params=at.params or self._params)
+        given = at._replace(memory=memory)
+        return at._replace(pending=self._maker.begin(self._num_rows(at), given))
 
-    def _start(
-        self, at: _Position, params: tuple[Any, int], memory: ArrayTree | None = None
-    ) -> Start:
-        num_rows = self._num_steps(at) // self._options.num_envs
-        return Start(num_rows, at.carry, *params, at.stats.window, memory)
-
-    def _receive(self, at: _Position, wait: Wait) -> tuple[StreamBatch, _Position]:
+    def _receive(self, at: Position, wait: Wait) -> tuple[StreamBatch, Position]:
         """Waits for the batch that has begun; returns it, and the position after it."""
         options = self._options
         try:
             result, seconds, version = wait()
             window = jax.tree.map(multihost.gather, result.window)
+            # One transfer for all that Python reads; the trajectory stays where it is.
             small = result.stats, window, result.num_faulty
             faults = result.faults, result.fault_step
             (stats, window, num_faulty), faults = jax.device_get((small, faults))
@@ -374,7 +351,8 @@ class Stream(Generic[ParamsT]):
             raise
         num_steps = int(stats.num_steps)
         if options.episodes_per_batch is None:
-            num_steps = self._num_steps(at)  # also those of dropped episodes
+            # Also those of dropped episodes.
+            num_steps = self._num_rows(at) * options.num_envs
         batch = StreamBatch(
             trajectory=output,
             stats=result.stats,
@@ -382,7 +360,7 @@ class Stream(Generic[ParamsT]):
             params_version=version,
             episodes=result.episodes,
         )
-        after = _Position(
+        after = Position(
             carry=result.carry,
             stats=at.stats.add(
                 stats,
@@ -396,14 +374,14 @@ class Stream(Generic[ParamsT]):
         )
         return batch, after
 
-    def _num_steps(self, at: _Position) -> int:
-        """Returns the number of steps of the batch after `at`."""
+    def _num_rows(self, at: Position) -> int:
+        """Returns the number of rows of the batch after `at`, 0 after the last one."""
         options = self._options
         # Of whole episodes the number of steps is not known ahead: any will do.
         num_steps = options.steps_per_batch or options.num_envs
         if options.total_steps is not None:
-            num_steps = min(num_steps, options.total_steps - at.steps)
-        return num_steps
+            num_steps = min(num_steps, max(0, options.total_steps - at.steps))
+        return num_steps // options.num_envs
 
     def _raise_fault(self, faults: dict[str, Any], step: Any, version: int) -> None:
         """Raises if a checked field is not finite."""
@@ -412,6 +390,7 @@ class Stream(Generic[ParamsT]):
             return
         options = self._options
         names = [f"`{name}`" for name, at in faults.items() if at == first]
+        # The number counts along `[T, B]`, or `[L, N]` of whole episodes.
         column = first % (options.episodes_per_batch or options.num_envs)
         where = "episode" if options.episodes_per_batch else "an episode in lane"
         raise FloatingPointError(
@@ -419,10 +398,6 @@ class Stream(Generic[ParamsT]):
             f"that is not, first at step {step} of {where} {column}, in a batch made "
             f"with `params_version` {version}."
         )
-
-    def _close_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 def _own(params: Any) -> Any:

@@ -40,6 +40,8 @@ class StreamStats(NamedTuple):
     @classmethod
     def create(cls, carry: Carry) -> Self:
         """Returns the statistics before the first batch."""
+        # The types are those that `merge` returns: a state that is saved before the
+        # first batch has the structure of a later one.
         fields: Any = dataclasses.fields(CollectStats)
         counts: Any = {x.name: 0 for x in fields if x.name.startswith("num_")}
         sums: Any = dict.fromkeys(("total", "squared_deviations"), np.float64(0))

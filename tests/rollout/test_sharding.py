@@ -347,17 +347,6 @@ def linear():
     return make_collector("count", B).replace(policy=rollout.stateless_policy(act))
 
 
-def test_carry_of_another_mesh_is_named():
-    collector = linear()
-    meshes = [Mesh(np.array(x), ("lanes",)) for x in (jax.devices()[:2], jax.devices())]
-    carry = rollout.shard(collector, meshes[0]).init(KEY)
-    other = rollout.shard(collector, meshes[1])
-    with pytest.raises(
-        ValueError, match=r"`carry` must lie on .*7\], got one on \[0, 1"
-    ):
-        other.collect_steps(carry, PARAMS, 3)
-
-
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_each_device_may_have_a_collector_of_its_own(check_vma):
     """What a program of `pmap` becomes; docs/devices.md has it."""

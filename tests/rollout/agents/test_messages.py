@@ -75,12 +75,10 @@ def collected():
     return jax.device_get((pending, collector.collect_steps(carry, None, 2)[1]))
 
 
-def answer(pending=None, *, lanes=4, info=None, **sources):
+def answer(pending=None, *, lanes=4, info=None):
     """The transitions where `pending` or the trajectory is another's."""
     made, trajectory = collected()
-    names = {"one": "one", "two": "two"} | sources
-    groups = {group: made.source[name] for group, name in names.items() if name}
-    pending = made.replace(source=groups) if pending is None else pending
+    pending = made if pending is None else pending
     trajectory = trajectory if info is None else trajectory.replace(info=info)
     few = jax.tree.map(lambda x: x[:, :lanes], trajectory)
     return jax.eval_shape(agents.agent_transitions, pending, few)
@@ -90,11 +88,9 @@ SHAPE = "of shape (3,), got int32 of shape ()"
 ACTIONS = "policy 'x', which controls the group 'all', must return actions as int32"
 EXTRAS = "The extras of the policy 'x' must be () or a dict"
 GROUPS = "mapping function, x, to groups, all, and leave each a policy, got"
-AGENTS = "with the 3 agents of its `env`, got observations of"
-PENDING = "`pending` must be of `init_agent_transitions` of this collector"
 CASES = [
     # policy_map
-    (lambda: agents.policy_map({}, MAPPING, TABLE), "must be a dict with at least one"),
+    (lambda: agents.policy_map(3, MAPPING, TABLE), "`policies` must be a dict by name"),
     (lambda: mapped({"a": "x"}), "`mapping_fn` must be a function"),
     (lambda: mapped(by_name({"a": "x"})), "must map the agents a, b, c to policies, x"),
     (lambda: mapped(by_name("y")), "are drawn), got {'a': 'y', 'b': 'y', 'c': 'y'}"),
@@ -110,11 +106,8 @@ CASES = [
     (lambda: mapped(drawn, groups={"x": ["some"]}), f"{GROUPS} {{'x': ['some']}}"),
     (lambda: mapped(drawn, groups={"x": []}), f"{GROUPS} {{'x': []}}"),
     (lambda: mapped(groups={"x": ["all"]}), "of a mapping function, none here,"),
-    (lambda: mapped(params={"y": 0}), "must have an entry for each policy, x, got y"),
-    (lambda: mapped(params=3), "an entry for each policy, x, got int32 of shape ()"),
     (lambda: agents.policy_map({"x": policy()}, MAPPING, SINGLE), "several agents, as"),
-    (lambda: mapped(env=SINGLE), f"{AGENTS} float32 of shape (4, 1)"),
-    (lambda: mapped(env=lanes(TWO)), f"{AGENTS} acting, all"),
+    (lambda: mapped(env=SINGLE), "of several agents, got float32 of shape (4, 1)"),
     # population
     (lambda: agents.population("x", 2), "stateless_policy` makes, got str 'x'"),
     (lambda: agents.population(policy(), 0), "`size` must be an int of at least 1"),
@@ -122,8 +115,6 @@ CASES = [
     # agent_transitions
     (lambda: agents.init_agent_transitions(single(), 0), "must have several agents"),
     (lambda: answer((), info={}), "must have several agents, as lanes of a"),
-    (lambda: answer(one=None), PENDING),
-    (lambda: answer(two="one"), f"{PENDING}: float32 of shape (4, 2) at ['two']"),
     (lambda: answer(lanes=2), "`pending` must be of `init_agent_transitions` for the"),
     # evaluate_agents
     (lambda: evaluate(learning()), "with the statistics of training, got NormalizeObs"),

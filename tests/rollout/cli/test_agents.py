@@ -11,6 +11,7 @@ from command_line import assert_figures, run
 
 import rollout
 from rollout import envs
+from rollout.cli import main as command
 from rollout.cli.arguments import make_parser, parse
 from rollout.cli.main import make_collector
 from rollout.policies import masks
@@ -32,7 +33,7 @@ def assert_agents(table, returns, lengths):
 @pytest.fixture
 def chance(monkeypatch):
     """Agents that come and go at random, in two groups."""
-    monkeypatch.setattr(envs, "make", lambda env_id: ChanceEnv())
+    monkeypatch.setattr(command, "make", lambda env_id: ChanceEnv())
 
 
 def assert_counts(table, steps, reward, stale):

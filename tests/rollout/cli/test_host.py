@@ -11,6 +11,7 @@ from PIL import Image
 
 import rollout
 from rollout import envs
+from rollout.cli import main as command
 from rollout.cli.arguments import make_parser, parse
 
 B, T, SEED = 3, 47, 5
@@ -29,7 +30,7 @@ def make():
 def count(monkeypatch):
     """Environments that reset themselves in a row of their own, as EnvPool does."""
     made = HostCount(B, resets_itself=True)
-    monkeypatch.setattr(envs, "from_envpool", lambda *args, **options: made)
+    monkeypatch.setattr(command, "from_envpool", lambda *args, **options: made)
     return made
 
 
@@ -113,7 +114,7 @@ def test_seed_and_parameters_go_to_envpool(monkeypatch):
         given.update(env_id=env_id, num_envs=num_envs, **options)
         return HostCount(num_envs)
 
-    monkeypatch.setattr(envs, "from_envpool", make)
+    monkeypatch.setattr(command, "from_envpool", make)
     run("envpool:A-v0", "--num-episodes=2", "--seed=8", "--env-param=num_threads=1")
     assert given == {"env_id": "A-v0", "num_envs": 2, "seed": 8, "num_threads": 1}
 

@@ -114,7 +114,8 @@ def test_own_classes_of_gymnax_and_gymnasium_run(tmp_path, capsys):
         table = run(env, *size)
         assert table["environment"] == env
         assert float(table["length"].split()[0]) > 8  # poles fall at once in neither
-    assert f"gymnasium:{own}:CartPoleEnv" in error_line(capsys, f"{own}:CartPoleEnv")
+    line = error_line(capsys, f"{own}:CartPoleEnv")
+    assert "`rollout.envs.from_gymnasium` adapts it" in line
 
 
 @slow
@@ -298,7 +299,7 @@ def test_error_of_an_environment_without_parameters_keeps_its_traceback(monkeypa
     def fail(*args):
         raise TypeError("a bug")
 
-    monkeypatch.setattr(envs, "make", fail)
+    monkeypatch.setattr(command, "make", fail)
     with pytest.raises(TypeError, match="a bug"):
         command.main(["CartPole-v1"])
 

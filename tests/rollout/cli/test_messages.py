@@ -34,7 +34,10 @@ CASES = [
     ([*RUN, "--env-param=gravity='a'"], "`gravity` must be a number"),
     ([*RUN, "--env-param=num_envs=3"], "x_threshold; got num_envs."),
     ([*RUN, "--env-param=gravity=10**30"], "a Python literal"),
-    ([*RUN, f"--env-param=max_steps_in_episode={10**30}"], "too large to convert"),
+    (
+        [*RUN, f"--env-param=max_steps_in_episode={10**30}"],
+        "An overflow was",
+    ),
     (["pgx:tic_tac_toe", "--env-param=size=4"], "tic_tac_toe with size=4 fails: from"),
     ([HOST, "--env-param=foo=1"], "got an unexpected keyword argument 'foo'"),
     ([HOST, "--env-param=num_envs=3"], "multiple values for argument 'num_envs'"),

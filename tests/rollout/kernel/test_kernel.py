@@ -344,3 +344,12 @@ def test_policy_has_a_key_of_each_episode():
     fold = jax.vmap(jax.random.fold_in, (0, None))
     want = jax.random.key_data(fold(start.episode.key, np.uint32(2**32 - 1)))
     np.testing.assert_array_equal(many.extras[0], want)
+
+
+def test_accumulated_value_starts_anew_with_every_episode():
+    steps = rollout.Accumulator(jnp.zeros, lambda num, row: num + 1)
+    collector = make_collector("count").replace(accumulators={"steps": steps})
+    carry = collector.init(jax.random.key(7))
+    rows = jax.device_get(collector.collect_steps(carry, None, NUM_STEPS)[1])
+    assert rows.done.sum() > NUM_LANES
+    np.testing.assert_array_equal(rows.accumulated["steps"], rows.episode_length)
