@@ -123,7 +123,7 @@ class LocalEnvs:
     def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[B, ...]`, and resets none."""
         request_checks.closed(not self._envs)
-        for at, one in enumerate(self._split(action)):
+        for at, one in zip(range(self.num_envs), self._split(action), strict=True):
             self.advance(at, one)
         return self._arrays.answer(self.causes)
 

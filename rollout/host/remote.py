@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -162,7 +163,10 @@ class RemoteBatches(
             # In NumPy, so that no actor needs the learner's devices to unpack it.
             host = _on_host(params)
             self._kind = jax.eval_shape(lambda x: x, host)
-            self._params = ray.put(host), 0
+            with warnings.catch_warnings():
+                # Ray may start with this, and forks only to execute another program.
+                warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+                self._params = ray.put(host), 0
             for _ in range(num_actors):
                 self._start()
         except BaseException:
