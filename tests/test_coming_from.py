@@ -17,12 +17,13 @@ TEXTS = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
 # Pages of one program, most of which train the agent of `ppo.py`; what is set anew.
 TRAINED = {
     "brax": "config = config._replace(num_updates=2)",
-    "cleanrl": "",
-    "craftax_baselines": "config = config._replace(num_updates=2, num_envs=4)",
+    "cleanrl": "config = config._replace(num_updates=200)",
+    "craftax_baselines": """\
+config = config._replace(num_updates=2, num_envs=4, hidden=32)""",
     "flashbax": "",
     "gymnax": "",
     "purejaxql": "NUM_UPDATES = 20",
-    "rlax": "",
+    "rlax": "NUM_UPDATES = 2000",
     "stable_baselines3": "NUM_UPDATES = 20",
 }
 NEEDED = {"craftax_baselines": "craftax"}
@@ -108,9 +109,9 @@ def check_stable_baselines3(names, out):
 
 
 def check_cleanrl(names, out):
-    assert names["log"]["steps"][-1] == 976 * 512
+    assert names["log"]["steps"][-1] == 200 * 512
     assert out.startswith("51,200 ")
-    assert float(out.splitlines()[-1].split()[1]) > 450
+    assert float(out.splitlines()[-1].split()[1]) > 200  # 500 after all updates
 
 
 def check_craftax_baselines(names, out):
@@ -139,7 +140,7 @@ def check_flashbax(names, out):
 
 
 def check_rlax(names, out):
-    assert float(out.split()[1]) > 450
+    assert float(out.split()[1]) > 200  # 500 after all updates
 
 
 def check_brax(names, out):

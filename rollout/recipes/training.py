@@ -270,7 +270,8 @@ def run(make_agent, config, columns):
     kind: Any = rollout.Collector if is_jax else rollout.HostCollector
     collectors = [kind(env=env, policy=agent.policy) for env in lanes]
     keys = [jax.random.key(seed) for seed in seeds]
-    states = [begin(agent, *x) for x in zip(collectors, keys, strict=True)]
+    start = jax.jit(begin, static_argnums=0) if is_jax else begin  # one program, or 150
+    states = [start(agent, *x) for x in zip(collectors, keys, strict=True)]
     names = ["steps", "return", *columns]
     if options.resume:
         states = restored(collectors, states, seeds)

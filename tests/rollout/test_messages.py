@@ -213,10 +213,6 @@ MESSAGES = [
     *((functools.partial(inspect, *args, **x), what) for args, x, what in INSPECT),
     *((functools.partial(from_carry, **x), what) for x, what in CARRY),
     *((functools.partial(gae, **x), what) for x, what in TARGETS),
-    (
-        lambda: gae(reward=collect("count")[1]),
-        "got a trajectory `t`: pass `t.reward`, `t.term",
-    ),
     (lambda: rollout.next_values(3, ROWS, ROWS[0]), "must be a `Transition`"),
     (
         lambda: rollout.next_values(next(make_stream()), ROWS, ROWS[0]),
@@ -295,7 +291,7 @@ MESSAGES = [
     (lambda: draw_episode(on_host(), KEY, None, 9), "draw themselves, got HostCount"),
     (
         lambda: draw_episode(make_collector("count"), KEY, None, 9),
-        "have `render_frames`, or be one that gymnax",
+        "one that its suite draws, or have `render_frames`",
     ),
     (lambda: rollout.record_gif(ROWS, KEY, None, "a.gif"), "`collector` must be a `C"),
     (

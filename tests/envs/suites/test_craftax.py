@@ -10,7 +10,7 @@ pytest.importorskip("craftax")
 pytestmark = [
     pytest.mark.slow,
     # The suite reuses keys, and promotes ranks.
-    pytest.mark.usefixtures("key_reuse", "rank_promotion"),
+    pytest.mark.usefixtures("quick_compile", "key_reuse", "rank_promotion"),
 ]
 LIMIT = 60
 

@@ -20,7 +20,7 @@ KEY = jax.random.key(3)
 pytestmark = [
     pytest.mark.slow,  # the import alone takes seconds
     # The MPE environments add arrays of different ranks.
-    pytest.mark.usefixtures("key_reuse", "rank_promotion"),
+    pytest.mark.usefixtures("quick_compile", "key_reuse", "rank_promotion"),
 ]
 
 

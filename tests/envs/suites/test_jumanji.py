@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.slow,
     # Jumanji draws from keys in branches, and `vmap` computes both; some games promote
     # ranks.
-    pytest.mark.usefixtures("key_reuse", "rank_promotion"),
+    pytest.mark.usefixtures("quick_compile", "key_reuse", "rank_promotion"),
 ]
 DOWNLOADS = "Sokoban-v0"  # its levels
 TEAMS = ("Connector-v3", "LevelBasedForaging-v0", "SearchAndRescue-v0")

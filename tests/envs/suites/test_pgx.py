@@ -53,10 +53,9 @@ def test_one_player_has_a_game_of_its_own(key_reuse):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("game", ["tic_tac_toe", "connect_four"])
-def test_masked_policies_never_make_an_illegal_move(game):
+def test_masked_policies_never_make_an_illegal_move():
     """A million moves: half drawn evenly, half sampled from a policy's logits."""
-    env = envs.vectorize(envs.suites.from_pgx(pgx.make(game)), 1000)
+    env = envs.vectorize(envs.suites.from_pgx(pgx.make("tic_tac_toe")), 1000)
     space = env.action_spaces["players"]
 
     def sample(params, obs, key):

@@ -14,7 +14,7 @@ wrappers = pytest.importorskip("xminigrid.wrappers")
 pytestmark = [
     pytest.mark.slow,
     # The suite reuses keys in branches.
-    pytest.mark.usefixtures("key_reuse"),
+    pytest.mark.usefixtures("quick_compile", "key_reuse"),
 ]
 
 

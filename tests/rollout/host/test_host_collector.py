@@ -26,6 +26,7 @@ import rollout
 from rollout import envs
 from rollout.host import HostCollector
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 # Other numbers of the same calls.
 SLOW = ("one episode", "an episode in each lane", "few steps", "episodes of each lane")
 

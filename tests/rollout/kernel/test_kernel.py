@@ -13,6 +13,7 @@ from flax import struct
 import rollout
 from rollout import envs
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 slow = pytest.mark.slow
 NUM_LANES = 16  # of 64 steps each: 1,024 steps in plain Python
 

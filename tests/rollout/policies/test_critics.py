@@ -13,6 +13,7 @@ from flax import struct
 import rollout
 from rollout import envs
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 KEY = jax.random.key(4)
 T, B = 24, 3
 BOX = envs.Box(-1.0, 1.0, (2,))
