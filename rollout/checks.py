@@ -10,13 +10,13 @@ import numbers
 import operator
 from collections.abc import Collection
 from typing import Any
-from typing import Any as ArrayTree
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+ArrayTree = Any  # as in `envs.types`, which stands above these checks
 INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
 _REAL: Any = numbers.Real  # a type checker knows no order of it
 # What adapts an environment, by a name that those of another suite have.
