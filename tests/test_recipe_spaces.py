@@ -18,8 +18,9 @@ import rollout
 from rollout import envs
 from rollout.envs import spaces
 from rollout.recipes import dqn, ppo, sac, training
+from rollout.recipes.distributions import Joint
 from rollout.recipes.dqn import DQN
-from rollout.recipes.ppo import PPO, ActorCritic, Config, Joint
+from rollout.recipes.ppo import PPO, ActorCritic, Config
 from rollout.recipes.recurrent_ppo import RecurrentPPO
 from rollout.recipes.sac import SAC
 from rollout.recipes.training import make_env, train
@@ -316,6 +317,25 @@ def test_recurrent_ppo_learns_what_it_saw_and_what_is_allowed(is_host):
     assert log["return"][-1] > 7  # without a memory 4.5
     _, t = collector.collect_steps(state.carry, state.params, 16)
     assert set(np.unique(t.action).tolist()) <= {-2, -1}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_training")
+@pytest.mark.parametrize("has_memory", [False, True])
+@pytest.mark.parametrize("is_host", [False, True])
+def test_one_program_trains_cartpole_of_gymnax_and_of_gymnasium(is_host, has_memory):
+    config = Config(num_updates=30, num_envs=16, num_steps=64, num_minibatches=4)
+    make = functools.partial(envs.from_gymnasium, "CartPole-v1")
+    env = make(num_envs=16) if is_host else envs.make_vec("CartPole-v1", 16)
+    agent = PPO(env.action_space, config)
+    if has_memory:
+        empty = lambda num_envs: jnp.zeros((num_envs, 32))  # noqa: E731
+        agent = RecurrentPPO(env.action_space, config, nn.GRUCell(32), empty)
+    kind = rollout.HostCollector if is_host else rollout.Collector
+    collector = kind(env=env, policy=agent.policy)
+    state, log = train(agent, collector, jax.random.key(0))
+    assert np.nanmax(log["return"]) > 120
+    assert state.number == 30
 
 
 @pytest.mark.parametrize("is_host", [False, True])

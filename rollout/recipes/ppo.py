@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import struct
 
 import rollout
 from rollout.envs.spaces import as_space
 from rollout.envs.wrappers import mask_in
 from rollout.recipes import training
+from rollout.recipes.distributions import Categorical, Gaussian, Joint, num_values
 from rollout.recipes.training import State
 from rollout.recipes.training import begin as begin
 from rollout.recipes.training import train as train
@@ -41,93 +41,6 @@ class Config(NamedTuple):
     max_grad_norm: float = 0.5
     hidden: int = 64
     activation: Any = nn.tanh
-
-
-class Categorical(struct.PyTreeNode):
-    """Integers, each with the logits of its values."""
-
-    logits: jax.Array  # [..., *shape, number of values]
-    start: Any = 0  # the smallest values
-    shape: tuple = struct.field(pytree_node=False, default=())  # of an action
-    dtype: Any = struct.field(pytree_node=False, default=jnp.int32)
-
-    def sample(self, key):
-        drawn = self.start + jax.random.categorical(key, self.logits)
-        return drawn.astype(self.dtype)
-
-    def mode(self):
-        return (self.start + self.logits.argmax(-1)).astype(self.dtype)
-
-    def log_prob(self, action):
-        cost = optax.softmax_cross_entropy_with_integer_labels
-        return total(-cost(self.logits, action - self.start), self.shape)
-
-    def entropy(self):
-        log_probs = jax.nn.log_softmax(self.logits)
-        return total(-(jnp.exp(log_probs) * log_probs).sum(-1), self.shape)
-
-
-class Gaussian(struct.PyTreeNode):
-    """Real numbers, which an environment may clip or rescale, and the policy may not.
-
-    The probability stays that of the action that was drawn.
-    """
-
-    mean: jax.Array  # [..., *shape]
-    log_std: jax.Array
-    shape: tuple = struct.field(pytree_node=False, default=(1,))  # of an action
-
-    def sample(self, key):
-        noise = jax.random.normal(key, self.mean.shape)
-        return self.mean + jnp.exp(self.log_std) * noise
-
-    def mode(self):
-        return self.mean
-
-    def log_prob(self, action):
-        logpdf = jax.scipy.stats.norm.logpdf
-        log_probs = logpdf(action, self.mean, jnp.exp(self.log_std))
-        return total(log_probs, self.shape)
-
-    def entropy(self):
-        each = self.log_std + 0.5 * jnp.log(2 * jnp.pi * jnp.e)
-        return total(each, self.shape)
-
-
-class Joint(NamedTuple):
-    """Independent parts of an action of several, such as of a `Dict`."""
-
-    parts: list  # distributions of the leaves of an action
-    structure: Any  # of an action
-
-    def sample(self, key):
-        pairs = zip(self.parts, jax.random.split(key, len(self.parts)), strict=True)
-        return self.structure.unflatten([part.sample(key) for part, key in pairs])
-
-    def mode(self):
-        return self.structure.unflatten([part.mode() for part in self.parts])
-
-    def log_prob(self, action):
-        pairs = zip(self.parts, jax.tree.leaves(action), strict=True)
-        return sum(part.log_prob(x) for part, x in pairs)
-
-    def entropy(self):
-        return sum(part.entropy() for part in self.parts)
-
-
-def total(x, shape):
-    """Sums over the entries of an action, the last axes."""
-    return x.sum(tuple(range(-len(shape), 0)))
-
-
-def num_values(part):
-    """Returns of a space how many values each entry has, 0 of real numbers."""
-    if part.bounds is None or part.shape is None:
-        raise ValueError(f"`action_space` must have bounds in all parts: {part!r}.")
-    if jnp.issubdtype(part.dtype, jnp.floating):
-        return np.zeros(part.shape, int)
-    low, high = (np.broadcast_to(x, part.shape).astype(int) for x in part.bounds)
-    return high - low + 1
 
 
 class ActorCritic(nn.Module):
