@@ -52,7 +52,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         """Makes an empty buffer; arguments and errors as in `ReplayBuffer.init`."""
         return PrioritizedState(
             ring=super().init(transition, params),
-            priorities=sum_tree.build(jnp.zeros(self.num_slots * self.num_envs)),
+            priorities=sum_tree.build(
+                jnp.zeros(self.num_slots * self.num_envs, jnp.float32)
+            ),
             max_priority=jnp.ones((), jnp.float32),
             num_rejected=jnp.zeros((), jnp.int32),
         )

@@ -146,7 +146,13 @@ def merged(way: _Way) -> _Way:
         def call_merged(
             size: int, mapped: list, flag: jax.Array, lanes: ArrayTree, *closed: list
         ) -> tuple[ArrayTree, ArrayTree]:
-            merge, num_lanes = functools.partial(_merge, size), flag.shape[-1]
+            num_lanes = flag.shape[-1]
+
+            # `[V, B, ...]`, or `[B, ...]` of all V members, to `[V * B, ...]`.
+            def merge(x: jax.Array, is_mapped: bool) -> jax.Array:
+                x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+                return x.reshape(-1, *x.shape[2:])
+
             flag, lanes = jax.tree.map(merge, (flag, lanes), tuple(mapped[:2]))
             # Of what `fn` closes over, only some values differ between members.
             of_one, axes = closed[1], [0 if x else None for x in mapped[3]]
@@ -188,12 +194,6 @@ def hoist(
         return structure.unflatten(whole(*jax.tree.leaves(args)))
 
     return hoisted, prng.words(closed.consts)
-
-
-def _merge(size: int, x: jax.Array, is_mapped: bool) -> jax.Array:
-    """Reshapes `[V, B, ...]`, or `[B, ...]` of all V members, to `[V * B, ...]`."""
-    x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-    return x.reshape(-1, *x.shape[2:])
 
 
 def _num_slots(flag: jax.Array) -> int:

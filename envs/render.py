@@ -137,9 +137,10 @@ def expose_lane_states(env: VectorEnv) -> tuple[VectorEnv, Env]:
 def check_render(env: Env) -> None:
     """Raises if `render_gif` cannot draw an environment here."""
     if not can_render(env):
+        inner: Any = _innermost(env)  # gymnax's environments have names
         raise ValueError(
             "`env` must be one that its suite draws, or have `render_frames`, got "
-            f"{type(_innermost(env)).__name__}."
+            f"{getattr(inner, 'name', type(inner).__name__)}."
         )
     check_packages()
 

@@ -163,7 +163,7 @@ class Box(_Bounded, struct.PyTreeNode):
                 f"`low` and `high` must broadcast to `shape`, {self.shape}, got a "
                 f"bound of shape {shape}."
             )
-        bad = lost(value, dtype)
+        bad = lost_in_cast(value, dtype)
         if bad.any():
             raise ValueError(
                 "`low` and `high` must be values of `dtype`, got "
@@ -486,7 +486,7 @@ def one_of(space: AnySpace | None) -> AnySpace | None:
     return space
 
 
-def lost(value: np.ndarray, dtype: Any) -> np.ndarray:
+def lost_in_cast(value: np.ndarray, dtype: Any) -> np.ndarray:
     """Returns bool, True where a number is no value of `dtype`: of floats, too large.
 
     Floats are rounded to those of fewer digits.

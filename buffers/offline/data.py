@@ -11,7 +11,7 @@ from jax.tree_util import keystr
 
 from rollout import checks
 from rollout.buffers.replay import ReplayBuffer
-from rollout.envs.spaces import lost
+from rollout.envs.spaces import lost_in_cast
 from rollout.envs.types import ArrayTree
 from rollout.types import Transition
 
@@ -146,7 +146,7 @@ def _array(name: str, value: Any, dtype: Any = None) -> np.ndarray:
     dtype = jax.dtypes.canonicalize_dtype(dtype or value.dtype)
     if value.dtype == dtype:
         return value
-    bad = lost(value, dtype)
+    bad = lost_in_cast(value, dtype)
     if bad.any():
         raise ValueError(f"{name} must fit into {dtype}, got {value[bad].flat[0]}.")
     return value.astype(dtype)

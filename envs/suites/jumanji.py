@@ -89,6 +89,7 @@ class _Jumanji(struct.PyTreeNode, kw_only=True):
         return self._viewer() is not None
 
     def _viewer(self) -> Any:
+        # Games hold it under different names, and some have none.
         names = "_viewer", "_env_viewer", "viewer"
         return next(filter(None, (getattr(self.env, x, None) for x in names)), None)
 

@@ -193,6 +193,7 @@ class _PgxSeat(_Pgx, kw_only=True):
 
         def reply(carry: tuple) -> tuple:
             state, number, reward = carry
+            # A key for each reply, however many there are.
             action_key, step_key = jax.random.split(jax.random.fold_in(key, number))
             obs = _seen(state, state.observation)
             action = self.opponent(self.opponent_params, obs, action_key)

@@ -52,6 +52,7 @@ class TimeLimit(Wrapper):
             # The episode of all: flags of single agents would end those alone.
             cut = result.episode_truncated | at_length
             return result.replace(state=state, episode_truncated=cut)
+        # Its flags may be bools of Python.
         result = cast_step(result)
         return result.replace(state=state, truncated=result.truncated | at_length)
 

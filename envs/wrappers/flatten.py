@@ -108,6 +108,7 @@ def _flat(space: AnySpace, x: jax.Array) -> jax.Array:
     low = jnp.broadcast_to(jnp.asarray(space.bounds[0], x.dtype), space.shape)
     index = (x - jnp.expand_dims(low, range(len(lead)))).reshape(*lead, -1, len(sizes))
     hot = [
+        # All zeros of a number outside of its range.
         jax.nn.one_hot(index[..., i], n, dtype=jnp.float32)
         for i, n in enumerate(sizes.tolist())
     ]

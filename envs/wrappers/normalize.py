@@ -57,6 +57,7 @@ class _Normalizer(VectorWrapper, kw_only=True):
         what = "`env_state` must have statistics of the same wrappers in the same order"
         checks.same(what, own, new)
         inner = super().freeze(state.env_state)
+        # Leaves: environments frozen at other times run the same program.
         return inner.replace(statistics=new)
 
     def _shapes(self) -> tuple[Any, Any]:

@@ -198,6 +198,7 @@ class ObserveInfo(ObsWrapper):
 
     def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Adds the info of the last step."""
+        # There is no `info` before the first step.
         is_first = memory is None
         info = self.initial(agent.state, obs) if is_first else self.fn(agent.info)
         return {"obs": obs, "info": jax.tree.map(jnp.asarray, info)}, ()

@@ -291,7 +291,7 @@ MESSAGES = [
     (lambda: draw_episode(on_host(), KEY, None, 9), "draw themselves, got HostCount"),
     (
         lambda: draw_episode(make_collector("count"), KEY, None, 9),
-        "one that its suite draws, or have `render_frames`",
+        "that its suite draws, or have `render_frames`",
     ),
     (lambda: rollout.record_gif(ROWS, KEY, None, "a.gif"), "`collector` must be a `C"),
     (
