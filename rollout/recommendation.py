@@ -22,7 +22,7 @@ from rollout.envs.wrappers import ForceLength, NoRepeat
 from rollout.policies.items import choose_items as choose_items
 from rollout.policies.items import item_policy as item_policy
 from rollout.stats import CollectStats, summarize
-from rollout.types import Episodes, Transition
+from rollout.types import Transition
 
 
 class Catalogue(struct.PyTreeNode, kw_only=True):
@@ -176,61 +176,47 @@ def _evaluate(
     catalogue: Catalogue,
     max_episode_steps: int,
 ) -> dict[str, RecommendationStats]:
-    features, popularity = catalogue.features, catalogue.popularity
     directions = jnp.zeros((1, 0))
-    if features is not None:  # zero stays zero
-        length = jnp.linalg.norm(features, axis=1, keepdims=True)
-        directions = features / jnp.where(length > 0.0, length, 1.0)
-    found = {}
-    for name, collector in settings.items():
-        shown, played = _play(
-            collector, key, params, num_episodes, directions, max_episode_steps
+    if catalogue.features is not None:  # zero stays zero
+        length = jnp.linalg.norm(catalogue.features, axis=1, keepdims=True)
+        directions = catalogue.features / jnp.where(length > 0.0, length, 1.0)
+
+    def measure(collector: Collector) -> RecommendationStats:
+        num_envs, num_items = collector.env.num_envs, collector.env.action_space.n
+        nothing = _Shown(
+            counts=jnp.zeros(num_items, jnp.int32),
+            none_allowed=jnp.zeros((), jnp.int32),
+            total=jnp.zeros((num_envs, directions.shape[1])),
+            squares=jnp.zeros(num_envs),
+            diversity=jnp.zeros(()),
         )
-        counts, num_shown = shown.counts, jnp.sum(shown.counts)
-        num_different, novelty, dominated_share = jnp.sum(counts > 0), None, None
-        if popularity is not None:
-            novelty = jnp.sum(-jnp.log(popularity) * counts) / num_shown
-        if catalogue.dominated is not None:
-            dominated_share = jnp.sum(catalogue.dominated * counts) / num_shown
-        found[name] = RecommendationStats(
+        _, shown, played = collector.fold_episodes(
+            collector.init(key),
+            params,
+            lambda shown, row: _add(shown, row, directions),
+            nothing,
+            num_episodes=num_episodes,
+            max_episode_steps=max_episode_steps,
+        )
+        num_shown, num_different = jnp.sum(shown.counts), jnp.sum(shown.counts > 0)
+
+        def mean(table: jax.Array | None) -> jax.Array | None:
+            """Averages a table over the recommendations."""
+            return None if table is None else jnp.sum(table * shown.counts) / num_shown
+
+        popularity, has_features = catalogue.popularity, catalogue.features is not None
+        return RecommendationStats(
             episodes=summarize(played),
             click_through_rate=jnp.sum(played.episode_return) / num_shown,
-            coverage=num_different / counts.size,
+            coverage=num_different / num_items,
             coverage_per_turn=num_different / num_shown,
-            diversity=None if features is None else shown.diversity / played.mask.size,
-            novelty=novelty,
-            dominated_share=dominated_share,
+            diversity=shown.diversity / played.mask.size if has_features else None,
+            novelty=mean(None if popularity is None else -jnp.log(popularity)),
+            dominated_share=mean(catalogue.dominated),
             none_allowed_share=shown.none_allowed / num_shown,
         )
-    return found
 
-
-def _play(
-    collector: Collector,
-    key: chex.PRNGKey,
-    params: Any,
-    num_episodes: int,
-    directions: jax.Array,
-    max_episode_steps: int,
-) -> tuple[_Shown, Episodes]:
-    """Plays the episodes of a setting, and adds up what was recommended."""
-    num_envs, num_items = collector.env.num_envs, collector.env.action_space.n
-    nothing = _Shown(
-        counts=jnp.zeros(num_items, jnp.int32),
-        none_allowed=jnp.zeros((), jnp.int32),
-        total=jnp.zeros((num_envs, directions.shape[1])),
-        squares=jnp.zeros(num_envs),
-        diversity=jnp.zeros(()),
-    )
-    _, shown, played = collector.fold_episodes(
-        collector.init(key),
-        params,
-        lambda shown, row: _add(shown, row, directions),
-        nothing,
-        num_episodes=num_episodes,
-        max_episode_steps=max_episode_steps,
-    )
-    return shown, played
+    return {name: measure(collector) for name, collector in settings.items()}
 
 
 def _add(shown: _Shown, row: Transition, directions: jax.Array) -> _Shown:

@@ -87,7 +87,17 @@ def shard(
     mesh = checks.lane_mesh(mesh, axis)
     if mesh.is_multi_process and not _is_absent(mesh):
         # Before the checks that may raise in one process alone.
-        multihost.compare("collector", _facts(collector, mesh, axis))
+        leaves = jax.tree.leaves(env_keys.words(collector.env))
+        here = [x for x in leaves if not multihost.is_elsewhere(x)]
+        # Bits and not values: NaN parameters are equal to themselves here.
+        bits = b"".join(np.asarray(x).tobytes() for x in here)
+        facts = {
+            "jax": jax.__version__,
+            "`num_envs`": collector.env.num_envs,
+            "`mesh`": [axis, *mesh.shape.items(), *(x.id for x in mesh.devices.flat)],
+            "environment parameters of checksum": zlib.crc32(bits),
+        }
+        multihost.compare("collector", facts)
     num_devices = mesh.shape[axis]
     what = f"the {num_devices} devices of the axis {axis!r}"
     checks.multiple("num_envs", collector.env.num_envs, num_devices, what)
@@ -219,16 +229,3 @@ def _device_put(tree: ArrayTree, where: NamedSharding) -> ArrayTree:
         return jax.device_put(tree, where)
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, jax.jit(list, out_shardings=where)(leaves))
-
-
-def _facts(collector: Collector, mesh: Mesh, axis: str) -> dict[str, object]:
-    """Lists facts that identify a collector and must agree between processes."""
-    # Bits and not values: NaN parameters are equal to themselves here.
-    leaves = jax.tree.leaves(env_keys.words(collector.env))
-    bits = [np.asarray(x).tobytes() for x in leaves if not multihost.is_elsewhere(x)]
-    return {
-        "jax": jax.__version__,
-        "`num_envs`": collector.env.num_envs,
-        "`mesh`": [axis, *mesh.shape.items(), *(x.id for x in mesh.devices.flat)],
-        "environment parameters of checksum": zlib.crc32(b"".join(bits)),
-    }
