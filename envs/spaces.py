@@ -171,10 +171,10 @@ class Box(_Bounded, struct.PyTreeNode):
             )
 
     def sample(self, key: chex.PRNGKey) -> jax.Array:
-        """Draws one element.
+        """Draws one element, as Gymnasium does.
 
-        An entry is uniform between two finite bounds, and normal if both are infinite;
-        beyond the only finite bound it is as far as a normal number is from 0.
+        An entry is uniform between two finite bounds, exponential beyond the only
+        finite bound, and normal if both bounds are infinite.
         """
         if not jnp.issubdtype(self.dtype, jnp.floating):
             return super().sample(key)
@@ -185,17 +185,15 @@ class Box(_Bounded, struct.PyTreeNode):
         has_both = has_low & has_high
         if is_known and has_both.all():
             return super().sample(key)
-        normal_key = prng.fold_in(key, 1)
         # From `key` itself, as above: the bits must not depend on what is known.
         first, last = (xp.where(has_both, x, 0) for x in (low, high))
         evenly = prng.draw(key, first, last, self.shape, self.dtype)
+        tail_key, normal_key = prng.fold_in(key, jnp.arange(1, 3, dtype=jnp.int32))
+        tail = jax.random.exponential(tail_key, self.shape, self.dtype)
         normal = jax.random.normal(normal_key, self.shape, self.dtype)
         low, high = (jnp.asarray(x, self.dtype) for x in (low, high))
-        return jnp.select(
-            [has_both, has_low, has_high],
-            [evenly, low + jnp.abs(normal), high - jnp.abs(normal)],
-            normal,
-        )
+        beyond = [evenly, low + tail, high - tail]
+        return jnp.select([has_both, has_low, has_high], beyond, normal)
 
 
 class MultiDiscrete(_Bounded, struct.PyTreeNode):

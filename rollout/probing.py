@@ -21,6 +21,7 @@ from rollout.envs import prng
 from rollout.envs.host.local_envs import LocalEnvs, close
 from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
+from rollout.envs.multi_agent import ACTING
 from rollout.envs.spaces import Space, as_space
 from rollout.envs.types import ArrayTree, Env, VectorEnv
 from rollout.envs.vectorize import vectorize
@@ -57,7 +58,7 @@ def probe(
       array; the message begins with the line.
     - `contract`: the structure, shape or dtype of a result is not as promised: the
       state changes it from `reset` to `step`, a reward has the shape (1,), a flag is a
-      float.
+      float, not all agents act where `simultaneous` is True.
     - `observation_space`, `action_space`: it does not contain what it draws itself.
     - `obs`: an observation, of several agents also of one that does not act, has
       another structure, shape or dtype than its space, or is outside, or not finite.
@@ -138,6 +139,8 @@ def probe(
             if not np.all(draw(jax.random.split(key, _NUM_LANES))):
                 found[name] = "`contains` must be True of what `sample` draws"
         _check_traces(found, lanes.env if has_agents(env) else env)
+        if has_agents(env) and lanes.env.layout.simultaneous:
+            _check_simultaneous(found, lanes.env, key)
         if not found:
             _play(found, collector, None, key, num_steps)
     return tuple(Finding(*item) for item in found.items())
@@ -205,6 +208,28 @@ def _check_traces(found: dict[str, str], env: Env) -> None:
     for name, *args in (("reset", key), ("step", key, state, action)):
         if message := _find_own_randomness(getattr(env, name), *args):
             found.setdefault("key", f"`{name}` {message}")
+
+
+def _check_simultaneous(found: dict[str, str], joint: Any, key: chex.PRNGKey) -> None:
+    """Lets agents that all act, as they say, take turns for a step."""
+    turns = joint.replace(layout=joint.layout._replace(simultaneous=False))
+
+    @jax.jit
+    def play(key: chex.PRNGKey) -> list[jax.Array]:
+        keys = jax.random.split(key, 3)
+        state, obs = turns.reset(keys[0])
+        result = turns.step(keys[1], state, turns.action_space.sample(keys[2]))
+        # An agent that goes on and does not act next waits for an answer.
+        done = result.terminated | result.truncated
+        return [obs[ACTING], ~result.info.agents.waiting | done]
+
+    for number, acting in enumerate(play(key), 1):
+        if not acting.all():
+            found["contract"] = (
+                "`simultaneous` must be True only if every agent that has not ended "
+                f"acts at every step, got `acting` {acting.tolist()} before step "
+                f"{number}: leave it out"
+            )
 
 
 def _find_own_randomness(fn: Any, *args: Any) -> str:

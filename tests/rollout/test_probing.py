@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agents import OneAgent
+from agents import ChanceEnv, OneAgent
 from cases import CountEnv
 from flax import struct
 from host_count import HostCount
@@ -234,6 +234,31 @@ def test_mistake_in_an_environment_of_several_agents_is_found():
     (finding,) = rollout.probe(OneAgent(struct.dataclass(Shapeless)()))
     assert finding.name == "contract"
     assert "`reward` must be one value per agent, shape (1,)" in finding.message
+
+
+class InTurns(ChanceEnv):
+    """Says that all act."""
+
+    simultaneous = True
+
+    def choose(self, word):
+        return jnp.arange(3) == word % 3
+
+
+class InTurnsLater(InTurns):
+    """At the first step they do."""
+
+    def reset(self, key):
+        state, obs, _ = super().reset(key)
+        return state, obs, jnp.ones(3, bool)
+
+
+@pytest.mark.parametrize(("env_class", "step"), [(InTurns, 1), (InTurnsLater, 2)])
+@pytest.mark.usefixtures("quick_compile")
+def test_agents_that_take_turns_and_say_otherwise_are_found(env_class, step):
+    env = jax.tree_util.register_static(env_class)()
+    messages = {x.name: x.message for x in rollout.probe(env)}
+    assert f"before step {step}: leave it out" in messages["contract"]
 
 
 @struct.dataclass
