@@ -225,11 +225,12 @@ def _check_simultaneous(found: dict[str, str], joint: Any, key: chex.PRNGKey) ->
 
     for number, acting in enumerate(play(key), 1):
         if not acting.all():
-            found["contract"] = (
+            what = (
                 "`simultaneous` must be True only if every agent that has not ended "
                 f"acts at every step, got `acting` {acting.tolist()} before step "
                 f"{number}: leave it out"
             )
+            found.setdefault("contract", what)
 
 
 def _find_own_randomness(fn: Any, *args: Any) -> str:
