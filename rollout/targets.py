@@ -83,8 +83,9 @@ def gae(
         δ_t = r_t + γ (1 - terminated_t) V(next_obs_t) - V(obs_t)
         A_t = δ_t + γ λ (1 - done_t) A_{t+1}
 
-    t + 1 is the next row that is not masked out, and γ is per row. The sum of A and
-    V(obs) is the λ-return, the usual target of the value function.
+    t + 1 is the next row that is not masked out, and γ is per row. Where V(next_obs) is
+    the V(obs) of the next row, the sum of A and V(obs) is the λ-return, the usual
+    target of the value function.
 
     Args:
         reward: `[T, B]`; integers count as floats.

@@ -4,6 +4,9 @@ Each module has `from_*`, which adapts an object of the suite, `ids`, and `make`
 `rollout.envs.make` calls. A suite is imported only when it is used. `physics` has the
 shared part of brax and Playground; `convert` checks objects of suites and converts
 their arrays.
+
+A new suite is imported here, which is how it is found. It needs an extra in
+`pyproject.toml` by its name, also in `suites`, and rows in `test_conformance.py`.
 """
 
 from rollout.envs.suites.brax import from_brax

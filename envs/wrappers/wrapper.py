@@ -130,7 +130,12 @@ class Wrapper(BaseWrapper):
         self._check()
 
     def _check(self) -> None:
-        """Raises `ValueError` if an option is not as it must be."""
+        """Raises `ValueError` if an option is not as it must be.
+
+        It is called with other leaves than the user's, too: tracers, or the zeros of a
+        `vmap` in which nothing is mapped. So values are checked by `checks.is_known`,
+        and zeros must pass.
+        """
 
     def at_episode(self, number: jax.Array) -> Self:
         """Passes the number of the episode to the wrapped environment; see `Env`."""

@@ -68,7 +68,7 @@ def test_all_ways_are_equal_bit_for_bit_with_typed_keys():
             switched = masked_update.switch(done, lambda at: start(env, at), lanes)
             ways = [
                 auto_reset.reset(way, env, start, done, lanes)
-                for way in ("select", "compact", "auto")
+                for way in sorted(auto_reset.BY_NAME, reverse=True)
             ]
             return [raw(lanes) for lanes in (*ways, switched)]
 
@@ -140,7 +140,7 @@ def test_members_under_vmap_are_reset_as_each_alone(mapped):
         if shared:
             members = {**members, shared: jax.tree.map(lambda x: x[0], members[shared])}
         found = []
-        for way in ("select", "compact", "auto", "switch"):
+        for way in (*sorted(auto_reset.BY_NAME, reverse=True), "switch"):
             each = jax.vmap(functools.partial(reset, way), (axes,))
             found.append((jax.vmap(each) if mapped == "twice" else each)(members))
         return found

@@ -1,11 +1,18 @@
 """Hashes of everything that is collected, of six environments and three policies.
 
-`tests/bits.json` has those that `test_bits` compares, for both lines of jax. Compilers
-of other processors round differently; a program unrelated to this project shows whether
-this one rounds as that one did.
+`tests/bits.json` has those that `test_bits` compares, for both lines of jax; of a
+trajectory, one for each field. Compilers of other processors round differently; a
+program unrelated to this project shows whether this one rounds as that one did.
+
+    PYTHONPATH=tests/support python tests/support/bits.py
+
+writes those of the jax that runs it, in some minutes, where a change explains why they
+differ: run it on both lines.
 """
 
 import hashlib
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +22,7 @@ from cases import make_env, raw
 import rollout
 from rollout import envs
 
+FILE = pathlib.Path(__file__).parents[1] / "bits.json"
 B = 6
 STREAMS = {
     "resume": {"steps_per_batch": 2 * B, "resume": True},
@@ -127,7 +135,8 @@ def hash_all(env_name: str, policy_name: str, streams=tuple(STREAMS)) -> dict[st
     collector = rollout.Collector(env=env, policy=policy)
     params, carry = jnp.float32(0.3), collector.init(jax.random.key(7))
     carry, trajectory = collector.collect_steps(carry, params, 40)
-    hashes = {"trajectory": digest((carry, trajectory))}
+    hashes = {f"t.{name}": digest(x) for name, x in vars(trajectory).items()}
+    hashes["carry"] = digest(carry)
     carry, episodes = collector.collect_episodes(carry, params, 9, max_episode_steps=14)
     hashes["episodes"] = digest((carry, episodes.replace(lane=(), mask=())))
     carry, _ = collector.collect_episodes(
@@ -141,3 +150,19 @@ def hash_all(env_name: str, policy_name: str, streams=tuple(STREAMS)) -> dict[st
     for name in streams:
         hashes[f"stream {name}"] = hash_stream(collector, **STREAMS[name])
     return hashes
+
+
+def main() -> None:
+    """Writes the hashes of the pairs and streams that the file has."""
+    known = json.loads(FILE.read_text())
+    pairs = known[max(known)]
+    found = {"chaos": digest(chaos())}
+    for pair in pairs.keys() - {"chaos"}:
+        streams = [x.partition(" ")[2] for x in pairs[pair] if x.startswith("stream ")]
+        found[pair] = hash_all(*pair.rsplit(" ", 1), streams)
+    known[jax.__version__] = found
+    FILE.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

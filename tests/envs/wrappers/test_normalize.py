@@ -424,7 +424,6 @@ def test_statistics_of_other_observations_are_refused():
         env.freeze(carry.env_state)
 
 
-@pytest.mark.slow
 def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
     inner = envs.vectorize(CountEnv(), 4)
     normalized = envs.NormalizeReward(inner, gamma=0.9)

@@ -106,7 +106,7 @@ def test_every_field_of_every_row_agrees_with_a_plain_loop(name):
     for lane in range(NUM_LANES):
         actions = trajectory.action[:, lane]
         rows = list(play_lane(plain, root, lane, actions))
-        for field in rows[0]:
+        for field in vars(trajectory).keys() - {"extras", "accumulated", "final_value"}:
             want = jax.tree.map(lambda *x: np.stack(x), *[row[field] for row in rows])
             got = getattr(trajectory, field)
             got = jax.tree.map(lambda x, lane=lane: x[:, lane], got)
