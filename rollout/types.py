@@ -55,7 +55,7 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
             also there where an agent alone was truncated.
     """
 
-    # A new field is made by `kernel/step.py`, and on the host by `Loop` with the rows of
+    # A new field is made by `kernel/step.py`, and on the host by `Loop` and the rows of
     # `host/rows.py`. What outlives a call is in `Carry`, too, and on the host in
     # `Loop.resume`, `HostCollector._carry` and `LatestCarry`.
     obs: ObsT  # [T, B, ...]
