@@ -13,20 +13,24 @@ class Categorical(struct.PyTreeNode):
     """Integers, each with the logits of its values."""
 
     logits: jax.Array  # [..., *shape, number of values]
-    start: Any = 0  # the smallest values
+    start: Any = struct.field(pytree_node=False, default=0)  # of each entry, in turn
     shape: tuple = struct.field(pytree_node=False, default=())  # of an action
     dtype: Any = struct.field(pytree_node=False, default=jnp.int32)
 
     def sample(self, key):
-        drawn = self.start + jax.random.categorical(key, self.logits)
+        drawn = self.low() + jax.random.categorical(key, self.logits)
         return drawn.astype(self.dtype)
 
     def mode(self):
-        return (self.start + self.logits.argmax(-1)).astype(self.dtype)
+        return (self.low() + self.logits.argmax(-1)).astype(self.dtype)
 
     def log_prob(self, action):
         cost = optax.softmax_cross_entropy_with_integer_labels
-        return total(-cost(self.logits, action - self.start), self.shape)
+        return total(-cost(self.logits, action - self.low()), self.shape)
+
+    def low(self):
+        low = np.reshape(self.start, self.shape).astype(np.int32)
+        return jnp.broadcast_to(low, self.logits.shape[:-1])
 
     def entropy(self):
         log_probs = jax.nn.log_softmax(self.logits)

@@ -83,8 +83,7 @@ class ActorCritic(nn.Module):
                 flags = mask.reshape(*value.shape, -1).astype(bool)
                 allowed &= flags[..., flag]
             logits = jnp.where(allowed, outputs, -1e9)
-            start = jnp.broadcast_to(part.bounds[0], outputs.shape[:-1])
-            start = start.astype(jnp.int32)
+            start = tuple(np.broadcast_to(part.bounds[0], shape).ravel().tolist())
             parts.append(Categorical(logits, start, shape, part.dtype))
         if mask is not None and mask.size != value.size * num_flags:
             raise ValueError(
