@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import signal
+import sys
 import tempfile
 
 import jax
@@ -86,14 +87,16 @@ def pytest_runtest_teardown(item, nextitem):
     of these, and a few hundred tests in one process come near; beyond, XLA crashes.
     Between files, so that a test needs as many programs in every run.
 
-    Those of `quick_compile` and `quick_training` serve tests of the same fixture only:
-    others may compare bits.
+    Those of `quick_compile` and `quick_training`, and what they have collected, serve
+    tests of the same fixture only: others may compare bits.
     """
     is_last = nextitem is None or nextitem.path != item.path
     quick = item.stash.get(_QUICK, None)
     is_over = quick and (nextitem is None or quick not in nextitem.fixturenames)
     if is_over or (is_last and _num_mappings() > _MANY_MAPPINGS):
         jax.clear_caches()
+        if is_over and "cases" in sys.modules:
+            sys.modules["cases"].collect.cache_clear()
         gc.collect()
 
 
