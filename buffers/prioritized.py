@@ -11,7 +11,7 @@ from jax import lax
 from rollout import checks
 from rollout.buffers import neighbours, ring, sampling, sum_tree
 from rollout.buffers.gather import SampleOptions
-from rollout.buffers.replay import ReplayBuffer, jit_method
+from rollout.buffers.replay import ReplayBuffer, as_rows, jit_method
 from rollout.buffers.types import PrioritizedState
 from rollout.envs.types import ArrayTree
 
@@ -90,10 +90,11 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             The state after.
 
         Raises:
-            ValueError: while tracing, if the shapes are not `[S]`.
+            ValueError: while tracing, if the shapes are not `[S]`, or if `indices` are
+                not integers.
         """
         self._check_state(state)
-        indices, priorities = jnp.asarray(indices), jnp.asarray(priorities)
+        indices, priorities = as_rows(indices), jnp.asarray(priorities)
         is_number = jnp.issubdtype(priorities.dtype, jnp.number)
         if indices.ndim != 1 or priorities.shape != indices.shape or not is_number:
             raise ValueError(

@@ -134,7 +134,6 @@ class ReplayBuffer(struct.PyTreeNode):
         """Counts the transitions that are stored, `()` int32."""
         return jnp.sum(state.ring.size, dtype=jnp.int32)
 
-    @jit_method("batch_size", "stack")
     def can_sample(
         self, state: ArrayTree, batch_size: int, *, stack: int | None = None
     ) -> jax.Array:
@@ -149,6 +148,13 @@ class ReplayBuffer(struct.PyTreeNode):
             `()` bool. It costs as much as a small sample.
         """
         batch_size = checks.int_between("batch_size", batch_size)
+        return self._can_sample(state, batch_size, stack=stack)
+
+    # The size is data: a warm-up asks for many, and each would be a program.
+    @jit_method("stack")
+    def _can_sample(
+        self, state: ArrayTree, batch_size: Any, *, stack: int | None
+    ) -> jax.Array:
         usable_fn = self._usable_fn(state, stack)
         if usable_fn is None:
             return self.size(state) >= batch_size
@@ -336,7 +342,7 @@ class ReplayBuffer(struct.PyTreeNode):
             `[..., *leaf]`, like the transition of `init`. A field `mask` is False
             where there is no such row, or its successor is missing.
         """
-        return gather.get(state.ring, jnp.asarray(indices))
+        return gather.get(state.ring, as_rows(indices))
 
     @jit_method()
     def dump(self, state: ArrayTree) -> tuple[ArrayTree, jax.Array]:
@@ -435,6 +441,14 @@ class ReplayBuffer(struct.PyTreeNode):
                 f"`state` must be of a buffer like this one, {self.num_slots} slots in "
                 f"each of num_envs={self.num_envs} lanes, got (slots, lanes)={got}."
             )
+
+
+def as_rows(indices: Any) -> jax.Array:
+    """Checks that they are row numbers; returns them as an array."""
+    indices = jnp.asarray(indices)
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise ValueError(f"`indices` must be integers, got {indices.dtype}.")
+    return indices
 
 
 def _row_of(collector: Any, params: Any) -> ArrayTree:

@@ -109,7 +109,9 @@ def in_proportion_to(
     return sum_tree.draw_apart(sum_tree.build(weight), key, num_draws)
 
 
-def has_usable(ring: RingState, usable_fn: RowFn, number: int) -> jax.Array:
+def has_usable(
+    ring: RingState, usable_fn: RowFn, number: jax.typing.ArrayLike
+) -> jax.Array:
     """Returns whether at least `number` rows are usable, `()` bool.
 
     It goes back from the newest rows, no further than needed: nearly all are usable.

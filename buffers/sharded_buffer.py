@@ -89,17 +89,23 @@ class _Sharded(ReplayBuffer):
             state, rows, mask
         )
 
-    @jit_method("batch_size", "stack")
     def can_sample(
         self, state: RingState, batch_size: int, *, stack: int | None = None
     ) -> jax.Array:
-        first, _, ring = self._where
         share = self._share("batch_size", batch_size)
+        return self._can_sample(state, share, stack=stack)
 
-        def can(state: RingState) -> jax.Array:
-            return self._local.can_sample(state, share, stack=stack)[None]
+    @jit_method("stack")
+    def _can_sample(
+        self, state: RingState, batch_size: Any, *, stack: int | None
+    ) -> jax.Array:
+        first, _, ring = self._where
 
-        return jnp.all(self._map(can, (ring,), first)(state))
+        def can(state: RingState, share: Any) -> jax.Array:
+            return self._local._can_sample(state, share, stack=stack)[None]
+
+        where = ring, PartitionSpec()
+        return jnp.all(self._map(can, where, first)(state, batch_size))
 
     def _draw_batch(
         self, state: RingState, key: chex.PRNGKey, options: SampleOptions

@@ -54,9 +54,9 @@ def prioritized_sample(beta):
     return sample(KEY, 2, beta=beta, make=buffers.PrioritizedReplayBuffer)
 
 
-def update(priorities):
+def update(priorities, indices=(0, 1)):
     made, state = filled(buffers.PrioritizedReplayBuffer)
-    return made.update(state, jnp.arange(2), priorities)
+    return made.update(state, jnp.asarray(indices), priorities)
 
 
 def add(rows):
@@ -215,6 +215,11 @@ REFUSED = {
     ],
     # Recorded data.
     "`reward` must be one number per row": [lambda: from_data(reward=np.ones((5, 1)))],
+    "`indices` must be integers": [
+        lambda: buffer().get(filled()[1], jnp.zeros(2)),
+        # A mask in their place would set the priorities of rows 0 and 1.
+        lambda: update(jnp.ones(2), (True, False)),
+    ],
     "`terminated` must fit into bool, got 2": [
         lambda: from_data(terminated=np.arange(5))
     ],
