@@ -136,18 +136,20 @@ def expose_lane_states(env: VectorEnv) -> tuple[VectorEnv, Env]:
 
 def check_render(env: Env) -> None:
     """Raises if `render_gif` cannot draw an environment here."""
-    if not can_render(env):
-        inner: Any = _innermost(env)  # gymnax's environments have names
+    inner: Any = _innermost(env)  # gymnax's environments have names
+    if not _draws(inner):
         raise ValueError(
             "`env` must be one that its suite draws, or have `render_frames`, got "
             f"{getattr(inner, 'name', type(inner).__name__)}."
         )
-    check_packages()
+    with no_screen():  # some packages look for one when they are imported
+        check_packages(getattr(inner, "drawn_by", ()))
 
 
-def check_packages() -> None:
-    """Raises if Pillow, which writes the frames, is not installed."""
-    load("PIL", "render")
+def check_packages(drawn_by: tuple[str, ...] = ()) -> None:
+    """Raises if Pillow, which writes the frames, or a package that draws is missing."""
+    for package in ("PIL", *drawn_by):
+        load(package, "render")
 
 
 class _ExposedState(Wrapper):

@@ -210,10 +210,14 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
     def _name(self) -> str:
         return getattr(self.env, "name", "")
 
+    @property
+    def drawn_by(self) -> tuple[str, ...]:
+        """The packages that draw it."""
+        pygame = ("pygame",) if self._name in _BY_PYGAME else ()
+        return ("gymnasium", "matplotlib", "seaborn", *pygame)  # gymnax imports them
+
     def render_frames(self, states: Sequence[Any]) -> Iterator[np.ndarray]:
         """Draws states, `[H, W, 3]` or `[H, W, 4]` uint8 each."""
-        for package in ("gymnasium", "matplotlib", "seaborn"):  # gymnax imports them
-            load(package, "render")
         if self._name in _BY_PYGAME:
             return _classic_frames(self._name, self.env_params, states)
         return _visualizer_frames(self.env, self.env_params, states)
@@ -285,7 +289,6 @@ def _classic_frames(
     gymnax's visualizer does so too, but makes a new one for every frame, and then has
     matplotlib draw its picture, which is slow.
     """
-    load("pygame", "render")
     import gymnasium
     from gymnax.visualize import vis_gym
 

@@ -17,7 +17,7 @@ _FLAT = (
 
 
 class View(NamedTuple):
-    """What `act` reads of an environment, where there is no whole one."""
+    """Stands for the environment in `act` on a host: the two fields that it reads."""
 
     num_envs: int
     action_space: AnySpace

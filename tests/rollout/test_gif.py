@@ -225,6 +225,17 @@ def test_what_is_wrong_with_a_drawing_is_said_before_a_step(
         draw_episode(collector, KEY, None, 9)
 
 
+def test_missing_package_is_named_before_anything_is_played(tmp_path, monkeypatch):
+    def fail(params, obs, key):
+        raise AssertionError("it plays")
+
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    policy = rollout.stateless_policy(fail)
+    collector = rollout.Collector(env=envs.make_vec("CartPole-v1", 1), policy=policy)
+    with pytest.raises(ModuleNotFoundError, match="pygame is not installed: pip"):
+        rollout.record_gif(collector, KEY, None, tmp_path / "a.gif")
+
+
 def test_own_drawings_need_pillow_and_no_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     path, host = tmp_path / "a.gif", on_host(1, render_mode="rgb_array")
