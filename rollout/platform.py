@@ -7,10 +7,11 @@ predicate before every round, and the GPU waits for it. So there `steps_while` r
 a loop in blocks of steps, `choose` takes an equal implementation without loops, and
 `scan` computes several rows per iteration, which helps a TPU, too. On a CPU such loops
 cost little if they run few rounds, and code without them may compute more.
-`to_host` fetches results for a loop in Python.
+`to_host` fetches results for a loop in Python, and `num_cores` counts those of a CPU.
 """
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -166,3 +167,10 @@ def to_host(tree: ArrayTree) -> ArrayTree:
     if first is not None and any(x.platform != "cpu" for x in first.devices()):
         return jax.device_get(tree)  # begins all copies before it waits for one
     return structure.unflatten([np.asarray(x) for x in leaves])
+
+
+def num_cores() -> int:
+    """Returns how many cores `taskset` or a container leaves to this process."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -422,7 +422,7 @@ def test_agents_learn_from_a_buffer(agent_class, config, space, most):
 
 def test_gradient_of_parts_is_that_of_the_minibatch(monkeypatch):
     """Also where steps are masked out, unequally many in each part."""
-    monkeypatch.setattr(training.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(training, "num_cores", lambda: 1)
     agent, key = PPO(envs.Discrete(3), CONFIG), jax.random.key(0)
     rng, shape = np.random.default_rng(0), (32,)
     obs, floats = rng.normal(size=(32, 4)), rng.normal(size=(5, 32))
@@ -455,7 +455,7 @@ def test_gradient_of_parts_is_that_of_the_minibatch(monkeypatch):
         one = jax.tree.map(lambda x: x[0], params)
         for rows in (8, 32):
             with monkeypatch.context() as patched:
-                patched.setattr(training, "ROWS_OF_A_CORE", rows)
+                patched.setattr(training, "ROWS_OF_ONE_CORE", rows)
                 grad = lambda params: agent.gradient(params, t, advantage)  # noqa: E731
                 found.append((jax.vmap(grad)(params), jax.jvp(grad, (one,), (one,))))
         return found

@@ -19,6 +19,7 @@ from rollout.envs.host.arrays import assign, make_layout
 from rollout.envs.host.types import EnvFault, HostStep
 from rollout.envs.host.worker_pool import WorkerHandle, WorkerPool
 from rollout.envs.types import ArrayTree
+from rollout.platform import num_cores
 
 
 def workers(
@@ -39,7 +40,7 @@ def workers(
         make_fns: `B` functions that make one environment each, with the methods and
             spaces of `gymnasium.Env`; picklable. With cloudpickle, which gymnasium
             installs, they may be lambdas, and classes of a notebook.
-        num_workers: number of processes; by default that of the CPUs, and at most B.
+        num_workers: number of processes; by default one for each core, and at most B.
         timeout: seconds that a worker may take for one answer: a step of all its
             environments, or of one after `send`; a reset of some. After that it is
             killed, and its environments are faulty. None for any time; a start may
@@ -63,7 +64,7 @@ def workers(
             f"`[make_one] * 8`, got {make_fns!r}."
         )
     if num_workers is None:
-        num_workers = min(len(make_fns), os.cpu_count() or 1)
+        num_workers = min(len(make_fns), num_cores())
     checks.int_between("num_workers", num_workers, most=len(make_fns))
     timeout = checks.seconds("timeout", timeout)
     info = {"observe_info": observe_info, "record_info": record_info}

@@ -22,8 +22,11 @@ import scipy.stats
 import rollout
 from rollout import envs
 from rollout.envs.wrappers import flatten_obs
+from rollout.platform import num_cores
 
-ROWS_OF_A_CORE = 512  # of which its cache holds what a gradient keeps
+# Of a part of a minibatch on a CPU: what a gradient keeps of them stays in a cache of
+# one core, and is enough work to divide among several.
+ROWS_OF_ONE_CORE, ROWS_OF_EACH_CORE = 256, 1024
 NUM_EPISODES = 100  # of an evaluation
 CHECKPOINT, TABLE = Path("agent.checkpoint"), Path("agent.csv")
 
@@ -92,12 +95,14 @@ def scan(collector, step, state, keys):
 def gradient(cost, params, t, advantage):
     """Differentiates `cost(params, t, advantage)` of rows; returns also what to log.
 
-    On a CPU it adds up those of parts, `cost(params, *part, (t, advantage))`, each as
-    large as the caches of all cores hold: of 32,768 rows that takes half the time. So
-    the last place depends on the number of cores.
+    On a CPU it adds up those of parts, `cost(params, *part, (t, advantage))`: of 32,768
+    rows that takes half the time. How large they are, and with it the last place,
+    depends on the number of cores.
     """
     differentiate, rows = jax.grad(cost, has_aux=True), (t, advantage)
-    num_parts = max(1, advantage.size // (ROWS_OF_A_CORE * (os.cpu_count() or 1)))
+    cores = num_cores()
+    most = ROWS_OF_ONE_CORE if cores == 1 else ROWS_OF_EACH_CORE * cores
+    num_parts = max(1, advantage.size // most)
     while advantage.size % num_parts:
         num_parts -= 1
 
