@@ -87,14 +87,14 @@ DETAILS: dict[str, tuple[str, str] | dict[str, Any]] = {
     "ratio not clipped": {"clip": math.inf},
     "one epoch": {"num_epochs": 1},
     "advantages not normalized": (
-        "(advantage - mean(advantage)) / (advantage.std(where=t.mask) + 1e-8)",
-        "advantage",
+        "scaled /= jnp.sqrt(variance(every)) + 1e-8",
+        "scaled = advantage",
     ),
     "values clipped at 0.2": {"value_clip": 0.2},
     "no entropy bonus": {"entropy_weight": 0.0},
     "flax's own initialization": (
-        "init, x = nn.initializers.orthogonal, obs",
-        "init, x = lambda scale: nn.linear.default_kernel_init, obs",
+        "nn.Dense(size, kernel_init=nn.initializers.orthogonal(scale))",
+        "nn.Dense(size)",
     ),
     "constant learning rate": (
         "(config.learning_rate, 0.0,",

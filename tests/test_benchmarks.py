@@ -80,6 +80,17 @@ def test_an_update_is_timed_with_its_parts(monkeypatch):
     assert all(float(x["gradients alone"]) > 0 for x in rows)
 
 
+@pytest.mark.slow
+def test_every_detail_of_ppo_that_is_changed_is_in_its_file(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import ppo_results
+
+    for detail, change in ppo_results.DETAILS.items():
+        config = ppo_results.load(detail).Config._fields
+        options = change if isinstance(change, dict) else {}
+        assert options.keys() <= {*config, "only"}, detail
+
+
 @pytest.fixture
 def speed_page(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
