@@ -18,7 +18,7 @@ import rollout
 from rollout import envs
 from rollout.envs import spaces
 from rollout.recipes import dqn, ppo, sac, training
-from rollout.recipes.distributions import Joint
+from rollout.recipes.distributions import Joint, bounded, unbounded
 from rollout.recipes.dqn import DQN
 from rollout.recipes.ppo import PPO, ActorCritic, Config
 from rollout.recipes.recurrent_ppo import RecurrentPPO
@@ -119,6 +119,31 @@ def test_ppo_learns_any_space_of_actions(name):
     )
     first = log["return"][np.isfinite(log["return"])][0]
     assert stats.returns.mean > 4.5 > first
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_actions_of_ppo_are_elements_of_their_space_drawn_or_most_likely(name):
+    """Also a tuple, which a policy could take for an action and its extras."""
+    space = spaces.Tuple((SPACES[name], envs.Box(0.0, 10.0, (2,))))
+    env = envs.vectorize(Guess(space, TREE), 8)
+    agent = PPO(space, CONFIG, env.observation_space)
+    for policy in (agent.policy, rollout.greedy(agent.policy)):
+        collector = rollout.Collector(env=env, policy=policy)
+
+        @quick_jit
+        def play(key, collector=collector):
+            carry = collector.init(key)
+            params = agent.init(key, carry.obs)[0]
+            _, t = collector.collect_steps(carry, params, 4)
+            flat = jax.tree.map(lambda x: x.reshape(32, *x.shape[2:]), t.action)
+            return jax.vmap(space.contains)(flat), t
+
+        is_inside, t = play(jax.random.key(0))
+        assert is_inside.all()
+    t = jax.tree.map(lambda x: x[:, 0], t)
+    assert jax.tree.structure(t.action) == jax.tree.structure(
+        space.sample(jax.random.key(0))
+    )
 
 
 @pytest.mark.parametrize("name", SPACES)
@@ -470,9 +495,36 @@ def test_gradient_of_parts_is_that_of_the_minibatch(monkeypatch):
 def test_agents_say_which_actions_they_take():
     with pytest.raises(ValueError, match="`action_space` must be a Discrete"):
         DQN(SPACES["box"], DQN_CONFIG)
-    for name in ("box", "discrete"):
-        with pytest.raises(ValueError, match="`action_space` must be a Box from -1"):
-            SAC(SPACES[name], SAC_CONFIG)
+    for space in (SPACES["discrete"], envs.Box(0, 3, (2,), jnp.dtype("int32"))):
+        with pytest.raises(ValueError, match="`action_space` must be a Box of floats"):
+            SAC(space, SAC_CONFIG)
+
+
+BOUNDS = np.array(
+    [[-1, 1], [2, 6], [-4, 5], [-np.inf, np.inf], [0, np.inf], [-np.inf, 3], [2, 2]]
+)
+
+
+def test_drawn_numbers_become_actions_within_their_bounds():
+    """Seven entries, of which two have a single bound, and one a single value."""
+    low, high = BOUNDS.T
+    drawn = jnp.tile(jnp.array([[-9.0], [-1.0], [-0.25], [0.0], [1.0], [9.0]]), 7)
+    got = np.asarray(bounded(drawn, low, high))
+    is_range = np.isfinite(BOUNDS).all(axis=1)
+    for x, row in zip(np.asarray(drawn), got, strict=True):
+        share = (np.clip(x[0], -1, 1) + 1) / 2
+        scaled = np.array(
+            [
+                a + share * (b - a) if c else x[0]
+                for (a, b), c in zip(BOUNDS, is_range, strict=True)
+            ]
+        )
+        np.testing.assert_allclose(row, np.clip(scaled, low, high), rtol=1e-6)
+    back = np.asarray(unbounded(jnp.asarray(got), low, high))
+    inside = np.clip(drawn, -1, 1)
+    np.testing.assert_allclose(back[:, :3], inside[:, :3], atol=1e-6)
+    np.testing.assert_array_equal(back[:, 3:6], got[:, 3:6])
+    assert bounded(drawn, low[3:4], high[3:4]) is drawn
 
 
 class Table(nn.Module):

@@ -28,6 +28,9 @@ class Categorical(struct.PyTreeNode):
         cost = optax.softmax_cross_entropy_with_integer_labels
         return total(-cost(self.logits, action - self.low()), self.shape)
 
+    def bounded(self, drawn):
+        return drawn
+
     def low(self):
         low = np.reshape(self.start, self.shape).astype(np.int32)
         return jnp.broadcast_to(low, self.logits.shape[:-1])
@@ -38,13 +41,15 @@ class Categorical(struct.PyTreeNode):
 
 
 class Gaussian(struct.PyTreeNode):
-    """Real numbers, which an environment may clip or rescale, and the policy may not.
+    """Real numbers, of which `bounded` makes those that the environment takes.
 
-    The probability stays that of the action that was drawn.
+    The probability stays that of the number that was drawn.
     """
 
     mean: jax.Array  # [..., *shape]
     log_std: jax.Array
+    low: Any  # [*shape], the bounds of an action, which may be infinite
+    high: Any
     shape: tuple = struct.field(pytree_node=False, default=(1,))  # of an action
 
     def sample(self, key):
@@ -58,6 +63,9 @@ class Gaussian(struct.PyTreeNode):
         logpdf = jax.scipy.stats.norm.logpdf
         log_probs = logpdf(action, self.mean, jnp.exp(self.log_std))
         return total(log_probs, self.shape)
+
+    def bounded(self, drawn):
+        return bounded(drawn, self.low, self.high)
 
     def entropy(self):
         each = self.log_std + 0.5 * jnp.log(2 * jnp.pi * jnp.e)
@@ -81,8 +89,44 @@ class Joint(NamedTuple):
         pairs = zip(self.parts, jax.tree.leaves(action), strict=True)
         return sum(part.log_prob(x) for part, x in pairs)
 
+    def bounded(self, drawn):
+        pairs = zip(self.parts, jax.tree.leaves(drawn), strict=True)
+        return self.structure.unflatten([part.bounded(x) for part, x in pairs])
+
     def entropy(self):
         return sum(part.entropy() for part in self.parts)
+
+
+def bounded(x, low, high):
+    """Maps [-1, 1] to the bounds of an action, and clips what is outside.
+
+    Where a bound is infinite, numbers stay what they are, within the other one.
+    """
+    if np.isinf(low).all() and np.isinf(high).all():
+        return x
+    low, high, middle, half = each(x, low, high, *ranges(low, high))
+    return jnp.clip(x * half + middle, low, high)
+
+
+def unbounded(action, low, high):
+    """Maps actions back to [-1, 1] where both bounds are finite; see `bounded`."""
+    middle, half = each(action, *ranges(low, high))
+    return (action - middle) / half
+
+
+def each(x, *values):
+    """Repeats values of an action for all in `x`, in its dtype."""
+    return [jnp.broadcast_to(jnp.asarray(y, x.dtype), x.shape) for y in values]
+
+
+def ranges(low, high):
+    """Returns the middle between bounds, and half of their distance.
+
+    They are 0 and 1 where a bound is infinite.
+    """
+    is_range = np.isfinite(low) & np.isfinite(high)
+    low, high = np.where(is_range, low, -1.0), np.where(is_range, high, 1.0)
+    return (low + high) / 2, np.where(low < high, (high - low) / 2, 1.0)
 
 
 def total(x, shape):

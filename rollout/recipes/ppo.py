@@ -72,7 +72,8 @@ class ActorCritic(nn.Module):
                 mean, name = outputs[..., 0], f"log_std_{len(parts)}"
                 log_std = self.param(name, nn.initializers.zeros, shape)
                 log_std = jnp.broadcast_to(log_std, mean.shape)
-                parts.append(Gaussian(mean, log_std, shape))
+                low, high = (np.broadcast_to(x, shape) for x in part.bounds)
+                parts.append(Gaussian(mean, log_std, low, high, shape))
                 continue
             # Entries with fewer values than others have logits that are not allowed.
             each = np.arange(size) < counts[..., None]
@@ -109,7 +110,8 @@ def loss(config, dist, value, t, advantage, whole=None):
     def variance(x):  # of all rows
         return mean((x - mean(x, t_all.mask)) ** 2, t_all.mask)
 
-    log_ratio = dist.log_prob(t.action) - t.extras["log_prob"]
+    drawn = t.extras.get("drawn", t.action)
+    log_ratio = dist.log_prob(drawn) - t.extras["log_prob"]
     ratio = jnp.exp(log_ratio)
     scaled = advantage - mean(every, t_all.mask)
     scaled /= jnp.sqrt(variance(every)) + 1e-8
@@ -156,16 +158,22 @@ class PPO:
         self.policy = self.final_policy = self.make_policy()
 
     def make_policy(self):
-        functions = {"mode_fn": self.mode, "value_fn": self.value}
+        def mode(*inputs):
+            return self.mode(*inputs), ()  # an action may be a tuple itself
+
+        functions = {"mode_fn": mode, "value_fn": self.value}
         return rollout.stateless_policy(self.act, **functions)
 
     def act(self, params, obs, key):
         dist, value = self.network.apply(params, obs)
-        action = dist.sample(key)
-        return action, {"log_prob": dist.log_prob(action), "value": value}
+        drawn = dist.sample(key)
+        action = dist.bounded(drawn)
+        extras = {"log_prob": dist.log_prob(drawn), "value": value}
+        return action, extras | ({} if action is drawn else {"drawn": drawn})
 
     def mode(self, params, obs, key):
-        return self.network.apply(params, obs)[0].mode()
+        dist = self.network.apply(params, obs)[0]
+        return dist.bounded(dist.mode())
 
     def predict(self, params, obs):
         """Returns the most likely action for one observation, without a lane axis."""

@@ -17,6 +17,7 @@ import optax
 
 import rollout
 from rollout.recipes import training
+from rollout.recipes.distributions import bounded, unbounded
 from rollout.recipes.training import State
 from rollout.recipes.training import begin as begin
 from rollout.recipes.training import train as train
@@ -42,7 +43,8 @@ class SAC:
     """Trains an agent by soft actor-critic (SAC).
 
     Args:
-        action_space: of one environment, a `Box` of any shape. Actions are in [-1, 1].
+        action_space: of one environment, a `Box` of floats of any shape. Where its
+            bounds are infinite, actions are in [-1, 1].
         config: the settings.
         observation_space: of one environment, to flatten observations of any space;
             None if they are vectors.
@@ -52,13 +54,14 @@ class SAC:
     """
 
     def __init__(self, action_space, config, observation_space=None, network=None):
-        low, high = (getattr(action_space, x, 0) for x in ("low", "high"))
-        if not (np.isin(low, (-1, -np.inf)) & np.isin(high, (1, np.inf))).all():
+        is_float = jnp.issubdtype(getattr(action_space, "dtype", int), jnp.floating)
+        if not is_float or not hasattr(action_space, "low"):
             raise ValueError(
-                "`action_space` must be a Box from -1 to 1, or unbounded, for SAC, got "
-                f"{action_space!r}: `rollout.envs.RescaleAction` makes it of another."
+                f"`action_space` must be a Box of floats for SAC, got {action_space!r}:"
+                " `rollout.recipes.ppo` takes any space, and `dqn` a Discrete."
             )
         self.action_space, self.config = action_space, config
+        self.bounds = np.asarray(action_space.low), np.asarray(action_space.high)
         self.size = math.prod(action_space.shape)
         see = training.flat(observation_space)
         both = lambda obs, action: jnp.concatenate([see(obs), action], -1)  # noqa: E731
@@ -91,12 +94,16 @@ class SAC:
         return jnp.tanh(raw), log_prob.sum(-1)
 
     def act(self, params, obs, key):
-        action = self.draw(params, obs, key)[0]
-        return action.reshape(len(action), *self.action_space.shape)
+        return self.scaled(self.draw(params, obs, key)[0])
 
     def mode(self, params, obs, key):
         mean = self.actor.apply(params["actor"], obs)[..., : self.size]
-        return jnp.tanh(mean).reshape(len(mean), *self.action_space.shape)
+        return self.scaled(jnp.tanh(mean))
+
+    def scaled(self, action):
+        """Maps `[S, size]` of [-1, 1] to actions of the environment."""
+        action = action.reshape(len(action), *self.action_space.shape)
+        return bounded(action, *self.bounds)
 
     def predict(self, params, obs):
         """Returns the most likely action for one observation, without a lane axis."""
@@ -116,7 +123,7 @@ class SAC:
         discount = config.gamma * (1.0 - row.terminated)  # also where it was truncated
         reward = config.reward_scale * row.reward
         target = reward + discount * (next_value - alpha * log_prob)
-        done = row.action.reshape(len(row.action), -1)
+        done = unbounded(row.action, *self.bounds).reshape(len(row.action), -1)
         error = self.values(params["critics"], row.obs, done) - target[None]
         action, log_prob = self.draw(params, row.obs, keys[1])
         value = self.values(fixed["critics"], row.obs, action).min(0)

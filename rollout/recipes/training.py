@@ -150,7 +150,7 @@ def flat_already(obs):
 
 
 def make_env(env_id, num_envs, gamma=None):
-    """Makes environments whose actions are in [-1, 1] where they are a bounded `Box`.
+    """Makes environments, normalised or not.
 
     Args:
         env_id: of any suite, such as `"brax:hopper"`, or `gymnasium:` and an id.
@@ -161,7 +161,9 @@ def make_env(env_id, num_envs, gamma=None):
     if ".py:" in env_id:
         raise ValueError(f"`env_id` must be an id, got a file: {env_id}.")
     if suite == "gymnasium":
-        make = functools.partial(make_gymnasium, name)
+        import gymnasium
+
+        make = functools.partial(gymnasium.make, name, render_mode="rgb_array")
         info = make().reset(seed=0)[1]
         masks = {x: info[x] for x in ("action_mask",) if x in info} or None
         env: Any = envs.from_gymnasium(make, num_envs, observe_info=masks)
@@ -169,28 +171,10 @@ def make_env(env_id, num_envs, gamma=None):
     env = envs.make(env_id)
     if hasattr(env, "agents"):
         raise ValueError(f"`env_id` must be of one agent, got {env_id} with several.")
-    env = envs.RescaleAction(env) if is_bounded(env.action_space) else env
     env = envs.vectorize(env, num_envs)
     if gamma is None:
         return env
     return envs.NormalizeReward(envs.NormalizeObs(env), gamma=gamma)
-
-
-def make_gymnasium(env_id):
-    """Makes one environment of Gymnasium, whose actions are rescaled as in JAX."""
-    import gymnasium
-
-    env = gymnasium.make(env_id, render_mode="rgb_array")
-    if not is_bounded(env.action_space):
-        return env
-    env = gymnasium.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
-    return gymnasium.wrappers.ClipAction(env)
-
-
-def is_bounded(space):
-    """Returns whether actions are a `Box` of floats with finite bounds."""
-    is_box = hasattr(space, "low") and jnp.issubdtype(space.dtype, jnp.floating)
-    return is_box and bool(np.isfinite(space.low).all() & np.isfinite(space.high).all())
 
 
 def interval(values):
