@@ -24,12 +24,17 @@ API = "".join(page.read_text() for page in ROOT.glob("docs/api/*.md"))
 # goes by that of the module.
 PUBLIC = {re.sub(r"\b(\w+)\.\1$", r"\1", x): x for x in re.findall(r"::: (\S+)", API)}
 PICTURES = ["image/gif", "image/png"]
-# Outputs are blocks of text, as on the other pages, and pictures are files.
+# Outputs are blocks of text, one for all that a cell prints, and pictures are files.
 NOTEBOOK = nbconvert.MarkdownExporter(
     raw_template="""{% extends "markdown/index.md.j2" %}
 {% block stream %}
 ```text
 {{ output.text.rstrip() }}
+```
+{% endblock %}
+{% block data_text %}
+```text
+{{ output.data["text/plain"] }}
 ```
 {% endblock %}
 {% block data_other %}
@@ -39,6 +44,7 @@ NOTEBOOK = nbconvert.MarkdownExporter(
 ![{{ cell.metadata.alt }}]({{ output.metadata.filenames["image/png"] }})
 {% endblock %}""",
     config=Config(
+        CoalesceStreamsPreprocessor=Config(enabled=True),
         ExtractOutputPreprocessor=Config(extract_output_types=PICTURES),
         NbConvertBase=Config(display_data_priority=PICTURES),
     ),

@@ -4,6 +4,7 @@ import csv
 import importlib
 import pathlib
 import re
+import subprocess
 import sys
 from unittest import mock
 
@@ -508,6 +509,25 @@ def test_wrappers_are_where_their_page_says():
     names = re.findall(r"`([A-Z]\w+)\(", TEXTS["docs/wrappers.md"])
     assert len(names) >= 8
     assert [name for name in names if not hasattr(envs, name)] == []
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the built site."""
+    pytest.importorskip("mkdocs")  # the extra `docs`
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", folder]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.mark.slow
+def test_what_a_cell_prints_is_one_block(site):
+    block = r'<div class="language-text (?:(?!</div>).)*</div>\s*'
+    for page in site.glob("notebooks/*/index.html"):
+        text = page.read_text()
+        assert re.search(block, text, re.DOTALL)
+        assert not re.search(2 * block, text, re.DOTALL)
 
 
 PUBLIC = {
