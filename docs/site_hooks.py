@@ -133,15 +133,15 @@ def on_page_markdown(markdown, page, config, **_):
     # Every other part is a block of code.
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
     text = "".join(x if i % 2 else adapt(x) for i, x in enumerate(parts))
-    return _download(page) + text
+    return _with_download(text, page.file) if folder == "notebooks" else text
 
 
-def _download(page):
-    """A link to the notebook itself, at the top of its page."""
-    if not page.file.src_uri.startswith("notebooks/"):
-        return ""
-    name = posixpath.basename(page.file.src_uri).replace(".md", ".ipynb")
-    return f"[Download the notebook]({name}){{ download }}\n\n"
+def _with_download(text, file):
+    """Puts a link to the notebook itself below the title of its page."""
+    title, rest = text.lstrip().split("\n", 1)
+    name = posixpath.basename(file.src_uri).replace(".md", ".ipynb")
+    link = f"[Download the notebook]({name}){{ download data-search-exclude }}"
+    return f"{title}\n\n{link}\n{rest}"
 
 
 def on_page_content(html, **_):

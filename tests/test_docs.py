@@ -1,7 +1,9 @@
 """README and docs tell the truth: their code runs, and what they name exists."""
 
 import csv
+import html
 import importlib
+import json
 import pathlib
 import re
 import subprocess
@@ -519,6 +521,19 @@ def site(tmp_path_factory):
     command = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", folder]
     subprocess.run(command, cwd=ROOT, check=True)
     return folder
+
+
+@pytest.mark.slow
+def test_title_of_a_notebook_is_its_heading(site):
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    found = {doc["location"]: doc for doc in index["docs"]}
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        first = "".join(json.loads(path.read_text())["cells"][0]["source"])
+        page = f"notebooks/{path.stem}/"
+        title = first.splitlines()[0].removeprefix("# ")
+        assert html.unescape(found[page]["title"]) == title
+        assert "Download" not in found[page]["text"]
+        assert f'href="../{path.name}"' in (site / page / "index.html").read_text()
 
 
 @pytest.mark.slow
