@@ -23,6 +23,7 @@ API = "".join(page.read_text() for page in ROOT.glob("docs/api/*.md"))
 # A function in a module of its own name, such as `rollout.envs.vectorize.vectorize`,
 # goes by that of the module.
 PUBLIC = {re.sub(r"\b(\w+)\.\1$", r"\1", x): x for x in re.findall(r"::: (\S+)", API)}
+FIELDS = {"struct.PyTreeNode", "NamedTuple"}  # bases of classes made of fields
 PICTURES = ["image/gif", "image/png"]
 # Outputs are blocks of text, one for all that a cell prints, and pictures are files.
 NOTEBOOK = nbconvert.MarkdownExporter(
@@ -51,8 +52,11 @@ NOTEBOOK = nbconvert.MarkdownExporter(
 )
 
 
-class FlaxDataclasses(griffe.Extension):
-    """Takes `flax.struct` for `dataclasses`; private fields are left out."""
+class Signatures(griffe.Extension):
+    """Takes `flax.struct` and named tuples for dataclasses, whose fields are arguments.
+
+    Private fields are left out.
+    """
 
     def on_module_members(self, *, mod, **_):
         """Redirects the import."""
@@ -60,13 +64,21 @@ class FlaxDataclasses(griffe.Extension):
             mod.members["struct"].target_path = "dataclasses"
 
     def on_class_members(self, *, cls, **_):
-        """Makes dataclasses of the subclasses too; removes private fields."""
-        if any(str(base).startswith("struct.PyTreeNode") for base in cls.bases):
-            of = griffe.ExprName("dataclasses.dataclass")
-            cls.decorators.append(griffe.Decorator(of, lineno=None, endlineno=None))
+        """Removes private fields."""
         for name in [x for x in cls.members if x.startswith("_") and x != "_"]:
             if cls.members[name].is_attribute:
                 del cls.members[name]
+
+    def on_package(self, *, pkg, **_):
+        """Makes dataclasses of the subclasses, now that their bases are known."""
+        for cls in _classes(pkg):
+            bases = {str(base) for x in (cls, *cls.mro()) for base in x.bases}
+            if bases & FIELDS:
+                arguments = [griffe.ExprKeyword(*x) for x in cls.keywords.items()]
+                name = griffe.ExprName("dataclasses.dataclass")
+                call = griffe.ExprCall(name, arguments)
+                decorator = griffe.Decorator(call, lineno=None, endlineno=None)
+                cls.decorators.append(decorator)
 
 
 def on_config(config):
@@ -164,6 +176,17 @@ def on_page_content(html, **_):
 def on_post_page(output, **_):
     """Keeps the theme from asking GitHub for stars and releases."""
     return output.replace(' data-md-component="source"', "")
+
+
+def _classes(module):
+    """All classes of a module and of those inside it."""
+    for member in module.members.values():
+        if member.is_alias:
+            continue
+        if member.is_class:
+            yield member
+        elif member.is_module:
+            yield from _classes(member)
 
 
 def _in_repository(src_uri):

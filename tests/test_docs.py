@@ -1,8 +1,10 @@
 """README and docs tell the truth: their code runs, and what they name exists."""
 
 import csv
+import dataclasses
 import html
 import importlib
+import inspect
 import json
 import pathlib
 import re
@@ -46,6 +48,11 @@ SMALLER = {
 }
 # Packages that only show numbers; the tests have no need of them.
 LOGGERS = ("tensorboardX", "wandb")
+
+
+def paths_of_the_api() -> list[str]:
+    api = "".join(text for name, text in TEXTS.items() if name.startswith("docs/api/"))
+    return re.findall(r"^::: (\S+)$", api, re.MULTILINE)
 
 
 def headings(name: str) -> set[str]:
@@ -545,6 +552,22 @@ def test_what_a_cell_prints_is_one_block(site):
         assert not re.search(2 * block, text, re.DOTALL)
 
 
+@pytest.mark.slow
+def test_api_shows_the_arguments_of_classes(site):
+    pages = "".join(x.read_text() for x in site.glob("api/*/index.html"))
+    heading = r'<h3 id="([\w.]+)" (?:(?!</h3>).)*</h3>'
+    block = r'<div class="\S+ doc-signature .*?>(.*?)</div>'
+    found = re.findall(rf"{heading}\s*{block}", pages, re.DOTALL)
+    texts = {x: html.unescape(re.sub("<.*?>", "", y)) for x, y in found}
+    for path in paths_of_the_api():
+        module, _, name = path.rpartition(".")
+        public = getattr(importlib.import_module(module), name)
+        if dataclasses.is_dataclass(public) or hasattr(public, "_fields"):
+            names = {x for x in inspect.signature(public).parameters if x[0] != "_"}
+            assert names == set(re.findall(r"(?<=[(\s])(\w+)(?=: )", texts[path])), path
+    assert "bound: str = 'clip'" in texts["rollout.envs.RescaleAction"]
+
+
 PUBLIC = {
     *("rollout", "rollout.agents", "rollout.buffers", "rollout.envs"),
     *("rollout.envs.host", "rollout.envs.suites", "rollout.envs.wrappers"),
@@ -559,8 +582,7 @@ def exported_as(path: str) -> tuple[str, str]:
 
 
 def test_every_public_name_is_on_one_page_of_the_api():
-    api = "".join(text for name, text in TEXTS.items() if name.startswith("docs/api/"))
-    paths = re.findall(r"^::: (\S+)$", api, re.MULTILINE)
+    paths = paths_of_the_api()
     for module, _, name in (path.rpartition(".") for path in paths):
         assert hasattr(importlib.import_module(module), name), (module, name)
     names = [exported_as(path) for path in paths]
