@@ -25,6 +25,8 @@ API = "".join(page.read_text() for page in ROOT.glob("docs/api/*.md"))
 PUBLIC = {re.sub(r"\b(\w+)\.\1$", r"\1", x): x for x in re.findall(r"::: (\S+)", API)}
 FIELDS = {"struct.PyTreeNode", "NamedTuple"}  # bases of classes made of fields
 PICTURES = ["image/gif", "image/png"]
+# Pages that the search shows before others with the words of their names.
+BOOSTS = {"recipes/ppo.md": 2, "own_gymnasium.md": 1.25}
 # Outputs are blocks of text, one for all that a cell prints, and pictures are files.
 NOTEBOOK = nbconvert.MarkdownExporter(
     raw_template="""{% extends "markdown/index.md.j2" %}
@@ -116,8 +118,8 @@ def on_page_markdown(markdown, page, config, **_):
     folder = posixpath.dirname(_in_repository(page.file.src_uri))
     if folder == "docs/api":  # the search finds the pages that show the use first
         page.meta["search"] = {"boost": 0.05}
-    if page.file.src_uri == "recipes/ppo.md":  # before other pages with its name
-        page.meta["search"] = {"boost": 2}
+    if boost := BOOSTS.get(page.file.src_uri):
+        page.meta["search"] = {"boost": boost}
 
     def link(found):
         text, path, anchor = found.groups()
