@@ -290,8 +290,9 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             per_env: whether every lane plays N episodes of its own instead: the right
                 choice where lanes differ, as those of `rollout.envs.vectorize_each` do,
                 for a lane with short episodes would take more of the queue. There are
-                `N * B` episodes then: lane i's n-th episode (from 0) is number
-                `n * B + i`. Not together with `min_steps`.
+                `N * B` episodes then: lane i's n-th (from 0) is in place `n * B + i`,
+                and from a fresh carry it has this number for `at_episode`. An episode
+                of the carry without a step is the first. Not with `min_steps`.
             return_rows: whether to return all rows of the episodes, too. Memory is that
                 of L x N transitions.
 

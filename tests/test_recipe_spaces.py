@@ -23,7 +23,7 @@ from rollout.recipes.dqn import DQN
 from rollout.recipes.ppo import PPO, ActorCritic, Config
 from rollout.recipes.recurrent_ppo import RecurrentPPO
 from rollout.recipes.sac import SAC
-from rollout.recipes.training import make_env, train
+from rollout.recipes.training import begin, make_env, train
 
 TREE = spaces.Dict(
     {"turn": envs.Discrete(2, start=3), "pull": spaces.Tuple((envs.Box(2.0, 6.0, ()),))}
@@ -127,23 +127,21 @@ def test_actions_of_ppo_are_elements_of_their_space_drawn_or_most_likely(name):
     space = spaces.Tuple((SPACES[name], envs.Box(0.0, 10.0, (2,))))
     env = envs.vectorize(Guess(space, TREE), 8)
     agent = PPO(space, CONFIG, env.observation_space)
-    for policy in (agent.policy, rollout.greedy(agent.policy)):
-        collector = rollout.Collector(env=env, policy=policy)
 
-        @quick_jit
-        def play(key, collector=collector):
-            carry = collector.init(key)
-            params = agent.init(key, carry.obs)[0]
+    @quick_jit
+    def play(keys):
+        found = []
+        policies = agent.policy, rollout.greedy(agent.policy)
+        for policy, (carry_key, init_key) in zip(policies, keys, strict=True):
+            collector = rollout.Collector(env=env, policy=policy)
+            carry = collector.init(carry_key)
+            params = agent.init(init_key, carry.obs)[0]
             _, t = collector.collect_steps(carry, params, 4)
-            flat = jax.tree.map(lambda x: x.reshape(32, *x.shape[2:]), t.action)
-            return jax.vmap(space.contains)(flat), t
+            found.append(jax.vmap(jax.vmap(space.contains))(t.action))
+        return found
 
-        is_inside, t = play(jax.random.key(0))
-        assert is_inside.all()
-    t = jax.tree.map(lambda x: x[:, 0], t)
-    assert jax.tree.structure(t.action) == jax.tree.structure(
-        space.sample(jax.random.key(0))
-    )
+    is_inside = play(jax.random.split(jax.random.key(0), (2, 2)))
+    assert all(x.all() for x in jax.device_get(is_inside))
 
 
 @pytest.mark.parametrize("name", SPACES)
@@ -472,24 +470,71 @@ def test_gradient_of_parts_is_that_of_the_minibatch(monkeypatch):
         final_value=floats["final_value"],
     )
 
+    def derivatives(params, one, *rows):
+        grad = functools.partial(agent.gradient, t=rows[0], advantage=rows[1])
+        moved = jax.jvp(grad, (one,), (one,))
+        _, pull, _ = jax.vjp(grad, one, has_aux=True)
+        return jax.vmap(grad)(params), moved, pull(one)
+
     @quick_jit
     def both(t, advantage):
-        """The gradients of two seeds, and how those of one move with its parameters."""
+        """The gradients of two seeds, and derivatives of those of one in both modes."""
         keys, found = jax.random.split(key), []
         params = jax.vmap(lambda key: agent.init(key, t.obs)[0])(keys)
         one = jax.tree.map(lambda x: x[0], params)
         for rows in (8, 32):
             with monkeypatch.context() as patched:
                 patched.setattr(training, "ROWS_OF_ONE_CORE", rows)
-                grad = lambda params: agent.gradient(params, t, advantage)  # noqa: E731
-                found.append((jax.vmap(grad)(params), jax.jvp(grad, (one,), (one,))))
+                found.append(derivatives(params, one, t, advantage))
         return found
 
     parts, whole = jax.device_get(both(t, floats["advantage"]))
     near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(near, parts, whole)
-    (_, log), _ = whole
+    (_, log), *_ = whole
     assert (log["entropy"] > 0.5).all()
+
+
+def test_training_says_how_many_updates_are_left():
+    env = envs.vectorize(Guess(SPACES["discrete"], TREE), 2)
+    config = CONFIG._replace(num_envs=2, num_minibatches=2)
+    agent = PPO(env.action_space, config, env.observation_space)
+    collector, key = rollout.Collector(env=env, policy=agent.policy), jax.random.key(0)
+    state = jax.jit(begin, static_argnums=0)(agent, collector, key)
+    for number, size in ((4, 9), (12, None), (12, 1), (0, 0)):
+        later = state._replace(number=jnp.int32(number))
+        with pytest.raises(ValueError, match="`num_updates` must be from 1 to"):
+            train(agent, collector, key, later, size)
+    with pytest.raises(ValueError, match="`num_updates` must be given"):
+        jax.eval_shape(lambda state: train(agent, collector, key, state), state)
+    state = state._replace(number=jnp.int32(10))
+    _, log = jax.eval_shape(lambda key: train(agent, collector, key, state), key)
+    assert log["kl"].shape == (2,)
+
+
+def test_predictions_with_a_memory_are_those_of_the_lanes():
+    cell, empty = nn.GRUCell(8), lambda num_envs: jnp.zeros((num_envs, 8))
+    env = envs.vectorize(HiddenInJax(), 2)
+    spaces = env.action_space, CONFIG, cell, empty, env.observation_space
+    agent = RecurrentPPO(*spaces)
+    policy = rollout.greedy(agent.policy)
+    collector = rollout.Collector(env=env, policy=policy)
+
+    @quick_jit
+    def play(carry_key, init_key):
+        carry = collector.init(carry_key)
+        params = agent.init(init_key, carry.obs)[0]
+        return params, *collector.collect_steps(carry, params, 12)
+
+    params, carry, t = play(*jax.random.split(jax.random.key(0)))
+    predict, memory = quick_jit(agent.predict), None
+    for step in range(12):
+        memory = None if t.first[step, 1] else memory
+        obs = jax.tree.map(lambda x, step=step: x[step, 1], t.obs)
+        action, memory = predict(params, obs, memory)
+        assert action == t.action[step, 1]
+    assert not t.first[step, 1]
+    np.testing.assert_allclose(memory, carry.policy_state[1:], atol=1e-5)
 
 
 def test_agents_say_which_actions_they_take():

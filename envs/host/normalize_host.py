@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rollout import checks
@@ -13,7 +14,7 @@ from rollout.envs.host.types import HostStep, HostVectorEnv
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree, Shared
 from rollout.envs.wrappers import running_stats
-from rollout.envs.wrappers.normalize import NormalizeState, outermost
+from rollout.envs.wrappers.normalize import NOT_FROZEN, NormalizeState, outermost
 from rollout.envs.wrappers.running_stats import Statistics
 
 
@@ -81,6 +82,13 @@ class NormalizeHost:
         what = "`env_state` must have statistics of the same wrapper"
         checks.same(what, self._prior(), new)
         return dataclasses.replace(self, statistics=new)
+
+    def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
+        """Normalises raw observations, in JAX; see `NormalizeObs.normalize_obs`."""
+        if self.statistics is None:
+            raise ValueError(NOT_FROZEN)
+        raw = jax.tree.map(jnp.asarray, obs)
+        return self.statistics[0].normalize(raw, self.epsilon)
 
     @property
     def shared(self) -> NormalizeState:

@@ -37,9 +37,15 @@ def flatten_obs(space: AnySpace, obs: ArrayTree) -> jax.Array:
         `[..., n]` float32.
 
     Raises:
-        ValueError: if the space has a part of another kind.
+        ValueError: if the space has a part of another kind, or `obs` other parts.
     """
     spaces, leaves = as_space(space).leaves(), jax.tree.leaves_with_path(obs)
+    if len(leaves) != len(spaces):
+        names = [jax.tree_util.keystr(path) for path, _ in leaves]
+        raise ValueError(
+            f"`obs` must have the {len(spaces)} parts of its space {space!r}, got "
+            f"{', '.join(names)}."
+        )
     pairs = zip(leaves, spaces, strict=True)
     flat = [_flat(part, x) for (path, x), part in pairs if not is_mask(path)]
     return jnp.concatenate(flat, axis=-1)

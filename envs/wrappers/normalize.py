@@ -16,6 +16,10 @@ from rollout.envs.wrappers import running_stats
 from rollout.envs.wrappers.running_stats import Statistics
 from rollout.envs.wrappers.wrapper import VectorWrapper, has_agents, with_names
 
+NOT_FROZEN = (
+    "`normalize_obs` needs fixed statistics, which `collector.freeze(carry).env` has."
+)
+
 
 class NormalizeState(struct.PyTreeNode):
     """State of `NormalizeObs` or `NormalizeReward`.
@@ -205,11 +209,25 @@ class NormalizeObs(_Normalizer):
         """Leading axes that share statistics: lanes, and the agents of a group."""
         return 2 if has_agents(self.env) else 1
 
+    def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
+        """Normalises raw observations of frozen environments, such as one of a robot.
+
+        Args:
+            obs: one observation of the wrapped environment, or a batch of them.
+
+        Raises:
+            ValueError: if the statistics are not fixed, or `obs` has another shape.
+        """
+        if self.statistics is None:
+            raise ValueError(NOT_FROZEN)
+        raw = jax.tree.map(jnp.asarray, super().normalize_obs(obs))
+        return self._normalize(self.statistics, raw)
+
     def _take_in(self, old: Statistics, raw: ArrayTree) -> Statistics:
         return self.statistics or running_stats.updated(old, raw, self._num_axes)
 
     def _normalize(self, statistics: Statistics, raw: ArrayTree) -> ArrayTree:
-        return statistics.normalize(raw, self.epsilon, self._num_axes)
+        return statistics.normalize(raw, self.epsilon)
 
 
 class NormalizeReward(_Normalizer):

@@ -37,24 +37,32 @@ class Statistics(struct.PyTreeNode, kw_only=True):
     count: jax.Array  # ()
 
     def normalize(
-        self, raw: ArrayTree, epsilon: float = 1e-8, num_axes: int = 1, xp: Any = jnp
+        self, raw: ArrayTree, epsilon: float = 1e-8, xp: Any = jnp
     ) -> ArrayTree:
         """Normalises values; leaves without statistics stay as they are.
 
         Args:
-            raw: `[S, ...]`, in the structure of one lane's value.
+            raw: one value, or a batch with any number of axes before those of the
+                statistics.
             epsilon: added to the variance.
-            num_axes: how many of the first axes are those of the batch.
             xp: `jnp`, or NumPy for statistics of NumPy.
 
         Returns:
             `(raw - mean) / sqrt(var + epsilon)`, in the dtypes of `NormalizeObs`.
+
+        Raises:
+            ValueError: if the last axes of a leaf are not those of its mean.
         """
-        axes = tuple(range(num_axes))
 
         def normalize(mean: jax.Array, var: jax.Array, x: jax.Array) -> jax.Array:
             if mean is None:
                 return x
+            axes = tuple(range(x.ndim - mean.ndim))
+            if x.shape[len(axes) :] != mean.shape:
+                raise ValueError(
+                    f"`raw` must have the shape {mean.shape} of its mean in the last "
+                    f"axes, got {x.shape}."
+                )
             centred = x.astype(mean.dtype) - xp.expand_dims(mean, axes)
             scale = xp.expand_dims(xp.sqrt(var + epsilon), axes)
             return (centred / scale).astype(float_dtype(x))

@@ -297,6 +297,10 @@ class VectorWrapper(BaseWrapper):
         freeze = getattr(self.env, "freeze", None)
         return self if freeze is None else self.replace(env=freeze(env_state))
 
+    def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
+        """Normalises raw observations; see `NormalizeObs.normalize_obs`."""
+        return getattr(self.env, "normalize_obs", lambda obs: obs)(obs)
+
     def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode in every lane: `(state, obs)`."""
         return self.env.reset(keys)

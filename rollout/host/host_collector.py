@@ -480,7 +480,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         loop = self._loop
         with self._call(carry):
             plan = EpisodePlan(
-                loop.next_own,
+                loop.next_unplayed if per_env else loop.next_own,
                 num_episodes * (self.env.num_envs if per_env else 1),
                 first_queued=None if per_env else self._next_episode,
                 min_steps=min_steps,

@@ -119,6 +119,11 @@ class Loop:
             return self.plan.next_own
         return self.episode_id + np.int32(len(self.episode_id))
 
+    @property
+    def next_unplayed(self) -> np.ndarray:
+        """`[B]` int32, those ids, but that of the lane's own where it has no step."""
+        return np.where(self.episode_length > 0, self.next_own, self.episode_id)
+
     def play(self, params: Any, block: RowBlock, limit: int, *, cut_last: bool) -> None:
         """Fills a block, or as much of it as the assigned episodes take.
 

@@ -74,6 +74,8 @@ def play(
     # An episode that this call gives up keeps its number: none is used twice.
     own_id = carry.episode.episode_id + num_envs  # of the lanes' next episodes
     if per_env:
+        # An episode without a step so far is the first one: nothing of it is lost.
+        own_id = jnp.where(carry.episode.episode_length > 0, own_id, own_id - num_envs)
         number, num_queued = num_episodes * num_envs, 0
         first_own_id, stream = own_id + number, roots.lane
     else:

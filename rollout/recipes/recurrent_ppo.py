@@ -1,13 +1,18 @@
 """Proximal policy optimization with a memory, for environments that hide something.
 
+    python -m rollout.recipes.recurrent_ppo CartPole-v1
+
 Copy this file and change it; it may change here, too.
 """
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 import rollout
 from rollout.envs.wrappers import flatten_obs, mask_in
-from rollout.recipes.ppo import PPO, loss
+from rollout.recipes import training
+from rollout.recipes.ppo import PPO, Config, loss
 
 
 def masked(x, obs):
@@ -54,6 +59,16 @@ class RecurrentPPO(PPO):
         after, x = self.step(params, memory, obs)
         return self.mode(params["heads"], x, key), after
 
+    def predict(self, params, obs, memory=None):
+        """Returns the most likely action for one observation, and the next memory.
+
+        `memory` is None for the first observation of an episode.
+        """
+        one = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
+        memory = self.empty(1) if memory is None else memory
+        action, memory = self.choose_mode(params, one, memory, None)
+        return jax.tree.map(lambda x: x[0], action), memory
+
     def value_of(self, params, obs, memory):
         return self.value(params["heads"], self.step(params, memory, obs)[1])
 
@@ -79,3 +94,16 @@ class RecurrentPPO(PPO):
         _, x = rollout.policies.unroll(step, start, *rows)
         dist, value = self.network.apply(params["heads"], x)
         return loss(self.config, dist, value, t, advantage)
+
+
+def main():
+    def make(action_space, config, observation_space):
+        cell, empty = nn.GRUCell(64), lambda num_envs: jnp.zeros((num_envs, 64))
+        return RecurrentPPO(action_space, config, cell, empty, observation_space)
+
+    columns = "kl", "entropy", "explained_variance"
+    return training.run(make, Config(num_updates=40), columns)
+
+
+if __name__ == "__main__":
+    main()

@@ -54,16 +54,28 @@ def train(agent, collector, key, state=None, num_updates=None):
         key: of the whole training.
         state: of an earlier call with the same key, to go on from, which on the host is
             used up; None to begin.
-        num_updates: by default `config.num_updates`, those of the whole training.
+        num_updates: by default those that are left of `config.num_updates`; to go on
+            inside `jit`, where nobody knows how many are, a number.
 
     Returns:
         The last `State`, and a log, `[num_updates]` by name.
+
+    Raises:
+        ValueError: if fewer are left.
     """
+    left = agent.config.num_updates
     if state is None:
         state = begin(agent, collector, jax.random.clone(key))
+    elif not isinstance(state.number, jax.core.Tracer):
+        left -= int(state.number)
+    elif num_updates is None:
+        raise ValueError("`num_updates` must be given with a `state` in `jit`.")
+    size = left if num_updates is None else num_updates
+    if not 0 < size <= left:
+        what = f"`num_updates` must be from 1 to {left}, what is left of `config`'s"
+        raise ValueError(f"{what} {agent.config.num_updates}, got {num_updates}.")
     *_, key = jax.random.split(key, 3)
     keys = jax.random.split(key, agent.config.num_updates)
-    size = num_updates or agent.config.num_updates
     keys = jax.lax.dynamic_slice_in_dim(keys, state.number, size)
     return scan(collector, functools.partial(agent.update, collector), state, keys)
 
@@ -118,9 +130,14 @@ def gradient(cost, params, t, advantage):
         shapes = jax.eval_shape(at_once, params, rows)
         return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, shapes), parts)[0]
 
-    if num_parts == 1:
-        return at_once(params, rows)
-    return jax.lax.platform_dependent(params, rows, cpu=by_parts, default=at_once)
+    @jax.custom_jvp
+    def choose(params, rows):
+        options = {"cpu": by_parts, "default": at_once}
+        return jax.lax.platform_dependent(params, rows, **options)
+
+    # `sequential_vmap` has no derivative in reverse mode, such as meta-gradients take.
+    choose.defjvp(functools.partial(jax.jvp, at_once))
+    return at_once(params, rows) if num_parts == 1 else choose(params, rows)
 
 
 def dense(config, num_outputs, see):

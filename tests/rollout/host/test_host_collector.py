@@ -252,6 +252,18 @@ def test_normalised_rows_are_those_of_the_kernel():
         # Sums over four lanes in another order.
         chex.assert_trees_all_close(*rows, rtol=1e-4, atol=1e-5)
         chex.assert_trees_all_equal(*[x.episode_return for x in rows])
+    # One observation, as a robot gives it, or some: what the policy sees of them.
+    statistics = jax.device_get(carries[0].env_state.env_state.statistics.value)
+    for raw in (np.float32([3.0]), np.float32([[[1.0], [5.0]]])):
+        want = (raw - statistics.mean) / np.sqrt(statistics.var + 1e-8)
+        for collector, carry in zip(pair, carries, strict=True):
+            env = collector.freeze(carry).env
+            got = quick_jit(env.normalize_obs)(raw)
+            np.testing.assert_allclose(got, want, rtol=1e-4)
+            with pytest.raises(ValueError, match="`raw` must have the shape"):
+                env.normalize_obs(np.zeros(2, np.float32))
+            with pytest.raises(ValueError, match="needs fixed statistics"):
+                collector.env.normalize_obs(raw)
 
 
 class Halved(HostCount):

@@ -163,6 +163,19 @@ def test_window_of_steps_is_biased_where_episodes_are_not():
     assert jax.jit(rollout.summarize)(trajectory).lengths.mean < 9
 
 
+def test_two_calls_play_the_episodes_of_one_with_numbers_from_0():
+    collector, start = fixed_lengths()
+    options = {"max_episode_steps": 6, "per_env": True, "return_rows": True}
+    _, whole, _ = collector.collect_episodes(start, None, 4, **options)
+    carry, first, _ = collector.collect_episodes(start, None, 2, **options)
+    _, second, _ = collector.collect_episodes(carry, None, 2, **options)
+    np.testing.assert_array_equal(whole.episode_id[0], np.arange(16))
+    halves = np.concatenate([first.episode_id[0], second.episode_id[0]])
+    np.testing.assert_array_equal(halves, whole.episode_id[0])
+    got = jnp.concatenate([first.obs, second.obs], axis=1)
+    np.testing.assert_array_equal(got, whole.obs)
+
+
 @slow
 def test_mean_over_two_kinds_of_lanes_is_not_biased():
     # Lanes 0 and 2 last 2 or 20 steps, lanes 1 and 3 always 4: mean (11 + 4) / 2.
@@ -193,12 +206,13 @@ def test_every_lane_plays_its_number_of_episodes():
     assert episodes.finished.all()
     assert episodes.num_steps == 3 * (2 + 3 + 4 + 5)
     np.testing.assert_array_equal(np.sum(rows.mask, axis=0), episodes.episode_length)
-    # In 6 steps the lanes began episodes 3, 2, 1 and 1 (from 0): the next three follow.
-    first = np.array([4, 3, 2, 2]) * 4 + np.arange(4)
+    # In 6 steps the lanes began episodes 3, 2, 1 and 1 (from 0). Those of the first two
+    # have no step yet and come first; of the others the next ones do.
+    first = np.array([3, 2, 2, 2]) * 4 + np.arange(4)
     ids = [first, first + 4, first + 8]
     np.testing.assert_array_equal(rows.episode_id[0], np.concatenate(ids))
     assert after.step == carry.step + 15  # the longest lane
-    np.testing.assert_array_equal(after.episode.episode_id // 4, [7, 6, 5, 5])
+    np.testing.assert_array_equal(after.episode.episode_id // 4, [6, 5, 5, 5])
 
 
 @functools.cache
