@@ -20,7 +20,7 @@ import numpy as np
 import scipy.stats
 
 import rollout
-from rollout import envs
+from rollout import checks, envs
 from rollout.envs.wrappers import flatten_obs
 from rollout.platform import num_cores
 
@@ -66,7 +66,7 @@ def train(agent, collector, key, state=None, num_updates=None):
     left = agent.config.num_updates
     if state is None:
         state = begin(agent, collector, jax.random.clone(key))
-    elif not isinstance(state.number, jax.core.Tracer):
+    elif checks.is_known(state.number):
         left -= int(state.number)
     elif num_updates is None:
         raise ValueError("`num_updates` must be given with a `state` in `jit`.")
