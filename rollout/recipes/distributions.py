@@ -48,8 +48,8 @@ class Gaussian(struct.PyTreeNode):
 
     mean: jax.Array  # [..., *shape]
     log_std: jax.Array
-    low: Any  # [*shape], the bounds of an action, which may be infinite
-    high: Any
+    # Bounds of each entry, in turn: all lower ones, and all upper ones.
+    bounds: Any = struct.field(pytree_node=False)
     shape: tuple = struct.field(pytree_node=False, default=(1,))  # of an action
 
     def sample(self, key):
@@ -65,7 +65,8 @@ class Gaussian(struct.PyTreeNode):
         return total(log_probs, self.shape)
 
     def bounded(self, drawn):
-        return bounded(drawn, self.low, self.high)
+        low, high = (np.reshape(x, self.shape) for x in self.bounds)
+        return bounded(drawn, low, high)
 
     def entropy(self):
         each = self.log_std + 0.5 * jnp.log(2 * jnp.pi * jnp.e)
@@ -132,6 +133,11 @@ def ranges(low, high):
 def total(x, shape):
     """Sums over the entries of an action, the last axes."""
     return x.sum(tuple(range(-len(shape), 0)))
+
+
+def in_turn(bound, shape):
+    """Returns a bound of each entry of an action, as static data."""
+    return tuple(np.broadcast_to(bound, shape).ravel().tolist())
 
 
 def num_values(part):

@@ -19,7 +19,13 @@ import rollout
 from rollout.envs.spaces import as_space
 from rollout.envs.wrappers import mask_in
 from rollout.recipes import training
-from rollout.recipes.distributions import Categorical, Gaussian, Joint, num_values
+from rollout.recipes.distributions import (
+    Categorical,
+    Gaussian,
+    Joint,
+    in_turn,
+    num_values,
+)
 from rollout.recipes.training import State
 from rollout.recipes.training import begin as begin
 from rollout.recipes.training import train as train
@@ -72,8 +78,8 @@ class ActorCritic(nn.Module):
                 mean, name = outputs[..., 0], f"log_std_{len(parts)}"
                 log_std = self.param(name, nn.initializers.zeros, shape)
                 log_std = jnp.broadcast_to(log_std, mean.shape)
-                low, high = (np.broadcast_to(x, shape) for x in part.bounds)
-                parts.append(Gaussian(mean, log_std, low, high, shape))
+                bounds = tuple(in_turn(x, shape) for x in part.bounds)
+                parts.append(Gaussian(mean, log_std, bounds, shape))
                 continue
             # Entries with fewer values than others have logits that are not allowed.
             each = np.arange(size) < counts[..., None]
@@ -84,7 +90,7 @@ class ActorCritic(nn.Module):
                 flags = mask.reshape(*value.shape, -1).astype(bool)
                 allowed &= flags[..., flag]
             logits = jnp.where(allowed, outputs, -1e9)
-            start = tuple(np.broadcast_to(part.bounds[0], shape).ravel().tolist())
+            start = in_turn(part.bounds[0], shape)
             parts.append(Categorical(logits, start, shape, part.dtype))
         if mask is not None and mask.size != value.size * num_flags:
             raise ValueError(

@@ -133,6 +133,9 @@ def test_space_without_bounds_is_refused():
     odd = envs.TransformObs(CountEnv(), lambda obs: jnp.int32(0), Odd())
     with pytest.raises(ValueError, match=r"made of Box, Discrete, .* to be flattened"):
         _ = FlattenObs(odd).observation_space
+    two = spaces.Dict({"a": envs.Discrete(2), "b": envs.Discrete(3)})
+    with pytest.raises(ValueError, match=r"have the 2 parts of .*, got \['a'\]"):
+        flatten_obs(two, {"a": 1})
 
 
 def test_policy_may_search_from_the_state_of_its_lane():
