@@ -176,7 +176,8 @@ def make_env(env_id, num_envs, gamma=None):
     """
     suite, _, name = env_id.partition(":")
     if ".py:" in env_id:
-        raise ValueError(f"`env_id` must be an id, got a file: {env_id}.")
+        what = "`train` takes an environment of one's own"
+        raise ValueError(f"`env_id` must be an id, got a file: {env_id}; {what}.")
     if suite == "gymnasium":
         import gymnasium
 
