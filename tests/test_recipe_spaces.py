@@ -421,6 +421,7 @@ SAC_CONFIG = sac.Config(
         (DQN, DQN_CONFIG, SPACES["start"], 4),
         (SAC, SAC_CONFIG, envs.Box(-1.0, 1.0, (2, 1)), 5),
         (SAC, SAC_CONFIG, envs.Box(-1.0, 1.0, ()), 5),
+        (SAC, SAC_CONFIG, envs.Box(-2.0, 3.0, (2, 1)), 5),
     ],
 )
 def test_agents_learn_from_a_buffer(agent_class, config, space, most):

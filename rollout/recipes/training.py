@@ -61,7 +61,8 @@ def train(agent, collector, key, state=None, num_updates=None):
         The last `State`, and a log, `[num_updates]` by name.
 
     Raises:
-        ValueError: if fewer are left.
+        ValueError: if fewer are left, which inside `jit` nobody knows: there, choose
+            parts that divide `config.num_updates`.
     """
     left = agent.config.num_updates
     if state is None:
