@@ -19,7 +19,9 @@ from rollout.types import Transition, check_trajectory
 Scalar = float | jax.Array  # (), may be traced
 _Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # see `_rows`
 
-_UNROLL = 16  # rows; more would save launches, and take longer to compile
+# Rows of an iteration. Three launches of 16 rows are too few for XLA to make a CUDA
+# graph of them; 128 are a whole rollout, which needs no loop.
+_ROWS_ON_GPU, _ROWS_ELSEWHERE = 128, 16
 
 
 def next_values(
@@ -362,5 +364,5 @@ def _sum_up(
     _, _, done, mask = rows
     nothing = jnp.zeros_like(term[0]), jnp.zeros_like(mask[0])
     inputs = term, weight if weight.ndim else (), instead, done, mask
-    unroll = {"gpu": _UNROLL, "other": _UNROLL, "reverse": True}
-    return platform.scan(step, nothing, inputs, **unroll)[1]
+    unroll = {"gpu": _ROWS_ON_GPU, "other": _ROWS_ELSEWHERE}
+    return platform.scan(step, nothing, inputs, **unroll, reverse=True)[1]
