@@ -27,6 +27,7 @@ from recipes import Config
 
 import rollout
 from rollout import agents, profiling
+from rollout.recipes.gradients import differentiate
 from rollout.recipes.training import begin
 
 # Without it XLA computes once, before the loop, what rows give without parameters.
@@ -185,8 +186,8 @@ def sac() -> Parts:
     def descend(params: Any, opt_state: Any) -> Any:
         def step(learner: Any, keys: jax.Array) -> Any:
             (params, opt_state), again = fenced((learner, (targets, rows)))
-            grad = jax.grad(agent.loss, has_aux=True)
-            grads = grad(params, params, *again, keys[1:])[0]
+            inputs = params, params, *again, keys[1:]
+            grads, _ = differentiate(agent.loss, *inputs)
             change, opt_state = agent.optimizer.update(grads, opt_state)
             return (optax.apply_updates(params, change), opt_state), None
 

@@ -17,7 +17,7 @@ from flax import struct
 import rollout
 from rollout import envs
 from rollout.envs import spaces
-from rollout.recipes import dqn, ppo, sac, training
+from rollout.recipes import dqn, ppo, sac
 from rollout.recipes.distributions import Joint, bounded, unbounded
 from rollout.recipes.dqn import DQN
 from rollout.recipes.ppo import PPO, ActorCritic, Config
@@ -442,58 +442,6 @@ def test_agents_learn_from_a_buffer(agent_class, config, space, most):
         _, t = collector.collect_steps(state.carry, state.params, 32)
         assert set(np.unique(t.action).tolist()) <= {-2, -1}
         assert action == -1
-
-
-def test_gradient_of_parts_is_that_of_the_minibatch(monkeypatch):
-    """Also where steps are masked out, unequally many in each part."""
-    monkeypatch.setattr(training, "num_cores", lambda: 1)
-    agent, key = PPO(envs.Discrete(3), CONFIG), jax.random.key(0)
-    rng, shape = np.random.default_rng(0), (32,)
-    obs, floats = rng.normal(size=(32, 4)), rng.normal(size=(5, 32))
-    names = "reward", "value", "log_prob", "advantage", "final_value"
-    floats = dict(zip(names, np.float32(floats), strict=True))
-    extras = {"value": floats["value"], "log_prob": floats["log_prob"] - 1}
-    flag, number = np.zeros(shape, bool), np.zeros(shape, np.int32)
-    t = rollout.Transition(
-        obs=np.float32(obs),
-        action=rng.integers(0, 3, 32).astype(np.int32),
-        reward=floats["reward"],
-        terminated=flag,
-        truncated=flag,
-        next_obs=np.float32(obs),
-        mask=np.arange(32) % 7 < np.arange(32) // 8 + 2,
-        episode_id=number,
-        episode_return=floats["reward"],
-        episode_length=number,
-        extras=extras,
-        info=(),
-        accumulated=(),
-        final_value=floats["final_value"],
-    )
-
-    def derivatives(params, one, *rows):
-        grad = functools.partial(agent.gradient, t=rows[0], advantage=rows[1])
-        moved = jax.jvp(grad, (one,), (one,))
-        _, pull, _ = jax.vjp(grad, one, has_aux=True)
-        return jax.vmap(grad)(params), moved, pull(one)
-
-    @quick_jit
-    def both(t, advantage):
-        """The gradients of two seeds, and derivatives of those of one in both modes."""
-        keys, found = jax.random.split(key), []
-        params = jax.vmap(lambda key: agent.init(key, t.obs)[0])(keys)
-        one = jax.tree.map(lambda x: x[0], params)
-        for rows in (8, 32):
-            with monkeypatch.context() as patched:
-                patched.setattr(training, "ROWS_OF_ONE_CORE", rows)
-                found.append(derivatives(params, one, t, advantage))
-        return found
-
-    parts, whole = jax.device_get(both(t, floats["advantage"]))
-    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    jax.tree.map(near, parts, whole)
-    (_, log), *_ = whole
-    assert (log["entropy"] > 0.5).all()
 
 
 def test_training_says_how_many_updates_are_left():

@@ -7,5 +7,6 @@ needs the extra `train`: optax, and what draws curves and episodes.
 
 - `ppo`, `recurrent_ppo`, `dqn`, `sac`: the agents.
 - `training`: what they share, the loop and the command.
+- `gradients`: those of networks, in less time.
 - `distributions`: the distribution over any space of actions.
 """

@@ -26,6 +26,7 @@ from rollout.recipes.distributions import (
     in_turn,
     num_values,
 )
+from rollout.recipes.gradients import gradient
 from rollout.recipes.training import State
 from rollout.recipes.training import begin as begin
 from rollout.recipes.training import train as train
@@ -201,7 +202,7 @@ class PPO:
 
     def gradient(self, params, t, advantage):
         """Differentiates the cost of a minibatch; returns also what to log."""
-        return training.gradient(self.cost, params, t, advantage)
+        return gradient(self.cost, params, t, advantage)
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def learn(self, learner, t, next_value, key):

@@ -18,6 +18,7 @@ import optax
 import rollout
 from rollout.recipes import training
 from rollout.recipes.distributions import bounded, unbounded
+from rollout.recipes.gradients import differentiate
 from rollout.recipes.training import State
 from rollout.recipes.training import begin as begin
 from rollout.recipes.training import train as train
@@ -144,8 +145,8 @@ class SAC:
             params, targets, opt_state = learner
             batch: Any = self.buffer.sample(memory, keys[0], self.config.batch_size)
             row = batch.experience
-            grad = jax.grad(self.loss, has_aux=True)
-            grads, log = grad(params, params, targets, row, keys[1:])
+            inputs = params, params, targets, row, keys[1:]
+            grads, log = differentiate(self.loss, *inputs)
             change, opt_state = self.optimizer.update(grads, opt_state)
             params: Any = optax.apply_updates(params, change)
             rate = self.config.target_rate

@@ -22,11 +22,7 @@ import scipy.stats
 import rollout
 from rollout import checks, envs
 from rollout.envs.wrappers import flatten_obs
-from rollout.platform import num_cores
 
-# Of a part of a minibatch on a CPU: what a gradient keeps of them stays in a cache of
-# one core, and is enough work to divide among several.
-ROWS_OF_ONE_CORE, ROWS_OF_EACH_CORE = 256, 1024
 NUM_EPISODES = 100  # of an evaluation
 CHECKPOINT, TABLE = Path("agent.checkpoint"), Path("agent.csv")
 
@@ -103,45 +99,6 @@ def scan(collector, step, state, keys):
         state, log = step(state, key)
         logs.append(log)
     return state, jax.tree.map(lambda *x: jnp.stack(x), *logs)
-
-
-def gradient(cost, params, t, advantage):
-    """Differentiates `cost(params, t, advantage)` of rows; returns also what to log.
-
-    On a CPU it adds up those of parts, `cost(params, *part, (t, advantage))`: of 32,768
-    rows that takes half the time. How large they are, and with it the last place,
-    depends on the number of cores.
-    """
-    # With a barrier before the derivative, which reads what the cost has computed. A GPU
-    # would compute it again: each `tanh` three times, in a third of an update's time.
-    cost = jax.checkpoint(cost, policy=jax.checkpoint_policies.everything_saveable)
-    differentiate, rows = jax.grad(cost, has_aux=True), (t, advantage)
-    cores = num_cores()
-    most = ROWS_OF_ONE_CORE if cores == 1 else ROWS_OF_EACH_CORE * cores
-    num_parts = max(1, advantage.size // most)
-    while advantage.size % num_parts:
-        num_parts -= 1
-
-    def at_once(params, rows):
-        return differentiate(params, *rows)
-
-    @jax.custom_batching.sequential_vmap  # one seed after another
-    def by_parts(params, rows):
-        def add(total, part):
-            return jax.tree.map(jnp.add, total, differentiate(params, *part, rows)), ()
-
-        parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), rows)
-        shapes = jax.eval_shape(at_once, params, rows)
-        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, shapes), parts)[0]
-
-    @jax.custom_jvp
-    def choose(params, rows):
-        options = {"cpu": by_parts, "default": at_once}
-        return jax.lax.platform_dependent(params, rows, **options)
-
-    # `sequential_vmap` has no derivative in reverse mode, such as meta-gradients take.
-    choose.defjvp(functools.partial(jax.jvp, at_once))
-    return at_once(params, rows) if num_parts == 1 else choose(params, rows)
 
 
 def dense(config, num_outputs, see):
