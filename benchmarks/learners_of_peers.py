@@ -1,4 +1,4 @@
-"""PureJaxRL's own scripts and rejax, with the settings of the recipes.
+"""Scripts of PureJaxRL and others, and rejax, with the settings of the recipes.
 
 Their code is imported from where it is installed and runs as it is. Both expect the
 single flag of older versions of gymnax, which `OneFlag` gives them.
@@ -18,6 +18,7 @@ import gymnax
 import jax
 import jax.numpy as jnp
 import optax
+import yaml
 from recipes import DQN, Config, Learner, total_steps
 
 # PureJaxRL calls it by this name, and gets `make_one_flag`.
@@ -49,29 +50,46 @@ def make_one_flag(env_id: str) -> tuple[OneFlag, Any]:
     return OneFlag(env), params
 
 
-def load_purejaxrl(folder: Path, name: str) -> Any:
-    """Imports a script of PureJaxRL from the folder that has `ppo.py`."""
-    # Its scripts import both and use neither with these settings.
-    for unused in ("navix", "wandb"):
-        sys.modules.setdefault(unused, types.ModuleType(unused))
-    if not hasattr(jax, "tree_map"):  # `dqn.py` calls it; jax has removed it
-        jax.tree_map = jax.tree.map
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+def load_script(folder: Path, name: str, *unused: str) -> Any:
+    """Imports a script beside whose modules it lies.
+
+    Args:
+        folder: of the script.
+        name: without its ending.
+        *unused: what it imports and does not use with these settings.
+    """
     # Under another name, since a recipe is called `ppo.py`, too.
     spec = importlib.util.spec_from_file_location(
-        f"purejaxrl_{name}", folder / f"{name}.py"
+        f"{folder.name}_{name}", folder / f"{name}.py"
     )
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    # Modules of two peers may have one name, such as `wrappers`.
+    with mock.patch.dict(sys.modules), mock.patch.object(sys, "path", sys.path[:]):
+        for other in ("wrappers", "models", "logz"):
+            sys.modules.pop(other, None)
+        sys.modules |= {x: mock.MagicMock() for x in unused}
+        sys.path.insert(0, str(folder))
+        spec.loader.exec_module(module)
+    return module
+
+
+def load_purejaxrl(folder: Path, name: str) -> Any:
+    """Imports a script of PureJaxRL from the folder that has `ppo.py`."""
+    if not hasattr(jax, "tree_map"):  # `dqn.py` calls it; jax has removed it
+        jax.tree_map = jax.tree.map
+    module = load_script(folder, name, "navix", "wandb")
     # `ppo_rnn.py` calls the cell of older versions of flax.
     cell: Any = functools.partial(nn.GRUCell, 128)
     cell.initialize_carry = lambda key, batch, size: jnp.zeros((*batch, size))
     module.nn = types.SimpleNamespace(**{**vars(nn), "GRUCell": cell})
-    # `dqn.py` takes these from gymnax, whose present ones have two flags.
-    wrappers = importlib.import_module("wrappers")
+    return with_one_flag(folder, module)
+
+
+def with_one_flag(folder: Path, module: Any) -> Any:
+    """Gives a script the wrappers of PureJaxRL for those of gymnax, of two flags."""
+    wrappers = load_script(folder, "wrappers")
     module.LogWrapper = wrappers.LogWrapper
     module.FlattenObservationWrapper = wrappers.FlattenObservationWrapper
     return module
@@ -268,3 +286,61 @@ def _rejax_dqn(env_id: str, config: DQN) -> Learner:
         return network.apply(params, obs).argmax(axis=-1)
 
     return Learner(algorithm.train, lambda found: found[0].q_ts.params, act)
+
+
+def make_purejaxql(folder: Path, purejaxrl: Path, num_updates: int) -> Any:
+    """Makes the training of purejaxql's `pqn_gymnax.py`, with its own settings.
+
+    Args:
+        folder: has `pqn_gymnax.py`.
+        purejaxrl: has `wrappers.py`.
+        num_updates: of 2,048 steps.
+    """
+    unused = "hydra", "omegaconf", "safetensors", "safetensors.flax", "wandb"
+    module = with_one_flag(purejaxrl, load_script(folder, "pqn_gymnax", *unused))
+    settings = yaml.safe_load((folder / "config/alg/pqn_cartpole.yaml").read_text())
+    num_steps = num_updates * settings["NUM_ENVS"] * settings["NUM_STEPS"]
+    settings |= {"TOTAL_TIMESTEPS": num_steps, "TEST_DURING_TRAINING": False}
+    settings |= {"TOTAL_TIMESTEPS_DECAY": num_steps, "WANDB_MODE": "disabled"}
+    settings["LR"] = float(settings["LR"])
+    with mock.patch.object(gymnax, "make", make_one_flag):
+        train = module.make_train(settings)
+    return lambda key: train(jax.random.key_data(key))
+
+
+def make_craftax(folder: Path, env_id: str, config: Config) -> tuple[Any, Any]:
+    """Makes the training of Craftax_Baselines' `ppo.py`, and its network.
+
+    Args:
+        folder: has `ppo.py`.
+        env_id: of Craftax.
+        config: its settings.
+    """
+    module = load_script(folder, "ppo", "wandb")
+    train = module.make_train(
+        {
+            "ENV_NAME": env_id,
+            "LR": config.learning_rate,
+            "NUM_ENVS": config.num_envs,
+            "NUM_STEPS": config.num_steps,
+            "TOTAL_TIMESTEPS": total_steps(config),
+            "UPDATE_EPOCHS": config.num_epochs,
+            "NUM_MINIBATCHES": config.num_minibatches,
+            "GAMMA": config.gamma,
+            "GAE_LAMBDA": config.lam,
+            "CLIP_EPS": config.clip,
+            "ENT_COEF": config.entropy_weight,
+            "VF_COEF": config.value_weight,
+            "MAX_GRAD_NORM": config.max_grad_norm,
+            "LAYER_SIZE": config.hidden,
+            "ANNEAL_LR": True,
+            "DEBUG": False,
+            "USE_WANDB": False,
+            "TRAIN_ICM": False,
+            "USE_E3B": False,
+            "USE_OPTIMISTIC_RESETS": True,
+            "OPTIMISTIC_RESET_RATIO": 16,
+            "EXPLORATION_UPDATE_EPOCHS": 0,
+        }
+    )
+    return train, module.ActorCritic

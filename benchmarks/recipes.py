@@ -82,14 +82,14 @@ def source(page: str, changes: dict[str, str] | None = None, seed: int = 0) -> s
     """The program of a page.
 
     Args:
-        page: such as `"dqn"`.
+        page: such as `"dqn"`, or `"../coming_from/purejaxql"`.
         changes: what takes the place of which text, each of which occurs once.
-        seed: takes the place of 0 where the program sets `SEED`.
+        seed: takes the place of 0 where the program sets `SEED`, if it does.
     """
     text = (FOLDER / f"{page}.md").read_text()
     code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
-    (line,) = re.findall(r"^SEED.* = 0", code, re.MULTILINE)
-    changes = (changes or {}) | {line: line.replace("0", str(seed))}
+    lines = re.findall(r"^SEED.* = 0", code, re.MULTILINE)
+    changes = (changes or {}) | {x: x.replace("0", str(seed)) for x in lines}
     for old, new in changes.items():
         assert code.count(old) == 1, old
         code = code.replace(old, new)

@@ -7,12 +7,15 @@ and compile; ratios are of medians.
 Then a batch of MinAtar's images through one layer and its gradient: `nn.Conv`, the same
 as a matrix product over patches, and a dense layer of as many outputs as the MLP's.
 
-    pip install ".[brax,jaxmarl]" distrax evosax flashbax optax \\
+    pip install ".[brax,craftax,jaxmarl]" distrax evosax flashbax optax \\
         pyyaml rejax==0.1.3
     git clone https://github.com/luchris429/purejaxrl
+    git clone https://github.com/mttga/purejaxql
     git clone https://github.com/FLAIROx/JaxMARL
+    git clone https://github.com/MichaelTMatthews/Craftax_Baselines
     taskset -c 0 python benchmarks/training_speed.py \\
-        --purejaxrl purejaxrl/purejaxrl --jaxmarl JaxMARL --rejax 1 --evosax 1
+        --purejaxrl purejaxrl/purejaxrl --purejaxql purejaxql/purejaxql \\
+        --jaxmarl JaxMARL --craftax Craftax_Baselines --rejax 1 --evosax 1
 
 `--only` takes the beginnings of rows. See `learning_compared.py` for why `taskset`.
 """
@@ -226,13 +229,68 @@ def of_rejax() -> Iterator[Training]:
     )
 
 
-def of_jaxmarl(folder: Path) -> Iterator[Training]:
-    """A script of JaxMARL."""
-    num_updates = 10
-    module, config, _, settings = teams.TASKS["IPPO, spread"][1]
-    settings = settings | {"TOTAL_TIMESTEPS": num_updates * 16 * 128}
+def of_purejaxql(folder: Path, purejaxrl: Path) -> Iterator[Training]:
+    """A script of purejaxql, and the program of the page for those who come from it."""
+    num_updates = 20
 
     def ours() -> Train:
+        page, number = "../coming_from/purejaxql", {"64, 244,": f"64, {num_updates},"}
+        return recipes.setup(page, "params, returns", number)["train"]
+
+    yield Training(
+        "PQN, CartPole, 32 lanes",
+        "purejaxql's `pqn_gymnax.py`",
+        num_updates,
+        ours,
+        lambda: peers.make_purejaxql(folder, purejaxrl, num_updates),
+    )
+
+
+def of_craftax(folder: Path) -> Iterator[Training]:
+    """The script of Craftax_Baselines, and `ppo.py` with its network."""
+    env_id = "Craftax-Classic-Symbolic-v1"
+    config = PUREJAXRL._replace(
+        num_updates=2,
+        num_steps=64,
+        num_minibatches=8,
+        learning_rate=2e-4,
+        lam=0.8,
+        max_grad_norm=1.0,
+        hidden=512,
+    )
+    theirs = functools.partial(peers.make_craftax, folder, env_id, config)
+
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, obs: jax.Array) -> Any:
+            policy, value = theirs()[1](17, config.hidden)(obs)
+            return recipes.ppo.Categorical(policy.logits), value
+
+    def ours() -> Train:
+        env = envs.make_vec(f"craftax:{env_id}", config.num_envs)
+        network = lambda *_: Network()  # noqa: E731
+        agent = recipes.ppo.PPO(env.action_space, config, network=network)
+        collector = recipes.make_collector(env, agent)
+        return lambda key: recipes.ppo.train(agent, collector, key)
+
+    yield Training(
+        "PPO, Craftax Classic, 64 lanes",
+        "Craftax_Baselines' `ppo.py`",
+        config.num_updates,
+        ours,
+        lambda: theirs()[0],
+    )
+
+
+def of_jaxmarl(folder: Path) -> Iterator[Training]:
+    """Scripts of JaxMARL."""
+
+    def theirs(task: str, **more: Any) -> Train:
+        module, config, _, settings = teams.TASKS[task][1]
+        train = teams.load_script(folder, module, config, settings | more)[0]
+        return lambda key: train(jax.random.key_data(key))
+
+    def ippo() -> Train:
         names = recipes.setup("ippo", "carry_key, ")
 
         def train(key: jax.Array) -> Any:
@@ -241,14 +299,49 @@ def of_jaxmarl(folder: Path) -> Iterator[Training]:
             learner = names["agent"].init(init_key, carry.obs["agents"])
             window = names["rollout"].EpisodeWindow.create(200)
             step = lambda state, key: (names["update"](*state, key), None)  # noqa: E731
-            keys = jax.random.split(key, num_updates)
+            keys = jax.random.split(key, 10)
             return jax.lax.scan(step, (carry, learner, window), keys)[0]
 
         return train
 
-    theirs = lambda: teams.load_script(folder, module, config, settings)[0]  # noqa: E731
-    peer = "JaxMARL's `ippo_ff_mpe.py`"
-    yield Training("IPPO, MPE spread, 16 lanes", peer, num_updates, ours, theirs)
+    yield Training(
+        "IPPO, MPE spread, 16 lanes",
+        "JaxMARL's `ippo_ff_mpe.py`",
+        10,
+        ippo,
+        functools.partial(theirs, "IPPO, spread", TOTAL_TIMESTEPS=10 * 16 * 128),
+    )
+
+    num_updates = teams.TASKS["VDN, spread"][0][3] // (8 * 26)
+
+    def vdn() -> Train:
+        names = recipes.setup("vdn", "returns = ")
+        begun = jax.eval_shape(lambda: names["state"])
+
+        def train(key: jax.Array) -> Any:
+            carry, memory, params, *_ = jax.tree.map(jnp.zeros_like, begun)
+            init_key, params_key, key = jax.random.split(key, 3)
+            carry = names["collector"].init(init_key)
+            obs = jax.tree.map(lambda x: x[0], carry.obs["agents"])
+            params = names["network"].init(params_key, obs, jnp.zeros((3, 64)))
+
+            def step(state: Any, key: jax.Array) -> Any:
+                return names["update"](*state, 0.05, key), None
+
+            learner = params, params, names["optimizer"].init(params)
+            state = carry, memory, *learner, rollout.EpisodeWindow.create(200)
+            keys = jax.random.split(key, num_updates)
+            return jax.lax.scan(step, state, keys)[0]
+
+        return train
+
+    yield Training(
+        "VDN, MPE spread, 8 lanes",
+        "JaxMARL's `vdn_rnn.py`",  # learns from its 33rd update on, of 1,440
+        num_updates,
+        vdn,
+        functools.partial(theirs, "VDN, spread", LEARNING_STARTS=0),
+    )
 
 
 def of_evosax() -> Iterator[Training]:
@@ -292,6 +385,10 @@ def training_rows(args: Namespace) -> Iterator[dict[str, str]]:
         every += of_rejax()
     if args.evosax[0]:
         every += of_evosax()
+    if args.purejaxql[0]:
+        every += of_purejaxql(Path(args.purejaxql[0]), Path(args.purejaxrl[0]))
+    if args.craftax[0]:
+        every += of_craftax(Path(args.craftax[0]))
     if args.jaxmarl[0]:
         every += of_jaxmarl(Path(args.jaxmarl[0]))
     for training in every:
@@ -367,5 +464,5 @@ def descend(network: nn.Module) -> Callable[[Any, jax.Array], Any]:
 
 if __name__ == "__main__":
     tables = {"trainings": training_rows, "convolutions": layer_rows}
-    folders = {"purejaxrl": ("",), "jaxmarl": ("",)}
+    folders = dict.fromkeys(("purejaxrl", "purejaxql", "craftax", "jaxmarl"), ("",))
     run(__doc__, 7, tables, **folders, rejax=(0,), evosax=(0,), only=("",))
