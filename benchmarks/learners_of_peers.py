@@ -50,7 +50,7 @@ def make_one_flag(env_id: str) -> tuple[OneFlag, Any]:
     return OneFlag(env), params
 
 
-def load_script(folder: Path, name: str, *unused: str) -> Any:
+def import_script(folder: Path, name: str, *unused: str) -> Any:
     """Imports a script beside whose modules it lies.
 
     Args:
@@ -79,7 +79,7 @@ def load_purejaxrl(folder: Path, name: str) -> Any:
     """Imports a script of PureJaxRL from the folder that has `ppo.py`."""
     if not hasattr(jax, "tree_map"):  # `dqn.py` calls it; jax has removed it
         jax.tree_map = jax.tree.map
-    module = load_script(folder, name, "navix", "wandb")
+    module = import_script(folder, name, "navix", "wandb")
     # `ppo_rnn.py` calls the cell of older versions of flax.
     cell: Any = functools.partial(nn.GRUCell, 128)
     cell.initialize_carry = lambda key, batch, size: jnp.zeros((*batch, size))
@@ -89,7 +89,7 @@ def load_purejaxrl(folder: Path, name: str) -> Any:
 
 def with_one_flag(folder: Path, module: Any) -> Any:
     """Gives a script the wrappers of PureJaxRL for those of gymnax, of two flags."""
-    wrappers = load_script(folder, "wrappers")
+    wrappers = import_script(folder, "wrappers", "navix", "wandb")
     module.LogWrapper = wrappers.LogWrapper
     module.FlattenObservationWrapper = wrappers.FlattenObservationWrapper
     return module
@@ -297,7 +297,7 @@ def make_purejaxql(folder: Path, purejaxrl: Path, num_updates: int) -> Any:
         num_updates: of 2,048 steps.
     """
     unused = "hydra", "omegaconf", "safetensors", "safetensors.flax", "wandb"
-    module = with_one_flag(purejaxrl, load_script(folder, "pqn_gymnax", *unused))
+    module = with_one_flag(purejaxrl, import_script(folder, "pqn_gymnax", *unused))
     settings = yaml.safe_load((folder / "config/alg/pqn_cartpole.yaml").read_text())
     num_steps = num_updates * settings["NUM_ENVS"] * settings["NUM_STEPS"]
     settings |= {"TOTAL_TIMESTEPS": num_steps, "TEST_DURING_TRAINING": False}
@@ -316,7 +316,7 @@ def make_craftax(folder: Path, env_id: str, config: Config) -> tuple[Any, Any]:
         env_id: of Craftax.
         config: its settings.
     """
-    module = load_script(folder, "ppo", "wandb")
+    module = import_script(folder, "ppo", "wandb")
     train = module.make_train(
         {
             "ENV_NAME": env_id,

@@ -49,7 +49,10 @@ PEERS = {
             "PureJaxRL's `ppo_rnn.py`",
             "PureJaxRL's `dqn.py`",
             "rejax",
+            "purejaxql's `pqn_gymnax.py`",
             "JaxMARL's `ippo_ff_mpe.py`",
+            "JaxMARL's `vdn_rnn.py`",
+            "Craftax_Baselines' `ppo.py`",
             "evosax",
         )
     },

@@ -31,22 +31,29 @@ LAYERS = {
     "of few digits": nn.Dense(3, dtype=jnp.bfloat16),
     "another product": nn.Dense(3, dot_general=doubled),
     "of a memory": nn.RNN(nn.GRUCell(64)),
+    "row by row": nn.Dense(64),
+    "by name": nn.Sequential([lambda x: {"inputs": x}, nn.Dense(64)]),
 }
+PADDED = {"is square", "widens from 64", "narrows to 64", "by name"}
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_derivatives_of_layers_are_those_of_jax(name):
     layer, rng = LAYERS[name], np.random.default_rng(0)
+    apply = layer.apply
+    if name == "row by row":
+        apply = jax.vmap(jax.vmap(apply, (None, 0)), (None, 0))
     width = 3 if name == "widens" else 64
     obs, weights = np.float32(rng.normal(size=(2, 2, 6, width)))
 
     def cost(params, obs, scale):
-        out = layer.apply(params, obs)
+        out = apply(params, obs)
         return jnp.sum(scale * jnp.sin(out)), out.mean()
 
     @quick_jit
     def both(obs, scale):
-        params = layer.init(jax.random.key(0), obs)
+        one_row = obs[0, 0] if name == "row by row" else obs
+        params = layer.init(jax.random.key(0), one_row)
         one = jax.grad(lambda *args: cost(*args)[0], (0, 1))(params, obs, scale)
         # By the inputs, too, as of a layer in the middle.
         fast = gradients.differentiate(lambda x, y: cost(*x, y), (params, obs), scale)
@@ -56,7 +63,7 @@ def test_derivatives_of_layers_are_those_of_jax(name):
     expected, got = jax.device_get(both(obs, scale))
     # With one column more than the 64.
     is_padded = "12x65xf32" in both.lower(obs, scale).as_text()
-    assert is_padded == (name in {"is square", "widens from 64", "narrows to 64"})
+    assert is_padded == (name in PADDED)
     rtol = 2e-2 if "digits" in name else 1e-4
     jax.tree.map(functools.partial(near, rtol=rtol, atol=rtol), expected, got)
 

@@ -1,4 +1,4 @@
-"""Gradients of networks of flax, in half the time on a CPU."""
+"""Gradients of networks of flax, in less time than `jax.grad` takes."""
 
 import functools
 
@@ -25,14 +25,12 @@ def differentiate(cost, params, *inputs):
         with nn.intercept_methods(multiply):
             return cost(*args)
 
-    def on_cpu(*args):
-        return jax.grad(multiplied, has_aux=True)(*args)
-
-    def elsewhere(*args):
-        save = jax.checkpoint_policies.everything_saveable
-        return jax.grad(jax.checkpoint(cost, policy=save), has_aux=True)(*args)
-
-    options = {"cpu": on_cpu, "default": elsewhere}
+    save = jax.checkpoint_policies.everything_saveable
+    on_cpu, on_gpu, elsewhere = (
+        jax.grad(x, has_aux=True)
+        for x in (multiplied, jax.checkpoint(cost, policy=save), cost)
+    )
+    options = {"cpu": on_cpu, "cuda": on_gpu, "rocm": on_gpu, "default": elsewhere}
     return jax.lax.platform_dependent(params, *inputs, **options)
 
 
@@ -73,12 +71,18 @@ def gradient(cost, params, t, advantage):
 
 
 def multiply(call, inputs, options, context):
-    """Lets a layer of `nn.Dense` multiply by `product`, unless it says by what."""
+    """Lets layers of `nn.Dense` multiply by `product`, where they say nothing else.
+
+    Not if it sees one row, as under a `jax.vmap` over rows: there every row would have a
+    derivative of its own.
+    """
     layer = context.module
-    if type(layer) is not nn.Dense or layer.dot_general is not None:
+    if type(layer) is not nn.Dense or layer.dot_general or layer.dot_general_cls:
         return call(*inputs, **options)
-    layer, variables = layer.clone(dot_general=product, parent=None), layer.variables
-    return layer.apply(variables, *inputs, **options)
+    (x,), variables = (*inputs, *options.values()), layer.variables
+    if jnp.ndim(x) == 1:
+        return call(x)
+    return layer.clone(dot_general=product, parent=None).apply(variables, x)
 
 
 def product(inputs, kernel, *_, **options):
