@@ -144,6 +144,19 @@ def test_actions_of_ppo_are_elements_of_their_space_drawn_or_most_likely(name):
     assert all(x.all() for x in jax.device_get(is_inside))
 
 
+@pytest.mark.parametrize("last", ["multi binary", "box"])
+def test_several_parts_are_recorded_twice_only_if_bounds_change_them(last):
+    space = spaces.Tuple((SPACES["start"], SPACES[last]))
+    policy = PPO(space, CONFIG).policy
+
+    def play(keys):
+        params = ActorCritic(space, CONFIG).init(keys[0], jnp.ones((3, 2)))
+        return policy.apply(params, jnp.ones((3, 2)), (), keys[1])
+
+    extras = jax.eval_shape(play, jax.random.split(jax.random.key(0))).extras
+    assert ("drawn" in extras) == (last == "box")
+
+
 @pytest.mark.parametrize("name", SPACES)
 def test_draws_agree_with_their_probabilities(name):
     """By brute force: integers by counting, floats by NumPy's formula."""

@@ -91,8 +91,11 @@ class Joint(NamedTuple):
         return sum(part.log_prob(x) for part, x in pairs)
 
     def bounded(self, drawn):
-        pairs = zip(self.parts, jax.tree.leaves(drawn), strict=True)
-        return self.structure.unflatten([part.bounded(x) for part, x in pairs])
+        leaves = jax.tree.leaves(drawn)
+        pairs = zip(self.parts, leaves, strict=True)
+        actions = [part.bounded(x) for part, x in pairs]
+        is_changed = any(x is not y for x, y in zip(actions, leaves, strict=True))
+        return self.structure.unflatten(actions) if is_changed else drawn
 
     def entropy(self):
         return sum(part.entropy() for part in self.parts)

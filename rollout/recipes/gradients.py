@@ -73,8 +73,8 @@ def gradient(cost, params, t, advantage):
 def multiply(call, inputs, options, context):
     """Lets layers of `nn.Dense` multiply by `product`, where they say nothing else.
 
-    Not if it sees one row, as under a `jax.vmap` over rows: there every row would have a
-    derivative of its own.
+    Not if they see one row, as under a `jax.vmap` over rows: there every row would have
+    a derivative of its own.
     """
     layer = context.module
     if type(layer) is not nn.Dense or layer.dot_general or layer.dot_general_cls:
