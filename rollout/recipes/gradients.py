@@ -20,18 +20,7 @@ def differentiate(cost, params, *inputs):
     reads what `cost` has computed, from behind a barrier: without it XLA computes each
     `tanh` three times.
     """
-
-    def multiplied(*args):
-        with nn.intercept_methods(multiply):
-            return cost(*args)
-
-    save = jax.checkpoint_policies.everything_saveable
-    on_cpu, on_gpu, elsewhere = (
-        jax.grad(x, has_aux=True)
-        for x in (multiplied, jax.checkpoint(cost, policy=save), cost)
-    )
-    options = {"cpu": on_cpu, "cuda": on_gpu, "rocm": on_gpu, "default": elsewhere}
-    return jax.lax.platform_dependent(params, *inputs, **options)
+    return choose(multiplied(cost), cost, params, *inputs)
 
 
 def gradient(cost, params, t, advantage):
@@ -41,33 +30,47 @@ def gradient(cost, params, t, advantage):
     rows that takes half the time. How large they are, and with it the last place,
     depends on the number of cores.
     """
-    rows, cores = (t, advantage), num_cores()
+    cores, at_once = num_cores(), functools.partial(differentiate, cost)
     most = ROWS_OF_ONE_CORE if cores == 1 else ROWS_OF_EACH_CORE * cores
     num_parts = max(1, advantage.size // most)
     while advantage.size % num_parts:
         num_parts -= 1
-
-    def at_once(params, rows):
-        return differentiate(cost, params, *rows)
+    if num_parts == 1:
+        return at_once(params, t, advantage)
 
     @jax.custom_batching.sequential_vmap  # one seed after another
-    def by_parts(params, rows):
+    def by_parts(params, *rows):
         def add(total, part):
-            share = differentiate(cost, params, *part, rows)
+            share = multiplied(cost)(params, *part, rows)
             return jax.tree.map(jnp.add, total, share), ()
 
         parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), rows)
-        shapes = jax.eval_shape(at_once, params, rows)
+        shapes = jax.eval_shape(multiplied(cost), params, *rows)
         return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, shapes), parts)[0]
 
-    @jax.custom_jvp
-    def choose(params, rows):
-        options = {"cpu": by_parts, "default": at_once}
-        return jax.lax.platform_dependent(params, rows, **options)
-
+    added = jax.custom_jvp(functools.partial(choose, by_parts, cost))
     # `sequential_vmap` has no derivative in reverse mode, such as meta-gradients take.
-    choose.defjvp(functools.partial(jax.jvp, at_once))
-    return at_once(params, rows) if num_parts == 1 else choose(params, rows)
+    added.defjvp(functools.partial(jax.jvp, at_once))
+    return added(params, t, advantage)
+
+
+def multiplied(cost):
+    """Returns the gradient of a cost whose layers multiply by `product`."""
+
+    def faster(*inputs):
+        with nn.intercept_methods(multiply):
+            return cost(*inputs)
+
+    return jax.grad(faster, has_aux=True)
+
+
+def choose(on_cpu, cost, *inputs):
+    """Calls `on_cpu`, or on other platforms what differentiates `cost`."""
+    save = jax.checkpoint_policies.everything_saveable
+    on_gpu = jax.grad(jax.checkpoint(cost, policy=save), has_aux=True)
+    options = {"cpu": on_cpu, "cuda": on_gpu, "rocm": on_gpu}
+    elsewhere = jax.grad(cost, has_aux=True)
+    return jax.lax.platform_dependent(*inputs, **options, default=elsewhere)
 
 
 def multiply(call, inputs, options, context):
