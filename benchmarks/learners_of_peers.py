@@ -1,7 +1,7 @@
 """Scripts of PureJaxRL and others, and rejax, with the settings of the recipes.
 
-Their code is imported from where it is installed and runs as it is. Both expect the
-single flag of older versions of gymnax, which `OneFlag` gives them.
+Their code is imported from where it is installed and runs as it is. Those that play
+gymnax expect the single flag of its older versions, which `OneFlag` gives them.
 """
 
 import functools
