@@ -16,42 +16,10 @@ ROWS_OF_ONE_CORE, ROWS_OF_EACH_CORE = 256, 1024
 def differentiate(cost, params, *inputs):
     """Is `jax.grad(cost, has_aux=True)(params, *inputs)`, but for the last place.
 
-    On a CPU every `nn.Dense` of `cost` multiplies by `product`. On a GPU the derivative
-    reads what `cost` has computed, from behind a barrier: without it XLA computes each
-    `tanh` three times.
+    On a CPU every `nn.Dense` of `cost` multiplies by `product`.
     """
-    return choose(multiplied(cost), cost, params, *inputs)
-
-
-def gradient(cost, params, t, advantage):
-    """Differentiates `cost(params, t, advantage)` of rows; returns also what to log.
-
-    On a CPU it adds up those of parts, `cost(params, *part, (t, advantage))`: of 32,768
-    rows that takes half the time. How large they are, and with it the last place,
-    depends on the number of cores.
-    """
-    cores, at_once = num_cores(), functools.partial(differentiate, cost)
-    most = ROWS_OF_ONE_CORE if cores == 1 else ROWS_OF_EACH_CORE * cores
-    num_parts = max(1, advantage.size // most)
-    while advantage.size % num_parts:
-        num_parts -= 1
-    if num_parts == 1:
-        return at_once(params, t, advantage)
-
-    @jax.custom_batching.sequential_vmap  # one seed after another
-    def by_parts(params, *rows):
-        def add(total, part):
-            share = multiplied(cost)(params, *part, rows)
-            return jax.tree.map(jnp.add, total, share), ()
-
-        parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), rows)
-        shapes = jax.eval_shape(multiplied(cost), params, *rows)
-        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, shapes), parts)[0]
-
-    added = jax.custom_jvp(functools.partial(choose, by_parts, cost))
-    # `sequential_vmap` has no derivative in reverse mode, such as meta-gradients take.
-    added.defjvp(functools.partial(jax.jvp, at_once))
-    return added(params, t, advantage)
+    options = {"cpu": multiplied(cost), "default": jax.grad(cost, has_aux=True)}
+    return jax.lax.platform_dependent(params, *inputs, **options)
 
 
 def multiplied(cost):
@@ -64,13 +32,38 @@ def multiplied(cost):
     return jax.grad(faster, has_aux=True)
 
 
-def choose(on_cpu, cost, *inputs):
-    """Calls `on_cpu`, or on other platforms what differentiates `cost`."""
+def gradient(cost, params, t, advantage):
+    """Differentiates `cost(params, t, advantage)` of rows; returns also what to log.
+
+    On a CPU it adds up those of parts, `cost(params, *part, (t, advantage))`: of 32,768
+    rows that takes half the time. How large they are, and with it the last place,
+    depends on the number of cores. On a GPU it reads what the cost has computed, from
+    behind a barrier: without it XLA computes each `tanh` three times.
+    """
+    cores, on_cpu = num_cores(), multiplied(cost)
+    most = ROWS_OF_ONE_CORE if cores == 1 else ROWS_OF_EACH_CORE * cores
+    num_parts = max(1, advantage.size // most)
+    while advantage.size % num_parts:
+        num_parts -= 1
+
+    @jax.custom_batching.sequential_vmap  # one seed after another
+    def by_parts(params, *rows):
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, on_cpu(params, *part, rows)), ()
+
+        parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), rows)
+        start = jax.tree.map(jnp.zeros_like, jax.eval_shape(on_cpu, params, *rows))
+        return jax.lax.scan(add, start, parts)[0]
+
     save = jax.checkpoint_policies.everything_saveable
     on_gpu = jax.grad(jax.checkpoint(cost, policy=save), has_aux=True)
-    options = {"cpu": on_cpu, "cuda": on_gpu, "rocm": on_gpu}
-    elsewhere = jax.grad(cost, has_aux=True)
-    return jax.lax.platform_dependent(*inputs, **options, default=elsewhere)
+    options = {"cpu": on_cpu if num_parts == 1 else by_parts}
+    options |= {"cuda": on_gpu, "rocm": on_gpu, "default": jax.grad(cost, has_aux=True)}
+    chosen = jax.custom_jvp(functools.partial(jax.lax.platform_dependent, **options))
+    # `sequential_vmap` has no derivative in reverse mode, such as meta-gradients take.
+    again = functools.partial(differentiate, cost)
+    chosen.defjvp(functools.partial(jax.jvp, again))
+    return chosen(params, t, advantage)
 
 
 def multiply(call, inputs, options, context):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import rollout
 from rollout.envs.wrappers import flatten_obs, mask_in
 from rollout.recipes import training
+from rollout.recipes.gradients import differentiate
 from rollout.recipes.ppo import PPO, Config, loss
 
 
@@ -83,7 +84,7 @@ class RecurrentPPO(PPO):
         return {"cell": cell, "heads": self.network.init(key, masked(x, obs))}
 
     def gradient(self, params, t, advantage):
-        return jax.grad(self.cost, has_aux=True)(params, t, advantage)
+        return differentiate(self.cost, params, t, advantage)
 
     def cost(self, params, t, advantage):
         def step(memory, obs):
