@@ -117,3 +117,18 @@ def test_gradient_of_parts_is_that_of_the_minibatch(monkeypatch):
     jax.tree.map(near, parts, whole)
     (_, log), *_ = whole
     assert (log["entropy"] > 0.5).all()
+
+
+@pytest.mark.parametrize("mode", [jax.jacfwd, jax.grad])
+def test_coefficients_of_the_loss_have_derivatives(mode):
+    """Of a minibatch of one part: meta-gradients by what a cost closes over."""
+    x, y = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
+
+    def size(weight):
+        def cost(params, x, y):
+            return weight * jnp.mean((params * x - y) ** 2), ()
+
+        return gradients.gradient(cost, 3.0, x, y)[0] ** 2
+
+    found = quick_jit(lambda weight: (size(weight), mode(size)(weight)))(2.0)
+    near(*jax.device_get(found))  # of 4 c and 2 * 2 c

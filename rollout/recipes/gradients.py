@@ -57,9 +57,11 @@ def gradient(cost, params, t, advantage):
 
     save = jax.checkpoint_policies.everything_saveable
     on_gpu = jax.grad(jax.checkpoint(cost, policy=save), has_aux=True)
-    options = {"cpu": on_cpu if num_parts == 1 else by_parts}
-    options |= {"cuda": on_gpu, "rocm": on_gpu, "default": jax.grad(cost, has_aux=True)}
-    chosen = jax.custom_jvp(functools.partial(jax.lax.platform_dependent, **options))
+    options = {"cuda": on_gpu, "rocm": on_gpu, "default": jax.grad(cost, has_aux=True)}
+    if num_parts == 1:
+        return jax.lax.platform_dependent(params, t, advantage, cpu=on_cpu, **options)
+    chosen = functools.partial(jax.lax.platform_dependent, cpu=by_parts, **options)
+    chosen = jax.custom_jvp(chosen)
     # `sequential_vmap` has no derivative in reverse mode, such as meta-gradients take.
     again = functools.partial(differentiate, cost)
     chosen.defjvp(functools.partial(jax.jvp, again))
