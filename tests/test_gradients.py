@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import quick_jit
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import rollout
 from rollout import envs
@@ -62,10 +64,35 @@ def test_derivatives_of_layers_are_those_of_jax(name):
     scale = weights[..., :1]
     expected, got = jax.device_get(both(obs, scale))
     # With one column more than the 64.
-    is_padded = "12x65xf32" in both.lower(obs, scale).as_text()
+    is_padded = "2x6x65xf32" in both.lower(obs, scale).as_text()
     assert is_padded == (name in PADDED)
     rtol = 2e-2 if "digits" in name else 1e-4
     jax.tree.map(functools.partial(near, rtol=rtol, atol=rtol), expected, got)
+
+
+@pytest.mark.parametrize("layout", ["Auto", "Explicit", "shard_map"])
+def test_rows_may_be_divided_among_devices(layout):
+    """As `jax.grad` has it: by a mesh of either kind, and inside of a `shard_map`."""
+    network = nn.Sequential([nn.Dense(64), nn.tanh, nn.Dense(64), nn.Dense(2)])
+    obs = np.float32(np.random.default_rng(0).normal(size=(32, 4)))
+
+    def cost(params, obs):
+        return jnp.sum(jnp.sin(network.apply(params, obs))), {}
+
+    kind = AxisType.Explicit if layout == "Explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2,), ("lanes",), axis_types=(kind,))
+    params = quick_jit(network.init)(jax.random.key(0), obs[:1])
+    expected = quick_jit(jax.grad(cost, has_aux=True))(params, obs)
+    grad = functools.partial(gradients.differentiate, cost)
+    if layout == "shard_map":
+        specs = {"in_specs": (P(), P("lanes")), "out_specs": P()}
+        got = quick_jit(jax.shard_map(grad, mesh=mesh, **specs))(params, obs)
+    else:
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        got = quick_jit(grad)(
+            params, jax.device_put(obs, NamedSharding(mesh, P("lanes")))
+        )
+    jax.tree.map(near, jax.device_get(expected), jax.device_get(got))
 
 
 def test_gradient_of_parts_is_that_of_the_minibatch(monkeypatch):

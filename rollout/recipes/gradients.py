@@ -11,6 +11,7 @@ from rollout.platform import num_cores
 # Of a part of a minibatch on a CPU: what a gradient keeps of them stays in a cache of
 # one core, and is enough work to divide among several.
 ROWS_OF_ONE_CORE, ROWS_OF_EACH_CORE = 256, 1024
+fenced = jax.lax.optimization_barrier
 
 
 def differentiate(cost, params, *inputs):
@@ -105,14 +106,25 @@ def _forward(inputs, kernel):
 
 def _backward(kept, change):
     inputs, kernel = kept
-    left, right = (x.reshape(-1, x.shape[-1]) for x in (inputs, change))
-    if is_narrowing := left.shape[1] > right.shape[1]:
-        left, right = right, left
-    width, fenced = left.shape[1], jax.lax.optimization_barrier
-    if width % 64 == 0:
-        left = fenced(jnp.pad(left, ((0, 0), (0, 1))))
-    by_kernel = fenced(left.T @ right)[:width]
-    return change @ kernel.T, by_kernel.T if is_narrowing else by_kernel
+    (by_inputs,) = jax.vjp(lambda x: x @ kernel, inputs)[1](change)
+    # By jax's own rule, which knows how arrays are divided among devices.
+    if is_narrowing := len(kernel) > kernel.shape[1]:
+        kernel, change = widened(kernel.T, 0), widened(change, -1)
+        pull = jax.vjp(lambda x: inputs @ x.T, kernel)[1]
+    else:
+        kernel, inputs = widened(kernel, 0), widened(inputs, -1)
+        pull = jax.vjp(lambda x: inputs @ x, kernel)[1]
+    by_kernel = fenced(pull(change)[0])[: min(kept[1].shape)]
+    return by_inputs, by_kernel.T if is_narrowing else by_kernel
+
+
+def widened(x, axis):
+    """Adds one zero to an axis of a multiple of 64."""
+    if x.shape[axis] % 64:
+        return x
+    pads = [(0, 0)] * x.ndim
+    pads[axis] = (0, 1)
+    return fenced(jnp.pad(x, pads))
 
 
 _product.defvjp(_forward, _backward)
