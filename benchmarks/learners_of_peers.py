@@ -121,29 +121,36 @@ def make_purejaxrl(
         return _purejaxrl_ppo(env_id, config, load_purejaxrl(folder, script), normalize)
 
 
+def _settings(config: Config) -> dict[str, Any]:
+    """What PureJaxRL's PPO and those that came of it call the same."""
+    return {
+        "LR": config.learning_rate,
+        "NUM_ENVS": config.num_envs,
+        "NUM_STEPS": config.num_steps,
+        "TOTAL_TIMESTEPS": total_steps(config),
+        "UPDATE_EPOCHS": config.num_epochs,
+        "NUM_MINIBATCHES": config.num_minibatches,
+        "GAMMA": config.gamma,
+        "GAE_LAMBDA": config.lam,
+        "CLIP_EPS": config.clip,
+        "ENT_COEF": config.entropy_weight,
+        "VF_COEF": config.value_weight,
+        "MAX_GRAD_NORM": config.max_grad_norm,
+        "ANNEAL_LR": True,
+        "DEBUG": False,
+    }
+
+
 def _purejaxrl_ppo(
     env_id: str, config: Config, module: Any, normalize: bool
 ) -> Learner:
     is_robot, activation = env_id.startswith("brax:"), config.activation.__name__
     train = module.make_train(
         {
-            "LR": config.learning_rate,
-            "NUM_ENVS": config.num_envs,
-            "NUM_STEPS": config.num_steps,
-            "TOTAL_TIMESTEPS": total_steps(config),
-            "UPDATE_EPOCHS": config.num_epochs,
-            "NUM_MINIBATCHES": config.num_minibatches,
-            "GAMMA": config.gamma,
-            "GAE_LAMBDA": config.lam,
-            "CLIP_EPS": config.clip,
-            "ENT_COEF": config.entropy_weight,
-            "VF_COEF": config.value_weight,
-            "MAX_GRAD_NORM": config.max_grad_norm,
+            **_settings(config),
             "ACTIVATION": activation,
             "ENV_NAME": env_id.removeprefix("brax:"),
-            "ANNEAL_LR": True,
             "NORMALIZE_ENV": normalize,
-            "DEBUG": False,
         }
     )
     if is_robot:
@@ -320,21 +327,8 @@ def make_craftax(folder: Path, env_id: str, config: Config) -> tuple[Any, Any]:
     train = module.make_train(
         {
             "ENV_NAME": env_id,
-            "LR": config.learning_rate,
-            "NUM_ENVS": config.num_envs,
-            "NUM_STEPS": config.num_steps,
-            "TOTAL_TIMESTEPS": total_steps(config),
-            "UPDATE_EPOCHS": config.num_epochs,
-            "NUM_MINIBATCHES": config.num_minibatches,
-            "GAMMA": config.gamma,
-            "GAE_LAMBDA": config.lam,
-            "CLIP_EPS": config.clip,
-            "ENT_COEF": config.entropy_weight,
-            "VF_COEF": config.value_weight,
-            "MAX_GRAD_NORM": config.max_grad_norm,
+            **_settings(config),
             "LAYER_SIZE": config.hidden,
-            "ANNEAL_LR": True,
-            "DEBUG": False,
             "USE_WANDB": False,
             "TRAIN_ICM": False,
             "USE_E3B": False,
@@ -343,4 +337,5 @@ def make_craftax(folder: Path, env_id: str, config: Config) -> tuple[Any, Any]:
             "EXPLORATION_UPDATE_EPOCHS": 0,
         }
     )
-    return train, module.ActorCritic
+    num_actions = 17 if "Classic" in env_id else 43
+    return train, module.ActorCritic(num_actions, config.hidden)

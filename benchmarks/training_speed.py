@@ -17,7 +17,8 @@ as a matrix product over patches, and a dense layer of as many outputs as the ML
         --purejaxrl purejaxrl/purejaxrl --purejaxql purejaxql/purejaxql \\
         --jaxmarl JaxMARL --craftax Craftax_Baselines --rejax 1 --evosax 1
 
-`--only` takes the beginnings of rows. See `learning_compared.py` for why `taskset`.
+`--purejaxql` needs `--purejaxrl`, too. `--only` takes the beginnings of rows. See
+`learning_compared.py` for why `taskset`.
 """
 
 import functools
@@ -258,18 +259,20 @@ def of_craftax(folder: Path) -> Iterator[Training]:
         max_grad_norm=1.0,
         hidden=512,
     )
-    theirs = functools.partial(peers.make_craftax, folder, env_id, config)
+    train, layers = peers.make_craftax(folder, env_id, config)
 
     class Network(nn.Module):
-        @nn.compact
+        layers: nn.Module
+
         def __call__(self, obs: jax.Array) -> Any:
-            policy, value = theirs()[1](17, config.hidden)(obs)
+            policy, value = self.layers(obs)
             return recipes.ppo.Categorical(policy.logits), value
 
     def ours() -> Train:
         env = envs.make_vec(f"craftax:{env_id}", config.num_envs)
-        network = lambda *_: Network()  # noqa: E731
-        agent = recipes.ppo.PPO(env.action_space, config, network=network)
+        agent = recipes.ppo.PPO(
+            env.action_space, config, network=lambda *_: Network(layers)
+        )
         collector = recipes.make_collector(env, agent)
         return lambda key: recipes.ppo.train(agent, collector, key)
 
@@ -278,12 +281,13 @@ def of_craftax(folder: Path) -> Iterator[Training]:
         "Craftax_Baselines' `ppo.py`",
         config.num_updates,
         ours,
-        lambda: theirs()[0],
+        lambda: train,
     )
 
 
 def of_jaxmarl(folder: Path) -> Iterator[Training]:
     """Scripts of JaxMARL."""
+    few, num_updates = 10, teams.TASKS["VDN, spread"][0][3] // (8 * 26)
 
     def theirs(task: str, **more: Any) -> Train:
         module, config, _, settings = teams.TASKS[task][1]
@@ -299,7 +303,7 @@ def of_jaxmarl(folder: Path) -> Iterator[Training]:
             learner = names["agent"].init(init_key, carry.obs["agents"])
             window = names["rollout"].EpisodeWindow.create(200)
             step = lambda state, key: (names["update"](*state, key), None)  # noqa: E731
-            keys = jax.random.split(key, 10)
+            keys = jax.random.split(key, few)
             return jax.lax.scan(step, (carry, learner, window), keys)[0]
 
         return train
@@ -307,12 +311,10 @@ def of_jaxmarl(folder: Path) -> Iterator[Training]:
     yield Training(
         "IPPO, MPE spread, 16 lanes",
         "JaxMARL's `ippo_ff_mpe.py`",
-        10,
+        few,
         ippo,
-        functools.partial(theirs, "IPPO, spread", TOTAL_TIMESTEPS=10 * 16 * 128),
+        functools.partial(theirs, "IPPO, spread", TOTAL_TIMESTEPS=few * 16 * 128),
     )
-
-    num_updates = teams.TASKS["VDN, spread"][0][3] // (8 * 26)
 
     def vdn() -> Train:
         names = recipes.setup("vdn", "returns = ")
