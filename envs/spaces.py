@@ -4,6 +4,7 @@
 a space and their `bounds`, whatever library it came from.
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -33,6 +34,14 @@ class Space:
 
     shape: Any = None
     dtype: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        """Compares by value: class, options and every entry of the bounds."""
+        return type(self) is type(other) and _value_of(self) == _value_of(other)
+
+    def __hash__(self) -> int:
+        """Hashes the value, so that a space can be a static argument of `jax.jit`."""
+        return hash(_value_of(self))
 
     @property
     def bounds(self) -> tuple[Any, Any] | None:
@@ -72,7 +81,7 @@ class _Bounded(Space):
         return jnp.all((x >= self.low) & (x <= self.high))
 
 
-class Discrete(_Bounded, struct.PyTreeNode):
+class Discrete(_Bounded, struct.PyTreeNode, eq=False):
     """The integers `start`, ..., `start + n - 1`.
 
     Attributes:
@@ -111,7 +120,7 @@ class Discrete(_Bounded, struct.PyTreeNode):
         return self.start + self.n - 1
 
 
-class Box(_Bounded, struct.PyTreeNode):
+class Box(_Bounded, struct.PyTreeNode, eq=False):
     """Arrays with every entry between `low` and `high`, both included.
 
     Attributes:
@@ -196,7 +205,7 @@ class Box(_Bounded, struct.PyTreeNode):
         return jnp.select([has_both, has_low, has_high], beyond, normal)
 
 
-class MultiDiscrete(_Bounded, struct.PyTreeNode):
+class MultiDiscrete(_Bounded, struct.PyTreeNode, eq=False):
     """Arrays of integers, each entry with its own range.
 
     Entry i is one of `start[i]`, ..., `start[i] + nvec[i] - 1`.
@@ -253,7 +262,7 @@ class MultiDiscrete(_Bounded, struct.PyTreeNode):
         return np.asarray(self.start) + np.asarray(self.nvec) - 1
 
 
-class MultiBinary(_Bounded, struct.PyTreeNode):
+class MultiBinary(_Bounded, struct.PyTreeNode, eq=False):
     """Arrays of zeros and ones.
 
     Attributes:
@@ -277,7 +286,7 @@ class MultiBinary(_Bounded, struct.PyTreeNode):
             checks.holds(self.dtype, self.low, self.high)
 
 
-class Repeated(Space, struct.PyTreeNode):
+class Repeated(Space, struct.PyTreeNode, eq=False):
     """`num` elements of one space, stacked on a new leading axis of every leaf.
 
     Attributes:
@@ -324,7 +333,7 @@ class Repeated(Space, struct.PyTreeNode):
         return jnp.all(jax.vmap(self.space.contains)(x))
 
 
-class Composite(Space, struct.PyTreeNode):
+class Composite(Space, struct.PyTreeNode, eq=False):
     """Pytrees in which every leaf, or every part, has its own space.
 
     Attributes:
@@ -361,7 +370,7 @@ class Composite(Space, struct.PyTreeNode):
         return jnp.all(jnp.stack([part.contains(value) for part, value in pairs]))
 
 
-class Dict(Composite):
+class Dict(Composite, eq=False):
     """Elements of several spaces, by name.
 
     Attributes:
@@ -383,7 +392,7 @@ class Dict(Composite):
             )
 
 
-class Tuple(Composite):
+class Tuple(Composite, eq=False):
     """Elements of several spaces, in order.
 
     Attributes:
@@ -400,6 +409,38 @@ class Tuple(Composite):
         checks.kind("`spaces` must be a tuple of spaces", self.spaces, tuple | list)
         parts = _parts(self.spaces, enumerate(self.spaces))
         object.__setattr__(self, "spaces", tuple(parts.values()))
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvSpec:
+    """The spaces of an environment, without the environment.
+
+    A network can be built and an agent can predict from these alone.
+
+    Attributes:
+        observation_space: space of the observation of a single environment.
+        action_space: space of the action of a single environment.
+        num_envs: number of parallel environments.
+    """
+
+    observation_space: AnySpace
+    action_space: AnySpace
+    num_envs: int = 1
+
+
+def env_spec(env: Any) -> EnvSpec:
+    """Returns the spaces and `num_envs` of a `VectorEnv` or a `HostVectorEnv`.
+
+    Bounds of observations that depend on traced parameters become infinite.
+    """
+    with jax.ensure_compile_time_eval():
+        observation_space = as_space(env.observation_space, "env.observation_space")
+        action_space = as_space(env.action_space, "env.action_space")
+    if not checks.is_known(observation_space):
+        observation_space = jax.tree.map(
+            lambda x: x if checks.is_known(x) else np.inf, observation_space
+        )
+    return EnvSpec(observation_space, action_space, env.num_envs)
 
 
 def as_space(space: Any, name: str = "space") -> AnySpace:
@@ -494,6 +535,20 @@ def lost_in_cast(value: np.ndarray, dtype: Any) -> np.ndarray:
     if jnp.issubdtype(dtype, jnp.floating):
         return np.isinf(cast) & ~np.isinf(value)
     return cast != value
+
+
+def _value_of(space: Any) -> Any:
+    """Returns hashable data that exactly the equal spaces of one class share."""
+    if isinstance(space, Box):
+        # Adding 0.0 turns -0.0 into 0.0, which compares equal and has other bytes.
+        bounds = [np.broadcast_to(x, space.shape) + 0.0 for x in space.bounds]
+        return space.shape, space.dtype, *(x.tobytes() for x in bounds)
+    if isinstance(space, Composite):
+        return space.structure, tuple(space.parts)
+    if isinstance(space, Repeated):
+        return space.space, space.num
+    is_pytree = not jax.tree_util.all_leaves([space])
+    return jax.tree.structure(space) if is_pytree else id(space)
 
 
 def _is_space(x: object) -> bool:

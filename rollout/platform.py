@@ -159,6 +159,44 @@ def hold(go: jax.Array, new: _State, old: _State) -> _State:
     )
 
 
+def dot_general(
+    inputs: jax.Array,
+    kernel: jax.Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+) -> jax.Array:
+    """Multiplies as `jax.lax.dot_general`, with a faster derivative on a CPU.
+
+    Pass it to the layers of a network: `nn.Dense(64, dot_general=dot_general)`.
+
+    The derivative by the kernel is a product of two matrices with as many rows as the
+    batch. If one of them has a multiple of 64 columns, its rows compete for the same
+    cache lines. So on a CPU a zero is appended to the contracted axis of both operands.
+    The result is the same up to rounding, and so are all derivatives.
+    """
+
+    def multiply(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
+        return lax.dot_general(
+            inputs, kernel, dimension_numbers, precision, preferred_element_type
+        )
+
+    ((in_axis,), (kernel_axis,)), (batch_axes, _) = dimension_numbers
+    if inputs.shape[in_axis] % 64 or batch_axes:
+        return multiply(inputs, kernel)
+
+    def multiply_padded(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
+        return multiply(
+            _append_zero(inputs, in_axis), _append_zero(kernel, kernel_axis)
+        )
+
+    return lax.platform_dependent(inputs, kernel, cpu=multiply_padded, default=multiply)
+
+
+def _append_zero(x: jax.Array, axis: int) -> jax.Array:
+    return jnp.pad(x, [(0, int(i == axis)) for i in range(x.ndim)])
+
+
 def to_host(tree: ArrayTree) -> ArrayTree:
     """Converts arrays of jax to NumPy, on a CPU without a copy."""
     leaves, structure = jax.tree.flatten(tree)

@@ -10,7 +10,11 @@ from rollout.envs.wrappers.actions import ActionRepeat, RescaleAction
 from rollout.envs.wrappers.endings import EndOnFault, ForceLength, TimeLimit
 from rollout.envs.wrappers.flatten import FlattenObs, flatten_obs, mask_in
 from rollout.envs.wrappers.history import History, NoRepeat
-from rollout.envs.wrappers.normalize import NormalizeObs, NormalizeReward
+from rollout.envs.wrappers.normalize import (
+    NormalizeObs,
+    NormalizeReward,
+    normalize_obs,
+)
 from rollout.envs.wrappers.observations import (
     AgentNumber,
     FrameStack,
@@ -43,4 +47,5 @@ __all__ = [
     "Trials",
     "flatten_obs",
     "mask_in",
+    "normalize_obs",
 ]

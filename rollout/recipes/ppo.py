@@ -1,250 +1,409 @@
-"""Proximal policy optimization (arXiv:1707.06347), for every space, in JAX or not.
+"""Proximal policy optimization (arXiv:1707.06347), for JAX and host environments.
 
     python -m rollout.recipes.ppo CartPole-v1
 
-Copy this file and change it; it may change here, too.
+The order is the paper's: config, network, rollout, advantages, loss, update. Copy this
+file and change it.
 """
 
+import dataclasses
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any, Self
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from flax import struct
 
 import rollout
-from rollout.envs.spaces import as_space
-from rollout.envs.wrappers import mask_in
-from rollout.recipes import training
-from rollout.recipes.distributions import (
-    Categorical,
-    Gaussian,
-    Joint,
-    in_turn,
-    num_values,
-)
-from rollout.recipes.gradients import gradient
-from rollout.recipes.training import State
-from rollout.recipes.training import begin as begin
-from rollout.recipes.training import train as train
+from rollout.distributions import ActionDistribution
+from rollout.envs.spaces import EnvSpec, env_spec
+from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.wrappers import flatten_obs, mask_in, normalize_obs
+from rollout.minibatches import mean_gradient
+from rollout.platform import dot_general
+from rollout.training import make_collector, scan_updates
 
 
-class Config(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Hyperparameters of PPO, named as in PureJaxRL and Stable-Baselines3."""
+
     num_updates: int = 60
-    num_envs: int = 64
-    num_steps: int = 128  # of each environment in an update
+    num_steps: int = 128  # steps per environment in each update
     num_epochs: int = 4
     num_minibatches: int = 8
-    learning_rate: float = 2.5e-3  # of the first update; falls to 0
+    learning_rate: float | optax.Schedule = 2.5e-3  # schedule: of gradient steps
+    anneal_lr: bool = True  # decays a number linearly to 0 over `num_updates`
     gamma: float = 0.99
-    lam: float = 0.95  # of the advantages
-    clip: float = 0.2  # of the ratio of probabilities
-    value_clip: float = jnp.inf
-    value_weight: float = 0.5
-    entropy_weight: float = 0.01
+    gae_lambda: float = 0.95
+    clip_eps: float = 0.2
+    clip_range_vf: float | None = None  # clip range of the value function
+    vf_coef: float = 0.5
+    ent_coef: float = 0.01
     max_grad_norm: float = 0.5
-    hidden: int = 64
-    activation: Any = nn.tanh
+    target_kl: float | None = None  # an update stops beyond 1.5 times this KL
+    hidden_layer_sizes: tuple[int, ...] = (64, 64)
+    activation: str = "tanh"  # name of a function of `flax.linen`
+    microbatch_size: int | None = None  # rows per accumulated gradient
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with some hyperparameters changed."""
+        return dataclasses.replace(self, **changes)
 
 
 class ActorCritic(nn.Module):
-    action_space: Any
-    config: Config
-    observation_space: Any = None  # flattened, if it is given
+    """Two multilayer perceptrons: parameters of the action distribution, and value."""
+
+    distribution: ActionDistribution
+    observation_space: AnySpace
+    hidden_layer_sizes: tuple[int, ...]
+    activation: str
 
     @nn.compact
-    def __call__(self, obs):
-        mask, obs = mask_in(obs), training.flat(self.observation_space)(obs)
+    def __call__(self, obs: ArrayTree) -> tuple[jax.Array, jax.Array]:
+        """Maps `[..., *shape]` observations to `[..., num_params]` and `[...]`."""
+        obs = flatten_obs(self.observation_space, obs)
 
-        def dense(x, size, scale):
-            return nn.Dense(size, kernel_init=nn.initializers.orthogonal(scale))(x)
+        def dense(size: int, scale: float) -> nn.Dense:
+            kernel_init = nn.initializers.orthogonal(scale)
+            return nn.Dense(size, kernel_init=kernel_init, dot_general=dot_general)
 
-        def hidden():
-            x = obs
-            for _ in range(2):
-                x = self.config.activation(dense(x, self.config.hidden, 2**0.5))
-            return x
+        def mlp(x: jax.Array, num_outputs: int, scale: float) -> jax.Array:
+            for size in self.hidden_layer_sizes:
+                x = getattr(nn, self.activation)(dense(size, 2**0.5)(x))
+            return dense(num_outputs, scale)(x)
 
-        value = dense(hidden(), 1, 1.0)[..., 0]
-        x, space, parts, num_flags = hidden(), as_space(self.action_space), [], 0
-        for part in space.leaves():
-            counts, shape = num_values(part), part.shape
-            size = max(1, counts.max(initial=0))
-            outputs = dense(x, counts.size * size, 0.01)
-            outputs = outputs.reshape(*value.shape, *shape, size)
-            if jnp.issubdtype(part.dtype, jnp.floating):
-                mean, name = outputs[..., 0], f"log_std_{len(parts)}"
-                log_std = self.param(name, nn.initializers.zeros, shape)
-                log_std = jnp.broadcast_to(log_std, mean.shape)
-                bounds = tuple(in_turn(x, shape) for x in part.bounds)
-                parts.append(Gaussian(mean, log_std, bounds, shape))
-                continue
-            # Entries with fewer values than others have logits that are not allowed.
-            each = np.arange(size) < counts[..., None]
-            flag = num_flags + np.cumsum(each).reshape(each.shape) - 1
-            num_flags += each.sum()
-            allowed = jnp.broadcast_to(each, outputs.shape)
-            if mask is not None:
-                flags = mask.reshape(*value.shape, -1).astype(bool)
-                allowed &= flags[..., flag]
-            logits = jnp.where(allowed, outputs, -1e9)
-            start = in_turn(part.bounds[0], shape)
-            parts.append(Categorical(logits, start, shape, part.dtype))
-        if mask is not None and mask.size != value.size * num_flags:
-            raise ValueError(
-                f"`action_mask` must have {num_flags} flags, one for each value of an "
-                f"action, got {mask.size // value.size}."
-            )
-        one = jax.tree.structure(jax.eval_shape(space.sample, jax.random.key(0)))
-        is_leaf = jax.tree_util.treedef_is_leaf(one)
-        return (parts[0] if is_leaf else Joint(parts, one)), value
+        value = mlp(obs, 1, 1.0)[..., 0]
+        num_log_stds = self.distribution.num_log_stds
+        outputs = mlp(obs, self.distribution.num_params - num_log_stds, 0.01)
+        if num_log_stds:  # standard deviations do not depend on the observation
+            log_std = self.param("log_std", nn.initializers.zeros, (num_log_stds,))
+            log_std = jnp.broadcast_to(log_std, (*value.shape, num_log_stds))
+            outputs = jnp.concatenate([outputs, log_std], axis=-1)
+        return outputs, value
 
 
-def loss(config, dist, value, t, advantage, whole=None):
-    """Returns the loss of a minibatch of transitions, and what to log.
+class TrainState(struct.PyTreeNode):
+    """All state of a training, a pytree for `rollout.checkpoint`."""
 
-    Of a part of a minibatch, its share in them: `whole` is `t, advantage` of all.
-    """
-    t_all, every = whole or (t, advantage)
-    num_rows = jnp.maximum(t_all.mask.sum(), 1)  # all may be masked out
-
-    def mean(x, mask=t.mask):
-        return jnp.sum(x, where=mask) / num_rows
-
-    def variance(x):  # of all rows
-        return mean((x - mean(x, t_all.mask)) ** 2, t_all.mask)
-
-    drawn = t.extras.get("drawn", t.action)
-    log_ratio = dist.log_prob(drawn) - t.extras["log_prob"]
-    ratio = jnp.exp(log_ratio)
-    scaled = advantage - mean(every, t_all.mask)
-    scaled /= jnp.sqrt(variance(every)) + 1e-8
-    clipped = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
-    gain = mean(jnp.minimum(ratio * scaled, clipped * scaled))
-    old, target = t.extras["value"], t.extras["value"] + advantage
-    near = old + jnp.clip(value - old, -config.value_clip, config.value_clip)
-    error = mean(jnp.maximum((value - target) ** 2, (near - target) ** 2))
-    entropy = mean(dist.entropy())
-    explained = 1 - variance(every) / variance(t_all.extras["value"] + every)
-    log = {
-        "entropy": entropy,
-        "kl": mean(ratio - 1 - log_ratio),
-        "clip_fraction": mean(ratio != clipped),
-        "explained_variance": mean(jnp.ones_like(value)) * explained,
-    }
-    cost = 0.5 * config.value_weight * error - config.entropy_weight * entropy
-    return cost - gain, log
+    params: ArrayTree
+    opt_state: optax.OptState
+    carry: rollout.Carry
+    window: rollout.EpisodeWindow  # the last 100 episodes
+    key: chex.PRNGKey
+    num_updates: jax.Array  # () int32, updates so far
 
 
+class Batch(struct.PyTreeNode):
+    """Rows of the loss, `[M, ...]`."""
+
+    obs: ArrayTree
+    raw_action: ArrayTree  # sampled action before postprocessing
+    log_prob: jax.Array  # log-probability when the action was sampled
+    value: jax.Array
+    advantage: jax.Array
+    target: jax.Array  # of the value function
+    weight: jax.Array  # 1 for valid rows, 0 for masked-out rows
+
+
+@functools.lru_cache
+def make_policy(network: nn.Module, distribution: ActionDistribution) -> rollout.Policy:
+    """Makes the policy. Memoized, so that equal agents share compiled programs."""
+
+    def sample(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> Any:
+        outputs, value = network.apply(params, obs)
+        raw_action = distribution.sample(outputs, key, mask_in(obs))
+        log_prob = distribution.log_prob(outputs, raw_action, mask_in(obs))
+        extras = {"raw_action": raw_action, "log_prob": log_prob, "value": value}
+        return distribution.postprocess(raw_action), extras
+
+    def mode(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> Any:
+        outputs, _ = network.apply(params, obs)
+        return distribution.postprocess(distribution.mode(outputs, mask_in(obs))), ()
+
+    def value(params: ArrayTree, obs: ArrayTree) -> jax.Array:
+        return network.apply(params, obs)[1]
+
+    return rollout.stateless_policy(sample, mode_fn=mode, value_fn=value)
+
+
+@dataclasses.dataclass(frozen=True)
 class PPO:
-    """Trains an agent by proximal policy optimization (PPO).
+    """Proximal policy optimization.
 
-    Args:
-        action_space: of one environment.
-        config: the settings.
-        observation_space: of one environment, to flatten observations of any space;
-            None if they are vectors.
-        network: `(action_space, config)` to a module that maps observations to
-            distributions and values, in place of `ActorCritic`.
+        agent = PPO(env, Config())
+        state = agent.init(jax.random.key(0))
+        state, metrics = jax.jit(agent.train)(state)
+
+    Agents are immutable and compare by value. In host environments, call `train`
+    outside of `jit`.
+
+    Attributes:
+        env: `B` environments, such as those of `rollout.envs.make_vec` or
+            `rollout.envs.from_gymnasium`.
+        config: hyperparameters.
+        network: a flax module that maps observations to `(outputs, value)`, as
+            `ActorCritic` does. None for an `ActorCritic`.
     """
 
-    axis = None  # of the trajectory that minibatches split; None: single rows
+    env: Any
+    config: Config = Config()
+    network: nn.Module | None = None
 
-    def __init__(self, action_space, config, observation_space=None, network=None):
-        self.config = config
-        make = functools.partial(ActorCritic, observation_space=observation_space)
-        self.network = (network or make)(action_space, config)
-        counts = config.num_updates, config.num_epochs, config.num_minibatches
-        rate = optax.linear_schedule(config.learning_rate, 0.0, math.prod(counts))
-        clip = optax.clip_by_global_norm(config.max_grad_norm)
-        # Of all parameters as one vector, for a few large operations.
-        self.optimizer = optax.flatten(optax.chain(clip, optax.adam(rate, eps=1e-5)))
-        self.policy = self.final_policy = self.make_policy()
+    def replace(self, **changes: Any) -> Self:
+        """Returns another agent with some attributes changed."""
+        return dataclasses.replace(self, **changes)
 
-    def make_policy(self):
-        def mode(*inputs):
-            return self.mode(*inputs), ()  # an action may be a tuple itself
+    @functools.cached_property
+    def spec(self) -> EnvSpec:
+        """The spaces of a single environment."""
+        return self.env if isinstance(self.env, EnvSpec) else env_spec(self.env)
 
-        functions = {"mode_fn": mode, "value_fn": self.value}
-        return rollout.stateless_policy(self.act, **functions)
+    @functools.cached_property
+    def distribution(self) -> ActionDistribution:
+        """The distribution over actions whose parameters the network outputs."""
+        return ActionDistribution(self.spec.action_space)
 
-    def act(self, params, obs, key):
-        dist, value = self.network.apply(params, obs)
-        drawn = dist.sample(key)
-        action = dist.bounded(drawn)
-        extras = {"log_prob": dist.log_prob(drawn), "value": value}
-        return action, extras | ({} if action is drawn else {"drawn": drawn})
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        """The network, by default an `ActorCritic`."""
+        if self.network is not None:
+            return self.network
+        config, space = self.config, self.spec.observation_space
+        sizes, activation = config.hidden_layer_sizes, config.activation
+        return ActorCritic(self.distribution, space, sizes, activation)
 
-    def mode(self, params, obs, key):
-        dist = self.network.apply(params, obs)[0]
-        return dist.bounded(dist.mode())
+    @functools.cached_property
+    def policy(self) -> rollout.Policy:
+        """The policy that collects: it samples actions."""
+        return make_policy(self.model, self.distribution)
 
-    def predict(self, params, obs):
-        """Returns the most likely action for one observation, without a lane axis."""
-        one = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
-        return jax.tree.map(lambda x: x[0], self.mode(params, one, None))
+    @functools.cached_property
+    def eval_policy(self) -> rollout.Policy:
+        """The policy to evaluate: it takes the most likely action."""
+        return rollout.greedy(self.policy)
 
-    def value(self, params, obs):
-        return self.network.apply(params, obs)[1]
+    @functools.cached_property
+    def collector(self) -> rollout.Collector | rollout.HostCollector:
+        """The collector of `policy` in `env`."""
+        return make_collector(self.env, self.policy)
 
-    def init(self, key, *inputs):
-        # Under `vmap` one seed at a time: on few CPU cores, the decompositions of
-        # `orthogonal` wait for each other forever if they are batched (jax 0.10).
-        params = jax.custom_batching.sequential_vmap(self.network.init)(key, *inputs)
-        return params, self.optimizer.init(params)
-
-    def cost(self, params, t, advantage, whole=None):
-        dist, value = self.network.apply(params, t.obs)
-        return loss(self.config, dist, value, t, advantage, whole)
-
-    def gradient(self, params, t, advantage):
-        """Differentiates the cost of a minibatch; returns also what to log."""
-        return gradient(self.cost, params, t, advantage)
-
-    @functools.partial(jax.jit, static_argnums=0, inline=True)
-    def learn(self, learner, t, next_value, key):
-        """Takes the gradient steps of one update from a trajectory `[T, B, ...]`."""
-
-        def step(learner, rows):
-            params, opt_state = learner
-            grads, log = self.gradient(params, *rows)
-            change, opt_state = self.optimizer.update(grads, opt_state)
-            return (optax.apply_updates(params, change), opt_state), log
-
-        config = self.config
-        value, flags = t.extras["value"], (t.terminated, t.truncated)
-        options = {"gamma": config.gamma, "lam": config.lam, "mask": t.mask}
-        advantage = rollout.gae(t.reward, value, next_value, *flags, **options)
-        counts = config.num_minibatches, config.num_epochs
-        learner, log = rollout.scan_minibatches(
-            step, learner, key, (t, advantage), *counts, axis=self.axis
-        )
-        return learner, jax.tree.map(jnp.mean, log)
-
-    def update(self, collector, state, key):
-        """Collects, and learns from it; returns the next state, and what to log."""
-        if collector.policy != self.policy:  # such as one that adds noise
-            raise ValueError(
-                "`collector` must play `agent.policy`, got another policy: its "
-                "`log_prob` may not be that of the action that it took."
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """Adam with clipped gradients."""
+        config, schedule = self.config, self.config.learning_rate
+        if config.anneal_lr and not callable(schedule):
+            num_gradients = config.num_epochs * config.num_minibatches
+            schedule = optax.linear_schedule(
+                schedule, 0.0, config.num_updates * num_gradients
             )
-        params = state.params
-        carry, t = collector.collect_steps(state.carry, params, self.config.num_steps)
-        last_value = collector.value(carry, params)
-        next_value = rollout.next_values(t, t.extras["value"], last_value)
-        learner, log = self.learn(state.learner, t, next_value, key)
-        window, number = state.window.add(t), state.number + 1
-        log |= {"return": window.return_mean, "steps": number * t.mask.size}
-        return State(learner, carry, window, number), log
+        clip = optax.clip_by_global_norm(config.max_grad_norm)
+        adam = optax.adam(schedule, eps=1e-5)
+        # Flatten the parameters: few large operations are faster than many small ones.
+        return optax.flatten(optax.chain(clip, adam))
+
+    def init(self, key: chex.PRNGKey) -> TrainState:
+        """Initializes the parameters and starts an episode in every environment."""
+        carry_key, params_key, key = jax.random.split(key, 3)
+        carry = self.collector.init(carry_key)
+        # One program instead of many small ones.
+        state = jax.jit(self.init_learner)(params_key, carry.obs)
+        return state.replace(carry=carry, key=key)
+
+    def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
+        """Initializes everything but the carry."""
+        # Under `vmap` one seed at a time: on jax 0.10, batched decompositions of
+        # `orthogonal` deadlock on few CPU cores.
+        params = jax.custom_batching.sequential_vmap(self.model.init)(key, obs)
+        return TrainState(
+            params=params,
+            opt_state=self.optimizer.init(params),
+            carry=(),
+            window=rollout.EpisodeWindow.create(100),
+            key=key,
+            num_updates=jnp.int32(0),
+        )
+
+    def train(
+        self, state: TrainState, num_updates: int | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Runs `num_updates` updates, by default `config.num_updates`.
+
+        Returns:
+            The next state, and the metrics of every update, `[num_updates]` by name.
+        """
+        if num_updates is None:
+            num_updates = self.config.num_updates
+        is_host = self.collector.is_host
+        return scan_updates(self.update, state, num_updates, is_host=is_host)
+
+    def update(self, state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Collects a trajectory and learns from it.
+
+        Returns:
+            The next state, and metrics, `()` each: `return_mean` of the last 100
+            episodes, and means over the minibatches of what `loss` returns.
+        """
+        num_steps = self.config.num_steps
+        carry, trajectory = self.collector.collect_steps(
+            state.carry, state.params, num_steps
+        )
+        last_value = self.collector.value(carry, state.params)
+        state = state.replace(carry=())
+        if self.collector.is_host:
+            state, metrics = learn_jitted(
+                self.replace(env=self.spec), state, trajectory, last_value
+            )
+        else:
+            state, metrics = self.learn(state, trajectory, last_value)
+        return state.replace(carry=carry), metrics
+
+    def learn(
+        self, state: TrainState, trajectory: rollout.Transition, last_value: jax.Array
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Takes the gradient steps of one update from a trajectory `[T, B, ...]`."""
+        config, value = self.config, trajectory.extras["value"]
+        next_value = rollout.next_values(trajectory, value, last_value)
+        advantage = rollout.gae(
+            trajectory.reward,
+            value,
+            next_value,
+            trajectory.terminated,
+            trajectory.truncated,
+            gamma=config.gamma,
+            lam=config.gae_lambda,
+            mask=trajectory.mask,
+        )
+        batch = Batch(
+            obs=trajectory.obs,
+            raw_action=trajectory.extras["raw_action"],
+            log_prob=trajectory.extras["log_prob"],
+            value=value,
+            advantage=advantage,
+            target=value + advantage,
+            weight=trajectory.mask.astype(jnp.float32),
+        )
+        key, shuffle_key = jax.random.split(state.key)
+        stopped = jnp.bool_(False)
+        (params, opt_state, _), metrics = rollout.scan_minibatches(
+            self.minibatch_step,
+            (state.params, state.opt_state, stopped),
+            shuffle_key,
+            batch,
+            config.num_minibatches,
+            config.num_epochs,
+        )
+        window = state.window.add(trajectory)
+        metrics = jax.tree.map(jnp.mean, metrics)
+        metrics["explained_variance"] = explained_variance(batch)
+        metrics["return_mean"] = window.return_mean
+        state = state.replace(
+            params=params,
+            opt_state=opt_state,
+            window=window,
+            key=key,
+            num_updates=state.num_updates + 1,
+        )
+        return state, metrics
+
+    def minibatch_step(
+        self, learner: tuple[ArrayTree, optax.OptState, jax.Array], batch: Batch
+    ) -> tuple[Any, dict[str, jax.Array]]:
+        """Takes one gradient step on a minibatch."""
+        params, opt_state, stopped = learner
+        batch = batch.replace(advantage=normalize(batch.advantage, batch.weight))
+        grads, metrics = mean_gradient(
+            self.loss,
+            params,
+            batch,
+            batch.weight,
+            microbatch_size=self.config.microbatch_size,
+        )
+        updates, new_opt_state = self.optimizer.update(grads, opt_state)
+        new = optax.apply_updates(params, updates), new_opt_state
+        if self.config.target_kl is not None:
+            stopped |= metrics["kl"] > 1.5 * self.config.target_kl
+            old = params, opt_state
+            new = jax.tree.map(lambda x, y: jnp.where(stopped, x, y), old, new)
+        return (*new, stopped), metrics
+
+    def loss(
+        self, params: ArrayTree, batch: Batch
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Computes the loss of every row, eq. 9 of the paper with its sign changed.
+
+        Args:
+            params: parameters of the network.
+            batch: rows, `[M, ...]`; `advantage` is normalized over the minibatch.
+
+        Returns:
+            `[M]` loss, and metrics of every row, `[M]` by name.
+        """
+        config, mask = self.config, mask_in(batch.obs)
+        outputs, value = self.model.apply(params, batch.obs)
+        log_prob = self.distribution.log_prob(outputs, batch.raw_action, mask)
+        log_ratio = log_prob - batch.log_prob
+        ratio = jnp.exp(log_ratio)
+        clipped_ratio = jnp.clip(ratio, 1 - config.clip_eps, 1 + config.clip_eps)
+        surrogate = jnp.minimum(
+            ratio * batch.advantage, clipped_ratio * batch.advantage
+        )
+        value_loss = 0.5 * (value - batch.target) ** 2
+        if config.clip_range_vf is not None:
+            change = jnp.clip(
+                value - batch.value, -config.clip_range_vf, config.clip_range_vf
+            )
+            clipped_loss = 0.5 * (batch.value + change - batch.target) ** 2
+            value_loss = jnp.maximum(value_loss, clipped_loss)
+        entropy = self.distribution.entropy(outputs, mask)
+        loss = -surrogate + config.vf_coef * value_loss - config.ent_coef * entropy
+        metrics = {
+            "value_loss": value_loss,
+            "entropy": entropy,
+            "kl": ratio - 1 - log_ratio,  # estimator k3 of joschu.net/blog/kl-approx
+            "clip_fraction": jnp.float32(ratio != clipped_ratio),
+        }
+        return loss, metrics
+
+    def predict(self, params: ArrayTree, obs: ArrayTree) -> ArrayTree:
+        """Returns the most likely action for a single observation.
+
+        Args:
+            params: parameters of the network.
+            obs: `[*shape]`, as the environment returns it. If `env` normalizes
+                observations, its statistics must be fixed: see `freeze`.
+        """
+        obs = normalize_obs(self.env, obs)
+        batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
+        action = self.eval_policy.apply(params, batch, (), jax.random.key(0)).action
+        return jax.tree.map(lambda x: x[0], action)
+
+    def freeze(self, state: TrainState) -> Self:
+        """Fixes the statistics of a normalized environment, to evaluate or predict."""
+        return self.replace(env=self.collector.freeze(state.carry).env)
 
 
-def main():
-    columns = "kl", "entropy", "explained_variance"
-    return training.run(PPO, Config(num_updates=40), columns)
+learn_jitted = jax.jit(PPO.learn, static_argnums=0)
+
+
+def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Shifts and scales the valid rows to mean 0 and standard deviation 1."""
+    total = jnp.maximum(weight.sum(), 1.0)
+    mean = (x * weight).sum() / total
+    var = ((x - mean) ** 2 * weight).sum() / total
+    return (x - mean) / (jnp.sqrt(var) + 1e-8)
+
+
+def explained_variance(batch: Batch) -> jax.Array:
+    """Computes 1 - Var(target - value) / Var(target): 1 if the critic is perfect."""
+    error = jnp.var(batch.advantage, where=batch.weight > 0)
+    return 1 - error / jnp.var(batch.target, where=batch.weight > 0)
 
 
 if __name__ == "__main__":
-    main()
+    from rollout.recipes import command
+
+    command.main(PPO, Config(num_updates=40))
