@@ -23,10 +23,11 @@ import rollout
 from rollout import buffers, envs
 from rollout.envs import auto_reset, masked_update
 from rollout.envs.wrappers.wrapper import Wrapper
+from rollout.recipes.ppo import PPO, Config
 from rollout.stream.batch import make_batch
 
 ENV_ID, NUM_ENVS, NUM_STEPS = "CartPole-v1", 2048, 128
-CONFIG = recipes.PUREJAXRL._replace(num_updates=1, num_envs=NUM_ENVS)
+CONFIG = recipes.PUREJAXRL.replace(num_updates=1, num_envs=NUM_ENVS)
 CAPACITY, BATCH_SIZE, NUM_EPISODES, NUM_ACTIONS = 2**20, 256, 4096, 512
 DEAR = 200  # steps that a reset costs
 RESETS = ("flat", "loop")
@@ -58,19 +59,9 @@ def _network_policy() -> tuple[Any, Any]:
 
 def ppo() -> Made:
     """An update of `rollout/recipes/ppo.py`, four epochs of four minibatches."""
-    config = recipes.Config(num_updates=1, num_envs=NUM_ENVS, num_minibatches=4)
-    agent = recipes.ppo.PPO(envs.make(ENV_ID).action_space, config)
-    collector = _collector(policy=agent.policy)
-
-    def update(carry: Any, learner: Any, key: Any) -> Any:
-        carry, t = collector.collect_steps(carry, learner[0], config.num_steps)
-        last_value = collector.value(carry, learner[0])
-        next_value = rollout.next_values(t, t.extras["value"], last_value)
-        return carry, agent.learn(learner, t, next_value, key)
-
-    carry = _carry(collector)
-    learner = jax.eval_shape(agent.init, KEY, carry.obs)
-    return update, (carry, learner, KEY), {}
+    env = envs.make_vec(ENV_ID, NUM_ENVS)
+    agent = PPO(env, Config(num_updates=1, num_minibatches=4))
+    return agent.update, (jax.eval_shape(agent.init, KEY),), {}
 
 
 def ppo_purejaxrl(folder: Path) -> Made:
@@ -83,7 +74,7 @@ def gae() -> Made:
     params, policy = _network_policy()
     trajectory = _rows(_collector(policy=policy), params)
     t, value = trajectory, trajectory.extras["value"]
-    fn = functools.partial(rollout.gae, gamma=CONFIG.gamma, lam=CONFIG.lam)
+    fn = functools.partial(rollout.gae, gamma=CONFIG.gamma, lam=CONFIG.gae_lambda)
     return fn, (t.reward, value, value, t.terminated, t.truncated), {}
 
 

@@ -31,11 +31,12 @@ import jax.numpy as jnp
 from flax import struct
 from harness import Program, lanes, measure, rows_of, run, steps
 from jax import lax
-from recipes import ppo
 
 import rollout
 from rollout import envs
+from rollout.distributions import ActionDistribution
 from rollout.envs import prng
+from rollout.recipes import ppo
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from agents import OneAgent
@@ -50,7 +51,12 @@ ONE_ENVS = (128, 1024, 4096)
 SIZES = (1, 2, 8, 32)
 ONE_IDS = ("CartPole-v1", "Acrobot-v1", "Breakout-MinAtar")
 NUM_LANES, NUM_AGENTS, OBS_SIZE, NUM_ACTIONS = 512, 2, 18, 5
-NETWORK = ppo.ActorCritic(envs.Discrete(NUM_ACTIONS), ppo.Config())
+NETWORK = ppo.ActorCritic(
+    ActionDistribution(envs.Discrete(NUM_ACTIONS)),
+    envs.Box(-10.0, 10.0, (OBS_SIZE,)),
+    hidden_layer_sizes=(64, 64),
+    activation="tanh",
+)
 
 
 @struct.dataclass
@@ -163,9 +169,8 @@ def one_programs(env_id: str, num_envs: int) -> dict[str, Program]:
 
 
 def draw(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
-    """Draws from the network's logits."""
-    logits = NETWORK.apply(params, obs)[0].logits
-    return jax.random.categorical(prng.inline(key), logits)
+    """Samples actions from the network's logits."""
+    return jax.random.categorical(prng.inline(key), NETWORK.apply(params, obs)[0])
 
 
 def population_programs(size: int) -> dict[str, Program]:

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from gymnax.wrappers.purerl import FlattenObservationWrapper, LogWrapper
 from harness import lanes
 from jax import lax
-from recipes import ppo
 
 import rollout
 from rollout import envs
+from rollout.distributions import ActionDistribution
+from rollout.recipes import ppo
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 ENVS = ("CartPole-v1", "Acrobot-v1", "Pendulum-v1", "Breakout-MinAtar")
@@ -47,13 +48,16 @@ def make_policy(case: Case) -> tuple[rollout.Policy, Callable[[jax.Array], Any]]
     env = envs.make(case.env_id)
     if case.policy == "random":
         return rollout.random_policy(env.action_space), lambda key: ()
-    network = ppo.ActorCritic(env.action_space, ppo.Config())
     size = jax.eval_shape(env.reset, KEY)[1].size
+    distribution = ActionDistribution(env.action_space)
+    obs_space = envs.Box(-jnp.inf, jnp.inf, (size,))
+    network = ppo.ActorCritic(distribution, obs_space, (64, 64), "tanh")
 
     def act(params: Any, obs: jax.Array, key: jax.Array) -> tuple[Any, Any]:
-        pi, value = network.apply(params, obs.reshape(len(obs), -1))
-        action = pi.sample(key)
-        return action, {"value": value, "log_prob": pi.log_prob(action)}
+        outputs, value = network.apply(params, obs.reshape(len(obs), -1))
+        action = distribution.sample(outputs, key)
+        log_prob = distribution.log_prob(outputs, action)
+        return action, {"value": value, "log_prob": log_prob}
 
     init = lambda key: network.init(key, jnp.zeros((1, size)))  # noqa: E731
     return rollout.stateless_policy(act), init

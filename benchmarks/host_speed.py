@@ -33,11 +33,11 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from harness import Program, measure, run
-from recipes import ppo
 
 import rollout
 from rollout import envs
-from rollout.envs.spaces import as_space
+from rollout.distributions import ActionDistribution
+from rollout.recipes import ppo
 
 NUM_ENVS, ROWS, CALLS = 16, 125, 4
 LATENCY = 0.005  # s, on average
@@ -100,17 +100,21 @@ class Network:
 
     def __init__(self, make: MakeEnv) -> None:
         env = make()
-        obs = jnp.zeros((1, int(np.prod(env.observation_space.shape))))
-        self.module = ppo.ActorCritic(as_space(env.action_space), ppo.Config())
-        self.params = self.module.init(jax.random.key(0), obs)
+        size = int(np.prod(env.observation_space.shape))
+        self.distribution = ActionDistribution(env.action_space)
+        obs_space = envs.Box(-np.inf, np.inf, (size,))
+        self.module = ppo.ActorCritic(
+            self.distribution, obs_space, (64, 64), "tanh"
+        )
+        self.params = self.module.init(jax.random.key(0), jnp.zeros((1, size)))
         env.close()
 
     def act(self, params: Any, obs: jax.Array, key: jax.Array) -> tuple:
-        """Draws actions, and says how likely they were."""
-        pi, _ = self.module.apply(params, obs.reshape(len(obs), -1))
-        action = pi.sample(key)
-        legal = action.clip(-1.0, 1.0) if isinstance(pi, ppo.Gaussian) else action
-        return legal, {"log_prob": pi.log_prob(action)}
+        """Samples actions, and computes their log-probabilities."""
+        outputs, _ = self.module.apply(params, obs.reshape(len(obs), -1))
+        raw_action = self.distribution.sample(outputs, key)
+        log_prob = self.distribution.log_prob(outputs, raw_action)
+        return self.distribution.postprocess(raw_action), {"log_prob": log_prob}
 
     def plain_loop(self, env: Any, *, resets: bool) -> Program:
         """A loop that steps a vector environment of Gymnasium, and keeps nothing."""

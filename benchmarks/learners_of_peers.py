@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import yaml
-from recipes import DQN, Config, Learner, total_steps
+from recipes import DQNSettings, Learner, PPOSettings, total_steps
 
 # PureJaxRL calls it by this name, and gets `make_one_flag`.
 MAKE = gymnax.make
@@ -97,7 +97,7 @@ def with_one_flag(folder: Path, module: Any) -> Any:
 
 def make_purejaxrl(
     env_id: str,
-    config: Config | DQN,
+    config: PPOSettings | DQNSettings,
     folder: Path,
     script: str = "",
     *,
@@ -116,13 +116,13 @@ def make_purejaxrl(
     is_robot = env_id.startswith("brax:")
     script = script or ("ppo_continuous_action" if is_robot else "ppo")
     with mock.patch.object(gymnax, "make", make_one_flag):
-        if isinstance(config, DQN):
+        if isinstance(config, DQNSettings):
             return _purejaxrl_dqn(env_id, config, folder)
         return _purejaxrl_ppo(env_id, config, load_purejaxrl(folder, script), normalize)
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """What PureJaxRL's PPO and those that came of it call the same."""
+def _settings(config: PPOSettings) -> dict[str, Any]:
+    """Translates settings to PureJaxRL's names, which its descendants share."""
     return {
         "LR": config.learning_rate,
         "NUM_ENVS": config.num_envs,
@@ -131,20 +131,20 @@ def _settings(config: Config) -> dict[str, Any]:
         "UPDATE_EPOCHS": config.num_epochs,
         "NUM_MINIBATCHES": config.num_minibatches,
         "GAMMA": config.gamma,
-        "GAE_LAMBDA": config.lam,
-        "CLIP_EPS": config.clip,
-        "ENT_COEF": config.entropy_weight,
-        "VF_COEF": config.value_weight,
+        "GAE_LAMBDA": config.gae_lambda,
+        "CLIP_EPS": config.clip_eps,
+        "ENT_COEF": config.ent_coef,
+        "VF_COEF": config.vf_coef,
         "MAX_GRAD_NORM": config.max_grad_norm,
-        "ANNEAL_LR": True,
+        "ANNEAL_LR": config.anneal_lr,
         "DEBUG": False,
     }
 
 
 def _purejaxrl_ppo(
-    env_id: str, config: Config, module: Any, normalize: bool
+    env_id: str, config: PPOSettings, module: Any, normalize: bool
 ) -> Learner:
-    is_robot, activation = env_id.startswith("brax:"), config.activation.__name__
+    is_robot, activation = env_id.startswith("brax:"), config.activation
     train = module.make_train(
         {
             **_settings(config),
@@ -167,7 +167,7 @@ def _purejaxrl_ppo(
     return Learner(train, lambda found: found["runner_state"][0].params, act)
 
 
-def _purejaxrl_dqn(env_id: str, config: DQN, folder: Path) -> Learner:
+def _purejaxrl_dqn(env_id: str, config: DQNSettings, folder: Path) -> Learner:
     module = load_purejaxrl(folder, "dqn")
     train = module.make_train(
         {
@@ -196,9 +196,9 @@ def _purejaxrl_dqn(env_id: str, config: DQN, folder: Path) -> Learner:
     return Learner(train, lambda found: found["runner_state"][0].params, act)
 
 
-def make_rejax(env_id: str, config: Config | DQN) -> Learner:
+def make_rejax(env_id: str, config: PPOSettings | DQNSettings) -> Learner:
     """Makes the learner of rejax."""
-    make: Any = _rejax_dqn if isinstance(config, DQN) else _rejax_ppo
+    make: Any = _rejax_dqn if isinstance(config, DQNSettings) else _rejax_ppo
     return make(env_id, config)
 
 
@@ -216,7 +216,7 @@ def _make_robot(env_id: str) -> tuple[OneFlag, Any]:
     return OneFlag(env), params
 
 
-def _rejax_ppo(env_id: str, config: Config) -> Learner:
+def _rejax_ppo(env_id: str, config: PPOSettings) -> Learner:
     import rejax
 
     is_robot = env_id.startswith("brax:")
@@ -227,8 +227,8 @@ def _rejax_ppo(env_id: str, config: Config) -> Learner:
             env=env,
             env_params=env_params,
             agent_kwargs={
-                "activation": config.activation.__name__,
-                "hidden_layer_sizes": (config.hidden, config.hidden),
+                "activation": config.activation,
+                "hidden_layer_sizes": config.hidden_layer_sizes,
             },
             num_envs=config.num_envs,
             num_steps=config.num_steps,
@@ -243,10 +243,10 @@ def _rejax_ppo(env_id: str, config: Config) -> Learner:
             total_timesteps=total_steps(config),
             eval_freq=total_steps(config),
             gamma=config.gamma,
-            gae_lambda=config.lam,
-            clip_eps=config.clip,
-            ent_coef=config.entropy_weight,
-            vf_coef=config.value_weight,
+            gae_lambda=config.gae_lambda,
+            clip_eps=config.clip_eps,
+            ent_coef=config.ent_coef,
+            vf_coef=config.vf_coef,
         )
     )
 
@@ -256,7 +256,7 @@ def _rejax_ppo(env_id: str, config: Config) -> Learner:
     return Learner(algorithm.train, lambda found: found[0].actor_ts.params, act)
 
 
-def _rejax_dqn(env_id: str, config: DQN) -> Learner:
+def _rejax_dqn(env_id: str, config: DQNSettings) -> Learner:
     import rejax
     from flax import linen
     from rejax.networks import DiscreteQNetwork, EpsilonGreedyPolicy
@@ -315,7 +315,7 @@ def make_purejaxql(folder: Path, purejaxrl: Path, num_updates: int) -> Any:
     return lambda key: train(jax.random.key_data(key))
 
 
-def make_craftax(folder: Path, env_id: str, config: Config) -> tuple[Any, Any]:
+def make_craftax(folder: Path, env_id: str, config: PPOSettings) -> tuple[Any, Any]:
     """Makes the training of Craftax_Baselines' `ppo.py`, and its network.
 
     Args:
@@ -328,7 +328,7 @@ def make_craftax(folder: Path, env_id: str, config: Config) -> tuple[Any, Any]:
         {
             "ENV_NAME": env_id,
             **_settings(config),
-            "LAYER_SIZE": config.hidden,
+            "LAYER_SIZE": config.hidden_layer_sizes[0],
             "USE_WANDB": False,
             "TRAIN_ICM": False,
             "USE_E3B": False,
@@ -338,4 +338,4 @@ def make_craftax(folder: Path, env_id: str, config: Config) -> tuple[Any, Any]:
         }
     )
     num_actions = 17 if "Classic" in env_id else 43
-    return train, module.ActorCritic(num_actions, config.hidden)
+    return train, module.ActorCritic(num_actions, config.hidden_layer_sizes[0])

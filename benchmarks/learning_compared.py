@@ -29,18 +29,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import learners_of_peers
 import recipes
 import scipy.stats
 from harness import machine
 from recipes import (
-    DQN,
     PUREJAXRL,
-    Config,
+    DQNSettings,
     Learner,
     LimitIsFailure,
+    PPOSettings,
     total_steps,
 )
 
@@ -48,29 +47,29 @@ import rollout
 from rollout import envs
 
 NUM_EPISODES = 100
-MINATAR = PUREJAXRL._replace(  # as in PureJaxRL's notebook of MinAtar
-    num_updates=122, num_minibatches=8, learning_rate=5e-3, activation=nn.relu
+MINATAR = PUREJAXRL.replace(  # as in PureJaxRL's notebook of MinAtar
+    num_updates=122, num_minibatches=8, learning_rate=5e-3, activation="relu"
 )
-ROBOT = PUREJAXRL._replace(
+ROBOT = PUREJAXRL.replace(
     num_updates=196,
     num_envs=16,
     num_minibatches=8,
     learning_rate=3e-4,
-    entropy_weight=0.0,
-    hidden=256,
+    ent_coef=0.0,
+    hidden_layer_sizes=(256, 256),
 )
-CLASSIC = PUREJAXRL._replace(num_updates=976, num_envs=4)
-Task = tuple[str, Config | DQN]
+CLASSIC = PUREJAXRL.replace(num_updates=976, num_envs=4)
+Task = tuple[str, PPOSettings | DQNSettings]
 TASKS: dict[str, Task] = {
     "PPO CartPole": ("CartPole-v1", CLASSIC),
     "PPO Acrobot": ("Acrobot-v1", CLASSIC),
-    "DQN CartPole": ("CartPole-v1", DQN(25_000)),
-    "DQN Acrobot": ("Acrobot-v1", DQN(25_000)),
+    "DQN CartPole": ("CartPole-v1", DQNSettings(25_000)),
+    "DQN Acrobot": ("Acrobot-v1", DQNSettings(25_000)),
     "PPO inverted pendulum": ("brax:inverted_pendulum", ROBOT),
     "PPO Breakout": ("Breakout-MinAtar", MINATAR),
     "PPO Space Invaders": ("SpaceInvaders-MinAtar", MINATAR),
-    "DQN Breakout": ("Breakout-MinAtar", DQN(25_000)),
-    "DQN Space Invaders": ("SpaceInvaders-MinAtar", DQN(25_000)),
+    "DQN Breakout": ("Breakout-MinAtar", DQNSettings(25_000)),
+    "DQN Space Invaders": ("SpaceInvaders-MinAtar", DQNSettings(25_000)),
 }
 NAMES = {
     "ours": "rollout",
@@ -79,16 +78,16 @@ NAMES = {
     "limit_is_failure": "rollout, limits as failures",
 }
 COLORS = {"ours": "#0072B2", "purejaxrl": "#D55E00", "rejax": "#009E73"}
-Makers = dict[str, Callable[[str, Config | DQN], Learner]]
+Makers = dict[str, Callable[[str, PPOSettings | DQNSettings], Learner]]
 
 
 def make(
-    env_id: str, config: Config | DQN, *, limit_is_failure: bool = False
+    env_id: str, config: PPOSettings | DQNSettings, *, limit_is_failure: bool = False
 ) -> Learner:
     """Makes the recipe with these settings."""
     env = recipes.make_env(env_id)
     env = LimitIsFailure(env) if limit_is_failure else env
-    if isinstance(config, DQN):
+    if isinstance(config, DQNSettings):
         return recipes.make_dqn(env, config)
     return recipes.make_ppo(envs.vectorize(env, config.num_envs), config)
 

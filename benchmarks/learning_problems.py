@@ -6,6 +6,7 @@ trains three seeds of each mistake, prints the last row of each log, and draws
 `docs/learning_problems.png`.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,15 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from recipes import ppo
 
-import rollout
 from rollout import envs
+from rollout.recipes import ppo
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 SEEDS = 3
-CONFIG = ppo.Config(num_updates=30, num_envs=64)
-# Learning rate, factor of the reward, whether all endings are failures.
+CONFIG, NUM_ENVS = ppo.Config(num_updates=30), 64
+# Learning rate, factor of the reward, whether time limits are terminal states.
 VARIANTS = {
     "healthy": (2.5e-3, 1.0, False),
     "learning rate x 40": (0.1, 1.0, False),
@@ -32,64 +32,66 @@ VARIANTS = {
     "time limit as failure": (2.5e-3, 1.0, True),
 }
 DRAWN = {
-    "return": "mean return, last 100 episodes",
+    "return_mean": "mean return, last 100 episodes",
     "kl": "KL",
     "explained_variance": "explained variance",
     "entropy": "entropy",
 }
 
 
+@dataclasses.dataclass(frozen=True)
 class Changed(ppo.PPO):
-    """PPO with a mistake."""
+    """PPO with a mistake.
 
-    def __init__(self, rate: Any, scale: Any, is_failure: Any) -> None:
-        super().__init__(envs.Discrete(2), CONFIG._replace(learning_rate=rate))
-        self.scale, self.is_failure = scale, is_failure
+    Attributes:
+        scale: factor of the reward.
+        is_failure: whether time limits are terminal states.
+    """
 
-    def learn(self, learner: Any, t: Any, next_value: Any, key: Any) -> Any:
-        """Learns from a trajectory that was changed."""
-        t = t.replace(
-            reward=self.scale * t.reward,
-            terminated=t.terminated | (self.is_failure & t.truncated),
-            truncated=t.truncated & ~self.is_failure,
+    scale: Any = 1.0
+    is_failure: Any = False
+
+    def learn(self, state: ppo.TrainState, trajectory: Any, last_value: Any) -> Any:
+        """Takes the gradient steps of one update from a changed trajectory."""
+        is_failure = self.is_failure & trajectory.truncated
+        trajectory = trajectory.replace(
+            reward=self.scale * trajectory.reward,
+            terminated=trajectory.terminated | is_failure,
+            truncated=trajectory.truncated & ~is_failure,
         )
-        return super().learn(learner, t, next_value, key)
+        return super().learn(state, trajectory, last_value)
 
 
-def train(agent: Any, key: Any) -> Any:
-    """The log of a training, `[U]` each."""
-    env = envs.make_vec("CartPole-v1", CONFIG.num_envs)
-    collector = rollout.Collector(env=env, policy=agent.policy)
-    return ppo.train(agent, collector, key)[1]
+def make_agent(learning_rate: Any, scale: Any, is_failure: Any) -> Changed:
+    """Makes PPO with one of the mistakes of `VARIANTS`."""
+    env = envs.make_vec("CartPole-v1", NUM_ENVS)
+    config = CONFIG.replace(learning_rate=learning_rate)
+    return Changed(env, config, scale=scale, is_failure=is_failure)
 
 
-def train_from_one_carry(key: Any) -> Any:
-    """The log of a loop that passes the first carry to every update."""
-    agent = Changed(*VARIANTS["healthy"])
-    env = envs.make_vec("CartPole-v1", CONFIG.num_envs)
-    collector = rollout.Collector(env=env, policy=agent.policy)
-    carry_key, agent_key, key = jax.random.split(key, 3)
-    carry = collector.init(carry_key)
+def train_from_one_carry(key: jax.Array) -> dict[str, jax.Array]:
+    """Trains with the first carry in every update; returns metrics `[U]`."""
+    agent = make_agent(*VARIANTS["healthy"])
+    state = agent.init(key)
+    carry = state.carry
 
-    def update(learner: Any, key: Any) -> Any:
-        new, t = collector.collect_steps(carry, learner[0], CONFIG.num_steps)
-        last_value = collector.value(new, learner[0])
-        next_value = rollout.next_values(t, t.extras["value"], last_value)
-        learner, log = agent.learn(learner, t, next_value, key)
-        log["return"] = rollout.summarize(t).returns.mean
-        return learner, log | {"steps": new.step * CONFIG.num_envs}
+    def update(state: ppo.TrainState, _: None) -> Any:
+        return agent.update(state.replace(carry=carry))
 
-    keys = jax.random.split(key, CONFIG.num_updates)
-    return jax.lax.scan(update, agent.init(agent_key, carry.obs), keys)[1]
+    return jax.lax.scan(update, state, length=CONFIG.num_updates)[1]
 
 
 def measure() -> dict[str, Any]:
-    """The logs of all variants, `[seeds, U]` each, by name."""
+    """Trains all variants; returns their metrics, `[seeds, U]` each, by name."""
+
+    def train(key: jax.Array, *change: jax.Array) -> dict[str, jax.Array]:
+        agent = make_agent(*change)
+        return agent.train(agent.init(key))[1]
+
     keys = jax.random.split(jax.random.key(0), SEEDS)
     columns = zip(*VARIANTS.values(), strict=True)
-    change = [jnp.repeat(jnp.array(x), SEEDS) for x in columns]
-    run = jax.jit(jax.vmap(lambda key, *change: train(Changed(*change), key)))
-    logs = run(jnp.tile(keys, len(VARIANTS)), *change)
+    changes = [jnp.repeat(jnp.array(x), SEEDS) for x in columns]
+    logs = jax.jit(jax.vmap(train))(jnp.tile(keys, len(VARIANTS)), *changes)
     logs = jax.tree.map(lambda x: np.split(np.asarray(x), len(VARIANTS)), logs)
     found = {
         name: {field: values[i] for field, values in logs.items()}

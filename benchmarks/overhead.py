@@ -1,9 +1,9 @@
-"""Times what recipes do beside environment steps and gradients.
+"""Times the overhead of recipes beside environment steps and gradients.
 
 Times an update, then with the same shapes: the steps of its environments alone, the
 choices of its policy alone, and its gradient steps alone, optimizer included, always on
-the same rows. The overhead is what an update takes beyond steps and gradients; the
-policy, which any program has, is a part of it. CPU seconds, medians of runs in turn.
+the same rows. The overhead is the time of an update beyond steps and gradients; it
+includes the policy, which every program has. CPU seconds, medians of runs in turn.
 
     pip install ".[brax,jaxmarl]" optax
     taskset -c 0 python benchmarks/overhead.py
@@ -17,18 +17,15 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import recipes
 from harness import Program, measure, run
-from recipes import Config
 
 import rollout
-from rollout import agents, profiling
-from rollout.recipes.gradients import differentiate
-from rollout.recipes.training import begin
+from rollout import agents, envs, profiling
+from rollout.recipes import dqn, ppo, recurrent_ppo, sac
 
 # Without it XLA computes once, before the loop, what rows give without parameters.
 fenced = jax.lax.optimization_barrier
@@ -37,7 +34,7 @@ BATCHES = 1000  # of one step of SAC
 
 
 class Parts(NamedTuple):
-    """An update and its parts; `num_updates` is how many the first one makes."""
+    """An update and its parts; a call of `update` makes `num_updates` updates."""
 
     update: Program
     steps: Program
@@ -46,77 +43,87 @@ class Parts(NamedTuple):
     num_updates: int = 1
 
 
-def of_ppo(agent: Any, env: Any, num_seeds: int = 1) -> Parts:
-    """The parts of `ppo.py`."""
+def parts_of(agent: Any, num_seeds: int = 1) -> Parts:
+    """Makes the parts of PPO, with or without a memory."""
     config = agent.config
-    collector = recipes.make_collector(env, agent)
 
-    def begin(key: jax.Array) -> Any:
-        carry_key, init_key = jax.random.split(key)
-        carry = collector.init(carry_key)
-        learner = agent.init(init_key, carry.obs)
-        t = collector.collect_steps(carry, learner[0], config.num_steps)[1]
-        return carry, learner, t
+    def collect(key: jax.Array) -> Any:
+        state = agent.init(key)
+        inputs = state.carry, state.params, config.num_steps
+        return state, agent.collector.collect_steps(*inputs)[1]
 
     keys = jax.random.split(jax.random.key(0), num_seeds)
     inputs = keys if num_seeds > 1 else keys[0]
     batched = lambda fn: jax.jit(jax.vmap(fn) if num_seeds > 1 else fn)  # noqa: E731
-    begun = batched(begin)(inputs)
+    state, trajectory = batched(collect)(inputs)
 
-    def part(of: Callable[[Any], Any]) -> Program:
-        def alone(carry: Any, learner: Any, t: Any) -> Any:
-            return of(profiling._Given(collector, carry, learner[0], t))
+    def part(fn: Callable[[Any], Any]) -> Program:
+        def alone(state: Any, trajectory: Any) -> Any:
+            inputs = agent.collector, state.carry, state.params, trajectory
+            return fn(profiling._Given(*inputs))
 
-        return functools.partial(batched(alone), *begun)
+        return functools.partial(batched(alone), state, trajectory)
+
+    def descend(state: Any, trajectory: Any) -> Any:
+        return gradients(agent, state, minibatch_of(agent, state.carry, trajectory))
 
     return Parts(
-        functools.partial(
-            batched(lambda key: recipes.ppo.train(agent, collector, key)), inputs
-        ),
+        functools.partial(batched(lambda key: agent.train(agent.init(key))), inputs),
         part(profiling._env_step),
         part(profiling._policy),
-        functools.partial(batched(lambda _, *x: gradients(agent, *x)), *begun),
+        functools.partial(batched(descend), state, trajectory),
         config.num_updates,
     )
 
 
-def gradients(agent: Any, learner: Any, t: Any) -> Any:
-    """The gradient steps of an update of PPO, on the first minibatch."""
-    config, batch = agent.config, (t, t.reward)
-    size = t.reward.size // config.num_minibatches
-    if agent.axis is None:
-        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:size], batch)
-    else:
-        rows = jax.tree.map(lambda x: x[:, : size // len(x)], batch)
+def minibatch_of(agent: Any, carry: rollout.Carry, t: rollout.Transition) -> Any:
+    """Makes a minibatch of PPO from the first rows of a trajectory."""
+    num_minibatches = agent.config.num_minibatches
+    rows = {
+        "obs": t.obs,
+        "advantage": t.reward,
+        "target": t.reward,
+        "weight": t.mask.astype(jnp.float32),
+        **t.extras,
+    }
+    if isinstance(agent, recurrent_ppo.RecurrentPPO):
+        rows["first"] = t.first
+        rows["initial_memory"] = jax.tree.map(lambda x: x[None], carry.policy_state)
+        size = t.reward.shape[1] // num_minibatches
+        rows = jax.tree.map(lambda x: x[:, :size], rows)
+        return recurrent_ppo.Batch(**rows)
+    size = t.reward.size // num_minibatches
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:size], rows)
+    return ppo.Batch(**rows)
+
+
+def gradients(agent: Any, state: Any, batch: Any) -> Any:
+    """Takes the gradient steps of an update of PPO, all on the same minibatch."""
 
     def step(learner: Any, _: None) -> Any:
-        (params, opt_state), again = fenced((learner, rows))
-        grads = agent.gradient(params, *again)[0]
-        change, opt_state = agent.optimizer.update(grads, opt_state)
-        return (optax.apply_updates(params, change), opt_state), None
+        return agent.minibatch_step(*fenced((learner, batch)))[0], None
 
-    count = config.num_epochs * config.num_minibatches
+    count = agent.config.num_epochs * agent.config.num_minibatches
+    learner = state.params, state.opt_state, jnp.bool_(False)
     return jax.lax.scan(step, learner, length=count)[0]
 
 
-def ppo(env_id: str, num_envs: int, num_seeds: int = 1, **settings: Any) -> Parts:
-    """`ppo.py` with its own settings."""
-    config = Config(num_updates=UPDATES, num_envs=num_envs)._replace(**settings)
-    env = recipes.make_lanes(env_id, config)
-    return of_ppo(recipes.ppo.PPO(env.action_space, config), env, num_seeds)
+def of_ppo(env_id: str, num_envs: int, num_seeds: int = 1, **settings: Any) -> Parts:
+    """Makes the parts of `ppo.py` with its default settings."""
+    config = recipes.PPOSettings(num_updates=UPDATES, num_envs=num_envs)
+    config = config.replace(**settings)
+    return parts_of(ppo.PPO(recipes.make_lanes(env_id, config), config), num_seeds)
 
 
-def recurrent() -> Parts:
-    """The page of recurrent PPO."""
-    names = recipes.setup("recurrent_ppo", "agent = ")
-    config, env = names["config"]._replace(num_updates=UPDATES), names["env"]
-    made = names["RecurrentPPO"](
-        env.action_space, config, nn.GRUCell(64), names["empty"]
-    )
-    return of_ppo(made, env)
+def of_recurrent_ppo() -> Parts:
+    """Makes the parts of `recurrent_ppo.py` with the settings of its page."""
+    config = recurrent_ppo.Config(num_updates=UPDATES, num_steps=64, num_minibatches=4)
+    env = envs.TransformObs(envs.make("CartPole-v1"), lambda obs: obs[::2])
+    env = envs.NormalizeReward(envs.vectorize(env, 64), gamma=config.gamma)
+    return parts_of(recurrent_ppo.RecurrentPPO(env, config))
 
 
-def ippo() -> Parts:
+def of_ippo() -> Parts:
     """The page of IPPO."""
     names = recipes.setup("ippo", "carry_key, ")
     agent, collector, config = (names[x] for x in ("agent", "collector", "config"))
@@ -134,46 +141,63 @@ def ippo() -> Parts:
     )
 
 
-def dqn() -> Parts:
-    """`dqn.py` with the settings of its page."""
-    names = recipes.setup("dqn", "learn = ")
-    agent, collector, config = (names[x] for x in ("agent", "collector", "config"))
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def train(state: Any) -> Any:
-        return agent.update(collector, state, jax.random.key(1))[0]
-
-    state = jax.tree.map(jnp.copy, begin(agent, collector, jax.random.key(0)))
-    state = train(state)
+def of_dqn() -> Parts:
+    """Makes the parts of `dqn.py` with the settings of its page."""
+    env = envs.TransformObs(
+        envs.make("Breakout-MinAtar"), lambda obs: jnp.ravel(obs > 0)
+    )
+    agent = dqn.DQN(envs.vectorize(env, 16), dqn.Config(num_updates=2000))
+    config = agent.config
+    train = jax.jit(lambda state: agent.update(state)[0], donate_argnums=0)
+    state = train(agent.init(jax.random.key(0)))
 
     def update() -> Any:
         nonlocal state
         state = train(state)
         return state.params
 
-    learner, memory = jax.tree.map(jnp.copy, (state.learner, state.memory))
-    options = {"beta": 0.4, "n_step": config.n_step, "gamma": config.gamma}
-    rows = agent.buffer.sample(memory, jax.random.key(2), config.batch_size, **options)
+    sample = agent.buffer.sample(
+        state.buffer_state,
+        jax.random.key(2),
+        config.batch_size,
+        n_step=config.n_step,
+        gamma=config.gamma,
+        beta=config.beta,
+    )
 
-    def descend(params: Any, opt_state: Any) -> Any:
+    def descend(params: Any, opt_state: Any, sample: Any) -> Any:
         def step(learner: Any, _: None) -> Any:
-            learner, (target, batch) = fenced((learner, (params, rows)))
-            grads = jax.grad(agent.loss, has_aux=True)(learner[0], target, batch)[0]
-            change, opt_state = agent.optimizer.update(grads, learner[1])
-            return (optax.apply_updates(learner[0], change), opt_state), None
+            learner, (target_params, rows) = fenced((learner, (params, sample)))
+            batch = dqn.Batch(
+                obs=rows.experience.obs,
+                action=rows.experience.action,
+                target=agent.td_target(learner[0], target_params, rows),
+                weight=rows.weights,
+            )
+            grads = jax.grad(agent.mean_loss, has_aux=True)(learner[0], batch)[0]
+            return apply(agent.optimizer, learner, grads), None
 
-        return jax.lax.scan(step, (params, opt_state), length=config.num_gradients)[0]
+        learner = params, opt_state
+        return jax.lax.scan(step, learner, length=config.gradient_steps)[0]
 
-    given = given_of(collector, learner[0], config.num_steps)
+    learner = jax.tree.map(jnp.copy, (state.params, state.opt_state))
+    inputs = inputs_of(agent, learner[0], config.num_steps)
     return Parts(
         update,
-        functools.partial(jax.jit(profiling._env_step), given),
-        functools.partial(jax.jit(profiling._policy), given),
-        functools.partial(jax.jit(descend), learner[0], learner[2]),
+        functools.partial(jax.jit(profiling._env_step), inputs),
+        functools.partial(jax.jit(profiling._policy), inputs),
+        functools.partial(jax.jit(descend), *learner, sample),
     )
 
 
-def sac() -> Parts:
+def apply(optimizer: optax.GradientTransformation, learner: Any, grads: Any) -> Any:
+    """Updates `(params, opt_state)`."""
+    params, opt_state = learner
+    updates, opt_state = optimizer.update(grads, opt_state)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def of_sac() -> Parts:
     """`sac.py` with the settings of its page."""
     names = recipes.setup("sac", "learn = ")
     agent, collector = names["agent"], names["collector"]
@@ -203,19 +227,19 @@ def sac() -> Parts:
     )
 
 
-def given_of(collector: Any, params: Any, num_steps: int) -> profiling._Given:
+def inputs_of(agent: Any, params: Any, num_steps: int) -> profiling._Given:
     """Makes the inputs of the timed parts of a collection."""
-    carry = collector.init(jax.random.key(0))
-    t = collector.collect_steps(carry, params, num_steps)[1]
-    return profiling._Given(collector, carry, params, t)
+    carry = agent.collector.init(jax.random.key(0))
+    trajectory = agent.collector.collect_steps(carry, params, num_steps)[1]
+    return profiling._Given(agent.collector, carry, params, trajectory)
 
 
-ROBOT = {"num_minibatches": 32, "learning_rate": 1e-3, "entropy_weight": 0.0}
-RELU = {"activation": nn.relu, "learning_rate": 5e-3}
+ROBOT = {"num_minibatches": 32, "learning_rate": 1e-3, "ent_coef": 0.0}
+RELU = {"activation": "relu", "learning_rate": 5e-3}
 RECIPES: dict[str, Callable[[], Parts]] = {
     **{
         f"PPO, {name}, {num_envs:,} lanes": functools.partial(
-            ppo, env_id, num_envs, **settings
+            of_ppo, env_id, num_envs, **settings
         )
         for name, env_id, settings in (
             ("CartPole", "CartPole-v1", {}),
@@ -225,12 +249,12 @@ RECIPES: dict[str, Callable[[], Parts]] = {
         for num_envs in (64, 256, 1024)
     },
     "PPO, CartPole, 64 lanes, eight seeds": functools.partial(
-        ppo, "CartPole-v1", 64, 8
+        of_ppo, "CartPole-v1", 64, 8
     ),
-    "Recurrent PPO, CartPole, 64 lanes": recurrent,
-    "DQN, Breakout, 16 lanes": dqn,
-    "SAC, inverted pendulum, 1 lane": sac,
-    "IPPO, MPE spread, 16 lanes": ippo,
+    "Recurrent PPO, CartPole, 64 lanes": of_recurrent_ppo,
+    "DQN, Breakout, 16 lanes": of_dqn,
+    "SAC, inverted pendulum, 1 lane": of_sac,
+    "IPPO, MPE spread, 16 lanes": of_ippo,
 }
 
 

@@ -16,6 +16,7 @@ prints all means; `tables.py` writes the tables of the page.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
@@ -43,7 +44,7 @@ ROBOT = {
     "num_envs": 32,
     "num_minibatches": 32,
     "learning_rate": 1e-3,
-    "entropy_weight": 0.0,
+    "ent_coef": 0.0,
 }
 TASKS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {**CLASSIC, "num_updates": 244},
@@ -59,7 +60,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "Breakout-MinAtar": {
         "num_updates": 122,
         "learning_rate": 5e-3,
-        "activation": jax.nn.relu,
+        "activation": "relu",
     },
     "brax:hopper": ROBOT,
     "brax:halfcheetah": ROBOT,
@@ -70,7 +71,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "num_epochs": 10,
         "num_minibatches": 32,
         "learning_rate": 3e-4,
-        "entropy_weight": 0.0,
+        "ent_coef": 0.0,
     },
 }
 # On brax they are runs with the same settings.
@@ -81,25 +82,22 @@ REFERENCES = {
     "Breakout-MinAtar": "PureJaxRL 30.2 ± 15.9",
     "HalfCheetah-v5": "CleanRL 1,443 ± 46",
 }
-# What takes the place of which text of the program, or which settings.
+# Replaced text of the program with its replacement, or changed settings.
 DETAILS: dict[str, tuple[str, str] | dict[str, Any]] = {
     "as it is": {},
-    "ratio not clipped": {"clip": math.inf},
+    "ratio not clipped": {"clip_eps": math.inf},
     "one epoch": {"num_epochs": 1},
     "advantages not normalized": (
-        "scaled /= jnp.sqrt(variance(every)) + 1e-8",
-        "scaled = advantage",
+        "advantage=normalize(batch.advantage, batch.weight)",
+        "advantage=batch.advantage",
     ),
-    "values clipped at 0.2": {"value_clip": 0.2},
-    "no entropy bonus": {"entropy_weight": 0.0},
+    "values clipped at 0.2": {"clip_range_vf": 0.2},
+    "no entropy bonus": {"ent_coef": 0.0},
     "flax's own initialization": (
-        "nn.Dense(size, kernel_init=nn.initializers.orthogonal(scale))",
-        "nn.Dense(size)",
+        "nn.Dense(size, kernel_init=kernel_init, dot_general=dot_general)",
+        "nn.Dense(size, dot_general=dot_general)",
     ),
-    "constant learning rate": (
-        "(config.learning_rate, 0.0,",
-        "(*[config.learning_rate] * 2,",
-    ),
+    "constant learning rate": {"anneal_lr": False},
     "gradients not clipped": {"max_grad_norm": math.inf},
     "observations not normalized": {"only": "reward"},
     "rewards not normalized": {"only": "obs"},
@@ -122,12 +120,12 @@ REASONS = {
     "constant learning rate": "the last steps are small",
     "gradients not clipped": "one bad minibatch does little",
     "no entropy bonus": "the policy stays random for longer",
-    "values clipped at 0.2": "it is off here: `value_clip` is infinite",
+    "values clipped at 0.2": "it is off here: `clip_range_vf` is None",
 }
 
 
 def load(detail: str = "as it is") -> Any:
-    """Loads the program, with one detail changed."""
+    """Loads `ppo.py` with one detail changed."""
     source, change = SOURCE.read_text(), DETAILS[detail]
     if isinstance(change, tuple):
         assert source.count(change[0]) == 1
@@ -144,12 +142,12 @@ def make_robot(env_id: str) -> Any:
     return gymnasium.wrappers.ClipAction(gymnasium.make(env_id))
 
 
-def make_env(env_id: str, config: Any, only: str = "") -> Any:
-    """Makes the lanes of a task; continuous ones are normalized."""
+def make_env(env_id: str, config: recipes.PPOSettings, only: str = "") -> Any:
+    """Makes the environments of a task; continuous tasks are normalized."""
     if env_id.endswith("-v5"):
-        lanes = [functools.partial(make_robot, env_id)] * config.num_envs
-        lanes = envs.workers(lanes, num_workers=2)
-        return envs.NormalizeHost(lanes, gamma=config.gamma)
+        makers = [functools.partial(make_robot, env_id)] * config.num_envs
+        workers = envs.workers(makers, num_workers=2)
+        return envs.NormalizeHost(workers, gamma=config.gamma)
     return recipes.make_lanes(env_id, config, only)
 
 
@@ -160,34 +158,29 @@ def run(name: str, seed: int, programs: dict[str, Any]) -> dict[str, Any]:
     change = DETAILS[detail or "as it is"]
     settings.update(change if isinstance(change, dict) else {})
     only = settings.pop("only", "")
-    config, key = module.Config(**settings), jax.random.key(seed)
-    env = make_env(env_id, config, only)
-    agent = module.PPO(env.action_space, config)
+    config, key = recipes.PPOSettings(**settings), jax.random.key(seed)
+    agent = module.PPO(make_env(env_id, config, only), config)
     if env_id.endswith("-v5"):
         start = time.process_time() + children()
-        host = rollout.HostCollector(env=env, policy=agent.policy)
-        state, log = module.train(agent, host, key)
+        state, metrics = agent.train(agent.init(key))
         seconds = time.process_time() + children() - start
-        judge = rollout.HostCollector(
-            env=make_env(env_id, config), policy=agent.policy
-        ).freeze(state.carry)
+        agent = agent.replace(env=make_env(env_id, config))
     else:
-        collector = rollout.Collector(env=env, policy=agent.policy)
         if name not in programs:
-            train = jax.jit(lambda key: module.train(agent, collector, key))
+            train = jax.jit(lambda key: agent.train(agent.init(key)))
             programs[name] = train.lower(key).compile()
         start = time.process_time()
-        state, log = jax.block_until_ready(programs[name](key))
+        state, metrics = jax.block_until_ready(programs[name](key))
         seconds = time.process_time() - start
-        judge = collector.freeze(state.carry)
-    stats = evaluate(judge, seed, state.params)
+    stats = evaluate(agent.freeze(state).collector, seed, state.params)
     print(f"{name}, seed {seed}: {stats}, {seconds:.1f} s", flush=True)
     every = max(1, config.num_updates // 100)
-    curve = np.asarray(log["return"], float)[::every]
+    curve = np.asarray(metrics["return_mean"], float)[::every]
+    steps = agent.env_steps(np.arange(1, config.num_updates + 1))[::every]
     return {
         "return": float(stats.returns.mean),
         "seconds": seconds,
-        "steps": np.asarray(log["steps"], int)[::every].tolist(),
+        "steps": steps.tolist(),
         "curve": [None if np.isnan(x) else round(x, 2) for x in curve.tolist()],
     }
 
@@ -209,7 +202,7 @@ def children() -> float:
 
 def run_peer(env_id: str, seed: int, programs: dict[str, Any], folder: Path) -> Any:
     """Trains PureJaxRL's script with the same settings."""
-    config = recipes.Config(**TASKS[env_id])
+    config = recipes.PPOSettings(**TASKS[env_id])
     if env_id not in programs:
         learner = learners_of_peers.make_purejaxrl(env_id, config, folder)
         lowered = jax.jit(learner.train).lower(jax.random.key(0))
@@ -233,12 +226,12 @@ def is_changed(env_id: str, detail: str) -> bool:
         return True
     if "only" in change:
         return "activation" not in TASKS[env_id]  # a continuous task
-    defaults = load().Config()._asdict()
+    defaults = dataclasses.asdict(recipes.PPOSettings())
     return any({**defaults, **TASKS[env_id]}[x] != y for x, y in change.items())
 
 
 def cell(runs: dict[str, Any], what: str, digits: int = 1) -> str:
-    """The mean over seeds, and half of its interval."""
+    """Formats the mean over seeds, and half of its interval."""
     mean, half = curves.band([[x[what]] for x in runs.values()])
     digits = 0 if abs(mean[0]) >= 1000 else digits
     return f"{mean[0]:,.{digits}f} ± {half[0]:,.{digits}f}"
@@ -248,8 +241,7 @@ def table(results: dict[str, Any]) -> str:
     """Makes the table of what it reaches."""
     lines = ["| | steps | `ppo.py` | reference | CPU s |", "|---" * 5 + "|"]
     for name, settings in TASKS.items():
-        config = load().Config(**settings)
-        steps = config.num_updates * config.num_envs * config.num_steps
+        steps = recipes.total_steps(recipes.PPOSettings(**settings))
         reference = REFERENCES.get(name)
         if reference is None:
             reference = f"PureJaxRL {cell(results[f'PureJaxRL, {name}'], 'return')}"

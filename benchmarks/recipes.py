@@ -1,46 +1,49 @@
-"""The programs of `docs/recipes` with other settings, as one function from a key.
+"""Agents of `rollout/recipes` with settings of PureJaxRL, as functions of a key.
 
-Nothing of an algorithm is written here but PureJaxRL's settings of DQN. The agents are
-those of `rollout/recipes`; the programs of pages run up to their loop, with some of
-their text replaced.
+`source` and `setup` run the programs of pages, with some of their text replaced.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 
-import rollout
 from rollout import envs
 from rollout.envs.wrappers.wrapper import Wrapper
 from rollout.recipes import dqn, ppo
-from rollout.recipes.ppo import Config
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "recipes"
-# Of `ppo.py`, what PureJaxRL's scripts have.
-PUREJAXRL = Config(num_minibatches=4, learning_rate=2.5e-4, value_clip=0.2)
 
 
-class DQN(NamedTuple):
-    """Settings of DQN; the others are those of PureJaxRL's `dqn.py`."""
+@dataclasses.dataclass(frozen=True)
+class PPOSettings(ppo.Config):
+    """A config of PPO, and its number of environments."""
 
-    num_updates: int  # steps of each lane, with a gradient step each
+    num_envs: int = 64
+
+
+PUREJAXRL = PPOSettings(num_minibatches=4, learning_rate=2.5e-4, clip_range_vf=0.2)
+
+
+class DQNSettings(NamedTuple):
+    """Settings of DQN. All other settings are constants of PureJaxRL's `dqn.py`."""
+
+    num_updates: int  # steps per environment, with a gradient step each
     num_envs: int = 10
     learning_starts: int = 10_000  # environment steps before the first gradient
 
 
 class Learner(NamedTuple):
-    """A training, and the policy that it learns.
+    """A training, and the policy that it trains.
 
     Attributes:
-        train: a key to all that the program returns.
-        params: picks the parameters from that.
-        act: `(params, obs, key)` to actions, `[B, ...]`: drawn with PPO, greedy with
+        train: a key to the results of the program.
+        params: selects the parameters from these results.
+        act: `(params, obs, key)` to actions, `[B, ...]`: sampled by PPO, greedy by
             DQN.
     """
 
@@ -50,7 +53,7 @@ class Learner(NamedTuple):
 
 
 class LimitIsFailure(Wrapper):
-    """An environment that takes its time limit for a termination, as PureJaxRL does."""
+    """Treats time limits as terminal states, as PureJaxRL does."""
 
     def step(self, key: jax.Array, state: Any, action: Any) -> envs.EnvStep:
         """Takes one step."""
@@ -60,9 +63,9 @@ class LimitIsFailure(Wrapper):
         return result.replace(terminated=terminated, truncated=none)
 
 
-def total_steps(config: Config | DQN) -> int:
-    """Environment steps of a training."""
-    if isinstance(config, DQN):
+def total_steps(config: PPOSettings | DQNSettings) -> int:
+    """Computes the environment steps of a training."""
+    if isinstance(config, DQNSettings):
         return config.num_updates * config.num_envs
     return config.num_updates * config.num_envs * config.num_steps
 
@@ -114,14 +117,14 @@ def setup(
     return names
 
 
-def make_lanes(env_id: str, config: Config, only: str = "") -> Any:
-    """Makes the lanes of a training of PPO.
+def make_lanes(env_id: str, config: PPOSettings, only: str = "") -> Any:
+    """Makes the environments of a training of PPO.
 
     Args:
-        env_id: of gymnax or brax.
-        config: of PPO.
-        only: which of `"obs"` and `"reward"` is normalized where actions are
-            continuous, both if empty, none if anything else.
+        env_id: id of an environment of gymnax or brax.
+        config: settings of PPO.
+        only: `"obs"` or `"reward"` to normalize only these if actions are continuous;
+            empty to normalize both; any other word for none.
     """
     env = envs.vectorize(make_env(env_id), config.num_envs)
     if hasattr(env.action_space, "n"):
@@ -133,80 +136,59 @@ def make_lanes(env_id: str, config: Config, only: str = "") -> Any:
     return env
 
 
-def make_collector(env: Any, agent: ppo.PPO) -> rollout.Collector:
-    """Makes the collector that plays an agent of `ppo.py`."""
-    return rollout.Collector(env=env, policy=agent.policy)
+def make_ppo(env: Any, config: ppo.Config) -> Learner:
+    """Makes a training of `ppo.py` in vectorized environments."""
+    agent = ppo.PPO(env, config)
 
+    def act(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
+        return agent.policy.apply(params, obs, (), key).action
 
-def make_ppo(env: Any, config: Config) -> Learner:
-    """Makes the training of `ppo.py` over lanes."""
-    agent = ppo.PPO(env.action_space, config)
-    collector = make_collector(env, agent)
-    train = lambda key: ppo.train(agent, collector, key)  # noqa: E731
-    return Learner(
-        train, lambda result: result[0].params, lambda *args: agent.act(*args)[0]
-    )
+    train = lambda key: agent.train(agent.init(key))  # noqa: E731
+    return Learner(train, lambda result: result[0].params, act)
 
 
 class PureJaxRLDQN(dqn.DQN):
-    """DQN as PureJaxRL has it: one step, even draws, target networks that are copied.
+    """DQN with the targets and the loss of PureJaxRL: a maximum, and squared errors."""
 
-    An update is one period of the target network.
+    def td_target(self, params: Any, target_params: Any, sample: Any) -> jax.Array:
+        """Computes the target of every row from the target network alone."""
+        values = self.model.apply(target_params, sample.experience.next_obs)
+        return sample.experience.reward + sample.discount * values.max(axis=-1)
+
+    def loss(self, params: Any, batch: dqn.Batch) -> Any:
+        """Computes the squared TD error of every row."""
+        metrics = super().loss(params, batch)[1]
+        return metrics["td_error"] ** 2, metrics
+
+
+def make_dqn(env: Any, settings: DQNSettings) -> Learner:
+    """Makes a training of DQN with PureJaxRL's settings, in copies of `env`.
+
+    An update is one period of the target network: 500 environment steps.
     """
+    num_steps = 500 // settings.num_envs
+    num_warmup_steps = settings.learning_starts // settings.num_envs
+    num_updates = (settings.num_updates - num_warmup_steps) // num_steps
+    config = dqn.Config(
+        num_updates=num_updates,
+        num_steps=num_steps,
+        gradient_steps=num_steps,
+        learning_starts=settings.learning_starts,
+        learning_rate=2.5e-4,
+        anneal_lr=False,
+        buffer_size=10_000,
+        n_step=1,
+        exploration_fraction=0.5 * settings.num_updates / (num_updates * num_steps),
+        exploration_final_eps=0.05,
+        prioritized=False,
+        tau=1.0,
+        target_update_interval=num_steps,
+        hidden_layer_sizes=(120, 84),
+    )
+    agent = PureJaxRLDQN(envs.vectorize(env, settings.num_envs), config)
 
-    def __init__(self, action_space: Any, settings: DQN) -> None:
-        length = 500 // settings.num_envs  # steps between copies of the target network
-        first = settings.learning_starts // settings.num_envs
-        config = dqn.Config(
-            num_updates=(settings.num_updates - first) // length,
-            num_envs=settings.num_envs,
-            warmup=first,
-            num_steps=length,
-            num_gradients=length,
-            capacity=10_000,
-        )
-        super().__init__(action_space, config, network=self.make_network)
-        self.optimizer = optax.adam(2.5e-4)
-        self.buffer = rollout.buffers.ReplayBuffer(config.capacity, config.num_envs)
-        epsilon: Any = optax.linear_schedule(1.0, 0.05, settings.num_updates // 2)
-        self.policy = rollout.epsilon_greedy(self.final_policy, action_space, epsilon)
+    def act(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
+        return agent.eval_policy.apply(params, obs, (), key).action
 
-    @staticmethod
-    def make_network(action_space: Any, config: dqn.Config) -> nn.Module:
-        """Makes PureJaxRL's layers."""
-        layers = [nn.Dense(120), nn.relu, nn.Dense(84), nn.relu]
-        return nn.Sequential([jnp.float32, *layers, nn.Dense(action_space.n)])
-
-    def loss(self, params: Any, targets: Any, batch: Any) -> Any:
-        """Returns the loss of a batch, of values that the target network chooses."""
-        row, index = batch.experience, jnp.arange(batch.weights.size)
-        next_values = self.network.apply(targets, row.next_obs)
-        target = row.reward + batch.discount * next_values.max(axis=-1)
-        error = target - self.network.apply(params, row.obs)[index, row.action]
-        return jnp.mean(batch.weights * error**2), error
-
-    def learn(self, learner: Any, memory: Any, t: Any, key: Any, beta: Any) -> Any:
-        """Adds a trajectory, takes the gradient steps, and copies the parameters."""
-        memory, targets = self.buffer.add(memory, t), learner[0]
-
-        def step(state: Any, key: jax.Array) -> Any:
-            params, opt_state = state
-            size = self.config.batch_size
-            batch = self.buffer.sample(memory, key, size, n_step=1, gamma=0.99)
-            grads, _ = jax.grad(self.loss, has_aux=True)(params, targets, batch)
-            change, opt_state = self.optimizer.update(grads, opt_state)
-            return (optax.apply_updates(params, change), opt_state), None
-
-        state = learner[0], learner[2]
-        keys = jax.random.split(key, self.config.num_gradients)
-        (params, opt_state), _ = jax.lax.scan(step, state, keys)
-        return (params, params, opt_state), memory, {}
-
-
-def make_dqn(env: Any, config: DQN) -> Learner:
-    """Makes the training of `dqn.py` with PureJaxRL's settings."""
-    agent = PureJaxRLDQN(env.action_space, config)
-    lanes = envs.vectorize(env, config.num_envs)
-    collector = rollout.Collector(env=lanes, policy=agent.policy)
-    train = lambda key: dqn.train(agent, collector, key)  # noqa: E731
-    return Learner(train, lambda result: result[0].params, agent.act)
+    train = lambda key: agent.train(agent.init(key))  # noqa: E731
+    return Learner(train, lambda result: result[0].params, act)

@@ -1,8 +1,14 @@
 """How fast are whole trainings, and how slow a convolution on a CPU?
 
-Runs the recipes and the programs of others with the same settings, each from a key to
-all that it returns, in turns: CPU and wall time of an update, CPU time to trace, lower
-and compile; ratios are of medians.
+Runs the recipes and programs of other libraries with the same settings, each from a key
+to all that it returns, in turns: CPU and wall time of an update, CPU time to trace,
+lower and compile; ratios are of medians.
+
+Rows of PPO whose name ends in "microbatches of 256" have `microbatch_size=256` here:
+the gradient of a minibatch is accumulated over microbatches of 256 rows, whose
+intermediate values fit into a cache of the CPU. The gradient is the same up to
+rounding. Rows without that ending differentiate all rows of a minibatch at once, as the
+other libraries do.
 
 Then a batch of MinAtar's images through one layer and its gradient: `nn.Conv`, the same
 as a matrix product over patches, and a dense layer of as many outputs as the MLP's.
@@ -37,13 +43,14 @@ import learners_of_peers as peers
 import recipes
 import teams
 from harness import Program, measure, run
-from recipes import DQN, PUREJAXRL, make_env
+from recipes import PUREJAXRL, DQNSettings, PPOSettings, make_env
 
 import rollout
 from rollout import envs
-from rollout.recipes.recurrent_ppo import RecurrentPPO
+from rollout.recipes import ppo, recurrent_ppo
 
 STEPS = 20
+MICROBATCH_SIZE = 256
 SIZES = {  # of the lanes of CartPole: updates of a training
     4: 50,
     64: 10,
@@ -72,27 +79,36 @@ class Training(NamedTuple):
     seeds: tuple[int, ...] = (1,)
 
 
-class Cell(nn.Module):
-    """The memory of PureJaxRL's `ppo_rnn.py`."""
-
-    @nn.compact
-    def __call__(self, memory: jax.Array, obs: jax.Array) -> Any:
-        """Maps memories and observations to new memories and what they show."""
-        return nn.GRUCell(128)(memory, nn.relu(nn.Dense(128)(obs)))
-
-
-class Heads(nn.Module):
-    """The actor and the critic of PureJaxRL's `ppo_rnn.py`."""
+class RecurrentNetwork(nn.Module):
+    """The network of PureJaxRL's `ppo_rnn.py`."""
 
     num_actions: int
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> Any:
-        """Maps what memories show to policies and values."""
-        logits, value = (
-            nn.Dense(n)(nn.relu(nn.Dense(128)(x))) for n in (self.num_actions, 1)
+    def setup(self) -> None:
+        """Creates the layers."""
+        self.embedding, self.cell = nn.Dense(128), nn.GRUCell(128)
+        self.actor, self.critic = (
+            nn.Sequential([nn.Dense(128), nn.relu, nn.Dense(size)])
+            for size in (self.num_actions, 1)
         )
-        return recipes.ppo.Categorical(logits), value[..., 0]
+
+    @nn.nowrap
+    def initialize_memory(self, num_envs: int) -> jax.Array:
+        """Returns the memory at the start of an episode."""
+        return jnp.zeros((num_envs, 128))
+
+    def encode(self, memory: jax.Array, obs: jax.Array) -> Any:
+        """Maps memory and observations to memory and features."""
+        return self.cell(memory, nn.relu(self.embedding(obs)))
+
+    def heads(self, features: jax.Array) -> Any:
+        """Maps features to logits and values."""
+        return self.actor(features), self.critic(features)[..., 0]
+
+    def __call__(self, memory: jax.Array, obs: jax.Array) -> Any:
+        """Maps memory and observations to memory, and logits and values."""
+        memory, features = self.encode(memory, obs)
+        return memory, self.heads(features)
 
 
 class Greedy(nn.Module):
@@ -129,23 +145,23 @@ LAYERS = {
 def of_purejaxrl(folder: Path) -> Iterator[Training]:
     """PureJaxRL's scripts."""
     cartpole = functools.partial(train_ppo, "CartPole-v1")
-    breakout = PUREJAXRL._replace(
-        num_updates=2, num_minibatches=8, learning_rate=5e-3, activation=nn.relu
+    breakout = PUREJAXRL.replace(
+        num_updates=2, num_minibatches=8, learning_rate=5e-3, activation="relu"
     )
-    robot = PUREJAXRL._replace(
+    robot = PUREJAXRL.replace(
         num_updates=2,
         num_minibatches=8,
         learning_rate=3e-4,
-        entropy_weight=0.0,
-        hidden=256,
+        ent_coef=0.0,
+        hidden_layer_sizes=(256, 256),
     )
-    two, both = PUREJAXRL._replace(num_updates=2), (1, 8)
+    two, both = PUREJAXRL.replace(num_updates=2), (1, 8)
     for name, env_id, config, ours, script, seeds in (
         *(
             (
                 f"PPO, CartPole, {num_envs:,} lanes",
                 "CartPole-v1",
-                PUREJAXRL._replace(num_envs=num_envs, num_updates=num_updates),
+                PUREJAXRL.replace(num_envs=num_envs, num_updates=num_updates),
                 cartpole,
                 "ppo",
                 both if num_envs in (4, 64) else (1,),
@@ -176,12 +192,19 @@ def of_purejaxrl(folder: Path) -> Iterator[Training]:
             "ppo_rnn",
             (1,),
         ),
-        ("DQN, CartPole, 10 lanes", "CartPole-v1", DQN(4000), train_dqn, "dqn", both),
+        (
+            "DQN, CartPole, 10 lanes",
+            "CartPole-v1",
+            DQNSettings(4000),
+            train_dqn,
+            "dqn",
+            both,
+        ),
     ):
         theirs = functools.partial(
             peers.make_purejaxrl, env_id, config, folder, script, normalize=True
         )
-        yield Training(
+        training = Training(
             name,
             f"PureJaxRL's `{script}.py`",
             config.num_updates,
@@ -189,44 +212,69 @@ def of_purejaxrl(folder: Path) -> Iterator[Training]:
             lambda theirs=theirs: theirs().train,
             seeds,
         )
+        if script in ("ppo", "ppo_continuous_action"):
+            yield from with_microbatches(training, ours, config)
+        else:
+            yield training
 
 
-def train_ppo(env_id: str, config: recipes.Config) -> Train:
-    """Makes the whole program of `ppo.py`; robots are normalized."""
+def with_microbatches(
+    training: Training, ours: Callable[[PPOSettings], Train], config: PPOSettings
+) -> Iterator[Training]:
+    """Yields a training of PPO, and the same in microbatches if its rows suffice."""
+    yield training
+    num_rows = config.num_envs * config.num_steps // config.num_minibatches
+    if num_rows > MICROBATCH_SIZE:
+        config = config.replace(microbatch_size=MICROBATCH_SIZE)
+        name = f"{training.name}, microbatches of {MICROBATCH_SIZE}"
+        yield training._replace(name=name, ours=functools.partial(ours, config))
+
+
+def train_ppo(env_id: str, config: PPOSettings) -> Train:
+    """Makes a training of PPO; observations and rewards of robots are normalized."""
     return recipes.make_ppo(recipes.make_lanes(env_id, config), config).train
 
 
-def train_recurrent(config: recipes.Config) -> Train:
-    """Makes that of recurrent PPO, with the network of PureJaxRL."""
+def train_recurrent(config: PPOSettings) -> Train:
+    """Makes a training of recurrent PPO, with the network of PureJaxRL."""
     env = envs.vectorize(make_env("CartPole-v1"), config.num_envs)
-    empty = lambda num_envs: jnp.zeros((num_envs, 128))  # noqa: E731
-    agent = RecurrentPPO(env.action_space, config, Cell(), empty)
-    agent.network = Heads(env.action_space.n)
-    collector = recipes.make_collector(env, agent)
-    return lambda key: recipes.ppo.train(agent, collector, key)
+    network = RecurrentNetwork(env.action_space.n)
+    agent = recurrent_ppo.RecurrentPPO(
+        env,
+        recurrent_ppo.Config(
+            num_updates=config.num_updates,
+            num_minibatches=config.num_minibatches,
+            learning_rate=config.learning_rate,
+            clip_range_vf=config.clip_range_vf,
+        ),
+        network,
+    )
+    return lambda key: agent.train(agent.init(key))
 
 
-def train_dqn(config: DQN) -> Train:
-    """Makes that of the page of DQN."""
+def train_dqn(config: DQNSettings) -> Train:
+    """Makes a training of DQN with the settings of PureJaxRL."""
     return recipes.make_dqn(make_env("CartPole-v1"), config).train
 
 
 def of_rejax() -> Iterator[Training]:
     """Programs of rejax."""
-    config = PUREJAXRL._replace(num_updates=10)
-    yield Training(
+    config = PUREJAXRL.replace(num_updates=10)
+    ours = functools.partial(train_ppo, "CartPole-v1")
+    training = Training(
         "PPO, CartPole, 64 lanes",
         "rejax",
         10,
-        functools.partial(train_ppo, "CartPole-v1", config),
+        functools.partial(ours, config),
         lambda: peers.make_rejax("CartPole-v1", config).train,
     )
+    yield from with_microbatches(training, ours, config)
     yield Training(
         "DQN, CartPole, 10 lanes",
         "rejax",
         4000,
-        functools.partial(train_dqn, DQN(4000)),
-        lambda: peers.make_rejax("CartPole-v1", DQN(4000)).train,
+        functools.partial(train_dqn, DQNSettings(4000)),
+        lambda: peers.make_rejax("CartPole-v1", DQNSettings(4000)).train,
     )
 
 
@@ -250,14 +298,14 @@ def of_purejaxql(folder: Path, purejaxrl: Path) -> Iterator[Training]:
 def of_craftax(folder: Path) -> Iterator[Training]:
     """The script of Craftax_Baselines, and `ppo.py` with its network."""
     env_id = "Craftax-Classic-Symbolic-v1"
-    config = PUREJAXRL._replace(
+    config = PUREJAXRL.replace(
         num_updates=2,
         num_steps=64,
         num_minibatches=8,
         learning_rate=2e-4,
-        lam=0.8,
+        gae_lambda=0.8,
         max_grad_norm=1.0,
-        hidden=512,
+        hidden_layer_sizes=(512,),
     )
     train, layers = peers.make_craftax(folder, env_id, config)
 
@@ -266,23 +314,21 @@ def of_craftax(folder: Path) -> Iterator[Training]:
 
         def __call__(self, obs: jax.Array) -> Any:
             policy, value = self.layers(obs)
-            return recipes.ppo.Categorical(policy.logits), value
+            return policy.logits, value
 
-    def ours() -> Train:
+    def ours(config: PPOSettings) -> Train:
         env = envs.make_vec(f"craftax:{env_id}", config.num_envs)
-        agent = recipes.ppo.PPO(
-            env.action_space, config, network=lambda *_: Network(layers)
-        )
-        collector = recipes.make_collector(env, agent)
-        return lambda key: recipes.ppo.train(agent, collector, key)
+        agent = ppo.PPO(env, config, Network(layers))
+        return lambda key: agent.train(agent.init(key))
 
-    yield Training(
+    training = Training(
         "PPO, Craftax Classic, 64 lanes",
         "Craftax_Baselines' `ppo.py`",
         config.num_updates,
-        ours,
+        functools.partial(ours, config),
         lambda: train,
     )
+    yield from with_microbatches(training, ours, config)
 
 
 def of_jaxmarl(folder: Path) -> Iterator[Training]:

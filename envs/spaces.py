@@ -5,7 +5,7 @@ a space and their `bounds`, whatever library it came from.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import chex
@@ -421,11 +421,20 @@ class EnvSpec:
         observation_space: space of the observation of a single environment.
         action_space: space of the action of a single environment.
         num_envs: number of parallel environments.
+        normalize_fn: maps raw observations to those that the policy receives; None if
+            they are equal. It does not count when specs are compared.
     """
 
     observation_space: AnySpace
     action_space: AnySpace
     num_envs: int = 1
+    normalize_fn: Callable[[ArrayTree], ArrayTree] | None = dataclasses.field(
+        default=None, compare=False
+    )
+
+    def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
+        """Normalizes raw observations as the environment did."""
+        return obs if self.normalize_fn is None else self.normalize_fn(obs)
 
 
 def env_spec(env: Any) -> EnvSpec:

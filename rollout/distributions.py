@@ -285,8 +285,18 @@ class TanhNormal:
                 deviations are clipped to [-5, 2].
             key: one typed key.
         """
+        mean, _ = self._mean_and_log_std(params)
+        return self.transform_noise(params, jax.random.normal(key, mean.shape))
+
+    def transform_noise(self, params: jax.Array, noise: jax.Array) -> jax.Array:
+        """Scales and shifts standard normal noise to unsquashed actions, as `sample`.
+
+        Args:
+            params: `[..., num_params]` float, output of a network.
+            noise: `[..., size]` float, independent standard normal numbers.
+        """
         mean, log_std = self._mean_and_log_std(params)
-        return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
+        return mean + jnp.exp(log_std) * noise
 
     def mode(self, params: jax.Array) -> jax.Array:
         """Returns the means, `[..., size]`, as actions before squashing."""
@@ -331,6 +341,14 @@ class TanhNormal:
             squashed = jnp.where(has_low ^ has_high, half_open, squashed)
             squashed = jnp.where(has_low | has_high, squashed, raw_action)
         return squashed
+
+    def clip(self, normalized_action: jax.Array) -> jax.Array:
+        """Clips normalized actions, `[..., size]`, to the range of `squash`."""
+        has_low, has_high = self._has_bounds()
+        low, high = np.where(has_low, -1.0, -np.inf), np.where(has_high, 1.0, np.inf)
+        lanes = normalized_action.shape[:-1]
+        low, high = (jnp.broadcast_to(jnp.float32(x), (*lanes, x.size)) for x in (low, high))
+        return jnp.clip(normalized_action, low, high)
 
     def postprocess(self, normalized_action: jax.Array) -> jax.Array:
         """Scales normalized actions, `[..., size]`, to the space, `[..., *shape]`."""

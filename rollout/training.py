@@ -1,27 +1,149 @@
-"""What training loops over JAX and host environments share."""
+"""`Agent`: the interface of trainable agents, with what all of them share.
 
+The agents of `rollout.recipes` are subclasses that add an algorithm. For an agent of
+another kind, write the four methods that `Agent` lists.
+"""
+
+import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rollout import checks
 from rollout.collector import Collector
+from rollout.envs.spaces import EnvSpec, env_spec
 from rollout.envs.types import ArrayTree
+from rollout.envs.wrappers import normalize_obs
 from rollout.host.host_collector import HostCollector
+from rollout.policies import greedy
 from rollout.types import Policy
 
 State = TypeVar("State")
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+    """An immutable agent: environments, hyperparameters, and how to train.
+
+    A subclass is a frozen dataclass with a field `config`, whose `num_updates` is the
+    length of a training, and defines:
+
+    - `policy`: the policy that collects experience;
+    - `init_learner(key, obs)`: the initial state without `carry` and `key`, from
+      observations `[B, ...]`, as a `flax.struct.PyTreeNode` with fields `params`,
+      `carry`, `key` and `num_updates`;
+    - `update(state)`: collects and learns; returns the next state, and metrics by name;
+    - `env_steps(num_updates)`: environment steps after so many updates.
+
+    Agents compare by value. Assigning to a field raises; `replace` returns another
+    agent.
+
+    Attributes:
+        env: `B` parallel environments, JAX or host; an `EnvSpec` is enough to predict.
+    """
+
+    env: Any
+
+    config: Any = None
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that collects experience."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def eval_policy(self) -> Policy:
+        """The policy to evaluate and to predict with: it takes the likeliest action."""
+        return greedy(self.policy)
+
+    @functools.cached_property
+    def spec(self) -> EnvSpec:
+        """The spaces of a single environment, and `num_envs`."""
+        return self.env if isinstance(self.env, EnvSpec) else env_spec(self.env)
+
+    @functools.cached_property
+    def collector(self) -> Collector | HostCollector:
+        """The collector of `policy` in `env`."""
+        return make_collector(self.env, self.policy)
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns another agent with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> Any:
+        """Initializes all but `carry` and `key`, from `[B, ...]` observations."""
+        raise NotImplementedError
+
+    def init(self, key: chex.PRNGKey) -> Any:
+        """Starts an episode in every environment, and initializes the parameters.
+
+        Args:
+            key: one typed key: the source of all randomness of the training.
+        """
+        carry_key, learner_key, key = jax.random.split(key, 3)
+        carry = self.collector.init(carry_key)
+        # One program instead of many small ones.
+        state = jax.jit(self.init_learner)(learner_key, carry.obs)
+        return state.replace(carry=carry, key=key)
+
+    def update(self, state: Any) -> tuple[Any, dict[str, jax.Array]]:
+        """Collects experience and learns from it: `(state, metrics)`."""
+        raise NotImplementedError
+
+    def train(
+        self, state: Any, num_updates: int | None = None
+    ) -> tuple[Any, dict[str, jax.Array]]:
+        """Runs updates, in host environments as a loop in Python.
+
+        Args:
+            state: result of `init`, or of an earlier call.
+            num_updates: number of updates, at least 1. Static. None for
+                `config.num_updates`.
+
+        Returns:
+            The next state, and the metrics of every update, `[num_updates]` by name.
+
+        Raises:
+            ValueError: if `num_updates` is not an int of at least 1.
+        """
+        if num_updates is None:
+            num_updates = self.config.num_updates
+        is_host = self.collector.is_host
+        return scan_updates(self.update, state, num_updates, is_host=is_host)
+
+    def env_steps(self, num_updates: Any) -> Any:
+        """Returns the environment steps after so many updates, an int or an array."""
+        raise NotImplementedError
+
+    def predict(self, params: ArrayTree, obs: ArrayTree) -> ArrayTree:
+        """Returns the most likely action for a single observation.
+
+        Args:
+            params: parameters of the policy.
+            obs: `[*shape]`, as the environment returns it. If `env` normalizes
+                observations, fix its statistics first: `agent.freeze(state)`.
+        """
+        obs = normalize_obs(self.env, obs)
+        batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
+        action = self.eval_policy.apply(params, batch, (), jax.random.key(0)).action
+        return jax.tree.map(lambda x: x[0], action)
+
+    def freeze(self, state: Any) -> Self:
+        """Fixes the statistics of normalized environments, to evaluate or predict."""
+        return self.replace(env=self.collector.freeze(state.carry).env)
 
 
 def make_collector(env: Any, policy: Policy) -> Collector | HostCollector:
     """Makes the collector for an environment of either kind.
 
     Args:
-        env: a `VectorEnv`, such as that of `rollout.envs.make_vec`, or a
-            `HostVectorEnv`, such as that of `rollout.envs.from_gymnasium`.
+        env: a `VectorEnv`, such as `rollout.envs.make_vec(id, num_envs)`, or a
+            `HostVectorEnv`, such as `rollout.envs.from_gymnasium(id, num_envs)`.
         policy: the policy that acts in it.
 
     Raises:
@@ -38,10 +160,10 @@ def scan_updates(
     *,
     is_host: bool = False,
 ) -> tuple[State, Any]:
-    """Runs updates: as one `jax.lax.scan`, or as a loop in Python.
+    """Runs updates, as one `jax.lax.scan` or as a loop in Python.
 
     Args:
-        update_fn: `state` to the next state and metrics.
+        update_fn: maps the state to the next state and metrics.
         state: the first state.
         num_updates: number of updates, at least 1.
         is_host: whether the environments are not written in JAX, as `is_host` of a
@@ -62,6 +184,4 @@ def scan_updates(
     for _ in range(num_updates):
         state, update_metrics = update_fn(state)
         metrics.append(update_metrics)
-    return state, jax.tree.map(
-        lambda *x: jnp.asarray(np.stack(x)), *jax.device_get(metrics)
-    )
+    return state, jax.tree.map(lambda *x: np.stack(x), *jax.device_get(metrics))

@@ -1,12 +1,15 @@
-"""Agents to read, run and copy, one file each.
+"""Agents to run, read and copy: one complete file per algorithm.
 
     python -m rollout.recipes.ppo CartPole-v1
 
-Copy a file and change it: that is what it is for, and the one here may change, too. It
-needs the extra `train`: optax, and what draws curves and episodes.
+- `ppo`, `recurrent_ppo`, `dqn`, `pqn`, `sac`, `td3`: the agents.
+- `running`: `run` trains with logs, evaluations and checkpoints; `load` reads them.
+- `command`: the command line of the agents.
 
-- `ppo`, `recurrent_ppo`, `dqn`, `sac`: the agents.
-- `training`: what they share, the loop and the command.
-- `gradients`: those of networks, in less time.
-- `distributions`: the distribution over any space of actions.
+The extra `train` installs what they need: optax, and what draws curves and episodes.
+Recipes are for copying, so they may change in any release.
 """
+
+from rollout.recipes.running import load, run
+
+__all__ = ["load", "run"]

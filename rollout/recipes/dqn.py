@@ -1,158 +1,467 @@
-"""Double DQN with prioritized replay (arXiv:1509.06461, 1511.05952), in JAX or not.
+"""Double DQN with prioritized replay (arXiv:1509.06461, arXiv:1511.05952).
 
     python -m rollout.recipes.dqn CartPole-v1
 
-Copy this file and change it; it may change here, too.
+The order is the papers': config, network, rollout, targets, loss, update. It takes JAX
+and host environments. Copy this file and change it.
 """
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Self
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import struct
 
 import rollout
-from rollout.envs.spaces import as_space
-from rollout.envs.wrappers import mask_in
-from rollout.recipes import training
-from rollout.recipes.training import State
-from rollout.recipes.training import begin as begin
-from rollout.recipes.training import train as train
+from rollout.envs.spaces import Discrete, EnvSpec, as_space, env_spec
+from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.wrappers import flatten_obs, mask_in, normalize_obs
+from rollout.platform import dot_general
+from rollout.training import make_collector, scan_updates
 
 
-class Config(NamedTuple):
-    num_updates: int = 400
-    num_envs: int = 16
-    warmup: int = 64  # steps of each environment before the first update
-    num_steps: int = 32  # of each environment in an update
-    num_gradients: int = 32  # in an update, after these steps
-    batch_size: int = 128
-    learning_rate: float = 1e-3  # of the first update; falls to 0
-    capacity: int = 100_000  # of the buffer
-    n_step: int = 3
-    gamma: float = 0.99
-    exploration: float = 0.1  # part of the training in which epsilon falls from 1
-    epsilon: float = 0.01  # after that
-    beta: float = 0.4  # of the weights of the first update; rises to 1
-    target_rate: float = 0.01
-    hidden: int = 128
-    activation: Any = nn.relu
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Hyperparameters of DQN, named as in Stable-Baselines3 and CleanRL.
 
-
-class DQN:
-    """Trains an agent by double DQN with n-step targets and prioritized replay.
-
-    Args:
-        action_space: of one environment, a `Discrete`.
-        config: the settings.
-        observation_space: of one environment, to flatten observations of any space, and
-            for their `action_mask`; None if they are vectors.
-        network: `(action_space, config)` to a module that maps observations to the
-            values of all actions; None for two dense layers.
+    `learning_rate`, `gamma`, `beta` and `tau` may vary under `jax.vmap`. The other
+    numbers are static.
     """
 
-    def __init__(self, action_space, config, observation_space=None, network=None):
-        if not hasattr(action_space, "n"):
+    num_updates: int = 400
+    num_steps: int = 32  # steps per environment in each update
+    gradient_steps: int = 32  # in each update, after its environment steps
+    learning_starts: int = 1024  # environment steps before the first update
+    batch_size: int = 128
+    learning_rate: float | optax.Schedule = 1e-3  # schedule: of gradient steps
+    anneal_lr: bool = True  # decays a number by a cosine to 0 over `num_updates`
+    buffer_size: int = 100_000
+    n_step: int = 3  # rewards in a target
+    gamma: float = 0.99
+    exploration_fraction: float = 0.1  # fraction of steps in which epsilon falls from 1
+    exploration_final_eps: float = 0.01
+    prioritized: bool = True  # False: uniform replay
+    beta: float = 0.4  # exponent of importance weights, annealed to 1
+    tau: float = 0.01  # step size of a target update
+    target_update_interval: int = 1  # gradient steps between target updates
+    hidden_layer_sizes: tuple[int, ...] = (128, 128)
+    activation: str = "relu"  # name of a function of `flax.linen`
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with some hyperparameters changed."""
+        return dataclasses.replace(self, **changes)
+
+
+class QNetwork(nn.Module):
+    """A multilayer perceptron: the value of every action."""
+
+    num_actions: int
+    observation_space: AnySpace
+    hidden_layer_sizes: tuple[int, ...]
+    activation: str
+
+    @nn.compact
+    def __call__(self, obs: ArrayTree) -> jax.Array:
+        """Maps `[..., *shape]` observations to `[..., num_actions]`."""
+        x = flatten_obs(self.observation_space, obs)
+        for size in self.hidden_layer_sizes:
+            x = nn.Dense(size, dot_general=dot_general)(x)
+            x = getattr(nn, self.activation)(x)
+        return nn.Dense(self.num_actions, dot_general=dot_general)(x)
+
+
+class TrainState(struct.PyTreeNode):
+    """All state of a training, a pytree for `rollout.checkpoint`."""
+
+    params: ArrayTree
+    target_params: ArrayTree
+    opt_state: optax.OptState
+    buffer_state: ArrayTree
+    carry: rollout.Carry
+    window: rollout.EpisodeWindow  # the last 100 episodes
+    key: chex.PRNGKey
+    num_updates: jax.Array  # () int32, updates so far
+
+
+class Batch(struct.PyTreeNode):
+    """Rows of the loss, `[M, ...]`."""
+
+    obs: ArrayTree
+    action: jax.Array
+    target: jax.Array
+    weight: jax.Array  # importance weight
+
+
+def masked_values(network: nn.Module, params: ArrayTree, obs: ArrayTree) -> jax.Array:
+    """Computes the values of all actions, `[..., n]`, -1e9 for invalid actions."""
+    values, action_mask = network.apply(params, obs), mask_in(obs)
+    return values if action_mask is None else jnp.where(action_mask, values, -1e9)
+
+
+def action_mask_of(obs: ArrayTree) -> jax.Array:
+    """Returns the action mask of an observation as bool."""
+    return jnp.asarray(mask_in(obs), bool)  # in Gymnasium it is int8
+
+
+@functools.lru_cache
+def make_greedy_policy(network: nn.Module, spec: EnvSpec) -> rollout.Policy:
+    """Makes the greedy policy. Memoized, so that equal agents share programs."""
+
+    def act(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> jax.Array:
+        action = masked_values(network, params, obs).argmax(-1)
+        return spec.action_space.start + action
+
+    return rollout.stateless_policy(act)
+
+
+@functools.lru_cache
+def make_policy(
+    network: nn.Module, spec: EnvSpec, num_exploration_steps: int, final_eps: float
+) -> rollout.Policy:
+    """Makes the epsilon-greedy policy. Memoized, so that equal agents share programs.
+
+    Args:
+        network: maps observations to the values of all actions.
+        spec: spaces of the environment.
+        num_exploration_steps: steps of an environment in which epsilon falls.
+        final_eps: epsilon after these steps.
+    """
+    sample = jax.eval_shape(spec.observation_space.sample, jax.random.key(0))
+    return rollout.epsilon_greedy(
+        make_greedy_policy(network, spec),
+        spec.action_space,
+        optax.linear_schedule(1.0, final_eps, num_exploration_steps),
+        allowed_fn=None if mask_in(sample) is None else action_mask_of,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DQN:
+    """Double DQN with n-step targets and prioritized replay.
+
+        agent = DQN(env, Config())
+        state = agent.init(jax.random.key(0))
+        state, metrics = jax.jit(agent.train, donate_argnums=0)(state)
+
+    Agents are immutable and compare by value. In host environments, call `train`
+    outside of `jit`; it donates the replay buffer of `state`.
+
+    Attributes:
+        env: `B` environments with a `Discrete` action space, for example from
+            `rollout.envs.make_vec` or `rollout.envs.from_gymnasium`. An entry
+            `action_mask` of their observations restricts the actions.
+        config: hyperparameters.
+        network: a flax module that maps observations to the values of all actions,
+            `[..., n]`, as `QNetwork` does. None for a `QNetwork`.
+
+    Raises:
+        ValueError: if the action space is not a `Discrete`.
+    """
+
+    env: Any
+    config: Config = Config()
+    network: nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        space = as_space(self.env.action_space, "env.action_space")
+        if not isinstance(space, Discrete):
             raise ValueError(
-                f"`action_space` must be a Discrete for DQN, got {action_space!r}: "
-                "`rollout.recipes.ppo` takes any space, and `sac` a Box."
+                "`env.action_space` must be a Discrete for DQN, got "
+                f"{type(space).__name__}. Use PPO of `rollout.recipes.ppo` for any "
+                "space, or SAC of `rollout.recipes.sac` for a Box."
             )
-        self.action_space, self.config = action_space, config
-        mlp = training.dense(config, action_space.n, training.flat(observation_space))
-        self.network: Any = network(action_space, config) if network else mlp
-        num_gradients = config.num_updates * config.num_gradients
-        rate = optax.cosine_decay_schedule(config.learning_rate, num_gradients)
-        self.optimizer = optax.adam(rate)
-        kind = rollout.buffers.PrioritizedReplayBuffer
-        self.buffer = kind(config.capacity, config.num_envs)
-        num_steps = int(config.num_updates * config.num_steps * config.exploration)
-        epsilon: Any = optax.linear_schedule(1.0, config.epsilon, max(num_steps, 1))
-        allowed = allowed_in if has_mask(observation_space) else None
-        self.final_policy = greedy = rollout.stateless_policy(self.act)
-        explore = rollout.epsilon_greedy
-        self.policy = explore(greedy, action_space, epsilon, allowed_fn=allowed)
 
-    def init(self, key, obs):
-        params = self.network.init(key, obs)
-        return params, params, self.optimizer.init(params)
+    def replace(self, **changes: Any) -> Self:
+        """Returns another agent with some attributes changed."""
+        return dataclasses.replace(self, **changes)
 
-    def values(self, params, obs):
-        """Values all actions, `[..., n]`; those that are not allowed at -1e9."""
-        values, mask = self.network.apply(params, obs), mask_in(obs)
-        return values if mask is None else jnp.where(mask, values, -1e9)
+    @functools.cached_property
+    def spec(self) -> EnvSpec:
+        """The spaces of a single environment."""
+        return self.env if isinstance(self.env, EnvSpec) else env_spec(self.env)
 
-    def act(self, params, obs, key):
-        action = self.values(params, obs).argmax(-1)
-        return self.action_space.start + action
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        """The network, by default a `QNetwork`."""
+        if self.network is not None:
+            return self.network
+        config, spec = self.config, self.spec
+        sizes, activation = config.hidden_layer_sizes, config.activation
+        return QNetwork(spec.action_space.n, spec.observation_space, sizes, activation)
 
-    def predict(self, params, obs):
-        """Returns the best action for one observation, without a lane axis."""
-        one = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
-        return self.act(params, one, None)[0]
-
-    def loss(self, params, targets, batch):
-        """Returns the loss of a batch, and the error of each row."""
-        row, index = batch.experience, jnp.arange(batch.weights.size)
-        best = self.values(params, row.next_obs).argmax(-1)  # double DQN
-        next_value = self.network.apply(targets, row.next_obs)[index, best]
-        target = row.reward + batch.discount * next_value
-        action = row.action - self.action_space.start
-        error = target - self.network.apply(params, row.obs)[index, action]
-        return jnp.mean(batch.weights * optax.huber_loss(error)), error
-
-    # In place, where the host calls it: the memory that it is given is deleted.
-    @functools.partial(jax.jit, static_argnums=0, donate_argnames="memory", inline=True)
-    def learn(self, learner, memory, t, key, beta):
-        """Adds a trajectory `[T, B, ...]`, and takes the gradient steps."""
+    @functools.cached_property
+    def policy(self) -> rollout.Policy:
+        """The policy that collects: epsilon-greedy, with a schedule."""
         config = self.config
+        num_steps = config.num_updates * config.num_steps
+        return make_policy(
+            self.model,
+            self.spec,
+            max(1, int(num_steps * config.exploration_fraction)),
+            config.exploration_final_eps,
+        )
 
-        def step(state, key):
-            (params, targets, opt_state), memory = state
-            options = {"n_step": config.n_step, "gamma": config.gamma, "beta": beta}
-            batch = self.buffer.sample(memory, key, config.batch_size, **options)
-            grads, error = jax.grad(self.loss, has_aux=True)(params, targets, batch)
-            # A little more, so that no row is forgotten.
-            memory = self.buffer.update(memory, batch.indices, jnp.abs(error) + 0.01)
-            change, opt_state = self.optimizer.update(grads, opt_state)
-            params = optax.apply_updates(params, change)
-            targets = optax.incremental_update(params, targets, config.target_rate)
-            log = {"error": jnp.abs(error).mean()}
-            return ((params, targets, opt_state), memory), log
+    @functools.cached_property
+    def eval_policy(self) -> rollout.Policy:
+        """The policy to evaluate: it takes the action of the highest value."""
+        return make_greedy_policy(self.model, self.spec)
 
-        state = learner, self.buffer.add(memory, t)
-        keys = jax.random.split(key, config.num_gradients)
-        state, log = jax.lax.scan(step, state, keys)
-        return *state, jax.tree.map(jnp.mean, log)
+    @functools.cached_property
+    def collector(self) -> rollout.Collector | rollout.HostCollector:
+        """The collector of `policy` in `env`."""
+        return make_collector(self.env, self.policy)
 
-    def update(self, collector, state, key):
-        """Collects, and learns from the buffer; returns the next state, and a log."""
-        config, number = self.config, state.number + 1
-        beta = config.beta + (1 - config.beta) * number / config.num_updates
-        carry, t = collector.collect_steps(state.carry, state.params, config.num_steps)
-        learner, memory, log = self.learn(state.learner, state.memory, t, key, beta)
-        window = state.window.add(t)
-        steps = (config.warmup + number * config.num_steps) * config.num_envs
-        log |= {"return": window.return_mean, "steps": steps}
-        return State(learner, carry, window, number, memory), log
+    @functools.cached_property
+    def buffer(self) -> rollout.buffers.ReplayBuffer:
+        """The replay buffer."""
+        size, num_envs = self.config.buffer_size, self.spec.num_envs
+        if self.config.prioritized:
+            return rollout.buffers.PrioritizedReplayBuffer(size, num_envs)
+        return rollout.buffers.ReplayBuffer(size, num_envs)
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """Adam."""
+        config, schedule = self.config, self.config.learning_rate
+        if config.anneal_lr and not callable(schedule):
+            schedule = optax.cosine_decay_schedule(
+                schedule, config.num_updates * config.gradient_steps
+            )
+        # Flatten the parameters: few large operations are faster than many small ones.
+        return optax.flatten(optax.adam(schedule))
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps per environment before the first update, at least 1."""
+        return max(1, -(-self.config.learning_starts // self.spec.num_envs))
+
+    def env_steps(self, num_updates: int | np.ndarray) -> int | np.ndarray:
+        """Counts the steps of all environments after `num_updates` updates."""
+        if not isinstance(num_updates, int):
+            num_updates = np.asarray(num_updates, np.int64)
+        num_steps = self.num_warmup_steps + num_updates * self.config.num_steps
+        return num_steps * self.spec.num_envs
+
+    def init(self, key: chex.PRNGKey) -> TrainState:
+        """Initializes the parameters and collects the first rows of the buffer."""
+        carry_key, params_key, key = jax.random.split(key, 3)
+        carry = self.collector.init(carry_key)
+        # One program instead of many small ones, here and below.
+        params = jax.jit(self.model.init)(params_key, carry.obs)
+        carry, trajectory = self.collector.collect_steps(
+            carry, params, self.num_warmup_steps
+        )
+        state = jax.jit(self.init_learner)(params, trajectory)
+        return state.replace(carry=carry, key=key)
+
+    def init_learner(
+        self, params: ArrayTree, trajectory: rollout.Transition
+    ) -> TrainState:
+        """Initializes everything but the parameters, the carry and the key."""
+        transition = jax.tree.map(lambda x: x[0], trajectory)
+        buffer_state = self.buffer.init(transition)
+        return TrainState(
+            params=params,
+            target_params=jax.tree.map(jnp.copy, params),
+            opt_state=self.optimizer.init(params),
+            buffer_state=self.buffer.add(buffer_state, trajectory),
+            carry=(),
+            window=rollout.EpisodeWindow.create(100).add(trajectory),
+            key=(),
+            num_updates=jnp.int32(0),
+        )
+
+    def train(
+        self, state: TrainState, num_updates: int | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Runs `num_updates` updates, by default `config.num_updates`.
+
+        Returns:
+            The next state, and the metrics of every update, `[num_updates]` by name.
+        """
+        if num_updates is None:
+            num_updates = self.config.num_updates
+        is_host = self.collector.is_host
+        return scan_updates(self.update, state, num_updates, is_host=is_host)
+
+    def update(self, state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Collects a trajectory and learns from the buffer.
+
+        Returns:
+            The next state, and metrics, `()` each: `return_mean` of the last 100
+            episodes, and means over the minibatches of what `loss` returns.
+        """
+        carry, trajectory = self.collector.collect_steps(
+            state.carry, state.params, self.config.num_steps
+        )
+        buffer_state = state.buffer_state
+        state = state.replace(carry=(), buffer_state=())
+        if self.collector.is_host:
+            state, metrics = learn_jitted(
+                self.replace(env=self.spec), state, buffer_state, trajectory
+            )
+        else:
+            state, metrics = self.learn(state, buffer_state, trajectory)
+        return state.replace(carry=carry), metrics
+
+    def learn(
+        self,
+        state: TrainState,
+        buffer_state: ArrayTree,
+        trajectory: rollout.Transition,
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Adds a trajectory `[T, B, ...]` to the buffer and takes gradient steps."""
+        num_gradients = self.config.gradient_steps
+        key, sample_key = jax.random.split(state.key)
+        state = state.replace(
+            buffer_state=self.buffer.add(buffer_state, trajectory),
+            window=state.window.add(trajectory),
+            key=key,
+        )
+        sample_keys = jax.random.split(sample_key, num_gradients)
+        # Numbers of the gradient steps in the whole training, from 1.
+        steps = state.num_updates * num_gradients + jnp.arange(1, num_gradients + 1)
+        state, metrics = jax.lax.scan(self.gradient_step, state, (sample_keys, steps))
+        metrics = jax.tree.map(jnp.mean, metrics)
+        metrics["return_mean"] = state.window.return_mean
+        return state.replace(num_updates=state.num_updates + 1), metrics
+
+    def gradient_step(
+        self, state: TrainState, xs: tuple[chex.PRNGKey, jax.Array]
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Takes one gradient step on a minibatch and updates the target network."""
+        config, (key, step) = self.config, xs
+        beta = None
+        if config.prioritized:
+            schedule = optax.linear_schedule(config.beta, 1.0, config.num_updates)
+            beta = schedule(state.num_updates + 1)
+        sample = self.buffer.sample(
+            state.buffer_state,
+            key,
+            config.batch_size,
+            n_step=config.n_step,
+            gamma=config.gamma,
+            beta=beta,
+        )
+        batch = Batch(
+            obs=sample.experience.obs,
+            action=sample.experience.action,
+            target=self.td_target(state.params, state.target_params, sample),
+            weight=sample.weights,
+        )
+        grads, metrics = jax.grad(self.mean_loss, has_aux=True)(state.params, batch)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state)
+        params = optax.apply_updates(state.params, updates)
+        # A step size of 0 leaves the target network unchanged.
+        is_due = step % config.target_update_interval == 0
+        target_params = optax.incremental_update(
+            params, state.target_params, jnp.where(is_due, config.tau, 0.0)
+        )
+        buffer_state = state.buffer_state
+        if config.prioritized:
+            # Above 0, so that every row can be sampled again.
+            priority = metrics["td_error"] + 0.01
+            buffer_state = self.buffer.update(buffer_state, sample.indices, priority)
+        state = state.replace(
+            params=params,
+            target_params=target_params,
+            opt_state=opt_state,
+            buffer_state=buffer_state,
+        )
+        return state, metrics
+
+    def td_target(
+        self,
+        params: ArrayTree,
+        target_params: ArrayTree,
+        sample: rollout.buffers.types.Batch,
+    ) -> jax.Array:
+        """Computes the double n-step target of every row, arXiv:1509.06461, eq. 4.
+
+            G + γ^m (1 - terminated) Q_target(next_obs, argmax_a Q(next_obs, a))
+
+        G is the discounted sum of m rewards. `next_obs` is the observation m steps
+        later; m is less than `n_step` at the end of an episode. Truncated episodes
+        bootstrap.
+
+        Args:
+            params: parameters of the network, which chooses the action.
+            target_params: parameters of the target network, which evaluates it.
+            sample: `[M, ...]` rows of the replay buffer; `reward` is G.
+
+        Returns:
+            `[M]` float, in discounted reward.
+        """
+        next_obs = sample.experience.next_obs
+        next_action = masked_values(self.model, params, next_obs).argmax(-1)
+        next_value = select(self.model.apply(target_params, next_obs), next_action)
+        return sample.experience.reward + sample.discount * next_value
+
+    def loss(
+        self, params: ArrayTree, batch: Batch
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Computes the loss of every row: the weighted Huber loss of its TD error.
+
+        Args:
+            params: parameters of the network.
+            batch: rows, `[M, ...]`.
+
+        Returns:
+            `[M]` loss, and metrics of every row, `[M]` by name: the absolute `td_error`
+            is also the priority of the row.
+        """
+        index = batch.action - self.spec.action_space.start
+        q_value = select(self.model.apply(params, batch.obs), index)
+        td_error = batch.target - q_value
+        loss = batch.weight * optax.huber_loss(td_error)
+        metrics = {"loss": loss, "td_error": jnp.abs(td_error), "q_value": q_value}
+        return loss, metrics
+
+    def mean_loss(
+        self, params: ArrayTree, batch: Batch
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Computes the mean of `loss` over the rows, `()`, and its metrics."""
+        loss, metrics = self.loss(params, batch)
+        if loss.shape != batch.target.shape:
+            raise ValueError(
+                f"`loss` must have one value per row, of shape {batch.target.shape}, "
+                f"got shape {loss.shape}."
+            )
+        return loss.mean(), metrics
+
+    def predict(self, params: ArrayTree, obs: ArrayTree) -> jax.Array:
+        """Returns the action of the highest value for a single observation.
+
+        Args:
+            params: parameters of the network.
+            obs: `[*shape]`, as the environment returns it. If `env` normalizes
+                observations, its statistics must be fixed: see `freeze`.
+        """
+        obs = normalize_obs(self.env, obs)
+        batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
+        return self.eval_policy.apply(params, batch, (), jax.random.key(0)).action[0]
+
+    def freeze(self, state: TrainState) -> Self:
+        """Fixes the statistics of a normalized environment, to evaluate or predict."""
+        return self.replace(env=self.collector.freeze(state.carry).env)
 
 
-def allowed_in(obs):
-    return jnp.asarray(mask_in(obs), bool)  # Gymnasium's are int8
+# The buffer is updated in place.
+learn_jitted = jax.jit(DQN.learn, static_argnums=0, donate_argnames="buffer_state")
 
 
-def has_mask(space):
-    """Returns whether observations of a space, or None, have an `action_mask`."""
-    if space is None:
-        return False
-    draw, key = as_space(space).sample, jax.random.key(0)
-    return jax.eval_shape(lambda: mask_in(draw(key))) is not None
-
-
-def main():
-    return training.run(DQN, Config(), ["error"])
+def select(values: jax.Array, index: jax.Array) -> jax.Array:
+    """Selects one value of each row: `[..., n]` and `[...]` to `[...]`."""
+    return jnp.take_along_axis(values, index[..., None], axis=-1)[..., 0]
 
 
 if __name__ == "__main__":
-    main()
+    from rollout.recipes import command
+
+    command.main(DQN, Config())

@@ -1,0 +1,127 @@
+"""The command line of the agents: `python -m rollout.recipes.ppo CartPole-v1`."""
+
+import argparse
+import dataclasses
+import functools
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from rollout import envs
+from rollout.recipes.running import run
+
+
+def main(agent_class: Any, config: Any, num_envs: int) -> None:
+    """Trains an agent as the command line says.
+
+    Args:
+        agent_class: class of the agent, with fields `env` and `config`.
+        config: hyperparameters without options; every number is an option.
+        num_envs: number of parallel environments without options.
+    """
+    parser = argparse.ArgumentParser(
+        description=(agent_class.__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("env_id", help="such as CartPole-v1 or gymnasium:CartPole-v1")
+    parser.add_argument("--num-envs", type=int, default=num_envs)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--normalize", action="store_true", help="normalize observations and rewards"
+    )
+    parser.add_argument("--folder", help="default: runs/AGENT-ENVIRONMENT")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the folder's run"
+    )
+    parser.add_argument("--evaluate-every", type=int, help="environment steps")
+    parser.add_argument("--num-eval-episodes", type=int, default=100)
+    parser.add_argument("--target-return", type=float, help="stop at this mean return")
+    numbers = number_fields(config)
+    for name, number_type in numbers.items():
+        default = getattr(config, name)
+        parser.add_argument(
+            "--" + name.replace("_", "-"),
+            type=number_type,
+            default=default,
+            help=f"default: {default}",
+        )
+    options = parser.parse_args()
+    config = config.replace(**{name: getattr(options, name) for name in numbers})
+    try:
+        gamma = config.gamma if options.normalize else None
+        make = functools.partial(make_env, options.env_id, gamma=gamma)
+        env, eval_env = make(options.num_envs), None
+        if options.evaluate_every and not hasattr(env, "reset_done"):
+            eval_env = make(options.num_envs)
+        name = f"{agent_class.__name__}-{options.env_id}".replace(":", "-").lower()
+        _, evaluation = run(
+            agent_class(env, config),
+            jax.random.key(options.seed),
+            folder=options.folder or Path("runs", name),
+            evaluate_every=options.evaluate_every,
+            num_eval_episodes=options.num_eval_episodes,
+            target_return=options.target_return,
+            resume=options.resume,
+            eval_env=eval_env,
+        )
+    except (ValueError, ModuleNotFoundError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    print(evaluation)
+
+
+def number_fields(config: Any) -> dict[str, type]:
+    """Returns the hyperparameters that are numbers, with the type to parse."""
+    fields = {}
+    for name, annotation in typing.get_type_hints(type(config)).items():
+        kinds = typing.get_args(annotation) or (annotation,)
+        kind = next((x for x in (float, int) if x in kinds), None)
+        if kind is not None:
+            fields[name] = kind
+        elif annotation is bool:
+            fields[name] = parse_bool
+    return {
+        x.name: fields[x.name] for x in dataclasses.fields(config) if x.name in fields
+    }
+
+
+def parse_bool(text: str) -> bool:
+    """Parses "true" or "false"."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"must be true or false, got {text}")
+    return text.lower() == "true"
+
+
+def make_env(env_id: str, num_envs: int, *, gamma: float | None = None) -> Any:
+    """Makes environments, normalized or not.
+
+    Args:
+        env_id: id of any suite, such as `"brax:hopper"`, or `gymnasium:` and an id.
+        num_envs: number of parallel environments.
+        gamma: discount, to normalize observations and rewards; None to leave them.
+    """
+    suite, _, name = env_id.partition(":")
+    if ".py:" in env_id:
+        raise ValueError(
+            f"`env_id` must be an id, got a file, {env_id}. Pass your own environment "
+            "to `rollout.recipes.run`."
+        )
+    if suite == "gymnasium":
+        import gymnasium
+
+        make = functools.partial(gymnasium.make, name, render_mode="rgb_array")
+        info = make().reset(seed=0)[1]
+        masks = {x: info[x] for x in ("action_mask",) if x in info} or None
+        host_env: Any = envs.from_gymnasium(make, num_envs, observe_info=masks)
+        if gamma is None:
+            return host_env
+        return envs.NormalizeHost(host_env, gamma=gamma)
+    env = envs.make(env_id)
+    if hasattr(env, "agents"):
+        raise ValueError(f"`env_id` must be of one agent, got {env_id} with several.")
+    env = envs.vectorize(env, num_envs)
+    if gamma is None:
+        return env
+    return envs.NormalizeReward(envs.NormalizeObs(env), gamma=gamma)
