@@ -442,9 +442,16 @@ def env_spec(env: Any) -> EnvSpec:
 
     Bounds of observations that depend on traced parameters become infinite.
     """
-    with jax.ensure_compile_time_eval():
+
+    def read() -> tuple[AnySpace, AnySpace]:
         observation_space = as_space(env.observation_space, "env.observation_space")
-        action_space = as_space(env.action_space, "env.action_space")
+        return observation_space, as_space(env.action_space, "env.action_space")
+
+    spaces = read()
+    if not checks.is_known(spaces):  # inside `jit`, where constants become tracers
+        with jax.ensure_compile_time_eval():
+            spaces = read()
+    observation_space, action_space = spaces
     if not checks.is_known(observation_space):
         observation_space = jax.tree.map(
             lambda x: x if checks.is_known(x) else np.inf, observation_space
@@ -551,6 +558,7 @@ def _value_of(space: Any) -> Any:
     if isinstance(space, Box):
         # Adding 0.0 turns -0.0 into 0.0, which compares equal and has other bytes.
         bounds = [np.broadcast_to(x, space.shape) + 0.0 for x in space.bounds]
+        bounds = [x.astype(np.float64) for x in bounds]
         return space.shape, space.dtype, *(x.tobytes() for x in bounds)
     if isinstance(space, Composite):
         return space.structure, tuple(space.parts)

@@ -315,7 +315,7 @@ class TanhNormal:
         log_probs = jax.scipy.stats.norm.logpdf(raw_action, mean, jnp.exp(log_std))
         # log(1 - tanh(x)^2), in a form without cancellation.
         log_slope = 2 * (math.log(2) - raw_action - jax.nn.softplus(-2 * raw_action))
-        has_low, has_high = self._has_bounds()
+        has_low, has_high = self._has_bounds(raw_action.ndim)
         if not (has_low & has_high).all():
             half_open = -jax.nn.softplus(-raw_action)  # log sigmoid, softplus' slope
             log_slope = jnp.where(has_low ^ has_high, half_open, log_slope)
@@ -332,7 +332,7 @@ class TanhNormal:
             `[..., size]` float: in [-1, 1] where both bounds are finite, at least -1
             or at most 1 where one is, and any number where none is.
         """
-        has_low, has_high = self._has_bounds()
+        has_low, has_high = self._has_bounds(raw_action.ndim)
         squashed = jnp.tanh(raw_action)
         if not (has_low & has_high).all():
             from_low = jax.nn.softplus(raw_action) - 1
@@ -344,23 +344,26 @@ class TanhNormal:
 
     def clip(self, normalized_action: jax.Array) -> jax.Array:
         """Clips normalized actions, `[..., size]`, to the range of `squash`."""
-        has_low, has_high = self._has_bounds()
-        low, high = np.where(has_low, -1.0, -np.inf), np.where(has_high, 1.0, np.inf)
-        lanes = normalized_action.shape[:-1]
-        low, high = (jnp.broadcast_to(jnp.float32(x), (*lanes, x.size)) for x in (low, high))
+        has_low, has_high = self._has_bounds(normalized_action.ndim)
+        low = np.where(has_low, -1.0, -np.inf).astype(np.float32)
+        high = np.where(has_high, 1.0, np.inf).astype(np.float32)
         return jnp.clip(normalized_action, low, high)
 
     def postprocess(self, normalized_action: jax.Array) -> jax.Array:
         """Scales normalized actions, `[..., size]`, to the space, `[..., *shape]`."""
         part, lanes = self._part, normalized_action.shape[:-1]
         action = normalized_action.reshape(*lanes, *part.shape)
-        action = jnp.clip(action * part.scale + part.offset, part.low, part.high)
-        return action.astype(part.dtype)
+        low, high, scale, offset = (
+            _expand(x, action.ndim)
+            for x in (part.low, part.high, part.scale, part.offset)
+        )
+        return jnp.clip(action * scale + offset, low, high).astype(part.dtype)
 
     def normalize(self, action: jax.Array) -> jax.Array:
         """Inverts `postprocess`: from `[..., *shape]` to `[..., size]`."""
         part, lanes = self._part, action.shape[: action.ndim - len(self._part.shape)]
-        return ((action - part.offset) / part.scale).reshape(*lanes, -1)
+        scale, offset = (_expand(x, action.ndim) for x in (part.scale, part.offset))
+        return ((action - offset) / scale).reshape(*lanes, self.size)
 
     def _mean_and_log_std(self, params: jax.Array) -> tuple[jax.Array, jax.Array]:
         if params.shape[-1] != self.num_params:
@@ -371,9 +374,11 @@ class TanhNormal:
         mean, log_std = jnp.split(params, 2, axis=-1)
         return mean, jnp.clip(log_std, -5, 2)
 
-    def _has_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        low, high = self._part.low, self._part.high
-        return np.isfinite(low).ravel(), np.isfinite(high).ravel()
+    def _has_bounds(self, ndim: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns bool arrays of `ndim` axes, the last one of size `size`."""
+        has_low = np.isfinite(self._part.low).ravel()
+        has_high = np.isfinite(self._part.high).ravel()
+        return _expand(has_low, ndim), _expand(has_high, ndim)
 
 
 class _Leaf(NamedTuple):
@@ -433,6 +438,11 @@ def _slice(params: jax.Array, start: int, size: int) -> jax.Array:
     if params.shape[-1] == size:
         return params
     return params[..., start : start + size]
+
+
+def _expand(x: np.ndarray, ndim: int) -> np.ndarray:
+    """Prepends axes of size 1, so that no rank promotion takes place."""
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
 def _sum_entries(x: jax.Array, part: _Part) -> jax.Array:

@@ -4,27 +4,24 @@ import importlib.util
 import pathlib
 import re
 
-import jax
 import numpy as np
 import pytest
 from pages import blocks, inject, run
-
-import rollout
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "coming_from"
 TEXTS = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
 # Pages of one program, most of which train the agent of `ppo.py`; what is set anew.
 TRAINED = {
-    "brax": "config = config._replace(num_updates=2)",
-    "cleanrl": "config = config._replace(num_updates=200)",
+    "brax": "config = config.replace(num_updates=2)",
+    "cleanrl": "config = config.replace(num_updates=200)",
     "craftax_baselines": """\
-config = config._replace(num_updates=2, num_envs=4, hidden=32)""",
+config, NUM_ENVS = config.replace(num_updates=2, hidden_layer_sizes=(32,)), 4""",
     "flashbax": "",
     "gymnax": "",
     "purejaxql": "NUM_UPDATES = 20",
     "rlax": "NUM_UPDATES = 2000",
-    "stable_baselines3": "NUM_UPDATES = 20",
+    "stable_baselines3": "config = config.replace(num_updates=20)",
 }
 NEEDED = {"craftax_baselines": "craftax"}
 
@@ -99,25 +96,23 @@ def check_easyrl4rec(names, out):
 
 
 def check_stable_baselines3(names, out):
-    steps, mean, *judged = out.split()
-    assert int(steps) == 8 * 128 * 20
-    assert float(mean) > 50
-    assert judged[-2:] == ["100", "episodes"]
-    state, learner = names["stream"].state(), names["learner"]
-    saved = rollout.checkpoint.restore("cartpole", like=(state, learner))
-    np.testing.assert_array_equal(*map(flat, (saved[1], learner)))
+    progress, stats, action = out.splitlines()
+    assert progress.split()[0] == f"{8 * 128 * 20:,}"
+    assert float(stats.split()[1]) > 50
+    assert stats.endswith(", 100 episodes")
+    assert action in ("0", "1")
 
 
 def check_cleanrl(names, out):
-    assert names["log"]["steps"][-1] == 200 * 512
+    assert names["metrics"]["return_mean"].shape == (200,)
     assert out.startswith("51,200 ")
     assert float(out.splitlines()[-1].split()[1]) > 200  # 500 after all updates
 
 
 def check_craftax_baselines(names, out):
-    assert names["log"]["steps"][-1] == 2 * 64 * 4
+    assert names["metrics"]["return_mean"].shape == (2,)
     assert out.splitlines()[-1].startswith("return ")
-    assert names["collector"].env.num_envs == 4
+    assert names["agent"].env.num_envs == 4
 
 
 def check_purejaxql(names, out):
@@ -144,13 +139,9 @@ def check_rlax(names, out):
 
 
 def check_brax(names, out):
-    assert names["log"]["steps"][-1] == 2 * 64 * 64
+    assert names["metrics"]["return_mean"].shape == (2,)
     assert names["env"].action_space.shape == (1,)
     assert out.splitlines()[-1].endswith(", 128 episodes")
-
-
-def flat(tree):
-    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
 
 @pytest.mark.slow

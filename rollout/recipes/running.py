@@ -30,8 +30,25 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers.running_stats import prior
 from rollout.training import make_collector
 
-SETTINGS, METRICS, EVALUATIONS = "agent.json", "metrics.csv", "evaluations.csv"
 NUM_CHUNKS = 20  # parts of a training without `evaluate_every`
+
+
+class Folder(NamedTuple):
+    """Files of a run."""
+
+    folder: Path
+
+    settings = property(lambda self: self.folder / "agent.json")
+    metrics = property(lambda self: self.folder / "metrics.csv")
+    evaluations = property(lambda self: self.folder / "evaluations.csv")
+    best = property(lambda self: self.folder / "best")
+    last = property(lambda self: self.folder / "last")
+    resume = property(lambda self: self.folder / "resume")
+
+    def any_exist(self) -> bool:
+        """Returns whether the folder has a run."""
+        tables = self.settings, self.metrics, self.evaluations
+        return any(x.exists() for x in (*tables, self.best, self.last, self.resume))
 
 
 class Progress(NamedTuple):
@@ -99,76 +116,62 @@ def run(
         ValueError: if `folder` has a run and `resume` is False; if `resume` is True and
             a setting or a file does not fit the run.
     """
-    folder = Path(folder).expanduser()
+    if agent.collector.is_host and eval_env is None and evaluate_every is not None:
+        raise ValueError(
+            "`eval_env` must be given with `evaluate_every` for host environments: an "
+            "evaluation would end the episodes of the training. Make it as `env`."
+        )
+    files = Folder(Path(folder).expanduser())
     settings = describe(agent) | {
         "key": np.asarray(jax.random.key_data(key)).tolist(),
         "evaluate_every": evaluate_every,
         "num_eval_episodes": num_eval_episodes,
     }
-    is_host = agent.collector.is_host
-    if is_host and eval_env is None and evaluate_every is not None:
-        raise ValueError(
-            "`eval_env` must be given with `evaluate_every` for host environments: an "
-            "evaluation would end the episodes of the training. Make it as `env`."
-        )
-    check_folder(folder, settings, resume)
+    check_folder(files, settings, resume)
     train_key, eval_key = jax.random.split(key)
-    state = agent.init(train_key)
-    num_done, best_return = 0, -np.inf
-    if checkpoint.steps(folder / "resume"):
-        state, best_return = restore(agent, state, folder / "resume")
-        num_done = int(state.num_updates)
-    first_step = int(agent.env_steps(num_done)) if num_done else 0
-    trim_table(folder / METRICS, first_step, num_done)
-    trim_table(folder / EVALUATIONS, first_step)
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
+    state, best_return = restore(agent, agent.init(train_key), files.resume)
+    num_done, num_updates = int(state.num_updates), agent.config.num_updates
+    trim_tables(agent, num_done, files)
+    files.settings.write_text(json.dumps(settings, indent=1) + "\n")
+
+    def evaluate(state: Any) -> rollout.stats.CollectStats:
+        env = agent.env if eval_env is None else eval_env
+        collector = make_collector(env, agent.eval_policy).freeze(state.carry)
+        eval_step_key = jax.random.fold_in(eval_key, state.num_updates)
+        return rollout.evaluate(
+            collector, eval_step_key, state.params, num_eval_episodes
+        )
+
+    is_host = agent.collector.is_host
     train = agent.train if is_host else jax.jit(agent.train, static_argnums=1)
-    num_updates, env = agent.config.num_updates, agent.env
-    chunk = chunk_size(agent, evaluate_every)
-    writer, evaluation, start = TensorBoardWriter(folder), None, time.monotonic()
-    while num_done < num_updates:
-        size = min(chunk - num_done % chunk, num_updates - num_done)
+    writer, speed = TensorBoardWriter(files.folder), SpeedMeter(agent, num_done)
+    evaluation, is_stopped = None, False
+    while num_done < num_updates and not is_stopped:
+        size = chunk_size(agent, evaluate_every, num_done)
         state, metrics = train(state, size)
         metrics = {name: np.asarray(x) for name, x in sorted(metrics.items())}
-        counts = agent.env_steps(num_done + np.arange(1, size + 1))
-        append_rows(folder / METRICS, {"steps": counts, **metrics})
-        num_done, steps = num_done + size, int(counts[-1])
-        evaluation, is_last = None, num_done == num_updates
-        if evaluate_every is not None or is_last:
-            evaluation = evaluate(
-                agent,
-                state,
-                jax.random.fold_in(eval_key, num_done),
-                num_eval_episodes,
-                eval_env or env,
-            )
+        steps = agent.env_steps(num_done + np.arange(1, size + 1))
+        append_rows(files.metrics, {"steps": steps, **metrics})
+        num_done, evaluation = num_done + size, None
+        if evaluate_every is not None or num_done == num_updates:
+            evaluation = evaluate(state)
             mean = float(evaluation.returns.mean)
-            append_rows(folder / EVALUATIONS, evaluation_row(steps, evaluation))
+            append_rows(files.evaluations, evaluation_row(steps[-1], evaluation))
             if not mean <= best_return:
                 best_return = mean
-                save_policy(agent, state, folder / "best", num_done)
-        save_policy(agent, state, folder / "last", num_done)
+                save_policy(agent, state, files.best, num_done)
+            is_stopped = target_return is not None and mean >= target_return
+        save_policy(agent, state, files.last, num_done)
         tree = resumable(agent, state, best_return)
-        checkpoint.save(folder / "resume", tree, step=num_done)
-        for i, count in enumerate(counts):
-            writer.write(int(count), {name: x[i] for name, x in metrics.items()})
-        speed = (steps - first_step) / (time.monotonic() - start)
-        print(progress_line(steps, metrics, evaluation, speed), flush=True)
-        is_solved = (
-            target_return is not None
-            and evaluation is not None
-            and float(evaluation.returns.mean) >= target_return
-        )
-        progress = Progress(steps, state, metrics, evaluation)
-        if (callback is not None and callback(progress) is False) or is_solved:
-            break
-    if evaluation is None:
-        final_key = jax.random.fold_in(eval_key, num_done)
-        evaluation = evaluate(
-            agent, state, final_key, num_eval_episodes, eval_env or env
-        )
-    draw_curve(folder)
-    draw_gif(agent, state, eval_key, eval_env or env, folder / "agent.gif")
+        checkpoint.save(files.resume, tree, step=num_done)
+        writer.write(steps, metrics, evaluation)
+        print(speed.line(steps[-1], metrics, evaluation), flush=True)
+        progress = Progress(int(steps[-1]), state, metrics, evaluation)
+        is_stopped |= callback is not None and callback(progress) is False
+    if evaluation is None:  # stopped by the callback, or resumed at the end
+        evaluation = evaluate(state)
+    draw_curve(files)
+    draw_gif(agent, state, eval_key, eval_env, files.folder / "agent.gif")
     return state, evaluation
 
 
@@ -201,7 +204,7 @@ def load(
         ValueError: if the agent has a class or fields that must be passed.
     """
     folder = Path(folder).expanduser()
-    settings = json.loads((folder / SETTINGS).read_text())
+    settings = json.loads(Folder(folder).settings.read_text())
     agent_class = agent_class or class_of(settings["agent"])
     if missing := sorted(settings["fields"].keys() - fields.keys()):
         field = settings["fields"][missing[0]]
@@ -347,10 +350,10 @@ def space_from_json(data: Any) -> AnySpace:
     return getattr(spaces, kind)(*args)
 
 
-def check_folder(folder: Path, settings: dict[str, Any], resume: bool) -> None:
+def check_folder(files: Folder, settings: dict[str, Any], resume: bool) -> None:
     """Raises unless the folder is free, or has a run of the same settings to resume."""
-    files = (SETTINGS, METRICS, EVALUATIONS, "best", "last", "resume")
-    if not any((folder / name).exists() for name in files):
+    folder = files.folder
+    if not files.any_exist():
         folder.mkdir(parents=True, exist_ok=True)
         return
     if not resume:
@@ -358,9 +361,9 @@ def check_folder(folder: Path, settings: dict[str, Any], resume: bool) -> None:
             f"`folder` must be free, got {folder}, which has a run. Pass `resume=True` "
             "to continue it, or another folder."
         )
-    if not (folder / SETTINGS).exists():
-        raise ValueError(f"`folder` must have {SETTINGS} to resume, got {folder}.")
-    saved = flat(json.loads((folder / SETTINGS).read_text()))
+    if not files.settings.exists():
+        raise ValueError(f"`folder` must have agent.json to resume, got {folder}.")
+    saved = flat(json.loads(files.settings.read_text()))
     for name, value in flat(settings).items():
         if name not in ("config.num_updates", "rollout") and value != saved.get(name):
             option = name.removeprefix("config.")
@@ -376,20 +379,15 @@ def flat(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in settings.items() if name != "config"} | config
 
 
-def chunk_size(agent: Any, evaluate_every: int | None) -> int:
-    """Returns how many updates to run at once."""
-    if evaluate_every is None:
-        return -(-agent.config.num_updates // NUM_CHUNKS)
-    steps_per_update = agent.env_steps(2) - agent.env_steps(1)
-    return max(1, -(-evaluate_every // steps_per_update))
-
-
-def evaluate(
-    agent: Any, state: Any, key: chex.PRNGKey, num_episodes: int, env: Any
-) -> rollout.stats.CollectStats:
-    """Evaluates `eval_policy`, with the statistics of the training fixed."""
-    collector = make_collector(env, agent.eval_policy).freeze(state.carry)
-    return rollout.evaluate(collector, key, state.params, num_episodes)
+def chunk_size(agent: Any, evaluate_every: int | None, num_done: int) -> int:
+    """Returns how many updates to run at once after `num_done` updates."""
+    num_updates = agent.config.num_updates
+    size = -(-num_updates // NUM_CHUNKS)
+    if evaluate_every is not None:
+        steps_per_update = agent.env_steps(2) - agent.env_steps(1)
+        size = max(1, -(-evaluate_every // steps_per_update))
+    # A resumed run has the same boundaries.
+    return min(size - num_done % size, num_updates - num_done)
 
 
 def save_policy(agent: Any, state: Any, path: Path, step: int) -> None:
@@ -412,7 +410,9 @@ def resumable(agent: Any, state: Any, best_return: float) -> dict[str, Any]:
 
 
 def restore(agent: Any, state: Any, path: Path) -> tuple[Any, float]:
-    """Restores the state of a run, and its best return."""
+    """Restores the state of a run and its best return, if there is a checkpoint."""
+    if not checkpoint.steps(path):
+        return state, -np.inf
     tree: Any = checkpoint.restore(path, resumable(agent, state, 0.0))
     state = tree["state"]
     if agent.collector.is_host:
@@ -421,31 +421,28 @@ def restore(agent: Any, state: Any, path: Path) -> tuple[Any, float]:
     return state, float(tree["best_return"])
 
 
-def trim_table(path: Path, max_steps: int, num_rows: int | None = None) -> None:
-    """Checks a table, and removes the rows after a checkpoint.
-
-    Args:
-        path: table whose first column is the number of environment steps.
-        max_steps: environment steps at the checkpoint.
-        num_rows: how many rows there must be up to the checkpoint; None for any number.
-    """
-    if not path.exists() and not num_rows:
-        return
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    valid = lines[:1]
-    for line in lines[1:]:
-        steps = line.partition(b",")[0]
-        if steps.isdigit() and int(steps) <= max_steps and line.endswith(b"\n"):
-            valid.append(line)
-    is_header = bool(lines) and lines[0].startswith(b"steps,")
-    has_rows = num_rows is None or len(valid) == num_rows + 1
-    is_intact = lines[: len(valid)] == valid and b"\r" not in b"".join(valid)
-    if (lines or num_rows) and not (is_header and has_rows and is_intact):
-        raise ValueError(
-            f"{path} must have the rows of the run up to {max_steps:,} steps, as `run` "
-            "wrote them. Restore the file, or start in another folder."
-        )
-    path.write_bytes(b"".join(valid))
+def trim_tables(agent: Any, num_done: int, files: Folder) -> None:
+    """Checks the tables, and removes the rows after the checkpoint."""
+    steps = agent.env_steps(np.arange(1, num_done + 1)).tolist()
+    for path in (files.metrics, files.evaluations):
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        last = steps[-1] if steps else -1
+        counts = []
+        for line in lines[1:]:
+            count = line.partition(b",")[0]
+            if not count.isdigit() or int(count) > last:
+                break
+            counts.append(int(count))
+        is_metrics = path == files.metrics
+        is_whole = counts == steps if is_metrics else set(counts) <= set(steps)
+        has_header = lines[:1] == [] or lines[0].startswith(b"steps,")
+        if not (is_whole and has_header) or b"\r" in b"".join(lines):
+            raise ValueError(
+                f"{path} must have the rows of the run up to {last:,} steps, as `run` "
+                "wrote them. Restore the file, or start in another folder."
+            )
+        if lines:
+            path.write_bytes(b"".join(lines[: len(counts) + 1] if counts else []))
 
 
 def append_rows(path: Path, columns: dict[str, Any]) -> None:
@@ -464,11 +461,11 @@ def append_rows(path: Path, columns: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def evaluation_row(steps: int, stats: rollout.stats.CollectStats) -> dict[str, Any]:
+def evaluation_row(steps: Any, stats: rollout.stats.CollectStats) -> dict[str, Any]:
     """Returns a row of the table of evaluations."""
     returns = stats.returns
     return {
-        "steps": steps,
+        "steps": int(steps),
         "return_mean": float(returns.mean),
         "return_ci_low": float(returns.ci_low),
         "return_ci_high": float(returns.ci_high),
@@ -476,14 +473,20 @@ def evaluation_row(steps: int, stats: rollout.stats.CollectStats) -> dict[str, A
     }
 
 
-def progress_line(
-    steps: int, metrics: dict[str, Any], evaluation: Any, speed: float
-) -> str:
+class SpeedMeter:
     """Formats the line that is printed after each part of a training."""
-    line = f"{steps:>12,} steps, return {metrics['return_mean'][-1]:.6g}"
-    if evaluation is not None:
-        line += f", evaluation {float(evaluation.returns.mean):.6g}"
-    return f"{line}, {speed:,.0f} steps/s"
+
+    def __init__(self, agent: Any, num_done: int) -> None:
+        self._first_step = int(agent.env_steps(num_done)) if num_done else 0
+        self._start = time.monotonic()
+
+    def line(self, steps: Any, metrics: dict[str, Any], evaluation: Any) -> str:
+        """Returns the line: steps, returns and speed."""
+        speed = (steps - self._first_step) / (time.monotonic() - self._start)
+        text = f"{steps:>12,} steps, return {metrics['return_mean'][-1]:.6g}"
+        if evaluation is not None:
+            text += f", evaluation {float(evaluation.returns.mean):.6g}"
+        return f"{text}, {speed:,.0f} steps/s"
 
 
 class TensorBoardWriter:
@@ -495,38 +498,44 @@ class TensorBoardWriter:
             module = "tensorboard.summary.writer.event_file_writer"
             self._writer = importlib.import_module(module).EventFileWriter(str(folder))
 
-    def write(self, steps: int, scalars: dict[str, Any]) -> None:
-        """Writes one value of each scalar."""
+    def write(self, steps: Any, metrics: dict[str, Any], evaluation: Any) -> None:
+        """Writes the metrics of some updates, and the evaluation after the last one."""
         if self._writer is None:
             return
         proto = importlib.import_module("tensorboard.compat.proto.event_pb2")
-        event = proto.Event(step=steps, wall_time=time.time())
-        for name, value in scalars.items():
-            event.summary.value.add(tag=name, simple_value=float(value))
-        self._writer.add_event(event)
+        for i, count in enumerate(steps):
+            event = proto.Event(step=int(count), wall_time=time.time())
+            scalars = {name: x[i] for name, x in metrics.items()}
+            if evaluation is not None and i == len(steps) - 1:
+                scalars["evaluation/return_mean"] = evaluation.returns.mean
+            for name, value in scalars.items():
+                event.summary.value.add(tag=name, simple_value=float(value))
+            self._writer.add_event(event)
         self._writer.flush()
 
 
-def draw_curve(folder: Path) -> None:
+def draw_curve(files: Folder) -> None:
     """Draws the mean return over the environment steps."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots()
-    for name, label in ((METRICS, "training"), (EVALUATIONS, "evaluation")):
-        with (folder / name).open() as file:
-            rows = list(csv.DictReader(file))
+    for path, style in ((files.metrics, "-"), (files.evaluations, "o")):
+        rows = []
+        if path.exists():
+            with path.open() as file:
+                rows = list(csv.DictReader(file))
         steps = [int(row["steps"]) for row in rows]
         returns = [float(row["return_mean"]) for row in rows]
-        style = "-" if name == METRICS else "o"
-        axes.plot(steps, returns, style, label=label)
+        axes.plot(steps, returns, style, label=path.stem)
     axes.set(xlabel="environment steps", ylabel="mean return")
     axes.legend()
-    figure.savefig(folder / "curve.png")
+    figure.savefig(files.folder / "curve.png")
     plt.close(figure)
 
 
 def draw_gif(agent: Any, state: Any, key: chex.PRNGKey, env: Any, path: Path) -> None:
     """Draws an episode of `eval_policy`, if the environment can be drawn."""
+    env = agent.env if env is None else env
     collector = make_collector(env, agent.eval_policy).freeze(state.carry)
     try:
         rollout.record_gif(collector, key, state.params, path, max_episode_steps=200)

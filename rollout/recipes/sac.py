@@ -1,187 +1,503 @@
-"""Soft actor-critic with a learned temperature (arXiv:1812.05905), in JAX or not.
+"""Soft actor-critic (arXiv:1812.05905), for JAX and host environments.
 
     python -m rollout.recipes.sac Pendulum-v1
 
-Copy this file and change it; it may change here, too.
+The order is the paper's: config, networks, rollout, target, loss, update. Copy this
+file and change it.
 """
 
+import dataclasses
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any, Self
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import struct
 
 import rollout
-from rollout.recipes import training
-from rollout.recipes.distributions import bounded, unbounded
-from rollout.recipes.gradients import differentiate
-from rollout.recipes.training import State
-from rollout.recipes.training import begin as begin
-from rollout.recipes.training import train as train
+from rollout.buffers import ReplayBuffer
+from rollout.distributions import TanhNormal
+from rollout.envs.spaces import EnvSpec, env_spec
+from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.wrappers import flatten_obs, normalize_obs
+from rollout.minibatches import mean_gradient
+from rollout.platform import dot_general
+from rollout.training import make_collector, scan_updates
 
 
-class Config(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Hyperparameters of SAC, named as in CleanRL and Stable-Baselines3."""
+
     num_updates: int = 20
-    num_envs: int = 1
-    warmup: int = 1000  # steps of each environment before the first update
-    num_steps: int = 1000  # of each environment in an update
-    num_gradients: int = 1  # after each of these steps
+    num_steps: int = 1000  # steps per environment in each update
+    gradient_steps: int = 1  # gradient steps after each step of all environments
+    learning_starts: int = 1000  # environment steps before the first gradient step
     batch_size: int = 128
-    learning_rate: float = 1e-3
-    capacity: int = 100_000  # of the buffer
+    learning_rate: float | optax.Schedule = 1e-3  # schedule: of gradient steps
+    buffer_size: int = 100_000  # transitions of all environments
     gamma: float = 0.99
     reward_scale: float = 0.1
-    target_rate: float = 0.005
-    hidden: int = 64
-    activation: Any = nn.relu
+    tau: float = 0.005  # step size of the target critics
+    target_entropy: float | None = None  # None: minus the number of action entries
+    hidden_layer_sizes: tuple[int, ...] = (64, 64)
+    activation: str = "relu"  # name of a function of `flax.linen`
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with some hyperparameters changed."""
+        return dataclasses.replace(self, **changes)
 
 
+class MLP(nn.Module):
+    """A multilayer perceptron."""
+
+    num_outputs: int
+    hidden_layer_sizes: tuple[int, ...]
+    activation: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps `[..., n]` to `[..., num_outputs]`."""
+        for size in self.hidden_layer_sizes:
+            x = nn.Dense(size, dot_general=dot_general)(x)
+            x = getattr(nn, self.activation)(x)
+        return nn.Dense(self.num_outputs, dot_general=dot_general)(x)
+
+
+class Actor(nn.Module):
+    """A multilayer perceptron for the parameters of the action distribution."""
+
+    num_params: int
+    observation_space: AnySpace
+    hidden_layer_sizes: tuple[int, ...]
+    activation: str
+
+    @nn.compact
+    def __call__(self, obs: ArrayTree) -> jax.Array:
+        """Maps `[..., *shape]` observations to `[..., num_params]`."""
+        obs = flatten_obs(self.observation_space, obs)
+        return MLP(self.num_params, self.hidden_layer_sizes, self.activation)(obs)
+
+
+class Critic(nn.Module):
+    """A multilayer perceptron for the action value. SAC has two sets of parameters."""
+
+    observation_space: AnySpace
+    hidden_layer_sizes: tuple[int, ...]
+    activation: str
+
+    @nn.compact
+    def __call__(self, obs: ArrayTree, action: jax.Array) -> jax.Array:
+        """Maps `[..., *shape]` and normalized actions `[..., size]` to `[...]`."""
+        obs = flatten_obs(self.observation_space, obs)
+        inputs = jnp.concatenate([obs, action], axis=-1)
+        return MLP(1, self.hidden_layer_sizes, self.activation)(inputs)[..., 0]
+
+
+class TrainState(struct.PyTreeNode):
+    """All state of a training, a pytree for `rollout.checkpoint`."""
+
+    params: dict[str, ArrayTree]  # "actor", "critic" [2, ...] and "log_alpha" ()
+    target_params: ArrayTree  # parameters of the target critics, [2, ...]
+    opt_state: optax.OptState
+    buffer_state: ArrayTree
+    carry: rollout.Carry
+    window: rollout.EpisodeWindow  # the last 100 episodes
+    key: chex.PRNGKey
+    num_updates: jax.Array  # () int32, updates so far
+
+
+class Experience(struct.PyTreeNode):
+    """Rows of the replay buffer, `[T, B, ...]`."""
+
+    obs: ArrayTree
+    action: jax.Array  # action of the environment
+    reward: jax.Array
+    terminated: jax.Array
+    next_obs: ArrayTree
+    mask: jax.Array  # the buffer skips masked-out rows
+
+
+class Batch(struct.PyTreeNode):
+    """Rows of the loss, `[M, ...]`."""
+
+    obs: ArrayTree
+    action: jax.Array  # [M, size], normalized
+    target: jax.Array  # of both critics
+    noise: jax.Array  # [M, size], standard normal, to sample actions of the actor
+
+
+@functools.lru_cache
+def make_policy(network: nn.Module, distribution: TanhNormal) -> rollout.Policy:
+    """Makes the policy. Memoized, so that equal agents share compiled programs."""
+
+    def sample(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> jax.Array:
+        outputs = network.apply(params["actor"], obs)
+        raw_action = distribution.sample(outputs, key)
+        return distribution.postprocess(distribution.squash(raw_action))
+
+    def mode(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> jax.Array:
+        raw_action = distribution.mode(network.apply(params["actor"], obs))
+        return distribution.postprocess(distribution.squash(raw_action))
+
+    return rollout.stateless_policy(sample, mode_fn=mode)
+
+
+@dataclasses.dataclass(frozen=True)
 class SAC:
-    """Trains an agent by soft actor-critic (SAC).
+    """Soft actor-critic with twin critics and a learned temperature.
 
-    Args:
-        action_space: of one environment, a `Box` of floats of any shape. Where its
-            bounds are infinite, actions are in [-1, 1].
-        config: the settings.
-        observation_space: of one environment, to flatten observations of any space;
-            None if they are vectors.
-        network: `(action_space, config)` to two modules; None for dense layers. One
-            maps observations to means and logarithms of deviations, side by side; the
-            other one observations and actions, `[..., size]`, to a value, `[..., 1]`.
+        agent = SAC(env, Config())
+        state = agent.init(jax.random.key(0))
+        state, metrics = jax.jit(agent.train)(state)
+
+    Agents are immutable and compare by value. In host environments, call `train`
+    outside of `jit`; it donates the buffer of `state`, so use the state only once.
+
+    Attributes:
+        env: `B` environments, such as those of `rollout.envs.make_vec` or
+            `rollout.envs.from_gymnasium`. The action space is a `Box` of floats.
+        config: hyperparameters.
+        actor_network: a flax module that maps observations to the parameters of
+            `distribution`, as `Actor` does. None for an `Actor`.
+        critic_network: a flax module that maps observations and normalized actions to
+            one value, as `Critic` does. None for a `Critic`.
+
+    Raises:
+        ValueError: if the action space is not a `Box` of floats.
     """
 
-    def __init__(self, action_space, config, observation_space=None, network=None):
-        is_float = jnp.issubdtype(getattr(action_space, "dtype", int), jnp.floating)
-        if not is_float or not hasattr(action_space, "low"):
-            raise ValueError(
-                f"`action_space` must be a Box of floats for SAC, got {action_space!r}:"
-                " `rollout.recipes.ppo` takes any space, and `dqn` a Discrete."
+    env: Any
+    config: Config = Config()
+    actor_network: nn.Module | None = None
+    critic_network: nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        TanhNormal(self.spec.action_space)  # raises for other spaces
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns another agent with some attributes changed."""
+        return dataclasses.replace(self, **changes)
+
+    @functools.cached_property
+    def spec(self) -> EnvSpec:
+        """The spaces of a single environment."""
+        return self.env if isinstance(self.env, EnvSpec) else env_spec(self.env)
+
+    @functools.cached_property
+    def distribution(self) -> TanhNormal:
+        """The distribution over actions whose parameters the actor outputs."""
+        return TanhNormal(self.spec.action_space)
+
+    @functools.cached_property
+    def actor(self) -> nn.Module:
+        """The network of the actor, by default an `Actor`."""
+        if self.actor_network is not None:
+            return self.actor_network
+        config, space = self.config, self.spec.observation_space
+        sizes, activation = config.hidden_layer_sizes, config.activation
+        return Actor(self.distribution.num_params, space, sizes, activation)
+
+    @functools.cached_property
+    def critic(self) -> nn.Module:
+        """The network of each critic, by default a `Critic`."""
+        if self.critic_network is not None:
+            return self.critic_network
+        config, space = self.config, self.spec.observation_space
+        return Critic(space, config.hidden_layer_sizes, config.activation)
+
+    @functools.cached_property
+    def policy(self) -> rollout.Policy:
+        """The policy that collects: it samples actions."""
+        return make_policy(self.actor, self.distribution)
+
+    @functools.cached_property
+    def eval_policy(self) -> rollout.Policy:
+        """The policy to evaluate: it takes the most likely action."""
+        return rollout.greedy(self.policy)
+
+    @functools.cached_property
+    def collector(self) -> rollout.Collector | rollout.HostCollector:
+        """The collector of `policy` in `env`."""
+        return make_collector(self.env, self.policy)
+
+    @functools.cached_property
+    def buffer(self) -> ReplayBuffer:
+        """The replay buffer."""
+        return ReplayBuffer(self.config.buffer_size, self.spec.num_envs)
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """Adam for actor, critics and temperature together."""
+        # Flatten the parameters: few large operations are faster than many small ones.
+        return optax.flatten(optax.adam(self.config.learning_rate))
+
+    @property
+    def num_initial_steps(self) -> int:
+        """Steps per environment before the first update, at least 1."""
+        return max(1, -(-self.config.learning_starts // self.spec.num_envs))
+
+    def env_steps(self, num_updates: Any) -> Any:
+        """Counts the environment steps after `num_updates` updates.
+
+        Args:
+            num_updates: an int, or an array of ints.
+
+        Returns:
+            An int, or an int64 array of the same shape.
+        """
+        steps = np.asarray(num_updates, np.int64) * self.config.num_steps
+        steps = (steps + self.num_initial_steps) * self.spec.num_envs
+        return steps if steps.ndim else int(steps)
+
+    def init(self, key: chex.PRNGKey) -> TrainState:
+        """Initializes the parameters and fills the buffer with the first steps."""
+        carry_key, params_key, key = jax.random.split(key, 3)
+        carry = self.collector.init(carry_key)
+        # One program instead of many small ones.
+        params = jax.jit(self.init_params)(params_key, carry.obs)
+        carry, trajectory = self.collector.collect_steps(
+            carry, params, self.num_initial_steps
+        )
+        state = jax.jit(self.init_learner)(params, trajectory, key)
+        return state.replace(carry=carry)
+
+    def init_params(self, key: chex.PRNGKey, obs: ArrayTree) -> dict[str, ArrayTree]:
+        """Initializes the parameters of the actor, both critics and the temperature."""
+        actor_key, critic_key = jax.random.split(key)
+        num_envs = len(jax.tree.leaves(obs)[0])
+        action = jnp.zeros((num_envs, self.distribution.size))
+        critic_keys = jax.random.split(critic_key)
+        return {
+            "actor": self.actor.init(actor_key, obs),
+            "critic": jax.vmap(self.critic.init, (0, None, None))(
+                critic_keys, obs, action
+            ),
+            "log_alpha": jnp.zeros(()),
+        }
+
+    def init_learner(
+        self,
+        params: dict[str, ArrayTree],
+        trajectory: rollout.Transition,
+        key: chex.PRNGKey,
+    ) -> TrainState:
+        """Initializes everything but the carry from the first steps `[T, B, ...]`."""
+        experience = select_experience(trajectory)
+        buffer_state = self.buffer.init(jax.tree.map(lambda x: x[0], experience))
+        return TrainState(
+            params=params,
+            target_params=params["critic"],
+            opt_state=self.optimizer.init(params),
+            buffer_state=self.buffer.add(buffer_state, experience),
+            carry=(),
+            window=rollout.EpisodeWindow.create(100).add(trajectory),
+            key=key,
+            num_updates=jnp.int32(0),
+        )
+
+    def train(
+        self, state: TrainState, num_updates: int | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Runs `num_updates` updates, by default `config.num_updates`.
+
+        Returns:
+            The next state, and the metrics of every update, `[num_updates]` by name.
+        """
+        if num_updates is None:
+            num_updates = self.config.num_updates
+        is_host = self.collector.is_host
+        return scan_updates(self.update, state, num_updates, is_host=is_host)
+
+    def update(self, state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Takes `num_steps` steps in every environment and learns after each of them.
+
+        Returns:
+            The next state, and metrics, `()` each: `return_mean` of the last 100
+            episodes, and means over the gradient steps of what `loss` returns.
+        """
+        is_host = self.collector.is_host
+        learn, add = self.learn, rollout.EpisodeWindow.add
+        if is_host:
+            agent = self.replace(env=self.spec)
+            learn, add = functools.partial(learn_jitted, agent), add_jitted
+        window = state.window
+
+        def step(state: TrainState) -> tuple[TrainState, Any]:
+            carry, trajectory = self.collector.collect_steps(
+                state.carry, state.params, 1
             )
-        self.action_space, self.config = action_space, config
-        self.bounds = np.asarray(action_space.low), np.asarray(action_space.high)
-        self.size = math.prod(action_space.shape)
-        see = training.flat(observation_space)
-        both = lambda obs, action: jnp.concatenate([see(obs), action], -1)  # noqa: E731
-        actor = training.dense(config, 2 * self.size, see)
-        pair: Any = actor, training.dense(config, 1, both)
-        self.actor, self.critic = network(action_space, config) if network else pair
-        self.optimizer = optax.adam(config.learning_rate)
-        self.buffer = rollout.buffers.ReplayBuffer(config.capacity, config.num_envs)
-        self.policy = rollout.stateless_policy(self.act, mode_fn=self.mode)
-        self.final_policy = rollout.greedy(self.policy)
+            state, buffer_state, metrics = learn(
+                state.replace(carry=(), buffer_state=()), state.buffer_state, trajectory
+            )
+            state = state.replace(carry=carry, buffer_state=buffer_state)
+            return state, (select_episodes(trajectory), metrics)
 
-    def init(self, key, obs):
-        """Returns parameters, those of the critics' targets, the optimizer's state."""
-        actor_key, *keys = jax.random.split(key, 3)
-        action = jnp.zeros((len(jax.tree.leaves(obs)[0]), self.size))
-        init = lambda key: self.critic.init(key, obs, action)  # noqa: E731
-        critics, log_alpha = jax.vmap(init)(jnp.stack(keys)), jnp.zeros(())
-        actor = self.actor.init(actor_key, obs)
-        params = {"actor": actor, "critics": critics, "log_alpha": log_alpha}
-        return params, critics, self.optimizer.init(params)
+        state, (trajectory, metrics) = scan_updates(
+            step, state.replace(window=()), self.config.num_steps, is_host=is_host
+        )
+        window = add(window, jax.tree.map(lambda x: x[:, 0], trajectory))
+        metrics = jax.tree.map(jnp.mean, metrics)
+        metrics["return_mean"] = window.return_mean
+        state = state.replace(window=window, num_updates=state.num_updates + 1)
+        return state, metrics
 
-    def draw(self, params, obs, key):
-        """Draws actions, `[..., size]`, and returns their log-probabilities."""
-        outputs = self.actor.apply(params["actor"], obs)
-        mean, log_std = jnp.split(outputs, 2, axis=-1)
-        noise, log_std = jax.random.normal(key, mean.shape), jnp.clip(log_std, -5, 2)
-        raw = mean + jnp.exp(log_std) * noise
-        log_slope = 2 * (jnp.log(2.0) - raw - jax.nn.softplus(-2 * raw))  # of tanh
-        log_prob = -0.5 * noise**2 - log_std - 0.5 * jnp.log(2 * jnp.pi) - log_slope
-        return jnp.tanh(raw), log_prob.sum(-1)
+    def learn(
+        self,
+        state: TrainState,
+        buffer_state: ArrayTree,
+        trajectory: rollout.Transition,
+    ) -> tuple[TrainState, ArrayTree, dict[str, jax.Array]]:
+        """Adds a trajectory `[T, B, ...]` to the buffer and takes gradient steps."""
+        # The buffer is written before it is read, so that `add` works in place.
+        buffer_state = self.buffer.add(buffer_state, select_experience(trajectory))
 
-    def act(self, params, obs, key):
-        return self.scaled(self.draw(params, obs, key)[0])
+        def step(state: TrainState, key: chex.PRNGKey) -> tuple[TrainState, Any]:
+            return self.gradient_step(state, buffer_state, key)
 
-    def mode(self, params, obs, key):
-        mean = self.actor.apply(params["actor"], obs)[..., : self.size]
-        return self.scaled(jnp.tanh(mean))
+        key, *step_keys = jax.random.split(state.key, 1 + self.config.gradient_steps)
+        state, metrics = jax.lax.scan(
+            step, state.replace(key=key), jnp.stack(step_keys)
+        )
+        return state, buffer_state, jax.tree.map(jnp.mean, metrics)
 
-    def scaled(self, action):
-        """Maps `[S, size]` of [-1, 1] to actions of the environment."""
-        action = action.reshape(len(action), *self.action_space.shape)
-        return bounded(action, *self.bounds)
+    def gradient_step(
+        self, state: TrainState, buffer_state: ArrayTree, key: chex.PRNGKey
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Samples a batch and takes one gradient step."""
+        sample_key, target_key, noise_key = jax.random.split(key, 3)
+        params, target_params = state.params, state.target_params
+        sample = self.buffer.sample(buffer_state, sample_key, self.config.batch_size)
+        experience = sample.experience
+        action = self.distribution.normalize(experience.action)
+        batch = Batch(
+            obs=experience.obs,
+            action=action,
+            target=self.target(params, target_params, experience, target_key),
+            noise=jax.random.normal(noise_key, action.shape),
+        )
+        grads, metrics = mean_gradient(self.loss, params, batch, sample.weights)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state)
+        params = optax.apply_updates(params, updates)
+        target_params = optax.incremental_update(
+            params["critic"], target_params, self.config.tau
+        )
+        state = state.replace(
+            params=params, target_params=target_params, opt_state=opt_state
+        )
+        return state, metrics | {"alpha": jnp.exp(params["log_alpha"])}
 
-    def predict(self, params, obs):
-        """Returns the most likely action for one observation, without a lane axis."""
-        one = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
-        return self.mode(params, one, None)[0]
+    def target(
+        self,
+        params: dict[str, ArrayTree],
+        target_params: ArrayTree,
+        experience: Experience,
+        key: chex.PRNGKey,
+    ) -> jax.Array:
+        """Computes the target of the critics, eq. 3 and 5 of the paper, `[M]`.
 
-    def values(self, critics, obs, action):
-        """Returns the values of both critics, `[2, S]`."""
-        value = jax.vmap(self.critic.apply, (0, None, None))
-        return value(critics, obs, action)[..., 0]
+        Truncated steps bootstrap like any other step; `terminated` ones do not.
+        """
+        config, distribution = self.config, self.distribution
+        outputs = self.actor.apply(params["actor"], experience.next_obs)
+        raw_action = distribution.sample(outputs, key)
+        next_log_prob = distribution.log_prob(outputs, raw_action)
+        next_action = distribution.squash(raw_action)
+        next_value = self.value(target_params, experience.next_obs, next_action)
+        soft_value = next_value.min(0) - jnp.exp(params["log_alpha"]) * next_log_prob
+        discount = config.gamma * (1.0 - experience.terminated)
+        return config.reward_scale * experience.reward + discount * soft_value
 
-    def loss(self, params, fixed, targets, row, keys):
-        """Returns the loss of a batch, to differentiate by `params` alone."""
-        config, alpha = self.config, jnp.exp(fixed["log_alpha"])
-        action, log_prob = self.draw(fixed, row.next_obs, keys[0])
-        next_value = self.values(targets, row.next_obs, action).min(0)
-        discount = config.gamma * (1.0 - row.terminated)  # also where it was truncated
-        reward = config.reward_scale * row.reward
-        target = reward + discount * (next_value - alpha * log_prob)
-        done = unbounded(row.action, *self.bounds).reshape(len(row.action), -1)
-        error = self.values(params["critics"], row.obs, done) - target[None]
-        action, log_prob = self.draw(params, row.obs, keys[1])
-        value = self.values(fixed["critics"], row.obs, action).min(0)
-        gain = value - alpha * log_prob
-        # The temperature holds the entropy near -size.
-        surplus = self.size - jax.lax.stop_gradient(log_prob)
-        cost = (error**2).sum(0) - gain + params["log_alpha"] * surplus
-        log = {"error": jnp.abs(error).mean(), "entropy": -log_prob.mean()}
-        return cost.mean(), log | {"alpha": alpha}
+    def loss(
+        self, params: dict[str, ArrayTree], batch: Batch
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Computes the sum of the losses of critics, actor and temperature.
 
-    # In place, where the host calls it: the memory that it is given is deleted.
-    @functools.partial(jax.jit, static_argnums=0, donate_argnames="memory", inline=True)
-    def learn(self, learner, memory, t, key):
-        """Adds a trajectory `[T, B, ...]`, and takes the gradient steps."""
-        memory = self.buffer.add(memory, t)  # before it is read, so in place
+        Each loss has a gradient only with respect to its part of the parameters.
 
-        def step(learner, keys):
-            params, targets, opt_state = learner
-            batch: Any = self.buffer.sample(memory, keys[0], self.config.batch_size)
-            row = batch.experience
-            inputs = params, params, targets, row, keys[1:]
-            grads, log = differentiate(self.loss, *inputs)
-            change, opt_state = self.optimizer.update(grads, opt_state)
-            params: Any = optax.apply_updates(params, change)
-            rate = self.config.target_rate
-            targets = optax.incremental_update(params["critics"], targets, rate)
-            return (params, targets, opt_state), log
+        Args:
+            params: "actor", "critic" and "log_alpha".
+            batch: rows, `[M, ...]`.
 
-        keys = jax.random.split(key, (self.config.num_gradients, 3))
-        learner, log = jax.lax.scan(step, learner, keys)
-        return learner, memory, jax.tree.map(jnp.mean, log)
+        Returns:
+            `[M]` loss, and metrics of every row, `[M]` by name.
+        """
+        distribution, stop_gradient = self.distribution, jax.lax.stop_gradient
+        # Critics: eq. 5.
+        value = self.value(params["critic"], batch.obs, batch.action)
+        critic_loss = 0.5 * ((value - batch.target[None]) ** 2).sum(0)
+        # Actor: eq. 7 and 9. The gradient flows through the action into the actor.
+        outputs = self.actor.apply(params["actor"], batch.obs)
+        raw_action = distribution.transform_noise(outputs, batch.noise)
+        log_prob = distribution.log_prob(outputs, raw_action)
+        action = distribution.squash(raw_action)
+        value = self.value(stop_gradient(params["critic"]), batch.obs, action).min(0)
+        alpha = stop_gradient(jnp.exp(params["log_alpha"]))
+        actor_loss = alpha * log_prob - value
+        # Temperature: eq. 18, with log α in place of the factor α.
+        target_entropy = self.config.target_entropy
+        if target_entropy is None:
+            target_entropy = -distribution.size
+        surplus = stop_gradient(-log_prob - target_entropy)
+        temperature_loss = params["log_alpha"] * surplus
+        loss = critic_loss + actor_loss + temperature_loss
+        metrics = {
+            "critic_loss": critic_loss,
+            "actor_loss": actor_loss,
+            "entropy": -log_prob,
+        }
+        return loss, metrics
 
-    def update(self, collector, state, key):
-        """Steps and learns, `num_steps` times; returns the next state, and a log."""
-        config = self.config
+    def value(
+        self, critic_params: ArrayTree, obs: ArrayTree, action: jax.Array
+    ) -> jax.Array:
+        """Computes the values of both critics, `[2, M]`."""
+        values = jax.vmap(self.critic.apply, (0, None, None))
+        return values(critic_params, obs, action)
 
-        def step(state, key):
-            learner, memory, carry = state
-            carry, t = collector.collect_steps(carry, learner[0], 1)
-            learner, memory, log = self.learn(learner, memory, t, key)
-            return (learner, memory, carry), (t, log)
+    def predict(self, params: ArrayTree, obs: ArrayTree) -> jax.Array:
+        """Returns the most likely action for a single observation.
 
-        keys = jax.random.split(key, config.num_steps)
-        begun = state.learner, state.memory, state.carry
-        ended, (t, log) = training.scan(collector, step, begun, keys)
-        learner, memory, carry = ended
-        window = state.window.add(jax.tree.map(lambda x: x[:, 0], t))
-        number = state.number + 1
-        steps = (config.warmup + number * config.num_steps) * config.num_envs
-        log = jax.tree.map(jnp.mean, log)
-        log |= {"return": window.return_mean, "steps": steps}
-        return State(learner, carry, window, number, memory), log
+        Args:
+            params: `params` of a `TrainState`; only "actor" is read.
+            obs: `[*shape]`, as the environment returns it. If `env` normalizes
+                observations, its statistics must be fixed: see `freeze`.
+        """
+        obs = normalize_obs(self.env, obs)
+        batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
+        return self.eval_policy.apply(params, batch, (), jax.random.key(0)).action[0]
+
+    def freeze(self, state: TrainState) -> Self:
+        """Fixes the statistics of a normalized environment, to evaluate or predict."""
+        return self.replace(env=self.collector.freeze(state.carry).env)
 
 
-def main():
-    return training.run(SAC, Config(), ["error", "entropy", "alpha"])
+learn_jitted = jax.jit(SAC.learn, static_argnums=0, donate_argnames="buffer_state")
+add_jitted = jax.jit(rollout.EpisodeWindow.add)
+
+
+def select_experience(trajectory: rollout.Transition) -> Experience:
+    """Selects the fields that the buffer stores."""
+    return Experience(
+        obs=trajectory.obs,
+        action=trajectory.action,
+        reward=trajectory.reward,
+        terminated=trajectory.terminated,
+        next_obs=trajectory.next_obs,
+        mask=trajectory.mask,
+    )
+
+
+def select_episodes(trajectory: rollout.Transition) -> rollout.Transition:
+    """Drops the fields that an `EpisodeWindow` does not read."""
+    return trajectory.replace(obs=(), action=(), next_obs=(), extras=(), info=())
 
 
 if __name__ == "__main__":
-    main()
+    from rollout.recipes import command
+
+    command.main(SAC, Config())

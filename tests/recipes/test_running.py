@@ -1,0 +1,252 @@
+"""`run` trains, logs, evaluates and resumes; `load` predicts without an environment."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from compiles import QUICK_FLAGS
+
+import rollout
+from rollout import checkpoint, envs
+from rollout.recipes import load, run
+from rollout.recipes.command import number_fields
+from rollout.recipes.ppo import PPO, ActorCritic, Config
+from rollout.recipes.running import Folder, space_from_json, space_to_json, trim_tables
+
+ROOT = Path(__file__).parents[2]
+SMALL = Config(num_updates=4, num_steps=8, num_minibatches=2, num_epochs=1)
+EVALUATE = {"evaluate_every": 64, "num_eval_episodes": 4}
+
+
+def make_agent(config=SMALL):
+    env = envs.NormalizeObs(envs.make_vec("CartPole-v1", 4))
+    return PPO(env, config)
+
+
+def stopped_after(num_calls):
+    calls = []
+
+    def callback(progress):
+        calls.append(progress.steps)
+        return len(calls) < num_calls
+
+    return callback
+
+
+def table(path):
+    return np.genfromtxt(path, delimiter=",", names=True)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of four updates, evaluated after every second one."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    agent, key = make_agent(), jax.random.key(0)
+    state, evaluation = run(agent, key, folder=folder, **EVALUATE)
+    return folder, agent, state, evaluation
+
+
+def test_run_writes_a_row_per_update_and_per_evaluation(finished):
+    folder, _, state, evaluation = finished
+    assert int(state.num_updates) == 4
+    assert evaluation.num_episodes == 4
+    metrics, evaluations = (
+        table(folder / f"{x}.csv") for x in ("metrics", "evaluations")
+    )
+    assert metrics["steps"].tolist() == [32, 64, 96, 128]
+    assert evaluations["steps"].tolist() == [64, 128]
+    assert np.isfinite(metrics["entropy"]).all()
+    np.testing.assert_allclose(evaluations["return_mean"][-1], evaluation.returns.mean)
+    assert {"curve.png", "best", "last", "resume", "agent.json"} <= set(
+        os.listdir(folder)
+    )
+
+
+def test_loaded_agent_predicts_like_the_trained_one_without_an_environment(finished):
+    folder, agent, state, _ = finished
+    loaded, saved = load(folder, name="last")
+    assert isinstance(loaded.env, envs.spaces.EnvSpec)
+    assert loaded.config == agent.config
+    trained = agent.freeze(state)
+    for obs in np.float32(np.random.default_rng(0).normal(size=(5, 4))):
+        expected = trained.predict(state.params, obs)
+        assert loaded.predict(saved.params, obs) == expected
+    raw = np.float32([1, 2, 3, 4])
+    np.testing.assert_array_equal(
+        loaded.env.normalize_obs(raw), trained.env.normalize_obs(raw)
+    )
+
+
+def test_resumed_run_equals_an_uninterrupted_one_byte_for_byte(finished, tmp_path):
+    folder, agent, _, _ = finished
+    key, other = jax.random.key(0), tmp_path / "run"
+    run(agent, key, folder=other, callback=stopped_after(1), **EVALUATE)
+    # A process that was killed after the checkpoint leaves more rows.
+    for name in ("metrics.csv", "evaluations.csv"):
+        with (other / name).open("a") as file:
+            file.write("96,0.1,0.2")
+    run(make_agent(), key, folder=other, resume=True, **EVALUATE)
+    for path in sorted(x for x in folder.rglob("*") if x.is_file()):
+        if not path.name.startswith("events."):  # they have the time of day
+            same = other / path.relative_to(folder)
+            assert path.read_bytes() == same.read_bytes(), path.name
+
+
+def test_target_return_and_callback_stop_the_training(tmp_path):
+    agent, key = make_agent(), jax.random.key(0)
+    state, _ = run(agent, key, folder=tmp_path / "a", target_return=1.0, **EVALUATE)
+    assert int(state.num_updates) == 2
+    state, evaluation = run(agent, key, folder=tmp_path / "b", callback=lambda _: False)
+    assert int(state.num_updates) == 1
+    assert evaluation.num_episodes == 100
+
+
+def test_runs_do_not_mix(finished):
+    folder, agent, _, _ = finished
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match=r"`folder` must be free, .*resume=True"):
+        run(agent, key, folder=folder)
+    other = agent.replace(config=agent.config.replace(gamma=0.9))
+    with pytest.raises(
+        ValueError, match=r"`gamma` must be 0\.99 to resume .* got 0\.9"
+    ):
+        run(other, key, folder=folder, resume=True, **EVALUATE)
+    with pytest.raises(ValueError, match="`key` must be"):
+        run(agent, jax.random.key(1), folder=folder, resume=True, **EVALUATE)
+    with pytest.raises(ValueError, match="`evaluate_every` must be 64"):
+        run(agent, key, folder=folder, resume=True)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    {
+        "carriage returns": lambda text: text.replace(b"\n", b"\r\n"),
+        "a byte-order mark": lambda text: b"\xef\xbb\xbf" + text,
+        "a lost row": lambda text: b"".join(text.splitlines(keepends=True)[:-1]),
+        "a lost first row": lambda text: text.replace(b"32,", b"", 1),
+        "nothing": lambda text: b"",
+    }.items(),
+    ids=lambda damage: damage[0],
+)
+def test_damaged_tables_raise_before_training(damage, finished, tmp_path):
+    folder, agent, _, _ = finished
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(damage[1]((folder / "metrics.csv").read_bytes()))
+    with pytest.raises(ValueError, match=r"metrics\.csv must have the rows"):
+        trim_tables(agent, 4, Folder(tmp_path))
+
+
+def test_spaces_come_back_from_json():
+    spaces = envs.spaces
+    space = spaces.Dict(
+        {
+            "box": spaces.Box(np.float32([-np.inf, 0]), np.float32([1, np.inf]), (2,)),
+            "parts": spaces.Tuple(
+                (spaces.Discrete(3, start=-1), spaces.MultiBinary((2,)))
+            ),
+            "many": spaces.Repeated(spaces.MultiDiscrete([[2, 3]]), 2),
+        }
+    )
+    assert space_from_json(json.loads(json.dumps(space_to_json(space)))) == space
+
+
+def test_networks_and_other_classes_must_be_passed_to_load(finished, tmp_path):
+    folder, agent, _, _ = finished
+    settings = json.loads((folder / "agent.json").read_text())
+    settings["fields"] = {"network": "ActorCritic"}
+    (tmp_path / "agent.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="`network` must be passed to `load`"):
+        load(tmp_path)
+    settings |= {"agent": "os:system", "fields": {}}
+    (tmp_path / "agent.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="`agent_class` must be passed"):
+        load(tmp_path)
+    assert isinstance(agent.model, ActorCritic)
+
+
+def test_steps_are_counted_beyond_32_bits():
+    agent = make_agent(SMALL.replace(num_steps=2**20))
+    assert agent.env_steps(np.arange(1, 2000))[-1] == 1999 * 2**22
+
+
+def test_every_number_of_a_config_is_an_option():
+    kinds = number_fields(Config())
+    assert kinds["num_updates"] is int
+    assert kinds["learning_rate"] is kinds["target_kl"] is float
+    assert kinds["microbatch_size"] is int
+    assert kinds["anneal_lr"]("false") is False
+    assert "activation" not in kinds
+
+
+TRAIN = """\
+    import jax, rollout
+    from rollout.recipes import run
+    from rollout.recipes.ppo import PPO, Config
+    config = Config(num_updates=24, num_steps=8, num_minibatches=2, num_epochs=1)
+    agent = PPO(rollout.envs.make_vec("CartPole-v1", 4), config)
+    run(agent, jax.random.key(0), folder="run", resume=True, evaluate_every=64,
+        num_eval_episodes=4)
+"""
+
+
+@pytest.mark.slow
+def test_killed_runs_equal_an_undisturbed_one(tmp_path):
+    """Kills the process ten times, at times that spread over the run."""
+    env = {**os.environ, "XLA_FLAGS": QUICK_FLAGS, "PYTHONPATH": str(ROOT)}
+    program = [sys.executable, "-c", textwrap.dedent(TRAIN)]
+    folders = [tmp_path / "killed", tmp_path / "undisturbed"]
+    for folder in folders:
+        folder.mkdir()
+    killed, undisturbed = folders
+    subprocess.run(program, cwd=undisturbed, env=env, check=True)
+    for num_rows in range(1, 21, 2):
+        process = subprocess.Popen(program, cwd=killed, env=env)
+        metrics, deadline = killed / "run" / "metrics.csv", time.monotonic() + 120
+        while time.monotonic() < deadline and process.poll() is None:
+            if metrics.exists() and metrics.read_bytes().count(b"\n") > num_rows:
+                process.send_signal(signal.SIGKILL)
+                break
+            time.sleep(0.002)
+        process.wait()
+    subprocess.run(program, cwd=killed, env=env, check=True)
+    files = [x for x in undisturbed.rglob("*") if x.is_file()]
+    assert len(files) > 6
+    for path in files:
+        if not path.name.startswith("events."):
+            same = killed / path.relative_to(undisturbed)
+            assert path.read_bytes() == same.read_bytes(), path.name
+
+
+@pytest.mark.slow
+def test_command_trains_in_host_environments_and_resumes(tmp_path):
+    options = ["--num-envs", "2", "--num-steps", "16", "--num-minibatches", "2"]
+    program = [sys.executable, "-m", "rollout.recipes.ppo", "gymnasium:CartPole-v1"]
+    program += [*options, "--evaluate-every", "64", "--num-eval-episodes", "3"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
+    results = [
+        subprocess.run(
+            [*program, "--num-updates", str(number), *more],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+        )
+        for number, more in ((4, ()), (4, ()), (6, ("--resume",)))
+    ]
+    assert [x.returncode for x in results] == [0, 2, 0], [x.stderr for x in results]
+    assert "3 episodes" in results[0].stdout
+    assert results[1].stderr.startswith("`folder` must be free")
+    folder = tmp_path / "runs" / "ppo-gymnasium-cartpole-v1"
+    assert table(folder / "metrics.csv")["steps"].tolist() == list(range(32, 193, 32))
+    assert checkpoint.steps(folder / "resume") == [6]
+    agent, state = load(folder)
+    assert agent.predict(state.params, np.zeros(4, np.float32)) in (0, 1)
+    assert rollout.__version__
