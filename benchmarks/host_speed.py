@@ -103,9 +103,7 @@ class Network:
         size = int(np.prod(env.observation_space.shape))
         self.distribution = ActionDistribution(env.action_space)
         obs_space = envs.Box(-np.inf, np.inf, (size,))
-        self.module = ppo.ActorCritic(
-            self.distribution, obs_space, (64, 64), "tanh"
-        )
+        self.module = ppo.ActorCritic(self.distribution, obs_space, (64, 64), "tanh")
         self.params = self.module.init(jax.random.key(0), jnp.zeros((1, size)))
         env.close()
 

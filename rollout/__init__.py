@@ -20,7 +20,8 @@ for environments that are not JAX; `rollout.recommendation` for items and users.
 `programs` lets equal objects share what is compiled, and `platform` chooses
 implementations by device; `stats`, `moments`, `episode_window`,
 `trajectories`, `targets` and `minibatches` compute on trajectories, and `logs` flattens
-statistics; `collector`, `evaluation`, `probing`, `profiling` and `checkpoint` have the
+statistics; `distributions` has distributions over actions, and `training` the interface
+of agents; `collector`, `evaluation`, `probing`, `profiling` and `checkpoint` have the
 functions of these names; `sharding` spreads lanes over devices and `multihost` compares
 the processes of one run; `gif` draws an episode.
 `policies`, `kernel`, `stream`, `inspection` and `cli` are packages that list their

@@ -181,11 +181,15 @@ class ActionDistribution:
         actions = []
         for part, raw in zip(self._parts, raw_leaves, strict=True):
             if part.is_float:
-                action = raw * part.scale + part.offset
-                if np.isfinite([part.low, part.high]).any():
-                    action = jnp.clip(action, part.low, part.high)
+                scale, offset, low, high = (
+                    _expand(x, jnp.ndim(raw))
+                    for x in (part.scale, part.offset, part.low, part.high)
+                )
+                action = raw * scale + offset
+                if np.isfinite([low, high]).any():
+                    action = jnp.clip(action, low, high)
             else:
-                action = raw + part.low
+                action = raw + _expand(part.low, jnp.ndim(raw))
             actions.append(action.astype(part.dtype))
         return self._structure.unflatten(actions)
 
@@ -215,12 +219,12 @@ class ActionDistribution:
             logits = values.reshape(*lanes, *part.shape, -1)
             # Entries with fewer values than others have logits that are never valid.
             is_value = np.arange(logits.shape[-1]) < part.num_values[..., None]
+            valid = _expand(is_value, logits.ndim)
             if mask is not None:
                 flag = start_flag + np.cumsum(is_value).reshape(is_value.shape) - 1
-                valid = mask[..., flag] & is_value
-                logits = jnp.where(valid, logits, _MASKED_LOGIT)
+                logits = jnp.where(mask[..., flag] & valid, logits, _MASKED_LOGIT)
             elif not is_value.all():
-                logits = jnp.where(is_value, logits, _MASKED_LOGIT)
+                logits = jnp.where(valid, logits, _MASKED_LOGIT)
             start_flag += int(part.num_values.sum())
             leaves.append(_Leaf(logits=logits))
         return leaves

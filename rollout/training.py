@@ -128,14 +128,19 @@ class Agent:
             obs: `[*shape]`, as the environment returns it. If `env` normalizes
                 observations, fix its statistics first: `agent.freeze(state)`.
         """
-        obs = normalize_obs(self.env, obs)
-        batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
-        action = self.eval_policy.apply(params, batch, (), jax.random.key(0)).action
-        return jax.tree.map(lambda x: x[0], action)
+        return _predict(self.eval_policy, params, normalize_obs(self.env, obs))
 
     def freeze(self, state: Any) -> Self:
         """Fixes the statistics of normalized environments, to evaluate or predict."""
         return self.replace(env=self.collector.freeze(state.carry).env)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _predict(policy: Policy, params: ArrayTree, obs: ArrayTree) -> ArrayTree:
+    """Applies a policy without state to a single observation."""
+    batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
+    action = policy.apply(params, batch, (), jax.random.key(0)).action
+    return jax.tree.map(lambda x: x[0], action)
 
 
 def make_collector(env: Any, policy: Policy) -> Collector | HostCollector:

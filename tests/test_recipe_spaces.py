@@ -1,8 +1,6 @@
-"""The agents of the package learn in every space, in JAX and on the host, alike."""
+"""The agents train in every space, in JAX and host environments alike."""
 
-import functools
-import re
-import types
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -16,18 +14,18 @@ from flax import struct
 
 import rollout
 from rollout import envs
+from rollout.distributions import ActionDistribution, TanhNormal
 from rollout.envs import spaces
-from rollout.recipes import dqn, ppo, sac
-from rollout.recipes.distributions import Joint, bounded, unbounded
+from rollout.recipes import dqn, ppo, recurrent_ppo, sac
 from rollout.recipes.dqn import DQN
-from rollout.recipes.ppo import PPO, ActorCritic, Config
+from rollout.recipes.ppo import PPO
 from rollout.recipes.recurrent_ppo import RecurrentPPO
 from rollout.recipes.sac import SAC
-from rollout.recipes.training import begin, make_env, train
 
 TREE = spaces.Dict(
     {"turn": envs.Discrete(2, start=3), "pull": spaces.Tuple((envs.Box(2.0, 6.0, ()),))}
 )
+HALF_OPEN = envs.Box(jnp.array([0.0, -jnp.inf]), jnp.array([jnp.inf, 3.0]), (2,))
 SPACES = {
     "discrete": envs.Discrete(3),
     "start": envs.Discrete(3, start=-2),
@@ -35,18 +33,36 @@ SPACES = {
     "multi binary": spaces.MultiBinary((3,)),
     "box": envs.Box(jnp.array([[1.0], [-4.0]]), 5.0, (2, 1)),
     "unbounded": envs.Box(-jnp.inf, jnp.inf, (2,)),
+    "half-open": HALF_OPEN,
     "scalar": envs.Box(-1.0, 1.0, ()),
     "tree": TREE,
 }
-
-FACTS = ("logits", "mean", "log_std")  # of the distribution of a part
+NUM_ENVS = 16
+CONFIG = ppo.Config(num_updates=12, num_steps=32, hidden_layer_sizes=(16, 16))
+RECURRENT = recurrent_ppo.Config(
+    num_updates=30,
+    num_steps=32,
+    learning_rate=1e-2,
+    memory_size=16,
+    hidden_layer_sizes=(16, 16),
+)
+DQN_CONFIG = dqn.Config(
+    num_updates=30,
+    num_steps=8,
+    gradient_steps=8,
+    exploration_fraction=0.5,
+    hidden_layer_sizes=(16, 16),
+)
+SAC_CONFIG = sac.Config(
+    num_updates=2, num_steps=200, learning_starts=256, gamma=0.0, reward_scale=1.0
+)
 
 
 @struct.dataclass
 class Guess:
-    """Pays 1 for an action that `_best` names, less the farther it is from it.
+    """Rewards an action by 1 minus its distance from `_best`.
 
-    What it shows is an element of a space, drawn anew at each of five steps.
+    The observation is an element of a space, sampled at each of five steps.
     """
 
     action_space: Any
@@ -74,24 +90,24 @@ class Guess:
 
 @struct.dataclass
 class Masked(Guess):
-    """The same, in which the best of three actions is forbidden."""
+    """`Guess` with three actions, of which the best is masked out."""
 
     observation_space: Any = spaces.Dict(
-        {"seen": TREE, "action_mask": envs.Box(0, 1, (3,), jnp.dtype("int8"))}
+        {"part": TREE, "action_mask": envs.Box(0, 1, (3,), jnp.dtype("int8"))}
     )
 
     def reset(self, key):
-        return jnp.int32(0), self._see(key)
+        return jnp.int32(0), self._observe(key)
 
     def step(self, key, state, action):
-        return super().step(key, state, action).replace(obs=self._see(key))
+        return super().step(key, state, action).replace(obs=self._observe(key))
 
-    def _see(self, key):
-        return {"seen": TREE.sample(key), "action_mask": jnp.int8([1, 1, 0])}
+    def _observe(self, key):
+        return {"part": TREE.sample(key), "action_mask": jnp.int8([1, 1, 0])}
 
 
 def _best(part):
-    """The largest integer, or a float near 1."""
+    """Returns the largest integer, or the float closest to 1."""
     low, high = (
         jnp.broadcast_to(jnp.asarray(x, float), part.shape) for x in part.bounds
     )
@@ -99,168 +115,198 @@ def _best(part):
     return jnp.clip(1.0, low, high) if is_float else high
 
 
-CONFIG = Config(num_updates=12, num_envs=16, num_steps=32, hidden=16)
+def make_guess(space, num_envs=NUM_ENVS):
+    return envs.vectorize(Guess(space, TREE), num_envs)
+
+
+def evaluate(agent, params):
+    """Returns the mean return of 20 episodes of the evaluation policy."""
+    collector = agent.collector.replace(policy=agent.eval_policy)
+    stats = rollout.evaluate(collector, jax.random.key(1), params, num_episodes=20)
+    return stats.returns.mean
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_training")
-@pytest.mark.parametrize("name", ["multi discrete", "tree"])
+@pytest.mark.parametrize("name", ["multi discrete", "tree", "half-open"])
 def test_ppo_learns_any_space_of_actions(name):
-    space = SPACES[name]
-    env = Guess(space, TREE)
-    env = envs.vectorize(env, CONFIG.num_envs)
-    agent = PPO(space, CONFIG, env.observation_space)
-    collector = rollout.Collector(env=env, policy=agent.policy)
-    learn = jax.jit(lambda key: train(agent, collector, key))
-    state, log = learn(jax.random.key(0))
-    judge = collector.replace(policy=rollout.greedy(agent.policy))
-    stats = rollout.evaluate(
-        judge, jax.random.key(1), state.learner[0], num_episodes=20
-    )
-    first = log["return"][np.isfinite(log["return"])][0]
-    assert stats.returns.mean > 4.5 > first
+    agent = PPO(make_guess(SPACES[name]), CONFIG)
+    state = jax.jit(agent.init)(jax.random.key(0))
+    state, metrics = jax.jit(agent.train)(state)
+    returns = metrics["return_mean"]
+    assert evaluate(agent, state.params) > 4.5 > returns[np.isfinite(returns)][0]
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_actions_of_ppo_are_elements_of_their_space_drawn_or_most_likely(name):
-    """Also a tuple, which a policy could take for an action and its extras."""
+def test_actions_of_ppo_are_elements_of_their_space(name):
+    """Also of a tuple, which a policy could confuse with an action and its extras."""
     space = spaces.Tuple((SPACES[name], envs.Box(0.0, 10.0, (2,))))
-    env = envs.vectorize(Guess(space, TREE), 8)
-    agent = PPO(space, CONFIG, env.observation_space)
+    agent = PPO(make_guess(space, 8), CONFIG)
 
     @quick_jit
-    def play(keys):
-        found = []
-        policies = agent.policy, rollout.greedy(agent.policy)
-        for policy, (carry_key, init_key) in zip(policies, keys, strict=True):
-            collector = rollout.Collector(env=env, policy=policy)
-            carry = collector.init(carry_key)
-            params = agent.init(init_key, carry.obs)[0]
-            _, t = collector.collect_steps(carry, params, 4)
-            found.append(jax.vmap(jax.vmap(space.contains))(t.action))
-        return found
+    def collect(key):
+        state = agent.init(key)
+        is_valid = []
+        for policy in (agent.policy, agent.eval_policy):
+            collector = agent.collector.replace(policy=policy)
+            carry = collector.init(jax.random.fold_in(key, len(is_valid) + 1))
+            _, t = collector.collect_steps(carry, state.params, 4)
+            is_valid.append(jax.vmap(jax.vmap(space.contains))(t.action))
+        return is_valid
 
-    is_inside = play(jax.random.split(jax.random.key(0), (2, 2)))
-    assert all(x.all() for x in jax.device_get(is_inside))
-
-
-@pytest.mark.parametrize("last", ["multi binary", "box"])
-def test_several_parts_are_recorded_twice_only_if_bounds_change_them(last):
-    space = spaces.Tuple((SPACES["start"], SPACES[last]))
-    policy = PPO(space, CONFIG).policy
-
-    def play(keys):
-        params = ActorCritic(space, CONFIG).init(keys[0], jnp.ones((3, 2)))
-        return policy.apply(params, jnp.ones((3, 2)), (), keys[1])
-
-    extras = jax.eval_shape(play, jax.random.split(jax.random.key(0))).extras
-    assert ("drawn" in extras) == (last == "box")
+    with jax.debug_key_reuse(False):  # one key for both policies
+        is_valid = collect(jax.random.key(0))
+    assert all(x.all() for x in jax.device_get(is_valid))
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_draws_agree_with_their_probabilities(name):
+def test_samples_agree_with_their_probabilities(name):
     """By brute force: integers by counting, floats by NumPy's formula."""
     space, rng = SPACES[name], np.random.default_rng(0)
-    network, obs = ActorCritic(space, CONFIG), jnp.ones(2)
-    shapes = jax.eval_shape(network.init, jax.random.key(0), obs)
-    params = jax.tree.map(lambda x: np.float32(0.2 * rng.normal(size=x.shape)), shapes)
+    distribution = ActionDistribution(space)
+    params = np.float32(0.2 * rng.normal(size=distribution.num_params))
+    rows = np.tile(params, (4000, 1))
 
     @quick_jit
-    def use(params, key):
-        one, wide = (network.apply(params, x)[0] for x in (obs, jnp.ones((4000, 2))))
-        drawn, best = wide.sample(key), one.mode()
-        parts = one.parts if isinstance(one, Joint) else [one]
-        facts = [vars(part) for part in parts]
-        facts = [{x: y for x, y in fact.items() if x in FACTS} for fact in facts]
-        log_prob, likely = wide.log_prob(drawn), one.log_prob(best)
-        return drawn, log_prob, one.entropy(), best, likely, facts
+    def use(key):
+        raw_action = distribution.sample(rows, key)
+        mode = distribution.mode(params)
+        return (
+            raw_action,
+            distribution.log_prob(rows, raw_action),
+            distribution.entropy(params),
+            distribution.log_prob(params, mode),
+            distribution.postprocess(raw_action),
+        )
 
-    out = jax.device_get(use(params, jax.random.key(0)))
-    action, log_prob, found_entropy, best, likely, facts = out
-    want, entropy = np.zeros(4000), 0.0
-    leaves = jax.tree.leaves(action)
-    for part, x, fact in zip(space.leaves(), leaves, facts, strict=True):
-        assert x.dtype == part.dtype
-        assert x.shape == (4000, *part.shape)
-        low, high = (np.broadcast_to(b, part.shape).ravel() for b in part.bounds)
+    raw_action, log_prob, entropy, mode_log_prob, action = jax.device_get(
+        use(jax.random.key(0))
+    )
+    assert all(map(space.contains, jax.tree.map(lambda x: x[0], [action])))
+    expected_log_prob, expected_entropy = np.zeros(4000), 0.0
+    outputs, log_stds = np.split(params, [params.size - distribution.num_log_stds])
+    for part, x in zip(space.leaves(), jax.tree.leaves(raw_action), strict=True):
         x = x.reshape(4000, -1)
-        if "mean" in fact:
-            mean, std = fact["mean"].ravel(), np.exp(fact["log_std"].ravel())
-            distance = np.abs(x.mean(axis=0) - mean)
-            assert np.all(distance < 4 * std / 4000**0.5)
-            log_probs = -0.5 * ((x - mean) / std) ** 2 - np.log(
-                std * (2 * np.pi) ** 0.5
-            )
-            want += log_probs.sum(axis=1)
-            entropy += np.log(std * (2 * np.pi * np.e) ** 0.5).sum()
+        if jnp.issubdtype(part.dtype, jnp.floating):
+            mean, outputs = np.split(outputs, [x.shape[1]])
+            log_std, log_stds = np.split(log_stds, [x.shape[1]])
+            std = np.exp(log_std)
+            assert np.all(np.abs(x.mean(axis=0) - mean) < 4 * std / 4000**0.5)
+            z = (x - mean) / std
+            log_probs = -0.5 * z**2 - np.log(std * (2 * np.pi) ** 0.5)
+            expected_log_prob += log_probs.sum(axis=1)
+            expected_entropy += np.log(std * (2 * np.pi * np.e) ** 0.5).sum()
             continue
-        logits = np.float64(fact["logits"].reshape(low.size, -1))
-        for entry, n in enumerate((high - low + 1).astype(int)):
-            chances = np.exp(logits[entry, :n]) / np.exp(logits[entry, :n]).sum()
-            value = x[:, entry].astype(int) - int(low[entry])
-            counts = np.bincount(value, minlength=n)
-            np.testing.assert_allclose(counts / 4000, chances, atol=0.04)
-            want += np.log(chances[value])
-            entropy -= (chances * np.log(chances)).sum()
-    np.testing.assert_allclose(log_prob, want, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(found_entropy, entropy, rtol=1e-4)
-    shapes = [x.shape for x in jax.tree.leaves(best)]
-    assert shapes == [x.shape for x in space.leaves()]
-    assert likely >= log_prob.max() - 1e-4
+        low, high = (np.broadcast_to(b, part.shape).ravel() for b in part.bounds)
+        num_values = (high - low + 1).astype(int)
+        logits, outputs = np.split(outputs, [low.size * num_values.max()])
+        logits = np.float64(logits.reshape(low.size, -1))
+        for i, n in enumerate(num_values):
+            probs = np.exp(logits[i, :n]) / np.exp(logits[i, :n]).sum()
+            counts = np.bincount(x[:, i], minlength=n)
+            np.testing.assert_allclose(counts / 4000, probs, atol=0.04)
+            expected_log_prob += np.log(probs[x[:, i]])
+            expected_entropy -= (probs * np.log(probs)).sum()
+    np.testing.assert_allclose(log_prob, expected_log_prob, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(entropy, expected_entropy, rtol=1e-4)
+    assert mode_log_prob >= log_prob.max() - 1e-4
 
 
-def test_mask_leaves_only_allowed_actions():
+def test_mask_leaves_only_valid_actions():
     space = spaces.Tuple((spaces.MultiDiscrete([2, 3]), envs.Discrete(2)))
-    allowed = jnp.array([False, True, True, False, True, True, False])
-    network = ActorCritic(space, CONFIG)
+    mask = jnp.array([False, True, True, False, True, True, False])
+    distribution = ActionDistribution(space)
+    params = jnp.zeros((200, distribution.num_params))
 
     @quick_jit
-    def draw(key):
-        shown = {"obs": jnp.zeros((200, 2)), "action_mask": jnp.tile(allowed, (200, 1))}
-        dist, _ = network.apply(network.init(key, shown), shown)
-        return dist.sample(key)
+    def sample(key):
+        return distribution.sample(params, key, jnp.tile(mask, (200, 1)))
 
-    pair, one = jax.device_get(draw(jax.random.key(0)))
+    pair, single = jax.device_get(sample(jax.random.key(0)))
     assert set(map(tuple, pair.tolist())) == {(1, 0), (1, 2)}
-    assert set(one.tolist()) == {0}
-    shown = {"obs": jnp.zeros((200, 2)), "action_mask": jnp.ones((200, 6), bool)}
+    assert set(single.tolist()) == {0}
     with pytest.raises(ValueError, match="`action_mask` must have 7 flags"):
-        jax.eval_shape(network.init, jax.random.key(0), shown)
+        distribution.mode(params, jnp.ones((200, 6), bool))
 
 
-def test_memory_obeys_a_mask_and_rows_that_are_all_masked_out_teach_nothing():
-    space, num_envs = SPACES["discrete"], 4
-    config = CONFIG._replace(num_envs=num_envs, num_epochs=1, num_minibatches=num_envs)
-    env = envs.vectorize(Masked(space), num_envs)
-    cell, empty = nn.GRUCell(8), lambda num_envs: jnp.zeros((num_envs, 8))
-    agent = RecurrentPPO(space, config, cell, empty, env.observation_space)
-    collector = rollout.Collector(env=env, policy=agent.policy)
+BOUNDS = np.array(
+    [[-1, 1], [2, 6], [-4, 5], [-np.inf, np.inf], [0, np.inf], [-np.inf, 3], [2, 2]]
+)
+
+
+def test_raw_actions_become_actions_within_their_bounds():
+    """Seven entries, of which two have one finite bound, and one a single value."""
+    low, high = BOUNDS.T
+    distribution = ActionDistribution(envs.Box(low, high, (7,)))
+    raw_action = np.tile([[-9.0], [-1.0], [-0.25], [0.0], [1.0], [9.0]], 7)
+    action = distribution.postprocess(jnp.asarray(raw_action, jnp.float32))
+    expected = np.clip(raw_action, -1, 1) * [1, 2, 4.5, 1, 1, 1, 0] + [
+        *(0, 4, 0.5, 0, 1, 2, 2)
+    ]
+    expected[:, 3] = raw_action[:, 3]
+    expected[:, 4] = np.maximum(raw_action[:, 4], -1) + 1
+    expected[:, 5] = np.minimum(raw_action[:, 5], 1) + 2
+    np.testing.assert_allclose(action, expected, rtol=1e-6)
+
+
+def test_density_of_sac_is_per_unit_of_the_squashed_action():
+    """The densities of the action and of the Gaussian differ by the squash's slope."""
+    low, high = BOUNDS[:-1].T
+    distribution = TanhNormal(envs.Box(low, high, (6,)))
+    rng = np.random.default_rng(0)
+    params = jnp.asarray(0.3 * rng.normal(size=(50, 12)), jnp.float32)
 
     @quick_jit
-    def learn(keys):
-        carry = collector.init(keys[0])
-        learner = agent.init(keys[1], carry.obs)
-        _, t = collector.collect_steps(carry, learner[0], 16)
-        t = t.replace(mask=t.mask.at[:, 0].set(False))  # of a whole minibatch
-        return t.action, agent.learn(learner, t, t.extras["value"], keys[2])[0]
+    def use(key):
+        raw_action = distribution.sample(params, key)
+        slope = jax.vmap(jax.jacobian(distribution.squash))(raw_action)
+        squashed = distribution.squash(raw_action)
+        action = distribution.postprocess(squashed)
+        log_prob = distribution.log_prob(params, raw_action)
+        return raw_action, slope, squashed, action, log_prob
 
-    action, (params, _) = jax.device_get(learn(jax.random.split(jax.random.key(0), 3)))
+    raw_action, slope, squashed, action, log_prob = jax.device_get(
+        use(jax.random.key(0))
+    )
+    assert np.all(action >= low - 1e-6)
+    assert np.all(action <= high + 1e-6)
+    np.testing.assert_allclose(distribution.normalize(action), squashed, atol=1e-5)
+    mean, log_std = np.split(np.asarray(params), 2, axis=-1)
+    z = (raw_action - mean) / np.exp(log_std)
+    gaussian = (-0.5 * z**2 - log_std - 0.5 * np.log(2 * np.pi)).sum(axis=-1)
+    log_slope = np.log(np.diagonal(slope, axis1=1, axis2=2)).sum(axis=-1)
+    np.testing.assert_allclose(log_prob, gaussian - log_slope, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("is_recurrent", [False, True])
+def test_rows_that_are_masked_out_do_not_count(is_recurrent):
+    """Gradients of minibatches without a valid row are finite, and so are metrics."""
+    space, num_envs = SPACES["discrete"], 4
+    env = envs.vectorize(Masked(space), num_envs)
+    sizes = {"num_epochs": 1, "num_minibatches": num_envs}
+    if is_recurrent:
+        agent = RecurrentPPO(env, RECURRENT.replace(**sizes))
+    else:
+        agent = PPO(env, CONFIG.replace(**sizes))
+
+    @quick_jit
+    def learn(key):
+        state = agent.init(key)
+        memory = (state.carry.policy_state,) if is_recurrent else ()
+        carry, t = agent.collector.collect_steps(state.carry, state.params, 16)
+        # The lane of a minibatch of recurrent PPO.
+        t = t.replace(mask=t.mask.at[:, 0].set(False))
+        value = agent.collector.value(carry, state.params)
+        return t.action, *agent.learn(state.replace(carry=()), t, value, *memory)
+
+    action, state, metrics = jax.device_get(learn(jax.random.key(0)))
     assert set(np.unique(action).tolist()) == {0, 1}
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
-
-
-def test_observations_need_their_space_unless_they_are_vectors():
-    space, key = SPACES["discrete"], jax.random.key(0)
-    shown = {"obs": jnp.zeros((1, 2)), "action_mask": jnp.ones((1, 3), bool)}
-    for agent in (PPO(space, CONFIG), DQN(space, DQN_CONFIG)):
-        for names in (("a", "b"), ("obs", "goal")):
-            with pytest.raises(ValueError, match="`observation_space` must be given"):
-                jax.eval_shape(agent.init, key, dict.fromkeys(names, shown["obs"]))
-        jax.eval_shape(agent.init, key, shown)  # as `FlattenObs` shows it
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+    assert np.isfinite(metrics["entropy"])
 
 
 class Hidden(gymnasium.Env):
-    """Pays 1 for the turn shown a step before; the last of three is forbidden."""
+    """Rewards the turn observed one step before; the last of three is masked out."""
 
     action_space = gymnasium.spaces.Discrete(3, start=-2)
     observation_space = gymnasium.spaces.Dict(
@@ -273,14 +319,14 @@ class Hidden(gymnasium.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.number, self.turn = 0, 3
-        return self.see(), {}
+        return self.observe(), {}
 
     def step(self, action):
         reward = float(action == self.turn - 5)
         self.number, self.turn = self.number + 1, self.next_turn
-        return self.see(), reward, False, self.number == 8, {}
+        return self.observe(), reward, False, self.number == 8, {}
 
-    def see(self):
+    def observe(self):
         self.next_turn = int(self.np_random.integers(3, 5))
         mask = np.array([1, 1, 0], np.int8)
         return {"turn": self.next_turn, "action_mask": mask}
@@ -288,7 +334,7 @@ class Hidden(gymnasium.Env):
 
 @struct.dataclass
 class HiddenInJax:
-    """The same."""
+    """`Hidden` in JAX."""
 
     action_space: Any = envs.Discrete(3, start=-2)
     observation_space: Any = spaces.Dict(
@@ -300,83 +346,72 @@ class HiddenInJax:
 
     def reset(self, key):
         turn = jax.random.randint(key, (), 3, 5)
-        return (jnp.int32(0), jnp.int32(3), turn), self.see(turn)
+        return (jnp.int32(0), jnp.int32(3), turn), self.observe(turn)
 
     def step(self, key, state, action):
         number, turn, next_turn = state
         shown = jax.random.randint(key, (), 3, 5)
         return envs.EnvStep(
             state=(number + 1, next_turn, shown),
-            obs=self.see(shown),
+            obs=self.observe(shown),
             reward=(action == turn - 5).astype(jnp.float32),
             terminated=jnp.bool_(False),
             truncated=number == 7,
             info={},
         )
 
-    def see(self, turn):
+    def observe(self, turn):
         return {"turn": turn, "action_mask": jnp.int8([1, 1, 0])}
-
-
-def test_ppo_refuses_actions_whose_probability_it_does_not_know():
-    env = envs.vectorize(Guess(SPACES["discrete"], TREE), 2)
-    agent = PPO(env.action_space, CONFIG, env.observation_space)
-    policy = rollout.epsilon_greedy(agent.policy, env.action_space, 0.1)
-    collector = rollout.Collector(env=env, policy=policy)
-    with pytest.raises(ValueError, match="`collector` must play `agent"):
-        agent.update(collector, None, None)
-
-
-def test_command_says_what_it_does_not_train(monkeypatch):
-    with pytest.raises(ValueError, match="`env_id` must be an id, got a file"):
-        make_env("gymnasium:own.py:Own", 2)
-    monkeypatch.setattr(envs, "make", lambda _: types.SimpleNamespace(agents=("a",)))
-    with pytest.raises(ValueError, match="`env_id` must be of one agent, got pgx:go"):
-        make_env("pgx:go", 2)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_training")
 @pytest.mark.parametrize("is_host", [False, True])
-def test_recurrent_ppo_learns_what_it_saw_and_what_is_allowed(is_host):
-    config = CONFIG._replace(num_updates=30, learning_rate=1e-2)
+def test_recurrent_ppo_learns_from_its_memory_and_takes_valid_actions(is_host):
     if is_host:
-        env = envs.from_gymnasium(Hidden, config.num_envs)
+        env = envs.from_gymnasium(Hidden, NUM_ENVS)
     else:
-        env = envs.vectorize(HiddenInJax(), config.num_envs)
-    empty = lambda num_envs: jnp.zeros((num_envs, 16))  # noqa: E731
-    spaces = env.action_space, config, nn.GRUCell(16), empty, env.observation_space
-    agent = RecurrentPPO(*spaces)
-    kind = rollout.HostCollector if is_host else rollout.Collector
-    collector = kind(env=env, policy=agent.policy)
-    state, log = train(agent, collector, jax.random.key(0))
-    assert log["return"][-1] > 7  # without a memory 4.5
-    _, t = collector.collect_steps(state.carry, state.params, 16)
+        env = envs.vectorize(HiddenInJax(), NUM_ENVS)
+    agent = RecurrentPPO(env, RECURRENT)
+    state, metrics = agent.train(agent.init(jax.random.key(0)))
+    assert metrics["return_mean"][-1] > 7  # without a memory 4.5
+    _, t = agent.collector.collect_steps(state.carry, state.params, 16)
     assert set(np.unique(t.action).tolist()) <= {-2, -1}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_training")
-@pytest.mark.parametrize("has_memory", [False, True])
+@pytest.mark.parametrize("agent_class", [PPO, RecurrentPPO, DQN])
 @pytest.mark.parametrize("is_host", [False, True])
-def test_one_program_trains_cartpole_of_gymnax_and_of_gymnasium(is_host, has_memory):
-    config = Config(num_updates=30, num_envs=16, num_steps=64, num_minibatches=4)
-    make = functools.partial(envs.from_gymnasium, "CartPole-v1")
-    env = make(num_envs=16) if is_host else envs.make_vec("CartPole-v1", 16)
-    agent = PPO(env.action_space, config)
-    if has_memory:
-        empty = lambda num_envs: jnp.zeros((num_envs, 32))  # noqa: E731
-        agent = RecurrentPPO(env.action_space, config, nn.GRUCell(32), empty)
-    kind = rollout.HostCollector if is_host else rollout.Collector
-    collector = kind(env=env, policy=agent.policy)
-    state, log = train(agent, collector, jax.random.key(0))
-    assert np.nanmax(log["return"]) > 120
-    assert state.number == 30
+def test_cartpole_is_learned_in_gymnax_and_in_gymnasium(is_host, agent_class):
+    make = envs.from_gymnasium if is_host else envs.make_vec
+    config = dataclasses.replace(agent_class.config, num_updates=30)
+    if agent_class is DQN:
+        config = config.replace(num_updates=150, anneal_lr=False)
+    else:
+        config = config.replace(num_steps=64, num_minibatches=4)
+    agent = agent_class(make("CartPole-v1", NUM_ENVS), config)
+    state = agent.init(jax.random.key(0))
+    state, metrics = agent.train(state)
+    assert np.nanmax(metrics["return_mean"]) > 120
+    assert state.num_updates == config.num_updates
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_training")
+def test_sac_trains_in_host_environments():
+    config = SAC_CONFIG.replace(num_updates=3, num_steps=20)
+    env = envs.from_gymnasium("Pendulum-v1", num_envs=2)
+    agent = SAC(env, config)
+    state, metrics = agent.train(agent.init(jax.random.key(0)))
+    assert metrics["return_mean"].shape == (3,)
+    assert agent.env_steps(3) == 2 * state.carry.step
+    assert agent.predict(state.params, state.carry.obs[0]).shape == (1,)
 
 
 @pytest.mark.parametrize("is_host", [False, True])
 def test_advantages_over_time_limits_are_those_of_a_plain_loop(is_host):
-    """With episodes of at most four steps, that the host and JAX cut alike."""
+    """Episodes of at most four steps, in host and in JAX environments."""
     if is_host:
         env = envs.from_gymnasium(
             lambda: gymnasium.wrappers.TimeLimit(
@@ -386,109 +421,159 @@ def test_advantages_over_time_limits_are_those_of_a_plain_loop(is_host):
         )
     else:
         env = envs.make_vec("CartPole-v1", 2, max_episode_steps=4)
-    agent = PPO(env.action_space, CONFIG)
-    kind = rollout.HostCollector if is_host else rollout.Collector
-    collector = kind(env=env, policy=agent.policy)
-    carry = collector.init(jax.random.key(0))
-    params = jax.jit(agent.init)(jax.random.key(1), carry.obs)[0]
-    carry, t = collector.collect_steps(carry, params, 10)
-    last = collector.value(carry, params)
+    agent = PPO(env, CONFIG)
+    state = agent.init(jax.random.key(0))
+    carry, t = agent.collector.collect_steps(state.carry, state.params, 10)
+    last_value = agent.collector.value(carry, state.params)
 
     @quick_jit
-    def advantages(params, t, last):
+    def advantages(params, t, last_value):
         value = t.extras["value"]
-        later = rollout.next_values(t, value, last)
+        next_value = rollout.next_values(t, value, last_value)
         flags = t.terminated, t.truncated
-        advantage = rollout.gae(t.reward, value, later, *flags, gamma=0.9, lam=0.8)
-        return advantage, agent.value(params, t.next_obs)
+        advantage = rollout.gae(t.reward, value, next_value, *flags, gamma=0.9, lam=0.8)
+        return advantage, agent.model.apply(params, t.next_obs)[1]
 
-    t, (got, critic) = jax.device_get((t, advantages(params, t, last)))
+    t, (advantage, true_next_value) = jax.device_get(
+        (t, advantages(state.params, t, last_value))
+    )
     assert t.truncated.sum() == 4
-    later, want = np.zeros(2), np.zeros((10, 2))
+    later, expected = np.zeros(2), np.zeros((10, 2))
     for step in reversed(range(10)):
         value = t.extras["value"][step]
-        delta = t.reward[step] + 0.9 * ~t.terminated[step] * critic[step] - value
+        bootstrap = 0.9 * ~t.terminated[step] * true_next_value[step]
+        delta = t.reward[step] + bootstrap - value
         later = delta + 0.72 * ~t.done[step] * later
-        want[step] = later
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
-
-
-DQN_CONFIG = dqn.Config(
-    num_updates=30,
-    num_envs=16,
-    num_steps=8,
-    num_gradients=8,
-    exploration=0.5,
-    hidden=16,
-)
-SAC_CONFIG = sac.Config(
-    num_updates=2, num_envs=4, warmup=64, num_steps=200, gamma=0.0, reward_scale=1.0
-)
+        expected[step] = later
+    np.testing.assert_allclose(advantage, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_training")
 @pytest.mark.parametrize(
-    ("agent_class", "config", "space", "most"),
+    "space",
     [
-        (DQN, DQN_CONFIG, SPACES["start"], 4),
-        (SAC, SAC_CONFIG, envs.Box(-1.0, 1.0, (2, 1)), 5),
-        (SAC, SAC_CONFIG, envs.Box(-1.0, 1.0, ()), 5),
-        (SAC, SAC_CONFIG, envs.Box(-2.0, 3.0, (2, 1)), 5),
+        envs.Box(-1.0, 1.0, (2, 1)),
+        envs.Box(-1.0, 1.0, ()),
+        envs.Box(-2.0, 3.0, (2, 1)),
+        HALF_OPEN,
     ],
 )
-def test_agents_learn_from_a_buffer(agent_class, config, space, most):
-    """DQN without the best action, which is forbidden, and so costs 1 a step."""
-    env = Masked(space) if agent_class is DQN else Guess(space, TREE)
-    env = envs.vectorize(env, config.num_envs)
-    agent = agent_class(space, config, env.observation_space)
-    collector = rollout.Collector(env=env, policy=agent.policy)
-    state, log = jax.jit(lambda key: train(agent, collector, key))(jax.random.key(0))
-    judge = collector.replace(policy=agent.final_policy)
-    stats = rollout.evaluate(judge, jax.random.key(1), state.params, num_episodes=20)
-    assert stats.returns.mean > most - 5 if agent_class is DQN else most - 0.5
+def test_sac_learns_any_box(space):
+    agent = SAC(make_guess(space, 4), SAC_CONFIG)
+    state, _ = jax.jit(lambda key: agent.train(agent.init(key)))(jax.random.key(0))
+    assert evaluate(agent, state.params) > 4.5
     obs = jax.tree.map(lambda x: x[0], state.carry.obs)
-    action = agent.predict(state.params, obs)
-    assert action.shape == space.shape
-    assert (log["steps"][1:] > log["steps"][:-1]).all()
-    if agent_class is DQN:
-        _, t = collector.collect_steps(state.carry, state.params, 32)
-        assert set(np.unique(t.action).tolist()) <= {-2, -1}
-        assert action == -1
+    assert agent.predict(state.params, obs).shape == space.shape
 
 
-def test_training_says_how_many_updates_are_left():
-    env = envs.vectorize(Guess(SPACES["discrete"], TREE), 2)
-    config = CONFIG._replace(num_envs=2, num_minibatches=2)
-    agent = PPO(env.action_space, config, env.observation_space)
-    collector, key = rollout.Collector(env=env, policy=agent.policy), jax.random.key(0)
-    state = jax.jit(begin, static_argnums=0)(agent, collector, key)
-    for number, size in ((4, 9), (12, None), (12, 1), (0, 0)):
-        later = state._replace(number=jnp.int32(number))
-        with pytest.raises(ValueError, match="`num_updates` must be from 1 to"):
-            train(agent, collector, key, later, size)
-    with pytest.raises(ValueError, match="`num_updates` must be given"):
-        jax.eval_shape(lambda state: train(agent, collector, key, state), state)
-    state = state._replace(number=jnp.int32(10))
-    _, log = jax.eval_shape(lambda key: train(agent, collector, key, state), key)
-    assert log["kl"].shape == (2,)
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_training")
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_dqn_learns_the_best_valid_action(prioritized):
+    """The best of three actions is masked out, which costs 0.5 per step."""
+    env = envs.vectorize(Masked(SPACES["start"]), NUM_ENVS)
+    agent = DQN(env, DQN_CONFIG.replace(prioritized=prioritized))
+    state, _ = jax.jit(lambda key: agent.train(agent.init(key)))(jax.random.key(0))
+    assert evaluate(agent, state.params) > -1
+    obs = jax.tree.map(lambda x: x[0], state.carry.obs)
+    assert agent.predict(state.params, obs) == -1
+    _, t = agent.collector.collect_steps(state.carry, state.params, 32)
+    assert set(np.unique(t.action).tolist()) <= {-2, -1}
+
+
+AGENTS = {
+    "ppo": (PPO, CONFIG, SPACES["tree"]),
+    "recurrent_ppo": (RecurrentPPO, RECURRENT, SPACES["tree"]),
+    "dqn": (DQN, DQN_CONFIG.replace(learning_starts=16), SPACES["start"]),
+    "sac": (SAC, SAC_CONFIG.replace(learning_starts=16), SPACES["box"]),
+}
+
+
+def make_small(name):
+    """Makes an agent of two updates of four steps in two environments."""
+    agent_class, config, space = AGENTS[name]
+    config = config.replace(num_updates=2, num_steps=4)
+    if name.endswith("ppo"):
+        config = config.replace(num_minibatches=2, num_epochs=1)
+    return agent_class(make_guess(space, 2), config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AGENTS)
+def test_training_in_parts_has_the_bits_of_a_training_at_once(name):
+    agent = make_small(name)
+    state = jax.jit(agent.init)(jax.random.key(0))
+    train = jax.jit(agent.train, static_argnums=1)
+    whole, metrics = train(state, 2)
+    first, first_metrics = train(state, 1)
+    second, second_metrics = train(first, 1)
+    parts = jax.tree.map(lambda *x: np.concatenate(x), first_metrics, second_metrics)
+    jax.tree.map(np.testing.assert_array_equal, (whole, metrics), (second, parts))
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_environment_steps_are_those_of_the_lanes(name):
+    agent = make_small(name)
+    shapes = jax.eval_shape(lambda key: agent.train(agent.init(key)), jax.random.key(0))
+    assert all(x.shape == (2,) for x in shapes[1].values())
+    counts = agent.env_steps(np.arange(3))
+    assert counts.dtype == np.int64
+    assert counts.tolist() == [agent.env_steps(n) for n in range(3)]
+    assert np.diff(counts).tolist() == [8, 8]
+    assert type(agent.env_steps(10**9)) is int
+    assert agent.env_steps(10**9) == agent.env_steps(0) + 8 * 10**9
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("name", AGENTS)
+def test_seeds_and_learning_rates_may_be_batched(name):
+    agent = make_small(name)
+
+    def train(key, learning_rate):
+        config = agent.config.replace(learning_rate=learning_rate)
+        changed = agent.replace(config=config)
+        return changed.train(changed.init(key))[0].params
+
+    keys, rates = jax.random.split(jax.random.key(0), 2), jnp.array([1e-3, 3e-2])
+    batched = jax.jit(jax.vmap(train))(keys, rates)
+    single = jax.jit(train)(keys[1], rates[1])
+    # Batched products of matrices round differently.
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x[1], y, rtol=1e-2, atol=1e-3),
+        batched,
+        single,
+    )
+
+
+def test_number_of_updates_is_checked():
+    agent = make_small("ppo")
+    state = jax.eval_shape(agent.init, jax.random.key(0))
+    for number in (0, 1.0, True):
+        with pytest.raises(ValueError, match="`num_updates` must be"):
+            agent.train(state, number)
+
+
+def test_equal_agents_share_policies_and_compare_by_value():
+    agent, other = make_small("ppo"), make_small("ppo")
+    assert agent.policy == other.policy
+    assert agent.config == other.config
+    assert agent.replace(config=agent.config.replace(gamma=0.5)) != agent
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        agent.config = CONFIG
 
 
 def test_predictions_with_a_memory_are_those_of_the_lanes():
-    cell, empty = nn.GRUCell(8), lambda num_envs: jnp.zeros((num_envs, 8))
-    env = envs.vectorize(HiddenInJax(), 2)
-    spaces = env.action_space, CONFIG, cell, empty, env.observation_space
-    agent = RecurrentPPO(*spaces)
-    policy = rollout.greedy(agent.policy)
-    collector = rollout.Collector(env=env, policy=policy)
+    agent = RecurrentPPO(envs.vectorize(HiddenInJax(), 2), RECURRENT)
+    collector = agent.collector.replace(policy=agent.eval_policy)
 
     @quick_jit
-    def play(carry_key, init_key):
-        carry = collector.init(carry_key)
-        params = agent.init(init_key, carry.obs)[0]
-        return params, *collector.collect_steps(carry, params, 12)
+    def collect(key, carry_key):
+        params = agent.init(key).params
+        return params, *collector.collect_steps(collector.init(carry_key), params, 12)
 
-    params, carry, t = play(*jax.random.split(jax.random.key(0)))
+    params, carry, t = collect(*jax.random.split(jax.random.key(0)))
     predict, memory = quick_jit(agent.predict), None
     for step in range(12):
         memory = None if t.first[step, 1] else memory
@@ -499,180 +584,34 @@ def test_predictions_with_a_memory_are_those_of_the_lanes():
     np.testing.assert_allclose(memory, carry.policy_state[1:], atol=1e-5)
 
 
-def test_agents_say_which_actions_they_take():
-    with pytest.raises(ValueError, match="`action_space` must be a Discrete"):
-        DQN(SPACES["box"], DQN_CONFIG)
+def test_agents_raise_for_spaces_of_actions_that_they_do_not_support():
+    with pytest.raises(ValueError, match="must be a Discrete"):
+        DQN(make_guess(SPACES["box"]), DQN_CONFIG)
     for space in (SPACES["discrete"], envs.Box(0, 3, (2,), jnp.dtype("int32"))):
         with pytest.raises(ValueError, match="`action_space` must be a Box of floats"):
-            SAC(space, SAC_CONFIG)
-
-
-BOUNDS = np.array(
-    [[-1, 1], [2, 6], [-4, 5], [-np.inf, np.inf], [0, np.inf], [-np.inf, 3], [2, 2]]
-)
-
-
-def test_drawn_numbers_become_actions_within_their_bounds():
-    """Seven entries, of which two have a single bound, and one a single value."""
-    low, high = BOUNDS.T
-    drawn = jnp.tile(jnp.array([[-9.0], [-1.0], [-0.25], [0.0], [1.0], [9.0]]), 7)
-    got = np.asarray(bounded(drawn, low, high))
-    is_range = np.isfinite(BOUNDS).all(axis=1)
-    for x, row in zip(np.asarray(drawn), got, strict=True):
-        share = (np.clip(x[0], -1, 1) + 1) / 2
-        scaled = np.array(
-            [
-                a + share * (b - a) if c else x[0]
-                for (a, b), c in zip(BOUNDS, is_range, strict=True)
-            ]
-        )
-        np.testing.assert_allclose(row, np.clip(scaled, low, high), rtol=1e-6)
-    back = np.asarray(unbounded(jnp.asarray(got), low, high))
-    inside = np.clip(drawn, -1, 1)
-    np.testing.assert_allclose(back[:, :3], inside[:, :3], atol=1e-6)
-    np.testing.assert_array_equal(back[:, 3:6], got[:, 3:6])
-    assert bounded(drawn, low[3:4], high[3:4]) is drawn
+            SAC(make_guess(space), SAC_CONFIG)
 
 
 class Table(nn.Module):
-    """A network of one's own, for observations that count."""
+    """A custom network: a table with a row for each turn."""
 
-    space: Any
-    outputs: Any
+    num_outputs: int
+    with_value: bool = False
 
     @nn.compact
     def __call__(self, obs):
-        table = self.param("table", nn.initializers.zeros, (2, self.outputs))
-        return table[obs["turn"] - 3]
+        table = self.param("table", nn.initializers.zeros, (2, self.num_outputs))
+        outputs = table[obs["turn"] - 3]
+        return (outputs, outputs[..., 0]) if self.with_value else outputs
 
 
-def test_network_of_ones_own_takes_the_place_of_dense_layers():
-    obs = {"turn": jnp.array([3, 4])}
-
-    def pair(space, config):
-        return lambda obs: (ppo.Categorical(np.eye(2)), np.zeros(2))
-
-    agent = DQN(envs.Discrete(5), DQN_CONFIG, network=lambda x, _: Table(x, x.n))
-    params = quick_jit(lambda key: agent.init(key, obs)[0])(jax.random.key(0))
-    assert params["params"]["table"].shape == (2, 5)
-    params["params"]["table"] = params["params"]["table"].at[1, 4].set(1.0)
-    assert agent.act(params, obs, None).tolist() == [0, 4]
-    agent = PPO(envs.Discrete(2), CONFIG, network=pair)
-    assert agent.network(obs)[0].mode().tolist() == [0, 1]
-
-
-COMMANDS = {
-    "ppo": (ppo.main, ("--num-steps=16", "--updates=12")),
-    "dqn": (dqn.main, ("--num-steps=8", "--warmup=8", "--updates=12")),
-    "sac": (sac.main, ("--num-steps=8", "--warmup=32", "--updates=12")),
-}
-
-
-def command(folder, monkeypatch, capsys, name, *argv):
-    """Runs the command in a folder.
-
-    Returns:
-        What it printed, its table, and the parameters of each seed.
-    """
-    folder.mkdir(exist_ok=True)
-    monkeypatch.chdir(folder)
-    main, sizes = COMMANDS[name]
-    monkeypatch.setattr("sys.argv", [name, *argv, "--num-envs=4", *sizes])
-    params = [jax.device_get(state.params) for state in main()]
-    printed = capsys.readouterr().out.splitlines()
-    return printed, (folder / "agent.csv").read_text(), params
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("key_reuse", "quick_compile")
-@pytest.mark.filterwarnings("ignore:The state of the environments was not saved")
-@pytest.mark.parametrize(
-    ("name", "env_id"),
-    [
-        ("ppo", "CartPole-v1"),
-        ("sac", "Pendulum-v1"),
-        ("sac", "gymnasium:Pendulum-v1"),
-    ],
-)
-def test_command_goes_on_where_it_was_killed(
-    name, env_id, tmp_path, monkeypatch, capsys
-):
-    """After a table without a checkpoint; between chunks; before the evaluation."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    printed, table, params = command(whole, monkeypatch, capsys, name, env_id)
-    assert re.fullmatch(r"[ ,\d]+ steps, return .*", printed[0])
-    assert re.fullmatch(r"return -?\d.*, 100 episodes", printed[-1])
-    assert len(table.splitlines()) == 13
-    assert (whole / "agent.gif").read_bytes().startswith(b"GIF89a")
-    assert (whole / "agent.png").stat().st_size > 5_000
-    save, resume = rollout.checkpoint.save, ()
-    for call in (3, 2, None):
-        calls = []
-
-        def save_or_die(*args, calls=calls, call=call):
-            calls.append(args)
-            if len(calls) == call:
-                raise KeyboardInterrupt
-            save(*args)
-            if len(calls) == (call or 0) + 2:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patched:
-            patched.setattr(rollout.checkpoint, "save", save_or_die)
-            if call is None:
-                patched.setattr(rollout, "evaluate", kill)
-                patched.setattr(rollout.checkpoint, "save", save)
-            with pytest.raises(KeyboardInterrupt):
-                command(killed, patched, capsys, name, env_id, *resume)
-        resume = ("--resume",)
-    for other in ("--seed=1", "--seeds=2"):
-        with pytest.raises(ValueError, match=r"those of agent\.csv, \[0\], got"):
-            command(killed, monkeypatch, capsys, name, env_id, other, *resume)
-    again, resumed, same = command(killed, monkeypatch, capsys, name, env_id, *resume)
-    if env_id.startswith("gymnasium:"):  # begins new episodes
-        assert len(resumed.splitlines()) == 13
-        return
-    assert resumed == table
-    assert again[-1] == printed[-1]
-    jax.tree.map(np.testing.assert_array_equal, same, params)
-
-
-def kill(*args, **options):
-    raise KeyboardInterrupt
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("key_reuse", "quick_compile")
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("ppo", "Pendulum-v1", "--normalize"),
-        ("ppo", "gymnasium:FrozenLake-v1"),
-        ("dqn", "pgx:2048"),
-    ],
-)
-def test_command_takes_every_suite(argv, tmp_path, monkeypatch, capsys):
-    printed, table, _ = command(tmp_path, monkeypatch, capsys, *argv)
-    assert len(table.splitlines()) == 13
-    assert any(re.fullmatch(r"return .*, 100 episodes", line) for line in printed)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("key_reuse", "quick_compile")
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "gymnasium:CartPole-v1"])
-def test_command_trains_several_seeds(env_id, tmp_path, monkeypatch, capsys):
-    options = "ppo", env_id, "--seed=1"
-    _, table, _ = command(tmp_path / "one", monkeypatch, capsys, *options)
-    several = command(tmp_path / "all", monkeypatch, capsys, *options, "--seeds=3")
-    printed, tables, params = several
-    rows = [
-        np.loadtxt(x.splitlines(), delimiter=",", skiprows=1) for x in (table, tables)
-    ]
-    np.testing.assert_array_equal(rows[1][:, 0], [1, 2, 3] * 12)
-    np.testing.assert_allclose(rows[1][::3][:, 1:3], rows[0][:, 1:3], rtol=0.02)
-    *each, total = printed[-4:]
-    means = [float(line.split()[1]) for line in each]
-    pattern = r"return (\S+) \(95 %: \S+ to \S+\), 3 seeds with 100 episodes each"
-    (mean,) = re.fullmatch(pattern, total).groups()
-    assert float(mean) == pytest.approx(np.mean(means), rel=1e-4)
-    assert len(params) == 3
+@pytest.mark.parametrize("agent_class", [PPO, DQN])
+def test_custom_network_replaces_the_default(agent_class):
+    network = Table(5, with_value=agent_class is PPO)
+    agent = agent_class(make_guess(envs.Discrete(5), 2), network=network)
+    state = jax.eval_shape(agent.init, jax.random.key(0))
+    assert state.params["params"]["table"].shape == (2, 5)
+    params = {"params": {"table": jnp.eye(5)[jnp.array([1, 4])]}}
+    predict = quick_jit(agent.predict)
+    actions = [predict(params, {"turn": x, "pull": (3.0,)}) for x in (3, 4)]
+    assert actions == [1, 4]

@@ -17,41 +17,43 @@ from compiles import QUICK_FLAGS
 from pages import blocks, inject, run
 
 import rollout
-from rollout.recipes import dqn, ppo, recurrent_ppo, sac
+from rollout.envs.spaces import EnvSpec
+from rollout.recipes.ppo import PPO, Config
+from rollout.recipes.recurrent_ppo import RecurrentPPO
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "recipes"
 PAGES = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
-# Whose page ends with the file.
-FILES = {"dqn": dqn, "ppo": ppo, "recurrent_ppo": recurrent_ppo, "sac": sac}
+# Their pages include the file.
+AGENTS = ("dqn", "ppo", "pqn", "recurrent_ppo", "sac", "td3")
 MOST_LINES, MOST_OF_TEAMS = 75, 90
-# What is set anew where a program runs small, or where the whole one takes minutes: it
-# learns much with less.
+# Constants of a program that runs small, or of one that takes minutes: it learns much
+# with less.
 SMALLER = {
-    "atari": "NUM_UPDATES, NUM_ENVS = 5, 2",
-    "ippo": "config = config._replace(num_updates=2)",
+    "atari": "config, NUM_ENVS = config.replace(num_updates=5), 2",
+    "ippo": "config = config.replace(num_updates=2)",
     "mujoco_resume": """\
-SIZES = {"num_updates": 32, "num_envs": 2, "num_steps": 128, "num_minibatches": 4}""",
-    "recurrent_ppo": """\
-config = config._replace(num_updates=3, num_envs=16, learning_rate=0.0)""",
-    "sac": "config = config._replace(num_updates=2, num_steps=20)",
+config = config.replace(num_updates=32, num_steps=128, num_minibatches=4); NUM_ENVS = 2
+""",
+    "recurrent_ppo": "config = config.replace(num_updates=3, learning_rate=0.0)",
+    "sac": "config = config.replace(num_updates=2, num_steps=20)",
 }
 SHORTER = {
-    "action_masks": "config = config._replace(num_updates=30)",
+    "action_masks": "config = config.replace(num_updates=30)",
     # Poles as long as in training, and two, three and four times as long.
     "domain_randomization": "LENGTHS = jnp.array([0.5, 1.0, 1.5, 2.0])",
-    "dqn": "NUM_CHUNKS, CHUNK = 2, 60",
-    "ippo": "config = config._replace(num_updates=80)",
+    "dqn": "NUM_EVALUATIONS, UPDATES_PER_EVALUATION = 2, 60",
+    "ippo": "config = config.replace(num_updates=80)",
     "league": "NUM_ROUNDS, NUM_UPDATES = 5, 8",
-    "recurrent_ppo": "config = config._replace(num_updates=80)",
-    "smax": "config = config._replace(num_updates=24)",
+    "recurrent_ppo": "config = config.replace(num_updates=80)",
+    "smax": "config = config.replace(num_updates=24)",
     "sweep": "NUM_SEEDS, RATES = 2, jnp.array([3e-4, 3e-3, 3e-2])",
     "vdn": "NUM_UPDATES = 480",
 }
 # The same, for blocks after the first.
 AFTER = {
     "domain_randomization": """\
-poles, agent = poles, PPO(AnyPole.action_space, config._replace(num_updates=2))"""
+agent = agent.replace(config=config.replace(num_updates=2))"""
 }
 BLUE = (31, 119, 180)  # matplotlib's first color
 
@@ -65,13 +67,18 @@ def folder(tmp_path, monkeypatch):
     plt.close("all")
 
 
+def programs(name: str) -> list[str]:
+    """Returns the programs of a page, without the file that it includes."""
+    return [x for x in blocks(PAGES[name]) if not x.startswith("--8<--")]
+
+
 def program(name: str, changes: dict[str, str]) -> str:
-    return inject(blocks(PAGES[name])[0], changes[name])
+    return inject(programs(name)[0], changes[name])
 
 
 def run_page(name: str, changes: dict[str, str] = SHORTER) -> dict:
     """Runs the code of a page; checks the picture that it draws."""
-    first, *others = blocks(PAGES[name])[: -1 if name in FILES else None]
+    first, *others = programs(name)
     first = program(name, changes) if name in changes else first
     others = [inject(x, AFTER[name]) if name in AFTER else x for x in others]
     names = run(f"{name}.md", first, *others)
@@ -105,37 +112,41 @@ def test_every_recipe_has_a_test_and_a_picture():
         assert (FOLDER / f"{name}.png").stat().st_size < 100_000
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_page_shows_the_file_that_others_import(name):
-    assert blocks(PAGES[name])[-1] == pathlib.Path(FILES[name].__file__).read_text()
+@pytest.mark.parametrize("name", AGENTS)
+def test_page_of_an_agent_includes_its_file(name):
+    path = f"rollout/recipes/{name}.py"
+    assert (ROOT / path).is_file()
+    assert blocks(PAGES[name])[-1] == f'--8<-- "{path}"\n'
+    assert f"](../../{path})" in PAGES[name]
 
 
 def test_updates_of_ppo_change_the_policy_a_little(quick_compile):
-    config = ppo.Config(num_updates=2, num_envs=4, num_steps=16, num_minibatches=2)
-    env = rollout.envs.make_vec("CartPole-v1", config.num_envs)
-    agent = ppo.PPO(env.action_space, config)
-    collector = rollout.Collector(env=env, policy=agent.policy)
-    learn = jax.jit(lambda key: ppo.train(agent, collector, key))
-    state, log = jax.device_get(learn(jax.random.key(0)))
+    env = rollout.envs.make_vec("CartPole-v1", num_envs=4)
+    agent = PPO(env, Config(num_updates=2, num_steps=16, num_minibatches=2))
+    learn = jax.jit(lambda key: agent.train(agent.init(key)))
+    state, metrics = jax.device_get(learn(jax.random.key(0)))
     assert state.carry.obs.shape == (4, 4)
-    assert list(log["steps"]) == [64, 128]
-    assert ((log["kl"] > 0) & (log["kl"] < 0.1)).all()
-    assert ((log["entropy"] > 0.6) & (log["entropy"] < np.log(2))).all()
+    assert list(agent.env_steps(np.arange(1, 3))) == [64, 128]
+    assert ((metrics["kl"] > 0) & (metrics["kl"] < 0.1)).all()
+    entropy = metrics["entropy"]
+    assert ((entropy > 0.6) & (entropy < np.log(2))).all()
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_training")
 def test_programs_of_ppo_learn(folder, capsys):
-    run("ppo.md", *blocks(PAGES["ppo"])[:-1])
-    cartpole, pendulum = capsys.readouterr().out.splitlines()
+    run("ppo.md", *programs("ppo"))
+    cartpole, pendulum, *_, action = capsys.readouterr().out.splitlines()
     assert float(cartpole.split()[1]) > 450
     assert float(pendulum.split()[1]) > -250
+    assert action in ("0", "1")
+    assert pathlib.Path("runs/cartpole/curve.png").is_file()
 
 
 @pytest.mark.parametrize("name", sorted(PAGES.keys() - {"ppo"}))
 def test_program_is_short(name):
-    program = blocks(PAGES[name])[0]
+    program = programs(name)[0]
     is_team = "rollout.agents" in program or "import agents" in program
     assert len(program.splitlines()) <= (MOST_OF_TEAMS if is_team else MOST_LINES)
     assert max(map(len, program.splitlines())) <= 88
@@ -143,10 +154,11 @@ def test_program_is_short(name):
 
 def make_mappo(code: str) -> str:
     """As the page says: another function of the same name."""
-    (own,) = re.findall(r"^def see.*?\n\n", code, re.MULTILINE | re.DOTALL)
-    (world,) = blocks(PAGES["ippo"], "py")
-    assert world.startswith("def see")
-    return code.replace(own, f"{world}\n")
+    pattern = r"^def transform_obs.*?\n\n"
+    (ippo,) = re.findall(pattern, code, re.MULTILINE | re.DOTALL)
+    (mappo,) = blocks(PAGES["ippo"], "py")
+    assert mappo.startswith("def transform_obs")
+    return code.replace(ippo, f"{mappo}\n")
 
 
 # Returns with room for another processor, whose floats differ in the last place.
@@ -171,9 +183,11 @@ LEARNT = {
         names["stream"].steps == names["steps"][-1] == 200_704
         and names["returns"][-1] > 200
     ),
+    "pqn": lambda names: names["returns"][-1] > 300,
     "recurrent_ppo": lambda names: names["returns"][-1] > 200,
     "sac": lambda names: max(names["returns"]) > 900,
     "smax": lambda names: names["returns"][-1] > 0.25,  # 0 at random
+    "td3": lambda names: max(names["returns"]) > -250,
     "vdn": lambda names: names["returns"][-1] > -70,
     # The best rate solves the task in each of the seeds; the lowest is too low.
     "sweep": lambda names: (
@@ -199,21 +213,21 @@ def check_domain_randomization(names):
 
 
 def check_ippo(names, num_inputs=18):
-    critic = names["state"][1][0]["params"]["ActorCritic_1"]["Dense_0"]["kernel"]
+    critic = names["state"].params["params"]["Dense_3"]["kernel"]
     assert critic.shape == (num_inputs, 64)
 
 
 def check_recurrent_ppo(names):
     """As the page says: without a step, no probability changes."""
-    params, carry = names["state"].params, names["state"].carry
-    _, t = names["collector"].collect_steps(carry, params, 64)
-    check_replay(jax.jit(names["agent"].cost)(params, t, t.reward)[1])
+    agent, config = names["agent"], names["config"].replace(learning_rate=0.0)
+    agent = agent.replace(config=config)
+    check_replay(jax.jit(agent.update)(names["state"])[1])
 
 
-def check_replay(log):
+def check_replay(metrics):
     """The replay has the probabilities of the collection, which rounds otherwise."""
-    np.testing.assert_allclose(log["kl"], 0, atol=1e-6)
-    np.testing.assert_array_equal(log["clip_fraction"], 0)
+    np.testing.assert_allclose(metrics["kl"], 0, atol=1e-6)
+    np.testing.assert_array_equal(metrics["clip_fraction"], 0)
 
 
 def check_sweep(names):
@@ -242,7 +256,7 @@ def test_program_learns(name, folder, request, quick_training):
     if name == "sac":
         pytest.importorskip("brax")
         request.getfixturevalue("rank_promotion")
-    if name in ("dqn", "sac", "sweep"):  # one key for all calls of `train`
+    if name == "sweep":  # every learning rate has the same keys
         request.getfixturevalue("key_reuse")
     if name == "mujoco_resume":
         pytest.importorskip("mujoco")
@@ -269,7 +283,7 @@ def test_sac_runs_on_a_pendulum(folder, quick_compile, key_reuse):
     assert code.count(robot) == 1
     names = run("sac.md", code.replace(robot, '"Pendulum-v1"'))
     assert names["env"].action_space.shape == (1,)
-    assert int(names["agent"].buffer.size(names["state"].memory)) == 1_000 + 2 * 20
+    assert int(names["agent"].buffer.size(names["state"].buffer_state)) == 1_040
     assert list(names["steps"]) == [1_020, 1_040]
     assert np.isfinite(names["returns"]).all()
 
@@ -297,7 +311,8 @@ def test_atari_returns_are_raw_and_a_lost_life_ends_for_the_loss_only(folder):
     # Five lives: most losses are no ending of the game.
     assert (t.info["life_lost"] & ~t.done).any()
     assert (~t.terminated | t.info["life_lost"]).all()
-    assert np.isfinite([names["log"]["kl"], names["log"]["entropy"]]).all()
+    metrics = names["metrics"]
+    assert np.isfinite([metrics["kl"], metrics["entropy"]]).all()
 
 
 @pytest.mark.slow
@@ -308,7 +323,7 @@ def test_program_with_action_masks_learns(folder, key_reuse, rank_promotion):
     names = run_page("action_masks")
     assert names["returns"][-1] > 1_300  # about 1,100 with random moves
     args = names["state"].carry, names["state"].params, 64
-    _, t = jax.device_get(names["collector"].collect_steps(*args))
+    _, t = jax.device_get(names["agent"].collector.collect_steps(*args))
     allowed = np.take_along_axis(t.obs.action_mask, t.action[..., None], axis=-1)
     assert allowed.all()
     # As the page says of the last observation of a game.
@@ -316,16 +331,13 @@ def test_program_with_action_masks_learns(folder, key_reuse, rank_promotion):
     assert not t.next_obs.action_mask[t.done].any()
 
 
-@pytest.mark.parametrize("name", ["ppo", "recurrent_ppo"])
-def test_parameters_of_many_seeds_are_decomposed_one_by_one(name):
+@pytest.mark.parametrize("agent_class", [PPO, RecurrentPPO])
+def test_parameters_of_many_seeds_are_decomposed_one_by_one(agent_class):
     """Batched, the decompositions wait for each other forever, on few cores."""
-    agent, obs = ppo.PPO(rollout.envs.Discrete(2), ppo.Config()), jnp.zeros((3, 2))
-    if name == "recurrent_ppo":
-        definitions, _, training = blocks(PAGES[name])[0].partition("\nlearn = ")
-        assert training
-        agent = run(f"{name}.md", definitions)["agent"]
+    spaces = rollout.envs.Box(-1.0, 1.0, (2,)), rollout.envs.Discrete(2)
+    agent, obs = agent_class(EnvSpec(*spaces, num_envs=3)), jnp.zeros((3, 2))
     keys = jax.random.split(jax.random.key(0), 5)
-    jaxpr = jax.make_jaxpr(jax.vmap(agent.init, (0, None)))(keys, obs)
+    jaxpr = jax.make_jaxpr(jax.vmap(agent.init_learner, (0, None)))(keys, obs)
     shapes = re.findall(r"f32\[([\d,]+)\] \S+ = qr\[", str(jaxpr))
     assert shapes
     assert all(len(x.split(",")) == 2 for x in shapes)
@@ -333,19 +345,15 @@ def test_parameters_of_many_seeds_are_decomposed_one_by_one(name):
 
 @pytest.mark.slow
 def test_recurrent_recipe_takes_an_lstm(folder, quick_compile):
-    """As the page says: another cell, and a pair of arrays as its first state."""
+    """As the page says: another cell."""
+    assert '`Config(cell="OptimizedLSTMCell")`' in PAGES["recurrent_ppo"]
     code = program("recurrent_ppo", SMALLER)
-    old = "jnp.zeros((num_envs, 64))"
-    new = "(jnp.zeros((num_envs, 64)), jnp.zeros((num_envs, 64)))"
-    assert f"`{new}`" in PAGES["recurrent_ppo"]
-    assert "`nn.OptimizedLSTMCell(64)`" in PAGES["recurrent_ppo"]
-    assert code.count(old) == code.count("nn.GRUCell(64)") == 1
-    code = code.replace(old, new).replace("nn.GRUCell", "nn.OptimizedLSTMCell")
-    names = run("lstm", code)
+    lstm = 'config = config.replace(cell="OptimizedLSTMCell")'
+    names = run("lstm", inject(code, lstm))
     memory = names["state"].carry.policy_state
-    assert [x.shape for x in memory] == [(16, 64)] * 2
+    assert [x.shape for x in memory] == [(64, 64)] * 2
     assert np.isfinite(names["returns"]).all()
-    check_replay(names["log"])  # it took no step
+    check_replay(names["metrics"])  # it took no step
 
 
 def start(folder: pathlib.Path) -> subprocess.Popen:
@@ -363,7 +371,7 @@ def lines(path: pathlib.Path) -> list[str]:
 def test_wrapper_resumes_mujoco_to_the_bit(env_id):
     gymnasium = pytest.importorskip("gymnasium")
     pytest.importorskip("mujoco")
-    code, names = blocks(PAGES["mujoco_resume"])[0], {"__name__": "train"}
+    code, names = programs("mujoco_resume")[0], {"__name__": "train"}
     exec(compile(code, "train.py", "exec"), names)
     old, new = [names["Resumable"](gymnasium.make(env_id)) for _ in range(2)]
     old.reset(seed=3)

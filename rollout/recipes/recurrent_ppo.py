@@ -9,6 +9,7 @@ it.
 
 import dataclasses
 import functools
+import math
 from typing import Any, Self
 
 import chex
@@ -20,12 +21,11 @@ from flax import struct
 
 import rollout
 from rollout.distributions import ActionDistribution
-from rollout.envs.spaces import EnvSpec, env_spec
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs, mask_in, normalize_obs
 from rollout.minibatches import mean_gradient
 from rollout.platform import dot_general
-from rollout.training import make_collector, scan_updates
+from rollout.training import Agent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Config:
     gamma: float = 0.99
     gae_lambda: float = 0.95
     clip_eps: float = 0.2
-    clip_range_vf: float | None = None  # clip range of the value function
+    clip_range_vf: float = math.inf  # clip range of the value function
     vf_coef: float = 0.5
     ent_coef: float = 0.01
     max_grad_norm: float = 0.5
@@ -54,6 +54,9 @@ class Config:
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some hyperparameters changed."""
         return dataclasses.replace(self, **changes)
+
+
+Metrics = dict[str, jax.Array]
 
 
 class MLP(nn.Module):
@@ -183,19 +186,18 @@ def make_policy(network: nn.Module, distribution: ActionDistribution) -> rollout
 
 
 @dataclasses.dataclass(frozen=True)
-class RecurrentPPO:
+class RecurrentPPO(Agent):
     """Proximal policy optimization with a recurrent policy.
 
         agent = RecurrentPPO(env, Config())
         state = agent.init(jax.random.key(0))
         state, metrics = jax.jit(agent.train)(state)
 
-    Agents are immutable and compare by value. In host environments, call `train`
-    outside of `jit`.
+    In host environments, call `train` outside of `jit`.
 
     Attributes:
-        env: `B` environments, such as those of `rollout.envs.make_vec` or
-            `rollout.envs.from_gymnasium`.
+        env: `B` environments, made by `rollout.envs.make_vec`, by
+            `rollout.envs.from_gymnasium` or otherwise.
         config: hyperparameters.
         network: a flax module that maps `(memory, obs)` to `(memory, (outputs,
             value))`, with the methods `initialize_memory`, `encode` and `heads` of
@@ -203,18 +205,8 @@ class RecurrentPPO:
             all steps. None for an `ActorCritic`.
     """
 
-    env: Any
     config: Config = Config()
     network: nn.Module | None = None
-
-    def replace(self, **changes: Any) -> Self:
-        """Returns another agent with some attributes changed."""
-        return dataclasses.replace(self, **changes)
-
-    @functools.cached_property
-    def spec(self) -> EnvSpec:
-        """The spaces of a single environment."""
-        return self.env if isinstance(self.env, EnvSpec) else env_spec(self.env)
 
     @functools.cached_property
     def distribution(self) -> ActionDistribution:
@@ -224,12 +216,10 @@ class RecurrentPPO:
     @functools.cached_property
     def model(self) -> nn.Module:
         """The network, by default an `ActorCritic`."""
-        if self.network is not None:
-            return self.network
-        config = self.config
-        return ActorCritic(
+        config, space = self.config, self.spec.observation_space
+        return self.network or ActorCritic(
             self.distribution,
-            self.spec.observation_space,
+            space,
             config.cell,
             config.memory_size,
             config.hidden_layer_sizes,
@@ -241,91 +231,47 @@ class RecurrentPPO:
         """The policy that collects: it samples actions."""
         return make_policy(self.model, self.distribution)
 
-    @functools.cached_property
-    def eval_policy(self) -> rollout.Policy:
-        """The policy to evaluate: it takes the most likely action."""
-        return rollout.greedy(self.policy)
-
-    @functools.cached_property
-    def collector(self) -> rollout.Collector | rollout.HostCollector:
-        """The collector of `policy` in `env`."""
-        return make_collector(self.env, self.policy)
-
     @property
     def optimizer(self) -> optax.GradientTransformation:
         """Adam with clipped gradients."""
         config, schedule = self.config, self.config.learning_rate
         if config.anneal_lr and not callable(schedule):
-            num_gradients = config.num_epochs * config.num_minibatches
-            schedule = optax.linear_schedule(
-                schedule, 0.0, config.num_updates * num_gradients
-            )
+            num_steps = config.num_updates * config.num_epochs * config.num_minibatches
+            schedule = optax.linear_schedule(schedule, 0.0, num_steps)
         clip = optax.clip_by_global_norm(config.max_grad_norm)
         adam = optax.adam(schedule, eps=1e-5)
         # Flatten the parameters: few large operations are faster than many small ones.
         return optax.flatten(optax.chain(clip, adam))
 
-    def init(self, key: chex.PRNGKey) -> TrainState:
-        """Initializes the parameters and starts an episode in every environment."""
-        carry_key, params_key, key = jax.random.split(key, 3)
-        carry = self.collector.init(carry_key)
-        # One program instead of many small ones.
-        state = jax.jit(self.init_learner)(params_key, carry.obs)
-        return state.replace(carry=carry, key=key)
-
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
         """Initializes everything but the carry."""
         # Under `vmap` one seed at a time: on jax 0.10, batched decompositions of
         # `orthogonal` deadlock on few CPU cores.
-        memory = self.model.initialize_memory(self.spec.num_envs)
         init = jax.custom_batching.sequential_vmap(self.model.init)
-        params = init(key, memory, obs)
-        return TrainState(
-            params=params,
-            opt_state=self.optimizer.init(params),
-            carry=(),
-            window=rollout.EpisodeWindow.create(100),
-            key=key,
-            num_updates=jnp.int32(0),
+        params = init(key, self.model.initialize_memory(self.spec.num_envs), obs)
+        opt_state, window = (
+            self.optimizer.init(params),
+            rollout.EpisodeWindow.create(100),
         )
+        return TrainState(params, opt_state, (), window, key, jnp.int32(0))
 
-    def train(
-        self, state: TrainState, num_updates: int | None = None
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Runs `num_updates` updates, by default `config.num_updates`.
-
-        Returns:
-            The next state, and the metrics of every update, `[num_updates]` by name.
-        """
-        if num_updates is None:
-            num_updates = self.config.num_updates
-        is_host = self.collector.is_host
-        return scan_updates(self.update, state, num_updates, is_host=is_host)
-
-    def update(self, state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+    def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """Collects a trajectory and learns from it.
 
         Returns:
             The next state, and metrics, `()` each: `return_mean` of the last 100
             episodes, and means over the minibatches of what `loss` returns.
         """
-        num_steps = self.config.num_steps
-        carry, trajectory = self.collector.collect_steps(
-            state.carry, state.params, num_steps
+        collector, params = self.collector, state.params
+        carry, trajectory = collector.collect_steps(
+            state.carry, params, self.config.num_steps
         )
-        last_value = self.collector.value(carry, state.params)
-        initial_memory = state.carry.policy_state
-        state = state.replace(carry=())
-        if self.collector.is_host:
-            state, metrics = learn_jitted(
-                self.replace(env=self.spec),
-                state,
-                trajectory,
-                last_value,
-                initial_memory,
-            )
+        last_value, memory = collector.value(carry, params), state.carry.policy_state
+        inputs = state.replace(carry=()), trajectory, last_value, memory
+        if collector.is_host:  # one compiled program, shared by equal agents
+            state, metrics = learn_jitted(self.replace(env=self.spec), *inputs)
         else:
-            state, metrics = self.learn(state, trajectory, last_value, initial_memory)
+            state, metrics = self.learn(*inputs)
         return state.replace(carry=carry), metrics
 
     def learn(
@@ -334,7 +280,7 @@ class RecurrentPPO:
         trajectory: rollout.Transition,
         last_value: jax.Array,
         initial_memory: ArrayTree,
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+    ) -> tuple[TrainState, Metrics]:
         """Takes the gradient steps of one update from a trajectory `[T, B, ...]`."""
         config, value = self.config, trajectory.extras["value"]
         next_value = rollout.next_values(trajectory, value, last_value)
@@ -360,32 +306,21 @@ class RecurrentPPO:
             weight=trajectory.mask.astype(jnp.float32),
         )
         key, shuffle_key = jax.random.split(state.key)
-        stopped = jnp.bool_(False)
+        learner = state.params, state.opt_state, jnp.bool_(False)
+        counts = config.num_minibatches, config.num_epochs
         (params, opt_state, _), metrics = rollout.scan_minibatches(
-            self.minibatch_step,
-            (state.params, state.opt_state, stopped),
-            shuffle_key,
-            batch,
-            config.num_minibatches,
-            config.num_epochs,
-            axis=1,  # minibatches of whole environments
+            self.minibatch_step, learner, shuffle_key, batch, *counts, axis=1
         )
-        window = state.window.add(trajectory)
+        window, num_updates = state.window.add(trajectory), state.num_updates + 1
         metrics = jax.tree.map(jnp.mean, metrics)
         metrics["explained_variance"] = explained_variance(batch)
         metrics["return_mean"] = window.return_mean
-        state = state.replace(
-            params=params,
-            opt_state=opt_state,
-            window=window,
-            key=key,
-            num_updates=state.num_updates + 1,
-        )
+        state = TrainState(params, opt_state, state.carry, window, key, num_updates)
         return state, metrics
 
     def minibatch_step(
         self, learner: tuple[ArrayTree, optax.OptState, jax.Array], batch: Batch
-    ) -> tuple[Any, dict[str, jax.Array]]:
+    ) -> tuple[Any, Metrics]:
         """Takes one gradient step on a minibatch of whole environments."""
         params, opt_state, stopped = learner
         batch = batch.replace(advantage=normalize(batch.advantage, batch.weight))
@@ -398,9 +333,7 @@ class RecurrentPPO:
             new = jax.tree.map(lambda x, y: jnp.where(stopped, x, y), old, new)
         return (*new, stopped), metrics
 
-    def loss(
-        self, params: ArrayTree, batch: Batch
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, params: ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
         """Computes the loss of every step, eq. 9 of the paper with its sign changed.
 
         Replays the memory from `initial_memory`, and resets it at episode starts.
@@ -429,13 +362,10 @@ class RecurrentPPO:
         surrogate = jnp.minimum(
             ratio * batch.advantage, clipped_ratio * batch.advantage
         )
-        value_loss = 0.5 * (value - batch.target) ** 2
-        if config.clip_range_vf is not None:
-            change = jnp.clip(
-                value - batch.value, -config.clip_range_vf, config.clip_range_vf
-            )
-            clipped_loss = 0.5 * (batch.value + change - batch.target) ** 2
-            value_loss = jnp.maximum(value_loss, clipped_loss)
+        change, limit = value - batch.value, config.clip_range_vf
+        clipped_value = batch.value + jnp.clip(change, -limit, limit)
+        errors = value - batch.target, clipped_value - batch.target
+        value_loss = 0.5 * jnp.maximum(errors[0] ** 2, errors[1] ** 2)
         entropy = self.distribution.entropy(outputs, mask)
         loss = -surrogate + config.vf_coef * value_loss - config.ent_coef * entropy
         metrics = {
@@ -454,22 +384,30 @@ class RecurrentPPO:
         Args:
             params: parameters of the network.
             obs: `[*shape]`, as the environment returns it. If `env` normalizes
-                observations, its statistics must be fixed: see `freeze`.
+                observations, fix its statistics first: `agent.freeze(state)`.
             memory: memory that the previous call returned. None for the first
                 observation of an episode.
         """
-        obs = normalize_obs(self.env, obs)
-        batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
         memory = self.model.initialize_memory(1) if memory is None else memory
-        step = self.eval_policy.apply(params, batch, memory, jax.random.key(0))
-        return jax.tree.map(lambda x: x[0], step.action), step.state
+        obs = normalize_obs(self.env, obs)
+        return predict_jitted(self.eval_policy, params, obs, memory)
 
-    def freeze(self, state: TrainState) -> Self:
-        """Fixes the statistics of a normalized environment, to evaluate or predict."""
-        return self.replace(env=self.collector.freeze(state.carry).env)
+    def env_steps(self, num_updates: Any) -> Any:
+        """Returns the number of environment steps after so many updates."""
+        return num_updates * self.config.num_steps * self.spec.num_envs
 
 
 learn_jitted = jax.jit(RecurrentPPO.learn, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def predict_jitted(
+    policy: rollout.Policy, params: ArrayTree, obs: ArrayTree, memory: ArrayTree
+) -> tuple[ArrayTree, ArrayTree]:
+    """Applies the policy to a single observation, as one compiled program."""
+    batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
+    step = policy.apply(params, batch, memory, jax.random.key(0))
+    return jax.tree.map(lambda x: x[0], step.action), step.state
 
 
 def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -489,4 +427,4 @@ def explained_variance(batch: Batch) -> jax.Array:
 if __name__ == "__main__":
     from rollout.recipes import command
 
-    command.main(RecurrentPPO, Config(num_updates=40))
+    command.main(RecurrentPPO, Config(num_updates=40), num_envs=64)

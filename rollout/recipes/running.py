@@ -228,14 +228,14 @@ def load(
         settings["num_envs"],
     )
     agent = agent_class(env=spec, config=config, **fields)
-    key = jax.random.key(0)
-    obs = jax.vmap(spec.observation_space.sample)(key[None])
-    params = jax.eval_shape(agent.init_learner, key, obs).params
+    obs = shape_of_obs(spec.observation_space, spec.num_envs)
+    init = lambda obs: agent.init_learner(jax.random.key(0), obs)  # noqa: E731
+    params = jax.eval_shape(init, obs).params
     normalizer, statistics = settings["normalizer"], None
     if normalizer is not None:
         raw_space = space_from_json(normalizer["observation_space"])
-        raw = jax.vmap(raw_space.sample)(key[None])
-        statistics = prior(raw, space=raw_space, only=normalizer["only"])
+        only, raw = normalizer["only"], shape_of_obs(raw_space, 1)
+        statistics = prior(raw, space=raw_space, only=only, xp=np)
     like: Any = {"params": params, "statistics": statistics}
     tree: Any = checkpoint.restore(folder / name, like)
     if normalizer is not None:
@@ -244,6 +244,12 @@ def load(
             spec, normalize_fn=lambda obs: statistics.normalize(obs, epsilon)
         )
     return agent.replace(env=spec), LoadedState(tree["params"])
+
+
+def shape_of_obs(space: AnySpace, num_envs: int) -> Any:
+    """Returns the shapes and dtypes of observations, `[num_envs, ...]`."""
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), num_envs))
+    return jax.eval_shape(jax.vmap(space.sample), keys)
 
 
 def describe(agent: Any) -> dict[str, Any]:

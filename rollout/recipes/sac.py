@@ -21,12 +21,11 @@ from flax import struct
 import rollout
 from rollout.buffers import ReplayBuffer
 from rollout.distributions import TanhNormal
-from rollout.envs.spaces import EnvSpec, env_spec
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers import flatten_obs, normalize_obs
+from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient
 from rollout.platform import dot_general
-from rollout.training import make_collector, scan_updates
+from rollout.training import Agent, scan_updates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +49,9 @@ class Config:
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some hyperparameters changed."""
         return dataclasses.replace(self, **changes)
+
+
+Metrics = dict[str, jax.Array]
 
 
 class MLP(nn.Module):
@@ -148,19 +150,19 @@ def make_policy(network: nn.Module, distribution: TanhNormal) -> rollout.Policy:
 
 
 @dataclasses.dataclass(frozen=True)
-class SAC:
+class SAC(Agent):
     """Soft actor-critic with twin critics and a learned temperature.
 
         agent = SAC(env, Config())
         state = agent.init(jax.random.key(0))
         state, metrics = jax.jit(agent.train)(state)
 
-    Agents are immutable and compare by value. In host environments, call `train`
-    outside of `jit`; it donates the buffer of `state`, so use the state only once.
+    In host environments, call `train` outside of `jit`; it donates the buffer of
+    `state`, so use the state only once.
 
     Attributes:
-        env: `B` environments, such as those of `rollout.envs.make_vec` or
-            `rollout.envs.from_gymnasium`. The action space is a `Box` of floats.
+        env: `B` environments with a `Box` of floats as action space, made by
+            `rollout.envs.make_vec`, by `rollout.envs.from_gymnasium` or otherwise.
         config: hyperparameters.
         actor_network: a flax module that maps observations to the parameters of
             `distribution`, as `Actor` does. None for an `Actor`.
@@ -171,22 +173,12 @@ class SAC:
         ValueError: if the action space is not a `Box` of floats.
     """
 
-    env: Any
     config: Config = Config()
     actor_network: nn.Module | None = None
     critic_network: nn.Module | None = None
 
     def __post_init__(self) -> None:
         TanhNormal(self.spec.action_space)  # raises for other spaces
-
-    def replace(self, **changes: Any) -> Self:
-        """Returns another agent with some attributes changed."""
-        return dataclasses.replace(self, **changes)
-
-    @functools.cached_property
-    def spec(self) -> EnvSpec:
-        """The spaces of a single environment."""
-        return self.env if isinstance(self.env, EnvSpec) else env_spec(self.env)
 
     @functools.cached_property
     def distribution(self) -> TanhNormal:
@@ -214,16 +206,6 @@ class SAC:
     def policy(self) -> rollout.Policy:
         """The policy that collects: it samples actions."""
         return make_policy(self.actor, self.distribution)
-
-    @functools.cached_property
-    def eval_policy(self) -> rollout.Policy:
-        """The policy to evaluate: it takes the most likely action."""
-        return rollout.greedy(self.policy)
-
-    @functools.cached_property
-    def collector(self) -> rollout.Collector | rollout.HostCollector:
-        """The collector of `policy` in `env`."""
-        return make_collector(self.env, self.policy)
 
     @functools.cached_property
     def buffer(self) -> ReplayBuffer:
@@ -255,65 +237,56 @@ class SAC:
         return steps if steps.ndim else int(steps)
 
     def init(self, key: chex.PRNGKey) -> TrainState:
-        """Initializes the parameters and fills the buffer with the first steps."""
-        carry_key, params_key, key = jax.random.split(key, 3)
-        carry = self.collector.init(carry_key)
-        # One program instead of many small ones.
-        params = jax.jit(self.init_params)(params_key, carry.obs)
+        """Initializes the parameters and stores the first steps in the buffer."""
+        state: TrainState = super().init(key)
         carry, trajectory = self.collector.collect_steps(
-            carry, params, self.num_initial_steps
+            state.carry, state.params, self.num_initial_steps
         )
-        state = jax.jit(self.init_learner)(params, trajectory, key)
+        # One program instead of many small ones.
+        state = jax.jit(self.add_steps)(state.replace(carry=()), trajectory)
         return state.replace(carry=carry)
 
-    def init_params(self, key: chex.PRNGKey, obs: ArrayTree) -> dict[str, ArrayTree]:
-        """Initializes the parameters of the actor, both critics and the temperature."""
-        actor_key, critic_key = jax.random.split(key)
-        num_envs = len(jax.tree.leaves(obs)[0])
+    def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
+        """Initializes the parameters and an empty buffer."""
+        actor_key, *critic_keys = jax.random.split(key, 3)
+        num_envs, space = self.spec.num_envs, self.spec.action_space
         action = jnp.zeros((num_envs, self.distribution.size))
-        critic_keys = jax.random.split(critic_key)
-        return {
+        init_critics = jax.vmap(self.critic.init, (0, None, None))
+        params = {
             "actor": self.actor.init(actor_key, obs),
-            "critic": jax.vmap(self.critic.init, (0, None, None))(
-                critic_keys, obs, action
-            ),
+            "critic": init_critics(jnp.stack(critic_keys), obs, action),
             "log_alpha": jnp.zeros(()),
         }
-
-    def init_learner(
-        self,
-        params: dict[str, ArrayTree],
-        trajectory: rollout.Transition,
-        key: chex.PRNGKey,
-    ) -> TrainState:
-        """Initializes everything but the carry from the first steps `[T, B, ...]`."""
-        experience = select_experience(trajectory)
-        buffer_state = self.buffer.init(jax.tree.map(lambda x: x[0], experience))
+        experience = Experience(
+            obs=obs,
+            action=jnp.zeros((num_envs, *space.shape), space.dtype),
+            reward=jnp.zeros(num_envs),
+            terminated=jnp.zeros(num_envs, bool),
+            next_obs=obs,
+            mask=jnp.zeros(num_envs, bool),
+        )
         return TrainState(
             params=params,
-            target_params=params["critic"],
+            target_params=jax.tree.map(jnp.copy, params["critic"]),
             opt_state=self.optimizer.init(params),
-            buffer_state=self.buffer.add(buffer_state, experience),
+            buffer_state=self.buffer.init(experience),
             carry=(),
-            window=rollout.EpisodeWindow.create(100).add(trajectory),
-            key=key,
+            window=rollout.EpisodeWindow.create(100),
+            key=(),
             num_updates=jnp.int32(0),
         )
 
-    def train(
-        self, state: TrainState, num_updates: int | None = None
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Runs `num_updates` updates, by default `config.num_updates`.
+    def add_steps(
+        self, state: TrainState, trajectory: rollout.Transition
+    ) -> TrainState:
+        """Adds a trajectory `[T, B, ...]` to the buffer and to the window."""
+        experience = select_experience(trajectory)
+        return state.replace(
+            buffer_state=self.buffer.add(state.buffer_state, experience),
+            window=state.window.add(trajectory),
+        )
 
-        Returns:
-            The next state, and the metrics of every update, `[num_updates]` by name.
-        """
-        if num_updates is None:
-            num_updates = self.config.num_updates
-        is_host = self.collector.is_host
-        return scan_updates(self.update, state, num_updates, is_host=is_host)
-
-    def update(self, state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+    def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """Takes `num_steps` steps in every environment and learns after each of them.
 
         Returns:
@@ -351,7 +324,7 @@ class SAC:
         state: TrainState,
         buffer_state: ArrayTree,
         trajectory: rollout.Transition,
-    ) -> tuple[TrainState, ArrayTree, dict[str, jax.Array]]:
+    ) -> tuple[TrainState, ArrayTree, Metrics]:
         """Adds a trajectory `[T, B, ...]` to the buffer and takes gradient steps."""
         # The buffer is written before it is read, so that `add` works in place.
         buffer_state = self.buffer.add(buffer_state, select_experience(trajectory))
@@ -367,7 +340,7 @@ class SAC:
 
     def gradient_step(
         self, state: TrainState, buffer_state: ArrayTree, key: chex.PRNGKey
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+    ) -> tuple[TrainState, Metrics]:
         """Samples a batch and takes one gradient step."""
         sample_key, target_key, noise_key = jax.random.split(key, 3)
         params, target_params = state.params, state.target_params
@@ -414,7 +387,7 @@ class SAC:
 
     def loss(
         self, params: dict[str, ArrayTree], batch: Batch
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, Metrics]:
         """Computes the sum of the losses of critics, actor and temperature.
 
         Each loss has a gradient only with respect to its part of the parameters.
@@ -459,22 +432,6 @@ class SAC:
         values = jax.vmap(self.critic.apply, (0, None, None))
         return values(critic_params, obs, action)
 
-    def predict(self, params: ArrayTree, obs: ArrayTree) -> jax.Array:
-        """Returns the most likely action for a single observation.
-
-        Args:
-            params: `params` of a `TrainState`; only "actor" is read.
-            obs: `[*shape]`, as the environment returns it. If `env` normalizes
-                observations, its statistics must be fixed: see `freeze`.
-        """
-        obs = normalize_obs(self.env, obs)
-        batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
-        return self.eval_policy.apply(params, batch, (), jax.random.key(0)).action[0]
-
-    def freeze(self, state: TrainState) -> Self:
-        """Fixes the statistics of a normalized environment, to evaluate or predict."""
-        return self.replace(env=self.collector.freeze(state.carry).env)
-
 
 learn_jitted = jax.jit(SAC.learn, static_argnums=0, donate_argnames="buffer_state")
 add_jitted = jax.jit(rollout.EpisodeWindow.add)
@@ -500,4 +457,4 @@ def select_episodes(trajectory: rollout.Transition) -> rollout.Transition:
 if __name__ == "__main__":
     from rollout.recipes import command
 
-    command.main(SAC, Config())
+    command.main(SAC, Config(), num_envs=1)

@@ -3,7 +3,6 @@
 What is collected is compared with plain loops over its actions; see `files_of_others`.
 """
 
-import functools
 import io
 
 import jax
@@ -28,12 +27,13 @@ from PIL import Image
 
 import rollout
 from rollout import agents, envs
+from rollout.envs.spaces import EnvSpec
 from rollout.gif import draw_episode
 from rollout.recipes import ppo
 
 KEY, B = jax.random.key(5), 4
 CONFIG = ppo.Config(
-    num_updates=2, num_envs=B, num_steps=24, num_minibatches=2, hidden=8
+    num_updates=2, num_steps=24, num_minibatches=2, hidden_layer_sizes=(8, 8)
 )
 WALKS = {
     "renamed": lambda: envs.from_gymnax(Renamed()),
@@ -240,12 +240,12 @@ def test_environment_in_the_style_of_brax_without_physics_is_not_drawn():
 @pytest.mark.parametrize("name", KINDS)
 def test_ppo_trains_and_its_episodes_are_those_of_a_plain_loop(name):
     env = make(name)
-    agent = ppo.PPO(env.action_space, CONFIG, env.observation_space)
-    collector = collector_of(env, agent.policy)
-    train = functools.partial(ppo.train, agent, collector)
-    state, log = jax.device_get((train if collector.is_host else jax.jit(train))(KEY))
-    assert list(log["steps"]) == [96, 192]
-    assert ((log["kl"] > 0) & (log["kl"] < 0.5)).all()
+    agent = ppo.PPO(env, CONFIG)
+    collector = agent.collector
+    train = agent.train if collector.is_host else jax.jit(agent.train)
+    state, metrics = jax.device_get(train(agent.init(KEY)))
+    assert agent.env_steps(2) == 192
+    assert ((metrics["kl"] > 0) & (metrics["kl"] < 0.5)).all()
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
     t = play(collector, state.params)
     (check_walks if name in WALKS else check_arms)(t)
@@ -271,7 +271,8 @@ def runners(name):
     """Lanes of agents with a shared policy, which also values what it sees."""
     env = envs.vectorize(RUNNERS[name], B)
     (space,) = env.action_spaces.values()
-    agent = ppo.PPO(space, CONFIG)
+    (observation_space,) = env.observation_spaces.values()
+    agent = ppo.PPO(EnvSpec(observation_space, space, B), CONFIG)
     policy = agents.policy_map({"one": agent.policy}, agents.fixed_mapping("one"), env)
     return agent, rollout.Collector(env=env, policy=policy)
 
@@ -313,22 +314,23 @@ def test_limits_of_single_agents_cut_and_bootstrap_these_alone(name):
     def collect(key):
         init_key, key = jax.random.split(key)
         carry = collector.init(key)
-        learner = agent.init(init_key, carry.obs[group])
-        params = {"one": learner[0]}
+        state = agent.init_learner(init_key, carry.obs[group])
+        params = {"one": state.params}
         pending = agents.init_agent_transitions(collector, carry, params)
         carry, t = collector.collect_steps(carry, params, 24)
         pending, rows = agents.agent_transitions(pending, t)
         last = agents.last_values(pending, collector.value(carry, params))
         rows = rows[group]
-        later = rollout.next_values(rows, rows.extras["value"], last[group])
-        return rows, later, agent.value(learner[0], rows.next_obs), learner
+        next_value = rollout.next_values(rows, rows.extras["value"], last[group])
+        _, expected = agent.model.apply(state.params, rows.next_obs)
+        _, metrics = agent.learn(state.replace(key=key), rows, last[group])
+        return rows, next_value, expected, metrics
 
-    rows, later, want, learner = jax.device_get(collect(jax.random.key(5)))
+    rows, next_value, expected, metrics = jax.device_get(collect(jax.random.key(5)))
     check_runners(rows, is_merged=name != "runners")
-    kept = rows.mask & ~rows.terminated
-    np.testing.assert_allclose(later[kept], want[kept], rtol=1e-5, atol=1e-6)
-    _, log = agent.learn(learner, rows, later, jax.random.key(1))
-    assert 0 < log["kl"] < 0.5
+    valid = rows.mask & ~rows.terminated
+    np.testing.assert_allclose(next_value[valid], expected[valid], rtol=1e-5, atol=1e-6)
+    assert 0 < metrics["kl"] < 0.5
 
 
 @pytest.mark.slow
@@ -337,8 +339,8 @@ def test_limits_of_single_agents_cut_and_bootstrap_these_alone(name):
 def test_runners_are_probed_and_evaluated(name):
     assert rollout.probe(RUNNERS[name], num_steps=60) == ()
     agent, collector = runners(name)
-    seen = np.zeros((12, 2), np.float32)
-    params = {"one": quick_jit(agent.init)(jax.random.key(0), seen)[0]}
+    obs = np.zeros((12, 2), np.float32)
+    params = {"one": quick_jit(agent.init_learner)(jax.random.key(0), obs).params}
     stats = agents.evaluate_agents(collector, jax.random.key(1), params, 12)
     lengths = {name: x.lengths.max for name, x in stats.agents.items()}
     assert lengths["a"] == 2  # it ends at its limit or there

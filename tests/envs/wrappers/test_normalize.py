@@ -466,16 +466,12 @@ def test_trainings_under_vmap_are_those_of_each_seed():
     robot = envs.RescaleAction(envs.make("Pendulum-v1", max_steps_in_episode=9))
     env = envs.NormalizeObs(envs.vectorize(robot, 4, auto_reset="select"))
     env = envs.NormalizeReward(env, gamma=0.99)
-    config = ppo.Config(
-        num_updates=2, num_envs=4, num_steps=16, num_epochs=2, num_minibatches=2
-    )
-    agent = ppo.PPO(env.action_space, config)
-    collector = rollout.Collector(env=env, policy=agent.policy)
+    config = ppo.Config(num_updates=2, num_steps=16, num_epochs=2, num_minibatches=2)
+    agent = ppo.PPO(env, config)
 
     def train(key):
-        state, log = ppo.train(agent, collector, key)
-        params, carry = state.params, state.carry
-        return params, statistics_in(carry.env_state), log
+        state, metrics = agent.train(agent.init(key))
+        return state.params, statistics_in(state.carry.env_state), metrics
 
     keys = jax.random.split(jax.random.key(1), 3)
     got = jax.jit(jax.vmap(train))(keys)

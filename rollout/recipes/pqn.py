@@ -1,0 +1,408 @@
+"""Parallelized Q-network (PQN, arXiv:2407.04811), for JAX and host environments.
+
+    python -m rollout.recipes.pqn CartPole-v1
+
+Q-learning with λ-returns and layer normalization, without a replay buffer or a target
+network. The order is the paper's: config, network, rollout, targets, loss, update. Copy
+this file and change it.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Self
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+
+import rollout
+from rollout.envs.spaces import Discrete, EnvSpec, as_space, env_spec
+from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.wrappers import flatten_obs, mask_in, normalize_obs
+from rollout.minibatches import mean_gradient
+from rollout.platform import dot_general
+from rollout.training import make_collector, scan_updates
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Hyperparameters of PQN, named as in PureJaxQL and Stable-Baselines3.
+
+    `learning_rate`, `gamma`, `lambda_` and `max_grad_norm` may vary under `jax.vmap`.
+    The other numbers are static.
+    """
+
+    num_updates: int = 244
+    num_steps: int = 32  # steps per environment in each update
+    num_epochs: int = 4
+    num_minibatches: int = 16
+    learning_rate: float | optax.Schedule = 1e-3  # schedule: of gradient steps
+    anneal_lr: bool = True  # decays a number linearly to 0 over `num_updates`
+    gamma: float = 0.99
+    lambda_: float = 0.95
+    exploration_fraction: float = 0.2  # fraction of steps in which epsilon falls
+    exploration_initial_eps: float = 1.0
+    exploration_final_eps: float = 0.05
+    max_grad_norm: float = 10.0
+    hidden_layer_sizes: tuple[int, ...] = (128, 128)
+    activation: str = "relu"  # name of a function of `flax.linen`
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with some hyperparameters changed."""
+        return dataclasses.replace(self, **changes)
+
+
+class QNetwork(nn.Module):
+    """A multilayer perceptron with layer normalization: the value of every action."""
+
+    num_actions: int
+    observation_space: AnySpace
+    hidden_layer_sizes: tuple[int, ...]
+    activation: str
+
+    @nn.compact
+    def __call__(self, obs: ArrayTree) -> jax.Array:
+        """Maps `[..., *shape]` observations to `[..., num_actions]`."""
+        x = flatten_obs(self.observation_space, obs)
+        for size in self.hidden_layer_sizes:
+            x = nn.LayerNorm()(nn.Dense(size, dot_general=dot_general)(x))
+            x = getattr(nn, self.activation)(x)
+        return nn.Dense(self.num_actions, dot_general=dot_general)(x)
+
+
+class TrainState(struct.PyTreeNode):
+    """All state of a training, a pytree for `rollout.checkpoint`."""
+
+    params: ArrayTree
+    opt_state: optax.OptState
+    carry: rollout.Carry
+    window: rollout.EpisodeWindow  # the last 100 episodes
+    key: chex.PRNGKey
+    num_updates: jax.Array  # () int32, updates so far
+
+
+class Batch(struct.PyTreeNode):
+    """Rows of the loss, `[M, ...]`."""
+
+    obs: ArrayTree
+    action: jax.Array
+    target: jax.Array  # λ-return
+    weight: jax.Array  # 1 for valid rows, 0 for masked-out rows
+
+
+def masked_values(network: nn.Module, params: ArrayTree, obs: ArrayTree) -> jax.Array:
+    """Computes the values of all actions, `[..., n]`, -1e9 for invalid actions."""
+    values, action_mask = network.apply(params, obs), mask_in(obs)
+    return values if action_mask is None else jnp.where(action_mask, values, -1e9)
+
+
+def action_mask_of(obs: ArrayTree) -> jax.Array:
+    """Returns the action mask of an observation as bool."""
+    return jnp.asarray(mask_in(obs), bool)  # in Gymnasium it is int8
+
+
+@functools.lru_cache
+def make_greedy_policy(network: nn.Module, spec: EnvSpec) -> rollout.Policy:
+    """Makes the greedy policy. Memoized, so that equal agents share programs."""
+
+    def act(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> Any:
+        values = masked_values(network, params, obs)
+        action = spec.action_space.start + values.argmax(-1)
+        return action, {"value": values.max(-1)}
+
+    def value(params: ArrayTree, obs: ArrayTree) -> jax.Array:
+        return masked_values(network, params, obs).max(-1)
+
+    return rollout.stateless_policy(act, value_fn=value)
+
+
+@functools.lru_cache
+def make_policy(
+    network: nn.Module,
+    spec: EnvSpec,
+    initial_eps: float,
+    final_eps: float,
+    num_exploration_steps: int,
+) -> rollout.Policy:
+    """Makes the epsilon-greedy policy. Memoized, so that equal agents share programs.
+
+    Args:
+        network: maps observations to the values of all actions.
+        spec: spaces of the environment.
+        initial_eps: epsilon in the first step of an environment.
+        final_eps: epsilon after `num_exploration_steps`.
+        num_exploration_steps: steps of an environment in which epsilon falls.
+    """
+    sample = jax.eval_shape(spec.observation_space.sample, jax.random.key(0))
+    return rollout.epsilon_greedy(
+        make_greedy_policy(network, spec),
+        spec.action_space,
+        optax.linear_schedule(initial_eps, final_eps, num_exploration_steps),
+        allowed_fn=None if mask_in(sample) is None else action_mask_of,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PQN:
+    """Parallelized Q-network.
+
+        agent = PQN(env, Config())
+        state = agent.init(jax.random.key(0))
+        state, metrics = jax.jit(agent.train)(state)
+
+    Agents are immutable and compare by value. In host environments, call `train`
+    outside of `jit`.
+
+    Attributes:
+        env: `B` environments with a `Discrete` action space, for example from
+            `rollout.envs.make_vec` or `rollout.envs.from_gymnasium`. An entry
+            `action_mask` of their observations restricts the actions.
+        config: hyperparameters.
+        network: a flax module that maps observations to the values of all actions,
+            `[..., n]`, as `QNetwork` does. None for a `QNetwork`.
+
+    Raises:
+        ValueError: if the action space is not a `Discrete`.
+    """
+
+    env: Any
+    config: Config = Config()
+    network: nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        space = as_space(self.env.action_space, "env.action_space")
+        if not isinstance(space, Discrete):
+            raise ValueError(
+                "`env.action_space` must be a Discrete for PQN, got "
+                f"{type(space).__name__}. Use PPO of `rollout.recipes.ppo` for any "
+                "space, or SAC of `rollout.recipes.sac` for a Box."
+            )
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns another agent with some attributes changed."""
+        return dataclasses.replace(self, **changes)
+
+    @functools.cached_property
+    def spec(self) -> EnvSpec:
+        """The spaces of a single environment."""
+        return self.env if isinstance(self.env, EnvSpec) else env_spec(self.env)
+
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        """The network, by default a `QNetwork`."""
+        if self.network is not None:
+            return self.network
+        config, spec = self.config, self.spec
+        sizes, activation = config.hidden_layer_sizes, config.activation
+        return QNetwork(spec.action_space.n, spec.observation_space, sizes, activation)
+
+    @functools.cached_property
+    def policy(self) -> rollout.Policy:
+        """The policy that collects: epsilon-greedy, with a schedule."""
+        config = self.config
+        num_steps = config.num_updates * config.num_steps
+        return make_policy(
+            self.model,
+            self.spec,
+            config.exploration_initial_eps,
+            config.exploration_final_eps,
+            max(1, int(num_steps * config.exploration_fraction)),
+        )
+
+    @functools.cached_property
+    def eval_policy(self) -> rollout.Policy:
+        """The policy to evaluate: it takes the action of the highest value."""
+        return make_greedy_policy(self.model, self.spec)
+
+    @functools.cached_property
+    def collector(self) -> rollout.Collector | rollout.HostCollector:
+        """The collector of `policy` in `env`."""
+        return make_collector(self.env, self.policy)
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """Rectified Adam with clipped gradients."""
+        config, schedule = self.config, self.config.learning_rate
+        if config.anneal_lr and not callable(schedule):
+            num_gradients = config.num_epochs * config.num_minibatches
+            schedule = optax.linear_schedule(
+                schedule, 0.0, config.num_updates * num_gradients
+            )
+        clip = optax.clip_by_global_norm(config.max_grad_norm)
+        # Flatten the parameters: few large operations are faster than many small ones.
+        return optax.flatten(optax.chain(clip, optax.radam(schedule)))
+
+    def env_steps(self, num_updates: int | np.ndarray) -> int | np.ndarray:
+        """Counts the steps of all environments after `num_updates` updates."""
+        if not isinstance(num_updates, int):
+            num_updates = np.asarray(num_updates, np.int64)
+        return num_updates * self.config.num_steps * self.spec.num_envs
+
+    def init(self, key: chex.PRNGKey) -> TrainState:
+        """Initializes the parameters and starts an episode in every environment."""
+        carry_key, params_key, key = jax.random.split(key, 3)
+        carry = self.collector.init(carry_key)
+        # One program instead of many small ones.
+        state = jax.jit(self.init_learner)(params_key, carry.obs)
+        return state.replace(carry=carry, key=key)
+
+    def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
+        """Initializes everything but the carry."""
+        params = self.model.init(key, obs)
+        return TrainState(
+            params=params,
+            opt_state=self.optimizer.init(params),
+            carry=(),
+            window=rollout.EpisodeWindow.create(100),
+            key=key,
+            num_updates=jnp.int32(0),
+        )
+
+    def train(
+        self, state: TrainState, num_updates: int | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Runs `num_updates` updates, by default `config.num_updates`.
+
+        Returns:
+            The next state, and the metrics of every update, `[num_updates]` by name.
+        """
+        if num_updates is None:
+            num_updates = self.config.num_updates
+        is_host = self.collector.is_host
+        return scan_updates(self.update, state, num_updates, is_host=is_host)
+
+    def update(self, state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Collects a trajectory and learns from it.
+
+        Returns:
+            The next state, and metrics, `()` each: `return_mean` of the last 100
+            episodes, and means over the minibatches of what `loss` returns.
+        """
+        carry, trajectory = self.collector.collect_steps(
+            state.carry, state.params, self.config.num_steps
+        )
+        last_value = self.collector.value(carry, state.params)
+        state = state.replace(carry=())
+        if self.collector.is_host:
+            state, metrics = learn_jitted(
+                self.replace(env=self.spec), state, trajectory, last_value
+            )
+        else:
+            state, metrics = self.learn(state, trajectory, last_value)
+        return state.replace(carry=carry), metrics
+
+    def learn(
+        self, state: TrainState, trajectory: rollout.Transition, last_value: jax.Array
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Takes the gradient steps of one update from a trajectory `[T, B, ...]`."""
+        config = self.config
+        batch = Batch(
+            obs=trajectory.obs,
+            action=trajectory.action,
+            target=self.targets(trajectory, last_value),
+            weight=trajectory.mask.astype(jnp.float32),
+        )
+        key, shuffle_key = jax.random.split(state.key)
+        (params, opt_state), metrics = rollout.scan_minibatches(
+            self.minibatch_step,
+            (state.params, state.opt_state),
+            shuffle_key,
+            batch,
+            config.num_minibatches,
+            config.num_epochs,
+        )
+        window = state.window.add(trajectory)
+        metrics = jax.tree.map(jnp.mean, metrics)
+        metrics["return_mean"] = window.return_mean
+        state = state.replace(
+            params=params,
+            opt_state=opt_state,
+            window=window,
+            key=key,
+            num_updates=state.num_updates + 1,
+        )
+        return state, metrics
+
+    def targets(
+        self, trajectory: rollout.Transition, last_value: jax.Array
+    ) -> jax.Array:
+        """Computes the λ-return of every step, section 3.3 of the paper.
+
+            G_t = r_t + γ ((1 - λ) max_a Q(next_obs_t, a) + λ G_{t+1})
+
+        Q has the parameters that collected. Terminated steps do not bootstrap. At
+        truncated steps, and at the last one, max_a Q takes the place of G_{t+1}.
+
+        Args:
+            trajectory: `[T, B, ...]`.
+            last_value: `[B]` float, max_a Q of the observations after the last step.
+
+        Returns:
+            `[T, B]` float, in discounted reward.
+        """
+        value = trajectory.extras["value"]
+        return rollout.lambda_returns(
+            trajectory.reward,
+            rollout.next_values(trajectory, value, last_value),
+            trajectory.terminated,
+            trajectory.truncated,
+            gamma=self.config.gamma,
+            lam=self.config.lambda_,
+            mask=trajectory.mask,
+        )
+
+    def minibatch_step(
+        self, learner: tuple[ArrayTree, optax.OptState], batch: Batch
+    ) -> tuple[Any, dict[str, jax.Array]]:
+        """Takes one gradient step on a minibatch."""
+        params, opt_state = learner
+        grads, metrics = mean_gradient(self.loss, params, batch, batch.weight)
+        updates, opt_state = self.optimizer.update(grads, opt_state)
+        return (optax.apply_updates(params, updates), opt_state), metrics
+
+    def loss(
+        self, params: ArrayTree, batch: Batch
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Computes the loss of every row: half the squared error of its value.
+
+        Args:
+            params: parameters of the network.
+            batch: rows, `[M, ...]`.
+
+        Returns:
+            `[M]` loss, and metrics of every row, `[M]` by name.
+        """
+        values = self.model.apply(params, batch.obs)
+        index = batch.action - self.spec.action_space.start
+        q_value = jnp.take_along_axis(values, index[..., None], axis=-1)[..., 0]
+        loss = 0.5 * (q_value - batch.target) ** 2
+        return loss, {"loss": loss, "q_value": q_value}
+
+    def predict(self, params: ArrayTree, obs: ArrayTree) -> jax.Array:
+        """Returns the action of the highest value for a single observation.
+
+        Args:
+            params: parameters of the network.
+            obs: `[*shape]`, as the environment returns it. If `env` normalizes
+                observations, its statistics must be fixed: see `freeze`.
+        """
+        obs = normalize_obs(self.env, obs)
+        batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
+        return self.eval_policy.apply(params, batch, (), jax.random.key(0)).action[0]
+
+    def freeze(self, state: TrainState) -> Self:
+        """Fixes the statistics of a normalized environment, to evaluate or predict."""
+        return self.replace(env=self.collector.freeze(state.carry).env)
+
+
+learn_jitted = jax.jit(PQN.learn, static_argnums=0)
+
+
+if __name__ == "__main__":
+    from rollout.recipes import command
+
+    command.main(PQN, Config())
