@@ -25,6 +25,7 @@ from harness import Program, measure, run
 
 import rollout
 from rollout import agents, envs, profiling
+from rollout.minibatches import mean_gradient
 from rollout.recipes import dqn, ppo, recurrent_ppo, sac
 
 # Without it XLA computes once, before the loop, what rows give without parameters.
@@ -84,7 +85,7 @@ def minibatch_of(agent: Any, carry: rollout.Carry, t: rollout.Transition) -> Any
         "advantage": t.reward,
         "target": t.reward,
         "weight": t.mask.astype(jnp.float32),
-        **t.extras,
+        **{name: t.extras[name] for name in ("raw_action", "log_prob", "value")},
     }
     if isinstance(agent, recurrent_ppo.RecurrentPPO):
         rows["first"] = t.first
@@ -124,20 +125,25 @@ def of_recurrent_ppo() -> Parts:
 
 
 def of_ippo() -> Parts:
-    """The page of IPPO."""
+    """Makes the parts of the page of IPPO."""
     names = recipes.setup("ippo", "carry_key, ")
     agent, collector, config = (names[x] for x in ("agent", "collector", "config"))
     carry = collector.init(jax.random.key(0))
-    learner = agent.init(jax.random.key(1), carry.obs["agents"])
-    params, window = {"all": learner[0]}, rollout.EpisodeWindow.create(200)
+    obs = names["transform_obs"](carry.obs["agents"])
+    state = agent.init_learner(jax.random.key(1), obs)
+    state = state.replace(carry=carry, key=jax.random.key(2))
+    params, window = {"all": state.params}, rollout.EpisodeWindow.create(200)
     t = collector.collect_steps(carry, params, config.num_steps)[1]
     rows = agents.team_transitions((), t)[1]["agents"]
-    given = profiling._Given(collector, carry, params, t)
+    inputs = profiling._Given(collector, carry, params, t)
+    descend = jax.jit(
+        lambda state, rows: gradients(agent, state, minibatch_of(agent, carry, rows))
+    )
     return Parts(
-        functools.partial(names["update"], carry, learner, window, jax.random.key(2)),
-        functools.partial(jax.jit(profiling._env_step), given),
-        functools.partial(jax.jit(profiling._policy), given),
-        functools.partial(jax.jit(lambda *x: gradients(agent, *x)), learner, rows),
+        functools.partial(names["update"], state, window),
+        functools.partial(jax.jit(profiling._env_step), inputs),
+        functools.partial(jax.jit(profiling._policy), inputs),
+        functools.partial(descend, state, rows),
     )
 
 
@@ -198,32 +204,39 @@ def apply(optimizer: optax.GradientTransformation, learner: Any, grads: Any) -> 
 
 
 def of_sac() -> Parts:
-    """`sac.py` with the settings of its page."""
-    names = recipes.setup("sac", "learn = ")
-    agent, collector = names["agent"], names["collector"]
-    agent.config = config = agent.config._replace(num_steps=BATCHES)
-    state = begin(agent, collector, jax.random.key(0))
-    params, targets, opt_state = state.learner
-    keys = jax.random.split(jax.random.key(0), (BATCHES, 3))
-    rows = agent.buffer.sample(state.memory, keys[0, 0], config.batch_size).experience
+    """Makes the parts of `sac.py` with the settings of its page."""
+    env = envs.make("brax:inverted_pendulum", backend="positional")
+    agent = sac.SAC(envs.vectorize(env, 1), sac.Config(num_steps=BATCHES))
+    state = agent.init(jax.random.key(0))
+    sample = agent.buffer.sample(
+        state.buffer_state, jax.random.key(1), agent.config.batch_size
+    )
 
-    def descend(params: Any, opt_state: Any) -> Any:
-        def step(learner: Any, keys: jax.Array) -> Any:
-            (params, opt_state), again = fenced((learner, (targets, rows)))
-            inputs = params, params, *again, keys[1:]
-            grads, _ = differentiate(agent.loss, *inputs)
-            change, opt_state = agent.optimizer.update(grads, opt_state)
-            return (optax.apply_updates(params, change), opt_state), None
+    def descend(state: Any, rows: Any, weight: jax.Array) -> Any:
+        def step(learner: Any, key: jax.Array) -> Any:
+            learner, experience = fenced((learner, rows))
+            target_key, noise_key = jax.random.split(key)
+            action = agent.distribution.normalize(experience.action)
+            batch = sac.Batch(
+                obs=experience.obs,
+                action=action,
+                target=agent.target(
+                    learner[0], state.target_params, experience, target_key
+                ),
+                noise=jax.random.normal(noise_key, action.shape),
+            )
+            grads = mean_gradient(agent.loss, learner[0], batch, weight)[0]
+            return apply(agent.optimizer, learner, grads), None
 
-        return jax.lax.scan(step, (params, opt_state), keys)[0]
+        keys = jax.random.split(state.key, BATCHES)
+        return jax.lax.scan(step, (state.params, state.opt_state), keys)[0]
 
-    given = given_of(collector, params, BATCHES)
-    update = jax.jit(lambda state, key: agent.update(collector, state, key)[0])
+    inputs = inputs_of(agent, state.params, BATCHES)
     return Parts(
-        functools.partial(update, state, jax.random.key(1)),
-        functools.partial(jax.jit(profiling._env_step), given),
-        functools.partial(jax.jit(profiling._policy), given),
-        functools.partial(jax.jit(descend), params, opt_state),
+        functools.partial(jax.jit(lambda state: agent.update(state)[0]), state),
+        functools.partial(jax.jit(profiling._env_step), inputs),
+        functools.partial(jax.jit(profiling._policy), inputs),
+        functools.partial(jax.jit(descend), state, sample.experience, sample.weights),
     )
 
 

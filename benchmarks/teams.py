@@ -36,8 +36,12 @@ import yaml
 from recipes import FOLDER as RECIPES
 
 matplotlib.use("agg")
-OWN = "def see(obs):  # of all agents of all lanes, [..., 3 * n, 18]\n    return obs\n"
-WORLD = re.findall(r"```py\n(.*?)```", (RECIPES / "ippo.md").read_text(), re.DOTALL)[0]
+# The observation of the critic in IPPO, and in MAPPO.
+LOCAL = """\
+def transform_obs(obs):  # all agents of all environments, [..., 3 * n, 18]
+    return obs
+"""
+GLOBAL = re.findall(r"```py\n(.*?)```", (RECIPES / "ippo.md").read_text(), re.DOTALL)[0]
 ENDS = {"team_transitions": "agent_transitions"}
 ENDINGS = {"team_transitions": "", "agent_transitions": ", agent"}
 MPE = {"TOTAL_TIMESTEPS": 299_008, "LR": 2e-3, "NUM_ENVS": 16, "NUM_STEPS": 128}
@@ -49,7 +53,7 @@ TASKS: dict[str, tuple[Any, ...]] = {
         ("IPPO.ippo_ff_mpe", "ippo_ff_mpe", "returned_episode_returns", MPE),
     ),
     "MAPPO, spread": (
-        ("ippo", {OWN: WORLD}, "returns", 299_008),
+        ("ippo", {LOCAL: GLOBAL}, "returns", 299_008),
         ("MAPPO.mappo_rnn_mpe", "mappo_homogenous_rnn_mpe", "returns", MPE),
     ),
     "VDN, spread": (

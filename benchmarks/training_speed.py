@@ -346,11 +346,12 @@ def of_jaxmarl(folder: Path) -> Iterator[Training]:
         def train(key: jax.Array) -> Any:
             carry_key, init_key, key = jax.random.split(key, 3)
             carry = names["collector"].init(carry_key)
-            learner = names["agent"].init(init_key, carry.obs["agents"])
-            window = names["rollout"].EpisodeWindow.create(200)
-            step = lambda state, key: (names["update"](*state, key), None)  # noqa: E731
-            keys = jax.random.split(key, few)
-            return jax.lax.scan(step, (carry, learner, window), keys)[0]
+            obs = names["transform_obs"](carry.obs["agents"])
+            state = names["agent"].init_learner(init_key, obs)
+            state = state.replace(carry=carry, key=key)
+            window = rollout.EpisodeWindow.create(200)
+            step = lambda state, _: (names["update"](*state), None)  # noqa: E731
+            return jax.lax.scan(step, (state, window), length=few)[0]
 
         return train
 
@@ -364,10 +365,10 @@ def of_jaxmarl(folder: Path) -> Iterator[Training]:
 
     def vdn() -> Train:
         names = recipes.setup("vdn", "returns = ")
-        begun = jax.eval_shape(lambda: names["state"])
+        shapes = jax.eval_shape(lambda: names["state"][1])
 
         def train(key: jax.Array) -> Any:
-            carry, memory, params, *_ = jax.tree.map(jnp.zeros_like, begun)
+            buffer_state = jax.tree.map(jnp.zeros_like, shapes)
             init_key, params_key, key = jax.random.split(key, 3)
             carry = names["collector"].init(init_key)
             obs = jax.tree.map(lambda x: x[0], carry.obs["agents"])
@@ -377,7 +378,7 @@ def of_jaxmarl(folder: Path) -> Iterator[Training]:
                 return names["update"](*state, 0.05, key), None
 
             learner = params, params, names["optimizer"].init(params)
-            state = carry, memory, *learner, rollout.EpisodeWindow.create(200)
+            state = carry, buffer_state, *learner, rollout.EpisodeWindow.create(200)
             keys = jax.random.split(key, num_updates)
             return jax.lax.scan(step, state, keys)[0]
 

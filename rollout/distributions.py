@@ -14,6 +14,7 @@ loss of an agent of your own:
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -56,9 +57,17 @@ class ActionDistribution:
     def __post_init__(self) -> None:
         space = as_space(self.action_space, "action_space")
         object.__setattr__(self, "action_space", space)
-        object.__setattr__(self, "_parts", tuple(map(_describe_part, space.leaves())))
-        sample = jax.eval_shape(space.sample, jax.random.key(0))
-        object.__setattr__(self, "_structure", jax.tree.structure(sample))
+        _ = self._parts  # raises if a part has no bounds
+
+    @functools.cached_property
+    def _parts(self) -> "list[_Part]":
+        return [_describe_part(part) for part in self.action_space.leaves()]
+
+    @functools.cached_property
+    def _structure(self) -> Any:
+        """Structure of an action."""
+        sample = lambda: self.action_space.sample(jax.random.key(0))  # noqa: E731
+        return jax.tree.structure(jax.eval_shape(sample))
 
     @property
     def num_params(self) -> int:
@@ -212,7 +221,7 @@ class ActionDistribution:
                 log_std = _slice(params, start_std, part.num_outputs)
                 start_std += part.num_outputs
                 mean, log_std = (
-                    x.reshape(*lanes, *part.shape) for x in (values, log_std)
+                    x.reshape((*lanes, *part.shape)) for x in (values, log_std)
                 )
                 leaves.append(_Leaf(mean=mean, log_std=log_std))
                 continue
@@ -269,7 +278,10 @@ class TanhNormal:
                 "`Discrete`, or PPO for any space."
             )
         object.__setattr__(self, "action_space", space)
-        object.__setattr__(self, "_part", _describe_part(space))
+
+    @functools.cached_property
+    def _part(self) -> "_Part":
+        return _describe_part(self.action_space)
 
     @property
     def size(self) -> int:
@@ -321,7 +333,8 @@ class TanhNormal:
         log_slope = 2 * (math.log(2) - raw_action - jax.nn.softplus(-2 * raw_action))
         has_low, has_high = self._has_bounds(raw_action.ndim)
         if not (has_low & has_high).all():
-            half_open = -jax.nn.softplus(-raw_action)  # log sigmoid, softplus' slope
+            # Log slopes of `from_low` and `to_high` of `squash`: log sigmoids.
+            half_open = -jax.nn.softplus(jnp.where(has_low, -raw_action, raw_action))
             log_slope = jnp.where(has_low ^ has_high, half_open, log_slope)
             log_slope = jnp.where(has_low | has_high, log_slope, 0.0)
         return (log_probs - log_slope).sum(-1)
@@ -356,7 +369,7 @@ class TanhNormal:
     def postprocess(self, normalized_action: jax.Array) -> jax.Array:
         """Scales normalized actions, `[..., size]`, to the space, `[..., *shape]`."""
         part, lanes = self._part, normalized_action.shape[:-1]
-        action = normalized_action.reshape(*lanes, *part.shape)
+        action = normalized_action.reshape((*lanes, *part.shape))
         low, high, scale, offset = (
             _expand(x, action.ndim)
             for x in (part.low, part.high, part.scale, part.offset)

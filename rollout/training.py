@@ -111,10 +111,9 @@ class Agent:
         Raises:
             ValueError: if `num_updates` is not an int of at least 1.
         """
-        if num_updates is None:
-            num_updates = self.config.num_updates
+        size: Any = self.config.num_updates if num_updates is None else num_updates
         is_host = self.collector.is_host
-        return scan_updates(self.update, state, num_updates, is_host=is_host)
+        return scan_updates(self.update, state, size, is_host=is_host)
 
     def env_steps(self, num_updates: Any) -> Any:
         """Returns the environment steps after so many updates, an int or an array."""

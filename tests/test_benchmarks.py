@@ -1,6 +1,7 @@
 """Benchmarks run; what pages show of them is what they found."""
 
 import argparse
+import dataclasses
 import functools
 import html
 import importlib
@@ -68,7 +69,7 @@ def test_an_update_is_timed_with_its_parts(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     import overhead
 
-    small = functools.partial(overhead.ppo, "CartPole-v1", 4, num_steps=16)
+    small = functools.partial(overhead.of_ppo, "CartPole-v1", 4, num_steps=16)
     seeds = functools.partial(small, num_seeds=2)
     monkeypatch.setattr(overhead, "RECIPES", {"one": small, "two": seeds})
     with jax.debug_key_reuse(False):  # every repeat has the same key
@@ -86,9 +87,9 @@ def test_every_detail_of_ppo_that_is_changed_is_in_its_file(monkeypatch):
     import ppo_results
 
     for detail, change in ppo_results.DETAILS.items():
-        config = ppo_results.load(detail).Config._fields
+        names = {x.name for x in dataclasses.fields(ppo_results.load(detail).Config)}
         options = change if isinstance(change, dict) else {}
-        assert options.keys() <= {*config, "only"}, detail
+        assert options.keys() <= {*names, "only"}, detail
 
 
 @pytest.fixture
@@ -169,8 +170,8 @@ def test_comparison_of_learning_runs_once_per_seed(monkeypatch, tmp_path):
     import learning_compared
 
     tasks = {
-        "PPO": ("CartPole-v1", learning_compared.CLASSIC._replace(num_updates=2)),
-        "DQN": ("CartPole-v1", learning_compared.DQN(150, learning_starts=500)),
+        "PPO": ("CartPole-v1", learning_compared.CLASSIC.replace(num_updates=2)),
+        "DQN": ("CartPole-v1", learning_compared.DQNSettings(150, learning_starts=500)),
     }
     values, plot = tmp_path / "values.json", tmp_path / "plot.png"
     # The others are not installed here.

@@ -96,7 +96,7 @@ def check_easyrl4rec(names, out):
 
 
 def check_stable_baselines3(names, out):
-    progress, stats, action = out.splitlines()
+    progress, *_, stats, action = out.splitlines()
     assert progress.split()[0] == f"{8 * 128 * 20:,}"
     assert float(stats.split()[1]) > 50
     assert stats.endswith(", 100 episodes")

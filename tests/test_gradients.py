@@ -1,4 +1,4 @@
-"""Gradients of networks are those of `jax.grad`, whatever makes them faster."""
+"""Derivatives of `dot_general` and `mean_gradient` are those of plain JAX."""
 
 import functools
 
@@ -11,151 +11,171 @@ from cases import quick_jit
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import rollout
-from rollout import envs
-from rollout.recipes import gradients, ppo
-from rollout.recipes.ppo import PPO
+from rollout.minibatches import mean_gradient
+from rollout.platform import dot_general
 
-near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 
-
-def doubled(*args, **options):
-    return 2 * jax.lax.dot_general(*args, **options)
-
-
-LAYERS = {
-    "widens": nn.Dense(5),
-    "is square": nn.Dense(64),
-    "widens from 64": nn.Dense(96),
-    "narrows": nn.Dense(2, use_bias=False),
-    "narrows to 64": nn.Sequential([nn.Dense(80), nn.Dense(64)]),
-    "to one": nn.Dense(1),
-    "of few digits": nn.Dense(3, dtype=jnp.bfloat16),
-    "another product": nn.Dense(3, dot_general=doubled),
-    "of a memory": nn.RNN(nn.GRUCell(64)),
-    "row by row": nn.Dense(64),
-    "by name": nn.Sequential([lambda x: {"inputs": x}, nn.Dense(64)]),
+WIDTHS = {  # inputs and outputs of a layer
+    "widens": (3, 5),
+    "square": (64, 64),
+    "widens from 64": (64, 96),
+    "narrows": (64, 2),
+    "narrows to 64": (80, 64),
+    "bfloat16": (64, 3),
+    "one row at a time": (64, 64),
 }
-PADDED = {"is square", "widens from 64", "narrows to 64", "by name"}
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_derivatives_of_layers_are_those_of_jax(name):
-    layer, rng = LAYERS[name], np.random.default_rng(0)
-    apply = layer.apply
-    if name == "row by row":
-        apply = jax.vmap(jax.vmap(apply, (None, 0)), (None, 0))
-    width = 3 if name == "widens" else 64
-    obs, weights = np.float32(rng.normal(size=(2, 2, 6, width)))
+@pytest.mark.parametrize("name", WIDTHS)
+def test_derivatives_of_layers_are_those_of_the_plain_product(name):
+    num_inputs, num_outputs = WIDTHS[name]
+    dtype = jnp.bfloat16 if name == "bfloat16" else None
+    plain = nn.Dense(num_outputs, dtype=dtype)
+    padded = nn.Dense(num_outputs, dtype=dtype, dot_general=dot_general)
+    rng = np.random.default_rng(0)
+    obs = np.float32(rng.normal(size=(2, 6, num_inputs)))
+    scale = np.float32(rng.normal(size=(2, 6, 1)))
 
-    def cost(params, obs, scale):
-        out = apply(params, obs)
-        return jnp.sum(scale * jnp.sin(out)), out.mean()
+    def derivatives(layer, params, obs):
+        apply = layer.apply
+        if name == "one row at a time":
+            apply = jax.vmap(jax.vmap(apply, (None, 0)), (None, 0))
+
+        def loss(params, obs):
+            return jnp.sum(scale * jnp.sin(apply(params, obs)))
+
+        return jax.value_and_grad(loss, (0, 1))(params, obs)
 
     @quick_jit
-    def both(obs, scale):
-        one_row = obs[0, 0] if name == "row by row" else obs
-        params = layer.init(jax.random.key(0), one_row)
-        one = jax.grad(lambda *args: cost(*args)[0], (0, 1))(params, obs, scale)
-        # By the inputs, too, as of a layer in the middle.
-        fast = gradients.differentiate(lambda x, y: cost(*x, y), (params, obs), scale)
-        return one, fast[0]
+    def use(obs):
+        params = plain.init(jax.random.key(0), obs[0, 0])
+        return [derivatives(layer, params, obs) for layer in (plain, padded)]
 
-    scale = weights[..., :1]
-    expected, got = jax.device_get(both(obs, scale))
-    # With one column more than the 64.
-    is_padded = "2x6x65xf32" in both.lower(obs, scale).as_text()
-    assert is_padded == (name in PADDED)
-    rtol = 2e-2 if "digits" in name else 1e-4
-    jax.tree.map(functools.partial(near, rtol=rtol, atol=rtol), expected, got)
-
-
-@pytest.mark.parametrize("layout", ["Auto", "Explicit", "shard_map"])
-def test_rows_may_be_divided_among_devices(layout):
-    """As `jax.grad` has it: by a mesh of either kind, and inside of a `shard_map`."""
-    network = nn.Sequential([nn.Dense(64), nn.tanh, nn.Dense(64), nn.Dense(2)])
-    obs = np.float32(np.random.default_rng(0).normal(size=(32, 4)))
-
-    def cost(params, obs):
-        return jnp.sum(jnp.sin(network.apply(params, obs))), {}
-
-    kind = AxisType.Explicit if layout == "Explicit" else AxisType.Auto
-    mesh = jax.make_mesh((2,), ("lanes",), axis_types=(kind,))
-    params = quick_jit(network.init)(jax.random.key(0), obs[:1])
-    expected = quick_jit(jax.grad(cost, has_aux=True))(params, obs)
-    grad = functools.partial(gradients.differentiate, cost)
-    if layout == "shard_map":
-        specs = {"in_specs": (P(), P("lanes")), "out_specs": P()}
-        got = quick_jit(jax.shard_map(grad, mesh=mesh, **specs))(params, obs)
-    else:
-        params = jax.device_put(params, NamedSharding(mesh, P()))
-        got = quick_jit(grad)(
-            params, jax.device_put(obs, NamedSharding(mesh, P("lanes")))
-        )
-    jax.tree.map(near, jax.device_get(expected), jax.device_get(got))
-
-
-def test_gradient_of_parts_is_that_of_the_minibatch(monkeypatch):
-    """Also where steps are masked out, unequally many in each part."""
-    monkeypatch.setattr(gradients, "num_cores", lambda: 1)
-    agent, key = PPO(envs.Discrete(3), ppo.Config(hidden=64)), jax.random.key(0)
-    rng, shape = np.random.default_rng(0), (32,)
-    obs, floats = rng.normal(size=(32, 4)), rng.normal(size=(5, 32))
-    names = "reward", "value", "log_prob", "advantage", "final_value"
-    floats = dict(zip(names, np.float32(floats), strict=True))
-    extras = {"value": floats["value"], "log_prob": floats["log_prob"] - 1}
-    flag, number = np.zeros(shape, bool), np.zeros(shape, np.int32)
-    t = rollout.Transition(
-        obs=np.float32(obs),
-        action=rng.integers(0, 3, 32).astype(np.int32),
-        reward=floats["reward"],
-        terminated=flag,
-        truncated=flag,
-        next_obs=np.float32(obs),
-        mask=np.arange(32) % 7 < np.arange(32) // 8 + 2,
-        episode_id=number,
-        episode_return=floats["reward"],
-        episode_length=number,
-        extras=extras,
-        info=(),
-        accumulated=(),
-        final_value=floats["final_value"],
+    # Products of 64 columns have one more column on a CPU.
+    is_padded = f"x{num_inputs + 1}xf32" in use.lower(obs).as_text()
+    assert is_padded == (num_inputs % 64 == 0 and name != "bfloat16")
+    tolerance = 2e-2 if name == "bfloat16" else 1e-4
+    expected, result = jax.device_get(use(obs))
+    jax.tree.map(
+        functools.partial(assert_close, rtol=tolerance, atol=tolerance),
+        expected,
+        result,
     )
 
-    def derivatives(params, one, *rows):
-        grad = functools.partial(agent.gradient, t=rows[0], advantage=rows[1])
-        moved = jax.jvp(grad, (one,), (one,))
-        _, pull, _ = jax.vjp(grad, one, has_aux=True)
-        return jax.vmap(grad)(params), moved, pull(one)
+
+def make_problem():
+    """Makes a network, its loss per row, and 32 rows with weights."""
+    layers = (nn.Dense(64, dot_general=dot_general) for _ in range(2))
+    network = nn.Sequential([next(layers), nn.tanh, next(layers), nn.Dense(2)])
+    rng = np.random.default_rng(0)
+    obs, target = np.float32(rng.normal(size=(2, 32, 4)))
+    weight = np.float32(np.arange(32) % 7 < np.arange(32) // 8 + 2)
+
+    def loss(params, batch):
+        obs, target = batch
+        error = ((network.apply(params, obs) - target[:, :2]) ** 2).sum(-1)
+        return error, {"error": error}
+
+    params = quick_jit(network.init)(jax.random.key(0), obs[:1])
+    return loss, params, (obs, target), weight
+
+
+def plain_gradient(loss, params, batch, weight):
+    """Differentiates the weighted mean with `jax.grad`."""
+
+    def mean_loss(params):
+        values, metrics = loss(params, batch)
+        means = jax.tree.map(lambda x: (x * weight).sum() / weight.sum(), metrics)
+        return (values * weight).sum() / weight.sum(), means
+
+    return jax.grad(mean_loss, has_aux=True)(params)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_gradient_of_sharded_rows_is_that_of_all_rows(axis_type):
+    loss, params, batch, weight = make_problem()
+    expected = quick_jit(functools.partial(plain_gradient, loss))(params, batch, weight)
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(axis_type,))
+    rows = jax.device_put((batch, weight), NamedSharding(mesh, P("rows")))
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    result = quick_jit(functools.partial(mean_gradient, loss))(params, *rows)
+    jax.tree.map(assert_close, jax.device_get(expected), jax.device_get(result))
+
+
+def test_gradient_under_shard_map_is_the_sum_of_the_shards():
+    loss, params, batch, weight = make_problem()
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P(), P("rows"), P("rows")), "out_specs": P()}
+
+    def gradient(params, batch, weight):
+        return mean_gradient(loss, params, batch, weight)[0]
+
+    result = quick_jit(jax.shard_map(gradient, mesh=mesh, **specs))(
+        params, batch, weight
+    )
+    shards = (slice(16), slice(16, None))
 
     @quick_jit
-    def both(t, advantage):
-        """The gradients of two seeds, and derivatives of those of one in both modes."""
-        keys, found = jax.random.split(key), []
-        params = jax.vmap(lambda key: agent.init(key, t.obs)[0])(keys)
-        one = jax.tree.map(lambda x: x[0], params)
-        for rows in (8, 32):
-            with monkeypatch.context() as patched:
-                patched.setattr(gradients, "ROWS_OF_ONE_CORE", rows)
-                found.append(derivatives(params, one, t, advantage))
-        return found
+    def expected():
+        shard_grads = [
+            plain_gradient(loss, params, [x[s] for x in batch], weight[s])[0]
+            for s in shards
+        ]
+        return jax.tree.map(jnp.add, *shard_grads)
 
-    parts, whole = jax.device_get(both(t, floats["advantage"]))
-    jax.tree.map(near, parts, whole)
-    (_, log), *_ = whole
-    assert (log["entropy"] > 0.5).all()
+    jax.tree.map(assert_close, jax.device_get(expected()), jax.device_get(result))
+
+
+def test_microbatches_have_the_gradient_and_derivatives_of_the_batch():
+    """Also if the microbatches have unequal numbers of valid rows."""
+    loss, params, batch, weight = make_problem()
+
+    def derivatives(gradient):
+        moved = jax.jvp(gradient, (params,), (params,))
+        _, pull, metrics = jax.vjp(gradient, params, has_aux=True)
+        several = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
+        return jax.vmap(gradient)(several), moved, pull(params), metrics
+
+    @quick_jit
+    def use(batch, weight):
+        inputs = {"batch": batch, "weight": weight}
+        gradients = [
+            functools.partial(plain_gradient, loss, **inputs),
+            *(
+                functools.partial(mean_gradient, loss, microbatch_size=size, **inputs)
+                for size in (None, 8, 7)
+            ),
+        ]
+        return [derivatives(gradient) for gradient in gradients]
+
+    expected, *results = jax.device_get(use(batch, weight))
+    for result in results:
+        jax.tree.map(
+            functools.partial(assert_close, rtol=1e-3, atol=1e-4), expected, result
+        )
 
 
 @pytest.mark.parametrize("mode", [jax.jacfwd, jax.grad])
-def test_coefficients_of_the_loss_have_derivatives(mode):
-    """Of a minibatch of one part: meta-gradients by what a cost closes over."""
+@pytest.mark.parametrize("microbatch_size", [None, 4])
+def test_gradient_has_derivatives_by_values_that_the_loss_closes_over(
+    mode, microbatch_size
+):
     x, y = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
 
-    def size(weight):
-        def cost(params, x, y):
-            return weight * jnp.mean((params * x - y) ** 2), ()
+    def squared_gradient(scale):
+        def loss(params, batch):
+            x, y = batch
+            return scale * (params * x - y) ** 2, {}
 
-        return gradients.gradient(cost, 3.0, x, y)[0] ** 2
+        options = {"microbatch_size": microbatch_size}
+        return (
+            mean_gradient(loss, 3.0, (x, y), np.ones(8, np.float32), **options)[0] ** 2
+        )
 
-    found = quick_jit(lambda weight: (size(weight), mode(size)(weight)))(2.0)
-    near(*jax.device_get(found))  # of 4 c and 2 * 2 c
+    value, slope = jax.device_get(
+        quick_jit(
+            lambda scale: (squared_gradient(scale), mode(squared_gradient)(scale))
+        )(2.0)
+    )
+    assert_close(value, slope)  # c * 2**2 and 2 * c * 2

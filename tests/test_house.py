@@ -26,14 +26,15 @@ GROUND = {
 LADDER = (
     {"ground"},
     {"envs", "buffers", "nonfinite", "moments"},
-    {"stats", "trajectories", "checkpoint", "targets", "minibatches"},
+    {"stats", "trajectories", "checkpoint", "targets", "minibatches"}
+    | {"distributions"},
     {"policies"},
     {"kernel"},
     {"collector"},
     {"host"},
     {"episode_window"},
     {"agents", "evaluation", "gif", "probing", "profiling", "recommendation"}
-    | {"sharding", "stream"},
+    | {"sharding", "stream", "training"},
     {"inspection", "logs"},
     {"cli"},
     {"__main__"},
@@ -51,6 +52,7 @@ KINDS = {
     "probing": {"envs"},
     "recommendation": {"envs.wrappers"},
     "sharding": {"envs.wrappers.wrapper"},
+    "training": {"envs.wrappers"},
     "gif": {"envs.host.types", "envs.render"},
     "cli": {"envs"},
 }
@@ -123,6 +125,21 @@ def test_rooms_know_of_environments_only_the_contract():
             known = KINDS.get(room(name), set())
             assert all(x.startswith(tuple(known)) for x in of_envs if known), name
             assert known or not of_envs, name
+
+
+def test_recipes_import_public_names_and_no_other_recipe():
+    """`running` and `command` are for all of them, and run where a file is a script."""
+    paths = [*(ROOT / "rollout" / "recipes").glob("*.py")]
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            assert not any("._" in name for name in names), (path, names)
+            if path.stem not in ("__init__", "command", "running"):
+                recipes = {x for x in names if x.startswith("rollout.recipes")}
+                assert recipes <= {"rollout.recipes.command"}, path
+    assert len(paths) >= 7
 
 
 def test_the_step_is_one_screen_and_a_half():

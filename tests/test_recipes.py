@@ -352,7 +352,7 @@ def test_recurrent_recipe_takes_an_lstm(folder, quick_compile):
     names = run("lstm", inject(code, lstm))
     memory = names["state"].carry.policy_state
     assert [x.shape for x in memory] == [(64, 64)] * 2
-    assert np.isfinite(names["returns"]).all()
+    assert np.isfinite(names["returns"][-1])
     check_replay(names["metrics"])  # it took no step
 
 

@@ -19,11 +19,11 @@ import optax
 from flax import struct
 
 import rollout
-from rollout.envs.spaces import Discrete, EnvSpec, as_space, env_spec
+from rollout.envs.spaces import Discrete, EnvSpec, as_space
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers import flatten_obs, mask_in, normalize_obs
+from rollout.envs.wrappers import flatten_obs, mask_in
 from rollout.platform import dot_general
-from rollout.training import make_collector, scan_updates
+from rollout.training import Agent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,9 @@ class QNetwork(nn.Module):
             x = nn.Dense(size, dot_general=dot_general)(x)
             x = getattr(nn, self.activation)(x)
         return nn.Dense(self.num_actions, dot_general=dot_general)(x)
+
+
+Metrics = dict[str, jax.Array]
 
 
 class TrainState(struct.PyTreeNode):
@@ -142,15 +145,15 @@ def make_policy(
 
 
 @dataclasses.dataclass(frozen=True)
-class DQN:
+class DQN(Agent):
     """Double DQN with n-step targets and prioritized replay.
 
         agent = DQN(env, Config())
         state = agent.init(jax.random.key(0))
         state, metrics = jax.jit(agent.train, donate_argnums=0)(state)
 
-    Agents are immutable and compare by value. In host environments, call `train`
-    outside of `jit`; it donates the replay buffer of `state`.
+    In host environments, call `train` outside of `jit`. It donates the replay buffer of
+    `state`.
 
     Attributes:
         env: `B` environments with a `Discrete` action space, for example from
@@ -164,7 +167,6 @@ class DQN:
         ValueError: if the action space is not a `Discrete`.
     """
 
-    env: Any
     config: Config = Config()
     network: nn.Module | None = None
 
@@ -176,15 +178,6 @@ class DQN:
                 f"{type(space).__name__}. Use PPO of `rollout.recipes.ppo` for any "
                 "space, or SAC of `rollout.recipes.sac` for a Box."
             )
-
-    def replace(self, **changes: Any) -> Self:
-        """Returns another agent with some attributes changed."""
-        return dataclasses.replace(self, **changes)
-
-    @functools.cached_property
-    def spec(self) -> EnvSpec:
-        """The spaces of a single environment."""
-        return self.env if isinstance(self.env, EnvSpec) else env_spec(self.env)
 
     @functools.cached_property
     def model(self) -> nn.Module:
@@ -213,11 +206,6 @@ class DQN:
         return make_greedy_policy(self.model, self.spec)
 
     @functools.cached_property
-    def collector(self) -> rollout.Collector | rollout.HostCollector:
-        """The collector of `policy` in `env`."""
-        return make_collector(self.env, self.policy)
-
-    @functools.cached_property
     def buffer(self) -> rollout.buffers.ReplayBuffer:
         """The replay buffer."""
         size, num_envs = self.config.buffer_size, self.spec.num_envs
@@ -233,8 +221,7 @@ class DQN:
             schedule = optax.cosine_decay_schedule(
                 schedule, config.num_updates * config.gradient_steps
             )
-        # Flatten the parameters: few large operations are faster than many small ones.
-        return optax.flatten(optax.adam(schedule))
+        return optax.adam(schedule)
 
     @property
     def num_warmup_steps(self) -> int:
@@ -248,49 +235,38 @@ class DQN:
         num_steps = self.num_warmup_steps + num_updates * self.config.num_steps
         return num_steps * self.spec.num_envs
 
-    def init(self, key: chex.PRNGKey) -> TrainState:
-        """Initializes the parameters and collects the first rows of the buffer."""
-        carry_key, params_key, key = jax.random.split(key, 3)
-        carry = self.collector.init(carry_key)
-        # One program instead of many small ones, here and below.
-        params = jax.jit(self.model.init)(params_key, carry.obs)
-        carry, trajectory = self.collector.collect_steps(
-            carry, params, self.num_warmup_steps
-        )
-        state = jax.jit(self.init_learner)(params, trajectory)
-        return state.replace(carry=carry, key=key)
-
-    def init_learner(
-        self, params: ArrayTree, trajectory: rollout.Transition
-    ) -> TrainState:
-        """Initializes everything but the parameters, the carry and the key."""
-        transition = jax.tree.map(lambda x: x[0], trajectory)
-        buffer_state = self.buffer.init(transition)
+    def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
+        """Initializes everything but the carry and the buffer."""
+        params = self.model.init(key, obs)
         return TrainState(
             params=params,
+            # A copy, so that the state can be donated.
             target_params=jax.tree.map(jnp.copy, params),
             opt_state=self.optimizer.init(params),
-            buffer_state=self.buffer.add(buffer_state, trajectory),
+            buffer_state=(),
             carry=(),
-            window=rollout.EpisodeWindow.create(100).add(trajectory),
-            key=(),
+            window=rollout.EpisodeWindow.create(100),
+            key=key,
             num_updates=jnp.int32(0),
         )
 
-    def train(
-        self, state: TrainState, num_updates: int | None = None
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Runs `num_updates` updates, by default `config.num_updates`.
+    def init(self, key: chex.PRNGKey) -> TrainState:
+        """Initializes the parameters, and collects the first rows of the buffer."""
+        state = super().init(key)
+        carry, trajectory = self.collector.collect_steps(
+            state.carry, state.params, self.num_warmup_steps
+        )
+        window, buffer_state = jax.jit(self.init_buffer)(state.window, trajectory)
+        return state.replace(carry=carry, window=window, buffer_state=buffer_state)
 
-        Returns:
-            The next state, and the metrics of every update, `[num_updates]` by name.
-        """
-        if num_updates is None:
-            num_updates = self.config.num_updates
-        is_host = self.collector.is_host
-        return scan_updates(self.update, state, num_updates, is_host=is_host)
+    def init_buffer(
+        self, window: rollout.EpisodeWindow, trajectory: rollout.Transition
+    ) -> tuple[rollout.EpisodeWindow, ArrayTree]:
+        """Makes the buffer with the rows of a trajectory `[T, B, ...]`."""
+        buffer_state = self.buffer.init(jax.tree.map(lambda x: x[0], trajectory))
+        return window.add(trajectory), self.buffer.add(buffer_state, trajectory)
 
-    def update(self, state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+    def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """Collects a trajectory and learns from the buffer.
 
         Returns:
@@ -315,7 +291,7 @@ class DQN:
         state: TrainState,
         buffer_state: ArrayTree,
         trajectory: rollout.Transition,
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+    ) -> tuple[TrainState, Metrics]:
         """Adds a trajectory `[T, B, ...]` to the buffer and takes gradient steps."""
         num_gradients = self.config.gradient_steps
         key, sample_key = jax.random.split(state.key)
@@ -334,7 +310,7 @@ class DQN:
 
     def gradient_step(
         self, state: TrainState, xs: tuple[chex.PRNGKey, jax.Array]
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+    ) -> tuple[TrainState, Metrics]:
         """Takes one gradient step on a minibatch and updates the target network."""
         config, (key, step) = self.config, xs
         beta = None
@@ -403,9 +379,7 @@ class DQN:
         next_value = select(self.model.apply(target_params, next_obs), next_action)
         return sample.experience.reward + sample.discount * next_value
 
-    def loss(
-        self, params: ArrayTree, batch: Batch
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, params: ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
         """Computes the loss of every row: the weighted Huber loss of its TD error.
 
         Args:
@@ -423,9 +397,7 @@ class DQN:
         metrics = {"loss": loss, "td_error": jnp.abs(td_error), "q_value": q_value}
         return loss, metrics
 
-    def mean_loss(
-        self, params: ArrayTree, batch: Batch
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def mean_loss(self, params: ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
         """Computes the mean of `loss` over the rows, `()`, and its metrics."""
         loss, metrics = self.loss(params, batch)
         if loss.shape != batch.target.shape:
@@ -434,22 +406,6 @@ class DQN:
                 f"got shape {loss.shape}."
             )
         return loss.mean(), metrics
-
-    def predict(self, params: ArrayTree, obs: ArrayTree) -> jax.Array:
-        """Returns the action of the highest value for a single observation.
-
-        Args:
-            params: parameters of the network.
-            obs: `[*shape]`, as the environment returns it. If `env` normalizes
-                observations, its statistics must be fixed: see `freeze`.
-        """
-        obs = normalize_obs(self.env, obs)
-        batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
-        return self.eval_policy.apply(params, batch, (), jax.random.key(0)).action[0]
-
-    def freeze(self, state: TrainState) -> Self:
-        """Fixes the statistics of a normalized environment, to evaluate or predict."""
-        return self.replace(env=self.collector.freeze(state.carry).env)
 
 
 # The buffer is updated in place.

@@ -94,7 +94,7 @@ class TrainState(struct.PyTreeNode):
 
     params: ArrayTree
     opt_state: optax.OptState
-    carry: rollout.Carry
+    carry: Any  # `rollout.Carry` of the collector
     window: rollout.EpisodeWindow  # the last 100 episodes
     key: chex.PRNGKey
     num_updates: jax.Array  # () int32, updates so far
@@ -113,7 +113,7 @@ class Batch(struct.PyTreeNode):
 
 
 @functools.lru_cache
-def make_policy(network: nn.Module, distribution: ActionDistribution) -> rollout.Policy:
+def make_policy(network: Any, distribution: ActionDistribution) -> rollout.Policy:
     """Makes the policy. Memoized, so that equal agents share compiled programs."""
 
     def sample(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> Any:
@@ -160,7 +160,7 @@ class PPO(Agent):
         return ActionDistribution(self.spec.action_space)
 
     @functools.cached_property
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         """The network, by default an `ActorCritic`."""
         options = self.config.hidden_layer_sizes, self.config.activation
         space = self.spec.observation_space

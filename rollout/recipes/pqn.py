@@ -20,12 +20,12 @@ import optax
 from flax import struct
 
 import rollout
-from rollout.envs.spaces import Discrete, EnvSpec, as_space, env_spec
+from rollout.envs.spaces import Discrete, EnvSpec, as_space
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers import flatten_obs, mask_in, normalize_obs
+from rollout.envs.wrappers import flatten_obs, mask_in
 from rollout.minibatches import mean_gradient
 from rollout.platform import dot_general
-from rollout.training import make_collector, scan_updates
+from rollout.training import Agent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +72,9 @@ class QNetwork(nn.Module):
             x = nn.LayerNorm()(nn.Dense(size, dot_general=dot_general)(x))
             x = getattr(nn, self.activation)(x)
         return nn.Dense(self.num_actions, dot_general=dot_general)(x)
+
+
+Metrics = dict[str, jax.Array]
 
 
 class TrainState(struct.PyTreeNode):
@@ -147,15 +150,14 @@ def make_policy(
 
 
 @dataclasses.dataclass(frozen=True)
-class PQN:
+class PQN(Agent):
     """Parallelized Q-network.
 
         agent = PQN(env, Config())
         state = agent.init(jax.random.key(0))
         state, metrics = jax.jit(agent.train)(state)
 
-    Agents are immutable and compare by value. In host environments, call `train`
-    outside of `jit`.
+    In host environments, call `train` outside of `jit`.
 
     Attributes:
         env: `B` environments with a `Discrete` action space, for example from
@@ -169,7 +171,6 @@ class PQN:
         ValueError: if the action space is not a `Discrete`.
     """
 
-    env: Any
     config: Config = Config()
     network: nn.Module | None = None
 
@@ -181,15 +182,6 @@ class PQN:
                 f"{type(space).__name__}. Use PPO of `rollout.recipes.ppo` for any "
                 "space, or SAC of `rollout.recipes.sac` for a Box."
             )
-
-    def replace(self, **changes: Any) -> Self:
-        """Returns another agent with some attributes changed."""
-        return dataclasses.replace(self, **changes)
-
-    @functools.cached_property
-    def spec(self) -> EnvSpec:
-        """The spaces of a single environment."""
-        return self.env if isinstance(self.env, EnvSpec) else env_spec(self.env)
 
     @functools.cached_property
     def model(self) -> nn.Module:
@@ -217,11 +209,6 @@ class PQN:
     def eval_policy(self) -> rollout.Policy:
         """The policy to evaluate: it takes the action of the highest value."""
         return make_greedy_policy(self.model, self.spec)
-
-    @functools.cached_property
-    def collector(self) -> rollout.Collector | rollout.HostCollector:
-        """The collector of `policy` in `env`."""
-        return make_collector(self.env, self.policy)
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
@@ -262,20 +249,7 @@ class PQN:
             num_updates=jnp.int32(0),
         )
 
-    def train(
-        self, state: TrainState, num_updates: int | None = None
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Runs `num_updates` updates, by default `config.num_updates`.
-
-        Returns:
-            The next state, and the metrics of every update, `[num_updates]` by name.
-        """
-        if num_updates is None:
-            num_updates = self.config.num_updates
-        is_host = self.collector.is_host
-        return scan_updates(self.update, state, num_updates, is_host=is_host)
-
-    def update(self, state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+    def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """Collects a trajectory and learns from it.
 
         Returns:
@@ -297,7 +271,7 @@ class PQN:
 
     def learn(
         self, state: TrainState, trajectory: rollout.Transition, last_value: jax.Array
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+    ) -> tuple[TrainState, Metrics]:
         """Takes the gradient steps of one update from a trajectory `[T, B, ...]`."""
         config = self.config
         batch = Batch(
@@ -357,16 +331,14 @@ class PQN:
 
     def minibatch_step(
         self, learner: tuple[ArrayTree, optax.OptState], batch: Batch
-    ) -> tuple[Any, dict[str, jax.Array]]:
+    ) -> tuple[Any, Metrics]:
         """Takes one gradient step on a minibatch."""
         params, opt_state = learner
         grads, metrics = mean_gradient(self.loss, params, batch, batch.weight)
         updates, opt_state = self.optimizer.update(grads, opt_state)
         return (optax.apply_updates(params, updates), opt_state), metrics
 
-    def loss(
-        self, params: ArrayTree, batch: Batch
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, params: ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
         """Computes the loss of every row: half the squared error of its value.
 
         Args:
@@ -381,22 +353,6 @@ class PQN:
         q_value = jnp.take_along_axis(values, index[..., None], axis=-1)[..., 0]
         loss = 0.5 * (q_value - batch.target) ** 2
         return loss, {"loss": loss, "q_value": q_value}
-
-    def predict(self, params: ArrayTree, obs: ArrayTree) -> jax.Array:
-        """Returns the action of the highest value for a single observation.
-
-        Args:
-            params: parameters of the network.
-            obs: `[*shape]`, as the environment returns it. If `env` normalizes
-                observations, its statistics must be fixed: see `freeze`.
-        """
-        obs = normalize_obs(self.env, obs)
-        batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
-        return self.eval_policy.apply(params, batch, (), jax.random.key(0)).action[0]
-
-    def freeze(self, state: TrainState) -> Self:
-        """Fixes the statistics of a normalized environment, to evaluate or predict."""
-        return self.replace(env=self.collector.freeze(state.carry).env)
 
 
 learn_jitted = jax.jit(PQN.learn, static_argnums=0)

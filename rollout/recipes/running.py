@@ -179,7 +179,7 @@ def load(
     folder: str | Path,
     *,
     name: str = "best",
-    agent_class: type | None = None,
+    agent_class: Any = None,
     **fields: Any,
 ) -> tuple[Any, LoadedState]:
     """Loads an agent of `run`, to predict without an environment.

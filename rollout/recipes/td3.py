@@ -1,0 +1,420 @@
+"""Twin delayed DDPG (TD3, arXiv:1802.09477), for JAX and host environments.
+
+    python -m rollout.recipes.td3 Pendulum-v1
+
+The order is the paper's: config, networks, rollout, target, losses, update. Copy this
+file and change it.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Self
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+
+import rollout
+from rollout.buffers import ReplayBuffer
+from rollout.distributions import TanhNormal
+from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.wrappers import flatten_obs
+from rollout.minibatches import mean_gradient
+from rollout.platform import dot_general
+from rollout.training import Agent, scan_updates
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Hyperparameters of TD3, named as in CleanRL and Stable-Baselines3."""
+
+    num_updates: int = 20
+    num_steps: int = 1000  # steps per environment in each update
+    gradient_steps: int = 1  # gradient steps after each step of all environments
+    learning_starts: int = 1000  # environment steps before the first gradient step
+    batch_size: int = 256
+    learning_rate: float | optax.Schedule = 1e-3  # schedule: of gradient steps
+    buffer_size: int = 100_000  # transitions of all environments
+    gamma: float = 0.99
+    tau: float = 0.005  # step size of the target networks
+    policy_delay: int = 2  # gradient steps of the critics per step of the actor
+    target_policy_noise: float = 0.2  # standard deviation, in normalized actions
+    target_noise_clip: float = 0.5
+    exploration_noise: float = 0.1  # standard deviation, in normalized actions
+    hidden_layer_sizes: tuple[int, ...] = (256, 256)
+    activation: str = "relu"  # name of a function of `flax.linen`
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with some hyperparameters changed."""
+        return dataclasses.replace(self, **changes)
+
+
+Metrics = dict[str, jax.Array]
+
+
+class MLP(nn.Module):
+    """A multilayer perceptron of flattened observations, and of actions if given."""
+
+    num_outputs: int
+    observation_space: AnySpace
+    hidden_layer_sizes: tuple[int, ...]
+    activation: str
+
+    @nn.compact
+    def __call__(self, obs: ArrayTree, action: jax.Array | None = None) -> jax.Array:
+        """Maps `[..., *shape]` and normalized actions to `[..., num_outputs]`."""
+        x = flatten_obs(self.observation_space, obs)
+        if action is not None:
+            x = jnp.concatenate([x, action], axis=-1)
+        for size in self.hidden_layer_sizes:
+            x = nn.Dense(size, dot_general=dot_general)(x)
+            x = getattr(nn, self.activation)(x)
+        return nn.Dense(self.num_outputs, dot_general=dot_general)(x)
+
+
+class TrainState(struct.PyTreeNode):
+    """All state of a training, a pytree for `rollout.checkpoint`."""
+
+    params: dict[str, ArrayTree]  # "actor", and "critic" [2, ...]
+    target_params: dict[str, ArrayTree]  # the same of the target networks
+    opt_state: dict[str, optax.OptState]  # of "actor" and of "critic"
+    num_gradient_steps: jax.Array  # () int32
+    buffer_state: ArrayTree
+    carry: Any  # `rollout.Carry` of the collector
+    window: rollout.EpisodeWindow  # the last 100 episodes
+    key: chex.PRNGKey
+    num_updates: jax.Array  # () int32, updates so far
+
+
+class Experience(struct.PyTreeNode):
+    """Rows of the replay buffer, `[T, B, ...]`."""
+
+    obs: ArrayTree
+    action: jax.Array  # action of the environment
+    reward: jax.Array
+    terminated: jax.Array
+    next_obs: ArrayTree
+    mask: jax.Array  # the buffer skips masked-out rows
+
+
+class Batch(struct.PyTreeNode):
+    """Rows of the losses, `[M, ...]`."""
+
+    obs: ArrayTree
+    action: jax.Array  # [M, size], normalized
+    target: jax.Array  # of both critics
+
+
+@functools.lru_cache
+def make_policy(
+    network: Any, distribution: TanhNormal, exploration_noise: float
+) -> rollout.Policy:
+    """Makes the policy. Memoized, so that equal agents share compiled programs."""
+
+    def explore(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> jax.Array:
+        action = distribution.squash(network.apply(params["actor"], obs))
+        action += exploration_noise * jax.random.normal(key, action.shape)
+        return distribution.postprocess(action)  # clips to the bounds
+
+    def mode(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> jax.Array:
+        action = distribution.squash(network.apply(params["actor"], obs))
+        return distribution.postprocess(action)
+
+    return rollout.stateless_policy(explore, mode_fn=mode)
+
+
+@dataclasses.dataclass(frozen=True)
+class TD3(Agent):
+    """Twin delayed deep deterministic policy gradients.
+
+        agent = TD3(env, Config())
+        state = agent.init(jax.random.key(0))
+        state, metrics = jax.jit(agent.train)(state)
+
+    In host environments, call `train` outside of `jit`; it donates the buffer of
+    `state`, so use the state only once.
+
+    Attributes:
+        env: `B` environments with a `Box` of floats as action space, made by
+            `rollout.envs.make_vec`, by `rollout.envs.from_gymnasium` or otherwise.
+        config: hyperparameters.
+        actor_network: a flax module that maps observations to unsquashed actions,
+            `[..., size]`. None for an `MLP`.
+        critic_network: a flax module that maps observations and normalized actions to
+            `[..., 1]`. None for an `MLP`.
+
+    Raises:
+        ValueError: if the action space is not a `Box` of floats.
+    """
+
+    config: Config = Config()
+    actor_network: nn.Module | None = None
+    critic_network: nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        TanhNormal(self.spec.action_space)  # raises for other spaces
+
+    @functools.cached_property
+    def distribution(self) -> TanhNormal:
+        """Scales actions; TD3 has no other use for the distribution."""
+        return TanhNormal(self.spec.action_space)
+
+    @functools.cached_property
+    def actor(self) -> Any:
+        """The network of the actor, by default an `MLP`."""
+        return self.actor_network or self.make_mlp(self.distribution.size)
+
+    @functools.cached_property
+    def critic(self) -> Any:
+        """The network of each critic, by default an `MLP`."""
+        return self.critic_network or self.make_mlp(1)
+
+    def make_mlp(self, num_outputs: int) -> MLP:
+        """Makes the default network."""
+        config, space = self.config, self.spec.observation_space
+        return MLP(num_outputs, space, config.hidden_layer_sizes, config.activation)
+
+    @functools.cached_property
+    def policy(self) -> rollout.Policy:
+        """The policy that collects: it adds Gaussian noise."""
+        noise = self.config.exploration_noise
+        return make_policy(self.actor, self.distribution, noise)
+
+    @functools.cached_property
+    def buffer(self) -> ReplayBuffer:
+        """The replay buffer."""
+        return ReplayBuffer(self.config.buffer_size, self.spec.num_envs)
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """Adam, for the actor and for the critics."""
+        # Flatten the parameters: few large operations are faster than many small ones.
+        return optax.flatten(optax.adam(self.config.learning_rate))
+
+    @property
+    def num_initial_steps(self) -> int:
+        """Steps per environment before the first update, at least 1."""
+        return max(1, -(-self.config.learning_starts // self.spec.num_envs))
+
+    def env_steps(self, num_updates: Any) -> Any:
+        """Counts the environment steps after `num_updates` updates, an int or array."""
+        steps = np.asarray(num_updates, np.int64) * self.config.num_steps
+        steps = (steps + self.num_initial_steps) * self.spec.num_envs
+        return steps if steps.ndim else int(steps)
+
+    def init(self, key: chex.PRNGKey) -> TrainState:
+        """Initializes the parameters and stores the first steps in the buffer."""
+        state: TrainState = super().init(key)
+        carry, trajectory = self.collector.collect_steps(
+            state.carry, state.params, self.num_initial_steps
+        )
+        # One program instead of many small ones.
+        state = jax.jit(self.add_steps)(state.replace(carry=()), trajectory)
+        return state.replace(carry=carry)
+
+    def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
+        """Initializes the parameters and an empty buffer."""
+        actor_key, *critic_keys = jax.random.split(key, 3)
+        num_envs, space = self.spec.num_envs, self.spec.action_space
+        action = jnp.zeros((num_envs, self.distribution.size))
+        init_critics = jax.vmap(self.critic.init, (0, None, None))
+        params = {
+            "actor": self.actor.init(actor_key, obs),
+            "critic": init_critics(jnp.stack(critic_keys), obs, action),
+        }
+        experience = Experience(
+            obs=obs,
+            action=jnp.zeros((num_envs, *space.shape), space.dtype),
+            reward=jnp.zeros(num_envs),
+            terminated=jnp.zeros(num_envs, bool),
+            next_obs=obs,
+            mask=jnp.zeros(num_envs, bool),
+        )
+        return TrainState(
+            params=params,
+            target_params=jax.tree.map(jnp.copy, params),
+            opt_state={name: self.optimizer.init(x) for name, x in params.items()},
+            num_gradient_steps=jnp.int32(0),
+            buffer_state=self.buffer.init(experience),
+            carry=(),
+            window=rollout.EpisodeWindow.create(100),
+            key=key,
+            num_updates=jnp.int32(0),
+        )
+
+    def add_steps(
+        self, state: TrainState, trajectory: rollout.Transition
+    ) -> TrainState:
+        """Adds a trajectory `[T, B, ...]` to the buffer and to the window."""
+        experience = select_experience(trajectory)
+        return state.replace(
+            buffer_state=self.buffer.add(state.buffer_state, experience),
+            window=state.window.add(trajectory),
+        )
+
+    def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
+        """Takes `num_steps` steps in every environment and learns after each of them.
+
+        Returns:
+            The next state, and metrics, `()` each: `return_mean` of the last 100
+            episodes, and means over the gradient steps of what `critic_loss` returns.
+        """
+        is_host = self.collector.is_host
+        learn, add = self.learn, rollout.EpisodeWindow.add
+        if is_host:
+            agent = self.replace(env=self.spec)
+            learn, add = functools.partial(learn_jitted, agent), add_jitted
+        window = state.window
+
+        def step(state: TrainState) -> tuple[TrainState, Any]:
+            carry, trajectory = self.collector.collect_steps(
+                state.carry, state.params, 1
+            )
+            state, buffer_state, metrics = learn(
+                state.replace(carry=(), buffer_state=()), state.buffer_state, trajectory
+            )
+            state = state.replace(carry=carry, buffer_state=buffer_state)
+            return state, (select_episodes(trajectory), metrics)
+
+        state, (trajectory, metrics) = scan_updates(
+            step, state.replace(window=()), self.config.num_steps, is_host=is_host
+        )
+        window = add(window, jax.tree.map(lambda x: x[:, 0], trajectory))
+        metrics = jax.tree.map(jnp.mean, metrics)
+        metrics["return_mean"] = window.return_mean
+        state = state.replace(window=window, num_updates=state.num_updates + 1)
+        return state, metrics
+
+    def learn(
+        self,
+        state: TrainState,
+        buffer_state: ArrayTree,
+        trajectory: rollout.Transition,
+    ) -> tuple[TrainState, ArrayTree, Metrics]:
+        """Adds a trajectory `[T, B, ...]` to the buffer and takes gradient steps."""
+        # The buffer is written before it is read, so that `add` works in place.
+        buffer_state = self.buffer.add(buffer_state, select_experience(trajectory))
+
+        def step(state: TrainState, key: chex.PRNGKey) -> tuple[TrainState, Any]:
+            return self.gradient_step(state, buffer_state, key)
+
+        key, *step_keys = jax.random.split(state.key, 1 + self.config.gradient_steps)
+        state, metrics = jax.lax.scan(
+            step, state.replace(key=key), jnp.stack(step_keys)
+        )
+        return state, buffer_state, jax.tree.map(jnp.mean, metrics)
+
+    def gradient_step(
+        self, state: TrainState, buffer_state: ArrayTree, key: chex.PRNGKey
+    ) -> tuple[TrainState, Metrics]:
+        """Updates the critics, and every `policy_delay` steps actor and targets."""
+        sample_key, target_key = jax.random.split(key)
+        sample = self.buffer.sample(buffer_state, sample_key, self.config.batch_size)
+        experience: Any = sample.experience
+        batch = Batch(
+            obs=experience.obs,
+            action=self.distribution.normalize(experience.action),
+            target=self.target(state.target_params, experience, target_key),
+        )
+        state, metrics = self.apply_gradient(state, "critic", self.critic_loss, batch)
+        state = state.replace(num_gradient_steps=state.num_gradient_steps + 1)
+
+        def update_actor(state: TrainState) -> TrainState:
+            critic_params = state.params["critic"]
+            loss_fn = functools.partial(self.actor_loss, critic_params)
+            state, _ = self.apply_gradient(state, "actor", loss_fn, batch)
+            target_params = optax.incremental_update(
+                state.params, state.target_params, self.config.tau
+            )
+            return state.replace(target_params=target_params)
+
+        is_due = state.num_gradient_steps % self.config.policy_delay == 0
+        return jax.lax.cond(is_due, update_actor, lambda x: x, state), metrics
+
+    def apply_gradient(
+        self, state: TrainState, name: str, loss_fn: Any, batch: Batch
+    ) -> tuple[TrainState, Metrics]:
+        """Takes a gradient step for "actor" or "critic", with all rows weighted 1."""
+        params, weight = state.params[name], jnp.ones(len(batch.target))
+        grads, metrics = mean_gradient(loss_fn, params, batch, weight)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state[name])
+        new_params = optax.apply_updates(params, updates)
+        state = state.replace(
+            params=state.params | {name: new_params},
+            opt_state=state.opt_state | {name: opt_state},
+        )
+        return state, metrics
+
+    def target(
+        self,
+        target_params: dict[str, ArrayTree],
+        experience: Experience,
+        key: chex.PRNGKey,
+    ) -> jax.Array:
+        """Computes the target of the critics, eq. 14 of the paper, `[M]`.
+
+        Truncated steps bootstrap like any other step; `terminated` ones do not.
+        """
+        config, next_obs = self.config, experience.next_obs
+        action = self.distribution.squash(
+            self.actor.apply(target_params["actor"], next_obs)
+        )
+        noise = config.target_policy_noise * jax.random.normal(key, action.shape)
+        noise = jnp.clip(noise, -config.target_noise_clip, config.target_noise_clip)
+        action = self.distribution.clip(action + noise)
+        next_value = self.value(target_params["critic"], next_obs, action).min(0)
+        discount = config.gamma * (1.0 - experience.terminated)
+        return experience.reward + discount * next_value
+
+    def critic_loss(
+        self, critic_params: ArrayTree, batch: Batch
+    ) -> tuple[jax.Array, Metrics]:
+        """Computes the squared errors of both critics, `[M]`."""
+        value = self.value(critic_params, batch.obs, batch.action)
+        loss = ((value - batch.target[None]) ** 2).sum(0)
+        return loss, {"critic_loss": loss, "value": value.mean(0)}
+
+    def actor_loss(
+        self, critic_params: ArrayTree, actor_params: ArrayTree, batch: Batch
+    ) -> tuple[jax.Array, Metrics]:
+        """Computes minus the first critic's value of the actor's actions, `[M]`."""
+        action = self.distribution.squash(self.actor.apply(actor_params, batch.obs))
+        return -self.value(critic_params, batch.obs, action)[0], {}
+
+    def value(
+        self, critic_params: ArrayTree, obs: ArrayTree, action: jax.Array
+    ) -> jax.Array:
+        """Computes the values of both critics, `[2, M]`."""
+        values = jax.vmap(self.critic.apply, (0, None, None))
+        return values(critic_params, obs, action)[..., 0]
+
+
+learn_jitted = jax.jit(TD3.learn, static_argnums=0, donate_argnames="buffer_state")
+add_jitted = jax.jit(rollout.EpisodeWindow.add)
+
+
+def select_experience(trajectory: rollout.Transition) -> Experience:
+    """Selects the fields that the buffer stores."""
+    return Experience(
+        obs=trajectory.obs,
+        action=trajectory.action,
+        reward=trajectory.reward,
+        terminated=trajectory.terminated,
+        next_obs=trajectory.next_obs,
+        mask=trajectory.mask,
+    )
+
+
+def select_episodes(trajectory: rollout.Transition) -> rollout.Transition:
+    """Drops the fields that an `EpisodeWindow` does not read."""
+    return trajectory.replace(obs=(), action=(), next_obs=(), extras=(), info=())
+
+
+if __name__ == "__main__":
+    from rollout.recipes import command
+
+    command.main(TD3, Config(), num_envs=1)
