@@ -92,6 +92,20 @@ class TrainState(struct.PyTreeNode):
     num_updates: jax.Array  # () int32, updates so far
 
 
+class Experience(struct.PyTreeNode):
+    """Rows of the replay buffer, `[T, B, ...]`."""
+
+    obs: ArrayTree
+    action: jax.Array
+    reward: jax.Array
+    terminated: jax.Array
+    truncated: jax.Array
+    next_obs: ArrayTree
+    episode_id: jax.Array  # n-step returns end where an episode breaks off
+    episode_length: jax.Array
+    mask: jax.Array  # the buffer skips masked-out rows
+
+
 class Batch(struct.PyTreeNode):
     """Rows of the loss, `[M, ...]`."""
 
@@ -224,47 +238,71 @@ class DQN(Agent):
         return optax.adam(schedule)
 
     @property
-    def num_warmup_steps(self) -> int:
+    def num_initial_steps(self) -> int:
         """Steps per environment before the first update, at least 1."""
         return max(1, -(-self.config.learning_starts // self.spec.num_envs))
 
-    def env_steps(self, num_updates: int | np.ndarray) -> int | np.ndarray:
-        """Counts the steps of all environments after `num_updates` updates."""
-        if not isinstance(num_updates, int):
-            num_updates = np.asarray(num_updates, np.int64)
-        num_steps = self.num_warmup_steps + num_updates * self.config.num_steps
-        return num_steps * self.spec.num_envs
+    def env_steps(self, num_updates: Any) -> Any:
+        """Counts the environment steps after `num_updates` updates, an int or array."""
+        steps = np.asarray(num_updates, np.int64) * self.config.num_steps
+        steps = (steps + self.num_initial_steps) * self.spec.num_envs
+        return steps if steps.ndim else int(steps)
+
+    def init(self, key: chex.PRNGKey) -> TrainState:
+        """Initializes the parameters and stores the first steps in the buffer."""
+        state: TrainState = super().init(key)
+        carry, trajectory = self.collector.collect_steps(
+            state.carry, state.params, self.num_initial_steps
+        )
+        # One program instead of many small ones.
+        state = jax.jit(self.add_steps)(state.replace(carry=()), trajectory)
+        return state.replace(carry=carry)
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes everything but the carry and the buffer."""
-        params = self.model.init(key, obs)
+        """Initializes the parameters and an empty buffer."""
+        params, num_envs = self.model.init(key, obs), self.spec.num_envs
+        experience = Experience(
+            obs=obs,
+            action=jnp.zeros(num_envs, self.spec.action_space.dtype),
+            reward=jnp.zeros(num_envs),
+            terminated=jnp.zeros(num_envs, bool),
+            truncated=jnp.zeros(num_envs, bool),
+            next_obs=obs,
+            episode_id=jnp.zeros(num_envs, jnp.int32),
+            episode_length=jnp.zeros(num_envs, jnp.int32),
+            mask=jnp.zeros(num_envs, bool),
+        )
         return TrainState(
             params=params,
             # A copy, so that the state can be donated.
             target_params=jax.tree.map(jnp.copy, params),
             opt_state=self.optimizer.init(params),
-            buffer_state=(),
+            buffer_state=self.buffer.init(experience),
             carry=(),
             window=rollout.EpisodeWindow.create(100),
             key=key,
             num_updates=jnp.int32(0),
         )
 
-    def init(self, key: chex.PRNGKey) -> TrainState:
-        """Initializes the parameters, and collects the first rows of the buffer."""
-        state = super().init(key)
-        carry, trajectory = self.collector.collect_steps(
-            state.carry, state.params, self.num_warmup_steps
+    def add_steps(
+        self, state: TrainState, trajectory: rollout.Transition
+    ) -> TrainState:
+        """Adds a trajectory `[T, B, ...]` to the buffer and to the window."""
+        experience = Experience(
+            obs=trajectory.obs,
+            action=trajectory.action,
+            reward=trajectory.reward,
+            terminated=trajectory.terminated,
+            truncated=trajectory.truncated,
+            next_obs=trajectory.next_obs,
+            episode_id=trajectory.episode_id,
+            episode_length=trajectory.episode_length,
+            mask=trajectory.mask,
         )
-        window, buffer_state = jax.jit(self.init_buffer)(state.window, trajectory)
-        return state.replace(carry=carry, window=window, buffer_state=buffer_state)
-
-    def init_buffer(
-        self, window: rollout.EpisodeWindow, trajectory: rollout.Transition
-    ) -> tuple[rollout.EpisodeWindow, ArrayTree]:
-        """Makes the buffer with the rows of a trajectory `[T, B, ...]`."""
-        buffer_state = self.buffer.init(jax.tree.map(lambda x: x[0], trajectory))
-        return window.add(trajectory), self.buffer.add(buffer_state, trajectory)
+        return state.replace(
+            buffer_state=self.buffer.add(state.buffer_state, experience),
+            window=state.window.add(trajectory),
+        )
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """Collects a trajectory and learns from the buffer.
@@ -295,11 +333,8 @@ class DQN(Agent):
         """Adds a trajectory `[T, B, ...]` to the buffer and takes gradient steps."""
         num_gradients = self.config.gradient_steps
         key, sample_key = jax.random.split(state.key)
-        state = state.replace(
-            buffer_state=self.buffer.add(buffer_state, trajectory),
-            window=state.window.add(trajectory),
-            key=key,
-        )
+        state = state.replace(buffer_state=buffer_state, key=key)
+        state = self.add_steps(state, trajectory)
         sample_keys = jax.random.split(sample_key, num_gradients)
         # Numbers of the gradient steps in the whole training, from 1.
         steps = state.num_updates * num_gradients + jnp.arange(1, num_gradients + 1)

@@ -223,19 +223,11 @@ class PQN(Agent):
         # Flatten the parameters: few large operations are faster than many small ones.
         return optax.flatten(optax.chain(clip, optax.radam(schedule)))
 
-    def env_steps(self, num_updates: int | np.ndarray) -> int | np.ndarray:
-        """Counts the steps of all environments after `num_updates` updates."""
-        if not isinstance(num_updates, int):
-            num_updates = np.asarray(num_updates, np.int64)
-        return num_updates * self.config.num_steps * self.spec.num_envs
-
-    def init(self, key: chex.PRNGKey) -> TrainState:
-        """Initializes the parameters and starts an episode in every environment."""
-        carry_key, params_key, key = jax.random.split(key, 3)
-        carry = self.collector.init(carry_key)
-        # One program instead of many small ones.
-        state = jax.jit(self.init_learner)(params_key, carry.obs)
-        return state.replace(carry=carry, key=key)
+    def env_steps(self, num_updates: Any) -> Any:
+        """Counts the environment steps after `num_updates` updates, an int or array."""
+        steps = np.asarray(num_updates, np.int64) * self.config.num_steps
+        steps = steps * self.spec.num_envs
+        return steps if steps.ndim else int(steps)
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
         """Initializes everything but the carry."""

@@ -1,0 +1,199 @@
+"""Distributions over actions are those of SciPy and of closed forms, for any space."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+from cases import quick_jit
+
+from rollout.distributions import ActionDistribution, TanhNormal
+from rollout.envs import spaces
+
+INF = np.inf
+SPACES = {
+    "Discrete": spaces.Discrete(4, start=-1),
+    "MultiDiscrete": spaces.MultiDiscrete([2, 4, 3], start=[0, -1, 5]),
+    "MultiBinary": spaces.MultiBinary((2, 2)),
+    "Box": spaces.Box(-2.0, np.float32([3, 4]), (2,)),
+    "Box from 3": spaces.Box(3.0, INF, (2,)),
+    "Box up to -3": spaces.Box(-INF, -3.0, (2, 1)),
+    "unbounded Box": spaces.Box(-INF, INF, ()),
+    "Dict": spaces.Dict({"go": spaces.Box(0.0, INF, (2,)), "turn": spaces.Discrete(3)}),
+    "Tuple": spaces.Tuple((spaces.MultiDiscrete([3, 2]), spaces.Box(-1.0, 1.0, (1,)))),
+}
+NUM_ROWS = 5
+
+
+def softmax(x):
+    x = np.exp(x - x.max())
+    return x / x.sum()
+
+
+def plain(space, outputs, raw_action, allowed=None):
+    """Log-probability and entropy of one row, entry by entry."""
+    parts = space.leaves()
+    leaves = jax.tree.leaves(raw_action)
+    is_float = [jnp.issubdtype(part.dtype, jnp.floating) for part in parts]
+    counts = []
+    for part, floats in zip(parts, is_float, strict=True):
+        low, high = (np.broadcast_to(x, part.shape) for x in part.bounds)
+        counts.append(
+            np.zeros(part.shape, int) if floats else (high - low + 1).astype(int)
+        )
+    sizes = [x.size * max(1, x.max(initial=0)) for x in counts]
+    num_log_stds = sum(n for n, floats in zip(sizes, is_float, strict=True) if floats)
+    values = np.split(outputs[: len(outputs) - num_log_stds], np.cumsum(sizes)[:-1])
+    log_stds = list(outputs[len(outputs) - num_log_stds :])
+    flags = list(np.ones(99, bool) if allowed is None else allowed)
+    log_prob = entropy = 0.0
+    for floats, count, leaf, value in zip(
+        is_float, counts, leaves, values, strict=True
+    ):
+        entries = np.reshape(leaf, -1)
+        if floats:
+            for mean, x in zip(value, entries, strict=True):
+                normal = scipy.stats.norm(mean, np.exp(log_stds.pop(0)))
+                log_prob, entropy = (
+                    log_prob + normal.logpdf(x),
+                    entropy + normal.entropy(),
+                )
+            continue
+        rows = value.reshape(count.size, -1)
+        for row, num, index in zip(rows, count.ravel(), entries, strict=True):
+            valid = np.array([flags.pop(0) for _ in range(num)])
+            probs = softmax(np.where(valid, row[:num], -1e9))
+            log_prob += np.log(probs[index])
+            entropy += scipy.stats.entropy(probs)
+    return log_prob, entropy
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_log_probabilities_and_entropies_are_those_of_scipy(masked):
+    rng = np.random.default_rng(0)
+    cases = {}
+    for name, space in SPACES.items():
+        distribution = ActionDistribution(space)
+        outputs = rng.normal(size=(NUM_ROWS, distribution.num_params)) / 2
+        mask = None
+        if masked and distribution.num_mask_flags:
+            mask = rng.random((NUM_ROWS, distribution.num_mask_flags)) < 0.6
+            # The first value of every integer stays valid.
+            firsts = []
+            for part in space.leaves():
+                if not jnp.issubdtype(part.dtype, jnp.floating):
+                    low, high = (np.broadcast_to(x, part.shape) for x in part.bounds)
+                    firsts += (high - low + 1).astype(int).ravel().tolist()
+            mask[:, np.cumsum([0, *firsts[:-1]])] = True
+        cases[name] = distribution, np.float32(outputs), mask
+
+    @quick_jit
+    def compute(key):
+        results = {}
+        for number, (name, case) in enumerate(cases.items()):
+            distribution, outputs, mask = case
+            raw = distribution.sample(outputs, jax.random.fold_in(key, number), mask)
+            log_prob = distribution.log_prob(outputs, raw, mask)
+            entropy = distribution.entropy(outputs, mask)
+            action = distribution.postprocess(raw)
+            mode = distribution.mode(outputs, mask)
+            results[name] = raw, log_prob, entropy, action, mode
+        return results
+
+    for name, result in jax.device_get(compute(jax.random.key(1))).items():
+        distribution, outputs, mask = cases[name]
+        raw, log_prob, entropy, action, mode = result
+        for row in range(NUM_ROWS):
+
+            def pick(tree, row=row):
+                return jax.tree.map(lambda leaf: leaf[row], tree)
+
+            allowed = None if mask is None else mask[row]
+            args = SPACES[name], np.float64(outputs[row])
+            expected = plain(*args, pick(raw), allowed)
+            np.testing.assert_allclose(log_prob[row], expected[0], rtol=2e-4, atol=1e-5)
+            np.testing.assert_allclose(entropy[row], expected[1], rtol=2e-4, atol=1e-5)
+            # No other action is likelier than the mode.
+            best = plain(*args, pick(mode), allowed)[0]
+            assert best >= expected[0] - 1e-9
+            assert SPACES[name].contains(pick(action)), name
+        dtypes = [part.dtype for part in SPACES[name].leaves()]
+        assert [x.dtype for x in jax.tree.leaves(action)] == dtypes
+
+
+def test_integers_are_sampled_as_often_as_their_probability():
+    distribution = ActionDistribution(spaces.Discrete(3, start=10))
+    outputs = np.log(np.float32([0.2, 0.5, 0.3]))
+
+    @quick_jit
+    def sample(keys):
+        raw = jax.vmap(lambda key: distribution.sample(outputs, key))(keys)
+        return distribution.postprocess(raw)
+
+    actions = np.asarray(sample(jax.random.split(jax.random.key(0), 4000)))
+    counts = np.bincount(actions - 10, minlength=3)
+    expected = 4000 * softmax(np.float64(outputs))
+    assert scipy.stats.chisquare(counts, expected).pvalue > 1e-3
+
+
+def test_raw_actions_reach_the_whole_box():
+    """As the docstring says: -1 and 1 become finite bounds; others are 2 away."""
+    bounds = np.float32([[-2, 3, -INF, -INF], [4, INF, -3, INF]])
+    distribution = ActionDistribution(spaces.Box(bounds[0], bounds[1], (4,)))
+    raw = np.float32([[-9] * 4, [-1] * 4, [0] * 4, [1] * 4, [9] * 4])
+    expected = [
+        [-2, 3, -13, -9],
+        [-2, 3, -5, -1],
+        [1, 4, -4, 0],
+        [4, 5, -3, 1],
+        [4, 13, -3, 9],
+    ]
+    np.testing.assert_allclose(distribution.postprocess(raw), expected)
+
+
+def test_wrong_sizes_say_how_many_parameters_or_flags_there_must_be():
+    distribution = ActionDistribution(spaces.MultiDiscrete([2, 3]))
+    assert (distribution.num_params, distribution.num_mask_flags) == (6, 5)
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match=r"`params` must have shape \[\.\.\., 6\]"):
+        distribution.sample(jnp.zeros((1, 5)), key)
+    with pytest.raises(ValueError, match="`action_mask` must have 5 flags"):
+        distribution.sample(jnp.zeros((1, 6)), key, jnp.ones((1, 6)))
+    with pytest.raises(ValueError, match="must be a Box of floats"):
+        TanhNormal(spaces.Discrete(2))
+    assert distribution == ActionDistribution(spaces.MultiDiscrete([2, 3]))
+    assert hash(distribution) == hash(ActionDistribution(spaces.MultiDiscrete([2, 3])))
+
+
+def test_squashed_density_is_that_of_a_change_of_variables():
+    """By finite differences of `squash`, for every kind of bound."""
+    low, high = np.float32([-2, 3, -INF, -INF]), np.float32([4, INF, -3, INF])
+    distribution = TanhNormal(spaces.Box(low, high, (4,)))
+    rng = np.random.default_rng(0)
+    outputs = np.float32(rng.normal(size=(6, 8)))
+    raw = np.float32(rng.normal(size=(6, 4)))
+
+    @quick_jit
+    def compute(outputs, raw):
+        squash = distribution.squash
+        slopes = jax.vmap(
+            jax.vmap(
+                jax.grad(lambda x, i: squash(jnp.zeros(4).at[i].set(x))[i]), (0, 0)
+            ),
+            (0, None),
+        )
+        normalized = squash(raw)
+        action = distribution.postprocess(normalized)
+        back = distribution.normalize(action)
+        slope = slopes(raw, jnp.arange(4))
+        return distribution.log_prob(outputs, raw), slope, normalized, action, back
+
+    log_prob, slope, normalized, action, back = jax.device_get(compute(outputs, raw))
+    mean, log_std = outputs[:, :4], np.clip(outputs[:, 4:], -5, 2)
+    density = scipy.stats.norm(mean, np.exp(log_std)).logpdf(raw)
+    np.testing.assert_allclose(log_prob, (density - np.log(slope)).sum(-1), rtol=1e-4)
+    np.testing.assert_allclose(back, normalized, rtol=1e-4, atol=1e-5)
+    assert ((action >= low) & (action <= high)).all()
+    far = distribution.postprocess(distribution.squash(np.float32([[30.0] * 4])))
+    assert far[0, 1] > 25
+    assert far[0, 3] == 30
