@@ -24,7 +24,6 @@ from rollout.distributions import TanhNormal
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient
-from rollout.platform import dot_general
 from rollout.training import Agent, scan_updates
 
 
@@ -65,9 +64,9 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `[..., n]` to `[..., num_outputs]`."""
         for size in self.hidden_layer_sizes:
-            x = nn.Dense(size, dot_general=dot_general)(x)
+            x = nn.Dense(size)(x)
             x = getattr(nn, self.activation)(x)
-        return nn.Dense(self.num_outputs, dot_general=dot_general)(x)
+        return nn.Dense(self.num_outputs)(x)
 
 
 class Actor(nn.Module):
@@ -215,8 +214,7 @@ class SAC(Agent):
     @property
     def optimizer(self) -> optax.GradientTransformation:
         """Adam for actor, critics and temperature together."""
-        # Flatten the parameters: few large operations are faster than many small ones.
-        return optax.flatten(optax.adam(self.config.learning_rate))
+        return optax.adam(self.config.learning_rate)
 
     @property
     def num_initial_steps(self) -> int:
