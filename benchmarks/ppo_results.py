@@ -120,7 +120,7 @@ REASONS = {
     "constant learning rate": "the last steps are small",
     "gradients not clipped": "one bad minibatch does little",
     "no entropy bonus": "the policy stays random for longer",
-    "values clipped at 0.2": "it is off here: `clip_range_vf` is None",
+    "values clipped at 0.2": "it is off here: `clip_range_vf` is infinite",
 }
 
 

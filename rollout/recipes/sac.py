@@ -54,49 +54,22 @@ Metrics = dict[str, jax.Array]
 
 
 class MLP(nn.Module):
-    """A multilayer perceptron."""
+    """A multilayer perceptron of flattened observations, and of actions if given."""
 
     num_outputs: int
+    observation_space: AnySpace
     hidden_layer_sizes: tuple[int, ...]
     activation: str
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps `[..., n]` to `[..., num_outputs]`."""
+    def __call__(self, obs: ArrayTree, action: jax.Array | None = None) -> jax.Array:
+        """Maps `[..., *shape]` and normalized actions to `[..., num_outputs]`."""
+        x = flatten_obs(self.observation_space, obs)
+        if action is not None:
+            x = jnp.concatenate([x, action], axis=-1)
         for size in self.hidden_layer_sizes:
-            x = nn.Dense(size)(x)
-            x = getattr(nn, self.activation)(x)
+            x = getattr(nn, self.activation)(nn.Dense(size)(x))
         return nn.Dense(self.num_outputs)(x)
-
-
-class Actor(nn.Module):
-    """A multilayer perceptron for the parameters of the action distribution."""
-
-    num_params: int
-    observation_space: AnySpace
-    hidden_layer_sizes: tuple[int, ...]
-    activation: str
-
-    @nn.compact
-    def __call__(self, obs: ArrayTree) -> jax.Array:
-        """Maps `[..., *shape]` observations to `[..., num_params]`."""
-        obs = flatten_obs(self.observation_space, obs)
-        return MLP(self.num_params, self.hidden_layer_sizes, self.activation)(obs)
-
-
-class Critic(nn.Module):
-    """A multilayer perceptron for the action value. SAC has two sets of parameters."""
-
-    observation_space: AnySpace
-    hidden_layer_sizes: tuple[int, ...]
-    activation: str
-
-    @nn.compact
-    def __call__(self, obs: ArrayTree, action: jax.Array) -> jax.Array:
-        """Maps `[..., *shape]` and normalized actions `[..., size]` to `[...]`."""
-        obs = flatten_obs(self.observation_space, obs)
-        inputs = jnp.concatenate([obs, action], axis=-1)
-        return MLP(1, self.hidden_layer_sizes, self.activation)(inputs)[..., 0]
 
 
 class TrainState(struct.PyTreeNode):
@@ -164,9 +137,9 @@ class SAC(Agent):
             `rollout.envs.make_vec`, by `rollout.envs.from_gymnasium` or otherwise.
         config: hyperparameters.
         actor_network: a flax module that maps observations to the parameters of
-            `distribution`, as `Actor` does. None for an `Actor`.
+            `distribution`, `[..., num_params]`. None for an `MLP`.
         critic_network: a flax module that maps observations and normalized actions to
-            one value, as `Critic` does. None for a `Critic`.
+            `[..., 1]`. None for an `MLP`.
 
     Raises:
         ValueError: if the action space is not a `Box` of floats.
@@ -186,20 +159,18 @@ class SAC(Agent):
 
     @functools.cached_property
     def actor(self) -> nn.Module:
-        """The network of the actor, by default an `Actor`."""
-        if self.actor_network is not None:
-            return self.actor_network
-        config, space = self.config, self.spec.observation_space
-        sizes, activation = config.hidden_layer_sizes, config.activation
-        return Actor(self.distribution.num_params, space, sizes, activation)
+        """The network of the actor, by default an `MLP`."""
+        return self.actor_network or self.make_mlp(self.distribution.num_params)
 
     @functools.cached_property
     def critic(self) -> nn.Module:
-        """The network of each critic, by default a `Critic`."""
-        if self.critic_network is not None:
-            return self.critic_network
+        """The network of each critic, by default an `MLP`."""
+        return self.critic_network or self.make_mlp(1)
+
+    def make_mlp(self, num_outputs: int) -> MLP:
+        """Makes the default network."""
         config, space = self.config, self.spec.observation_space
-        return Critic(space, config.hidden_layer_sizes, config.activation)
+        return MLP(num_outputs, space, config.hidden_layer_sizes, config.activation)
 
     @functools.cached_property
     def policy(self) -> rollout.Policy:
@@ -428,7 +399,7 @@ class SAC(Agent):
     ) -> jax.Array:
         """Computes the values of both critics, `[2, M]`."""
         values = jax.vmap(self.critic.apply, (0, None, None))
-        return values(critic_params, obs, action)
+        return values(critic_params, obs, action)[..., 0]
 
 
 learn_jitted = jax.jit(SAC.learn, static_argnums=0, donate_argnames="buffer_state")

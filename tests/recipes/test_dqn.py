@@ -125,7 +125,7 @@ def test_update_takes_the_steps_of_a_plain_loop(name, key_reuse):
     agent = make_agent(**UPDATES[name])
     config, buffer, state = agent.config, agent.buffer, make_state(agent)
     optimizer, plain_step = make_plain_step(CONFIG)
-    opt_state = optimizer.init(state.params)
+    opt_state = quick_jit(optimizer.init)(state.params)
     update, add_steps = quick_jit(agent.update), quick_jit(agent.add_steps)
     num_steps, seen, errors, weights = 0, set(), [], []
     for number in (1, 2):
@@ -153,10 +153,11 @@ def test_update_takes_the_steps_of_a_plain_loop(name, key_reuse):
             if num_steps % config.target_update_interval == 0:
                 target_params = jax.tree.map(
                     lambda x, y: config.tau * x + (1 - config.tau) * y,
-                    *(params, target_params),
+                    *jax.device_get((params, target_params)),
                 )
             if config.prioritized:
-                buffer_state = buffer.update(buffer_state, sample.indices, error + 0.01)
+                priorities = np.asarray(error) + np.float32(0.01)
+                buffer_state = buffer.update(buffer_state, sample.indices, priorities)
             metrics.append(step_metrics)
             seen.update(endings)
             errors.append(error)
