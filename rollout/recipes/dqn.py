@@ -86,7 +86,7 @@ class TrainState(struct.PyTreeNode):
     target_params: ArrayTree
     opt_state: optax.OptState
     buffer_state: ArrayTree
-    carry: rollout.Carry
+    carry: Any  # `rollout.Carry` of the collector
     window: rollout.EpisodeWindow  # the last 100 episodes
     key: chex.PRNGKey
     num_updates: jax.Array  # () int32, updates so far
@@ -115,7 +115,7 @@ class Batch(struct.PyTreeNode):
     weight: jax.Array  # importance weight
 
 
-def masked_values(network: nn.Module, params: ArrayTree, obs: ArrayTree) -> jax.Array:
+def masked_values(network: Any, params: ArrayTree, obs: ArrayTree) -> jax.Array:
     """Computes the values of all actions, `[..., n]`, -1e9 for invalid actions."""
     values, action_mask = network.apply(params, obs), mask_in(obs)
     return values if action_mask is None else jnp.where(action_mask, values, -1e9)
@@ -127,7 +127,7 @@ def action_mask_of(obs: ArrayTree) -> jax.Array:
 
 
 @functools.lru_cache
-def make_greedy_policy(network: nn.Module, spec: EnvSpec) -> rollout.Policy:
+def make_greedy_policy(network: Any, spec: EnvSpec) -> rollout.Policy:
     """Makes the greedy policy. Memoized, so that equal agents share programs."""
 
     def act(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> jax.Array:
@@ -139,7 +139,7 @@ def make_greedy_policy(network: nn.Module, spec: EnvSpec) -> rollout.Policy:
 
 @functools.lru_cache
 def make_policy(
-    network: nn.Module, spec: EnvSpec, num_exploration_steps: int, final_eps: float
+    network: Any, spec: EnvSpec, num_exploration_steps: int, final_eps: float
 ) -> rollout.Policy:
     """Makes the epsilon-greedy policy. Memoized, so that equal agents share programs.
 
@@ -150,10 +150,11 @@ def make_policy(
         final_eps: epsilon after these steps.
     """
     sample = jax.eval_shape(spec.observation_space.sample, jax.random.key(0))
+    epsilon: Any = optax.linear_schedule(1.0, final_eps, num_exploration_steps)
     return rollout.epsilon_greedy(
         make_greedy_policy(network, spec),
         spec.action_space,
-        optax.linear_schedule(1.0, final_eps, num_exploration_steps),
+        epsilon,
         allowed_fn=None if mask_in(sample) is None else action_mask_of,
     )
 
@@ -194,7 +195,7 @@ class DQN(Agent):
             )
 
     @functools.cached_property
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         """The network, by default a `QNetwork`."""
         if self.network is not None:
             return self.network
@@ -220,7 +221,7 @@ class DQN(Agent):
         return make_greedy_policy(self.model, self.spec)
 
     @functools.cached_property
-    def buffer(self) -> rollout.buffers.ReplayBuffer:
+    def buffer(self) -> Any:
         """The replay buffer."""
         size, num_envs = self.config.buffer_size, self.spec.num_envs
         if self.config.prioritized:
@@ -348,7 +349,7 @@ class DQN(Agent):
     ) -> tuple[TrainState, Metrics]:
         """Takes one gradient step on a minibatch and updates the target network."""
         config, (key, step) = self.config, xs
-        beta = None
+        beta: Any = None
         if config.prioritized:
             schedule = optax.linear_schedule(config.beta, 1.0, config.num_updates)
             beta = schedule(state.num_updates + 1)
@@ -455,4 +456,4 @@ def select(values: jax.Array, index: jax.Array) -> jax.Array:
 if __name__ == "__main__":
     from rollout.recipes import command
 
-    command.main(DQN, Config())
+    command.main(DQN, Config(), num_envs=16)

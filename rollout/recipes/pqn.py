@@ -82,7 +82,7 @@ class TrainState(struct.PyTreeNode):
 
     params: ArrayTree
     opt_state: optax.OptState
-    carry: rollout.Carry
+    carry: Any  # `rollout.Carry` of the collector
     window: rollout.EpisodeWindow  # the last 100 episodes
     key: chex.PRNGKey
     num_updates: jax.Array  # () int32, updates so far
@@ -97,7 +97,7 @@ class Batch(struct.PyTreeNode):
     weight: jax.Array  # 1 for valid rows, 0 for masked-out rows
 
 
-def masked_values(network: nn.Module, params: ArrayTree, obs: ArrayTree) -> jax.Array:
+def masked_values(network: Any, params: ArrayTree, obs: ArrayTree) -> jax.Array:
     """Computes the values of all actions, `[..., n]`, -1e9 for invalid actions."""
     values, action_mask = network.apply(params, obs), mask_in(obs)
     return values if action_mask is None else jnp.where(action_mask, values, -1e9)
@@ -109,7 +109,7 @@ def action_mask_of(obs: ArrayTree) -> jax.Array:
 
 
 @functools.lru_cache
-def make_greedy_policy(network: nn.Module, spec: EnvSpec) -> rollout.Policy:
+def make_greedy_policy(network: Any, spec: EnvSpec) -> rollout.Policy:
     """Makes the greedy policy. Memoized, so that equal agents share programs."""
 
     def act(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> Any:
@@ -125,7 +125,7 @@ def make_greedy_policy(network: nn.Module, spec: EnvSpec) -> rollout.Policy:
 
 @functools.lru_cache
 def make_policy(
-    network: nn.Module,
+    network: Any,
     spec: EnvSpec,
     initial_eps: float,
     final_eps: float,
@@ -141,10 +141,11 @@ def make_policy(
         num_exploration_steps: steps of an environment in which epsilon falls.
     """
     sample = jax.eval_shape(spec.observation_space.sample, jax.random.key(0))
+    epsilon: Any = optax.linear_schedule(initial_eps, final_eps, num_exploration_steps)
     return rollout.epsilon_greedy(
         make_greedy_policy(network, spec),
         spec.action_space,
-        optax.linear_schedule(initial_eps, final_eps, num_exploration_steps),
+        epsilon,
         allowed_fn=None if mask_in(sample) is None else action_mask_of,
     )
 
@@ -184,7 +185,7 @@ class PQN(Agent):
             )
 
     @functools.cached_property
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         """The network, by default a `QNetwork`."""
         if self.network is not None:
             return self.network
@@ -353,4 +354,4 @@ learn_jitted = jax.jit(PQN.learn, static_argnums=0)
 if __name__ == "__main__":
     from rollout.recipes import command
 
-    command.main(PQN, Config())
+    command.main(PQN, Config(), num_envs=32)

@@ -136,7 +136,7 @@ class TrainState(struct.PyTreeNode):
 
     params: ArrayTree
     opt_state: optax.OptState
-    carry: rollout.Carry
+    carry: Any  # `rollout.Carry` of the collector
     window: rollout.EpisodeWindow  # the last 100 episodes
     key: chex.PRNGKey
     num_updates: jax.Array  # () int32, updates so far
@@ -157,7 +157,7 @@ class Batch(struct.PyTreeNode):
 
 
 @functools.lru_cache
-def make_policy(network: nn.Module, distribution: ActionDistribution) -> rollout.Policy:
+def make_policy(network: Any, distribution: ActionDistribution) -> rollout.Policy:
     """Makes the policy. Memoized, so that equal agents share compiled programs."""
 
     def sample(
@@ -214,7 +214,7 @@ class RecurrentPPO(Agent):
         return ActionDistribution(self.spec.action_space)
 
     @functools.cached_property
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         """The network, by default an `ActorCritic`."""
         config, space = self.config, self.spec.observation_space
         return self.network or ActorCritic(

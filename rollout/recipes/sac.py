@@ -75,11 +75,11 @@ class MLP(nn.Module):
 class TrainState(struct.PyTreeNode):
     """All state of a training, a pytree for `rollout.checkpoint`."""
 
-    params: dict[str, ArrayTree]  # "actor", "critic" [2, ...] and "log_alpha" ()
+    params: dict[str, Any]  # "actor", "critic" [2, ...] and "log_alpha" ()
     target_params: ArrayTree  # parameters of the target critics, [2, ...]
     opt_state: optax.OptState
     buffer_state: ArrayTree
-    carry: rollout.Carry
+    carry: Any  # `rollout.Carry` of the collector
     window: rollout.EpisodeWindow  # the last 100 episodes
     key: chex.PRNGKey
     num_updates: jax.Array  # () int32, updates so far
@@ -106,7 +106,7 @@ class Batch(struct.PyTreeNode):
 
 
 @functools.lru_cache
-def make_policy(network: nn.Module, distribution: TanhNormal) -> rollout.Policy:
+def make_policy(network: Any, distribution: TanhNormal) -> rollout.Policy:
     """Makes the policy. Memoized, so that equal agents share compiled programs."""
 
     def sample(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> jax.Array:
@@ -158,12 +158,12 @@ class SAC(Agent):
         return TanhNormal(self.spec.action_space)
 
     @functools.cached_property
-    def actor(self) -> nn.Module:
+    def actor(self) -> Any:
         """The network of the actor, by default an `MLP`."""
         return self.actor_network or self.make_mlp(self.distribution.num_params)
 
     @functools.cached_property
-    def critic(self) -> nn.Module:
+    def critic(self) -> Any:
         """The network of each critic, by default an `MLP`."""
         return self.critic_network or self.make_mlp(1)
 
@@ -241,7 +241,7 @@ class SAC(Agent):
             buffer_state=self.buffer.init(experience),
             carry=(),
             window=rollout.EpisodeWindow.create(100),
-            key=(),
+            key=key,
             num_updates=jnp.int32(0),
         )
 
@@ -324,7 +324,7 @@ class SAC(Agent):
         )
         grads, metrics = mean_gradient(self.loss, params, batch, sample.weights)
         updates, opt_state = self.optimizer.update(grads, state.opt_state)
-        params = optax.apply_updates(params, updates)
+        params: Any = optax.apply_updates(params, updates)
         target_params = optax.incremental_update(
             params["critic"], target_params, self.config.tau
         )
@@ -335,7 +335,7 @@ class SAC(Agent):
 
     def target(
         self,
-        params: dict[str, ArrayTree],
+        params: dict[str, Any],
         target_params: ArrayTree,
         experience: Experience,
         key: chex.PRNGKey,
@@ -354,9 +354,7 @@ class SAC(Agent):
         discount = config.gamma * (1.0 - experience.terminated)
         return config.reward_scale * experience.reward + discount * soft_value
 
-    def loss(
-        self, params: dict[str, ArrayTree], batch: Batch
-    ) -> tuple[jax.Array, Metrics]:
+    def loss(self, params: dict[str, Any], batch: Batch) -> tuple[jax.Array, Metrics]:
         """Computes the sum of the losses of critics, actor and temperature.
 
         Each loss has a gradient only with respect to its part of the parameters.

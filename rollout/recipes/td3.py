@@ -79,8 +79,8 @@ class MLP(nn.Module):
 class TrainState(struct.PyTreeNode):
     """All state of a training, a pytree for `rollout.checkpoint`."""
 
-    params: dict[str, ArrayTree]  # "actor", and "critic" [2, ...]
-    target_params: dict[str, ArrayTree]  # the same of the target networks
+    params: dict[str, Any]  # "actor", and "critic" [2, ...]
+    target_params: dict[str, Any]  # the same of the target networks
     opt_state: dict[str, optax.OptState]  # of "actor" and of "critic"
     num_gradient_steps: jax.Array  # () int32
     buffer_state: ArrayTree
@@ -351,7 +351,7 @@ class TD3(Agent):
 
     def target(
         self,
-        target_params: dict[str, ArrayTree],
+        target_params: dict[str, Any],
         experience: Experience,
         key: chex.PRNGKey,
     ) -> jax.Array:
