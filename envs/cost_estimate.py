@@ -43,10 +43,13 @@ def _of(jaxpr: Any) -> Work:
         inner = [_of(getattr(x, "jaxpr", x)) for x in params if is_jaxpr(x)]
         equations += sum(part.equations for part in inner)
         if inner:
-            # Loops multiply, and their rounds come one after the other. Of the branches
-            # of a conditional the costliest counts.
+            # Loops multiply, and their rounds come one after the other. The costliest
+            # branch of a conditional counts, and the cheapest one of a choice by
+            # platform, since accelerators take the plain one.
             loops = {"scan": eqn.params.get("length"), "while": math.inf}
-            total, times = max if name == "cond" else sum, loops.get(name)
+            is_by_platform = eqn.params.get("branches_platforms") is not None
+            branch = min if is_by_platform else max
+            total, times = branch if name == "cond" else sum, loops.get(name)
             rounds_inside = total(part.rounds for part in inner)
             rounds += times * max(1.0, rounds_inside) if times else rounds_inside
             operations += (times or 1) * total(part.operations for part in inner)

@@ -5,6 +5,7 @@ lists episodes when they start, and counts them in that order: as `collect_episo
 settles which episodes count before any of them ends.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ from jax import lax
 
 from rollout import checks
 from rollout.moments import by_name, is_known, xp_of
+from rollout.platform import choose
 from rollout.stats import plural, present
 from rollout.types import Episodes, Transition, check_data, check_trajectory
 
@@ -225,7 +227,10 @@ def _list_starts(listed: _Listed, is_first: jax.Array) -> _Listed:
     count = jnp.cumsum(jnp.sum(blocks, axis=1, dtype=jnp.int32))
     # The new starts fill the free slots in their order.
     number = slot - listed.num + 1  # of the start, 1 for the first
-    block = jnp.minimum(jnp.searchsorted(count, number), len(count) - 1)
+    # A GPU pays for every round of a binary search, and compares all at once.
+    compare_all = functools.partial(jnp.searchsorted, method="compare_all")
+    block = choose(jnp.searchsorted, compare_all, count, number)
+    block = jnp.minimum(block, len(count) - 1)
     number_in_block = number - jnp.where(block > 0, count[block - 1], 0)
     counts_in_block = jnp.cumsum(blocks[block], axis=1, dtype=jnp.int32)
     at = jnp.argmax(counts_in_block == number_in_block[:, None], axis=1)

@@ -256,8 +256,7 @@ def test_program_learns(name, folder, request, quick_training):
     if name == "sac":
         pytest.importorskip("brax")
         request.getfixturevalue("rank_promotion")
-    # The checker takes keys of nested scans, and of nested maps, for used.
-    if name in ("sac", "sweep", "td3"):
+    if name in ("sac", "td3"):  # the checker takes keys of a nested scan for used
         request.getfixturevalue("key_reuse")
     if name == "mujoco_resume":
         pytest.importorskip("mujoco")

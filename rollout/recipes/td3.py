@@ -30,12 +30,16 @@ from rollout.training import Agent, scan_updates
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Hyperparameters of TD3, named as in CleanRL and Stable-Baselines3."""
+    """Hyperparameters of TD3, named as in CleanRL and Stable-Baselines3.
+
+    `learning_rate`, `gamma`, `tau`, `policy_delay`, `target_policy_noise` and
+    `target_noise_clip` may vary under `jax.vmap`. The other numbers are static.
+    """
 
     num_updates: int = 20
     num_steps: int = 1000  # steps per environment in each update
     gradient_steps: int = 1  # gradient steps after each step of all environments
-    learning_starts: int = 1000  # environment steps before the first gradient step
+    learning_starts: int = 1000  # random environment steps before the first update
     batch_size: int = 256
     learning_rate: float | optax.Schedule = 1e-3  # schedule: of gradient steps
     buffer_size: int = 100_000  # transitions of all environments
@@ -180,9 +184,18 @@ class TD3(Agent):
 
     @functools.cached_property
     def policy(self) -> rollout.Policy:
-        """The policy that collects: it adds Gaussian noise."""
+        """The policy that collects: random actions first, then Gaussian noise."""
+        noise, space = self.config.exploration_noise, self.spec.action_space
+        policy = make_policy(self.actor, self.distribution, noise)
+        if not np.isfinite(space.bounds).all():  # no uniform distribution
+            return policy
+        return rollout.random_warmup(policy, space, self.num_initial_steps)
+
+    @functools.cached_property
+    def eval_policy(self) -> rollout.Policy:
+        """The policy to evaluate: it adds no noise."""
         noise = self.config.exploration_noise
-        return make_policy(self.actor, self.distribution, noise)
+        return rollout.greedy(make_policy(self.actor, self.distribution, noise))
 
     @functools.cached_property
     def buffer(self) -> ReplayBuffer:

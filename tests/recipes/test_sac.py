@@ -1,236 +1,394 @@
 """SAC's losses are the paper's, and `update` applies exactly their gradients."""
 
 import dataclasses
+import functools
+import weakref
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import scipy.stats
 from cases import quick_jit
+from compiles import count_compiles
+from flax import struct
 
 import rollout
 from rollout import envs
-from rollout.recipes.sac import SAC, Batch, Config, Experience
+from rollout.envs import spaces
+from rollout.envs.spaces import EnvSpec
+from rollout.recipes.sac import MLP, SAC, Batch, Config, Experience
 
+B, NUM_ROWS = 2, 64
 CONFIG = Config(
     num_updates=2,
-    num_steps=4,
-    learning_starts=16,
-    batch_size=8,
+    num_steps=3,
+    gradient_steps=2,
+    learning_starts=7,  # 4 steps of 2 environments
+    batch_size=16,
+    learning_rate=0.03,
     buffer_size=64,
     gamma=0.9,
     reward_scale=0.5,
     tau=0.25,
-    target_entropy=-0.3,
     hidden_layer_sizes=(8,),
 )
-ROWS = 6
+BOX = envs.Box(-2.0, 3.0, (2, 1))
+OBS = spaces.Dict({"turn": envs.Discrete(2, start=3), "goal": BOX})
+SPEC = EnvSpec(OBS, BOX, B)
+close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
 
 
-def make_agent(**changes):
-    return SAC(envs.make_vec("Pendulum-v1", 2), CONFIG.replace(**changes))
+@struct.dataclass
+class AimEnv:
+    """Pays 1 for the action that the observation shows, less the farther it is.
+
+    Half of the episodes terminate at step 2, and the others are truncated at step 3.
+    """
+
+    observation_space = OBS
+    action_space = BOX
+
+    def reset(self, key):
+        obs = OBS.sample(key)
+        return {"n": jnp.int32(0), "obs": obs}, obs
+
+    def step(self, key, state, action):
+        n, goal, obs = state["n"] + 1, state["obs"]["goal"], OBS.sample(key)
+        return envs.EnvStep(
+            state={"n": n, "obs": obs},
+            obs=obs,
+            reward=1 - jnp.abs(action - goal).mean(),
+            terminated=(n == 2) & (state["obs"]["turn"] == 3),
+            truncated=n == 3,
+            info={},
+        )
 
 
-def relu_mlp(params, *inputs):
-    """A network of one hidden layer in NumPy, `[M, n]` to `[M, k]`."""
+class AimHost(gymnasium.Env):
+    """Episodes of 3 steps in the same spaces; raises outside of the bounds."""
+
+    def __init__(self):
+        self.action_space = gymnasium.spaces.Box(-2.0, 3.0, (2, 1))
+        turn = gymnasium.spaces.Discrete(2, start=3)
+        parts = {"turn": turn, "goal": gymnasium.spaces.Box(-2.0, 3.0, (2, 1))}
+        self.observation_space = gymnasium.spaces.Dict(parts)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        self.count = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        self.count += 1
+        obs = self.observation_space.sample()
+        return obs, 1.0, self.count == 3, False, {}
+
+
+def make_agent(**changes) -> SAC:
+    return SAC(envs.vectorize(AimEnv(), B), CONFIG.replace(**changes))
+
+
+def features(obs, xp=np):
+    """One-hot `turn` after `goal`, in the order of the names."""
+    turn = obs["turn"][..., None] == xp.arange(3, 5)[None]
+    goal = obs["goal"].reshape(len(turn), -1)
+    return xp.concatenate([goal, turn * 1.0], axis=-1)
+
+
+def mlp(params, *inputs, xp=np):
+    """A network of one hidden layer, `[M, n]` to `[M, k]`."""
     first, last = params["params"]["Dense_0"], params["params"]["Dense_1"]
-    x = np.concatenate(inputs, axis=-1)
-    hidden = np.maximum(x @ first["kernel"] + first["bias"], 0)
-    return hidden @ last["kernel"] + last["bias"]
+    x = xp.concatenate(inputs, axis=-1) @ first["kernel"] + first["bias"][None]
+    return xp.maximum(x, 0) @ last["kernel"] + last["bias"][None]
 
 
-def critics(params, obs, action):
-    pick = lambda i: jax.tree.map(lambda x: x[i], params)  # noqa: E731
-    return np.stack([relu_mlp(pick(i), obs, action)[:, 0] for i in range(2)])
+def min_value(critics, obs, action, xp=np):
+    pair = [jax.tree.map(lambda x, i=i: x[i], critics) for i in range(2)]
+    values = xp.stack([mlp(x, features(obs, xp), action, xp=xp)[:, 0] for x in pair])
+    return values, xp.where(values[0] < values[1], *values)
 
 
-def squashed(params, obs, noise):
-    """The paper's action and its log-probability, appendix C."""
-    outputs = relu_mlp(params["actor"], obs)
-    mean, log_std = outputs[:, :1], np.clip(outputs[:, 1:], -5, 2)
-    raw = mean + np.exp(log_std) * noise
-    density = scipy.stats.norm(mean, np.exp(log_std)).logpdf(raw)
-    return np.tanh(raw), (density - np.log(1 - np.tanh(raw) ** 2)).sum(-1)
+def act(actor, obs, noise, xp=np):
+    """Actions in [-1, 1] and their log-probabilities, appendix C of the paper."""
+    mean, log_std = xp.split(mlp(actor, features(obs, xp), xp=xp), 2, axis=-1)
+    log_std = xp.minimum(xp.maximum(log_std, -5.0), 2.0)
+    action = xp.tanh(mean + xp.exp(log_std) * noise)
+    log_normal = -(noise**2) / 2 - log_std - np.log(2 * np.pi) / 2
+    return action, (log_normal - xp.log(1 - action**2)).sum(-1)
 
 
-@pytest.fixture(scope="module")
-def case():
-    """An agent, two sets of parameters that differ, and rows."""
-    agent, rng = make_agent(), np.random.default_rng(0)
-    obs = rng.normal(size=(2, ROWS, 3)).astype(np.float32)
+def plain_target(config, params, critics, rows, noise, xp=np):
+    """Eq. 3 and 5."""
+    action, log_prob = act(params["actor"], rows.next_obs, noise, xp)
+    value = min_value(critics, rows.next_obs, action, xp)[1]
+    value -= xp.exp(params["log_alpha"]) * log_prob
+    return config.reward_scale * rows.reward + xp.where(
+        rows.terminated, 0.0, config.gamma * value
+    )
 
-    @quick_jit
-    def init(key):
-        keys = jax.random.split(key)
-        return [agent.init_learner(x, jnp.asarray(obs[0, :2])).params for x in keys]
 
-    params, others = jax.device_get(init(jax.random.key(0)))
-    params["log_alpha"] = np.float32(-0.7)
+def plain_losses(entropy, actor, critics, log_alpha, constants, batch, xp=np):
+    """Eq. 5, 7 and 18. `constants` are the parameters without a gradient.
+
+    Args:
+        entropy: target entropy.
+        actor: parameters of the actor.
+        critics: parameters of both critics.
+        log_alpha: logarithm of the temperature.
+        constants: the same parameters, by name.
+        batch: rows.
+        xp: NumPy, or `jax.numpy` to differentiate.
+    """
+    values, _ = min_value(critics, batch.obs, batch.action, xp)
+    critic_loss = ((values - batch.target[None]) ** 2).sum(0) / 2
+    action, log_prob = act(actor, batch.obs, batch.noise, xp)
+    value = min_value(constants["critic"], batch.obs, action, xp)[1]
+    actor_loss = xp.exp(constants["log_alpha"]) * log_prob - value
+    _, constant_log_prob = act(constants["actor"], batch.obs, batch.noise, xp)
+    temperature_loss = -log_alpha * (constant_log_prob + entropy)
+    return critic_loss, actor_loss, temperature_loss, -log_prob
+
+
+def make_rows(seed: int = 0):
+    """Rows of the buffer and of the loss, with observations of the Dict."""
+    rng = np.random.default_rng(seed)
+
+    def obs():
+        goal = np.float32(rng.uniform(-2, 3, (NUM_ROWS, 2, 1)))
+        return {"turn": rng.integers(3, 5, NUM_ROWS, np.int32), "goal": goal}
+
+    reward, target = np.float32(rng.normal(size=(2, NUM_ROWS)))
     experience = Experience(
-        obs=obs[0],
-        action=rng.uniform(-2, 2, size=(ROWS, 1)).astype(np.float32),
-        reward=rng.normal(size=ROWS).astype(np.float32),
-        terminated=np.arange(ROWS) % 3 == 0,
-        next_obs=obs[1],
-        mask=np.ones(ROWS, bool),
+        obs=obs(),
+        action=np.float32(rng.uniform(-2, 3, (NUM_ROWS, 2, 1))),
+        reward=reward,
+        terminated=np.arange(NUM_ROWS) % 3 == 0,
+        next_obs=obs(),
+        mask=np.ones(NUM_ROWS, bool),
     )
-    return agent, params, others["critic"], experience
+    action = np.float32(rng.uniform(-1, 1, (NUM_ROWS, 2)))
+    noise = np.float32(rng.normal(size=(NUM_ROWS, 2)))
+    return experience, Batch(experience.obs, action, target, noise)
 
 
-def test_target_is_the_soft_value_of_the_smaller_critic(case):
-    agent, params, target_params, experience = case
-    key = jax.random.key(3)
-    got = quick_jit(lambda: agent.target(params, target_params, experience, key))()
-    noise = np.asarray(jax.random.normal(key, (ROWS, 1)))
-    action, log_prob = squashed(params, experience.next_obs, noise)
-    values = critics(target_params, experience.next_obs, action)
-    soft = values.min(0) - np.exp(-0.7) * log_prob
-    expected = 0.5 * experience.reward + 0.9 * ~experience.terminated * soft
-    np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
-
-
-def test_losses_and_the_parameters_that_they_move_are_those_of_the_paper(case):
-    agent, params, _, experience = case
-    rng = np.random.default_rng(1)
-    noise = rng.normal(size=(ROWS, 1)).astype(np.float32)
-    target = rng.normal(size=ROWS).astype(np.float32)
-    action = experience.action / 2
-    batch = Batch(obs=experience.obs, action=action, target=target, noise=noise)
-
-    def critic_loss(part):
-        return (
-            (0.5 * (agent.value(part, batch.obs, action) - target[None]) ** 2)
-            .sum(0)
-            .mean()
-        )
-
-    def actor_loss(part):
-        outputs = agent.actor.apply(part, batch.obs)
-        mean, log_std = outputs[:, :1], jnp.clip(outputs[:, 1:], -5, 2)
-        raw = mean + jnp.exp(log_std) * noise
-        log_prob = jax.scipy.stats.norm.logpdf(raw, mean, jnp.exp(log_std))
-        log_prob = (log_prob - jnp.log(1 - jnp.tanh(raw) ** 2)).sum(-1)
-        value = agent.value(params["critic"], batch.obs, jnp.tanh(raw)).min(0)
-        return (jnp.exp(params["log_alpha"]) * log_prob - value).mean()
+@functools.cache
+def results():
+    """Parameters; targets, losses, metrics and gradients; plain gradients."""
+    agents = {
+        None: SAC(SPEC, CONFIG),
+        0.7: SAC(SPEC, CONFIG.replace(target_entropy=0.7)),
+    }
+    experience, batch = make_rows()
 
     @quick_jit
-    def compute(params):
-        loss, metrics = agent.loss(params, batch)
-        grads = jax.grad(lambda x: agent.loss(x, batch)[0].mean())(params)
-        parts = (
-            jax.grad(critic_loss)(params["critic"]),
-            jax.grad(actor_loss)(params["actor"]),
+    def compute(key):
+        obs = jax.tree.map(lambda x: jnp.asarray(x[:B]), experience.obs)
+        params, other = (
+            agents[None].init_learner(x, obs).params for x in jax.random.split(key)
         )
-        return loss, metrics, grads, parts
+        params = params | {"log_alpha": jnp.float32(0.5)}
+        target = agents[None].target(params, other["critic"], experience, key)
 
-    loss, metrics, grads, parts = jax.device_get(compute(params))
-    values = critics(params["critic"], experience.obs, action)
-    expected_critic = (0.5 * (values - target) ** 2).sum(0)
-    chosen, log_prob = squashed(params, experience.obs, noise)
-    value = critics(params["critic"], experience.obs, chosen).min(0)
-    expected_actor = np.exp(-0.7) * log_prob - value
-    expected_alpha = -0.7 * (-log_prob + 0.3)
-    near = lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-4)  # noqa: E731
-    near(metrics["critic_loss"], expected_critic)
-    near(metrics["actor_loss"], expected_actor)
-    near(metrics["entropy"], -log_prob)
-    near(loss, expected_critic + expected_actor + expected_alpha)
-    jax.tree.map(near, grads["critic"], parts[0])
-    jax.tree.map(near, grads["actor"], parts[1])
-    near(grads["log_alpha"], (-log_prob + 0.3).mean())
+        def grads(entropy, agent):
+            def loss(params):
+                loss, metrics = agent.loss(params, batch)
+                return loss.mean(), (loss, metrics)
+
+            def plain(params):
+                parts = params["actor"], params["critic"], params["log_alpha"]
+                rows = plain_losses(entropy, *parts, constants, batch, jnp)
+                return sum(rows[:3]).mean()
+
+            constants = params
+            entropy = -2 if entropy is None else entropy
+            return jax.grad(loss, has_aux=True)(params), jax.grad(plain)(params)
+
+        losses = {x: grads(x, agent) for x, agent in agents.items()}
+        noise = jax.random.normal(jax.random.clone(key), (NUM_ROWS, 2))
+        return params, other["critic"], noise, target, losses
+
+    return jax.device_get(compute(jax.random.key(3)))
 
 
-def test_target_entropy_is_by_default_minus_the_number_of_entries(case):
-    agent, params, _, experience = case
-    batch = Batch(
-        obs=experience.obs,
-        action=experience.action / 2,
-        target=experience.reward,
-        noise=experience.reward[:, None],
+def test_target_is_that_of_the_paper(key_reuse):
+    params, critics, noise, target, _ = results()
+    experience, _ = make_rows()
+    wide = lambda tree: jax.tree.map(np.float64, tree)  # noqa: E731
+    rows = experience.replace(reward=np.float64(experience.reward))
+    close(target, plain_target(CONFIG, wide(params), wide(critics), rows, noise))
+
+
+@pytest.mark.parametrize("entropy", [None, 0.7])
+def test_losses_are_those_of_the_paper(entropy):
+    params, *_, losses = results()
+    _, batch = make_rows()
+    (_, (loss, metrics)), _ = losses[entropy]
+    parts = params["actor"], params["critic"], params["log_alpha"]
+    wanted = -2 if entropy is None else entropy  # minus the number of entries
+    critic_loss, actor_loss, temperature_loss, surprise = plain_losses(
+        wanted, *parts, params, batch
     )
-
-    def gradient(agent):
-        total = lambda x: agent.loss(x, batch)[0].mean()  # noqa: E731
-        return jax.grad(total)(params)["log_alpha"]
-
-    default = agent.replace(config=CONFIG.replace(target_entropy=None))
-    one, other = quick_jit(lambda: (gradient(default), gradient(agent)))()
-    np.testing.assert_allclose(one - other, 1.0 - 0.3, rtol=1e-3)
+    close(loss, critic_loss + actor_loss + temperature_loss)
+    expected = {"critic_loss": critic_loss, "actor_loss": actor_loss}
+    jax.tree.map(close, metrics, expected | {"entropy": surprise})
 
 
-def test_gradient_steps_are_those_of_optax(case):
-    """Replays two gradient steps in a plain loop."""
-    agent = make_agent()
+@pytest.mark.parametrize("entropy", [None, 0.7])
+def test_each_loss_has_a_gradient_only_for_its_part(entropy):
+    *_, losses = results()
+    (gradient, _), expected = losses[entropy]
+    jax.tree.map(functools.partial(close, rtol=1e-3, atol=1e-5), gradient, expected)
+    for part in ("actor", "critic"):
+        assert max(np.abs(x).max() for x in jax.tree.leaves(gradient[part])) > 1e-2
+
+
+def test_update_is_a_plain_loop_with_optax(key_reuse):
+    """Three steps of two environments, with two gradient steps after each."""
+    agent, adam = make_agent(), optax.adam(CONFIG.learning_rate)
 
     @quick_jit
     def both(key):
-        state = agent.init(key)
-        memory, current = state.buffer_state, state.replace(carry=(), buffer_state=())
-        params, target_params = state.params, state.target_params
-        adam = optax.adam(CONFIG.learning_rate)
-        opt_state, results, expected = adam.init(params), [], []
-        for number in (1, 2):
-            step_key = jax.random.fold_in(key, number)
-            current, _ = agent.gradient_step(current, memory, step_key)
-            results.append((current.params, current.target_params))
-            sample_key, target_key, noise_key = jax.random.split(step_key, 3)
-            rows = agent.buffer.sample(memory, sample_key, 8).experience
-            batch = Batch(
-                obs=rows.obs,
-                action=rows.action / 2,
-                target=agent.target(params, target_params, rows, target_key),
-                noise=jax.random.normal(noise_key, (8, 1)),
-            )
-            grads = jax.grad(lambda x, batch=batch: agent.loss(x, batch)[0].mean())(
-                params
-            )
-            updates, opt_state = adam.update(grads, opt_state)
-            params = optax.apply_updates(params, updates)
-            target_params = jax.tree.map(
-                lambda x, y: 0.25 * x + 0.75 * y, params["critic"], target_params
-            )
-            expected.append((params, target_params))
-        return results, expected
+        state = first = agent.init(key)
+        result = agent.update(state)
+        params, critics, memory = state.params, state.target_params, state.buffer_state
+        carry, key, opt_state, rows = state.carry, state.key, adam.init(params), []
+        for _ in range(3):
+            carry, row = agent.collector.collect_steps(carry, params, 1)
+            rows.append(row)
+            fields = {
+                x.name: getattr(row, x.name) for x in dataclasses.fields(Experience)
+            }
+            memory = agent.buffer.add(memory, Experience(**fields))
+            key, *step_keys = jax.random.split(key, 3)
+            for step_key in step_keys:
+                keys = jax.random.split(step_key, 3)
+                sample = agent.buffer.sample(memory, keys[0], 16).experience
+                noise = [jax.random.normal(x, (16, 2)) for x in keys[1:]]
+                target = plain_target(CONFIG, params, critics, sample, noise[0], jnp)
+                # -2 and 3 are -1 and 1.
+                action = (sample.action.reshape(16, 2) + 2) / 2.5 - 1
+                batch = Batch(sample.obs, action, target, noise[1])
 
-    results, expected = jax.device_get(both(jax.random.key(0)))
-    near = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)  # noqa: E731
-    jax.tree.map(near, results, expected)
+                def loss(params, constants=params, batch=batch):
+                    parts = params["actor"], params["critic"], params["log_alpha"]
+                    return sum(
+                        plain_losses(-2, *parts, constants, batch, jnp)[:3]
+                    ).mean()
+
+                updates, opt_state = adam.update(jax.grad(loss)(params), opt_state)
+                params = optax.apply_updates(params, updates)
+                critics = jax.tree.map(
+                    lambda x, y: 0.25 * x + 0.75 * y, params["critic"], critics
+                )
+        trajectory = jax.tree.map(lambda *x: jnp.concatenate(x), *rows)
+        window = first.window.add(trajectory)
+        stored = agent.buffer.dump(result[0].buffer_state)
+        return result, (params, critics, window), stored, trajectory
+
+    result, expected, (stored, mask), trajectory = jax.device_get(
+        both(jax.random.key(0))
+    )
+    state, metrics = result
+    jax.tree.map(close, (state.params, state.target_params, state.window), expected)
+    close(metrics["return_mean"], expected[2].return_mean)
+    assert state.num_updates == 1
+    assert metrics["alpha"] != 1
+    # Before the update there were four rows of each environment.
+    np.testing.assert_array_equal(mask.sum(0), 7)
+    np.testing.assert_array_equal(stored.terminated[4:7], trajectory.terminated)
+    jax.tree.map(close, jax.tree.map(lambda x: x[4:7], stored.obs), trajectory.obs)
+    assert (trajectory.truncated & ~trajectory.terminated).any()
+    assert trajectory.terminated.any()
 
 
 def test_seeds_and_learning_rates_train_side_by_side():
     agent = make_agent()
 
     def train(key, rate):
-        config = CONFIG.replace(learning_rate=rate, num_updates=1)
+        config = CONFIG.replace(learning_rate=rate)
         changed = agent.replace(config=config)
         return changed.train(changed.init(key))
 
-    keys = jax.random.split(jax.random.key(0))
-    state, metrics = quick_jit(jax.vmap(train))(keys, jnp.float32([1e-3, 1e-2]))
-    assert metrics["critic_loss"].shape == (2, 1)
+    keys, rates = jax.random.split(jax.random.key(0)), jnp.float32([1e-9, 0.1])
+    state, metrics = quick_jit(jax.vmap(train))(keys, rates)
+    assert metrics["critic_loss"].shape == (2, 2)
     assert np.isfinite(metrics["critic_loss"]).all()
-    assert (state.params["log_alpha"] != 0).all()
-    assert agent.env_steps(2) == 16 + 2 * 4 * 2
-    assert agent.env_steps(np.array([1, 2**31]))[1] == 16 + 2**34
+    np.testing.assert_allclose(metrics["alpha"][0], 1, atol=1e-5)
+    assert (np.abs(metrics["alpha"][1] - 1) > 0.01).all()
+    assert state.num_updates.tolist() == [2, 2]
+
+
+def test_environment_steps_are_exact_integers():
+    agent = SAC(SPEC, CONFIG)
+    assert agent.env_steps(0) == 8
+    assert agent.env_steps(5) == 8 + 5 * 3 * 2
+    assert type(agent.env_steps(5)) is int
+    assert agent.env_steps(np.array([1, 2**31])).tolist() == [14, 8 + 6 * 2**31]
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.compiles(60)
+def test_host_environments_train_in_one_donated_program():
+    env = envs.from_gymnasium(AimHost, B)
+    agent = SAC(env, CONFIG)
+    state = agent.init(jax.random.key(0))
+    first = state.buffer_state
+    state, metrics = agent.train(state)
+    assert all(x.is_deleted() for x in jax.tree.leaves(first.experience))
+    assert {x.shape for x in metrics.values()} == {(2,)}
+    assert int(agent.buffer.size(state.buffer_state)) == agent.env_steps(2)
+    assert metrics["return_mean"][-1] == 3
+    with count_compiles() as events:
+        other = SAC(env, CONFIG)  # equal
+        state, _ = other.train(state, 1)
+    assert "/jax/core/compile/backend_compile_duration" not in events
+    obs = AimHost().reset(seed=0)[0]
+    action = agent.predict(state.params, obs)
+    assert action.shape == (2, 1)
+    assert ((action >= -2) & (action <= 3)).all()
+    reference = weakref.ref(env)
+    env.close()
+    del env, agent, other, state, metrics
+    assert reference() is None
 
 
 def test_agents_compare_by_value_and_reject_other_spaces():
-    agent = make_agent()
-    assert make_agent() == agent
-    assert make_agent().policy is agent.policy
+    agent = SAC(SPEC, CONFIG)
+    assert SAC(SPEC, CONFIG) == agent
+    assert hash(SAC(SPEC, CONFIG)) == hash(agent)
+    assert SAC(SPEC, CONFIG.replace(tau=0.1)).policy is agent.policy
     with pytest.raises(dataclasses.FrozenInstanceError):
         agent.config = CONFIG
-    with pytest.raises(ValueError, match="must be a Box of floats"):
-        SAC(envs.make_vec("CartPole-v1", 2), CONFIG)
+    integers = envs.Box(0, 3, (2,), jnp.dtype("int32"))
+    for space in (envs.Discrete(3), integers, spaces.Tuple((BOX,))):
+        with pytest.raises(ValueError, match="Box of floats.* DQN .* PPO "):
+            SAC(EnvSpec(OBS, space, B))
+    network = MLP(4, OBS, (4,), "tanh")
+    assert agent.replace(actor_network=network).actor is network
+    assert agent.replace(critic_network=network).critic is network
+
+
+def evaluate(agent, num_updates=None):
+    state, _ = jax.jit(agent.train, static_argnums=1)(
+        jax.jit(agent.init)(jax.random.key(0)), num_updates
+    )
+    collector = agent.collector.replace(policy=agent.eval_policy)
+    key = jax.random.key(1)
+    return rollout.evaluate(collector, key, state.params, num_episodes=20).returns.mean
+
+
+@pytest.mark.slow
+def test_sac_learns_to_aim():
+    config = Config(num_updates=2, num_steps=300, gamma=0.0, reward_scale=1.0)
+    agent = SAC(envs.vectorize(AimEnv(), 4), config)
+    assert evaluate(agent) > 2.5 - 0.5
 
 
 @pytest.mark.slow
 def test_sac_learns_the_pendulum():
-    agent = SAC(envs.make_vec("Pendulum-v1", 1), Config(num_updates=10))
-    state, _ = jax.jit(agent.train)(agent.init(jax.random.key(0)))
-    collector = agent.collector.replace(policy=agent.eval_policy)
-    key = jax.random.key(1)
-    stats = rollout.evaluate(collector, key, state.params, num_episodes=20)
-    assert stats.returns.mean > -300
+    agent = SAC(envs.make_vec("Pendulum-v1", 1), Config())
+    assert evaluate(agent, 10) > -300
