@@ -149,8 +149,8 @@ def mean_gradient(
             one loss per row. `metrics` is a pytree of arrays of this shape.
         params: any pytree of float arrays.
         batch: a pytree of `[M, ...]`, or of `[T, M, ...]` for sequences.
-        weight: `[M]` or `[T, M]`, at least 0. Rows of weight 0, such as masked-out
-            rows, do not count.
+        weight: `[M]` or `[T, M]`, at least 0. Rows of weight 0 do not count. They must
+            be finite, as masked-out rows are, which collectors set to zero.
         microbatch_size: None differentiates all rows at once. A number accumulates the
             gradients of microbatches of at least so many rows of the leading axis, as
             many as divide it evenly: less memory, and on a CPU less time, since the
@@ -198,17 +198,17 @@ def mean_gradient(
     if num_microbatches == 1:
         return differentiate(params, batch, weight)
 
-    def add(total: Any, microbatch: Any) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, differentiate(params, *microbatch)), None
+    def add(total: Any, microbatch: Any) -> tuple[Any, Any]:
+        grads, metrics = differentiate(params, *microbatch)
+        return jax.tree.map(jnp.add, total, grads), metrics
 
     microbatches = jax.tree.map(
         lambda x: jnp.reshape(x, (num_microbatches, -1, *jnp.shape(x)[1:])),
         (batch, weight),
     )
-    first = jax.tree.map(lambda x: x[0], microbatches)
-    shapes = jax.eval_shape(differentiate, params, *first)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return jax.lax.scan(add, zeros, microbatches)[0]
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    grads, metrics = jax.lax.scan(add, zeros, microbatches)
+    return grads, jax.tree.map(lambda x: x.sum(axis=0), metrics)
 
 
 def _check_rows(name: str, value: Any, weight: jax.Array) -> None:

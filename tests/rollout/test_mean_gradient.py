@@ -1,4 +1,4 @@
-"""`mean_gradient` has the gradients of `jax.grad`, and `dot_general` has those of lax."""
+"""`mean_gradient` agrees with `jax.grad`, and `dot_general` agrees with lax."""
 
 import functools
 
@@ -155,9 +155,11 @@ def gradients_of_networks(platform):
     "platform", ["cpu", pytest.param("gpu", marks=pytest.mark.slow)]
 )
 def test_gradients_of_any_network_are_those_of_jax(name, platform):
+    """Activations of bfloat16 have 8 bits, which rounding changes by the last."""
     *gradients, expected = gradients_of_networks(platform)[name]
+    options = {"rtol": 0.02, "atol": 0.01} if name == "bfloat16" else {}
     for got in gradients:
-        check(got, expected, rtol=0.02 if name == "bfloat16" else 2e-4)
+        check(got, expected, **options)
 
 
 SIZES = 1, 255, 256, 257, 1000, 4096, 8192, 12288
@@ -219,7 +221,7 @@ def test_rows_may_be_sequences():
 
     def loss(params, batch):
         x, start = batch
-        total = start[0] + jnp.cumsum(params * x, axis=0)
+        total = start + jnp.cumsum(params * x, axis=0)
         return jnp.sin(total), {"total": total}
 
     @quick_jit
@@ -406,7 +408,7 @@ def test_ensembles_of_few_rows_compile(num_rows):
         pairs = {}
         for size in (2, 3):
             layer, plain = Dense(64), nn.Dense(64)
-            params = jax.vmap(lambda key: layer.init(key, x))(keys[:size])
+            params = jax.vmap(layer.init, (0, None))(keys[:size], x)
 
             def loss(params, layer):
                 outputs = jax.vmap(layer.apply, (0, None))(params, x)
