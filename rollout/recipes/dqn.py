@@ -22,7 +22,6 @@ import rollout
 from rollout.envs.spaces import Discrete, EnvSpec, as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs, mask_in
-from rollout.platform import dot_general
 from rollout.training import Agent
 
 
@@ -71,9 +70,9 @@ class QNetwork(nn.Module):
         """Maps `[..., *shape]` observations to `[..., num_actions]`."""
         x = flatten_obs(self.observation_space, obs)
         for size in self.hidden_layer_sizes:
-            x = nn.Dense(size, dot_general=dot_general)(x)
+            x = nn.Dense(size)(x)
             x = getattr(nn, self.activation)(x)
-        return nn.Dense(self.num_actions, dot_general=dot_general)(x)
+        return nn.Dense(self.num_actions)(x)
 
 
 Metrics = dict[str, jax.Array]

@@ -301,10 +301,8 @@ class SAC(Agent):
         def step(state: TrainState, key: chex.PRNGKey) -> tuple[TrainState, Any]:
             return self.gradient_step(state, buffer_state, key)
 
-        key, *step_keys = jax.random.split(state.key, 1 + self.config.gradient_steps)
-        state, metrics = jax.lax.scan(
-            step, state.replace(key=key), jnp.stack(step_keys)
-        )
+        keys = jax.random.split(state.key, 1 + self.config.gradient_steps)
+        state, metrics = jax.lax.scan(step, state.replace(key=keys[0]), keys[1:])
         return state, buffer_state, jax.tree.map(jnp.mean, metrics)
 
     def gradient_step(

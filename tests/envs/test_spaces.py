@@ -14,7 +14,7 @@ from flax import struct
 import rollout
 from rollout import envs
 from rollout.envs import prng
-from rollout.envs.spaces import as_space
+from rollout.envs.spaces import EnvSpec, as_space, env_spec
 
 NUM_DRAWS = 8_000
 KEY = jax.random.key(5)
@@ -169,6 +169,107 @@ def test_equal_spaces_of_integers_are_equal_and_static():
     assert made[0] == made[1]
     assert hash(made[0]) == hash(made[1])
     assert jax.tree.leaves(made[0]) == []
+
+
+BOX = envs.Box(-1.0, np.array([1.0, np.inf]), (2,))
+EQUAL = {
+    "Discrete": (envs.Discrete(3), envs.Discrete(np.int64(3), jnp.dtype("int32"))),
+    "Gymnasium's": (envs.Discrete(3, start=2), gymnasium.spaces.Discrete(3, start=2)),
+    "MultiBinary": (envs.spaces.MultiBinary((3,)), gymnasium.spaces.MultiBinary(3)),
+    "broadcast": (envs.Box(0.0, 1.0, (2,)), envs.Box(np.zeros(2), np.ones((1,)), (2,))),
+    "of jax": (BOX, envs.Box(jnp.float32(-1), jnp.array([1.0, jnp.inf]), (2,))),
+    "negative zero": (envs.Box(-0.0, 1.0, ()), envs.Box(0.0, 1.0, ())),
+    "ints": (envs.Box(0, 1, (2,)), envs.Box(False, 1.0, (2,))),
+    "Dict": (
+        envs.spaces.Dict({"a": BOX, "b": envs.Discrete(2)}),
+        envs.spaces.Dict({"b": envs.Discrete(2), "a": BOX.replace()}),
+    ),
+    "Tuple": (envs.spaces.Tuple((BOX,)), envs.spaces.Tuple([BOX.replace()])),
+    "Repeated": (
+        envs.spaces.Repeated(BOX, 2),
+        envs.spaces.Repeated(BOX.replace(), np.int32(2)),
+    ),
+    "EnvSpec": (
+        EnvSpec(BOX, envs.Discrete(2), 4),
+        EnvSpec(BOX.replace(), envs.Discrete(2), 4, normalize_fn=abs),
+    ),
+}
+# Each one differs from all others, and from every space above.
+DIFFERENT = {
+    "n": envs.Discrete(4),
+    "start": envs.Discrete(3, start=1),
+    "dtype": envs.Discrete(3, jnp.dtype("int8")),
+    "class": envs.spaces.MultiDiscrete([3]),
+    "nvec": envs.spaces.MultiDiscrete([3, 3]),
+    "starts": envs.spaces.MultiDiscrete([3, 3], start=[0, 1]),
+    "flags": envs.spaces.MultiBinary((2,)),
+    "low": envs.Box(-2.0, np.array([1.0, np.inf]), (2,)),
+    "one entry": envs.Box(-1.0, np.array([1.0, 9.0]), (2,)),
+    "shape": envs.Box(-1.0, 1.0, (2, 1)),
+    "other shape": envs.Box(-1.0, 1.0, (1, 2)),
+    "dtype of a box": envs.Box(-1.0, 1.0, (1, 2), jnp.dtype("int32")),
+    "one part": envs.spaces.Dict({"a": BOX}),
+    "another name": envs.spaces.Dict({"c": BOX}),
+    "another part": envs.spaces.Dict({"a": envs.Box(-1.0, 1.0, (2,))}),
+    "order": envs.spaces.Tuple((BOX, envs.Discrete(2))),
+    "another order": envs.spaces.Tuple((envs.Discrete(2), BOX)),
+    "num": envs.spaces.Repeated(BOX, 3),
+    "element": envs.spaces.Repeated(envs.Discrete(2), 2),
+    "spec": EnvSpec(BOX, envs.Discrete(2), 5),
+    "actions": EnvSpec(BOX, envs.Discrete(3), 4),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_spaces_with_equal_elements_are_equal(name):
+    space, same = EQUAL[name]
+    same = same if isinstance(same, EnvSpec) else as_space(same)
+    assert space == same
+    assert not space != same
+    assert hash(space) == hash(same)
+
+
+def test_spaces_with_other_elements_differ():
+    spaces = *DIFFERENT.values(), *(space for space, _ in EQUAL.values())
+    names = *DIFFERENT, *EQUAL
+    for (name, space), (other_name, other) in itertools.combinations(
+        zip(names, spaces, strict=True), 2
+    ):
+        assert space != other, (name, other_name)
+        assert not space == other, (name, other_name)
+    assert envs.Discrete(3) != 3
+
+
+def test_equal_spaces_are_one_static_argument():
+    """Also those of an environment that was made twice."""
+    traces = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def trace(spec, x):
+        traces.append(spec)
+        return x
+
+    for _ in range(2):
+        env = envs.vectorize(CountEnv(), np.int64(4))
+        spec = env_spec(env)
+        assert spec == EnvSpec(env.observation_space, env.action_space, 4)
+        trace(spec, np.float32(0))
+        trace(EnvSpec(as_space(BOX), as_space({"a": BOX})), np.float32(0))
+    assert len(traces) == 2
+
+
+def test_custom_space_equals_itself_or_as_its_class_says():
+    class Custom(envs.spaces.Space):
+        pass
+
+    class ByName(envs.spaces.Space, struct.PyTreeNode):
+        name: str = struct.field(pytree_node=False)
+
+    space = Custom()
+    assert space == space
+    assert space != Custom()
+    assert len({space, space, ByName("a"), ByName("a"), ByName("b")}) == 3
+    assert ByName("a") == ByName("a") != ByName("b")
 
 
 def test_box_without_bounds_draws_as_gymnasium_does():

@@ -11,7 +11,8 @@ from cases import quick_jit
 
 import rollout
 from rollout import envs
-from rollout.recipes.td3 import MLP, TD3, Batch, Config, Experience
+from rollout.envs.spaces import EnvSpec
+from rollout.recipes.td3 import MLP, TD3, Batch, Config, Experience, make_policy
 
 CONFIG = Config(
     num_updates=2,
@@ -159,19 +160,40 @@ def test_actor_and_targets_are_delayed_and_steps_are_those_of_optax():
 def test_exploration_adds_noise_within_the_bounds(case):
     agent, params, _, experience = case
     key = jax.random.key(5)
-    loud = agent.replace(config=CONFIG.replace(exploration_noise=0.8))
+    loud = make_policy(agent.actor, agent.distribution, 0.8)
 
     @quick_jit
     def act(params):
         apply = lambda policy: policy.apply(params, experience.obs, (), key).action  # noqa: E731
-        return apply(loud.policy), apply(loud.eval_policy)
+        return apply(loud), apply(agent.eval_policy)
 
     noisy, plain = act(params)
     expected = np.tanh(relu_mlp(params["actor"], experience.obs))
     np.testing.assert_allclose(plain, 2 * expected, rtol=1e-4, atol=1e-5)
     noise = 0.8 * np.asarray(jax.random.normal(key, (6, 1)))
+    assert (np.abs(expected + noise) > 1).any()
     expected = 2 * np.clip(expected + noise, -1, 1)
     np.testing.assert_allclose(noisy, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_first_actions_are_random():
+    """An actor that is zero everywhere, without noise, after 8 steps of 2 lanes."""
+    agent = make_agent(exploration_noise=0.0)
+
+    @quick_jit
+    def play(key):
+        carry = agent.collector.init(key)
+        zeros = jax.tree.map(jnp.zeros_like, agent.init_learner(key, carry.obs).params)
+        return agent.collector.collect_steps(carry, zeros, 10)[1].action
+
+    with jax.debug_key_reuse(False):
+        action = np.asarray(play(jax.random.key(0)))
+    assert len(np.unique(action[:8])) == 16
+    assert np.abs(action[:8]).max() > 1
+    np.testing.assert_array_equal(action[8:], 0)
+    spec = EnvSpec(agent.spec.observation_space, envs.Box(0.0, np.inf, (2,)), 2)
+    unbounded = TD3(spec, CONFIG)  # no uniform distribution, so none is random
+    assert unbounded.eval_policy == rollout.greedy(unbounded.policy)
 
 
 def test_seeds_and_learning_rates_train_side_by_side():

@@ -122,8 +122,8 @@ def check(got, expected, **options):
 
 
 @functools.cache
-def gradients_of_networks(platform):
-    """Gradients of all networks in one program: by the rows, in microbatches, plain."""
+def gradients_of_networks(platform, microbatch_size):
+    """The gradients of all networks in one program, and those of `jax.grad`."""
 
     @quick_jit
     def compute(rows, coefficient, keys):
@@ -134,11 +134,12 @@ def gradients_of_networks(platform):
             params = network.init(
                 {"params": keys[1], "dropout": keys[2]}, jnp.zeros((1, *shape))
             )
-            gradients[name] = [
-                mean_gradient(loss, params, batch, weight),
-                mean_gradient(loss, params, batch, weight, microbatch_size=4),
+            gradients[name] = (
+                mean_gradient(
+                    loss, params, batch, weight, microbatch_size=microbatch_size
+                ),
                 plain_gradient(loss, params, batch, weight),
-            ]
+            )
         return gradients
 
     rows = {shape: make_rows(12, shape) for _, shape in NETWORKS.values()}
@@ -152,14 +153,19 @@ def gradients_of_networks(platform):
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize(
-    "platform", ["cpu", pytest.param("gpu", marks=pytest.mark.slow)]
+    ("platform", "microbatch_size"),
+    [
+        ("cpu", None),
+        pytest.param("cpu", 4, marks=pytest.mark.slow),
+        pytest.param("gpu", None, marks=pytest.mark.slow),
+        pytest.param("gpu", 4, marks=pytest.mark.slow),
+    ],
 )
-def test_gradients_of_any_network_are_those_of_jax(name, platform):
+def test_gradients_of_any_network_are_those_of_jax(name, platform, microbatch_size):
     """Activations of bfloat16 have 8 bits, which rounding changes by the last."""
-    *gradients, expected = gradients_of_networks(platform)[name]
+    got, expected = gradients_of_networks(platform, microbatch_size)[name]
     options = {"rtol": 0.02, "atol": 0.01} if name == "bfloat16" else {}
-    for got in gradients:
-        check(got, expected, **options)
+    check(got, expected, **options)
 
 
 SIZES = 1, 255, 256, 257, 1000, 4096, 8192, 12288
@@ -187,29 +193,32 @@ def test_any_number_of_rows_has_the_gradient_of_jax(microbatch_size):
         check(got, expected)
 
 
-def test_rows_of_weight_0_may_hold_nan():
-    """In the inputs, in the loss, or in all rows, whose gradient is then 0."""
+def test_rows_of_weight_0_do_not_count():
+    """Even if their losses are NaN; without other rows, the gradient is 0."""
+
+    def loss(params, batch):
+        losses, metrics = make_loss("dense", 0, 0)(params, batch[:2])
+        return losses + batch[2], {"metric": losses + batch[2]} | metrics
 
     @quick_jit
     def compute(key, rows, valid_rows):
-        params, loss = mlp().init(key, jnp.zeros((1, 5))), make_loss("dense", 0, 0)
+        params, (batch, weight) = mlp().init(key, jnp.zeros((1, 5))), rows
         gradients = [
-            mean_gradient(loss, params, *rows, microbatch_size=size)
+            mean_gradient(loss, params, batch, weight, microbatch_size=size)
             for size in (None, 4)
         ]
-        batch, weight = rows
-        nothing = mean_gradient(loss, params, batch, jnp.zeros_like(weight))
-        return gradients, plain_gradient(loss, params, *valid_rows), nothing
+        zero = mean_gradient(loss, params, batch, jnp.zeros_like(weight))
+        return gradients, plain_gradient(loss, params, *valid_rows), zero
 
     (x, target), weight = make_rows(12)
     is_valid = weight > 0
-    valid_rows = (x[is_valid], target[is_valid]), weight[is_valid]
-    x[~is_valid], target[~is_valid] = np.nan, np.inf
-    rows = (x, target), weight
-    gradients, expected, nothing = compute(jax.random.key(0), rows, valid_rows)
+    x[~is_valid], target[~is_valid] = 1e6, -1e6
+    batch = x, target, np.where(is_valid, np.float32(2), np.nan)
+    valid_rows = tuple(leaf[is_valid] for leaf in batch), weight[is_valid]
+    gradients, expected, zero = compute(jax.random.key(0), (batch, weight), valid_rows)
     for got in gradients:
         check(got, expected)
-    for leaf in jax.tree.leaves(jax.device_get(nothing)):
+    for leaf in jax.tree.leaves(jax.device_get(zero)):
         assert (leaf == 0).all()
 
 
@@ -319,7 +328,6 @@ PRODUCTS = {
     "128 columns": ((2, 6, 128), (128, 64), ((2,), (0,))),
     "5 columns": ((6, 5), (5, 64), ((1,), (0,))),
     "other axes": ((64, 6), (8, 64), ((0,), (1,))),
-    "two axes": ((6, 4, 64), (4, 64, 8), ((1, 2), (0, 1))),
     "one row": ((64,), (64, 8), ((0,), (0,))),
 }
 PADDED = {"64 columns", "128 columns", "other axes", "one row"}
@@ -397,6 +405,17 @@ def test_products_keep_the_dtype_of_lax():
             for multiply in (dot_general, jax.lax.dot_general)
         ]
         assert shapes[0] == shapes[1]
+
+
+def test_products_may_contract_several_axes_or_have_batch_axes():
+    """As `nn.DenseGeneral` does after attention, and `jnp.einsum`."""
+    rng = np.random.default_rng(0)
+    inputs = np.float32(rng.normal(size=(6, 4, 64)))
+    several = np.float32(rng.normal(size=(4, 64, 8))), (((1, 2), (0, 1)), ((), ()))
+    batched = np.float32(rng.normal(size=(6, 64, 8))), (((2,), (1,)), ((0,), (0,)))
+    for kernel, numbers in (several, batched):
+        multiplies = dot_general, jax.lax.dot_general
+        close(*(multiply(inputs, kernel, numbers) for multiply in multiplies))
 
 
 @pytest.mark.parametrize("num_rows", [2, 3])

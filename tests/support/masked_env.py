@@ -35,7 +35,7 @@ class MaskedEnv:
         return envs.EnvStep(
             state=state + 1,
             obs=self.observe(obs_key),
-            reward=(action + 0.5) * jax.random.uniform(reward_key),
+            reward=3 * (action + 0.5) * jax.random.uniform(reward_key),
             terminated=jax.random.uniform(end_key) < 0.15,
             truncated=state + 1 == self.limit,
             info={},
