@@ -187,7 +187,7 @@ class TD3(Agent):
         """The policy that collects: random actions first, then Gaussian noise."""
         noise, space = self.config.exploration_noise, self.spec.action_space
         policy = make_policy(self.actor, self.distribution, noise)
-        if not np.isfinite(space.bounds).all():  # no uniform distribution
+        if not all(np.isfinite(x).all() for x in space.bounds):  # no uniform samples
             return policy
         return rollout.random_warmup(policy, space, self.num_initial_steps)
 

@@ -280,12 +280,8 @@ def test_update_is_a_plain_loop_with_optax():
     first = init(jax.random.key(4))
     state, metrics = update(first)
     params, critics, memory = first.params, first.target_params, first.buffer_state
-    opt_state, carry, key, steps = (
-        jax.jit(ADAM.init)(params),
-        first.carry,
-        first.key,
-        [],
-    )
+    opt_state, carry, key = jax.jit(ADAM.init)(params), first.carry, first.key
+    steps = []
     for _ in range(CONFIG.num_steps):
         carry, row = agent.collector.collect_steps(carry, params, 1)
         steps.append(row)
@@ -298,17 +294,9 @@ def test_update_is_a_plain_loop_with_optax():
                 params, critics, opt_state, rows, *noise_keys
             )
     stored, _ = agent.buffer.dump(state.buffer_state)
-    state, first, params, critics, metrics, stored, steps = jax.device_get(
-        [
-            state.replace(carry=(), key=()),
-            first.params,
-            params,
-            critics,
-            metrics,
-            stored,
-            steps,
-        ]
-    )
+    state, first = state.replace(carry=(), key=()), first.params
+    state, first, params, critics = jax.device_get((state, first, params, critics))
+    metrics, stored, steps = jax.device_get((metrics, stored, steps))
     # Adam divides by the size of a gradient, also where it is a rounding error.
     near = functools.partial(close, atol=3e-3)
     jax.tree.map(near, (state.params, state.target_params), (params, critics))
