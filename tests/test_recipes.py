@@ -39,7 +39,7 @@ config = config.replace(num_updates=32, num_steps=128, num_minibatches=4); NUM_E
     "sac": "config = config.replace(num_updates=2, num_steps=20)",
 }
 SHORTER = {
-    "action_masks": "config = config.replace(num_updates=30)",
+    "action_masks": "config = config.replace(num_updates=60)",
     # Poles as long as in training, and two, three and four times as long.
     "domain_randomization": "LENGTHS = jnp.array([0.5, 1.0, 1.5, 2.0])",
     "dqn": "NUM_EVALUATIONS, UPDATES_PER_EVALUATION = 2, 60",
@@ -48,6 +48,7 @@ SHORTER = {
     "recurrent_ppo": "config = config.replace(num_updates=80)",
     "smax": "config = config.replace(num_updates=24)",
     "sweep": "NUM_SEEDS, RATES = 2, jnp.array([3e-4, 3e-3, 3e-2])",
+    "td3": "config = config.replace(num_updates=10)",
     "vdn": "NUM_UPDATES = 480",
 }
 # The same, for blocks after the first.
