@@ -117,7 +117,7 @@ def test_every_recipe_has_a_test_and_a_picture():
 def test_page_of_an_agent_includes_its_file(name):
     path = f"rollout/recipes/{name}.py"
     assert (ROOT / path).is_file()
-    assert blocks(PAGES[name])[-1] == f'--8<-- "{path}"\n'
+    assert PAGES[name].endswith(f'```{{.python}}\n--8<-- "{path}"\n```\n')
     assert f"](../../{path})" in PAGES[name]
 
 
