@@ -181,14 +181,13 @@ def dot_general(
             inputs, kernel, dimension_numbers, precision, preferred_element_type
         )
 
-    ((in_axis,), (kernel_axis,)), (batch_axes, _) = dimension_numbers
-    if inputs.shape[in_axis] % 64 or batch_axes:
+    (input_axes, kernel_axes), (batch_axes, _) = dimension_numbers
+    if len(input_axes) != 1 or batch_axes or inputs.shape[input_axes[0]] % 64:
         return multiply(inputs, kernel)
 
     def multiply_padded(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
-        return multiply(
-            _append_zero(inputs, in_axis), _append_zero(kernel, kernel_axis)
-        )
+        inputs = _append_zero(inputs, input_axes[0])
+        return multiply(inputs, _append_zero(kernel, kernel_axes[0]))
 
     return lax.platform_dependent(inputs, kernel, cpu=multiply_padded, default=multiply)
 
