@@ -24,7 +24,6 @@ from rollout.distributions import TanhNormal
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient
-from rollout.platform import dot_general
 from rollout.training import Agent, scan_updates
 
 
@@ -75,9 +74,8 @@ class MLP(nn.Module):
         if action is not None:
             x = jnp.concatenate([x, action], axis=-1)
         for size in self.hidden_layer_sizes:
-            x = nn.Dense(size, dot_general=dot_general)(x)
-            x = getattr(nn, self.activation)(x)
-        return nn.Dense(self.num_outputs, dot_general=dot_general)(x)
+            x = getattr(nn, self.activation)(nn.Dense(size)(x))
+        return nn.Dense(self.num_outputs)(x)
 
 
 class TrainState(struct.PyTreeNode):
@@ -205,8 +203,7 @@ class TD3(Agent):
     @property
     def optimizer(self) -> optax.GradientTransformation:
         """Adam, for the actor and for the critics."""
-        # Flatten the parameters: few large operations are faster than many small ones.
-        return optax.flatten(optax.adam(self.config.learning_rate))
+        return optax.adam(self.config.learning_rate)
 
     @property
     def num_initial_steps(self) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CountEnv, quick_jit
+from cases import CountEnv, quick_jit, raw
 from compiles import count_compiles
 
 import rollout
@@ -299,6 +299,9 @@ def test_update_takes_the_steps_of_a_plain_loop(learn_fn, key_reuse):
         close(flatten(metrics), flatten(expected[1]), err_msg=name)
         assert name == "default" or abs(params[name] - params["default"]).max() > 1e-4
     assert int(new_state.num_updates) == 1
+    # The next update shuffles by another key.
+    words = jax.device_get(raw((state.key, new_state.key)))
+    assert (words[0] != words[1]).any()
 
 
 def test_target_kl_leaves_out_the_rest_of_an_update():

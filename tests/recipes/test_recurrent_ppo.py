@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CountEnv, quick_jit
+from cases import CountEnv, quick_jit, raw
 from compiles import count_compiles
 
 import rollout
@@ -209,7 +209,8 @@ def test_update_takes_the_steps_of_a_plain_loop(key_reuse):
         state = agent.init_learner(key, batch.obs[0])
         memory = batch.initial_memory[0]
         new_state, metrics = agent.learn(state, trajectory, last_value, memory)
-        return state, new_state.params, metrics
+        keys = raw((state.key, new_state.key))
+        return state, new_state.params, metrics, keys
 
     @quick_jit
     def plain(state, batch):
@@ -241,7 +242,8 @@ def test_update_takes_the_steps_of_a_plain_loop(key_reuse):
                 logs.append(metrics)
         return params, jax.tree.map(lambda *x: jnp.stack(x).mean(), *logs)
 
-    state, params, metrics = learn(jax.random.key(1))
+    state, params, metrics, keys = learn(jax.random.key(1))
+    assert (np.asarray(keys[0]) != np.asarray(keys[1])).any()
     plain_params, plain_metrics = plain(state, batch)
     assert abs(flatten(params) - flatten(state.params)).max() > 0.03
     close(flatten(params), flatten(plain_params))

@@ -46,7 +46,7 @@ close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
 class AimEnv:
     """Pays 1 for the action that the observation shows, less the farther it is.
 
-    Half of the episodes terminate at step 2, and the others are truncated at step 3.
+    Half of the episodes terminate at step 2. The rest are truncated at step 3.
     """
 
     observation_space = OBS
@@ -267,8 +267,8 @@ def plain_step(params, critics, opt_state, rows, target_key, noise_key):
 
     updates, opt_state = ADAM.update(jax.grad(loss)(params, params), opt_state)
     params = optax.apply_updates(params, updates)
-    near = lambda x, y: CONFIG.tau * x + (1 - CONFIG.tau) * y  # noqa: E731
-    return params, jax.tree.map(near, params["critic"], critics), opt_state
+    average = lambda x, y: CONFIG.tau * x + (1 - CONFIG.tau) * y  # noqa: E731
+    return params, jax.tree.map(average, params["critic"], critics), opt_state
 
 
 @pytest.mark.usefixtures("quick_compile", "key_reuse")
@@ -297,9 +297,9 @@ def test_update_is_a_plain_loop_with_optax():
     state, first = state.replace(carry=(), key=()), first.params
     state, first, params, critics = jax.device_get((state, first, params, critics))
     metrics, stored, steps = jax.device_get((metrics, stored, steps))
-    # Adam divides by the size of a gradient, also where it is a rounding error.
-    near = functools.partial(close, atol=3e-3)
-    jax.tree.map(near, (state.params, state.target_params), (params, critics))
+    # Adam divides by the size of a gradient, even if it is a rounding error.
+    close_enough = functools.partial(close, atol=3e-3)
+    jax.tree.map(close_enough, (state.params, state.target_params), (params, critics))
     assert np.exp(params["log_alpha"]) < metrics["alpha"] < 1
     for got, want, old in zip(
         *map(jax.tree.leaves, (state.params, params, first)), strict=True

@@ -177,7 +177,7 @@ def test_exploration_adds_noise_within_the_bounds(case):
 
 
 def test_first_actions_are_random():
-    """An actor that is zero everywhere, without noise, after 8 steps of 2 lanes."""
+    """The actor is zero everywhere and adds no noise; it acts after 8 steps."""
     agent = make_agent(exploration_noise=0.0)
 
     @quick_jit
