@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -266,7 +267,7 @@ def describe(agent: Any) -> dict[str, Any]:
         for field in dataclasses.fields(agent.config)
     }
     settings = {
-        "agent": f"{kind.__module__}:{kind.__qualname__}",
+        "agent": name_of(kind),
         "rollout": rollout.__version__,
         "config": config,
         "fields": others,
@@ -299,6 +300,13 @@ def config_value(value: Any) -> Any:
     if callable(value):
         return {"function": f"{value.__module__}.{value.__qualname__}"}
     return np.asarray(value).item() if isinstance(value, jax.Array) else value
+
+
+def name_of(agent_class: type) -> str:
+    """Returns the module and the name of a class, also of a module that is run."""
+    module = agent_class.__module__
+    spec = getattr(sys.modules[module], "__spec__", None)
+    return f"{spec.name if spec else module}:{agent_class.__qualname__}"
 
 
 def class_of(name: str) -> Any:

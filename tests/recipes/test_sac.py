@@ -398,7 +398,7 @@ def evaluate(agent, num_updates=None):
 
 @pytest.mark.slow
 def test_sac_learns_to_aim():
-    config = Config(num_updates=2, num_steps=300, gamma=0.0, reward_scale=1.0)
+    config = Config(num_updates=2, num_steps=600, gamma=0.0, reward_scale=1.0)
     agent = SAC(envs.vectorize(AimEnv(), 4), config)
     assert evaluate(agent) > 2.5 - 0.5
 
