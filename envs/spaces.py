@@ -523,6 +523,62 @@ def space_of(tree: ArrayTree) -> AnySpace:
     return Dict(boxes) if type(boxes) is dict else Composite(boxes)
 
 
+def to_json(space: AnySpace) -> Any:
+    """Describes a space for `json.dump`; a custom space by None.
+
+    Args:
+        space: a space of this module, or a nesting of such spaces.
+
+    Returns:
+        Dicts and lists that `from_json` reads. A custom space has no code in them.
+    """
+    match space:
+        case Discrete():
+            return {"Discrete": [space.n, str(space.dtype), space.start]}
+        case MultiDiscrete():
+            return {"MultiDiscrete": [space.nvec, str(space.dtype), space.start]}
+        case MultiBinary():
+            return {"MultiBinary": [space.shape, str(space.dtype)]}
+        case Box():
+            low, high = (np.asarray(x, float).tolist() for x in space.bounds)
+            return {"Box": [low, high, space.shape, str(space.dtype)]}
+        case Repeated():
+            return {"Repeated": [to_json(space.space), space.num]}
+        case Dict():
+            parts = space.spaces.items()
+            return {"Dict": {name: to_json(part) for name, part in parts}}
+        case Tuple():
+            return {"Tuple": [to_json(part) for part in space.spaces]}
+    return None
+
+
+def from_json(data: Any) -> AnySpace:
+    """Inverts `to_json`.
+
+    Raises:
+        ValueError: if the space was a custom one.
+    """
+    if data is None:
+        raise ValueError("`data` must describe a space of `rollout.envs.spaces`.")
+    ((kind, args),) = data.items()
+    match kind:
+        case "Box":
+            low, high, shape, dtype = args
+            bounds = np.float64(low), np.float64(high)
+            return Box(*bounds, tuple(shape), np.dtype(dtype))
+        case "Dict":
+            return Dict({name: from_json(x) for name, x in args.items()})
+        case "Tuple":
+            return Tuple(tuple(map(from_json, args)))
+        case "Repeated":
+            return Repeated(from_json(args[0]), args[1])
+        case "Discrete":
+            return Discrete(*args)
+        case "MultiDiscrete":
+            return MultiDiscrete(*args)
+    return MultiBinary(*args)
+
+
 def is_mask(path: Any) -> bool:
     """Returns whether a leaf at `path` is an entry of a dict, or a field, of `MASK`."""
     last = path[-1] if path else None

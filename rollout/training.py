@@ -21,7 +21,7 @@ from rollout.envs.types import ArrayTree
 from rollout.envs.wrappers import normalize_obs
 from rollout.host.host_collector import HostCollector
 from rollout.policies import greedy
-from rollout.types import Policy
+from rollout.types import Policy, Transition
 
 State = TypeVar("State")
 
@@ -30,25 +30,28 @@ State = TypeVar("State")
 class Agent:
     """An immutable agent: environments, hyperparameters, and how to train.
 
-    A subclass is a frozen dataclass with a field `config`, whose `num_updates` is the
-    length of a training, and defines:
+    A subclass is a frozen dataclass that defines:
 
     - `policy`: the policy that collects experience;
     - `init_learner(key, obs)`: the initial state without `carry` and `key`, from
       observations `[B, ...]`, as a `flax.struct.PyTreeNode` with fields `params`,
       `carry`, `key` and `num_updates`;
-    - `update(state)`: collects and learns; returns the next state, and metrics by name;
-    - `env_steps(num_updates)`: environment steps after so many updates.
+    - `init_buffer(state, trajectory)`, if `config` has `learning_starts`: the state
+      with a replay buffer of the first steps, `[T, B, ...]`;
+    - `update(state)`: collects and learns; returns the next state, and metrics by name.
 
     Agents compare by value. Assigning to a field raises; `replace` returns another
     agent.
 
     Attributes:
         env: `B` parallel environments, JAX or host; an `EnvSpec` is enough to predict.
+        config: hyperparameters, a frozen dataclass. `num_updates` is the length of a
+            training, `num_steps` the steps per environment in each update, and
+            `learning_starts`, if there is a replay buffer, the environment steps
+            before the first update.
     """
 
     env: Any
-
     config: Any = None
 
     @property
@@ -79,6 +82,10 @@ class Agent:
         """Initializes all but `carry` and `key`, from `[B, ...]` observations."""
         raise NotImplementedError
 
+    def init_buffer(self, state: Any, trajectory: Transition) -> Any:
+        """Adds a replay buffer with the first steps, `[T, B, ...]`, to the state."""
+        raise NotImplementedError
+
     def init(self, key: chex.PRNGKey) -> Any:
         """Starts an episode in every environment, and initializes the parameters.
 
@@ -89,6 +96,11 @@ class Agent:
         carry = self.collector.init(carry_key)
         # One program instead of many small ones.
         state = jax.jit(self.init_learner)(learner_key, carry.obs)
+        if num_steps := self.num_initial_steps:
+            carry, trajectory = self.collector.collect_steps(
+                carry, state.params, num_steps
+            )
+            state = jax.jit(self.init_buffer)(state, trajectory)
         return state.replace(carry=carry, key=key)
 
     def update(self, state: Any) -> tuple[Any, dict[str, jax.Array]]:
@@ -112,12 +124,21 @@ class Agent:
             ValueError: if `num_updates` is not an int of at least 1.
         """
         size: Any = self.config.num_updates if num_updates is None else num_updates
-        is_host = self.collector.is_host
-        return scan_updates(self.update, state, size, is_host=is_host)
+        return scan_updates(self.update, state, size, is_host=is_host_env(self.env))
+
+    @property
+    def num_initial_steps(self) -> int:
+        """Steps per environment before the first update; at least 1 for a buffer."""
+        learning_starts = getattr(self.config, "learning_starts", None)
+        if learning_starts is None:
+            return 0
+        return max(1, -(-learning_starts // self.spec.num_envs))
 
     def env_steps(self, num_updates: Any) -> Any:
         """Returns the environment steps after so many updates, an int or an array."""
-        raise NotImplementedError
+        steps = np.asarray(num_updates, np.int64) * self.config.num_steps
+        steps = (steps + self.num_initial_steps) * self.spec.num_envs
+        return steps if steps.ndim else int(steps)
 
     def predict(self, params: ArrayTree, obs: ArrayTree) -> ArrayTree:
         """Returns the most likely action for a single observation.
@@ -132,6 +153,28 @@ class Agent:
     def freeze(self, state: Any) -> Self:
         """Fixes the statistics of normalized environments, to evaluate or predict."""
         return self.replace(env=self.collector.freeze(state.carry).env)
+
+
+def jit_on_host(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compiles a method of an agent if its environments are host environments.
+
+    In JAX environments the method is a part of the program that calls it. Equal agents
+    share the compiled program: it depends on the spaces of the environments only.
+
+    Args:
+        method: a method of an `Agent` without side effects, whose arguments and results
+            are pytrees of arrays. It must not use `self.env` or `self.collector`.
+        **options: options of `jax.jit`, such as `donate_argnames`.
+    """
+    compiled = jax.jit(method, static_argnums=0, **options)
+
+    @functools.wraps(method)
+    def call(self: Agent, *args: Any) -> Any:
+        if is_host_env(self.env):
+            return compiled(self.replace(env=self.spec), *args)
+        return method(self, *args)
+
+    return call
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -153,8 +196,12 @@ def make_collector(env: Any, policy: Policy) -> Collector | HostCollector:
     Raises:
         ValueError: if `env` is a single environment, or no environment.
     """
-    is_host = not hasattr(env, "reset_done") and hasattr(env, "close")
-    return (HostCollector if is_host else Collector)(env=env, policy=policy)
+    return (HostCollector if is_host_env(env) else Collector)(env=env, policy=policy)
+
+
+def is_host_env(env: Any) -> bool:
+    """Returns whether environments are not written in JAX."""
+    return not hasattr(env, "reset_done") and hasattr(env, "close")
 
 
 def scan_updates(

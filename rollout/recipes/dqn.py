@@ -14,7 +14,6 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import struct
 
@@ -22,7 +21,7 @@ import rollout
 from rollout.envs.spaces import Discrete, EnvSpec, as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs, mask_in
-from rollout.training import Agent
+from rollout.training import Agent, jit_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,70 +236,29 @@ class DQN(Agent):
             )
         return optax.adam(schedule)
 
-    @property
-    def num_initial_steps(self) -> int:
-        """Steps per environment before the first update, at least 1."""
-        return max(1, -(-self.config.learning_starts // self.spec.num_envs))
-
-    def env_steps(self, num_updates: Any) -> Any:
-        """Counts the environment steps after `num_updates` updates, an int or array."""
-        steps = np.asarray(num_updates, np.int64) * self.config.num_steps
-        steps = (steps + self.num_initial_steps) * self.spec.num_envs
-        return steps if steps.ndim else int(steps)
-
-    def init(self, key: chex.PRNGKey) -> TrainState:
-        """Initializes the parameters and stores the first steps in the buffer."""
-        state: TrainState = super().init(key)
-        carry, trajectory = self.collector.collect_steps(
-            state.carry, state.params, self.num_initial_steps
-        )
-        # One program instead of many small ones.
-        state = jax.jit(self.add_steps)(state.replace(carry=()), trajectory)
-        return state.replace(carry=carry)
-
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the parameters and an empty buffer."""
-        params, num_envs = self.model.init(key, obs), self.spec.num_envs
-        experience = Experience(
-            obs=obs,
-            action=jnp.zeros(num_envs, self.spec.action_space.dtype),
-            reward=jnp.zeros(num_envs),
-            terminated=jnp.zeros(num_envs, bool),
-            truncated=jnp.zeros(num_envs, bool),
-            next_obs=obs,
-            episode_id=jnp.zeros(num_envs, jnp.int32),
-            episode_length=jnp.zeros(num_envs, jnp.int32),
-            mask=jnp.zeros(num_envs, bool),
-        )
+        """Initializes everything but the carry and the buffer."""
+        params = self.model.init(key, obs)
         return TrainState(
             params=params,
             # A copy, so that the state can be donated.
             target_params=jax.tree.map(jnp.copy, params),
             opt_state=self.optimizer.init(params),
-            buffer_state=self.buffer.init(experience),
+            buffer_state=(),
             carry=(),
             window=rollout.EpisodeWindow.create(100),
             key=key,
             num_updates=jnp.int32(0),
         )
 
-    def add_steps(
+    def init_buffer(
         self, state: TrainState, trajectory: rollout.Transition
     ) -> TrainState:
-        """Adds a trajectory `[T, B, ...]` to the buffer and to the window."""
-        experience = Experience(
-            obs=trajectory.obs,
-            action=trajectory.action,
-            reward=trajectory.reward,
-            terminated=trajectory.terminated,
-            truncated=trajectory.truncated,
-            next_obs=trajectory.next_obs,
-            episode_id=trajectory.episode_id,
-            episode_length=trajectory.episode_length,
-            mask=trajectory.mask,
-        )
+        """Creates the replay buffer, with the first steps `[T, B, ...]`."""
+        experience = select_experience(trajectory)
+        buffer_state = self.buffer.init(jax.tree.map(lambda x: x[0], experience))
         return state.replace(
-            buffer_state=self.buffer.add(state.buffer_state, experience),
+            buffer_state=self.buffer.add(buffer_state, experience),
             window=state.window.add(trajectory),
         )
 
@@ -314,16 +272,12 @@ class DQN(Agent):
         carry, trajectory = self.collector.collect_steps(
             state.carry, state.params, self.config.num_steps
         )
-        buffer_state = state.buffer_state
-        state = state.replace(carry=(), buffer_state=())
-        if self.collector.is_host:
-            state, metrics = learn_jitted(
-                self.replace(env=self.spec), state, buffer_state, trajectory
-            )
-        else:
-            state, metrics = self.learn(state, buffer_state, trajectory)
+        learner = state.replace(carry=(), buffer_state=())
+        state, metrics = self.learn(learner, state.buffer_state, trajectory)
         return state.replace(carry=carry), metrics
 
+    # The buffer is updated in place.
+    @functools.partial(jit_on_host, donate_argnames="buffer_state")
     def learn(
         self,
         state: TrainState,
@@ -333,8 +287,9 @@ class DQN(Agent):
         """Adds a trajectory `[T, B, ...]` to the buffer and takes gradient steps."""
         num_gradients = self.config.gradient_steps
         key, sample_key = jax.random.split(state.key)
-        state = state.replace(buffer_state=buffer_state, key=key)
-        state = self.add_steps(state, trajectory)
+        buffer_state = self.buffer.add(buffer_state, select_experience(trajectory))
+        window = state.window.add(trajectory)
+        state = state.replace(buffer_state=buffer_state, window=window, key=key)
         sample_keys = jax.random.split(sample_key, num_gradients)
         # Numbers of the gradient steps in the whole training, from 1.
         steps = state.num_updates * num_gradients + jnp.arange(1, num_gradients + 1)
@@ -443,8 +398,10 @@ class DQN(Agent):
         return loss.mean(), metrics
 
 
-# The buffer is updated in place.
-learn_jitted = jax.jit(DQN.learn, static_argnums=0, donate_argnames="buffer_state")
+def select_experience(trajectory: rollout.Transition) -> Experience:
+    """Selects the fields that the buffer stores."""
+    names = (field.name for field in dataclasses.fields(Experience))
+    return Experience(**{name: getattr(trajectory, name) for name in names})
 
 
 def select(values: jax.Array, index: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs, mask_in
 from rollout.minibatches import mean_gradient
 from rollout.platform import dot_general
-from rollout.training import Agent
+from rollout.training import Agent, jit_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,10 +188,8 @@ class PPO(Agent):
         # Under `vmap` one seed at a time: on jax 0.10, batched decompositions of
         # `orthogonal` deadlock on few CPU cores.
         params = jax.custom_batching.sequential_vmap(self.model.init)(key, obs)
-        opt_state, window = (
-            self.optimizer.init(params),
-            rollout.EpisodeWindow.create(100),
-        )
+        opt_state = self.optimizer.init(params)
+        window = rollout.EpisodeWindow.create(100)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
@@ -201,17 +199,14 @@ class PPO(Agent):
             The next state, and metrics, `()` each: `return_mean` of the last 100
             episodes, and means over the minibatches of what `loss` returns.
         """
-        collector, params = self.collector, state.params
-        carry, trajectory = collector.collect_steps(
-            state.carry, params, self.config.num_steps
+        carry, trajectory = self.collector.collect_steps(
+            state.carry, state.params, self.config.num_steps
         )
-        inputs = state.replace(carry=()), trajectory, collector.value(carry, params)
-        if collector.is_host:  # one compiled program, shared by equal agents
-            state, metrics = learn_jitted(self.replace(env=self.spec), *inputs)
-        else:
-            state, metrics = self.learn(*inputs)
+        last_value = self.collector.value(carry, state.params)
+        state, metrics = self.learn(state.replace(carry=()), trajectory, last_value)
         return state.replace(carry=carry), metrics
 
+    @jit_on_host
     def learn(
         self, state: TrainState, trajectory: rollout.Transition, last_value: jax.Array
     ) -> tuple[TrainState, Metrics]:
@@ -300,13 +295,6 @@ class PPO(Agent):
             "clip_fraction": jnp.float32(ratio != clipped_ratio),
         }
         return loss, metrics
-
-    def env_steps(self, num_updates: Any) -> Any:
-        """Returns the number of environment steps after so many updates."""
-        return num_updates * self.config.num_steps * self.spec.num_envs
-
-
-learn_jitted = jax.jit(PPO.learn, static_argnums=0)
 
 
 def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -15,7 +15,6 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import struct
 
@@ -25,7 +24,7 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs, mask_in
 from rollout.minibatches import mean_gradient
 from rollout.platform import dot_general
-from rollout.training import Agent
+from rollout.training import Agent, jit_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,12 +223,6 @@ class PQN(Agent):
         # Flatten the parameters: few large operations are faster than many small ones.
         return optax.flatten(optax.chain(clip, optax.radam(schedule)))
 
-    def env_steps(self, num_updates: Any) -> Any:
-        """Counts the environment steps after `num_updates` updates, an int or array."""
-        steps = np.asarray(num_updates, np.int64) * self.config.num_steps
-        steps = steps * self.spec.num_envs
-        return steps if steps.ndim else int(steps)
-
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
         """Initializes everything but the carry."""
         params = self.model.init(key, obs)
@@ -253,15 +246,10 @@ class PQN(Agent):
             state.carry, state.params, self.config.num_steps
         )
         last_value = self.collector.value(carry, state.params)
-        state = state.replace(carry=())
-        if self.collector.is_host:
-            state, metrics = learn_jitted(
-                self.replace(env=self.spec), state, trajectory, last_value
-            )
-        else:
-            state, metrics = self.learn(state, trajectory, last_value)
+        state, metrics = self.learn(state.replace(carry=()), trajectory, last_value)
         return state.replace(carry=carry), metrics
 
+    @jit_on_host
     def learn(
         self, state: TrainState, trajectory: rollout.Transition, last_value: jax.Array
     ) -> tuple[TrainState, Metrics]:
@@ -346,9 +334,6 @@ class PQN(Agent):
         q_value = jnp.take_along_axis(values, index[..., None], axis=-1)[..., 0]
         loss = 0.5 * (q_value - batch.target) ** 2
         return loss, {"loss": loss, "q_value": q_value}
-
-
-learn_jitted = jax.jit(PQN.learn, static_argnums=0)
 
 
 if __name__ == "__main__":

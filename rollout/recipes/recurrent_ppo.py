@@ -25,7 +25,7 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs, mask_in, normalize_obs
 from rollout.minibatches import mean_gradient
 from rollout.platform import dot_general
-from rollout.training import Agent
+from rollout.training import Agent, jit_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,10 +249,8 @@ class RecurrentPPO(Agent):
         # `orthogonal` deadlock on few CPU cores.
         init = jax.custom_batching.sequential_vmap(self.model.init)
         params = init(key, self.model.initialize_memory(self.spec.num_envs), obs)
-        opt_state, window = (
-            self.optimizer.init(params),
-            rollout.EpisodeWindow.create(100),
-        )
+        opt_state = self.optimizer.init(params)
+        window = rollout.EpisodeWindow.create(100)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
@@ -262,18 +260,17 @@ class RecurrentPPO(Agent):
             The next state, and metrics, `()` each: `return_mean` of the last 100
             episodes, and means over the minibatches of what `loss` returns.
         """
-        collector, params = self.collector, state.params
-        carry, trajectory = collector.collect_steps(
-            state.carry, params, self.config.num_steps
+        memory = state.carry.policy_state
+        carry, trajectory = self.collector.collect_steps(
+            state.carry, state.params, self.config.num_steps
         )
-        last_value, memory = collector.value(carry, params), state.carry.policy_state
-        inputs = state.replace(carry=()), trajectory, last_value, memory
-        if collector.is_host:  # one compiled program, shared by equal agents
-            state, metrics = learn_jitted(self.replace(env=self.spec), *inputs)
-        else:
-            state, metrics = self.learn(*inputs)
+        last_value = self.collector.value(carry, state.params)
+        state, metrics = self.learn(
+            state.replace(carry=()), trajectory, last_value, memory
+        )
         return state.replace(carry=carry), metrics
 
+    @jit_on_host
     def learn(
         self,
         state: TrainState,
@@ -391,13 +388,6 @@ class RecurrentPPO(Agent):
         memory = self.model.initialize_memory(1) if memory is None else memory
         obs = normalize_obs(self.env, obs)
         return predict_jitted(self.eval_policy, params, obs, memory)
-
-    def env_steps(self, num_updates: Any) -> Any:
-        """Returns the number of environment steps after so many updates."""
-        return num_updates * self.config.num_steps * self.spec.num_envs
-
-
-learn_jitted = jax.jit(RecurrentPPO.learn, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=0)

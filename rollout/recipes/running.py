@@ -224,8 +224,8 @@ def load(
         }
     )
     spec = EnvSpec(
-        space_from_json(settings["observation_space"]),
-        space_from_json(settings["action_space"]),
+        spaces.from_json(settings["observation_space"]),
+        spaces.from_json(settings["action_space"]),
         settings["num_envs"],
     )
     agent = agent_class(env=spec, config=config, **fields)
@@ -234,7 +234,7 @@ def load(
     params = jax.eval_shape(init, obs).params
     normalizer, statistics = settings["normalizer"], None
     if normalizer is not None:
-        raw_space = space_from_json(normalizer["observation_space"])
+        raw_space = spaces.from_json(normalizer["observation_space"])
         only, raw = normalizer["only"], shape_of_obs(raw_space, 1)
         statistics = prior(raw, space=raw_space, only=only, xp=np)
     like: Any = {"params": params, "statistics": statistics}
@@ -271,12 +271,12 @@ def describe(agent: Any) -> dict[str, Any]:
         "rollout": rollout.__version__,
         "config": config,
         "fields": others,
-        "observation_space": space_to_json(agent.spec.observation_space),
-        "action_space": space_to_json(agent.spec.action_space),
+        "observation_space": spaces.to_json(agent.spec.observation_space),
+        "action_space": spaces.to_json(agent.spec.action_space),
         "num_envs": agent.spec.num_envs,
         "normalizer": normalizer
         and {
-            "observation_space": space_to_json(
+            "observation_space": spaces.to_json(
                 env_spec(normalizer.env).observation_space
             ),
             "only": normalizer.only,
@@ -319,49 +319,6 @@ def class_of(name: str) -> Any:
             "not of `rollout.recipes`."
         )
     return getattr(importlib.import_module(module), kind)
-
-
-def space_to_json(space: AnySpace) -> Any:
-    """Describes a space, None if its structure is neither dict nor tuple."""
-    match space:
-        case spaces.Discrete():
-            return {"Discrete": [space.n, str(space.dtype), space.start]}
-        case spaces.MultiDiscrete():
-            return {"MultiDiscrete": [space.nvec, str(space.dtype), space.start]}
-        case spaces.MultiBinary():
-            return {"MultiBinary": [space.shape, str(space.dtype)]}
-        case spaces.Box():
-            low, high = (np.asarray(x, float).tolist() for x in space.bounds)
-            return {"Box": [low, high, space.shape, str(space.dtype)]}
-        case spaces.Repeated():
-            return {"Repeated": [space_to_json(space.space), space.num]}
-        case spaces.Dict():
-            parts = space.spaces.items()
-            return {"Dict": {name: space_to_json(part) for name, part in parts}}
-        case spaces.Tuple():
-            return {"Tuple": [space_to_json(part) for part in space.spaces]}
-    return None
-
-
-def space_from_json(data: Any) -> AnySpace:
-    """Inverts `space_to_json`."""
-    if data is None:
-        raise ValueError(
-            "`folder` must have a run with spaces of dicts and tuples only."
-        )
-    ((kind, args),) = data.items()
-    match kind:
-        case "Box":
-            low, high, shape, dtype = args
-            bounds = np.float64(low), np.float64(high)
-            return spaces.Box(*bounds, tuple(shape), np.dtype(dtype))
-        case "Dict":
-            return spaces.Dict({name: space_from_json(x) for name, x in args.items()})
-        case "Tuple":
-            return spaces.Tuple(tuple(map(space_from_json, args)))
-        case "Repeated":
-            return spaces.Repeated(space_from_json(args[0]), args[1])
-    return getattr(spaces, kind)(*args)
 
 
 def check_folder(files: Folder, settings: dict[str, Any], resume: bool) -> None:

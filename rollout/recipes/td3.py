@@ -24,7 +24,7 @@ from rollout.distributions import TanhNormal
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient
-from rollout.training import Agent, scan_updates
+from rollout.training import Agent, jit_on_host, scan_updates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,64 +205,35 @@ class TD3(Agent):
         """Adam, for the actor and for the critics."""
         return optax.adam(self.config.learning_rate)
 
-    @property
-    def num_initial_steps(self) -> int:
-        """Steps per environment before the first update, at least 1."""
-        return max(1, -(-self.config.learning_starts // self.spec.num_envs))
-
-    def env_steps(self, num_updates: Any) -> Any:
-        """Counts the environment steps after `num_updates` updates, an int or array."""
-        steps = np.asarray(num_updates, np.int64) * self.config.num_steps
-        steps = (steps + self.num_initial_steps) * self.spec.num_envs
-        return steps if steps.ndim else int(steps)
-
-    def init(self, key: chex.PRNGKey) -> TrainState:
-        """Initializes the parameters and stores the first steps in the buffer."""
-        state: TrainState = super().init(key)
-        carry, trajectory = self.collector.collect_steps(
-            state.carry, state.params, self.num_initial_steps
-        )
-        # One program instead of many small ones.
-        state = jax.jit(self.add_steps)(state.replace(carry=()), trajectory)
-        return state.replace(carry=carry)
-
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the parameters and an empty buffer."""
+        """Initializes everything but the carry and the buffer."""
         actor_key, *critic_keys = jax.random.split(key, 3)
-        num_envs, space = self.spec.num_envs, self.spec.action_space
-        action = jnp.zeros((num_envs, self.distribution.size))
+        action = jnp.zeros((self.spec.num_envs, self.distribution.size))
         init_critics = jax.vmap(self.critic.init, (0, None, None))
         params = {
             "actor": self.actor.init(actor_key, obs),
             "critic": init_critics(jnp.stack(critic_keys), obs, action),
         }
-        experience = Experience(
-            obs=obs,
-            action=jnp.zeros((num_envs, *space.shape), space.dtype),
-            reward=jnp.zeros(num_envs),
-            terminated=jnp.zeros(num_envs, bool),
-            next_obs=obs,
-            mask=jnp.zeros(num_envs, bool),
-        )
         return TrainState(
             params=params,
             target_params=jax.tree.map(jnp.copy, params),
             opt_state={name: self.optimizer.init(x) for name, x in params.items()},
             num_gradient_steps=jnp.int32(0),
-            buffer_state=self.buffer.init(experience),
+            buffer_state=(),
             carry=(),
             window=rollout.EpisodeWindow.create(100),
             key=key,
             num_updates=jnp.int32(0),
         )
 
-    def add_steps(
+    def init_buffer(
         self, state: TrainState, trajectory: rollout.Transition
     ) -> TrainState:
-        """Adds a trajectory `[T, B, ...]` to the buffer and to the window."""
+        """Creates the replay buffer, with the first steps `[T, B, ...]`."""
         experience = select_experience(trajectory)
+        buffer_state = self.buffer.init(jax.tree.map(lambda x: x[0], experience))
         return state.replace(
-            buffer_state=self.buffer.add(state.buffer_state, experience),
+            buffer_state=self.buffer.add(buffer_state, experience),
             window=state.window.add(trajectory),
         )
 
@@ -273,32 +244,38 @@ class TD3(Agent):
             The next state, and metrics, `()` each: `return_mean` of the last 100
             episodes, and means over the gradient steps of what `critic_loss` returns.
         """
-        is_host = self.collector.is_host
-        learn, add = self.learn, rollout.EpisodeWindow.add
-        if is_host:
-            agent = self.replace(env=self.spec)
-            learn, add = functools.partial(learn_jitted, agent), add_jitted
-        window = state.window
-
-        def step(state: TrainState) -> tuple[TrainState, Any]:
-            carry, trajectory = self.collector.collect_steps(
-                state.carry, state.params, 1
-            )
-            state, buffer_state, metrics = learn(
-                state.replace(carry=(), buffer_state=()), state.buffer_state, trajectory
-            )
-            state = state.replace(carry=carry, buffer_state=buffer_state)
-            return state, (select_episodes(trajectory), metrics)
-
+        num_steps, is_host = self.config.num_steps, self.collector.is_host
         state, (trajectory, metrics) = scan_updates(
-            step, state.replace(window=()), self.config.num_steps, is_host=is_host
+            self.step, state, num_steps, is_host=is_host
         )
-        window = add(window, jax.tree.map(lambda x: x[:, 0], trajectory))
-        metrics = jax.tree.map(jnp.mean, metrics)
-        metrics["return_mean"] = window.return_mean
-        state = state.replace(window=window, num_updates=state.num_updates + 1)
-        return state, metrics
+        window, metrics = self.summarize(state.window, trajectory, metrics)
+        return state.replace(window=window, num_updates=state.num_updates + 1), metrics
 
+    def step(self, state: TrainState) -> tuple[TrainState, Any]:
+        """Takes one step in every environment and learns."""
+        carry, trajectory = self.collector.collect_steps(state.carry, state.params, 1)
+        learner = state.replace(carry=(), buffer_state=(), window=())
+        learner, buffer_state, metrics = self.learn(
+            learner, state.buffer_state, trajectory
+        )
+        state = learner.replace(
+            carry=carry, buffer_state=buffer_state, window=state.window
+        )
+        return state, (select_episodes(trajectory), metrics)
+
+    @jit_on_host
+    def summarize(
+        self,
+        window: rollout.EpisodeWindow,
+        trajectory: rollout.Transition,
+        metrics: Metrics,
+    ) -> tuple[rollout.EpisodeWindow, Metrics]:
+        """Adds steps `[T, 1, B]` to the window, and averages metrics `[T]`."""
+        window = window.add(jax.tree.map(lambda x: x[:, 0], trajectory))
+        metrics = jax.tree.map(jnp.mean, metrics)
+        return window, metrics | {"return_mean": window.return_mean}
+
+    @functools.partial(jit_on_host, donate_argnames="buffer_state")
     def learn(
         self,
         state: TrainState,
@@ -401,20 +378,10 @@ class TD3(Agent):
         return values(critic_params, obs, action)[..., 0]
 
 
-learn_jitted = jax.jit(TD3.learn, static_argnums=0, donate_argnames="buffer_state")
-add_jitted = jax.jit(rollout.EpisodeWindow.add)
-
-
 def select_experience(trajectory: rollout.Transition) -> Experience:
     """Selects the fields that the buffer stores."""
-    return Experience(
-        obs=trajectory.obs,
-        action=trajectory.action,
-        reward=trajectory.reward,
-        terminated=trajectory.terminated,
-        next_obs=trajectory.next_obs,
-        mask=trajectory.mask,
-    )
+    names = (field.name for field in dataclasses.fields(Experience))
+    return Experience(**{name: getattr(trajectory, name) for name in names})
 
 
 def select_episodes(trajectory: rollout.Transition) -> rollout.Transition:

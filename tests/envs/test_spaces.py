@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 
 import gymnasium
 import jax
@@ -342,3 +343,17 @@ def test_spaces_of_gymnax_are_taken_anywhere():
         ]
     )
     jax.tree.map(np.testing.assert_array_equal, *act(np.zeros((50, 1))))
+
+
+def test_spaces_come_back_from_json():
+    spaces = envs.spaces
+    space = spaces.Dict(
+        {
+            "box": spaces.Box(np.float32([-np.inf, 0]), np.float32([1, np.inf]), (2,)),
+            "parts": spaces.Tuple(
+                (spaces.Discrete(3, start=-1), spaces.MultiBinary((2,)))
+            ),
+            "many": spaces.Repeated(spaces.MultiDiscrete([[2, 3]]), 2),
+        }
+    )
+    assert spaces.from_json(json.loads(json.dumps(spaces.to_json(space)))) == space

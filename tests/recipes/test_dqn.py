@@ -17,7 +17,7 @@ from masked_env import MaskedEnv
 import rollout
 from rollout import envs
 from rollout.envs.spaces import EnvSpec
-from rollout.recipes.dqn import DQN, Batch, Config, QNetwork
+from rollout.recipes.dqn import DQN, Batch, Config, QNetwork, select_experience
 from rollout.types import Persistent
 
 B = 4
@@ -127,14 +127,14 @@ def test_update_takes_the_steps_of_a_plain_loop(name, key_reuse):
     optimizer, plain_step = make_plain_step(CONFIG)
     opt_state = quick_jit(optimizer.init)(state.params)
     train = quick_jit(lambda state: agent.train(state, 1), donate_argnums=0)
-    add_steps = quick_jit(agent.add_steps)
+    add = quick_jit(lambda state, t: buffer.add(state, select_experience(t)))
     num_steps, seen, errors, weights = 0, set(), [], []
     for number in (1, 2):
         new = slice(8 * number, 8 * number + 8)
         _, t = agent.collector.collect_steps(state.carry, state.params, 8)
         params = jax.tree.map(np.array, state.params)  # copies: `train` takes over
         target_params = jax.tree.map(np.array, state.target_params)
-        buffer_state = add_steps(state, t).buffer_state
+        buffer_state = add(state.buffer_state, t)
         rows = jax.device_get(buffer_state.ring.experience)
         rows = jax.tree.map(lambda x, new=new: x[: new.stop], rows)
         assert buffer.size(state.buffer_state) == new.start * B
@@ -290,7 +290,7 @@ def test_agents_compare_by_value_and_reject_other_spaces():
         DQN(EnvSpec(agent.spec.observation_space, envs.Box(-1.0, 1.0, (1,))))
 
 
-def test_training_runs_under_vmap_over_seeds_and_numbers():
+def test_training_runs_under_vmap_over_seeds_and_numbers(key_reuse):
     agent = make_agent(num_updates=2)
     numbers = {
         "learning_rate": np.float32([0.05, 0.0, 0.05, 0.05, 0.05]),

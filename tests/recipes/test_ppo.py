@@ -304,7 +304,7 @@ def test_update_takes_the_steps_of_a_plain_loop(learn_fn, key_reuse):
     assert (words[0] != words[1]).any()
 
 
-def test_target_kl_leaves_out_the_rest_of_an_update():
+def test_target_kl_leaves_out_the_rest_of_an_update(key_reuse):
     """The first step that is left out is the one whose KL is too large."""
     state, _ = init_and_order(jax.random.key(1))
     counts = []

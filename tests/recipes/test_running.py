@@ -19,7 +19,7 @@ from rollout import checkpoint, envs
 from rollout.recipes import load, run
 from rollout.recipes.command import number_fields
 from rollout.recipes.ppo import PPO, ActorCritic, Config
-from rollout.recipes.running import Folder, space_from_json, space_to_json, trim_tables
+from rollout.recipes.running import Folder, trim_tables
 
 ROOT = Path(__file__).parents[2]
 SMALL = Config(num_updates=4, num_steps=8, num_minibatches=2, num_epochs=1)
@@ -142,20 +142,6 @@ def test_damaged_tables_raise_before_training(damage, finished, tmp_path):
     path.write_bytes(damage[1]((folder / "metrics.csv").read_bytes()))
     with pytest.raises(ValueError, match=r"metrics\.csv must have the rows"):
         trim_tables(agent, 4, Folder(tmp_path))
-
-
-def test_spaces_come_back_from_json():
-    spaces = envs.spaces
-    space = spaces.Dict(
-        {
-            "box": spaces.Box(np.float32([-np.inf, 0]), np.float32([1, np.inf]), (2,)),
-            "parts": spaces.Tuple(
-                (spaces.Discrete(3, start=-1), spaces.MultiBinary((2,)))
-            ),
-            "many": spaces.Repeated(spaces.MultiDiscrete([[2, 3]]), 2),
-        }
-    )
-    assert space_from_json(json.loads(json.dumps(space_to_json(space)))) == space
 
 
 def test_networks_and_other_classes_must_be_passed_to_load(finished, tmp_path):
