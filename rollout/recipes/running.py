@@ -214,15 +214,10 @@ def load(
             f"{field}, and `run` saves no code."
         )
     config_class = type(agent_class.__dataclass_fields__["config"].default)
-    config = config_class(
-        **{
-            field: tuple(value) if isinstance(value, list) else value
-            for field, value in settings["config"].items()
-            if not isinstance(
-                value, dict
-            )  # a schedule, of which only the name is saved
-        }
-    )
+    # Of a schedule only the name is saved, in a dict.
+    numbers = {x: y for x, y in settings["config"].items() if not isinstance(y, dict)}
+    lists = {x: tuple(y) for x, y in numbers.items() if isinstance(y, list)}
+    config = config_class(**numbers | lists)
     spec = EnvSpec(
         spaces.from_json(settings["observation_space"]),
         spaces.from_json(settings["action_space"]),
@@ -255,34 +250,33 @@ def shape_of_obs(space: AnySpace, num_envs: int) -> Any:
 
 def describe(agent: Any) -> dict[str, Any]:
     """Returns what `load` needs to build the agent, as JSON."""
-    kind, normalizer = type(agent), obs_normalizer(agent.env)
-    others = {
+    normalizer = obs_normalizer(agent.env)
+    fields = {
         field.name: type(getattr(agent, field.name)).__qualname__
         for field in dataclasses.fields(agent)
         if field.name not in ("env", "config")
         and getattr(agent, field.name) != field.default
     }
-    config = {
-        field.name: config_value(getattr(agent.config, field.name))
-        for field in dataclasses.fields(agent.config)
-    }
     settings = {
-        "agent": name_of(kind),
+        "agent": name_of(type(agent)),
         "rollout": rollout.__version__,
-        "config": config,
-        "fields": others,
+        "config": {
+            field.name: config_value(getattr(agent.config, field.name))
+            for field in dataclasses.fields(agent.config)
+        },
+        "fields": fields,
         "observation_space": spaces.to_json(agent.spec.observation_space),
         "action_space": spaces.to_json(agent.spec.action_space),
         "num_envs": agent.spec.num_envs,
-        "normalizer": normalizer
-        and {
-            "observation_space": spaces.to_json(
-                env_spec(normalizer.env).observation_space
-            ),
+        "normalizer": None,
+    }
+    if normalizer is not None:
+        raw_space = env_spec(normalizer.env).observation_space
+        settings["normalizer"] = {
+            "observation_space": spaces.to_json(raw_space),
             "only": normalizer.only,
             "epsilon": normalizer.epsilon,
-        },
-    }
+        }
     return json.loads(json.dumps(settings))
 
 
@@ -311,14 +305,14 @@ def name_of(agent_class: type) -> str:
 
 def class_of(name: str) -> Any:
     """Returns the class of an agent of this package."""
-    module, _, kind = name.partition(":")
+    module, _, class_name = name.partition(":")
     # A file must not decide which module is imported.
     if not re.fullmatch(r"rollout\.recipes\.[a-z0-9_]+", module):
         raise ValueError(
             f"`agent_class` must be passed to `load`: the agent is a {name}, which is "
             "not of `rollout.recipes`."
         )
-    return getattr(importlib.import_module(module), kind)
+    return getattr(importlib.import_module(module), class_name)
 
 
 def check_folder(files: Folder, settings: dict[str, Any], resume: bool) -> None:
@@ -424,10 +418,8 @@ def append_rows(path: Path, columns: dict[str, Any]) -> None:
         if is_new:
             file.write(",".join(columns) + "\n")
         for row in rows:
-            file.write(
-                ",".join(f"{x:.9g}" if type(x) is float else str(x) for x in row)
-            )
-            file.write("\n")
+            cells = (f"{x:.9g}" if type(x) is float else str(x) for x in row)
+            file.write(",".join(cells) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
