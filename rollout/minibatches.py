@@ -211,6 +211,22 @@ def mean_gradient(
     return grads, jax.tree.map(lambda x: x.sum(axis=0), metrics)
 
 
+def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Shifts and scales rows to mean 0 and standard deviation 1, as for advantages.
+
+    Args:
+        x: `[...]` float.
+        weight: weights of the rows, of the shape of `x`. Rows of weight 0 do not count.
+
+    Returns:
+        The normalized rows, of the shape of `x`; zeros if all rows are equal.
+    """
+    total = jnp.maximum(weight.sum(), 1.0)
+    mean = (x * weight).sum() / total
+    var = ((x - mean) ** 2 * weight).sum() / total
+    return (x - mean) / (jnp.sqrt(var) + 1e-8)
+
+
 def _check_rows(name: str, value: Any, weight: jax.Array) -> None:
     """Raises unless there is one value per row."""
     if jnp.shape(value) != weight.shape:

@@ -256,6 +256,24 @@ def vtrace(
     return _vtrace(rows, jnp.asarray(value), next_value, ratio, gamma, lam, clip)
 
 
+def explained_variance(
+    value: jax.Array, target: jax.Array, mask: jax.Array | None = None
+) -> jax.Array:
+    """Computes 1 - Var(target - value) / Var(target), to judge a critic.
+
+    Args:
+        value: V(obs), an array of floats.
+        target: returns that the critic learns, of the same shape.
+        mask: bool, the rows that count; None for all.
+
+    Returns:
+        `()` float: 1 if the critic is perfect, 0 if it predicts a constant, and less
+        than 0 if it is worse. NaN if all targets are equal.
+    """
+    error = jnp.var(target - value, where=mask)
+    return 1 - error / jnp.var(target, where=mask)
+
+
 def _rows(
     reward: Any, terminated: Any, truncated: Any, mask: Any, **others: Any
 ) -> _Rows:

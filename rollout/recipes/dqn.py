@@ -37,7 +37,7 @@ class Config:
     gradient_steps: int = 32  # in each update, after its environment steps
     learning_starts: int = 1024  # environment steps before the first update
     batch_size: int = 128
-    learning_rate: float | optax.Schedule = 1e-3  # schedule: of gradient steps
+    learning_rate: float | optax.Schedule = 1e-3  # a schedule counts gradient steps
     anneal_lr: bool = True  # decays a number by a cosine to 0 over `num_updates`
     buffer_size: int = 100_000
     n_step: int = 3  # rewards in a target
@@ -322,7 +322,7 @@ class DQN(Agent):
             weight=sample.weights,
         )
         grads, metrics = jax.grad(self.mean_loss, has_aux=True)(state.params, batch)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         # A step size of 0 leaves the target network unchanged.
         is_due = step % config.target_update_interval == 0

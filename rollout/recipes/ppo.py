@@ -2,8 +2,8 @@
 
     python -m rollout.recipes.ppo CartPole-v1
 
-The order is the paper's: config, network, rollout, advantages, loss, update. Copy this
-file and change it.
+The order: config, network, policy, update (rollout, advantages, minibatches), loss.
+Copy this file and change it.
 """
 
 import dataclasses
@@ -22,8 +22,9 @@ import rollout
 from rollout.distributions import ActionDistribution
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs, mask_in
-from rollout.minibatches import mean_gradient
+from rollout.minibatches import mean_gradient, normalize
 from rollout.platform import dot_general
+from rollout.targets import explained_variance
 from rollout.training import Agent, jit_on_host
 
 
@@ -35,19 +36,19 @@ class Config:
     num_steps: int = 128  # steps per environment in each update
     num_epochs: int = 4
     num_minibatches: int = 8
-    learning_rate: float | optax.Schedule = 2.5e-3  # schedule: of gradient steps
-    anneal_lr: bool = True  # decays a number linearly to 0 over `num_updates`
+    learning_rate: float | optax.Schedule = 2.5e-3  # a schedule counts gradient steps
+    anneal_lr: bool = True  # decays a number linearly to 0; a schedule stays as it is
     gamma: float = 0.99
     gae_lambda: float = 0.95
     clip_eps: float = 0.2
-    clip_range_vf: float = math.inf  # clip range of the value function
+    clip_range_vf: float = math.inf  # of the value function; inf does not clip
     vf_coef: float = 0.5
     ent_coef: float = 0.01
     max_grad_norm: float = 0.5
-    target_kl: float | None = None  # an update stops beyond 1.5 times this KL
+    target_kl: float | None = None  # skips minibatches after 1.5 times this KL
     hidden_layer_sizes: tuple[int, ...] = (64, 64)
     activation: str = "tanh"  # name of a function of `flax.linen`
-    microbatch_size: int | None = None  # rows per accumulated gradient
+    microbatch_size: int | None = None  # accumulates gradients of so many rows
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some hyperparameters changed."""
@@ -58,7 +59,7 @@ Metrics = dict[str, jax.Array]
 
 
 class ActorCritic(nn.Module):
-    """Two multilayer perceptrons: parameters of the action distribution, and value."""
+    """Separate actor and critic, two multilayer perceptrons."""
 
     distribution: ActionDistribution
     observation_space: AnySpace
@@ -67,7 +68,14 @@ class ActorCritic(nn.Module):
 
     @nn.compact
     def __call__(self, obs: ArrayTree) -> tuple[jax.Array, jax.Array]:
-        """Maps `[..., *shape]` observations to `[..., num_params]` and `[...]`."""
+        """Maps observations to parameters of the distribution, and to values.
+
+        Args:
+            obs: `[..., *shape]`, without or with an action mask.
+
+        Returns:
+            `[..., num_params]` and `[...]`.
+        """
         obs = flatten_obs(self.observation_space, obs)
 
         def dense(size: int, scale: float) -> nn.Dense:
@@ -101,7 +109,7 @@ class TrainState(struct.PyTreeNode):
 
 
 class Batch(struct.PyTreeNode):
-    """Rows of the loss, `[M, ...]`."""
+    """Rows of the loss, `[M, ...]`; of a trajectory, `[T, B, ...]`."""
 
     obs: ArrayTree
     raw_action: ArrayTree  # sampled action before postprocessing
@@ -109,7 +117,7 @@ class Batch(struct.PyTreeNode):
     value: jax.Array
     advantage: jax.Array
     target: jax.Array  # of the value function
-    weight: jax.Array  # 1 for valid rows, 0 for masked-out rows
+    weight: jax.Array  # 1, or 0 for masked-out rows, which do not count
 
 
 @functools.lru_cache
@@ -162,9 +170,12 @@ class PPO(Agent):
     @functools.cached_property
     def model(self) -> Any:
         """The network, by default an `ActorCritic`."""
-        options = self.config.hidden_layer_sizes, self.config.activation
-        space = self.spec.observation_space
-        return self.network or ActorCritic(self.distribution, space, *options)
+        return self.network or ActorCritic(
+            self.distribution,
+            self.spec.observation_space,
+            self.config.hidden_layer_sizes,
+            self.config.activation,
+        )
 
     @functools.cached_property
     def policy(self) -> rollout.Policy:
@@ -197,7 +208,8 @@ class PPO(Agent):
 
         Returns:
             The next state, and metrics, `()` each: `return_mean` of the last 100
-            episodes, and means over the minibatches of what `loss` returns.
+            episodes, `explained_variance` of the values, and the metrics of `loss`,
+            averaged over the minibatches.
         """
         carry, trajectory = self.collector.collect_steps(
             state.carry, state.params, self.config.num_steps
@@ -212,6 +224,7 @@ class PPO(Agent):
     ) -> tuple[TrainState, Metrics]:
         """Takes the gradient steps of one update from a trajectory `[T, B, ...]`."""
         config, value = self.config, trajectory.extras["value"]
+        # V(next_obs), at a truncation of the episode's last observation.
         next_value = rollout.next_values(trajectory, value, last_value)
         advantage = rollout.gae(
             trajectory.reward,
@@ -234,16 +247,23 @@ class PPO(Agent):
         )
         key, shuffle_key = jax.random.split(state.key)
         learner = state.params, state.opt_state, jnp.bool_(False)
-        counts = config.num_minibatches, config.num_epochs
         (params, opt_state, _), metrics = rollout.scan_minibatches(
-            self.minibatch_step, learner, shuffle_key, batch, *counts
+            self.minibatch_step,
+            learner,
+            shuffle_key,
+            batch,
+            config.num_minibatches,
+            config.num_epochs,
         )
-        window, num_updates = state.window.add(trajectory), state.num_updates + 1
+        window = state.window.add(trajectory)
         metrics = jax.tree.map(jnp.mean, metrics)
-        metrics["explained_variance"] = explained_variance(batch)
+        metrics["explained_variance"] = explained_variance(
+            value, batch.target, trajectory.mask
+        )
         metrics["return_mean"] = window.return_mean
-        state = TrainState(params, opt_state, state.carry, window, key, num_updates)
-        return state, metrics
+        num_updates = state.num_updates + 1
+        state = state.replace(params=params, opt_state=opt_state, window=window)
+        return state.replace(key=key, num_updates=num_updates), metrics
 
     def minibatch_step(
         self, learner: tuple[ArrayTree, optax.OptState, jax.Array], batch: Batch
@@ -255,16 +275,18 @@ class PPO(Agent):
         grads, metrics = mean_gradient(
             self.loss, params, batch, batch.weight, microbatch_size=size
         )
-        updates, new_opt_state = self.optimizer.update(grads, opt_state)
+        updates, new_opt_state = self.optimizer.update(grads, opt_state, params)
         new = optax.apply_updates(params, updates), new_opt_state
         if self.config.target_kl is not None:
             stopped |= metrics["kl"] > 1.5 * self.config.target_kl
-            old = params, opt_state
-            new = jax.tree.map(lambda x, y: jnp.where(stopped, x, y), old, new)
+            keep = functools.partial(jnp.where, stopped)
+            new = jax.tree.map(keep, (params, opt_state), new)
         return (*new, stopped), metrics
 
     def loss(self, params: ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
-        """Computes the loss of every row, eq. 9 of the paper with its sign changed.
+        """Computes the loss of every row: eq. 9 of the paper with its sign changed.
+
+        The value loss has a factor of 0.5, and is clipped as in OpenAI's baselines.
 
         Args:
             params: parameters of the network.
@@ -282,33 +304,20 @@ class PPO(Agent):
         surrogate = jnp.minimum(
             ratio * batch.advantage, clipped_ratio * batch.advantage
         )
-        change, limit = value - batch.value, config.clip_range_vf
-        clipped_value = batch.value + jnp.clip(change, -limit, limit)
-        errors = value - batch.target, clipped_value - batch.target
-        value_loss = 0.5 * jnp.maximum(errors[0] ** 2, errors[1] ** 2)
+        limit = config.clip_range_vf
+        clipped_value = batch.value + jnp.clip(value - batch.value, -limit, limit)
+        error, clipped_error = value - batch.target, clipped_value - batch.target
+        value_loss = 0.5 * jnp.maximum(error**2, clipped_error**2)
         entropy = self.distribution.entropy(outputs, mask)
         loss = -surrogate + config.vf_coef * value_loss - config.ent_coef * entropy
         metrics = {
+            "policy_loss": -surrogate,
             "value_loss": value_loss,
             "entropy": entropy,
             "kl": ratio - 1 - log_ratio,  # estimator k3 of joschu.net/blog/kl-approx
             "clip_fraction": jnp.float32(ratio != clipped_ratio),
         }
         return loss, metrics
-
-
-def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Shifts and scales the valid rows to mean 0 and standard deviation 1."""
-    total = jnp.maximum(weight.sum(), 1.0)
-    mean = (x * weight).sum() / total
-    var = ((x - mean) ** 2 * weight).sum() / total
-    return (x - mean) / (jnp.sqrt(var) + 1e-8)
-
-
-def explained_variance(batch: Batch) -> jax.Array:
-    """Computes 1 - Var(target - value) / Var(target): 1 if the critic is perfect."""
-    error = jnp.var(batch.advantage, where=batch.weight > 0)
-    return 1 - error / jnp.var(batch.target, where=batch.weight > 0)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Config:
     num_steps: int = 32  # steps per environment in each update
     num_epochs: int = 4
     num_minibatches: int = 16
-    learning_rate: float | optax.Schedule = 1e-3  # schedule: of gradient steps
+    learning_rate: float | optax.Schedule = 1e-3  # a schedule counts gradient steps
     anneal_lr: bool = True  # decays a number linearly to 0 over `num_updates`
     gamma: float = 0.99
     lambda_: float = 0.95
@@ -316,7 +316,7 @@ class PQN(Agent):
         """Takes one gradient step on a minibatch."""
         params, opt_state = learner
         grads, metrics = mean_gradient(self.loss, params, batch, batch.weight)
-        updates, opt_state = self.optimizer.update(grads, opt_state)
+        updates, opt_state = self.optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), metrics
 
     def loss(self, params: ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:

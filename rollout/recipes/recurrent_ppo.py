@@ -23,8 +23,9 @@ import rollout
 from rollout.distributions import ActionDistribution
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs, mask_in, normalize_obs
-from rollout.minibatches import mean_gradient
+from rollout.minibatches import mean_gradient, normalize
 from rollout.platform import dot_general
+from rollout.targets import explained_variance
 from rollout.training import Agent, jit_on_host
 
 
@@ -36,16 +37,16 @@ class Config:
     num_steps: int = 128  # steps per environment in each update
     num_epochs: int = 4
     num_minibatches: int = 8  # of whole environments, so it divides their number
-    learning_rate: float | optax.Schedule = 2.5e-3  # schedule: of gradient steps
-    anneal_lr: bool = True  # decays a number linearly to 0 over `num_updates`
+    learning_rate: float | optax.Schedule = 2.5e-3  # a schedule counts gradient steps
+    anneal_lr: bool = True  # decays a number linearly to 0; a schedule stays as it is
     gamma: float = 0.99
     gae_lambda: float = 0.95
     clip_eps: float = 0.2
-    clip_range_vf: float = math.inf  # clip range of the value function
+    clip_range_vf: float = math.inf  # of the value function; inf does not clip
     vf_coef: float = 0.5
     ent_coef: float = 0.01
     max_grad_norm: float = 0.5
-    target_kl: float | None = None  # an update stops beyond 1.5 times this KL
+    target_kl: float | None = None  # skips minibatches after 1.5 times this KL
     cell: str = "GRUCell"  # name of a cell of `flax.linen`, or "OptimizedLSTMCell"
     memory_size: int = 64
     hidden_layer_sizes: tuple[int, ...] = (64, 64)  # of actor and critic
@@ -258,7 +259,8 @@ class RecurrentPPO(Agent):
 
         Returns:
             The next state, and metrics, `()` each: `return_mean` of the last 100
-            episodes, and means over the minibatches of what `loss` returns.
+            episodes, `explained_variance` of the values, and the metrics of `loss`,
+            averaged over the minibatches.
         """
         memory = state.carry.policy_state
         carry, trajectory = self.collector.collect_steps(
@@ -304,16 +306,24 @@ class RecurrentPPO(Agent):
         )
         key, shuffle_key = jax.random.split(state.key)
         learner = state.params, state.opt_state, jnp.bool_(False)
-        counts = config.num_minibatches, config.num_epochs
         (params, opt_state, _), metrics = rollout.scan_minibatches(
-            self.minibatch_step, learner, shuffle_key, batch, *counts, axis=1
+            self.minibatch_step,
+            learner,
+            shuffle_key,
+            batch,
+            config.num_minibatches,
+            config.num_epochs,
+            axis=1,
         )
-        window, num_updates = state.window.add(trajectory), state.num_updates + 1
+        window = state.window.add(trajectory)
         metrics = jax.tree.map(jnp.mean, metrics)
-        metrics["explained_variance"] = explained_variance(batch)
+        metrics["explained_variance"] = explained_variance(
+            value, batch.target, trajectory.mask
+        )
         metrics["return_mean"] = window.return_mean
-        state = TrainState(params, opt_state, state.carry, window, key, num_updates)
-        return state, metrics
+        num_updates = state.num_updates + 1
+        state = state.replace(params=params, opt_state=opt_state, window=window)
+        return state.replace(key=key, num_updates=num_updates), metrics
 
     def minibatch_step(
         self, learner: tuple[ArrayTree, optax.OptState, jax.Array], batch: Batch
@@ -322,16 +332,18 @@ class RecurrentPPO(Agent):
         params, opt_state, stopped = learner
         batch = batch.replace(advantage=normalize(batch.advantage, batch.weight))
         grads, metrics = mean_gradient(self.loss, params, batch, batch.weight)
-        updates, new_opt_state = self.optimizer.update(grads, opt_state)
+        updates, new_opt_state = self.optimizer.update(grads, opt_state, params)
         new = optax.apply_updates(params, updates), new_opt_state
         if self.config.target_kl is not None:
             stopped |= metrics["kl"] > 1.5 * self.config.target_kl
-            old = params, opt_state
-            new = jax.tree.map(lambda x, y: jnp.where(stopped, x, y), old, new)
+            keep = functools.partial(jnp.where, stopped)
+            new = jax.tree.map(keep, (params, opt_state), new)
         return (*new, stopped), metrics
 
     def loss(self, params: ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
-        """Computes the loss of every step, eq. 9 of the paper with its sign changed.
+        """Computes the loss of every step: eq. 9 of the paper with its sign changed.
+
+        The value loss has a factor of 0.5, and is clipped as in OpenAI's baselines.
 
         Replays the memory from `initial_memory`, and resets it at episode starts.
 
@@ -359,13 +371,14 @@ class RecurrentPPO(Agent):
         surrogate = jnp.minimum(
             ratio * batch.advantage, clipped_ratio * batch.advantage
         )
-        change, limit = value - batch.value, config.clip_range_vf
-        clipped_value = batch.value + jnp.clip(change, -limit, limit)
-        errors = value - batch.target, clipped_value - batch.target
-        value_loss = 0.5 * jnp.maximum(errors[0] ** 2, errors[1] ** 2)
+        limit = config.clip_range_vf
+        clipped_value = batch.value + jnp.clip(value - batch.value, -limit, limit)
+        error, clipped_error = value - batch.target, clipped_value - batch.target
+        value_loss = 0.5 * jnp.maximum(error**2, clipped_error**2)
         entropy = self.distribution.entropy(outputs, mask)
         loss = -surrogate + config.vf_coef * value_loss - config.ent_coef * entropy
         metrics = {
+            "policy_loss": -surrogate,
             "value_loss": value_loss,
             "entropy": entropy,
             "kl": ratio - 1 - log_ratio,  # estimator k3 of joschu.net/blog/kl-approx
@@ -398,20 +411,6 @@ def predict_jitted(
     batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
     step = policy.apply(params, batch, memory, jax.random.key(0))
     return jax.tree.map(lambda x: x[0], step.action), step.state
-
-
-def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Shifts and scales the valid rows to mean 0 and standard deviation 1."""
-    total = jnp.maximum(weight.sum(), 1.0)
-    mean = (x * weight).sum() / total
-    var = ((x - mean) ** 2 * weight).sum() / total
-    return (x - mean) / (jnp.sqrt(var) + 1e-8)
-
-
-def explained_variance(batch: Batch) -> jax.Array:
-    """Computes 1 - Var(target - value) / Var(target): 1 if the critic is perfect."""
-    error = jnp.var(batch.advantage, where=batch.weight > 0)
-    return 1 - error / jnp.var(batch.target, where=batch.weight > 0)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Config:
     gradient_steps: int = 1  # gradient steps after each step of all environments
     learning_starts: int = 1000  # environment steps before the first gradient step
     batch_size: int = 128
-    learning_rate: float | optax.Schedule = 1e-3  # schedule: of gradient steps
+    learning_rate: float | optax.Schedule = 1e-3  # a schedule counts gradient steps
     buffer_size: int = 100_000  # transitions of all environments
     gamma: float = 0.99
     reward_scale: float = 0.1
@@ -290,7 +290,7 @@ class SAC(Agent):
             noise=jax.random.normal(noise_key, action.shape),
         )
         grads, metrics = mean_gradient(self.loss, params, batch, sample.weights)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
         params: Any = optax.apply_updates(params, updates)
         target_params = optax.incremental_update(
             params["critic"], target_params, self.config.tau

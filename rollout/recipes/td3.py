@@ -40,7 +40,7 @@ class Config:
     gradient_steps: int = 1  # gradient steps after each step of all environments
     learning_starts: int = 1000  # random environment steps before the first update
     batch_size: int = 256
-    learning_rate: float | optax.Schedule = 1e-3  # schedule: of gradient steps
+    learning_rate: float | optax.Schedule = 1e-3  # a schedule counts gradient steps
     buffer_size: int = 100_000  # transitions of all environments
     gamma: float = 0.99
     tau: float = 0.005  # step size of the target networks
@@ -326,7 +326,7 @@ class TD3(Agent):
         """Takes a gradient step for "actor" or "critic", with all rows weighted 1."""
         params, weight = state.params[name], jnp.ones(len(batch.target))
         grads, metrics = mean_gradient(loss_fn, params, batch, weight)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state[name])
+        updates, opt_state = self.optimizer.update(grads, state.opt_state[name], params)
         new_params = optax.apply_updates(params, updates)
         state = state.replace(
             params=state.params | {name: new_params},

@@ -68,6 +68,7 @@ def plain_loss(config, outputs, value, batch, xp=np):
     entropy = -(xp.exp(log_probs) * log_probs).sum(axis=-1)
     loss = -surrogate + config.vf_coef * value_loss - config.ent_coef * entropy
     return loss, {
+        "policy_loss": -surrogate,
         "value_loss": value_loss,
         "entropy": entropy,
         "kl": ratio - 1 - xp.log(ratio),
