@@ -441,7 +441,17 @@ def env_spec(env: Any) -> EnvSpec:
     """Returns the spaces and `num_envs` of a `VectorEnv` or a `HostVectorEnv`.
 
     Bounds of observations that depend on traced parameters become infinite.
+
+    Raises:
+        ValueError: if `env` is a single environment, or no environment.
     """
+    names = "observation_space", "action_space", "num_envs"
+    if missing := [name for name in names if not hasattr(env, name)]:
+        raise ValueError(
+            "`env` must be parallel environments, such as "
+            "`rollout.envs.make_vec(env_id, num_envs)` makes them, got "
+            f"{checks.describe(env)} without `{missing[0]}`."
+        )
 
     def read() -> tuple[AnySpace, AnySpace]:
         observation_space = as_space(env.observation_space, "env.observation_space")

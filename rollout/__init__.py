@@ -111,9 +111,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `rollout.buffers` and `rollout.inspection` when they are first read."""
+    """Imports `buffers`, `inspection` and `recipes` when they are first read."""
     if name == "inspect":
         return importlib.import_module("rollout.inspection").inspect
-    if name not in ("buffers", "inspection"):
+    if name not in ("buffers", "inspection", "recipes"):
         raise AttributeError(f"module 'rollout' has no attribute {name!r}")
     return importlib.import_module(f"rollout.{name}")

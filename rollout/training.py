@@ -92,6 +92,7 @@ class Agent:
         Args:
             key: one typed key: the source of all randomness of the training.
         """
+        checks.typed_key(key)
         carry_key, learner_key, key = jax.random.split(key, 3)
         carry = self.collector.init(carry_key)
         # One program instead of many small ones.
@@ -147,8 +148,28 @@ class Agent:
             params: parameters of the policy.
             obs: `[*shape]`, as the environment returns it. If `env` normalizes
                 observations, fix its statistics first: `agent.freeze(state)`.
+
+        Raises:
+            ValueError: if `obs` has another shape.
         """
-        return _predict(self.eval_policy, params, normalize_obs(self.env, obs))
+        return _predict(self.eval_policy, params, self.prepare_obs(obs))
+
+    def prepare_obs(self, obs: ArrayTree) -> ArrayTree:
+        """Checks the shape of a single observation, and normalizes it as `env` does."""
+        if isinstance(obs, list):
+            obs = np.asarray(obs, self.spec.observation_space.dtype)
+        obs, expected = normalize_obs(self.env, obs), self._obs_shape
+        if (shape := jax.tree.map(jnp.shape, obs)) != expected:
+            raise ValueError(
+                f"`obs` must be a single observation, of shape {expected}, got {shape}."
+            )
+        return obs
+
+    @functools.cached_property
+    def _obs_shape(self) -> Any:
+        """Shapes of the leaves of a single observation."""
+        sample = self.spec.observation_space.sample
+        return jax.tree.map(jnp.shape, jax.eval_shape(sample, jax.random.key(0)))
 
     def freeze(self, state: Any) -> Self:
         """Fixes the statistics of normalized environments, to evaluate or predict."""

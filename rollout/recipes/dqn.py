@@ -18,7 +18,7 @@ import optax
 from flax import struct
 
 import rollout
-from rollout.envs.spaces import Discrete, EnvSpec, as_space
+from rollout.envs.spaces import Discrete, EnvSpec
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs, mask_in
 from rollout.training import Agent, jit_on_host
@@ -184,7 +184,7 @@ class DQN(Agent):
     network: nn.Module | None = None
 
     def __post_init__(self) -> None:
-        space = as_space(self.env.action_space, "env.action_space")
+        space = self.spec.action_space
         if not isinstance(space, Discrete):
             raise ValueError(
                 "`env.action_space` must be a Discrete for DQN, got "

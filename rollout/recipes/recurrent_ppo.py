@@ -22,7 +22,7 @@ from flax import struct
 import rollout
 from rollout.distributions import ActionDistribution
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers import flatten_obs, mask_in, normalize_obs
+from rollout.envs.wrappers import flatten_obs, mask_in
 from rollout.minibatches import mean_gradient, normalize
 from rollout.platform import dot_general
 from rollout.targets import explained_variance
@@ -399,7 +399,7 @@ class RecurrentPPO(Agent):
                 observation of an episode.
         """
         memory = self.model.initialize_memory(1) if memory is None else memory
-        obs = normalize_obs(self.env, obs)
+        obs = self.prepare_obs(obs)
         return predict_jitted(self.eval_policy, params, obs, memory)
 
 

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 import rollout
-from rollout import checkpoint, envs
+from rollout import checkpoint, checks, envs
 from rollout.envs import spaces
 from rollout.envs.spaces import EnvSpec, env_spec
 from rollout.envs.types import AnySpace, ArrayTree
@@ -90,8 +90,12 @@ def run(
     - `curve.png`, and `agent.gif` if the environment can be drawn;
     - event files for TensorBoard, if the package `tensorboard` is installed.
 
+    Evaluations play `agent.eval_policy`, which takes the most likely action. So their
+    returns are not those of the training.
+
     A run that was killed and resumed gives the same files as an uninterrupted one, bit
     for bit in JAX environments, and in host environments that can save their state.
+    Only event files are more, and a run that its callback stopped continues.
 
     Args:
         agent: an agent of `rollout.recipes`, or one with the same methods.
@@ -102,9 +106,10 @@ def run(
         num_eval_episodes: episodes per evaluation, at least 1.
         target_return: stops the training once the mean return of an evaluation is at
             least this; None trains for `config.num_updates` updates.
-        resume: continues the run in `folder`, or starts it if there is none. Settings
-            must be equal, except `num_updates`. If the learning rate is annealed, it
-            follows the schedule of the new `num_updates`.
+        resume: continues the run in `folder`, or starts it if there is none, so it may
+            always be True. Settings must be equal, except `num_updates` and
+            `target_return`. If the learning rate is annealed, it follows the schedule
+            of the new `num_updates`.
         callback: called with a `Progress` after each evaluation, and 20 times without
             `evaluate_every`. The training stops if it returns False.
         eval_env: host environments for evaluations during the training. JAX
@@ -122,6 +127,7 @@ def run(
             "`eval_env` must be given with `evaluate_every` for host environments: an "
             "evaluation would end the episodes of the training. Make it as `env`."
         )
+    checks.typed_key(key)
     files = Folder(Path(folder).expanduser())
     settings = describe(agent) | {
         "key": np.asarray(jax.random.key_data(key)).tolist(),
@@ -130,10 +136,11 @@ def run(
     }
     check_folder(files, settings, resume)
     train_key, eval_key = jax.random.split(key)
-    state, best_return = restore(agent, agent.init(train_key), files.resume)
+    state, best_return, last_return = restore(
+        agent, agent.init(train_key), files.resume
+    )
     num_done, num_updates = int(state.num_updates), agent.config.num_updates
     trim_tables(agent, num_done, files)
-    files.settings.write_text(json.dumps(settings, indent=1) + "\n")
 
     def evaluate(state: Any) -> rollout.stats.CollectStats:
         env = agent.env if eval_env is None else eval_env
@@ -146,24 +153,27 @@ def run(
     is_host = agent.collector.is_host
     train = agent.train if is_host else jax.jit(agent.train, static_argnums=1)
     writer, speed = TensorBoardWriter(files.folder), SpeedMeter(agent, num_done)
-    evaluation, is_stopped = None, False
+    evaluation = None
+    is_stopped = target_return is not None and last_return >= target_return
     while num_done < num_updates and not is_stopped:
         size = chunk_size(agent, evaluate_every, num_done)
         state, metrics = train(state, size)
+        # Not before: an agent that cannot be trained leaves the folder free.
+        files.settings.write_text(json.dumps(settings, indent=1) + "\n")
         metrics = {name: np.asarray(x) for name, x in sorted(metrics.items())}
         steps = agent.env_steps(num_done + np.arange(1, size + 1))
         append_rows(files.metrics, {"steps": steps, **metrics})
         num_done, evaluation = num_done + size, None
         if evaluate_every is not None or num_done == num_updates:
             evaluation = evaluate(state)
-            mean = float(evaluation.returns.mean)
+            last_return = float(evaluation.returns.mean)
             append_rows(files.evaluations, evaluation_row(steps[-1], evaluation))
-            if not mean <= best_return:
-                best_return = mean
+            if not last_return <= best_return:
+                best_return = last_return
                 save_policy(agent, state, files.best, num_done)
-            is_stopped = target_return is not None and mean >= target_return
+            is_stopped = target_return is not None and last_return >= target_return
         save_policy(agent, state, files.last, num_done)
-        tree = resumable(agent, state, best_return)
+        tree = resumable(agent, state, best_return, last_return)
         checkpoint.save(files.resume, tree, step=num_done)
         writer.write(steps, metrics, evaluation)
         print(speed.line(steps[-1], metrics, evaluation), flush=True)
@@ -205,6 +215,8 @@ def load(
         ValueError: if the agent has a class or fields that must be passed.
     """
     folder = Path(folder).expanduser()
+    if not Folder(folder).settings.exists():
+        raise FileNotFoundError(f"`folder` must have a run of `run`, got {folder}.")
     settings = json.loads(Folder(folder).settings.read_text())
     agent_class = agent_class or class_of(settings["agent"])
     if missing := sorted(settings["fields"].keys() - fields.keys()):
@@ -367,23 +379,27 @@ def save_policy(agent: Any, state: Any, path: Path, step: int) -> None:
         checkpoint.save(path, tree, step=step)
 
 
-def resumable(agent: Any, state: Any, best_return: float) -> dict[str, Any]:
+def resumable(
+    agent: Any, state: Any, best_return: float, last_return: float
+) -> dict[str, Any]:
     """Returns what `restore` needs, with the states of host environments."""
     collector = agent.collector
     host = collector.save(state.carry) if collector.is_host else []
-    return {"state": state, "host": host, "best_return": np.float64(best_return)}
+    returns = np.float64([best_return, last_return])
+    return {"state": state, "host": host, "returns": returns}
 
 
-def restore(agent: Any, state: Any, path: Path) -> tuple[Any, float]:
-    """Restores the state of a run and its best return, if there is a checkpoint."""
+def restore(agent: Any, state: Any, path: Path) -> tuple[Any, float, float]:
+    """Restores the state of a run, and its best and last return of evaluations."""
     if not checkpoint.steps(path):
-        return state, -np.inf
-    tree: Any = checkpoint.restore(path, resumable(agent, state, 0.0))
+        return state, -np.inf, -np.inf
+    tree: Any = checkpoint.restore(path, resumable(agent, state, 0.0, 0.0))
     state = tree["state"]
     if agent.collector.is_host:
         carry = agent.collector.restore(state.carry, tree["host"])
         state = state.replace(carry=carry)
-    return state, float(tree["best_return"])
+    best_return, last_return = tree["returns"].tolist()
+    return state, best_return, last_return
 
 
 def trim_tables(agent: Any, num_done: int, files: Folder) -> None:
@@ -440,12 +456,14 @@ class SpeedMeter:
     """Formats the line that is printed after each part of a training."""
 
     def __init__(self, agent: Any, num_done: int) -> None:
-        self._first_step = int(agent.env_steps(num_done)) if num_done else 0
-        self._start = time.monotonic()
+        self._steps = int(agent.env_steps(num_done)) if num_done else 0
+        self._time = time.monotonic()
 
     def line(self, steps: Any, metrics: dict[str, Any], evaluation: Any) -> str:
-        """Returns the line: steps, returns and speed."""
-        speed = (steps - self._first_step) / (time.monotonic() - self._start)
+        """Returns the line: steps, returns, and the speed since the last line."""
+        now = time.monotonic()
+        speed = (steps - self._steps) / (now - self._time)
+        self._steps, self._time = steps, now
         text = f"{steps:>12,} steps, return {metrics['return_mean'][-1]:.6g}"
         if evaluation is not None:
             text += f", evaluation {float(evaluation.returns.mean):.6g}"

@@ -490,3 +490,17 @@ def test_equal_agents_of_host_environments_share_their_programs():
     assert int(state.num_updates) == 3
     jax.tree.map(np.testing.assert_array_equal, *results)
     assert "/jax/core/compile/backend_compile_duration" not in events
+
+
+def test_observations_and_environments_of_another_shape_raise():
+    agent = PPO(envs.make_vec("CartPole-v1", 2), CONFIG)
+    params = jax.eval_shape(agent.init, jax.random.key(0)).params
+    for obs in (np.zeros(3), np.zeros((1, 4)), (np.zeros(4), {}), [0.0] * 3):
+        with pytest.raises(ValueError, match=r"`obs` must be .* of shape \(4,\), got"):
+            agent.predict(params, obs)
+    assert agent.prepare_obs([0.0] * 4).dtype == np.float32
+    for env in ("CartPole-v1", envs.make("CartPole-v1")):
+        with pytest.raises(ValueError, match="`env` must be parallel environments"):
+            PPO(env, CONFIG).init(jax.random.key(0))
+    with pytest.raises(ValueError, match="`key` must be one typed key"):
+        agent.init(0)

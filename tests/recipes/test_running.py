@@ -102,11 +102,27 @@ def test_resumed_run_equals_an_uninterrupted_one_byte_for_byte(finished, tmp_pat
 
 def test_target_return_and_callback_stop_the_training(tmp_path):
     agent, key = make_agent(), jax.random.key(0)
-    state, _ = run(agent, key, folder=tmp_path / "a", target_return=1.0, **EVALUATE)
-    assert int(state.num_updates) == 2
+    for resume in (False, True):  # also a run that is resumed after its last update
+        state, _ = run(
+            agent,
+            key,
+            folder=tmp_path / "a",
+            target_return=1.0,
+            resume=resume,
+            **EVALUATE,
+        )
+        assert int(state.num_updates) == 2
+    assert table(tmp_path / "a" / "evaluations.csv")["steps"] == 64
     state, evaluation = run(agent, key, folder=tmp_path / "b", callback=lambda _: False)
     assert int(state.num_updates) == 1
     assert evaluation.num_episodes == 100
+
+
+def test_agent_that_cannot_be_trained_leaves_the_folder_free(tmp_path):
+    key, folder = jax.random.key(0), tmp_path / "run"
+    with pytest.raises(ValueError, match="`num_minibatches` must divide"):
+        run(make_agent(SMALL.replace(num_minibatches=7)), key, folder=folder)
+    run(make_agent(SMALL.replace(num_updates=1)), key, folder=folder)
 
 
 def test_runs_do_not_mix(finished):
@@ -123,6 +139,10 @@ def test_runs_do_not_mix(finished):
         run(agent, jax.random.key(1), folder=folder, resume=True, **EVALUATE)
     with pytest.raises(ValueError, match="`evaluate_every` must be 64"):
         run(agent, key, folder=folder, resume=True)
+    with pytest.raises(ValueError, match="`key` must be one typed key"):
+        run(agent, 0, folder=folder)
+    with pytest.raises(FileNotFoundError, match="`folder` must have a run"):
+        load(folder / "best")
 
 
 @pytest.mark.parametrize(
