@@ -385,7 +385,7 @@ def resumable(
     """Returns what `restore` needs, with the states of host environments."""
     collector = agent.collector
     host = collector.save(state.carry) if collector.is_host else []
-    returns = np.float64([best_return, last_return])
+    returns = np.array([best_return, last_return], np.float64)
     return {"state": state, "host": host, "returns": returns}
 
 
