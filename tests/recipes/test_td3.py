@@ -72,13 +72,15 @@ def case():
 
 def test_target_smooths_the_action_and_takes_the_smaller_critic(case):
     agent, _, target_params, experience = case
-    noisy = agent.replace(config=CONFIG.replace(target_policy_noise=2.0))
+    config = CONFIG.replace(target_policy_noise=2.0, target_noise_clip=1.5)
+    noisy = agent.replace(config=config)
     key = jax.random.key(3)
     got = quick_jit(lambda: noisy.target(target_params, experience, key))()
-    noise = np.clip(2.0 * np.asarray(jax.random.normal(key, (6, 1))), -0.5, 0.5)
-    assert (np.abs(noise) == 0.5).any()
-    assert (np.abs(noise) < 0.5).any()
+    noise = np.clip(2.0 * np.asarray(jax.random.normal(key, (6, 1))), -1.5, 1.5)
+    assert (np.abs(noise) == 1.5).any()
+    assert (np.abs(noise) < 1.5).any()
     action = np.tanh(relu_mlp(target_params["actor"], experience.next_obs))
+    assert (np.abs(action + noise) > 1).any()
     action = np.clip(action + noise, -1, 1)
     values = critics(target_params["critic"], experience.next_obs, action)
     expected = experience.reward + 0.9 * ~experience.terminated * values.min(0)
