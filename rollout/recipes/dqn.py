@@ -74,6 +74,18 @@ class QNetwork(nn.Module):
         return nn.Dense(self.num_actions)(x)
 
 
+# What the buffer stores. Returns of n steps end where an episode breaks off.
+STORED_FIELDS = (
+    "obs",
+    "action",
+    "reward",
+    "terminated",
+    "truncated",
+    "next_obs",
+    "episode_id",
+    "episode_length",
+    "mask",
+)
 Metrics = dict[str, jax.Array]
 
 
@@ -88,20 +100,6 @@ class TrainState(struct.PyTreeNode):
     window: rollout.EpisodeWindow  # the last 100 episodes
     key: chex.PRNGKey
     num_updates: jax.Array  # () int32, updates so far
-
-
-class Experience(struct.PyTreeNode):
-    """Rows of the replay buffer, `[T, B, ...]`."""
-
-    obs: ArrayTree
-    action: jax.Array
-    reward: jax.Array
-    terminated: jax.Array
-    truncated: jax.Array
-    next_obs: ArrayTree
-    episode_id: jax.Array  # n-step returns end where an episode breaks off
-    episode_length: jax.Array
-    mask: jax.Array  # the buffer skips masked-out rows
 
 
 class Batch(struct.PyTreeNode):
@@ -398,10 +396,10 @@ class DQN(Agent):
         return loss.mean(), metrics
 
 
-def select_experience(trajectory: rollout.Transition) -> Experience:
-    """Selects the fields that the buffer stores."""
-    names = (field.name for field in dataclasses.fields(Experience))
-    return Experience(**{name: getattr(trajectory, name) for name in names})
+def select_experience(trajectory: rollout.Transition) -> rollout.Transition:
+    """Drops the fields that the buffer does not store."""
+    others = (name for name in vars(trajectory) if name not in STORED_FIELDS)
+    return trajectory.replace(**dict.fromkeys(others, ()))
 
 
 def select(values: jax.Array, index: jax.Array) -> jax.Array:

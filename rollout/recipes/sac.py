@@ -49,6 +49,7 @@ class Config:
         return dataclasses.replace(self, **changes)
 
 
+STORED_FIELDS = "obs", "action", "reward", "terminated", "next_obs", "mask"
 Metrics = dict[str, jax.Array]
 
 
@@ -82,17 +83,6 @@ class TrainState(struct.PyTreeNode):
     window: rollout.EpisodeWindow  # the last 100 episodes
     key: chex.PRNGKey
     num_updates: jax.Array  # () int32, updates so far
-
-
-class Experience(struct.PyTreeNode):
-    """Rows of the replay buffer, `[T, B, ...]`."""
-
-    obs: ArrayTree
-    action: jax.Array  # action of the environment
-    reward: jax.Array
-    terminated: jax.Array
-    next_obs: ArrayTree
-    mask: jax.Array  # the buffer skips masked-out rows
 
 
 class Batch(struct.PyTreeNode):
@@ -304,7 +294,7 @@ class SAC(Agent):
         self,
         params: dict[str, Any],
         target_params: ArrayTree,
-        experience: Experience,
+        experience: rollout.Transition,
         key: chex.PRNGKey,
     ) -> jax.Array:
         """Computes the target of the critics, eq. 3 and 5 of the paper, `[M]`.
@@ -367,10 +357,10 @@ class SAC(Agent):
         return values(critic_params, obs, action)[..., 0]
 
 
-def select_experience(trajectory: rollout.Transition) -> Experience:
-    """Selects the fields that the buffer stores."""
-    names = (field.name for field in dataclasses.fields(Experience))
-    return Experience(**{name: getattr(trajectory, name) for name in names})
+def select_experience(trajectory: rollout.Transition) -> rollout.Transition:
+    """Drops the fields that the buffer does not store."""
+    others = (name for name in vars(trajectory) if name not in STORED_FIELDS)
+    return trajectory.replace(**dict.fromkeys(others, ()))
 
 
 def select_episodes(trajectory: rollout.Transition) -> rollout.Transition:

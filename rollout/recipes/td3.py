@@ -56,6 +56,7 @@ class Config:
         return dataclasses.replace(self, **changes)
 
 
+STORED_FIELDS = "obs", "action", "reward", "terminated", "next_obs", "mask"
 Metrics = dict[str, jax.Array]
 
 
@@ -90,17 +91,6 @@ class TrainState(struct.PyTreeNode):
     window: rollout.EpisodeWindow  # the last 100 episodes
     key: chex.PRNGKey
     num_updates: jax.Array  # () int32, updates so far
-
-
-class Experience(struct.PyTreeNode):
-    """Rows of the replay buffer, `[T, B, ...]`."""
-
-    obs: ArrayTree
-    action: jax.Array  # action of the environment
-    reward: jax.Array
-    terminated: jax.Array
-    next_obs: ArrayTree
-    mask: jax.Array  # the buffer skips masked-out rows
 
 
 class Batch(struct.PyTreeNode):
@@ -299,7 +289,7 @@ class TD3(Agent):
         """Updates the critics, and every `policy_delay` steps actor and targets."""
         sample_key, target_key = jax.random.split(key)
         sample = self.buffer.sample(buffer_state, sample_key, self.config.batch_size)
-        experience: Any = sample.experience
+        experience = sample.experience
         batch = Batch(
             obs=experience.obs,
             action=self.distribution.normalize(experience.action),
@@ -337,7 +327,7 @@ class TD3(Agent):
     def target(
         self,
         target_params: dict[str, Any],
-        experience: Experience,
+        experience: rollout.Transition,
         key: chex.PRNGKey,
     ) -> jax.Array:
         """Computes the target of the critics, eq. 14 of the paper, `[M]`.
@@ -378,10 +368,10 @@ class TD3(Agent):
         return values(critic_params, obs, action)[..., 0]
 
 
-def select_experience(trajectory: rollout.Transition) -> Experience:
-    """Selects the fields that the buffer stores."""
-    names = (field.name for field in dataclasses.fields(Experience))
-    return Experience(**{name: getattr(trajectory, name) for name in names})
+def select_experience(trajectory: rollout.Transition) -> rollout.Transition:
+    """Drops the fields that the buffer does not store."""
+    others = (name for name in vars(trajectory) if name not in STORED_FIELDS)
+    return trajectory.replace(**dict.fromkeys(others, ()))
 
 
 def select_episodes(trajectory: rollout.Transition) -> rollout.Transition:

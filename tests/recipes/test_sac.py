@@ -18,7 +18,15 @@ import rollout
 from rollout import envs
 from rollout.envs import spaces
 from rollout.envs.spaces import EnvSpec
-from rollout.recipes.sac import MLP, SAC, Batch, Config, Experience
+from rollout.recipes.sac import (
+    MLP,
+    SAC,
+    STORED_FIELDS,
+    Batch,
+    Config,
+    select_experience,
+)
+from rollout.types import Transition
 
 B, NUM_ROWS = 2, 64
 CONFIG = Config(
@@ -37,7 +45,7 @@ CONFIG = Config(
 BOX = envs.Box(-2.0, 3.0, (2, 1))
 OBS = spaces.Dict({"turn": envs.Discrete(2, start=3), "goal": BOX})
 SPEC = EnvSpec(OBS, BOX, B)
-FIELDS = [x.name for x in dataclasses.fields(Experience)]  # "mask" is the last one
+NOT_STORED = dict.fromkeys(Transition.__dataclass_fields__, ())
 ADAM = optax.adam(CONFIG.learning_rate)
 close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
 
@@ -165,14 +173,15 @@ def make_rows(seed: int = 0):
         return {"turn": rng.integers(3, 5, NUM_ROWS, np.int32), "goal": goal}
 
     reward, target = np.float32(rng.normal(size=(2, NUM_ROWS)))
-    experience = Experience(
-        obs=obs(),
-        action=np.float32(rng.uniform(-2, 3, (NUM_ROWS, 2, 1))),
-        reward=reward,
-        terminated=np.arange(NUM_ROWS) % 3 == 0,
-        next_obs=obs(),
-        mask=np.ones(NUM_ROWS, bool),
-    )
+    recorded = {
+        "obs": obs(),
+        "action": np.float32(rng.uniform(-2, 3, (NUM_ROWS, 2, 1))),
+        "reward": reward,
+        "terminated": np.arange(NUM_ROWS) % 3 == 0,
+        "next_obs": obs(),
+        "mask": np.ones(NUM_ROWS, bool),
+    }
+    experience = Transition(**NOT_STORED | recorded)
     action = np.float32(rng.uniform(-1, 1, (NUM_ROWS, 2)))
     noise = np.float32(rng.normal(size=(NUM_ROWS, 2)))
     return experience, Batch(experience.obs, action, target, noise)
@@ -285,7 +294,7 @@ def test_update_is_a_plain_loop_with_optax():
     for _ in range(CONFIG.num_steps):
         carry, row = agent.collector.collect_steps(carry, params, 1)
         steps.append(row)
-        memory = add(memory, Experience(**{x: getattr(row, x) for x in FIELDS}))
+        memory = add(memory, select_experience(row))
         key, *step_keys = jax.random.split(key, 3)
         for step_key in step_keys:
             sample_key, *noise_keys = jax.random.split(step_key, 3)
@@ -307,7 +316,7 @@ def test_update_is_a_plain_loop_with_optax():
         assert np.abs(got - want).max() < 0.1 * np.abs(want - old).max()
     assert state.num_updates == 1
     trajectory = jax.tree.map(lambda *x: np.concatenate(x), *steps)
-    for name in FIELDS[:-1]:  # after the first four steps
+    for name in STORED_FIELDS[:-1]:  # after the first four steps
         rows = jax.tree.map(lambda x: x[4:7], getattr(stored, name))
         jax.tree.map(close, rows, getattr(trajectory, name))
     assert (trajectory.truncated & ~trajectory.terminated).any()

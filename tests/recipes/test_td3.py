@@ -12,7 +12,8 @@ from cases import quick_jit
 import rollout
 from rollout import envs
 from rollout.envs.spaces import EnvSpec
-from rollout.recipes.td3 import MLP, TD3, Batch, Config, Experience, make_policy
+from rollout.recipes.td3 import MLP, TD3, Batch, Config, make_policy
+from rollout.types import Transition
 
 CONFIG = Config(
     num_updates=2,
@@ -59,15 +60,16 @@ def case():
         return [agent.init_learner(x, jnp.asarray(spec[0, :2])).params for x in keys]
 
     params, target_params = jax.device_get(init(jax.random.key(0)))
-    experience = Experience(
-        obs=spec[0],
-        action=rng.uniform(-2, 2, size=(6, 1)).astype(np.float32),
-        reward=rng.normal(size=6).astype(np.float32),
-        terminated=np.arange(6) % 3 == 0,
-        next_obs=spec[1],
-        mask=np.ones(6, bool),
-    )
-    return agent, params, target_params, experience
+    recorded = {
+        "obs": spec[0],
+        "action": rng.uniform(-2, 2, size=(6, 1)).astype(np.float32),
+        "reward": rng.normal(size=6).astype(np.float32),
+        "terminated": np.arange(6) % 3 == 0,
+        "next_obs": spec[1],
+        "mask": np.ones(6, bool),
+    }
+    not_stored = dict.fromkeys(Transition.__dataclass_fields__, ())
+    return agent, params, target_params, Transition(**not_stored | recorded)
 
 
 def test_target_smooths_the_action_and_takes_the_smaller_critic(case):
