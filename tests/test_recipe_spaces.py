@@ -498,3 +498,14 @@ def test_custom_network_replaces_the_default(agent_class):
     predict = quick_jit(agent.predict)
     actions = [predict(params, {"turn": x, "pull": (3.0,)}) for x in (3, 4)]
     assert actions == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("agent_class", "space"),
+    [(DQN, SPACES["start"]), (SAC, SPACES["scalar"]), (TD3, SPACES["scalar"])],
+)
+def test_buffers_of_all_agents_store_transitions(agent_class, space):
+    """jax takes trees for equal that differ in a class only, and shares programs."""
+    agent = agent_class(make_guess(space))
+    state = jax.eval_shape(agent.init, jax.random.key(0))
+    assert type(state.buffer_state.ring.experience) is rollout.Transition
