@@ -152,16 +152,19 @@ def run(
 
     is_host = agent.collector.is_host
     train = agent.train if is_host else jax.jit(agent.train, static_argnums=1)
-    writer, speed = TensorBoardWriter(files.folder), SpeedMeter(agent, num_done)
+    writer = TensorBoardWriter(files.folder)
     evaluation = None
     is_stopped = target_return is not None and last_return >= target_return
     while num_done < num_updates and not is_stopped:
         size = chunk_size(agent, evaluate_every, num_done)
+        start = time.monotonic()
         state, metrics = train(state, size)
         # Not before: an agent that cannot be trained leaves the folder free.
         files.settings.write_text(json.dumps(settings, indent=1) + "\n")
         metrics = {name: np.asarray(x) for name, x in sorted(metrics.items())}
+        seconds = time.monotonic() - start
         steps = agent.env_steps(num_done + np.arange(1, size + 1))
+        speed = (steps[-1] - agent.env_steps(num_done)) / seconds
         append_rows(files.metrics, {"steps": steps, **metrics})
         num_done, evaluation = num_done + size, None
         if evaluate_every is not None or num_done == num_updates:
@@ -176,7 +179,7 @@ def run(
         tree = resumable(agent, state, best_return, last_return)
         checkpoint.save(files.resume, tree, step=num_done)
         writer.write(steps, metrics, evaluation)
-        print(speed.line(steps[-1], metrics, evaluation), flush=True)
+        print(progress_line(steps[-1], speed, metrics, evaluation), flush=True)
         progress = Progress(int(steps[-1]), state, metrics, evaluation)
         is_stopped |= callback is not None and callback(progress) is False
     if evaluation is None:  # stopped by the callback, or resumed at the end
@@ -452,22 +455,14 @@ def evaluation_row(steps: Any, stats: rollout.stats.CollectStats) -> dict[str, A
     }
 
 
-class SpeedMeter:
+def progress_line(
+    steps: Any, speed: Any, metrics: dict[str, Any], evaluation: Any
+) -> str:
     """Formats the line that is printed after each part of a training."""
-
-    def __init__(self, agent: Any, num_done: int) -> None:
-        self._steps = int(agent.env_steps(num_done)) if num_done else 0
-        self._time = time.monotonic()
-
-    def line(self, steps: Any, metrics: dict[str, Any], evaluation: Any) -> str:
-        """Returns the line: steps, returns, and the speed since the last line."""
-        now = time.monotonic()
-        speed = (steps - self._steps) / (now - self._time)
-        self._steps, self._time = steps, now
-        text = f"{steps:>12,} steps, return {metrics['return_mean'][-1]:.6g}"
-        if evaluation is not None:
-            text += f", evaluation {float(evaluation.returns.mean):.6g}"
-        return f"{text}, {speed:,.0f} steps/s"
+    text = f"{steps:>12,} steps, return {metrics['return_mean'][-1]:.6g}"
+    if evaluation is not None:
+        text += f", evaluation {float(evaluation.returns.mean):.6g}"
+    return f"{text}, {speed:,.0f} steps/s"
 
 
 class TensorBoardWriter:
