@@ -534,13 +534,14 @@ def space_of(tree: ArrayTree) -> AnySpace:
 
 
 def to_json(space: AnySpace) -> Any:
-    """Describes a space for `json.dump`; a custom space by None.
+    """Describes a space for `json.dump`.
 
     Args:
         space: a space of this module, or a nesting of such spaces.
 
     Returns:
-        Dicts and lists that `from_json` reads. A custom space has no code in them.
+        Dicts and lists that `from_json` reads. None stands for a custom space, whose
+        code is not saved.
     """
     match space:
         case Discrete():

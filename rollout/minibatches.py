@@ -221,7 +221,7 @@ def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
     Returns:
         The normalized rows, of the shape of `x`; zeros if all rows are equal.
     """
-    total = jnp.maximum(weight.sum(), 1.0)
+    total = jnp.where(weight.sum() > 0, weight.sum(), 1.0)
     mean = (x * weight).sum() / total
     var = ((x - mean) ** 2 * weight).sum() / total
     return (x - mean) / (jnp.sqrt(var) + 1e-8)

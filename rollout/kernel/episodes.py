@@ -117,8 +117,8 @@ def play(
             # device takes the k-th after those that earlier devices take.
             first = run.num_started + before[:, 0]
             rank = jnp.cumsum(_parts(row.done, first.size), axis=1, dtype=jnp.int32)
-            # Not fused with what follows: XLA would take a minute to compile a sum
-            # over 2,048 lanes for a GPU.
+            # The barrier keeps XLA from fusing the sum into its consumers: with 2,048
+            # lanes that takes a minute to compile for a GPU.
             rank = prng.barrier(rank)
             taken = (first[:, None] + rank - 1).reshape(row.done.shape)
             index = jnp.where(row.done, taken, run.index)

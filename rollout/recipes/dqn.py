@@ -74,7 +74,7 @@ class QNetwork(nn.Module):
         return nn.Dense(self.num_actions)(x)
 
 
-# What the buffer stores. Returns of n steps end where an episode breaks off.
+# The buffer stores these. N-step returns need `episode_id` and `episode_length`.
 STORED_FIELDS = (
     "obs",
     "action",
@@ -398,8 +398,8 @@ class DQN(Agent):
 
 def select_experience(trajectory: rollout.Transition) -> rollout.Transition:
     """Drops the fields that the buffer does not store."""
-    others = (name for name in vars(trajectory) if name not in STORED_FIELDS)
-    return trajectory.replace(**dict.fromkeys(others, ()))
+    dropped = (name for name in vars(trajectory) if name not in STORED_FIELDS)
+    return trajectory.replace(**dict.fromkeys(dropped, ()))
 
 
 def select(values: jax.Array, index: jax.Array) -> jax.Array:

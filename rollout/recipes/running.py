@@ -91,11 +91,11 @@ def run(
     - event files for TensorBoard, if the package `tensorboard` is installed.
 
     Evaluations play `agent.eval_policy`, which takes the most likely action. So their
-    returns are not those of the training.
+    returns differ from the returns of the training.
 
     A run that was killed and resumed gives the same files as an uninterrupted one, bit
     for bit in JAX environments, and in host environments that can save their state.
-    Only event files are more, and a run that its callback stopped continues.
+    Each resume adds a file of events. A run that its callback stopped continues.
 
     Args:
         agent: an agent of `rollout.recipes`, or one with the same methods.
@@ -159,7 +159,7 @@ def run(
         size = chunk_size(agent, evaluate_every, num_done)
         start = time.monotonic()
         state, metrics = train(state, size)
-        # Not before: an agent that cannot be trained leaves the folder free.
+        # Written here, so that an agent that cannot be trained leaves the folder free.
         files.settings.write_text(json.dumps(settings, indent=1) + "\n")
         metrics = {name: np.asarray(x) for name, x in sorted(metrics.items())}
         seconds = time.monotonic() - start
@@ -229,7 +229,7 @@ def load(
             f"{field}, and `run` saves no code."
         )
     config_class = type(agent_class.__dataclass_fields__["config"].default)
-    # Of a schedule only the name is saved, in a dict.
+    # A dict stands for a schedule, whose code is not saved.
     numbers = {x: y for x, y in settings["config"].items() if not isinstance(y, dict)}
     lists = {x: tuple(y) for x, y in numbers.items() if isinstance(y, list)}
     config = config_class(**numbers | lists)
@@ -312,7 +312,7 @@ def config_value(value: Any) -> Any:
 
 
 def name_of(agent_class: type) -> str:
-    """Returns the module and the name of a class, also of a module that is run."""
+    """Returns the module and the name of a class, even if the module is `__main__`."""
     module = agent_class.__module__
     spec = getattr(sys.modules[module], "__spec__", None)
     return f"{spec.name if spec else module}:{agent_class.__qualname__}"

@@ -370,8 +370,8 @@ class TD3(Agent):
 
 def select_experience(trajectory: rollout.Transition) -> rollout.Transition:
     """Drops the fields that the buffer does not store."""
-    others = (name for name in vars(trajectory) if name not in STORED_FIELDS)
-    return trajectory.replace(**dict.fromkeys(others, ()))
+    dropped = (name for name in vars(trajectory) if name not in STORED_FIELDS)
+    return trajectory.replace(**dict.fromkeys(dropped, ()))
 
 
 def select_episodes(trajectory: rollout.Transition) -> rollout.Transition:

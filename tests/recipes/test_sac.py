@@ -322,8 +322,8 @@ def test_update_is_a_plain_loop_with_optax():
     assert (trajectory.truncated & ~trajectory.terminated).any()
     assert trajectory.terminated.any()
     returns = trajectory.episode_return[trajectory.done]
-    near = np.isclose(returns[:, None], state.window.returns, rtol=1e-4)
-    assert near.any(axis=1).all()
+    is_equal = np.isclose(returns[:, None], state.window.returns, rtol=1e-4)
+    assert is_equal.any(axis=1).all()
     close(metrics["return_mean"], state.window.return_mean)
 
 
