@@ -11,7 +11,7 @@ from cases import on_a_gpu, quick_jit
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rollout.minibatches import mean_gradient
+from rollout.minibatches import mean_gradient, normalize
 from rollout.platform import dot_general
 
 # Sums of float32 in another order.
@@ -440,3 +440,11 @@ def test_ensembles_of_few_rows_compile(num_rows):
     x = np.float32(np.random.default_rng(0).normal(size=(num_rows, 64)))
     for got, expected in compute(keys, x).values():
         check(got, expected)
+
+
+def test_normalize_takes_weights_whose_sum_is_below_1():
+    x = np.float32([1.0, 2.0, 4.0, 100.0])
+    weight = np.float32([0.1, 0.2, 0.1, 0.0])
+    mean = np.average(x, weights=weight)
+    std = np.sqrt(np.average((x - mean) ** 2, weights=weight))
+    close(normalize(x, weight), (x - mean) / std)
