@@ -10,7 +10,8 @@ else. A recipe's program leaves both lists, under these names, so
 
     python benchmarks/curves.py docs/recipes/sac.json --run --seeds 5
 
-runs the program of `docs/recipes/sac.md` with other seeds first, and writes the file.
+runs the program of `docs/recipes/sac.md` with other seeds first, and writes both lists
+to the file.
 """
 
 import argparse
@@ -89,7 +90,8 @@ def main() -> None:
     plt.switch_backend("agg")
     if args.run:
         pages = [run_page(args.file.with_suffix(".md"), x) for x in range(args.seeds)]
-        data = {"steps": pages[0][0], "returns": [returns for _, returns in pages]}
+        data = json.loads(args.file.read_text()) if args.file.exists() else {}
+        data |= {"steps": pages[0][0], "returns": [returns for _, returns in pages]}
         args.file.write_text(json.dumps(data) + "\n")
     draw(json.loads(args.file.read_text()), args.file.with_suffix(".png"))
 
