@@ -129,8 +129,10 @@ def _buffer(kind: Any, method: str, **options: Any) -> Made:
 
 def masked_random() -> Made:
     """A random policy that obeys a mask, once."""
-    allowed_fn = lambda obs: obs  # noqa: E731
-    policy = rollout.random_policy(envs.Discrete(NUM_ACTIONS), allowed_fn=allowed_fn)
+    action_mask_fn = lambda obs: obs  # noqa: E731
+    policy = rollout.random_policy(
+        envs.Discrete(NUM_ACTIONS), action_mask_fn=action_mask_fn
+    )
     mask = jax.ShapeDtypeStruct((NUM_ENVS, NUM_ACTIONS), bool)
     return lambda mask, key: policy.apply(None, mask, (), key), (mask, KEY), {}
 
@@ -171,9 +173,11 @@ def _exploring(wrap: Callable[[Any, Any], Any]) -> Made:
 def agent_transitions() -> Made:
     """Makes the transitions of each of two agents that take turns."""
     env = envs.make_vec("pgx:tic_tac_toe", num_envs=NUM_ENVS)
-    allowed_fn = lambda obs: obs["action_mask"]  # noqa: E731
-    policy = rollout.random_policy(env.action_spaces["players"], allowed_fn=allowed_fn)
-    seats = rollout.agents.fixed_mapping({"player_0": "one", "player_1": "one"})
+    action_mask_fn = lambda obs: obs["action_mask"]  # noqa: E731
+    policy = rollout.random_policy(
+        env.action_spaces["players"], action_mask_fn=action_mask_fn
+    )
+    seats = rollout.agents.static_mapping({"player_0": "one", "player_1": "one"})
     seated = rollout.agents.policy_map({"one": policy}, seats, env)
     collector = rollout.Collector(env=env, policy=seated)
     params, carry = {"one": None}, _carry(collector)

@@ -193,7 +193,7 @@ def population_programs(size: int) -> dict[str, Program]:
 
     members = jax.random.randint(init_key, (NUM_LANES * NUM_AGENTS,), 0, size)
     gathered = rollout.recurrent_policy(gather, lambda num: members)
-    shared = rollout.agents.fixed_mapping("it")
+    shared = rollout.agents.static_mapping("it")
     single = jax.tree.map(lambda x: x[0], league)
     cases = {
         "one": (policy, shared, single),

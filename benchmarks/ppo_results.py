@@ -147,7 +147,7 @@ def make_env(env_id: str, config: recipes.PPOSettings, only: str = "") -> Any:
     if env_id.endswith("-v5"):
         makers = [functools.partial(make_robot, env_id)] * config.num_envs
         workers = envs.workers(makers, num_workers=2)
-        return envs.NormalizeHost(workers, gamma=config.gamma)
+        return envs.NormalizeHostEnv(workers, gamma=config.gamma)
     return recipes.make_lanes(env_id, config, only)
 
 

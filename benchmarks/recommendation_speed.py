@@ -90,7 +90,9 @@ def make_collector(num_items: int, num_lanes: int) -> rollout.Collector:
     env = envs.wrappers.NoRepeat(
         envs.recommendation.RecommendationEnv(feedback, rule, max_turn=MAX_TURN)
     )
-    policy = rollout.random_policy(env.action_space, allowed_fn=lambda obs: obs["mask"])
+    policy = rollout.random_policy(
+        env.action_space, action_mask_fn=lambda obs: obs["mask"]
+    )
     return lanes(env, num_lanes, policy, record_fn=without_masks)
 
 

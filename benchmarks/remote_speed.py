@@ -63,7 +63,7 @@ def time_local(pipes: list[Connection], num_batches: int) -> float:
     return sum(pipe.recv() for pipe in pipes)
 
 
-def time_remote(batches: rollout.host.RemoteBatches, num_batches: int) -> float:
+def time_remote(batches: rollout.host.RayCollector, num_batches: int) -> float:
     """Environment steps per second of all actors together."""
     for _ in range(2 * NUM_ACTORS):  # those that wait, and those begun after them
         next(batches)
@@ -86,7 +86,7 @@ def rows(args: Namespace) -> Iterator[dict[str, str]]:
     options = {"num_actors": NUM_ACTORS, "steps_per_batch": NUM_ENVS * NUM_STEPS}
     options |= {"key": jax.random.key(KEY), "params": make_params()}
     num, rates = args.num_batches[0], []
-    with rollout.host.RemoteBatches(make_collector, **options) as batches:
+    with rollout.host.RayCollector(make_collector, **options) as batches:
         time_local(pipes, num), time_remote(batches, num)  # compiles
         for _ in range(args.repeats):
             rates.append((time_local(pipes, num), time_remote(batches, num)))

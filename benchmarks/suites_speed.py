@@ -205,10 +205,10 @@ def run_peer(peer: Peer, num_envs: int) -> Program:
     return functools.partial(loop, start)
 
 
-def run_ours(env_id: str, num_envs: int, allowed_fn: Callable | None) -> Program:
+def run_ours(env_id: str, num_envs: int, action_mask_fn: Callable | None) -> Program:
     """The same of ours."""
     env = envs.make(env_id)
-    policy = rollout.random_policy(env.action_space, allowed_fn=allowed_fn)
+    policy = rollout.random_policy(env.action_space, action_mask_fn=action_mask_fn)
     return steps(lanes(env, num_envs, policy), NUM_STEPS, read=rows_of)
 
 
@@ -216,9 +216,9 @@ def run_game(env_id: str, num_envs: int) -> Program:
     """The same of a game of pgx for all players, who all see the same."""
     env = envs.vectorize(envs.make(env_id), num_envs)
     space = env.action_spaces["players"]
-    policy = rollout.random_policy(space, allowed_fn=lambda obs: obs["action_mask"])
+    policy = rollout.random_policy(space, action_mask_fn=lambda obs: obs["action_mask"])
     policy = rollout.agents.policy_map(
-        {"all": policy}, rollout.agents.fixed_mapping("all"), env
+        {"all": policy}, rollout.agents.static_mapping("all"), env
     )
 
     def read(t: rollout.Transition) -> tuple:
@@ -256,12 +256,12 @@ SUITES = {
 
 def make_programs(suite: str, name: str, num_envs: int) -> dict[str, Program]:
     """Ours and the suite's."""
-    make_peer, allowed_fn, _ = SUITES[suite]
+    make_peer, action_mask_fn, _ = SUITES[suite]
     env_id = f"{suite}:{name}"
     if suite == "pgx":
         ours = run_game(env_id, num_envs)
     else:
-        ours = run_ours(env_id, num_envs, allowed_fn)
+        ours = run_ours(env_id, num_envs, action_mask_fn)
     if suite in PHYSICS:
         theirs = run_physics(PHYSICS[suite](name), num_envs)
     else:

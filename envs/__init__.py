@@ -29,7 +29,7 @@ from rollout.envs import types as types
 from rollout.envs import wrappers as wrappers
 from rollout.envs.host.envpool import from_envpool
 from rollout.envs.host.gymnasium import from_gymnasium
-from rollout.envs.host.normalize_host import NormalizeHost
+from rollout.envs.host.normalize_host import NormalizeHostEnv
 from rollout.envs.host.types import EnvFault
 from rollout.envs.host.worker_envs import workers
 from rollout.envs.registry import env_ids, make, make_vec
@@ -57,7 +57,7 @@ __all__ = [
     "EnvFault",
     "EnvStep",
     "FrameStack",
-    "NormalizeHost",
+    "NormalizeHostEnv",
     "NormalizeObs",
     "NormalizeReward",
     "ObserveInfo",

@@ -2,7 +2,7 @@
 
 A user is drawn, the policy recommends items, and the reward is the user's feedback on
 each. Users leave when the items become monotonous; `LeaveByCategory` and
-`LeaveByDistance` are the rules of the field. The wrappers `NoRepeat`, `ForceLength` and
+`LeaveByDistance` are the rules of the field. The wrappers `NoRepeat`, `FixedLength` and
 `History`, and `rollout.recommendation`, do the rest.
 
 Source:

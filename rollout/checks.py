@@ -68,7 +68,7 @@ def kind_of_env(env: Any, *, is_host: bool) -> None:
             "`env` must be many environments side by side in JAX, as "
             f"`rollout.envs.vectorize` makes them of one, got {type(env).__name__}: "
             "environments that step in NumPy go into a `HostCollector`, and "
-            "`rollout.envs.NormalizeHost` normalises them."
+            "`rollout.envs.NormalizeHostEnv` normalises them."
         )
 
 

@@ -18,7 +18,7 @@ from rollout import checks
 from rollout.collector import Collector
 from rollout.envs.spaces import Discrete
 from rollout.envs.types import Env
-from rollout.envs.wrappers import ForceLength, NoRepeat
+from rollout.envs.wrappers import FixedLength, NoRepeat
 from rollout.policies.items import choose_items as choose_items
 from rollout.policies.items import item_policy as item_policy
 from rollout.stats import CollectStats, summarize
@@ -56,7 +56,7 @@ class RecommendationStats(struct.PyTreeNode, kw_only=True):
         novelty: minus the natural logarithm of the popularity, averaged over
             recommendations: the self-information in nats.
         dominated_share: share of recommendations that are `dominated`.
-        none_allowed_share: share of recommendations where no item was left.
+        no_valid_action_share: share of recommendations where no item was left.
 
     Source:
         Click-through rate, coverages, dominated share: "EasyRL4Rec", arXiv:2402.15164,
@@ -73,7 +73,7 @@ class RecommendationStats(struct.PyTreeNode, kw_only=True):
     diversity: jax.Array | None  # ()
     novelty: jax.Array | None  # ()
     dominated_share: jax.Array | None  # ()
-    none_allowed_share: jax.Array  # ()
+    no_valid_action_share: jax.Array  # ()
 
 
 class _Shown(struct.PyTreeNode, kw_only=True):
@@ -81,14 +81,14 @@ class _Shown(struct.PyTreeNode, kw_only=True):
 
     Attributes:
         counts: `[I]` int32, how often each item was recommended.
-        none_allowed: `()` int32, how often no item was left.
+        no_valid_action: `()` int32, how often no item was left.
         total: `[B, F]`, sum of the unit feature vectors in the current episode.
         squares: `[B]`, sum of their squared lengths.
         diversity: `()` float32, sum of the diversities of the episodes that ended.
     """
 
     counts: jax.Array  # [I]
-    none_allowed: jax.Array  # ()
+    no_valid_action: jax.Array  # ()
     total: jax.Array  # [B, F]
     squares: jax.Array  # [B]
     diversity: jax.Array  # ()
@@ -118,7 +118,7 @@ def recommendation_settings(env: Env, force_length: int = 10) -> dict[str, Env]:
     return {
         "FB": env,
         "NX_0": without,
-        f"NX_{force_length}": ForceLength(without, force_length),
+        f"NX_{force_length}": FixedLength(without, force_length),
     }
 
 
@@ -185,7 +185,7 @@ def _evaluate(
         num_envs, num_items = collector.env.num_envs, collector.env.action_space.n
         nothing = _Shown(
             counts=jnp.zeros(num_items, jnp.int32),
-            none_allowed=jnp.zeros((), jnp.int32),
+            no_valid_action=jnp.zeros((), jnp.int32),
             total=jnp.zeros((num_envs, directions.shape[1])),
             squares=jnp.zeros(num_envs),
             diversity=jnp.zeros(()),
@@ -213,7 +213,7 @@ def _evaluate(
             diversity=shown.diversity / played.mask.size if has_features else None,
             novelty=mean(None if popularity is None else -jnp.log(popularity)),
             dominated_share=mean(catalogue.dominated),
-            none_allowed_share=shown.none_allowed / num_shown,
+            no_valid_action_share=shown.no_valid_action / num_shown,
         )
 
     return {name: measure(collector) for name, collector in settings.items()}
@@ -228,12 +228,12 @@ def _add(shown: _Shown, row: Transition, directions: jax.Array) -> _Shown:
     num = row.episode_length.astype(jnp.float32)
     cosine = (jnp.sum(total**2, axis=1) - squares) / jnp.maximum(num * (num - 1), 1)
     diversity = jnp.where(row.done & row.mask, 1.0 - cosine, 0.0)
-    none_allowed = jnp.zeros_like(row.mask)
-    if isinstance(row.extras, dict) and "none_allowed" in row.extras:
-        none_allowed = row.extras["none_allowed"]
+    no_valid_action = jnp.zeros_like(row.mask)
+    if isinstance(row.extras, dict) and "no_valid_action" in row.extras:
+        no_valid_action = row.extras["no_valid_action"]
     return shown.replace(
         counts=shown.counts.at[item].add(row.mask),
-        none_allowed=shown.none_allowed + jnp.sum(none_allowed & row.mask),
+        no_valid_action=shown.no_valid_action + jnp.sum(no_valid_action & row.mask),
         total=total,
         squares=squares,
         diversity=shown.diversity + jnp.sum(diversity),

@@ -221,7 +221,7 @@ class Accumulator(NamedTuple):
 Accumulators = tuple[tuple[str, Accumulator], ...]  # by name, hashable
 
 
-class Served(struct.PyTreeNode):
+class AsyncInfo(struct.PyTreeNode):
     """`info` with `num_ready`: which environments answered.
 
     Attributes:
@@ -324,10 +324,10 @@ def check_trajectory(value: Any) -> None:
             "`trajectory` must be `[T, B, ...]`, got a `mask` of shape "
             f"{value.mask.shape}."
         )
-    if isinstance(value.info, Served):
+    if isinstance(value.info, AsyncInfo):
         raise ValueError(
             "`trajectory` must have a column for each lane, got rows of a "
-            "`HostCollector` with `num_ready`: `rollout.host.by_env` sorts them."
+            "`HostCollector` with `num_ready`: `rollout.host.regroup_by_env` sorts them."
         )
 
 

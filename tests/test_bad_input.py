@@ -368,7 +368,7 @@ REFUSED = {
     "`tree` must have leaves": [lambda: scan_minibatches(jnp.zeros((0, 4)), 2)],
     "`axis` must be": [lambda: scan_minibatches(trajectory(), 2, axis=2)],
     "must be of a `policy_map`": [
-        lambda: rollout.agents.for_policy({"a": trajectory()}, "a")
+        lambda: rollout.agents.select_policy({"a": trajectory()}, "a")
     ],
     # Functions and flags.
     "must be a function, got": [
@@ -377,7 +377,7 @@ REFUSED = {
         lambda: collector().fold_episodes(
             carry(), None, None, 0, num_episodes=2, max_episode_steps=3
         ),
-        lambda: rollout.random_policy(DISCRETE, allowed_fn=[True, False]),
+        lambda: rollout.random_policy(DISCRETE, action_mask_fn=[True, False]),
         lambda: rollout.stateless_policy(3),
         lambda: rollout.stateless_policy(jnp.add, mode_fn=3),
         lambda: rollout.recurrent_policy(jnp.add, 3),

@@ -1,4 +1,4 @@
-"""`NormalizeHost`: normalises environments that are not JAX by running statistics."""
+"""`NormalizeHostEnv`: normalises environments that are not JAX by running statistics."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from rollout.envs.wrappers.running_stats import Statistics
 
 
 @dataclasses.dataclass(eq=False)
-class NormalizeHost:
+class NormalizeHostEnv:
     """Normalises observations and rewards of a `HostVectorEnv`.
 
     It does what `NormalizeReward` and `NormalizeObs` do in JAX, with one set of

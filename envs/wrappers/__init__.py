@@ -7,7 +7,7 @@ wraps a `VectorEnv`, with the statistics of `running_stats`.
 """
 
 from rollout.envs.wrappers.actions import ActionRepeat, RescaleAction
-from rollout.envs.wrappers.endings import EndOnFault, ForceLength, TimeLimit
+from rollout.envs.wrappers.endings import FixedLength, TimeLimit, TruncateOnNonFinite
 from rollout.envs.wrappers.flatten import FlattenObs, flatten_obs, mask_in
 from rollout.envs.wrappers.history import History, NoRepeat
 from rollout.envs.wrappers.normalize import (
@@ -29,9 +29,8 @@ from rollout.envs.wrappers.trials import Trials
 __all__ = [
     "ActionRepeat",
     "AgentNumber",
-    "EndOnFault",
+    "FixedLength",
     "FlattenObs",
-    "ForceLength",
     "FrameStack",
     "History",
     "NoRepeat",
@@ -45,6 +44,7 @@ __all__ = [
     "TransformObs",
     "TransformReward",
     "Trials",
+    "TruncateOnNonFinite",
     "flatten_obs",
     "mask_in",
     "normalize_obs",

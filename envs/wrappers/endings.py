@@ -1,4 +1,4 @@
-"""`TimeLimit`, `ForceLength`, `EndOnFault`: wrappers that change endings."""
+"""`TimeLimit`, `FixedLength`, `TruncateOnNonFinite`: wrappers that change endings."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ class TimeLimit(Wrapper):
         return result.replace(state=state, truncated=result.truncated | at_length)
 
 
-class ForceLength(Wrapper):
+class FixedLength(Wrapper):
     """Ends every episode after exactly `num_steps` steps, as a truncation.
 
     The wrapper ignores the environment's own endings and keeps stepping it, so it must
@@ -102,7 +102,7 @@ class ForceLength(Wrapper):
         )
 
 
-class EndOnFault(Wrapper):
+class TruncateOnNonFinite(Wrapper):
     """Truncates an episode at a step whose observation or reward is not finite.
 
     An environment that blows up then spoils only its own episode. The last finite

@@ -12,15 +12,15 @@ from rollout.agents.agent_stats import (
     evaluate_agents,
     summarize_agents,
 )
-from rollout.agents.mapping import fixed_mapping
+from rollout.agents.mapping import static_mapping
 from rollout.agents.policy_map import policy_map, policy_state
 from rollout.agents.population import Population, population
 from rollout.agents.transitions import (
     Pending,
     agent_transitions,
-    for_policy,
     init_agent_transitions,
     last_values,
+    select_policy,
     team_transitions,
 )
 from rollout.types import PerAgent
@@ -34,13 +34,13 @@ __all__ = [
     "Results",
     "agent_transitions",
     "evaluate_agents",
-    "fixed_mapping",
-    "for_policy",
     "init_agent_transitions",
     "last_values",
     "policy_map",
     "policy_state",
     "population",
+    "select_policy",
+    "static_mapping",
     "summarize_agents",
     "team_transitions",
 ]

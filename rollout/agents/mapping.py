@@ -36,7 +36,7 @@ class FixedMapping(NamedTuple):
     policies: tuple[tuple[str, str], ...] | str
 
 
-def fixed_mapping(policies: Mapping[str, str] | str) -> FixedMapping:
+def static_mapping(policies: Mapping[str, str] | str) -> FixedMapping:
     """Makes the mapping that gives every agent the same policy in every episode.
 
     A policy is evaluated only for the agents that it controls.
@@ -105,7 +105,7 @@ def policies_by_agent(
     single = [x for x, y in policies.items() if not isinstance(y, Population)]
     if set(by_agent) != set(agents) or not set(by_agent.values()) <= set(single):
         raise ValueError(
-            f"`fixed_mapping` must map the agents {', '.join(agents)} to policies, "
+            f"`static_mapping` must map the agents {', '.join(agents)} to policies, "
             f"{', '.join(single) or 'none here'} (members of a population are drawn), "
             f"got {by_agent}."
         )

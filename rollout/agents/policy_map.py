@@ -21,7 +21,7 @@ from rollout.types import Carry, EpisodeKey, Key, Obs, Params, Policy, PolicySte
 
 def policy_map(
     policies: Mapping[str, Policy | Population],
-    mapping_fn: MappingFn | FixedMapping,
+    policy_mapping_fn: MappingFn | FixedMapping,
     env: Any,
     *,
     groups: Mapping[str, Collection[str]] | None = None,
@@ -36,11 +36,11 @@ def policy_map(
     Args:
         policies: by name. Policies of one group may differ in class; `extras` that are
             dicts are joined by name, with zeros where a policy has no such entry.
-        mapping_fn: `(key, agents)` to `[A]` integers, for each agent the index of its
+        policy_mapping_fn: `(key, agents)` to `[A]` integers, for each agent the index of its
             policy in the order of `policies`, where a population takes as many indices
             as it has members. `agents` are the names. It is called with a key of each
             lane's episode, so it holds until that ends and does not depend on the
-            number of lanes. Or a mapping made by `fixed_mapping`.
+            number of lanes. Or a mapping made by `static_mapping`.
         env: the environment whose agents are mapped: a `MultiAgentEnv`, or lanes of it
             made by `rollout.envs.vectorize`. The policy acts in any number of
             lanes of environments with these agents.
@@ -67,20 +67,22 @@ def policy_map(
         KeyError: while tracing, if `params` lacks an entry.
     """
     index = PolicyIndex(mapping.number(policies), None)
-    what = "`mapping_fn` must be a function or made by `fixed_mapping`"
-    checks.kind(what, mapping_fn, Callable | FixedMapping)
+    what = "`policy_mapping_fn` must be a function or made by `static_mapping`"
+    checks.kind(what, policy_mapping_fn, Callable | FixedMapping)
     layout, by_agent = layout_of(env), None
     groups = {} if groups is None else dict(groups)
-    if isinstance(mapping_fn, FixedMapping):
-        by_agent = mapping.policies_by_agent(policies, mapping_fn, layout.agents)
+    if isinstance(policy_mapping_fn, FixedMapping):
+        by_agent = mapping.policies_by_agent(policies, policy_mapping_fn, layout.agents)
     else:
         # Called once with a key of no episode, only for the shape of what it returns.
-        shape = jax.eval_shape(lambda: mapping_fn(jax.random.key(0), layout.agents))
+        shape = jax.eval_shape(
+            lambda: policy_mapping_fn(jax.random.key(0), layout.agents)
+        )
         num = len(layout.agents)
         is_int = jnp.issubdtype(getattr(shape, "dtype", bool), jnp.integer)
         if not is_int or shape.shape != (num,):
             raise ValueError(
-                "`mapping_fn` must return one index per agent, integers of shape "
+                "`policy_mapping_fn` must return one index per agent, integers of shape "
                 f"({num},), got {checks.describe(shape)}."
             )
     known = {group.name for group in layout.groups}
@@ -97,7 +99,7 @@ def policy_map(
     if by_agent is not None:
         columns = tuple((x.name, x.group.name, x.columns) for x in playing)
         index = index.replace(columns=columns)
-    return _as_policy(_Map(index, mapping_fn, layout, playing, by_agent))
+    return _as_policy(_Map(index, policy_mapping_fn, layout, playing, by_agent))
 
 
 def policy_state(state: Carry | ArrayTree, name: str) -> dict[str, ArrayTree]:
@@ -129,7 +131,7 @@ class _Map(NamedTuple):
     """Maps agents to the policies that act for them."""
 
     index: PolicyIndex
-    mapping_fn: Any  # a `MappingFn`, not called under a fixed mapping
+    policy_mapping_fn: Any  # a `MappingFn`, not called under a fixed mapping
     layout: AgentLayout
     subgroups: tuple[Subgroup, ...]
     by_agent: dict[str, str] | None  # under a fixed mapping
@@ -207,7 +209,7 @@ def _policy_ids(this: _Map, state: _MapState, shape: tuple[int, ...]) -> jax.Arr
         return jnp.broadcast_to(jnp.asarray(fixed, jnp.int32)[None], shape)
     # Drawn at every step. Keeping it in the state saves nothing: then all lanes draw at
     # every step too, for those that restart.
-    draw = jax.vmap(lambda key: this.mapping_fn(key, agents))
+    draw = jax.vmap(lambda key: this.policy_mapping_fn(key, agents))
     drawn = draw(prng.inline(state.key.value)).astype(jnp.int32)
     is_mapped = jnp.zeros(shape, bool)
     for subgroup in this.subgroups:

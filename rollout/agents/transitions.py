@@ -107,7 +107,7 @@ def agent_transitions(
         `episode_return` is the sum of the agent's transitions in the episode so far,
         and `episode_length` counts its actions. `info` is `()`, and `accumulated` has
         the `PerAgent` values. Their `extras` are those of the policies with
-        `policy_id`, `policy_index` for `for_policy`, and two of `[T, B * A_g]` bool:
+        `policy_id`, `policy_index` for `select_policy`, and two of `[T, B * A_g]` bool:
         `acting`, the transition has an action of the agent; and `stale_next_obs`, the
         episode ended without an observation for the agent, and `next_obs` repeats its
         last one.
@@ -180,7 +180,7 @@ def last_values(
     return last
 
 
-def for_policy(rows: AgentRows, name: str) -> AgentRows:
+def select_policy(rows: AgentRows, name: str) -> AgentRows:
     """Picks the transitions of one policy.
 
     Args:

@@ -21,7 +21,7 @@ import jax
 
 from rollout import inspection, profiling
 from rollout.agents.agent_stats import keep_agents, summarize_agents
-from rollout.agents.mapping import fixed_mapping
+from rollout.agents.mapping import static_mapping
 from rollout.agents.policy_map import policy_map
 from rollout.cli import table
 from rollout.cli.arguments import make_parser, parse
@@ -137,7 +137,7 @@ def make_collector(run: Namespace) -> tuple[Any, Any]:
     seen, spaces = env.observation_spaces, env.action_spaces
     every = {x: _random_policy(seen[x], spaces[x]) for x in env.groups}
     groups = {agent: x for x, names in env.groups.items() for agent in names}
-    policy = policy_map(every, fixed_mapping(groups), env)
+    policy = policy_map(every, static_mapping(groups), env)
     return Collector(env=env, policy=policy), dict.fromkeys(every)
 
 
@@ -267,5 +267,5 @@ def _takes(fn: Callable[..., Any], name: str) -> bool:
 
 
 def _random_policy(observation_space: Any, action_space: Any) -> Any:
-    allowed_fn = masks.find(observation_space, action_space)
-    return random_policy(action_space, allowed_fn=allowed_fn)
+    action_mask_fn = masks.find(observation_space, action_space)
+    return random_policy(action_space, action_mask_fn=action_mask_fn)

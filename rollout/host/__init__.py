@@ -9,15 +9,15 @@ holds Ctrl-C back. `remote` runs collectors of either kind in actors of Ray.
 
 from rollout.host.host_collector import HostCollector
 from rollout.host.loop import FaultStats
-from rollout.host.remote import RemoteBatch, RemoteBatches, RemoteStats
-from rollout.host.served import Served, by_env
+from rollout.host.remote import RayCollector, RemoteBatch, RemoteStats
+from rollout.host.served import AsyncInfo, regroup_by_env
 
 __all__ = [
+    "AsyncInfo",
     "FaultStats",
     "HostCollector",
+    "RayCollector",
     "RemoteBatch",
-    "RemoteBatches",
     "RemoteStats",
-    "Served",
-    "by_env",
+    "regroup_by_env",
 ]

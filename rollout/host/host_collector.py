@@ -55,7 +55,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     answered, in the order of their answers. The policy then acts for these, and they
     step while the collector waits for the next ones. Trajectories are
     `[T, num_ready, ...]`, a transition is an environment's answer to its last action,
-    and `info` is a `Served`: `by_env` sorts transitions by environment. Actions in
+    and `info` is a `AsyncInfo`: `regroup_by_env` sorts transitions by environment. Actions in
     flight at the end of a call are answered in the first rows of the next one. The
     policy gets `[num_ready, ...]` observations, and a state of `B` lanes. The speed of
     the environments decides which one is in which row, and so which random numbers the
@@ -120,7 +120,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         return dataclasses.replace(self, **changes)
 
     def freeze(self, carry: Carry) -> Self:
-        """Fixes the statistics of `NormalizeHost`; see `Collector.freeze`.
+        """Fixes the statistics of `NormalizeHostEnv`; see `Collector.freeze`.
 
         The new collector has the same environments, like that of `replace`.
         """

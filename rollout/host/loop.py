@@ -26,7 +26,7 @@ from rollout.host.policy_runner import PolicyRunner
 from rollout.host.rows import RowBlock
 from rollout.host.seeds import Seeds
 from rollout.platform import to_host
-from rollout.types import Carry, Served
+from rollout.types import AsyncInfo, Carry
 
 NO_LIMIT = 2**31 - 1  # no episode has so many steps
 _ALL = slice(None)
@@ -209,7 +209,7 @@ class Loop:
         block.extras[block.num :] = [extras]
         block.lane[block.num, : len(lanes)] = lanes
         env_id: Any = lanes
-        info = Served(env_id=env_id, info=result.info, num_envs=self._env.num_envs)
+        info = AsyncInfo(env_id=env_id, info=result.info, num_envs=self._env.num_envs)
         return result._replace(info=info), lanes
 
     def _send(self, params: Any, env_id: np.ndarray) -> None:

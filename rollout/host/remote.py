@@ -1,4 +1,4 @@
-"""`RemoteBatches`: batches from collectors in actors of Ray, on one machine or many.
+"""`RayCollector`: batches from collectors in actors of Ray, on one machine or many.
 
 Ray starts the processes, moves arrays, and reports lost actors. This module adds which
 parameters made a batch, a limit of one waiting batch per actor, and replacements.
@@ -57,24 +57,24 @@ class RemoteStats(NamedTuple):
     Attributes:
         batches: batches returned.
         steps: environment steps of these over all lanes.
-        stale_batches: batches dropped because of `max_params_lag`.
-        lost_fragments: batches lost with their actor.
+        stale_batches: batches dropped because of `max_policy_lag`.
+        lost_batches: batches lost with their actor.
         restarts: actors started in place of lost ones.
     """
 
     batches: int = 0
     steps: int = 0
     stale_batches: int = 0
-    lost_fragments: int = 0
+    lost_batches: int = 0
     restarts: int = 0
 
 
-class RemoteBatches(
-    Iterator[RemoteBatch], contextlib.AbstractContextManager["RemoteBatches"]
+class RayCollector(
+    Iterator[RemoteBatch], contextlib.AbstractContextManager["RayCollector"]
 ):
     """Collects in actors of Ray, each with its own collector.
 
-        with rollout.host.RemoteBatches(make_collector, key=key, params=params,
+        with rollout.host.RayCollector(make_collector, key=key, params=params,
                                    num_actors=8, steps_per_batch=4096) as batches:
             for batch in batches:
                 params = update(params, batch.trajectory)
@@ -109,7 +109,7 @@ class RemoteBatches(
         num_actors: at least 1.
         steps_per_batch: environment steps of a batch over all lanes of an actor,
             rounded up to rows: T = ceil(steps_per_batch / num_envs).
-        max_params_lag: drops and counts a batch whose parameters are more than so many
+        max_policy_lag: drops and counts a batch whose parameters are more than so many
             versions behind the newest when it would be returned. None keeps all, 0
             those of the newest; below `num_actors` it drops many, see above.
         total_steps: steps after which the iteration ends, None for an endless one. The
@@ -133,7 +133,7 @@ class RemoteBatches(
         params: Any = None,
         num_actors: int,
         steps_per_batch: int,
-        max_params_lag: int | None = None,
+        max_policy_lag: int | None = None,
         total_steps: int | None = None,
         max_restarts: int = 10,
         ray_options: Mapping[str, Any] | None = None,
@@ -142,12 +142,12 @@ class RemoteBatches(
         checks.typed_key(key)
         num_actors = checks.int_between("num_actors", num_actors)
         steps_per_batch = checks.int_between("steps_per_batch", steps_per_batch)
-        if max_params_lag is not None:
-            checks.int_between("max_params_lag", max_params_lag, least=0)
+        if max_policy_lag is not None:
+            checks.int_between("max_policy_lag", max_policy_lag, least=0)
         if total_steps is not None:
             checks.int_between("total_steps", total_steps, most=None)
         checks.int_between("max_restarts", max_restarts, least=0)
-        self._max_lag, self._total_steps = max_params_lag, total_steps
+        self._max_lag, self._total_steps = max_policy_lag, total_steps
         self._num_actors, self._max_restarts = num_actors, max_restarts
         self._ray = ray = load("ray")
         self._make_actor = ray.remote(_Actor).options(**(ray_options or {})).remote
@@ -270,7 +270,7 @@ class RemoteBatches(
     def _replace(self, number: int, error: Exception) -> None:
         """Replaces a lost actor."""
         self._ray.kill(self._actors.pop(number))  # it may be alive, and have raised
-        self._count(lost_fragments=1)
+        self._count(lost_batches=1)
         cause = getattr(error, "cause", None) or error
         has_raised = isinstance(error, self._ray.exceptions.RayTaskError)
         has_raised |= getattr(error, "actor_init_failed", False)

@@ -28,7 +28,7 @@ from rollout.kernel.recording import (
 from rollout.platform import to_host
 from rollout.policies import outputs
 from rollout.policies.outputs import View
-from rollout.types import Accumulators, RecordFn, Served, Transition
+from rollout.types import Accumulators, AsyncInfo, RecordFn, Transition
 
 Acc = TypeVar("Acc")
 
@@ -147,10 +147,10 @@ def record_rows(
                 row.accumulated,
             )
         recorded = record(record_fn, row)
-        if isinstance(row.info, Served) and not isinstance(recorded.info, Served):
+        if isinstance(row.info, AsyncInfo) and not isinstance(recorded.info, AsyncInfo):
             raise ValueError(
-                "`record_fn` must keep the `Served` in `info` with `num_ready`, which "
-                f"`by_env` reads, got {checks.describe(recorded.info)}: it may drop "
+                "`record_fn` must keep the `AsyncInfo` in `info` with `num_ready`, which "
+                f"`regroup_by_env` reads, got {checks.describe(recorded.info)}: it may drop "
                 "the `info` in it."
             )
         return accumulated, mask_out(recorded)
@@ -172,7 +172,7 @@ def row_shape(collector: Any, width: int, params: Any) -> Transition:
         decision = outputs.act(policy, seen, params, obs, state, key)
         flag, number = jnp.zeros(width, bool), jnp.zeros(width, jnp.int32)
         reward, value = jnp.zeros(width, jnp.float32), policy.value
-        served = Served(number, info, env.num_envs)
+        served = AsyncInfo(number, info, env.num_envs)
         row = Transition(
             obs=obs,
             action=decision.action,

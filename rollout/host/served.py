@@ -1,13 +1,13 @@
-"""Rows of environments that answer at different speeds, sorted by `by_env`."""
+"""Rows of environments that answer at different speeds, sorted by `regroup_by_env`."""
 
 import jax
 import jax.numpy as jnp
 
 from rollout import checks
-from rollout.types import Served, Transition
+from rollout.types import AsyncInfo, Transition
 
 
-def by_env(rows: Transition) -> Transition:
+def regroup_by_env(rows: Transition) -> Transition:
     """Sorts the rows of a `HostCollector` with `num_ready` by environment and time.
 
     Targets that look ahead, such as `gae`, need it. Inside or outside of `jit`.
@@ -23,7 +23,7 @@ def by_env(rows: Transition) -> Transition:
         ValueError: if `rows` are not of a collector with `num_ready`.
     """
     what = "`rows` must be of a `HostCollector` with `num_ready`, with its `info`"
-    checks.kind(what, getattr(rows, "info", rows), Served)
+    checks.kind(what, getattr(rows, "info", rows), AsyncInfo)
     rows = _by_env(rows)
     return rows.replace(info=rows.info.info)
 

@@ -7,7 +7,7 @@ from rollout import checks, programs
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies import masks, uniform
-from rollout.policies.masks import AllowedFn
+from rollout.policies.masks import ActionMaskFn
 from rollout.types import (
     ActionT,
     Key,
@@ -25,7 +25,7 @@ from rollout.types import (
 
 @programs.shared
 def random_policy(
-    action_space: AnySpace, *, allowed_fn: AllowedFn | None = None
+    action_space: AnySpace, *, action_mask_fn: ActionMaskFn | None = None
 ) -> Policy:
     """Makes the policy that draws every action uniformly from the action space.
 
@@ -34,7 +34,7 @@ def random_policy(
 
     Args:
         action_space: a space of `envs`, Gymnasium or gymnax.
-        allowed_fn: `obs`, `[B, ...]`, to a mask, `[B, n]` bool, True where an action is
+        action_mask_fn: `obs`, `[B, ...]`, to a mask, `[B, n]` bool, True where an action is
             allowed. For a `MultiDiscrete` of `rollout.envs.spaces` it is a tuple of one
             mask per entry, or `[B, *nvec]`; for a `MultiBinary`, `[B, *shape, 2]`; for
             a composite space, masks in its structure, None for a part without one.
@@ -42,25 +42,25 @@ def random_policy(
 
     Returns:
         A policy without parameters or state; it ignores `params`. Its extras are `()`,
-        or with an `allowed_fn` `{"none_allowed": [B] bool}`. Equal arguments make the
+        or with an `action_mask_fn` `{"no_valid_action": [B] bool}`. Equal arguments make the
         same policy object, here and below, so that jax does not trace again.
 
     Raises:
         ValueError: if `action_space` is no space; if a bound of a box is not finite; if
-            an `allowed_fn` is given and neither the space nor a part of it is discrete;
+            an `action_mask_fn` is given and neither the space nor a part of it is discrete;
             while tracing, if the mask has another shape or is not bool.
     """
     space = as_space(action_space, "action_space")
-    masks.check_drawable(space, allowed_fn)
+    masks.check_drawable(space, action_mask_fn)
 
     def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
         del params  # unused
-        if allowed_fn is None:
+        if action_mask_fn is None:
             action = uniform.uniform(space, uniform.num_lanes(obs), key)
             return PolicyStep(action, state)
-        allowed = masks.read(allowed_fn, obs, space)
-        action, none_allowed = masks.draw(allowed, space, key)
-        return PolicyStep(action, state, {"none_allowed": none_allowed})
+        allowed = masks.read(action_mask_fn, obs, space)
+        action, no_valid_action = masks.draw(allowed, space, key)
+        return PolicyStep(action, state, {"no_valid_action": no_valid_action})
 
     return Policy(init=_no_state, apply=apply)
 

@@ -8,16 +8,16 @@ depend on the number of lanes. Equal arguments make the same policy, so that jax
 not trace again.
 
 The mode of an exploring policy is the mode of the wrapped one, without exploration.
-With an `allowed_fn` its action is still an allowed one.
+With an `action_mask_fn` its action is still an allowed one.
 
 A schedule, as in optax, maps the number of steps that the lane has taken so far, `()`
 int32 from 0, to a scalar. Each lane counts its own steps, over episode ends too, in a
 `Persistent` part of the policy's state.
 
-An `allowed_fn` maps the batched `obs` to the allowed actions, `[B, n]` bool. Where the
+An `action_mask_fn` maps the batched `obs` to the allowed actions, `[B, n]` bool. Where the
 environment has a mask in `info`, `rollout.envs.ObserveInfo(env, fn, initial)` adds it
-to `obs`, and `allowed_fn` reads `obs["info"]`. Where nothing is allowed, the action is
-drawn from all, since one must be sent, and `extras["none_allowed"]` is True.
+to `obs`, and `action_mask_fn` reads `obs["info"]`. Where nothing is allowed, the action is
+drawn from all, since one must be sent, and `extras["no_valid_action"]` is True.
 """
 
 import functools
@@ -36,7 +36,7 @@ from rollout.envs import prng
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies import masks, outputs, uniform
-from rollout.policies.masks import AllowedFn
+from rollout.policies.masks import ActionMaskFn
 from rollout.types import (
     ActionT,
     Key,
@@ -143,11 +143,11 @@ def epsilon_greedy(
     action_space: AnySpace,
     epsilon: float | Schedule,
     *,
-    allowed_fn: AllowedFn | None = None,
+    action_mask_fn: ActionMaskFn | None = None,
 ) -> Policy[ParamsT, ObsT, ActionT]:
     """Replaces each lane's action, with probability epsilon, by a uniformly random one.
 
-    With an `allowed_fn` the random action is an allowed one, and so is that of the
+    With an `action_mask_fn` the random action is an allowed one, and so is that of the
     wrapped policy: where it chose another, a random allowed one takes its place.
 
     Args:
@@ -156,33 +156,33 @@ def epsilon_greedy(
         epsilon: probability per step, in [0, 1]: a number, or a schedule over the
             steps of the lane. A schedule's value above 1 counts as 1, one below 0 or
             NaN as 0.
-        allowed_fn: `obs` to the allowed actions, as in `random_policy`.
+        action_mask_fn: `obs` to the allowed actions, as in `random_policy`.
 
     Returns:
         A policy with the state of `policy`, and a step count in it if `epsilon` is a
         schedule. The extras are those of `policy` for its own action, and with a
-        `allowed_fn` also `none_allowed`, `[B]` bool.
+        `action_mask_fn` also `no_valid_action`, `[B]` bool.
 
     Raises:
         ValueError: if `epsilon` is a number outside [0, 1]; if a bound of the space is
-            not finite; if an `allowed_fn` is given and the space is not discrete. While
+            not finite; if an `action_mask_fn` is given and the space is not discrete. While
             tracing: if the mask is not `[B, n]` bool; if the action does not fit the
-            space; with an `allowed_fn`, if the extras are neither `()` nor a dict, or
-            have another `none_allowed`.
+            space; with an `action_mask_fn`, if the extras are neither `()` nor a dict, or
+            have another `no_valid_action`.
 
     Source:
         "Reinforcement Learning: An Introduction", 2nd ed., section 2.2.
     """
     _check_value("epsilon", epsilon, highest=1.0)
     space = as_space(action_space, "action_space")
-    masks.check_drawable(space, allowed_fn)
+    masks.check_drawable(space, action_mask_fn)
 
     def transform(
         decision: PolicyStep, obs: Obs, epsilon: Any, keys: list[Key]
     ) -> PolicyStep:
         # Strictly below: NaN never explores, and 1 always does, for draws are below 1.
         draw = prng.uniform(keys[0], 0.0, 1.0, (uniform.num_lanes(obs),))
-        return _replace(decision, obs, draw < epsilon, keys[1], space, allowed_fn)
+        return _replace(decision, obs, draw < epsilon, keys[1], space, action_mask_fn)
 
     return explore(policy, space, transform, epsilon)
 
@@ -193,20 +193,20 @@ def random_warmup(
     action_space: AnySpace,
     num_steps: int,
     *,
-    allowed_fn: AllowedFn | None = None,
+    action_mask_fn: ActionMaskFn | None = None,
 ) -> Policy[ParamsT, ObsT, ActionT]:
     """Takes random actions in the first steps of each lane, then those of the policy.
 
     Random actions are uniform; the steps are counted over episode ends. `policy` is
     applied from the first step, so its state and its extras are ready when its actions
-    are first taken. With an `allowed_fn` every action is an allowed one, as in
+    are first taken. With an `action_mask_fn` every action is an allowed one, as in
     `epsilon_greedy`.
 
     Args:
         policy: the policy that acts after the warm-up.
         action_space: any space that `random_policy` takes.
         num_steps: random steps per lane, at least 1. Episodes may end within them.
-        allowed_fn: `obs` to the allowed actions, as in `random_policy`.
+        action_mask_fn: `obs` to the allowed actions, as in `random_policy`.
 
     Returns:
         A policy with the state of `policy` and a step count, and with the extras of
@@ -221,14 +221,14 @@ def random_warmup(
     """
     num_steps = checks.int_between("num_steps", num_steps)
     space = as_space(action_space, "action_space")
-    masks.check_drawable(space, allowed_fn)
+    masks.check_drawable(space, action_mask_fn)
 
     def transform(
         decision: PolicyStep, obs: Obs, is_warmup: Any, keys: list[Key]
     ) -> PolicyStep:
         flag = jnp.broadcast_to(jnp.asarray(is_warmup) > 0, uniform.num_lanes(obs))
-        if allowed_fn is not None or prng.num_parts() > 1:
-            return _replace(decision, obs, flag, keys[0], space, allowed_fn)
+        if action_mask_fn is not None or prng.num_parts() > 1:
+            return _replace(decision, obs, flag, keys[0], space, action_mask_fn)
 
         def draw(action: ArrayTree) -> ArrayTree:
             given = decision._replace(action=action)
@@ -337,24 +337,28 @@ def _replace(
     flag: jax.Array,
     key: Key,
     space: AnySpace,
-    allowed_fn: AllowedFn | None,
+    action_mask_fn: ActionMaskFn | None,
 ) -> PolicyStep:
     """Replaces actions by random ones where `flag`, or where a mask forbids them."""
-    if allowed_fn is None:
+    if action_mask_fn is None:
         action = uniform.uniform(space, flag.shape[0], key)
     else:
-        allowed = masks.read(allowed_fn, obs, space)
+        allowed = masks.read(action_mask_fn, obs, space)
         flag = flag | ~masks.is_allowed(allowed, decision.action, space)
-        action, none_allowed = masks.draw(allowed, space, key)
+        action, no_valid_action = masks.draw(allowed, space, key)
         extras: Any = decision.extras
         extras = {} if isinstance(extras, tuple) and not extras else extras
-        what = "With an `allowed_fn` the wrapped policy's extras must be () or a dict"
+        what = (
+            "With an `action_mask_fn` the wrapped policy's extras must be () or a dict"
+        )
         checks.kind(what, extras, dict)
         # Another wrapper with a mask inside of this one has its own flag.
-        inner = extras.get("none_allowed", none_allowed)
-        what = "The wrapped policy's `none_allowed` must be that of an `allowed_fn`"
-        checks.same(what, none_allowed, inner)
-        extras = {**extras, "none_allowed": none_allowed | inner}
+        inner = extras.get("no_valid_action", no_valid_action)
+        what = (
+            "The wrapped policy's `no_valid_action` must be that of an `action_mask_fn`"
+        )
+        checks.same(what, no_valid_action, inner)
+        extras = {**extras, "no_valid_action": no_valid_action | inner}
         decision = decision._replace(extras=extras)
     return decision._replace(action=prng.select(flag, action, decision.action))
 

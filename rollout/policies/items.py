@@ -2,7 +2,7 @@
 
 An item that is not allowed is never chosen, whatever its score: its score becomes minus
 infinity, not zero, which would win against negative scores. Where nothing is allowed,
-an item is chosen among all, since one must be sent, and `extras["none_allowed"]` is
+an item is chosen among all, since one must be sent, and `extras["no_valid_action"]` is
 True.
 """
 
@@ -19,7 +19,7 @@ from rollout.envs.spaces import Discrete
 from rollout.envs.types import ArrayTree
 from rollout.policies import masks
 from rollout.policies.basic import stateless_policy
-from rollout.policies.masks import AllowedFn
+from rollout.policies.masks import ActionMaskFn
 from rollout.types import Policy
 
 ScoreFn = Callable[[Any, ArrayTree], Any]
@@ -42,7 +42,7 @@ def item_policy(
     sample: bool = False,
     items: jax.typing.ArrayLike | None = None,
     start: int = 0,
-    allowed_fn: AllowedFn = mask_of,
+    action_mask_fn: ActionMaskFn = mask_of,
     value_fn: Callable[[Any, Any], Any] | None = None,
 ) -> Policy:
     """Makes a policy from a function that scores items.
@@ -56,7 +56,7 @@ def item_policy(
             `fn` is chosen, which turns a continuous action into an item. Not with
             `sample`.
         start: the action of the first item, that of the `Discrete` space.
-        allowed_fn: `obs`, `[B, ...]`, to `[B, I]` bool, the allowed items; by default
+        action_mask_fn: `obs`, `[B, ...]`, to `[B, I]` bool, the allowed items; by default
             the `mask` in `obs`.
         value_fn: the critic, as `stateless_policy` takes it.
 
@@ -74,7 +74,7 @@ def item_policy(
         Discrete Action Spaces", arXiv:1512.07679, with one neighbour.
     """
     checks.function("fn", fn)
-    checks.function("allowed_fn", allowed_fn)
+    checks.function("action_mask_fn", action_mask_fn)
     checks.boolean("sample", sample)
     start = checks.integer("start", start)
     if sample and items is not None:
@@ -92,7 +92,7 @@ def item_policy(
             point, table = scores, jnp.asarray(items, scores.dtype)
             scores = 2.0 * point @ table.T - jnp.sum(table**2, axis=-1)[None]
             extras = {**extras, "point": point}
-        allowed = masks.read(allowed_fn, obs, Discrete(scores.shape[-1]))[:, 0]
+        allowed = masks.read(action_mask_fn, obs, Discrete(scores.shape[-1]))[:, 0]
         action, more = choose_items(scores, allowed, key if draws else None)
         return start + action, {**extras, **more}
 
@@ -115,7 +115,7 @@ def choose_items(
             takes the highest score, the first of equals.
 
     Returns:
-        Items, `[B]` int32; and `{"none_allowed": none_allowed, "log_prob": log_prob}`,
+        Items, `[B]` int32; and `{"no_valid_action": no_valid_action, "log_prob": log_prob}`,
         `[B]` bool and float32. `log_prob` is that of the softmax, also without a key.
         Inside `jit` an entry that you do not read costs nothing.
 
@@ -128,16 +128,16 @@ def choose_items(
             "`allowed` must be bool of the shape [B, I] of `scores`, got "
             f"{checks.describe(allowed)} and {checks.describe(scores)}."
         )
-    none_allowed = ~allowed.any(axis=-1)
+    no_valid_action = ~allowed.any(axis=-1)
     # An allowed -inf becomes the lowest finite score, and beats items not allowed.
     lowest = jnp.finfo(scores.dtype).min
     scores = jnp.maximum(scores, lowest)
-    scores = jnp.where(allowed | none_allowed[:, None], scores, -jnp.inf)
+    scores = jnp.where(allowed | no_valid_action[:, None], scores, -jnp.inf)
     log_probs = jax.nn.log_softmax(scores)
     if key is None:
         action = jnp.argmax(scores, axis=-1)
     else:
         action = jax.random.categorical(key, log_probs)
     log_prob = jnp.take_along_axis(log_probs, action[:, None], axis=-1)[:, 0]
-    extras = {"none_allowed": none_allowed, "log_prob": log_prob}
+    extras = {"no_valid_action": no_valid_action, "log_prob": log_prob}
     return action.astype(jnp.int32), extras

@@ -29,25 +29,25 @@ from rollout.envs.spaces import (
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies import uniform
 
-AllowedFn = Callable[[ArrayTree], ArrayTree]  # obs to a mask
+ActionMaskFn = Callable[[ArrayTree], ArrayTree]  # obs to a mask
 
 _NAME = "action_mask"
 DISCRETE = Discrete | MultiDiscrete | MultiBinary
 
 
-def check_drawable(space: AnySpace, allowed_fn: AllowedFn | None) -> None:
+def check_drawable(space: AnySpace, action_mask_fn: ActionMaskFn | None) -> None:
     """Raises for infinite bounds, and where a mask has no discrete part to be of."""
-    if allowed_fn is not None:
-        checks.function("allowed_fn", allowed_fn)
+    if action_mask_fn is not None:
+        checks.function("action_mask_fn", action_mask_fn)
         if not any(isinstance(part, DISCRETE) for part in space.leaves()):
             raise ValueError(
                 "`action_space` must be discrete or have discrete parts where "
-                f"`allowed_fn` is given, got {type(space).__name__}."
+                f"`action_mask_fn` is given, got {type(space).__name__}."
             )
     uniform.check_bounds(space)
 
 
-def find(observation_space: AnySpace, action_space: AnySpace) -> AllowedFn | None:
+def find(observation_space: AnySpace, action_space: AnySpace) -> ActionMaskFn | None:
     """Finds the mask in observations that have an entry `action_mask`."""
     observed, space = as_space(observation_space), as_space(action_space)
     parts: Any = observed.spaces if isinstance(observed, Composite) else {}
@@ -62,15 +62,15 @@ def find(observation_space: AnySpace, action_space: AnySpace) -> AllowedFn | Non
     return lambda obs: tuple(jnp.moveaxis(get(obs), 1, 0))  # a mask for each entry
 
 
-def read(allowed_fn: AllowedFn, obs: ArrayTree, space: AnySpace) -> Any:
-    """Calls `allowed_fn`, and checks that the result is a mask of that space.
+def read(action_mask_fn: ActionMaskFn, obs: ArrayTree, space: AnySpace) -> Any:
+    """Calls `action_mask_fn`, and checks that the result is a mask of that space.
 
     Returns:
         The mask as `draw` and `is_allowed` take it: `[B, k, n]` for k entries of n
         values each, `[B, n_0 * n_1 * ...]` for a joint one, and a tuple for parts, or
         for entries of different sizes.
     """
-    return _checked(allowed_fn(obs), uniform.num_lanes(obs), space)
+    return _checked(action_mask_fn(obs), uniform.num_lanes(obs), space)
 
 
 def draw(
@@ -91,10 +91,10 @@ def draw(
                 action, is_none = draw(each, part, part_key)
                 flags.append(is_none)
             actions.append(action)
-        none_allowed = jnp.stack(flags).any(axis=0)
+        no_valid_action = jnp.stack(flags).any(axis=0)
         if isinstance(space, Composite):
-            return space.structure.unflatten(actions), none_allowed
-        return jnp.stack(actions, axis=1).reshape(-1, *space.shape), none_allowed
+            return space.structure.unflatten(actions), no_valid_action
+        return jnp.stack(actions, axis=1).reshape(-1, *space.shape), no_valid_action
     sizes, starts = _ranges(space)
     # Entries are drawn as lanes; a joint mask is one draw among all combinations.
     index, is_none = uniform.among(allowed.reshape(-1, allowed.shape[-1]), key)
@@ -154,7 +154,7 @@ def _checked(allowed: Any, num_envs: int, space: AnySpace) -> Any:
             for each, part in zip(masks, space.parts, strict=True)
         )
     if not isinstance(space, DISCRETE):
-        what = "`allowed_fn` must return None for a part that is not discrete"
+        what = "`action_mask_fn` must return None for a part that is not discrete"
         raise ValueError(f"{what}, got {checks.describe(allowed)}.")
     sizes, _ = _ranges(space)
     if isinstance(space, Discrete):
@@ -172,6 +172,6 @@ def _checked(allowed: Any, num_envs: int, space: AnySpace) -> Any:
 
 
 def _bools(allowed: Any, shape: tuple[int, ...]) -> jax.Array:
-    what = "`allowed_fn` must return one bool per lane and action,"
+    what = "`action_mask_fn` must return one bool per lane and action,"
     checks.shaped(what, allowed, shape, bool)
     return jnp.asarray(allowed)

@@ -117,7 +117,7 @@ def make_env(env_id: str, num_envs: int, *, gamma: float | None = None) -> Any:
         host_env: Any = envs.from_gymnasium(make, num_envs, observe_info=masks)
         if gamma is None:
             return host_env
-        return envs.NormalizeHost(host_env, gamma=gamma)
+        return envs.NormalizeHostEnv(host_env, gamma=gamma)
     env = envs.make(env_id)
     if hasattr(env, "agents"):
         raise ValueError(f"`env_id` must be of one agent, got {env_id} with several.")

@@ -145,7 +145,7 @@ def make_policy(
         make_greedy_policy(network, spec),
         spec.action_space,
         epsilon,
-        allowed_fn=None if mask_in(sample) is None else action_mask_of,
+        action_mask_fn=None if mask_in(sample) is None else action_mask_of,
     )
 
 

@@ -298,7 +298,7 @@ def describe(agent: Any) -> dict[str, Any]:
 def obs_normalizer(env: Any) -> Any:
     """Returns the wrapper of an environment that normalizes observations, or None."""
     while env is not None:
-        if isinstance(env, envs.NormalizeObs | envs.NormalizeHost):
+        if isinstance(env, envs.NormalizeObs | envs.NormalizeHostEnv):
             return env
         env = getattr(env, "env", None)
     return None

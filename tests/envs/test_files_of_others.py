@@ -273,7 +273,7 @@ def runners(name):
     (space,) = env.action_spaces.values()
     (observation_space,) = env.observation_spaces.values()
     agent = ppo.PPO(EnvSpec(observation_space, space, B), CONFIG)
-    policy = agents.policy_map({"one": agent.policy}, agents.fixed_mapping("one"), env)
+    policy = agents.policy_map({"one": agent.policy}, agents.static_mapping("one"), env)
     return agent, rollout.Collector(env=env, policy=policy)
 
 

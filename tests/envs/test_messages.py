@@ -19,7 +19,7 @@ from rollout import envs
 from rollout.envs import make, ratings, vectorize, vectorize_each
 from rollout.envs.recommendation import LeaveByCategory, LeaveByDistance
 from rollout.envs.spaces import MultiBinary, MultiDiscrete
-from rollout.envs.wrappers import ForceLength, History, NoRepeat
+from rollout.envs.wrappers import FixedLength, History, NoRepeat
 
 KEY = jax.random.key(0)
 B = 3
@@ -155,16 +155,16 @@ def normalize_twice():
 
 
 def force_twice():
-    return step(vectorize(ForceLength(ForceLength(CountEnv(), 3), 2), 2))
+    return step(vectorize(FixedLength(FixedLength(CountEnv(), 3), 2), 2))
 
 
 GROUPS = "every agent in one group, and agents in each, got {"
 WRAPPERS = [
     lambda env: env,
     lambda env: envs.TimeLimit(env, 5),
-    lambda env: ForceLength(env, 5),
+    lambda env: FixedLength(env, 5),
     lambda env: envs.ActionRepeat(env, 2),
-    envs.wrappers.EndOnFault,
+    envs.wrappers.TruncateOnNonFinite,
 ]
 BOUNDS = [
     (0, 300, (), np.uint8, "must be values of `dtype`, got 300 and uint8."),
@@ -251,13 +251,13 @@ MESSAGES = [
     (lambda: observe_info(jnp.zeros(2)), "must return `obs` as `env.reset` does"),
     (lambda: observe_info(jnp.int32(0)), "must return `obs` as `env.reset` does"),
     (lambda: History(CountEnv(), 0), "at least 1, got 0"),
-    (lambda: ForceLength(CountEnv(), 0), "at least 1, got 0"),
+    (lambda: FixedLength(CountEnv(), 0), "at least 1, got 0"),
     (force_twice, "`info` must be a dict without the names left"),
     (lambda: NoRepeat(pendulum()), "`env` must have a discrete action space"),
     (mask_picture, "`mask` in the observation must be bool of shape (3,), one for"),
     (lambda: normalize(()), "`info` must be a dict without the names raw_obs"),
     (lambda: normalize({"raw_obs": jnp.zeros(2)}), "raw_next_obs, got ['raw_obs']"),
-    (lambda: envs.NormalizeObs(HostCount(2)), "`rollout.envs.NormalizeHost` norm"),
+    (lambda: envs.NormalizeObs(HostCount(2)), "`rollout.envs.NormalizeHostEnv` norm"),
     (lambda: normalize({}, only="x"), "`only` must be names, such as"),
     (normalize_twice, "`info` must be a dict without the names raw_reward"),
     # `from_interactions`

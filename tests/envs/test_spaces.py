@@ -131,9 +131,9 @@ def test_mask_counts_from_the_start_of_the_space():
     def mask(obs):
         return jnp.broadcast_to(allowed, (obs.shape[0], 3))
 
-    policy = rollout.random_policy(space, allowed_fn=mask)
+    policy = rollout.random_policy(space, action_mask_fn=mask)
     wrong = rollout.stateless_policy(lambda params, obs, key: jnp.full((500,), 6))
-    masked = rollout.epsilon_greedy(wrong, space, 0.0, allowed_fn=mask)
+    masked = rollout.epsilon_greedy(wrong, space, 0.0, action_mask_fn=mask)
 
     @quick_jit
     def act(obs, keys):

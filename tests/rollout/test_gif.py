@@ -87,7 +87,7 @@ def brightness(path):
 def test_titles_show_the_raw_return_under_a_normalization(is_host):
     if is_host:
         plain = envs.from_gymnasium(Counter, 1, render_mode="rgb_array")
-        kind, scaled = rollout.HostCollector, envs.NormalizeHost
+        kind, scaled = rollout.HostCollector, envs.NormalizeHostEnv
     else:
         plain, kind = lanes_of("limited"), rollout.Collector
         scaled = lambda env: envs.NormalizeReward(envs.NormalizeObs(env))  # noqa: E731
@@ -107,7 +107,7 @@ def test_normalized_robot_is_drawn_without_a_display(tmp_path, monkeypatch):
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     env = envs.from_gymnasium("HalfCheetah-v5", 1, render_mode="rgb_array")
-    collector = collect(envs.NormalizeHost(env), rollout.HostCollector)
+    collector = collect(envs.NormalizeHostEnv(env), rollout.HostCollector)
     carry = collector.init(KEY)
     path = tmp_path / "robot.gif"
     judge = collector.freeze(carry)

@@ -19,7 +19,7 @@ from streams import EPISODES, B, make_stream, new_stream
 import rollout
 from rollout import checkpoint, envs
 from rollout.gif import draw_episode
-from rollout.host import Served
+from rollout.host import AsyncInfo
 
 KEY, ROWS = jax.random.key(0), jnp.zeros((64, 16))
 
@@ -265,12 +265,12 @@ MESSAGES = [
         "must be `[T, B, ...]`, got a `mask` of shape (16,)",
     ),
     (
-        lambda: add_to_window(collect("count")[1].replace(info=Served(1, 2, 3))),
+        lambda: add_to_window(collect("count")[1].replace(info=AsyncInfo(1, 2, 3))),
         "got rows of a `HostCollector` with `num_ready`",
     ),
     (
         lambda: rollout.stats.ended_episodes(
-            collect("count")[1].replace(info=Served(1, 2, 3))
+            collect("count")[1].replace(info=AsyncInfo(1, 2, 3))
         ),
         "`trajectory` must have a column for each lane",
     ),

@@ -16,7 +16,7 @@ from host_count import HostCount
 
 import rollout
 from rollout import buffers, envs, programs
-from rollout.agents import fixed_mapping, policy_map
+from rollout.agents import policy_map, static_mapping
 from rollout.envs import spaces
 from rollout.recommendation import item_policy
 
@@ -82,7 +82,7 @@ def evaluates_frozen():
 
 def evaluates_frozen_hosts():
     collector = make_host()
-    env = rollout.envs.NormalizeHost(collector.env)
+    env = rollout.envs.NormalizeHostEnv(collector.env)
     collector = collector.replace(env=env)
     rollout.evaluate(collector.freeze(collector.init(KEY)), KEY, 0, 3)
 
@@ -202,7 +202,7 @@ POLICY = rollout.stateless_policy(act, mode_fn=act)
 BOX = functools.partial(envs.Box, -np.ones(2, np.float32), np.ones(2, np.float32), (2,))
 POLICIES = {
     "random": lambda: rollout.random_policy(BOX()),
-    "masked": lambda: rollout.random_policy(envs.Discrete(3), allowed_fn=allow_all),
+    "masked": lambda: rollout.random_policy(envs.Discrete(3), action_mask_fn=allow_all),
     "greedy": lambda: rollout.greedy(rollout.stateless_policy(act, mode_fn=act)),
     "recurrent": lambda: rollout.recurrent_policy(remember, start, mode_fn=remember),
     "epsilon": lambda: rollout.epsilon_greedy(POLICY, envs.Discrete(3), decay),
@@ -214,7 +214,7 @@ POLICIES = {
     "items": lambda: item_policy(act, items=np.eye(3)),
     "map": lambda: policy_map(
         {"b": POLICY, "a": rollout.random_policy(envs.Discrete(2))},
-        fixed_mapping("b"),
+        static_mapping("b"),
         OneAgent(CountEnv()),
     ),
 }
@@ -228,7 +228,7 @@ def test_equal_arguments_make_the_same_policy(name):
 def test_policies_of_a_map_in_another_order_are_another_map():
     policies = {"b": POLICY, "a": rollout.random_policy(envs.Discrete(2))}
     make = functools.partial(
-        policy_map, mapping_fn=fixed_mapping("b"), env=OneAgent(CountEnv())
+        policy_map, policy_mapping_fn=static_mapping("b"), env=OneAgent(CountEnv())
     )
     assert make(policies) != make(dict(reversed(policies.items())))
 

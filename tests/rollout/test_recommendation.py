@@ -46,7 +46,7 @@ def read_mask(obs):
 
 KEY = jax.random.key(0)
 POLICY = recommendation.item_policy(score)
-RANDOM = rollout.random_policy(envs.Discrete(NUM_ITEMS), allowed_fn=read_mask)
+RANDOM = rollout.random_policy(envs.Discrete(NUM_ITEMS), action_mask_fn=read_mask)
 
 
 def make_env(model=MODEL, **options):
@@ -204,19 +204,19 @@ def test_random_first_item_is_not_shown_again():
 
 @pytest.mark.slow
 def test_items_that_are_used_up_are_flagged():
-    env = envs.wrappers.ForceLength(envs.wrappers.NoRepeat(make_env()), NUM_ITEMS + 3)
+    env = envs.wrappers.FixedLength(envs.wrappers.NoRepeat(make_env()), NUM_ITEMS + 3)
     setting = Setting(no_repeats=True, force_length=NUM_ITEMS + 3)
     collector = make_collector(env)
     # One episode of every lane.
     rows = jax.device_get(collect(collector, KEY, SCORES, NUM_ITEMS + 3))
-    flags = rows.extras["none_allowed"]
+    flags = rows.extras["no_valid_action"]
     assert flags[NUM_ITEMS:].all()
     assert flags.sum() == 3 * NUM_LANES
     assert np.isfinite(rows.extras["log_prob"]).all()
     played = MODEL.play(SCORES, int(rows.obs["user"][0, 0]), setting)
     assert rows.action[:, 0].tolist() == played.item
     stats = evaluate({"all": collector}, 20, CATALOGUE)["all"]
-    assert stats.none_allowed_share == np.float32(3 / (NUM_ITEMS + 3))
+    assert stats.no_valid_action_share == np.float32(3 / (NUM_ITEMS + 3))
     assert all(np.isfinite(x) for x in rollout.log_stats(stats).values())
 
 
@@ -271,7 +271,7 @@ def test_devices_ask_each_other_nothing_about_many_items():
     env = envs.wrappers.NoRepeat(
         envs.recommendation.RecommendationEnv(feedback, max_turn=8)
     )
-    policy = rollout.random_policy(env.action_space, allowed_fn=read_mask)
+    policy = rollout.random_policy(env.action_space, action_mask_fn=read_mask)
     alone = make_collector(env, policy=policy)
     rows = []
     for collector in (alone, over_four_devices(alone)):

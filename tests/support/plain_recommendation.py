@@ -21,7 +21,7 @@ class Played(NamedTuple):
     item: list[int]
     reward: list[np.float32]
     left: list[bool]  # whether the user has left, now or before
-    none_allowed: list[bool]
+    no_valid_action: list[bool]
 
 
 class Model(NamedTuple):
@@ -66,7 +66,7 @@ class Model(NamedTuple):
             played.item.append(item)
             played.reward.append(self.feedback[user, item])
             played.left.append(has_left)
-            played.none_allowed.append(not mask.any())
+            played.no_valid_action.append(not mask.any())
             shown, last = [*shown, item], item
             if setting.force_length == num_turns:
                 return played
@@ -83,7 +83,7 @@ def metrics(
 ) -> dict[str, float]:
     """The metrics of all episodes, in double precision."""
     items = [item for played in episodes for item in played.item]
-    flags = [flag for played in episodes for flag in played.none_allowed]
+    flags = [flag for played in episodes for flag in played.no_valid_action]
     rewards = [reward for played in episodes for reward in played.reward]
     return {
         "click_through_rate": np.mean(rewards, dtype=np.float64),
@@ -92,7 +92,7 @@ def metrics(
         "diversity": np.mean([_diversity(x.item, features) for x in episodes]),
         "novelty": np.mean([-np.log(popularity[item]) for item in items]),
         "dominated_share": np.mean([dominated[item] for item in items]),
-        "none_allowed_share": np.mean(flags),
+        "no_valid_action_share": np.mean(flags),
     }
 
 

@@ -20,9 +20,9 @@ from rollout import envs
 KEY = jax.random.key(5)
 
 
-def collect(env, allowed_fn=None, *, num_steps=250):
+def collect(env, action_mask_fn=None, *, num_steps=250):
     """A trajectory of the random policy in the lanes of `env`."""
-    policy = rollout.random_policy(env.action_space, allowed_fn=allowed_fn)
+    policy = rollout.random_policy(env.action_space, action_mask_fn=action_mask_fn)
     collector = rollout.Collector(env=env, policy=policy)
     _, trajectory = collector.collect_steps(collector.init(KEY), None, num_steps)
     return jax.device_get(trajectory)
@@ -133,12 +133,14 @@ def check_spaces(env, rows, excused=False):
         chex.assert_trees_all_equal_shapes_and_dtypes(drawn, row)
 
 
-def check_steps_of_agents(plain, allowed_fn=None, *, see=lambda obs: obs, num_steps):
+def check_steps_of_agents(
+    plain, action_mask_fn=None, *, see=lambda obs: obs, num_steps
+):
     """Compares each step of an adapter with that of the suite, to an ending.
 
     Args:
         plain: a `plain_suites.Plain` of several agents.
-        allowed_fn: the allowed actions of a group's observation.
+        action_mask_fn: the allowed actions of a group's observation.
         see: the suite's own part of the observation.
         num_steps: the most steps.
 
@@ -154,7 +156,7 @@ def check_steps_of_agents(plain, allowed_fn=None, *, see=lambda obs: obs, num_st
     own_state = want[0]
     for number in range(num_steps):
         key = jax.random.fold_in(KEY, number)
-        action = draw(env, obs, allowed_fn, rng)
+        action = draw(env, obs, action_mask_fn, rng)
         got, want = step(key, state, action), advance(key, own_state, action)
         chex.assert_trees_all_equal(raw(got.replace(obs=see(got.obs))), raw(want))
         state, obs, own_state = got.state, got.obs, want.state
@@ -165,13 +167,15 @@ def check_steps_of_agents(plain, allowed_fn=None, *, see=lambda obs: obs, num_st
     return got
 
 
-def draw(env, obs, allowed_fn, rng):
+def draw(env, obs, action_mask_fn, rng):
     """Actions of all agents, also of those whose turn it is not."""
     actions = {}
     for group, names in env.groups.items():
         num_actions = env.action_spaces[group].n
         mask = np.ones((len(names), num_actions), bool)
-        mask = mask if allowed_fn is None else np.asarray(allowed_fn(obs[group]))
+        mask = (
+            mask if action_mask_fn is None else np.asarray(action_mask_fn(obs[group]))
+        )
         chosen = [rng.choice(np.flatnonzero(allowed)) for allowed in mask]
         actions[group] = np.array(chosen, np.int32)
     return actions

@@ -62,7 +62,7 @@ class Case(NamedTuple):
         plain: makes the plain loop of the suite's own id.
         options: of `plain`.
         endings: those that occur.
-        allowed_fn: of the random policy.
+        action_mask_fn: of the random policy.
         limit: of a `TimeLimit`.
         num_steps: steps per lane.
         atol: how far floats may be off, where another program rounds otherwise.
@@ -71,7 +71,7 @@ class Case(NamedTuple):
     plain: Callable[..., plain_suites.Plain]
     options: dict[str, Any] = {}  # noqa: RUF012
     endings: tuple[str, ...] = ("terminated", "truncated")
-    allowed_fn: Callable | None = None
+    action_mask_fn: Callable | None = None
     limit: int = 0
     num_steps: int = 250
     atol: float = 0.0
@@ -133,7 +133,9 @@ def rows_of(env_id):
     case, env = CASES[env_id], plain_of(CASES, env_id).adapt()
     env = envs.TimeLimit(env, case.limit) if case.limit else env
     vector = envs.vectorize(env, 4)
-    return env, suite_checks.collect(vector, case.allowed_fn, num_steps=case.num_steps)
+    return env, suite_checks.collect(
+        vector, case.action_mask_fn, num_steps=case.num_steps
+    )
 
 
 @each(CASES, quick=OWN)
@@ -173,7 +175,7 @@ def test_adapter_is_one_program_and_refuses_other_objects(env_id, suite):
 @each(AGENTS, quick=QUICK)
 def test_steps_of_agents_are_those_of_a_plain_loop(env_id):
     case, plain = AGENTS[env_id], plain_of(AGENTS, env_id)
-    step = suite_checks.check_steps_of_agents(plain, case.allowed_fn, num_steps=42)
+    step = suite_checks.check_steps_of_agents(plain, case.action_mask_fn, num_steps=42)
     assert step.episode_terminated | step.episode_truncated | (case.endings == ())
     check_adapter(plain.adapt)
 

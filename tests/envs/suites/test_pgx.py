@@ -67,7 +67,7 @@ def test_masked_policies_never_make_an_illegal_move():
 
     policies = {
         "random": rollout.random_policy(
-            space, allowed_fn=lambda obs: obs["action_mask"]
+            space, action_mask_fn=lambda obs: obs["action_mask"]
         ),
         "sampled": rollout.stateless_policy(sample),
     }
@@ -79,7 +79,7 @@ def test_masked_policies_never_make_an_illegal_move():
 
     for name, policy in policies.items():
         mapped = rollout.agents.policy_map(
-            {name: policy}, rollout.agents.fixed_mapping(name), env
+            {name: policy}, rollout.agents.static_mapping(name), env
         )
         collector = rollout.Collector(env=env, policy=mapped)
         carry = collector.init(jax.random.key(5))

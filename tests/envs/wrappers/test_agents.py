@@ -172,7 +172,7 @@ def normalized():
     """A carry and trajectory of mapped policies, and the rows of each group."""
     lanes = envs.NormalizeObs(envs.vectorize(ENVS["reward"], B))
     random = {x: rollout.random_policy(s) for x, s in lanes.action_spaces.items()}
-    mapping = rollout.agents.fixed_mapping({"a": "two", "b": "one", "c": "two"})
+    mapping = rollout.agents.static_mapping({"a": "two", "b": "one", "c": "two"})
     policy = rollout.agents.policy_map(random, mapping, lanes)
     collector = rollout.Collector(env=lanes, policy=policy)
     assert lanes.observation_spaces["one"].shape == (2,)
@@ -252,8 +252,8 @@ def test_wrapped_agents_go_on_in_a_stream_that_is_restored():
 REFUSED = {
     "ActionRepeat": lambda env: envs.ActionRepeat(env, 2),
     "RescaleAction": envs.RescaleAction,
-    "ForceLength": lambda env: envs.wrappers.ForceLength(env, 3),
-    "EndOnFault": envs.wrappers.EndOnFault,
+    "FixedLength": lambda env: envs.wrappers.FixedLength(env, 3),
+    "TruncateOnNonFinite": envs.wrappers.TruncateOnNonFinite,
     "History": lambda env: envs.wrappers.History(env, 3),
     "NoRepeat": envs.wrappers.NoRepeat,
     "ObserveInfo": lambda env: envs.wrappers.ObserveInfo(env, len, len),

@@ -100,8 +100,8 @@ def test_mask_of_actions_stays_apart():
 
     env = FlattenObs(envs.TransformObs(CountEnv(), see, space))
     assert env.observation_space.spaces["action_mask"] == mask
-    allowed_fn = lambda obs: obs["action_mask"]  # noqa: E731
-    policy = rollout.random_policy(env.action_space, allowed_fn=allowed_fn)
+    action_mask_fn = lambda obs: obs["action_mask"]  # noqa: E731
+    policy = rollout.random_policy(env.action_space, action_mask_fn=action_mask_fn)
     collector = rollout.Collector(env=envs.vectorize(env, 4), policy=policy)
     rows = quick_jit(
         lambda key: collector.collect_steps(collector.init(key), None, 12)[1]

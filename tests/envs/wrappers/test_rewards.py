@@ -41,7 +41,7 @@ def ended():
     """The trajectory of two lanes with faulty observations, two with rewards."""
     env = jax.tree.map(lambda x: np.repeat(x, B), Breaking())
     env = env.replace(breaks_obs=np.array([True, True, False, False]))
-    lanes = envs.vectorize_each(envs.wrappers.EndOnFault(env))
+    lanes = envs.vectorize_each(envs.wrappers.TruncateOnNonFinite(env))
     return play(envs.NormalizeReward(lanes), T)[1]
 
 

@@ -244,7 +244,7 @@ PLAYED = {
     "sum outside": envs.TransformObs(envs.FrameStack(SEVEN, 2), lambda obs: obs.sum()),
     "frames of a tree": envs.FrameStack(envs.TransformObs(SEVEN, observed), 2),
     "previous": envs.wrappers.ObservePrevious(SEVEN),
-    "forced": envs.wrappers.ForceLength(CountEnv(min_length=9, limit=4), 6),
+    "forced": envs.wrappers.FixedLength(CountEnv(min_length=9, limit=4), 6),
     "no repeat": envs.wrappers.NoRepeat(SEVEN),
     **{f"history {n}": envs.wrappers.History(SEVEN, n) for n in (1, 3)},
     "history of boxes": envs.wrappers.History(BoxEnv(), 2),

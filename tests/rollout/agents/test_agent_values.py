@@ -55,7 +55,7 @@ def make_collector(env, num_envs=B, policy=COUNTING, team_value=None):
         "count": policy,
         "random": rollout.random_policy(env.action_spaces["one"]),
     }
-    mapping = rollout.agents.fixed_mapping({"a": "count", "b": "random", "c": "count"})
+    mapping = rollout.agents.static_mapping({"a": "count", "b": "random", "c": "count"})
     policy = rollout.agents.policy_map(policies, mapping, env)
     if team_value is not None:
         policy = policy._replace(value=team_value)

@@ -75,7 +75,7 @@ def test_fixed_mapping_gives_every_agent_its_policy_and_no_policy_another_agent(
         names = {
             agent: ("one", "two")[x - 1] for agent, x in zip("abc", order, strict=True)
         }
-        trajectory = collect(table(), policies, rollout.agents.fixed_mapping(names))
+        trajectory = collect(table(), policies, rollout.agents.static_mapping(names))
         np.testing.assert_array_equal(trajectory.action["all"][3, 1], order)
         policy_id = trajectory.extras["policy_id"][3, 1]
         np.testing.assert_array_equal(policy_id, 2 - np.array(order))
@@ -87,7 +87,7 @@ def test_one_agent_with_one_policy_has_the_bits_of_the_plain_kernel():
     policy = rollout.random_policy(env.action_space)
     plain = rollout.Collector(env=env, policy=policy)
     _, want = plain.collect_steps(plain.init(KEY), None, T)
-    mapping = rollout.agents.fixed_mapping("only")
+    mapping = rollout.agents.static_mapping("only")
     got = collect(OneAgent(CountEnv()), {"only": policy}, mapping)
     np.testing.assert_array_equal(got.action["all"][..., 0], want.action)
     np.testing.assert_array_equal(got.obs["all"][:, :, 0], want.obs)
@@ -103,7 +103,7 @@ def test_one_agent_with_one_policy_has_the_bits_of_the_plain_kernel():
 def test_state_moves_only_where_the_agent_acts_and_starts_with_the_episode():
     acting = [[1, 0, 1], [1, 1, 0], [0, 0, 1], [1, 1, 1]]
     env = table(acting=acting)
-    got = collect(env, {"count": counting()}, rollout.agents.fixed_mapping("count"))
+    got = collect(env, {"count": counting()}, rollout.agents.static_mapping("count"))
     # An agent that does not act has an action too, which nobody reads.
     want = np.cumsum([[0, 0, 0], *acting[:2]], axis=0)
     np.testing.assert_array_equal(got.action["all"][:, 1], np.tile(want, (T // 3, 1)))
@@ -157,7 +157,7 @@ def test_extras_are_joined_by_name():
     policies = {"x": constant(0, value=2.0), "y": constant(1, value=3.0, log_prob=5.0)}
     for mapping in (
         drawn_mapping(2),
-        rollout.agents.fixed_mapping({"a": "y", "b": "x", "c": "y"}),
+        rollout.agents.static_mapping({"a": "y", "b": "x", "c": "y"}),
     ):
         got = collect(table(), policies, mapping)
         is_y, obs = got.extras["policy_id"] == 1, got.obs["all"]
@@ -174,7 +174,7 @@ def test_groups_have_policies_of_their_own():
     )
     names = {"a": "discrete", "b": "box", "c": "discrete"}
     policies = {"box": box, "discrete": discrete}
-    got = collect(env, policies, rollout.agents.fixed_mapping(names))
+    got = collect(env, policies, rollout.agents.static_mapping(names))
     assert np.all(np.asarray(got.action["two"]) == 3)
     assert len(np.unique(got.action["one"])) > 20
 
@@ -228,7 +228,7 @@ def test_mode_is_that_of_policies_that_have_one():
         lambda params, obs, key: jnp.full(obs.shape, 1, jnp.int32),
         mode_fn=lambda params, obs, key: jnp.full(obs.shape, 2, jnp.int32),
     )
-    mapping = rollout.agents.fixed_mapping({"a": "greedy", "b": "x", "c": "x"})
+    mapping = rollout.agents.static_mapping({"a": "greedy", "b": "x", "c": "x"})
     env = envs.vectorize(table(), B)
     policy = rollout.agents.policy_map(
         {"greedy": greedy, "x": constant(5)}, mapping, env
@@ -237,7 +237,7 @@ def test_mode_is_that_of_policies_that_have_one():
     params = {"greedy": None, "x": None}
     got = collector.step(collector.init(KEY), params)[1]
     np.testing.assert_array_equal(got.action["all"][0], [2, 5, 5])
-    mapping = rollout.agents.fixed_mapping("x")
+    mapping = rollout.agents.static_mapping("x")
     assert rollout.agents.policy_map({"x": constant(0)}, mapping, env).mode is None
 
 
@@ -247,7 +247,9 @@ def test_exploration_stands_inside():
         constant(5), space, lambda step: jnp.where(step < 2, 1.0, 0.0)
     )
     acting = [[1, 0, 1], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
-    got = collect(table(acting=acting), {"x": noisy}, rollout.agents.fixed_mapping("x"))
+    got = collect(
+        table(acting=acting), {"x": noisy}, rollout.agents.static_mapping("x")
+    )
     # Each agent explores in the first two steps that it acts in, whatever the episode.
     explored = np.asarray(got.action["all"])[:, 0] != 5
     acted = np.asarray(got.info.agents.acted)[:, 0]
@@ -257,7 +259,7 @@ def test_exploration_stands_inside():
 
 @pytest.mark.parametrize("num_envs", [1, B])
 def test_map_acts_in_any_number_of_lanes(num_envs):
-    env, mapping = table(), rollout.agents.fixed_mapping("x")
+    env, mapping = table(), rollout.agents.static_mapping("x")
     policy = rollout.agents.policy_map({"x": counting()}, mapping, env)
     lanes = envs.vectorize(env, num_envs)
     collector = rollout.Collector(env=lanes, policy=policy)
@@ -269,7 +271,7 @@ def test_map_acts_in_any_number_of_lanes(num_envs):
 def test_wrapped_map_and_stream_with_a_warm_up():
     env = envs.vectorize(table(), B)
     policy = rollout.agents.policy_map(
-        {"x": counting()}, rollout.agents.fixed_mapping("x"), env
+        {"x": counting()}, rollout.agents.static_mapping("x"), env
     )
     wrapped = rollout.random_warmup(policy, env.action_space, 2)
     collector = rollout.Collector(env=env, policy=wrapped)
@@ -342,7 +344,7 @@ GAME_REWARD = [[1.0, -1.0, 0.0], [0.5, -0.5, 0.0]]
 )
 def test_results_of_exactly_n_episodes_by_policy(mapping):
     """The agent a always wins, and the mapping draws who plays it."""
-    fn = drawn_mapping(2) if mapping == "drawn" else rollout.agents.fixed_mapping("x")
+    fn = drawn_mapping(2) if mapping == "drawn" else rollout.agents.static_mapping("x")
     collector, params = game(fn)
     stats = rollout.agents.evaluate_agents(collector, KEY, params, 30)
     rows = quick_jit(

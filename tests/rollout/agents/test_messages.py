@@ -17,7 +17,7 @@ from rollout import agents, envs
 KEY = jax.random.key(11)
 TABLE, TWO = (schedule(np.ones((4, n)), np.zeros((3, n))) for n in (3, 2))
 SINGLE = envs.vectorize(CountEnv(), 4)
-by_name, MAPPING = agents.fixed_mapping, agents.fixed_mapping("x")
+by_name, MAPPING = agents.static_mapping, agents.static_mapping("x")
 
 
 def lanes(env=TABLE):
@@ -91,7 +91,7 @@ GROUPS = "mapping function, x, to groups, all, and leave each a policy, got"
 CASES = [
     # policy_map
     (lambda: agents.policy_map(3, MAPPING, TABLE), "`policies` must be a dict by name"),
-    (lambda: mapped({"a": "x"}), "`mapping_fn` must be a function"),
+    (lambda: mapped({"a": "x"}), "`policy_mapping_fn` must be a function"),
     (lambda: mapped(by_name({"a": "x"})), "must map the agents a, b, c to policies, x"),
     (lambda: mapped(by_name("y")), "are drawn), got {'a': 'y', 'b': 'y', 'c': 'y'}"),
     (lambda: mapped(lambda key, names: jnp.int32(0)), SHAPE),

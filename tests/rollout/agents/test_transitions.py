@@ -205,7 +205,7 @@ def make_policy(env):
         "count": count,
         "random": rollout.random_policy(env.action_spaces["one"]),
     }
-    mapping = rollout.agents.fixed_mapping({"a": "count", "b": "random", "c": "count"})
+    mapping = rollout.agents.static_mapping({"a": "count", "b": "random", "c": "count"})
     return rollout.agents.policy_map(policies, mapping, env)
 
 
@@ -440,12 +440,12 @@ def test_rows_go_where_transitions_go():
 
 def test_rows_for_a_policy_are_its_own():
     rows = windows(*collected())
-    count = rollout.agents.for_policy(rows, "count")
+    count = rollout.agents.select_policy(rows, "count")
     assert list(count) == ["two"]
     assert_same(raw(count["two"].obs), raw(rows["two"].obs))
-    assert list(rollout.agents.for_policy(rows, "random")) == ["one"]
+    assert list(rollout.agents.select_policy(rows, "random")) == ["one"]
     with pytest.raises(ValueError, match="one of the policies count, random"):
-        rollout.agents.for_policy(rows, "blue")
+        rollout.agents.select_policy(rows, "blue")
 
 
 @pytest.mark.slow
@@ -456,7 +456,7 @@ def test_rows_of_policies_that_share_a_group(is_fixed):
     policy = rollout.random_policy(env.action_spaces["all"])
     names = {"a": "red", "b": "blue", "c": "red"}
     mapping = (
-        rollout.agents.fixed_mapping(names)
+        rollout.agents.static_mapping(names)
         if is_fixed
         else lambda key, names: jax.random.randint(key, (3,), 0, 2)
     )
@@ -465,7 +465,7 @@ def test_rows_of_policies_that_share_a_group(is_fixed):
     params = {"red": None, "blue": None}
     _, rows = transitions(*jax.device_get(run(collector, params)))
     red, blue = (
-        rollout.agents.for_policy(rows, name)["all"] for name in ("red", "blue")
+        rollout.agents.select_policy(rows, name)["all"] for name in ("red", "blue")
     )
     every = rows["all"]
     assert red.mask.sum() + blue.mask.sum() == every.mask.sum()

@@ -13,7 +13,7 @@ from rollout import envs
 from rollout.envs.host.types import EnvFault
 
 KEY = jax.random.key(11)
-by_env = jax.jit(rollout.host.by_env)
+regroup_by_env = jax.jit(rollout.host.regroup_by_env)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
@@ -55,7 +55,7 @@ def collect(collector, *sizes):
 
 def columns(rows):
     """The rows of each environment, in the order of time."""
-    rows = jax.device_get(by_env(rows))
+    rows = jax.device_get(regroup_by_env(rows))
     for env in range(rows.mask.shape[1]):
         mask = rows.mask[:, env]
         yield jax.tree.map(lambda x, m=mask, e=env: x[: m.sum(), e], rows), mask
@@ -142,7 +142,7 @@ def test_episodes_are_those_of_their_seeds_however_slow_a_lane_is():
 
 def test_observations_are_normalised_as_they_are_served():
     collector = make(
-        kind=lambda *args, **options: envs.NormalizeHost(Late(*args, **options))
+        kind=lambda *args, **options: envs.NormalizeHostEnv(Late(*args, **options))
     )
     rows = collect(collector, 30, 1, 19)
     for row, mask in columns(rows):
@@ -205,7 +205,7 @@ def test_fault_that_is_raised_keeps_the_rows():
 def test_targets_of_each_environment_look_ahead():
     @jax.jit
     def look(rows):
-        rows = rollout.host.by_env(rows)
+        rows = rollout.host.regroup_by_env(rows)
         flags, options = (rows.terminated, rows.truncated), {"mask": rows.mask}
         return rows, rollout.discounted_returns(
             rows.reward, *flags, gamma=1.0, **options

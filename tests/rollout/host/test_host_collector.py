@@ -237,7 +237,7 @@ def normalising():
     """In JAX and on the host."""
     env = envs.NormalizeReward(envs.NormalizeObs(in_jax().env), gamma=0.9)
     kernel = rollout.Collector(env=env, policy=POLICY)
-    env = envs.NormalizeHost(HostCount(4), gamma=0.9)
+    env = envs.NormalizeHostEnv(HostCount(4), gamma=0.9)
     return kernel, HostCollector(env=env, policy=POLICY)
 
 
@@ -275,7 +275,7 @@ class Halved(HostCount):
 
 
 def test_returns_are_of_raw_rewards_whatever_scales_them_first():
-    host = HostCollector(env=envs.NormalizeHost(Halved(4)), policy=POLICY)
+    host = HostCollector(env=envs.NormalizeHostEnv(Halved(4)), policy=POLICY)
     rows = host.collect_steps(host.init(KEY), None, 6)[1]
     length = np.asarray(rows.episode_length)
     np.testing.assert_array_equal(rows.episode_return, length * (length + 1) / 2)
@@ -303,7 +303,7 @@ def test_faulty_rows_do_not_count_in_normalised_observations():
     def fault_fn(number, env):
         return "nan" if (number, env) == (4, 1) else None
 
-    env = envs.NormalizeHost(HostCount(2, fault_fn=fault_fn))
+    env = envs.NormalizeHostEnv(HostCount(2, fault_fn=fault_fn))
     host = HostCollector(env=env, policy=POLICY, on_fault="restart")
     carry, _ = host.collect_steps(host.init(KEY), None, 10)
     assert host.fault_stats.restarts == 1

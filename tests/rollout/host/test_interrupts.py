@@ -93,7 +93,7 @@ def check_start(carry, rows):
 
 
 def lanes_of(rows):
-    if isinstance(rows.info, rollout.host.Served):
+    if isinstance(rows.info, rollout.host.AsyncInfo):
         return np.asarray(rows.info.env_id)
     return np.broadcast_to(np.arange(rows.mask.shape[1]), rows.mask.shape)
 

@@ -79,7 +79,7 @@ def unserved():
 
 def batches(make_collector=on_host, **options):
     options = {"key": KEY, "num_actors": 2, "steps_per_batch": 24, **options}
-    return rollout.host.RemoteBatches(make_collector, **options)
+    return rollout.host.RayCollector(make_collector, **options)
 
 
 def closed():
@@ -125,13 +125,13 @@ CASES = {
             "`at_batch_end` must be \"continue\", got 'reset'",
         ),
         (lambda: episodes(max_episode_steps=0), "`max_episode_steps` must be"),
-        (unserved, "`record_fn` must keep the `Served` in `info`"),
+        (unserved, "`record_fn` must keep the `AsyncInfo` in `info`"),
         (keyed, "Use jax.random.key_data", TypeError),
         (lambda: on_host().recover(), "`recover` must follow `init`"),
     ),
-    "by_env": (
+    "regroup_by_env": (
         (
-            lambda: rollout.host.by_env(carry()),
+            lambda: rollout.host.regroup_by_env(carry()),
             "`rows` must be of a `HostCollector` with",
         ),
     ),
@@ -146,12 +146,12 @@ CASES = {
         (lambda: in_jax().replace(env=HostCount(2)), "go into a `HostCollector`"),
         (lambda: rollout.shard(collector(), jax.make_mesh((2,), ("lanes",))), IN_JAX),
     ),
-    "RemoteBatches": (
+    "RayCollector": (
         (lambda: batches(3), "`make_collector` must be a function, got int 3"),
         (lambda: batches(key=0), "`key` must be one typed key"),
         (lambda: batches(num_actors=0), "`num_actors` must be an int of at least 1"),
         (lambda: batches(steps_per_batch=2.5), "`steps_per_batch` must be an int"),
-        (lambda: batches(max_params_lag=-1), "`max_params_lag` must be an int of at l"),
+        (lambda: batches(max_policy_lag=-1), "`max_policy_lag` must be an int of at l"),
         (lambda: batches(total_steps=0), "`total_steps` must be an int of at least 1"),
         (lambda: batches(max_restarts=True), "`max_restarts` must be an int of at lea"),
         (lambda: batches(params=1.0).set_params(jnp.ones(2)), "`params` must keep st"),

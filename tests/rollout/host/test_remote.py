@@ -33,7 +33,7 @@ def local_ray(monkeypatch):
 
 
 def start(make_collector=cases.on_host, **options):
-    return rollout.host.RemoteBatches(make_collector, **{**OPTIONS, **options})
+    return rollout.host.RayCollector(make_collector, **{**OPTIONS, **options})
 
 
 def take(batches, number):
@@ -130,7 +130,7 @@ class TestInThisProcess:
             assert local_ray.num_put == 2
 
     def test_batch_that_lags_too_much_is_dropped_and_counted(self):
-        with start(max_params_lag=1) as batches:
+        with start(max_policy_lag=1) as batches:
             batches.set_params(None)
             assert next(batches).params_version == 0  # one behind
             batches.set_params(None)
@@ -152,7 +152,7 @@ class TestInThisProcess:
     def test_actor_that_raises_later_is_replaced(self, caplog):
         with start(cases.late, total_steps=6 * B * T) as batches:
             assert len(list(batches)) == 6
-        assert batches.stats.restarts == batches.stats.lost_fragments > 0
+        assert batches.stats.restarts == batches.stats.lost_batches > 0
         assert "actor 0 is replaced after EnvFault" in caplog.text
         assert "the game is gone" in caplog.text
 
@@ -166,7 +166,7 @@ class TestInThisProcess:
             match=r"Actor 1 is lost, and `max_restarts`=1 are used up: .*process ended",
         ):
             take(batches, 9)
-        assert batches.stats.lost_fragments == 2
+        assert batches.stats.lost_batches == 2
         assert all(actor.is_killed for actor in local_ray.actors)
 
     @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ class TestWithRay:
 
     def test_params_reach_all_actors(self, ray):
         params = jnp.zeros(100_000)
-        with start(params=params, max_params_lag=2) as batches:
+        with start(params=params, max_policy_lag=2) as batches:
             versions = []
             for version in range(1, 9):
                 versions.append(next(batches).params_version)
@@ -265,7 +265,7 @@ class TestWithRay:
             os.kill(min(before), signal.SIGKILL)
             some += list(batches)
             assert batches.stats.batches == 30
-            assert batches.stats.lost_fragments == batches.stats.restarts == 1
+            assert batches.stats.lost_batches == batches.stats.restarts == 1
         assert {batch.actor for batch in some} <= {0, 1, 2}
         assert_batches(some, cases.on_host)
         assert "is replaced after" in caplog.text

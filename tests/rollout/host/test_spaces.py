@@ -84,7 +84,7 @@ def test_space_goes_through_collector_buffer_and_checkpoint(how, name, tmp_path)
     finally:
         env.close()
     if num_ready:
-        rows = jax.jit(rollout.host.by_env)(rows).replace(info=())
+        rows = jax.jit(rollout.host.regroup_by_env)(rows).replace(info=())
     rows = jax.device_get(rows)
     if not num_ready:
         assert rows.terminated.sum() == 2 * 3
@@ -164,7 +164,7 @@ def test_normalised_host_observations_keep_masks_and_numbers():
         place=gym.Discrete(500),
         speed=gym.Box(0.0, 9.0, (2,)),
     )
-    raw, env = Own(space), envs.NormalizeHost(Own(space))
+    raw, env = Own(space), envs.NormalizeHostEnv(Own(space))
     seeds, every = np.arange(3, dtype=np.uint32), np.ones(3, bool)
     want, got = (dict(x.reset(seeds, every)) for x in (raw, env))
     assert not np.array_equal(got.pop("speed"), want.pop("speed"))

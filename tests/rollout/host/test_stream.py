@@ -70,7 +70,7 @@ def stream_of(make_fn, policy=None, wrap=lambda env: env, **options):
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda env: env, envs.NormalizeHost], ids=["plain", "normalised"]
+    "wrap", [lambda env: env, envs.NormalizeHostEnv], ids=["plain", "normalised"]
 )
 def test_state_that_was_saved_goes_on_exactly(wrap, tmp_path):
     make = functools.partial(Arrays, 7)

@@ -190,7 +190,7 @@ def test_policy_map_has_the_critics_of_its_policies_by_group(is_drawn, third):
     lanes = envs.vectorize(env, 4)
     names = ["one", "two", third]
     policies = {name: MAPPED[name] for name in names}
-    fixed = rollout.agents.fixed_mapping(dict(zip("abc", names, strict=True)))
+    fixed = rollout.agents.static_mapping(dict(zip("abc", names, strict=True)))
     mapping = draw_seats if is_drawn else fixed
     policy = rollout.agents.policy_map(policies, mapping, env)
     collector = rollout.Collector(env=lanes, policy=policy)

@@ -97,7 +97,7 @@ WRAPS = {
     "ornstein": (lambda p: rollout.policies.ornstein_uhlenbeck(p, BOX, decay), BOX),
 }
 epsilon_masked = rollout.epsilon_greedy(
-    greedy, DISCRETE, decay, allowed_fn=first_allowed
+    greedy, DISCRETE, decay, action_mask_fn=first_allowed
 )
 POLICIES = {
     "epsilon": rollout.epsilon_greedy(greedy, DISCRETE, 0.5),
@@ -105,7 +105,7 @@ POLICIES = {
     "epsilon every fifth": rollout.epsilon_greedy(upper, BOX, every_fifth),
     "warmup": rollout.random_warmup(upper, BOX, 10),
     "warmup masked": rollout.random_warmup(
-        epsilon_masked, DISCRETE, 10, allowed_fn=first_allowed
+        epsilon_masked, DISCRETE, 10, action_mask_fn=first_allowed
     ),
     "gaussian": rollout.policies.gaussian_noise(free, FREE, 1.0),
     "gaussian decay": rollout.policies.gaussian_noise(free, FREE, decay),
@@ -426,7 +426,7 @@ NOISY = {
     for amount in (1.0, decay)
     for policy, sent in ((within, 0.5), (beyond, 1.0))
 }
-MASKED = rollout.epsilon_greedy(two, DISCRETE, 1.0, allowed_fn=lambda mask: mask)
+MASKED = rollout.epsilon_greedy(two, DISCRETE, 1.0, action_mask_fn=lambda mask: mask)
 
 
 @functools.cache
@@ -498,12 +498,12 @@ def random_part(obs):
 
 
 WAYS = {  # to draw from 7 actions by a mask
-    "random": rollout.random_policy(envs.Discrete(7), allowed_fn=random_part),
+    "random": rollout.random_policy(envs.Discrete(7), action_mask_fn=random_part),
     "epsilon": rollout.epsilon_greedy(
-        drawing_policy(7), envs.Discrete(7), 0.5, allowed_fn=random_part
+        drawing_policy(7), envs.Discrete(7), 0.5, action_mask_fn=random_part
     ),
     "warmup": rollout.random_warmup(
-        drawing_policy(7), envs.Discrete(7), 1, allowed_fn=random_part
+        drawing_policy(7), envs.Discrete(7), 1, action_mask_fn=random_part
     ),
 }
 
@@ -522,24 +522,24 @@ OBS = {
 MASKED_POLICIES = {
     **WAYS,
     "one action": rollout.random_policy(
-        envs.Discrete(1), allowed_fn=lambda obs: obs["random 1"]
+        envs.Discrete(1), action_mask_fn=lambda obs: obs["random 1"]
     ),
     "many actions": rollout.random_policy(
-        envs.Discrete(70), allowed_fn=lambda obs: obs["random 70"]
+        envs.Discrete(70), action_mask_fn=lambda obs: obs["random 70"]
     ),
     # Two wrappers; each allows nothing in one lane.
     "twice": rollout.random_warmup(
-        rollout.epsilon_greedy(greedy, DISCRETE, 0.5, allowed_fn=not_in_lane(1)),
+        rollout.epsilon_greedy(greedy, DISCRETE, 0.5, action_mask_fn=not_in_lane(1)),
         *(DISCRETE, 5),
-        allowed_fn=not_in_lane(2),
+        action_mask_fn=not_in_lane(2),
     ),
     "random twice": rollout.epsilon_greedy(
-        rollout.random_policy(DISCRETE, allowed_fn=not_in_lane(3)),
+        rollout.random_policy(DISCRETE, action_mask_fn=not_in_lane(3)),
         *(DISCRETE, 0.5),
-        allowed_fn=not_in_lane(0),
+        action_mask_fn=not_in_lane(0),
     ),
     "counting": rollout.epsilon_greedy(
-        counting_policy(DISCRETE), DISCRETE, 0.5, allowed_fn=lambda obs: obs["all"]
+        counting_policy(DISCRETE), DISCRETE, 0.5, action_mask_fn=lambda obs: obs["all"]
     ),
 }
 
@@ -561,7 +561,7 @@ def test_action_is_allowed_or_none_is(name, n):
     none = ~mask.any(axis=1)
     assert none.any()
     assert ((action >= 0) & (action < n)).all()
-    np.testing.assert_array_equal(extras["none_allowed"], none)
+    np.testing.assert_array_equal(extras["no_valid_action"], none)
     assert mask[np.arange(NUM_DRAWS), action][~none].all()
 
 
@@ -573,7 +573,9 @@ def test_mask_of_the_environments_info_reaches_the_policy():
         initial=lambda state, obs: jnp.ones(3, bool),
     )
     env = envs.vectorize(env, NUM_LANES, auto_reset="select")
-    policy = rollout.random_policy(env.action_space, allowed_fn=lambda obs: obs["info"])
+    policy = rollout.random_policy(
+        env.action_space, action_mask_fn=lambda obs: obs["info"]
+    )
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(jax.random.key(0))
     trajectory = collector.collect_steps(carry, None, NUM_STEPS)[1]
@@ -584,14 +586,14 @@ def test_mask_of_the_environments_info_reaches_the_policy():
 
 def test_either_of_two_wrappers_says_that_none_is_allowed():
     for name, lanes in (("twice", [1, 2]), ("random twice", [0, 3])):
-        flag = draw_masked()[name][1]["none_allowed"]
+        flag = draw_masked()[name][1]["no_valid_action"]
         np.testing.assert_array_equal(np.flatnonzero(flag), lanes)
 
 
 def test_flag_joins_the_extras_of_the_policy():
     _, extras = draw_masked()["counting"]
-    assert set(extras) == {"count", "words", "none_allowed"}
-    assert not extras["none_allowed"].any()
+    assert set(extras) == {"count", "words", "no_valid_action"}
+    assert not extras["no_valid_action"].any()
 
 
 def test_nested_wrappers_explore_within_the_mask_over_episode_ends():
@@ -600,7 +602,7 @@ def test_nested_wrappers_explore_within_the_mask_over_episode_ends():
     assert (action[~first] == 0).all()
     assert len(np.unique(action[:10][first[:10]])) > 2
     assert (action[32:][first[32:]] == 2).all()  # epsilon has come to 0
-    assert not extras["none_allowed"].any()
+    assert not extras["no_valid_action"].any()
 
 
 # All wrappers

@@ -29,7 +29,7 @@ def test_masked_item_does_not_win_against_negative_scores():
     params = np.float32([-1.0, -2.0, -3.0])
     decision = apply(policy, params, obs_of([0, 1, 1], [1, 1, 1], [0, 0, 1]))
     assert decision.action.tolist() == [5, 4, 6]
-    assert not decision.extras["none_allowed"].any()
+    assert not decision.extras["no_valid_action"].any()
 
 
 @pytest.mark.parametrize("sample", [False, True])
@@ -60,7 +60,7 @@ def test_where_nothing_is_allowed_it_is_flagged(sample):
     policy = rollout.recommendation.item_policy(scores, sample=sample)
     obs = obs_of([0, 0, 0], [1, 0, 0])
     decision = apply(policy, np.float32([-1.0, -2.0, -3.0]), obs)
-    assert decision.extras["none_allowed"].tolist() == [True, False]
+    assert decision.extras["no_valid_action"].tolist() == [True, False]
     assert decision.action[1] == 0
     assert 0 <= decision.action[0] < 3
     assert np.isfinite(decision.extras["log_prob"]).all()
@@ -92,7 +92,7 @@ def test_random_items_of_a_large_catalogue_are_drawn_evenly(share):
     mask = np.random.default_rng(0).random(num_items) < share
     assert mask.sum() >= 2
     policy = rollout.random_policy(
-        Discrete(num_items), allowed_fn=lambda obs: obs["mask"]
+        Discrete(num_items), action_mask_fn=lambda obs: obs["mask"]
     )
     obs = {"mask": jnp.broadcast_to(jnp.asarray(mask), (num_lanes, num_items))}
     act = jax.jit(lambda obs, key: policy.apply(None, obs, (), key).action)
@@ -110,8 +110,10 @@ def test_random_items_of_a_large_catalogue_are_drawn_evenly(share):
 
 @pytest.mark.slow
 def test_random_item_where_none_of_many_is_allowed_is_any():
-    policy = rollout.random_policy(Discrete(300), allowed_fn=lambda obs: obs["mask"])
+    policy = rollout.random_policy(
+        Discrete(300), action_mask_fn=lambda obs: obs["mask"]
+    )
     obs = {"mask": jnp.zeros((50, 300), bool)}
     decision = policy.apply(None, obs, (), jax.random.key(0))
-    assert decision.extras["none_allowed"].all()
+    assert decision.extras["no_valid_action"].all()
     assert len(set(decision.action.tolist())) > 30

@@ -63,7 +63,9 @@ def elements(space):
 
 
 def random(space, mask):
-    return rollout.random_policy(space, allowed_fn=lambda obs: spread(mask, len(obs)))
+    return rollout.random_policy(
+        space, action_mask_fn=lambda obs: spread(mask, len(obs))
+    )
 
 
 @functools.cache
@@ -84,7 +86,7 @@ def test_masked_draw_is_uniform_over_allowed_actions(name):
     decision, few = drawn()[name]
     assert decision.action.shape == (NUM_LANES, *space.shape)
     assert decision.action.dtype == space.dtype
-    assert not decision.extras["none_allowed"].any()
+    assert not decision.extras["no_valid_action"].any()
     actions = [tuple(x) for x in decision.action.reshape(NUM_LANES, -1)]
     wanted = [x for x in elements(space) if is_allowed(x)]
     assert 1 < len(wanted) < len(elements(space))
@@ -112,8 +114,10 @@ def corrected():
         space, mask, actions = case
         actions = np.reshape(actions, (-1, *space.shape)).astype(space.dtype)
         policy = rollout.stateless_policy(lambda params, obs, key: params)
-        allowed_fn = lambda obs: spread(mask, len(obs))  # noqa: E731
-        policy = rollout.epsilon_greedy(policy, space, 0.0, allowed_fn=allowed_fn)
+        action_mask_fn = lambda obs: spread(mask, len(obs))  # noqa: E731
+        policy = rollout.epsilon_greedy(
+            policy, space, 0.0, action_mask_fn=action_mask_fn
+        )
         return policy.apply(actions, LANES[: len(actions)], (), key).action
 
     inside = {name: (*x[:2], elements(x[0])) for name, x in CASES.items()}
@@ -151,7 +155,7 @@ def test_where_nothing_is_allowed_any_action_is_drawn_and_flagged():
         return decision, jax.vmap(case[0].contains)(decision.action)
 
     for name, (decision, is_inside) in in_one_program(act, cases).items():
-        assert decision.extras["none_allowed"].all(), name
+        assert decision.extras["no_valid_action"].all(), name
         assert is_inside.all(), name
         num_drawn = len(np.unique(decision.action, axis=0))
         assert num_drawn == len(elements(cases[name][0])), name
@@ -165,10 +169,10 @@ def test_parts_have_masks_of_their_own_or_none(kind):
     space = envs.spaces.Dict(parts) if kind == "dict" else envs.spaces.Composite(parts)
     if kind == "tuple":
         space, mask = envs.spaces.Tuple(tuple(parts.values())), tuple(mask.values())
-    allowed_fn = lambda obs: spread(mask, len(obs))  # noqa: E731
-    policy = rollout.random_policy(space, allowed_fn=allowed_fn)
+    action_mask_fn = lambda obs: spread(mask, len(obs))  # noqa: E731
+    policy = rollout.random_policy(space, action_mask_fn=action_mask_fn)
     greedy = rollout.stateless_policy(lambda params, obs, key: (params, ()))
-    around = rollout.epsilon_greedy(greedy, space, 0.0, allowed_fn=allowed_fn)
+    around = rollout.epsilon_greedy(greedy, space, 0.0, action_mask_fn=action_mask_fn)
 
     @quick_jit
     def act(obs, key, own_key):
@@ -182,7 +186,7 @@ def test_parts_have_masks_of_their_own_or_none(kind):
     assert set(a.tolist()) == {0, 2}
     assert ((b >= 0) & (b <= 1)).all()
     assert set(c.tolist()) == {0, 1}
-    assert not decision.extras["none_allowed"].any()
+    assert not decision.extras["no_valid_action"].any()
     assert set(jax.tree.leaves(sent)[0].tolist()) == {0, 2}  # 1 is not allowed
 
 
@@ -191,8 +195,8 @@ def assert_same_draws(programs, masks):
     for mask in masks:
         drawn = [jax.device_get(program(mask, KEY)) for program in programs]
         np.testing.assert_array_equal(drawn[0][0], drawn[1][0])
-        for _, none_allowed in drawn:
-            np.testing.assert_array_equal(none_allowed, ~mask.any(axis=1))
+        for _, no_valid_action in drawn:
+            np.testing.assert_array_equal(no_valid_action, ~mask.any(axis=1))
 
 
 @pytest.mark.parametrize("n", [2, 33, 127, 128, 255])

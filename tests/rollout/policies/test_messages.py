@@ -46,7 +46,7 @@ def act(policy, obs=OBS):
 
 
 def masked(mask, space=DISCRETE, make=random_policy):
-    return act(make(space, allowed_fn=lambda obs: mask))
+    return act(make(space, action_mask_fn=lambda obs: mask))
 
 
 def wrapped(*args):
@@ -89,18 +89,16 @@ jax.tree_util.register_static(Drifting)
 
 ACTIONS = "must return actions as int32 of shape (4,), got"
 NUMBERS = "(). Each observation is a number; a network of dense layers must take"
-MASK = "`allowed_fn` must return one bool per lane and action, bool of shape"
+MASK = "`action_mask_fn` must return one bool per lane and action, bool of shape"
 STATE = "must return a state like the one it takes: float32 of shape (4, 3),"
 DRIFT = "must return the state as `env.reset` does: int32 of shape (4,) at"
 STEP = "`policy.apply` must return a `PolicyStep`"
 BOUNDS = "`action_space` must have finite bounds"
-MASKED = (
-    "`action_space` must be discrete or have discrete parts where `allowed_fn` is given"
-)
+MASKED = "`action_space` must be discrete or have discrete parts where `action_mask_fn` is given"
 FLOATS = "`action_space` must be one of floats"
 EPSILON, LEAST = "`epsilon` must be in [0, 1]", "must be at least 0 and finite"
 PROCESS = "`theta` * `dt` below 2, or the noise grows without bound, got"
-OWN_FLAG = "`none_allowed` must be that of an `allowed_fn`"
+OWN_FLAG = "`no_valid_action` must be that of an `action_mask_fn`"
 CASES = [
     # What a policy returns.
     (lambda: collect(policy(jnp.zeros(B))), f"{ACTIONS} float32 of shape (4,)"),
@@ -139,15 +137,15 @@ CASES = [
     (lambda: masked(EVERY[:1]), "got bool of shape (1, 5)"),
     (lambda: masked(jnp.ones((B, N))), "got float32 of shape (4, 5)"),
     (lambda: masked([True] * N), "got list"),
-    (lambda: act(explore(0.5, allowed_fn=lambda obs: TWO)), MASK),
-    (lambda: act(late(DISCRETE, 2, allowed_fn=lambda obs: TWO)), MASK),
+    (lambda: act(explore(0.5, action_mask_fn=lambda obs: TWO)), MASK),
+    (lambda: act(late(DISCRETE, 2, action_mask_fn=lambda obs: TWO)), MASK),
     (lambda: masked(jnp.ones((B, 3, 2), bool), PAIR), f"{MASK} (4, 2, 3), got bool"),
     (lambda: masked((TWO, TWO), PAIR), f"{MASK} (4, 3), got bool of shape (4, 2)"),
     (lambda: masked(TWO, BITS), f"{MASK} (4, 2, 2), got bool of shape (4, 2)"),
     (lambda: masked((TWO, TWO), MIXED), "must return None for a part"),
     (lambda: wrapped(INTS, (OBS,)), "extras must be () or a dict, got"),
-    (lambda: wrapped(INTS, {"none_allowed": INTS}), OWN_FLAG),
-    (lambda: wrapped(INTS, {"none_allowed": TWO}), OWN_FLAG),
+    (lambda: wrapped(INTS, {"no_valid_action": INTS}), OWN_FLAG),
+    (lambda: wrapped(INTS, {"no_valid_action": TWO}), OWN_FLAG),
     # Amounts of exploration.
     *refused(explore, f"{EPSILON}, or a schedule", -0.1, 1.5, NAN, True, "0.1", None),
     *refused(gaussian, f"`scale` {LEAST}, or a schedule", -0.1, INF, NAN, False),

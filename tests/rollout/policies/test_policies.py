@@ -32,8 +32,8 @@ POLICIES = {
     **{n: rollout.random_policy(envs.Discrete(n)) for n in (2, 3, 7, 1000, 1 << 20)},
     "box": rollout.random_policy(BOX),
     "pair": rollout.random_policy(Pair()),
-    "even": rollout.random_policy(envs.Discrete(6), allowed_fn=even),
-    "all allowed": rollout.random_policy(envs.Discrete(7), allowed_fn=all_allowed),
+    "even": rollout.random_policy(envs.Discrete(6), action_mask_fn=even),
+    "all allowed": rollout.random_policy(envs.Discrete(7), action_mask_fn=all_allowed),
 }
 
 
@@ -66,7 +66,7 @@ def test_discrete_actions_are_uniform(n):
 
 
 @pytest.mark.parametrize(
-    ("make_space", "allowed_fn"),
+    ("make_space", "action_mask_fn"),
     [
         (lambda: envs.Discrete(6), None),
         (lambda: envs.Discrete(6), even),
@@ -75,26 +75,26 @@ def test_discrete_actions_are_uniform(n):
         (lambda: envs.spaces.MultiBinary((2,)), None),
     ],
 )
-def test_same_space_and_mask_make_the_same_policy(make_space, allowed_fn):
-    made = rollout.random_policy(make_space(), allowed_fn=allowed_fn)
+def test_same_space_and_mask_make_the_same_policy(make_space, action_mask_fn):
+    made = rollout.random_policy(make_space(), action_mask_fn=action_mask_fn)
     # The same object, so that it does not trace again.
-    assert made is rollout.random_policy(make_space(), allowed_fn=allowed_fn)
-    for other in {None, even, all_allowed} - {allowed_fn}:
-        assert made is not rollout.random_policy(make_space(), allowed_fn=other)
+    assert made is rollout.random_policy(make_space(), action_mask_fn=action_mask_fn)
+    for other in {None, even, all_allowed} - {action_mask_fn}:
+        assert made is not rollout.random_policy(make_space(), action_mask_fn=other)
 
 
 def test_mask_that_allows_everything_changes_no_draw():
     step = draw(100_000)["all allowed"]
     np.testing.assert_array_equal(step.action, draw(100_000)[7].action)
     assert step.action.dtype == jnp.int32
-    assert not step.extras["none_allowed"].any()
+    assert not step.extras["no_valid_action"].any()
 
 
 @pytest.mark.slow  # a loop over all the actions
 def test_masked_draw_in_a_space_too_large_for_one_word():
     mask = np.zeros((8, LARGE), bool)
     mask[:, [5, LARGE - 1]] = True
-    policy = rollout.random_policy(envs.Discrete(LARGE), allowed_fn=lambda obs: obs)
+    policy = rollout.random_policy(envs.Discrete(LARGE), action_mask_fn=lambda obs: obs)
     run = jax.jit(policy.apply)
     actions = [run(None, mask, (), jax.random.key(seed)).action for seed in range(8)]
     # 64 draws of two: one of them never comes with probability 2 ** -63.

@@ -167,9 +167,9 @@ def _reporting(found: dict[str, str]) -> Iterator[None]:
 def _random_policy(env: VectorEnv | HostVectorEnv) -> Policy:
     """Draws actions from the space itself, unless there is a mask."""
     space, num_envs = as_space(env.action_space, "action_space"), env.num_envs
-    allowed_fn = masks.find(env.observation_space, space)
-    if allowed_fn is not None:
-        return random_policy(space, allowed_fn=allowed_fn)
+    action_mask_fn = masks.find(env.observation_space, space)
+    if action_mask_fn is not None:
+        return random_policy(space, action_mask_fn=action_mask_fn)
 
     def draw(params: Any, obs: Any, key: chex.PRNGKey) -> Any:
         del params, obs  # unused
