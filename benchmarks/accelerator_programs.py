@@ -1,7 +1,7 @@
 """Programs of the parts of the library, for `accelerators.py` to compile.
 
-Each maker returns `(program, arguments, options)` of `rollout.inspect`. Arguments are
-shapes; nothing is computed.
+Each maker returns `(program, arguments, options)` of `rollout.inspect_program`.
+Arguments are shapes; nothing is computed.
 """
 
 import functools
@@ -74,7 +74,7 @@ def gae() -> Made:
     params, policy = _network_policy()
     trajectory = _rows(_collector(policy=policy), params)
     t, value = trajectory, trajectory.extras["value"]
-    fn = functools.partial(rollout.gae, gamma=CONFIG.gamma, lam=CONFIG.gae_lambda)
+    fn = functools.partial(rollout.gae, gamma=CONFIG.gamma, lambda_=CONFIG.gae_lambda)
     return fn, (t.reward, value, value, t.terminated, t.truncated), {}
 
 

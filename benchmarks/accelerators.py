@@ -1,7 +1,8 @@
 """Counts launches on accelerators, beside those of the loop of PureJaxRL.
 
-Compiled ahead of time by `rollout.inspect`, for accelerators that may be absent:
-launches and waits for the host on a GPU, cycles on a TPU. Nothing runs. Tables of
+Compiled ahead of time by `rollout.inspect_program`, for accelerators that may be
+absent: launches and waits for the host on a GPU, cycles on a TPU. Nothing runs. Tables
+    of
 `docs/accelerators.md`:
 
 - `loops`: `collect_steps` next to PureJaxRL's loop, which records the same;
@@ -59,7 +60,7 @@ def loop_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
                 for init, run in (our_loop(case, recorded), gymnax_loop(case)):
                     carry = jax.eval_shape(init, KEY)
                     options = {"accelerator": accelerator}
-                    found = rollout.inspect(run, carry, params, **options)
+                    found = rollout.inspect_program(run, carry, params, **options)
                     pair.append(costs_of(found, num_steps))
                 cells = {x: " / ".join(costs[x] for costs in pair) for x in pair[0]}
                 setting = {accelerator: f"`{env_id}`", "Policy": policy}
@@ -115,7 +116,9 @@ def program_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
         made["ppo_purejaxrl"] = functools.partial(programs.ppo_purejaxrl, folder)
     for name, make in made.items():
         program, inputs, options = make()
-        found = rollout.inspect(program, *inputs, accelerator=accelerator, **options)
+        found = rollout.inspect_program(
+            program, *inputs, accelerator=accelerator, **options
+        )
         loops = (f"{x.trips or '?'} x ({told(x)})" for x in outermost(found.program))
         yield {
             f"{accelerator}, {programs.NUM_ENVS:,} lanes": name,
@@ -143,7 +146,7 @@ def reset_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
             row = {"Reset": f"{kind}, {accelerator}", "Lanes": f"{num_envs:,}"}
             for auto_reset in programs.AUTO_RESETS:
                 collector = programs.dear_reset(kind, num_envs, auto_reset)
-                report = rollout.inspect(
+                report = rollout.inspect_program(
                     collector,
                     jax.random.key(0),
                     None,

@@ -184,12 +184,12 @@ def task_rows(
     apart = AsyncVectorEnv(every, context="forkserver", **DISABLED)
     sync = SyncVectorEnv(every, **DISABLED)
     local = network.collector(envs.from_gymnasium(make, num_envs))
-    workers = network.collector(envs.workers(every, 2))
+    workers = network.collector(envs.make_worker_envs(every, 2))
     programs = {
         "plain, `SyncVectorEnv`": network.plain_loop(sync, resets=True),
         "plain, `AsyncVectorEnv`": network.plain_loop(apart, resets=True),
         "`from_gymnasium`, in this process": network.collect(local),
-        "`workers`, two processes": network.collect(workers),
+        "`make_worker_envs`, two processes": network.collect(workers),
     }
     yield from time_loops(environments, programs, repeats)
     for opened in (apart, sync, local, workers):
@@ -235,7 +235,8 @@ def waiting_rows(args: Namespace) -> Iterator[dict[str, str]]:
     network = Network(Slow)
     made = {
         num_ready: network.collector(
-            envs.workers([Slow] * 8, 8), num_ready=None if num_ready == 8 else num_ready
+            envs.make_worker_envs([Slow] * 8, 8),
+            num_ready=None if num_ready == 8 else num_ready,
         )
         for num_ready in (8, 4, 2, 1)
     }

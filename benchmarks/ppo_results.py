@@ -146,7 +146,7 @@ def make_env(env_id: str, config: recipes.PPOSettings, only: str = "") -> Any:
     """Makes the environments of a task; continuous tasks are normalized."""
     if env_id.endswith("-v5"):
         makers = [functools.partial(make_robot, env_id)] * config.num_envs
-        workers = envs.workers(makers, num_workers=2)
+        workers = envs.make_worker_envs(makers, num_workers=2)
         return envs.NormalizeHostEnv(workers, gamma=config.gamma)
     return recipes.make_lanes(env_id, config, only)
 

@@ -61,10 +61,12 @@ PEERS = {
             HOST, PLAIN, only="`from_gymnasium`, in this process"
         ),
         "plain loop, with two workers": Peer(
-            HOST, PLAIN, only="`workers`, two processes"
+            HOST, PLAIN, only="`make_worker_envs`, two processes"
         ),
         "AsyncVectorEnv, with two workers": Peer(
-            HOST, ("speed / `AsyncVectorEnv`",), only="`workers`, two processes"
+            HOST,
+            ("speed / `AsyncVectorEnv`",),
+            only="`make_worker_envs`, two processes",
         ),
     },
     "Gymnasium and EnvPool: 16 CartPoles": {
@@ -138,7 +140,7 @@ def on_host(
 
 
 SYNC, ASYNC = "plain, `SyncVectorEnv`", "plain, `AsyncVectorEnv`"
-HERE, WORKERS = "`from_gymnasium`, in this process", "`workers`, two processes"
+HERE, WORKERS = "`from_gymnasium`, in this process", "`make_worker_envs`, two processes"
 CHEETAH, ANT, ATARI = "`HalfCheetah-v5` x 8", "`Ant-v5` x 16", "`ALE/Breakout-v5` x 8"
 ENVPOOL = "`CartPole-v1` x 16, EnvPool"
 LOOP, PROCESSES = "plain `SyncVectorEnv` loop", "`AsyncVectorEnv`"

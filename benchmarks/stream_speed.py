@@ -3,9 +3,10 @@
 Batches of 1,024 environments and 128 steps of each, in turn in one process:
 
 - `prefetch`: CartPole-v1, a delay on the host per batch, as long as a collection;
-- `recycle`: Breakout-MinAtar;
-- the stream, with and without `recycle`, over a bare loop of one jitted function that
-  collects and summarizes. Eight batches at a time, since a stream's statistics are made
+- `reuse_memory`: Breakout-MinAtar;
+- the stream, with and without `reuse_memory`, over a bare loop of one jitted function
+  that collects and summarizes. Eight batches at a time, since a stream's statistics are
+  made
   while the next batch begins: those of a batch are waited for with the next one;
 - `check_finite`: both.
 
@@ -70,16 +71,16 @@ def ahead(repeats: int) -> tuple[Program, Program]:
 
 PAIRS: dict[str, Callable[[int], tuple[Program, Program]]] = {
     "`prefetch=1` / `prefetch=0`, own work as long as a collection": ahead,
-    "`recycle=True` / `recycle=False`, Breakout": lambda _: (
-        stream(BREAKOUT, recycle=True),
+    "`reuse_memory=True` / `reuse_memory=False`, Breakout": lambda _: (
+        stream(BREAKOUT, reuse_memory=True),
         stream(BREAKOUT),
     ),
     "stream / a bare loop with statistics": lambda _: (
         stream(CARTPOLE),
         bare(CARTPOLE),
     ),
-    "stream with `recycle=True` / a bare loop with statistics": lambda _: (
-        stream(CARTPOLE, recycle=True),
+    "stream with `reuse_memory=True` / a bare loop with statistics": lambda _: (
+        stream(CARTPOLE, reuse_memory=True),
         bare(CARTPOLE),
     ),
     "`check_finite` / none, CartPole": lambda _: (

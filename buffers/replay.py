@@ -49,7 +49,7 @@ class ReplayBuffer(struct.PyTreeNode):
         final_obs_capacity: F, final observations that "shared" keeps, at least
             `num_envs`; by default a quarter of the capacity, enough for episodes of
             four steps or more. Twice the capacity divided by the mean length of an
-            episode is ample; `count_lost` shows whether F was too small.
+            episode is ample; `num_evicted` shows whether F was too small.
 
     Raises:
         ValueError: if a number is not an int of at least 1, if `capacity` is less than
@@ -316,7 +316,7 @@ class ReplayBuffer(struct.PyTreeNode):
             ring, lambda row: neighbours.ends_whole(ring, row, max_length)
         )
 
-    def count_lost(self, state: ArrayTree) -> jax.Array:
+    def num_evicted(self, state: ArrayTree) -> jax.Array:
         """Counts endings that are stored but never sampled, `()` int32.
 
         With `next_obs="shared"` these are the endings whose final observation was
@@ -345,7 +345,7 @@ class ReplayBuffer(struct.PyTreeNode):
         return gather.get(state.ring, as_rows(indices))
 
     @jit_method()
-    def dump(self, state: ArrayTree) -> tuple[ArrayTree, jax.Array]:
+    def to_trajectory(self, state: ArrayTree) -> tuple[ArrayTree, jax.Array]:
         """Reads all rows of every lane, in the order of time.
 
         Returns:

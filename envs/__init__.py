@@ -3,8 +3,8 @@
 `make` and `make_vec` make environments by id, of one agent or several, `from_gymnax`
 adapts any gymnax-style object, `vectorize` puts copies side by side with auto-reset.
 For a custom environment, write the two methods of `Env`, or of `MultiAgentEnv` for
-several agents. `render_gif` draws an episode. `from_gymnasium` and `workers` make a
-`HostVectorEnv` of environments that are not JAX.
+several agents. `render_gif` draws an episode. `from_gymnasium` and `make_worker_envs`
+make a `HostVectorEnv` of environments that are not JAX.
 
 This package exports what most programs need. `rollout.envs.suites` adapts suites of
 environments, each imported only when used; `rollout.envs.host` has environments that
@@ -31,7 +31,7 @@ from rollout.envs.host.envpool import from_envpool
 from rollout.envs.host.gymnasium import from_gymnasium
 from rollout.envs.host.normalize_host import NormalizeHostEnv
 from rollout.envs.host.types import EnvFault
-from rollout.envs.host.worker_envs import workers
+from rollout.envs.host.worker_envs import make_worker_envs
 from rollout.envs.registry import env_ids, make, make_vec
 from rollout.envs.render import render_gif
 from rollout.envs.spaces import Box, Discrete
@@ -71,8 +71,8 @@ __all__ = [
     "from_gymnax",
     "make",
     "make_vec",
+    "make_worker_envs",
     "render_gif",
     "vectorize",
     "vectorize_each",
-    "workers",
 ]

@@ -8,8 +8,8 @@ from a notebook.
 
 `Stream` yields batches to a training loop in Python; `checkpoint` saves and restores
 it; `shard` shards the lanes over devices. `profile` times the parts of a step, and
-`inspect` reports the launches and waits of a program on an accelerator, which may be
-absent.
+`inspect_program` reports the launches and waits of a program on an accelerator, which
+may be absent.
 
 This package exports what most programs need. `rollout.agents` has the rest for several
 agents: which policy controls which agent, and the transitions of each; `rollout.host`
@@ -21,9 +21,9 @@ for environments that are not JAX; `rollout.recommendation` for items and users.
 implementations by device; `stats`, `moments`, `episode_window`,
 `trajectories`, `targets` and `minibatches` compute on trajectories, and `logs` flattens
 statistics; `distributions` has distributions over actions, and `training` the interface
-of agents; `collector`, `evaluation`, `probing`, `profiling` and `checkpoint` have the
-functions of these names; `sharding` spreads lanes over devices and `multihost` compares
-the processes of one run; `gif` draws an episode.
+of agents; `collector`, `evaluation`, `env_checker`, `profiling` and `checkpoint` have
+the functions of these names; `sharding` spreads lanes over devices and `multihost`
+compares the processes of one run; `gif` draws an episode.
 `policies`, `kernel`, `stream`, `inspection` and `cli` are packages that list their
 modules.
 """
@@ -47,6 +47,7 @@ from rollout import stream as stream
 from rollout import trajectories as trajectories
 from rollout import types as types
 from rollout.collector import Collector
+from rollout.env_checker import check_env
 from rollout.episode_window import EpisodeWindow
 from rollout.evaluation import evaluate
 from rollout.gif import record_gif
@@ -61,7 +62,6 @@ from rollout.policies import (
     recurrent_policy,
     stateless_policy,
 )
-from rollout.probing import probe
 from rollout.profiling import profile
 from rollout.sharding import shard
 from rollout.stats import summarize
@@ -72,7 +72,7 @@ from rollout.types import Accumulator, Carry, Policy, Transition
 if TYPE_CHECKING:
     from rollout import buffers as buffers
     from rollout import inspection as inspection
-    from rollout.inspection import inspect as inspect
+    from rollout.inspection import inspect_program as inspect_program
 
 __version__ = "0.1.0"
 
@@ -85,18 +85,18 @@ __all__ = [
     "Policy",
     "Stream",
     "Transition",
+    "check_env",
     "checkpoint",
     "discounted_returns",
     "epsilon_greedy",
     "evaluate",
     "gae",
     "greedy",
-    "inspect",
+    "inspect_program",
     "lambda_returns",
     "log_stats",
     "next_values",
     "permutation",
-    "probe",
     "profile",
     "random_policy",
     "random_warmup",
@@ -112,8 +112,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports `buffers`, `inspection` and `recipes` when they are first read."""
-    if name == "inspect":
-        return importlib.import_module("rollout.inspection").inspect
+    if name == "inspect_program":
+        return importlib.import_module("rollout.inspection").inspect_program
     if name not in ("buffers", "inspection", "recipes"):
         raise AttributeError(f"module 'rollout' has no attribute {name!r}")
     return importlib.import_module(f"rollout.{name}")

@@ -87,7 +87,7 @@ def single(env: Any) -> None:
     not_of_gymnasium(env)
     if hasattr(env, "num_envs"):
         raise ValueError(
-            "`env` must be one environment, got many side by side: wrap or probe it "
+            "`env` must be one environment, got many side by side: wrap or check it "
             "before `vectorize`."
         )
     missing = [name for name in ("reset", "step") if not hasattr(env, name)]

@@ -1,4 +1,4 @@
-"""`probe`: plays environments of any kind and reports their mistakes, by name."""
+"""`check_env`: plays environments of any kind and reports their mistakes, by name."""
 
 import contextlib
 import importlib
@@ -30,29 +30,29 @@ from rollout.host.host_collector import HostCollector
 from rollout.nonfinite import nonfinite
 from rollout.policies import masks
 from rollout.policies.basic import random_policy, stateless_policy
-from rollout.types import Finding, Policy, Transition
+from rollout.types import EnvIssue, Policy, Transition
 
 _NUM_LANES = 8
 _CHUNK = 100  # steps whose rows are held at a time
 _NOT_THE_USERS = (*(os.path.dirname(x) + os.sep for x in (__file__, jax.__file__)), "<")
 
 
-def probe(
+def check_env(
     env: Any,
     key: chex.PRNGKey | None = None,
     params: Any = None,
     *,
     num_steps: int | None = None,
     seed: int = 0,
-) -> tuple[Finding, ...]:
+) -> tuple[EnvIssue, ...]:
     r"""Looks for common mistakes of new environments, or of a policy in them.
 
-        print(*rollout.probe(env), sep="\n")
-        print(*rollout.probe(collector, key, params), sep="\n")
+        print(*rollout.check_env(env), sep="\n")
+        print(*rollout.check_env(collector, key, params), sep="\n")
 
-    An exception of the environment is a finding too, and is not raised. An `Env` or a
+    An exception of the environment is an issue too, and is not raised. An `Env` or a
     `MultiAgentEnv` is traced and, if nothing was found by that, plays random actions;
-    with an `action_mask` in the observation, allowed ones. The names of findings:
+    with an `action_mask` in the observation, allowed ones. The names of issues:
 
     - `raises`: `reset` or `step` raised, for instance because Python's `if` reads an
       array; the message begins with the line.
@@ -104,7 +104,7 @@ def probe(
         seed: of the actions and of the episodes, at least 0.
 
     Returns:
-        The first finding of each name, in the order found; empty if there are none.
+        The first issue of each name, in the order found; empty if there are none.
 
     Raises:
         ValueError: if `env` is no such environment, or an option is not as above.
@@ -121,13 +121,13 @@ def probe(
     if is_host:
         checks.kind_of_env(env, is_host=True)
         with _reporting(found):
-            _probe_host(found, env, num_steps, jax.random.key(seed))
-        return tuple(Finding(*item) for item in found.items())
+            _check_host_env(found, env, num_steps, jax.random.key(seed))
+        return tuple(EnvIssue(*item) for item in found.items())
     if collects:
         checks.typed_key(key)
         with _reporting(found):
             _play(found, env, params, key, num_steps)
-        return tuple(Finding(*item) for item in found.items())
+        return tuple(EnvIssue(*item) for item in found.items())
     with _reporting(found), jax.debug_key_reuse(False):
         key = jax.random.key(seed)
         lanes: Any = vectorize(env, _NUM_LANES)
@@ -143,12 +143,12 @@ def probe(
             _check_simultaneous(found, lanes.env, key)
         if not found:
             _play(found, collector, None, key, num_steps)
-    return tuple(Finding(*item) for item in found.items())
+    return tuple(EnvIssue(*item) for item in found.items())
 
 
 @contextlib.contextmanager
 def _reporting(found: dict[str, str]) -> Iterator[None]:
-    """Makes an exception a finding, which begins with the user's own line."""
+    """Makes an exception an issue, which begins with the user's own line."""
     try:
         yield
     except EnvFault as fault:
@@ -333,7 +333,7 @@ def _at_step(number: Any) -> str:
     return f", at step {number} of an episode"
 
 
-def _probe_host(
+def _check_host_env(
     found: dict[str, str], env: HostVectorEnv, num_steps: int, key: chex.PRNGKey
 ) -> None:
     """Plays host environments over and over; each pass changes one thing."""

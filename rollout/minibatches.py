@@ -69,14 +69,16 @@ def scan_minibatches(
     init: ArrayTree,
     key: chex.PRNGKey,
     tree: ArrayTree,
-    num_minibatches: int,
-    epochs: int = 1,
     *,
+    num_minibatches: int,
+    num_epochs: int = 1,
     axis: int | None = None,
 ) -> tuple[Any, Any]:
     """Scans an update over shuffled minibatches, with one in memory at a time.
 
-        learner, losses = scan_minibatches(update, learner, key, (t, gae), 4, epochs=4)
+        learner, losses = scan_minibatches(
+            update, learner, key, (t, advantage), num_minibatches=4, num_epochs=4
+        )
 
     Every step is in exactly one minibatch of each epoch, and each epoch is shuffled
     again. Masked-out steps come along, with their `mask`. Where lanes are sharded over
@@ -90,11 +92,11 @@ def scan_minibatches(
             M, ...]`, with axis 0 `[T / M, ...]`.
         init: the first carry, such as `(params, opt_state)`.
         key: one typed key. The order of epoch e is `permutation(keys[e], items)` with
-            `keys = jax.random.split(key, epochs)`.
+            `keys = jax.random.split(key, num_epochs)`.
         tree: any pytree of `[T, B, ...]`, such as `(trajectory, advantages)`.
         num_minibatches: M, minibatches of an epoch, at least 1; it must divide the
             number of items to shuffle.
-        epochs: E, at least 1.
+        num_epochs: E, at least 1.
         axis: None shuffles all `T * B` steps; 1 shuffles whole lanes, for recurrent
             policies, where T may differ between leaves: pass an initial state
             `[B, ...]` as `state[None]`, or its features are shuffled where there are B
@@ -110,7 +112,7 @@ def scan_minibatches(
     """
     checks.typed_key(key)
     num_minibatches = checks.int_between("num_minibatches", num_minibatches)
-    epochs = checks.int_between("epochs", epochs)
+    num_epochs = checks.int_between("num_epochs", num_epochs)
     if axis not in (None, 0, 1) or isinstance(axis, bool):
         raise ValueError(f"`axis` must be None, 0 or 1, got {axis!r}.")
     num_items = _count_items(tree, axis)
@@ -124,7 +126,7 @@ def scan_minibatches(
     known = programs.static(update_fn, init, key, tree)
     scan: Any = _scan if known is None else _scan_jitted
     fn = known or update_fn
-    return scan(fn, init, key, tree, num_minibatches, epochs, axis, num_items)
+    return scan(fn, init, key, tree, num_minibatches, num_epochs, axis, num_items)
 
 
 def mean_gradient(

@@ -65,7 +65,7 @@ def shard(
     and the same environment parameters.
 
     The devices may be absent ones, from `rollout.inspection.devices`: such a collector
-    is for `rollout.inspect`.
+    is for `rollout.inspect_program`.
 
     Args:
         collector: policy and environments, made by `rollout.envs.vectorize` or

@@ -77,7 +77,7 @@ def gae(
     truncated: jax.Array,
     *,
     gamma: Scalar,
-    lam: Scalar,
+    lambda_: Scalar,
     mask: jax.Array | None = None,
 ) -> jax.Array:
     """Computes the generalized advantage estimate of every step.
@@ -97,14 +97,14 @@ def gae(
         truncated: `[T, B]` bool, the episode was cut, as by a time limit.
         gamma: γ, discount per step, in [-1, 1]: negative where two players alternate,
             and each has the other's loss.
-        lam: λ, in [0, 1]: 0 for the one-step error, 1 for return minus value.
+        lambda_: λ, in [0, 1]: 0 for the one-step error, 1 for return minus value.
         mask: `[T, B]` bool, False where there was no step; None for all.
 
     Returns:
         `[T, B]` float, in discounted reward; 0 where `mask` is False.
 
     Raises:
-        ValueError: if `gamma` or `lam` is no number in its range, or if the shapes
+        ValueError: if `gamma` or `lambda_` is no number in its range, or if the shapes
             differ.
 
     Source:
@@ -112,11 +112,11 @@ def gae(
         eq. 11 and 16, arXiv:1506.02438.
     """
     checks.fraction("gamma", gamma, lowest=-1)
-    checks.fraction("lam", lam)
+    checks.fraction("lambda_", lambda_)
     rows = _rows(
         reward, terminated, truncated, mask, value=value, next_value=next_value
     )
-    return _gae(rows, jnp.asarray(value), next_value, gamma, lam)
+    return _gae(rows, jnp.asarray(value), next_value, gamma, lambda_)
 
 
 def lambda_returns(
@@ -126,7 +126,7 @@ def lambda_returns(
     truncated: jax.Array,
     *,
     gamma: Scalar,
-    lam: Scalar,
+    lambda_: Scalar,
     mask: jax.Array | None = None,
 ) -> jax.Array:
     """Computes the λ-return of every step.
@@ -141,7 +141,7 @@ def lambda_returns(
         terminated: as in `gae`.
         truncated: as in `gae`.
         gamma: as in `gae`.
-        lam: λ, in [0, 1].
+        lambda_: λ, in [0, 1].
         mask: as in `gae`.
 
     Returns:
@@ -155,9 +155,9 @@ def lambda_returns(
         approximation) and "High-Dimensional Continuous Control", arXiv:1506.02438.
     """
     checks.fraction("gamma", gamma, lowest=-1)
-    checks.fraction("lam", lam)
+    checks.fraction("lambda_", lambda_)
     rows = _rows(reward, terminated, truncated, mask, next_value=next_value)
-    return _lambda_returns(rows, next_value, gamma, lam)
+    return _lambda_returns(rows, next_value, gamma, lambda_)
 
 
 def discounted_returns(
@@ -194,7 +194,9 @@ def discounted_returns(
     if next_value is None:
         next_value = jnp.zeros(jnp.shape(reward))
     flags = terminated, truncated
-    return lambda_returns(reward, next_value, *flags, gamma=gamma, lam=1.0, mask=mask)
+    return lambda_returns(
+        reward, next_value, *flags, gamma=gamma, lambda_=1.0, mask=mask
+    )
 
 
 def vtrace(
@@ -204,15 +206,16 @@ def vtrace(
     terminated: jax.Array,
     truncated: jax.Array,
     *,
-    log_ratio: jax.Array,
+    log_rhos: jax.Array,
     gamma: Scalar,
-    lam: Scalar = 1.0,
-    clip: Scalar = 1.0,
+    lambda_: Scalar = 1.0,
+    clip_rho_threshold: Scalar = 1.0,
+    clip_c_threshold: Scalar = 1.0,
     mask: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Corrects advantages and targets for actions of an older policy, by V-trace.
 
-        ρ_t = min(clip, π(a_t) / μ(a_t)), c_t = λ min(1, π(a_t) / μ(a_t))
+        ρ_t = min(ρ̄, π(a_t) / μ(a_t)), c_t = λ min(c̄, π(a_t) / μ(a_t))
         δ_t = ρ_t (r_t + γ (1 - terminated_t) V(next_obs_t) - V(obs_t))
         v_t = V(obs_t) + δ_t + γ c_t (1 - done_t) (v_{t+1} - V(obs_{t+1}))
         A_t = ρ_t (r_t + γ (1 - terminated_t) v_{t+1} - V(obs_t))
@@ -227,12 +230,14 @@ def vtrace(
         next_value: likewise.
         terminated: as in `gae`.
         truncated: as in `gae`.
-        log_ratio: `[T, B]` float, log π(a) - log μ(a): of the policy that learns, minus
+        log_rhos: `[T, B]` float, log π(a) - log μ(a): of the policy that learns, minus
             that of the policy that acted. No derivative passes through.
         gamma: as in `gae`.
-        lam: λ, in [0, 1].
-        clip: the largest ρ, at least 0: which policy's value is learned, μ's near 0 and
-            π's at infinity.
+        lambda_: λ, in [0, 1].
+        clip_rho_threshold: ρ̄, the largest ρ, at least 0: the critic learns the value of
+            μ if it is near 0, and that of π if it is infinite.
+        clip_c_threshold: c̄, at least 0: the largest weight of later errors, which
+            changes the speed of learning and not what is learned.
         mask: as in `gae`.
 
     Returns:
@@ -240,20 +245,24 @@ def vtrace(
         reward; 0 where `mask` is False.
 
     Raises:
-        ValueError: as `gae` does, or if `clip` is no number of at least 0.
+        ValueError: as `gae` does, or if a threshold is no number of at least 0.
 
     Source:
         "IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner
         Architectures", eq. 1 and section 4.2, arXiv:1802.01561.
     """
     checks.fraction("gamma", gamma, lowest=-1)
-    checks.fraction("lam", lam)
-    checks.fraction("clip", clip, highest=math.inf)
-    others = {"value": value, "next_value": next_value, "log_ratio": log_ratio}
+    checks.fraction("lambda_", lambda_)
+    thresholds = clip_rho_threshold, clip_c_threshold
+    checks.fraction("clip_rho_threshold", clip_rho_threshold, highest=math.inf)
+    checks.fraction("clip_c_threshold", clip_c_threshold, highest=math.inf)
+    others = {"value": value, "next_value": next_value, "log_rhos": log_rhos}
     rows = _rows(reward, terminated, truncated, mask, **others)
     # The weights correct for who acted; the policy is not to learn through them.
-    ratio = jnp.exp(jax.lax.stop_gradient(jnp.asarray(log_ratio)))
-    return _vtrace(rows, jnp.asarray(value), next_value, ratio, gamma, lam, clip)
+    ratio = jnp.exp(jax.lax.stop_gradient(jnp.asarray(log_rhos)))
+    return _vtrace(
+        rows, jnp.asarray(value), next_value, ratio, gamma, lambda_, *thresholds
+    )
 
 
 def explained_variance(
@@ -310,22 +319,22 @@ def _next_values(rows: tuple[jax.Array, ...], last_value: jax.Array) -> jax.Arra
 
 @jax.jit
 def _gae(
-    rows: _Rows, value: jax.Array, next_value: jax.Array, gamma: Any, lam: Any
+    rows: _Rows, value: jax.Array, next_value: jax.Array, gamma: Any, lambda_: Any
 ) -> jax.Array:
     error, _ = _errors(rows, next_value, gamma)
     error = error - value
-    weight = jnp.asarray(gamma * lam, error.dtype)
+    weight = jnp.asarray(gamma * lambda_, error.dtype)
     return _sum_up(rows, error, weight, jnp.zeros_like(error))[0]
 
 
 @jax.jit
 def _lambda_returns(
-    rows: _Rows, next_value: jax.Array, gamma: Any, lam: Any
+    rows: _Rows, next_value: jax.Array, gamma: Any, lambda_: Any
 ) -> jax.Array:
     # `term` bootstraps from all of V: where there is a next row, λ of it gives way to
     # that row's return.
     term, instead = _errors(rows, next_value, gamma)
-    weight = jnp.asarray(gamma * lam, term.dtype)
+    weight = jnp.asarray(gamma * lambda_, term.dtype)
     return _sum_up(rows, term, weight, instead)[0]
 
 
@@ -336,13 +345,14 @@ def _vtrace(
     next_value: jax.Array,
     ratio: jax.Array,
     gamma: Any,
-    lam: Any,
-    clip: Any,
+    lambda_: Any,
+    clip_rho: Any,
+    clip_c: Any,
 ) -> tuple[jax.Array, jax.Array]:
     mask = rows[3]
     error, _ = _errors(rows, next_value, gamma)
-    error, rho = error - value, jnp.minimum(ratio, clip)
-    weight = jnp.asarray(gamma * lam, error.dtype) * jnp.minimum(ratio, 1.0)
+    error, rho = error - value, jnp.minimum(ratio, clip_rho)
+    weight = jnp.asarray(gamma * lambda_, error.dtype) * jnp.minimum(ratio, clip_c)
     # The sum is v - V; `later` is that of the next row.
     total, later = _sum_up(rows, rho * error, weight, jnp.zeros_like(error))
     advantage = rho * (error + jnp.asarray(gamma, error.dtype) * later)

@@ -235,11 +235,11 @@ class AsyncInfo(struct.PyTreeNode):
     num_envs: int = struct.field(pytree_node=False)
 
 
-class Finding(NamedTuple):
-    """One mistake that `probe` found; it prints as `name: message`.
+class EnvIssue(NamedTuple):
+    """One mistake that `check_env` found; it prints as `name: message`.
 
     Attributes:
-        name: one of those that `probe` lists.
+        name: one of those that `check_env` lists.
         message: the mistake, and the step of the episode where it showed.
     """
 
@@ -327,7 +327,8 @@ def check_trajectory(value: Any) -> None:
     if isinstance(value.info, AsyncInfo):
         raise ValueError(
             "`trajectory` must have a column for each lane, got rows of a "
-            "`HostCollector` with `num_ready`: `rollout.host.regroup_by_env` sorts them."
+            "`HostCollector` with `num_ready`, which `rollout.host.regroup_by_env` "
+            "sorts."
         )
 
 

@@ -55,8 +55,9 @@ def batch():
     )
 
 
-def scan_minibatches(tree, *args, **options):
-    return rollout.scan_minibatches(lambda *x: x, (), KEY, tree, *args, **options)
+def scan_minibatches(tree, num_minibatches, **options):
+    options["num_minibatches"] = num_minibatches
+    return rollout.scan_minibatches(lambda *x: x, (), KEY, tree, **options)
 
 
 def one_step():
@@ -134,7 +135,7 @@ COUNTS = {
         lambda n: rollout.random_warmup(policy(), DISCRETE, n),
         lambda n: envs.TimeLimit(COUNT, n),
         lambda n: rollout.profile(collector(), KEY, None, n),
-        lambda n: rollout.inspect(
+        lambda n: rollout.inspect_program(
             collector(), KEY, None, accelerator="h100", num_steps=n
         ),
     ],
@@ -170,7 +171,7 @@ COUNTS = {
         lambda n: rollout.profile(collector(), KEY, None, 2, num_repeats=n),
         lambda n: envs.ActionRepeat(COUNT, n),
     ],
-    "epochs": [lambda n: scan_minibatches(jnp.zeros((2, 2)), 2, n)],
+    "num_epochs": [lambda n: scan_minibatches(jnp.zeros((2, 2)), 2, num_epochs=n)],
     "every": [lambda n: checkpoint.save("nowhere", {"n": 1}, step=1, every=n)],
     "keep": [lambda n: checkpoint.save("nowhere", {"n": 1}, keep=n)],
     "steps_per_batch": [lambda n: stream(steps_per_batch=n)],
@@ -183,13 +184,15 @@ FRACTIONS = {
     "gamma": [
         lambda x: envs.NormalizeReward(MANY, x),
     ],
-    "lam": [lambda x: rollout.lambda_returns(VALUES, VALUES, *FLAGS, gamma=1.0, lam=x)],
+    "lambda_": [
+        lambda x: rollout.lambda_returns(VALUES, VALUES, *FLAGS, gamma=1.0, lambda_=x)
+    ],
 }
 
 
-def vtrace(clip):
-    arrays, options = (VALUES, VALUES, VALUES, *FLAGS), {"gamma": 1.0, "clip": clip}
-    return rollout.vtrace(*arrays, log_ratio=VALUES, **options)
+def vtrace(threshold=1.0, **options):
+    options |= {"gamma": 1.0, "clip_rho_threshold": threshold, "log_rhos": VALUES}
+    return rollout.vtrace(VALUES, VALUES, VALUES, *FLAGS, **options)
 
 
 REFUSED = {
@@ -261,7 +264,7 @@ REFUSED = {
     "`env` must be a pytree, such as": [lambda: envs.vectorize(plain_class(), B)],
     "`env` must be one environment, got many side by side": [
         lambda: envs.vectorize(MANY, B),
-        lambda: rollout.probe(MANY),
+        lambda: rollout.check_env(MANY),
         lambda: envs.TimeLimit(MANY, 3),
         lambda: envs.FrameStack(MANY, 3),
         lambda: wrappers.ObservePrevious(MANY),
@@ -359,7 +362,10 @@ REFUSED = {
     "`gamma` must be a number in [-1, 1]": [
         lambda: rollout.discounted_returns(VALUES, *FLAGS, gamma=-1.1),
     ],
-    "`clip` must be a number in [0, inf]": [
+    "`clip_c_threshold` must be a number in [0, inf]": [
+        lambda: vtrace(clip_c_threshold=-0.1)
+    ],
+    "`clip_rho_threshold` must be a number in [0, inf]": [
         lambda: vtrace(-0.1),
         lambda: vtrace(float("nan")),
         lambda: vtrace(None),
@@ -388,7 +394,7 @@ REFUSED = {
         lambda: stream(postprocess=3),
     ],
     "must be a bool, got": [
-        lambda: stream(recycle="no"),
+        lambda: stream(reuse_memory="no"),
         lambda: stream(check_finite=1),
         lambda: recommendation.item_policy(jnp.add, sample="no"),
     ],
@@ -400,8 +406,8 @@ REFUSED = {
     "`max_episode_steps`": [lambda: stream(episodes_per_batch=3, steps_per_batch=None)],
     '`at_batch_end` must be "continue" or': [lambda: stream(at_batch_end="stop")],
     '`on_fault` must be "raise" or "drop"': [lambda: stream(on_fault="ignore")],
-    '`placement` must be "device"': [lambda: stream(placement="disk")],
-    'needs `placement="device"`': [lambda: stream(recycle=True, placement="host")],
+    "`device` must be None": [lambda: stream(device="disk")],
+    "needs `device=None`": [lambda: stream(reuse_memory=True, device="host")],
     "`params` must keep": [lambda: stream(params=ZEROS).set_params(ZEROS[0])],
     "`params` must hold arrays and numbers only": [
         lambda: stream(params=jnp.tanh),

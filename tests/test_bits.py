@@ -19,7 +19,7 @@ KNOWN = json.loads(bits.FILE.read_text()).get(jax.__version__)
 CASES = [
     ("count", "recurrent", tuple(bits.STREAMS)),
     ("CartPole-v1", "net", ("truncate", "whole")),
-    ("Breakout-MinAtar", "random", ("recycle",)),
+    ("Breakout-MinAtar", "random", ("reuse_memory",)),
 ]
 
 

@@ -38,7 +38,7 @@ def check_tianshou(names, out):
     assert int(stored) == 8 * (100 + 20 * 7)
     assert evaluated.split()[0] == "20"
     assert 8 < float(evaluated.split()[1]) <= 500
-    rows, mask = names["buffer"].dump(names["state"])
+    rows, mask = names["buffer"].to_trajectory(names["state"])
     assert mask[:240].all()
     assert not mask[240:].any()
     share = np.asarray(rows.action)[:100].mean()  # the random ones
@@ -51,7 +51,7 @@ def check_tianshou(names, out):
 
 def check_torchrl(names, out):
     assert out == f"{[102] * 9 + [84]} 1002 1002 (128, 4)\n"
-    rows, mask = names["buffer"].dump(names["state"])
+    rows, mask = names["buffer"].to_trajectory(names["state"])
     assert mask.sum(axis=0).tolist() == [167] * 6
     assert (np.asarray(rows.episode_length)[np.asarray(mask)] <= 200).all()
 
@@ -85,7 +85,7 @@ def check_rllib(names, out):
 def check_easyrl4rec(names, out):
     first, *settings = out.splitlines()
     assert first == "[10 10 10 10 10 10 10 10] 80"
-    rows, mask = names["buffer"].dump(names["state"])
+    rows, mask = names["buffer"].to_trajectory(names["state"])
     assert mask.sum() == 80
     for lane in range(8):  # one episode each, in which no item comes twice
         assert len(set(np.asarray(rows.action)[np.asarray(mask)[:, lane], lane])) == 10

@@ -81,7 +81,7 @@ def check_accelerators(names, out):
     assert report.per_step("loose_launches") == 0
 
     def inspect(fn, *args):
-        return rollout.inspect(fn, *args, accelerator="h100")
+        return rollout.inspect_program(fn, *args, accelerator="h100")
 
     x = jax.ShapeDtypeStruct((8, 8), "float32")
     for stalls, runs in (("until_small", "ten_rounds"), ("branching", "selecting")):
@@ -165,7 +165,7 @@ def check_devices(names, out):
 
 
 def check_environments(names, out):
-    assert names["findings"] == ()
+    assert names["issues"] == ()
     assert np.unique(names["cartpoles"].env.env_params.gravity).size == 16
     trajectory = names["trajectory"]
     assert trajectory.reward.shape == (100, 16)
@@ -199,11 +199,11 @@ def check_episodes(names, out):
 
 
 def check_host_environments(names, out):
-    first, steps, *findings, stats, judged = out.splitlines()
+    first, steps, *issues, stats, judged = out.splitlines()
     assert judged.endswith(", 8 episodes")
     assert int(first.split()[0]) > 50
     assert int(steps) == 16 * 256
-    assert findings == [""]  # `probe` found nothing
+    assert issues == [""]  # `check_env` found nothing
     assert stats.startswith("FaultStats(faulty_episodes=")
     lost = names["patient"].fault_stats
     assert lost.faulty_episodes == lost.restarts > 0
@@ -232,7 +232,7 @@ def check_learning_problems(names, out):
     assert metrics["clip_fraction"].max() < 0.2
     assert 0.5 < metrics["explained_variance"].max() < 1
     assert 0.4 < metrics["entropy"][-1] < metrics["entropy"][0] < 0.7
-    assert "findings: ()\n" in out
+    assert "issues: ()\n" in out
     with Image.open("agent.gif") as image:
         assert image.n_frames == 200 + 1
 
@@ -325,8 +325,8 @@ def check_evolution(names, out):
 
 def check_own_gymnasium(names, out):
     """It flies as well as the rule; the file chooses what the agent does."""
-    findings, *progress, half, judged, off_policy = out.splitlines()
-    assert findings == ""
+    issues, *progress, half, judged, off_policy = out.splitlines()
+    assert issues == ""
     assert progress[0].split()[0] == "61,440"
     assert float(off_policy.split()[1]) > -25  # below -30 at random
     assert half.startswith("61440 ")

@@ -33,7 +33,7 @@ LADDER = (
     {"collector"},
     {"host"},
     {"episode_window"},
-    {"agents", "evaluation", "gif", "probing", "profiling", "recommendation"}
+    {"agents", "evaluation", "gif", "env_checker", "profiling", "recommendation"}
     | {"sharding", "stream", "training"},
     {"inspection", "logs"},
     {"cli"},
@@ -49,7 +49,7 @@ KINDS = {
         "envs.host.ownership",
         "envs.host.types",
     },
-    "probing": {"envs"},
+    "env_checker": {"envs"},
     "recommendation": {"envs.wrappers"},
     "sharding": {"envs.wrappers.wrapper"},
     "training": {"envs.wrappers"},
@@ -234,7 +234,7 @@ import rollout.cli.main  # of `python -m rollout`
 if __name__ == "__main__":
     assert envs.OWN and buffers.OWN and rollout.envs is not envs
     make = functools.partial(gymnasium.make, "CartPole-v1")
-    env = rollout.envs.workers([make] * 2, num_workers=1)
+    env = rollout.envs.make_worker_envs([make] * 2, num_workers=1)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.HostCollector(env=env, policy=policy)
     rows = collector.collect_steps(collector.init(jax.random.key(0)), None, 5)[1]

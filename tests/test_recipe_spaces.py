@@ -330,7 +330,9 @@ def test_advantages_over_time_limits_are_those_of_a_plain_loop(is_host):
         value = t.extras["value"]
         next_value = rollout.next_values(t, value, last_value)
         flags = t.terminated, t.truncated
-        advantage = rollout.gae(t.reward, value, next_value, *flags, gamma=0.9, lam=0.8)
+        advantage = rollout.gae(
+            t.reward, value, next_value, *flags, gamma=0.9, lambda_=0.8
+        )
         return advantage, agent.model.apply(params, t.next_obs)[1]
 
     t, (advantage, true_next_value) = jax.device_get(

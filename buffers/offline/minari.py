@@ -150,7 +150,7 @@ def _whole_episodes(buffer: ReplayBuffer, state: ArrayTree) -> list[dict[str, An
     fields.need(state.ring.experience, needed, "`to_minari`")
     if not neighbours.has_next_obs(state.ring):
         raise ValueError("`to_minari` needs the field `next_obs` in the transition.")
-    dumped, mask = buffer.dump(state)  # in the order of time
+    dumped, mask = buffer.to_trajectory(state)  # in the order of time
     columns = {name: fields.get(dumped, name) for name in (*needed, "next_obs")}
     rows, mask = jax.device_get((columns, mask))
     done, length = rows["terminated"] | rows["truncated"], rows["episode_length"]

@@ -23,6 +23,7 @@ from rollout.envs.host.arrays import (
 from rollout.envs.host.gymnasium_actions import batched_action
 from rollout.envs.host.local_envs import LocalEnvs
 from rollout.envs.host.types import HostStep, HostVectorEnv
+from rollout.envs.host.worker_envs import make_worker_envs
 from rollout.envs.optional_import import load
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree
@@ -32,6 +33,7 @@ def from_gymnasium(
     env: Any,
     num_envs: int | None = None,
     *,
+    num_workers: int | None = None,
     observe_info: Mapping[str, Any] | None = None,
     record_info: Mapping[str, Any] | None = None,
     **options: Any,
@@ -49,28 +51,32 @@ def from_gymnasium(
             makes one environment, or a vector environment if `num_envs` is None; or a
             vector environment.
         num_envs: B; None for a vector environment.
+        num_workers: number of processes for the environments, as in
+            `make_worker_envs`; None for this process.
         observe_info: keys of `info` that become part of the observation, each with an
             example, as in `LocalEnvs`.
         record_info: keys of `info` that `HostStep.info` has, each with an example.
         **options: for `gymnasium.make`, or for the function.
 
     Returns:
-        A `LocalEnvs`, which says which environment failed, and can rebuild and save
-        each. For a vector environment one that can neither rebuild nor save.
+        A `LocalEnvs`, or with `num_workers` a `WorkerEnvs`, which says which
+        environment failed, and can rebuild and save each. For a vector environment one
+        that can neither rebuild nor save.
 
     Raises:
         EnvFault: if an environment could not be made.
         ModuleNotFoundError: if gymnasium is not installed.
-        ValueError: if `env` or `num_envs` is not as above, the autoreset mode is
-            another one, or a space has no arrays.
+        ValueError: if `env`, `num_envs` or `num_workers` is not as above, the autoreset
+            mode is another one, or a space has no arrays.
     """
     gymnasium = load("gymnasium")
     info: Any = {"observe_info": observe_info, "record_info": record_info}
     if isinstance(env, gymnasium.vector.VectorEnv):
-        if num_envs is not None or options:
+        if num_envs is not None or num_workers is not None or options:
             raise ValueError(
-                "`num_envs` and options must be left out for a vector environment, got "
-                f"num_envs={num_envs}, options={options}."
+                "`num_envs`, `num_workers` and options must be left out for a vector "
+                f"environment, got num_envs={num_envs}, num_workers={num_workers}, "
+                f"options={options}."
             )
         return _VectorEnv(env, **info)
     if isinstance(env, str):
@@ -83,9 +89,12 @@ def from_gymnasium(
             f"environment of gymnasium, got {type(env).__name__}."
         )
     if num_envs is not None:
-        return LocalEnvs([make] * checks.int_between("num_envs", num_envs), **info)
+        make_fns = [make] * checks.int_between("num_envs", num_envs)
+        if num_workers is None:
+            return LocalEnvs(make_fns, **info)
+        return make_worker_envs(make_fns, num_workers, **info)
     made = None if isinstance(env, str) else make()
-    if not isinstance(made, gymnasium.vector.VectorEnv):
+    if num_workers is not None or not isinstance(made, gymnasium.vector.VectorEnv):
         raise ValueError(
             "`num_envs` must be given, except for a vector environment, got None for "
             f"{env!r}."

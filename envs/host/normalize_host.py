@@ -1,4 +1,4 @@
-"""`NormalizeHostEnv`: normalises environments that are not JAX by running statistics."""
+"""`NormalizeHostEnv`: normalises host environments by running statistics."""
 
 import dataclasses
 from collections.abc import Sequence

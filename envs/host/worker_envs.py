@@ -1,4 +1,4 @@
-"""`workers`: environments in other processes, safe from crashes and hangs of others."""
+"""`make_worker_envs`: environments in processes, safe from crashes and hangs."""
 
 import contextlib
 import itertools
@@ -22,7 +22,7 @@ from rollout.envs.types import ArrayTree
 from rollout.platform import num_cores
 
 
-def workers(
+def make_worker_envs(
     make_fns: Sequence[Callable[[], Any]],
     num_workers: int | None = None,
     *,
@@ -72,7 +72,7 @@ def workers(
 
 
 class WorkerEnvs:
-    """Environments in worker processes, an `AsyncHostVectorEnv`; see `workers`.
+    """Environments in worker processes: the result of `make_worker_envs`.
 
     It can `rebuild` environments, also those of a lost worker, and `save`. The arrays
     it returns are memory that the workers write to: those of `reset` may change where

@@ -19,8 +19,8 @@ class NoRepeat(ObsWrapper):
     If the observation is a dict with a `mask`, that must be `[n]` bool, as with
     `RecommendationEnv`, and actions already taken become False in it. Any other
     observation becomes `{"obs": obs, "mask": mask}`. The environment takes masked
-    actions too: an `item_policy` and an `action_mask_fn` obey the mask. An episode may go
-    on after every action was taken. The `item` of a first observation that is a dict
+    actions too: an `item_policy` and an `action_mask_fn` obey the mask. An episode may
+    go on after every action was taken. The `item` of a first observation that is a dict
     counts as taken, such as that of `random_first`.
 
     Attributes:

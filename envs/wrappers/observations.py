@@ -278,7 +278,8 @@ def _stacked(space: AnySpace, num: int) -> AnySpace:
 
 def first_of(space: AnySpace) -> ArrayTree:
     """Returns zeros like an element."""
-    # The shape of a key only: `probe` takes a key for a draw of the environment's own.
+    # The shape of a key only: `check_env` takes a key for a draw of the environment's
+    # own.
     key = jax.eval_shape(jax.random.key, 0)
     return prng.blank(jax.eval_shape(space.sample, key))
 

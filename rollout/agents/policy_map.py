@@ -36,11 +36,11 @@ def policy_map(
     Args:
         policies: by name. Policies of one group may differ in class; `extras` that are
             dicts are joined by name, with zeros where a policy has no such entry.
-        policy_mapping_fn: `(key, agents)` to `[A]` integers, for each agent the index of its
-            policy in the order of `policies`, where a population takes as many indices
-            as it has members. `agents` are the names. It is called with a key of each
-            lane's episode, so it holds until that ends and does not depend on the
-            number of lanes. Or a mapping made by `static_mapping`.
+        policy_mapping_fn: `(key, agents)` to `[A]` integers, for each agent the index
+            of its policy in the order of `policies`, where a population takes as many
+            indices as it has members. `agents` are the names. It is called with a key
+            of each lane's episode, so it holds until that ends and does not depend on
+            the number of lanes. Or a mapping made by `static_mapping`.
         env: the environment whose agents are mapped: a `MultiAgentEnv`, or lanes of it
             made by `rollout.envs.vectorize`. The policy acts in any number of
             lanes of environments with these agents.
@@ -82,7 +82,7 @@ def policy_map(
         is_int = jnp.issubdtype(getattr(shape, "dtype", bool), jnp.integer)
         if not is_int or shape.shape != (num,):
             raise ValueError(
-                "`policy_mapping_fn` must return one index per agent, integers of shape "
+                "`policy_mapping_fn` must return an index per agent, integers of shape "
                 f"({num},), got {checks.describe(shape)}."
             )
     known = {group.name for group in layout.groups}

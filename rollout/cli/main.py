@@ -158,7 +158,7 @@ def collect(run: Namespace) -> Result:
         steps_per_batch=num_rows(run) * run.num_envs,
         total_steps=run.num_steps * run.num_envs,
         postprocess=keep,
-        placement="host",
+        device="host",
         prefetch=1,
         progress=sys.stderr.isatty(),
     ) as stream:
@@ -220,7 +220,9 @@ def inspect(run: Namespace) -> inspection.Report:
         jax.config.update("jax_platforms", "cpu")  # does not look for accelerators
     collector, params = make_collector(run)
     options = {"accelerator": run.inspect, "num_steps": run.num_steps}
-    return inspection.inspect(collector, jax.random.key(run.seed), params, **options)
+    return inspection.inspect_program(
+        collector, jax.random.key(run.seed), params, **options
+    )
 
 
 def profile(run: Namespace) -> profiling.Profile:

@@ -55,12 +55,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     answered, in the order of their answers. The policy then acts for these, and they
     step while the collector waits for the next ones. Trajectories are
     `[T, num_ready, ...]`, a transition is an environment's answer to its last action,
-    and `info` is a `AsyncInfo`: `regroup_by_env` sorts transitions by environment. Actions in
-    flight at the end of a call are answered in the first rows of the next one. The
-    policy gets `[num_ready, ...]` observations, and a state of `B` lanes. The speed of
-    the environments decides which one is in which row, and so which random numbers the
-    policy draws for it. `collect_episodes` plays the first N episodes that are
-    *started*, so that fast or short ones are not favoured.
+    and `info` is an `AsyncInfo`: `regroup_by_env` sorts transitions by environment.
+    Actions in flight at the end of a call are answered in the first rows of the next
+    one. The policy gets `[num_ready, ...]` observations, and a state of `B` lanes. The
+    speed of the environments decides which one is in which row, and so which random
+    numbers the policy draws for it. `collect_episodes` plays the first N episodes that
+    are *started*, so that fast or short ones are not favoured.
 
     Attributes:
         env: `B` environments side by side.

@@ -430,15 +430,16 @@ def _check(env: Any, num_ready: Any, on_fault: Any) -> None:
     if on_fault == "restart" and not hasattr(env, "rebuild"):
         raise ValueError(
             '`on_fault="restart"` needs environments that can be rebuilt one by one, '
-            "as those of `rollout.envs.workers` and of `rollout.envs.from_gymnasium` "
-            f"with an id or a function, got {type(env).__name__}."
+            "as those of `rollout.envs.make_worker_envs`, and of "
+            "`rollout.envs.from_gymnasium` with an id or a function, got "
+            f"{type(env).__name__}."
         )
     if num_ready is None:
         return
     if not hasattr(env, "receive"):
         raise ValueError(
             "`env` must be an `AsyncHostVectorEnv` for `num_ready`, as "
-            f"`rollout.envs.workers` makes it, got {type(env).__name__}."
+            f"`rollout.envs.make_worker_envs` makes it, got {type(env).__name__}."
         )
     checks.int_between("num_ready", num_ready, most=env.num_envs)
     fixed = getattr(env, "batch_size", num_ready)

@@ -90,8 +90,8 @@ class RayCollector(
     its unfinished episodes are then lost too; another actor takes its place, with new
     episodes. An error in an actor that has not returned a batch yet, in
     `make_collector` or in the first batch, counts as a mistake and is raised here.
-    An actor that hangs is not lost: environments in `rollout.envs.workers` have a
-    `timeout`.
+    An actor that hangs is not lost: environments in `rollout.envs.make_worker_envs`
+    have a `timeout`.
 
     The order of batches, and so the result of learning, depends on the actors' speed.
 

@@ -149,8 +149,9 @@ def record_rows(
         recorded = record(record_fn, row)
         if isinstance(row.info, AsyncInfo) and not isinstance(recorded.info, AsyncInfo):
             raise ValueError(
-                "`record_fn` must keep the `AsyncInfo` in `info` with `num_ready`, which "
-                f"`regroup_by_env` reads, got {checks.describe(recorded.info)}: it may drop "
+                "`record_fn` must keep the `AsyncInfo` in `info` with `num_ready`, "
+                "which `regroup_by_env` reads, got "
+                f"{checks.describe(recorded.info)}: it may drop "
                 "the `info` in it."
             )
         return accumulated, mask_out(recorded)

@@ -1,11 +1,11 @@
-"""`inspect`: compiles a program for an accelerator and reports its launches and waits.
+"""Compiles a program for an accelerator and reports its launches and waits.
 
 `compilation` compiles; `accelerators` describes the devices; `hlo` and `blocks` read
 the text that XLA writes; `report` counts and prints.
 """
 
 from rollout.inspection.accelerators import devices
-from rollout.inspection.compilation import inspect
+from rollout.inspection.compilation import inspect_program
 from rollout.inspection.report import Block, Memory, Report, Wait
 
-__all__ = ["Block", "Memory", "Report", "Wait", "devices", "inspect"]
+__all__ = ["Block", "Memory", "Report", "Wait", "devices", "inspect_program"]

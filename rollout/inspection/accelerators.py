@@ -55,8 +55,8 @@ def devices(accelerator: str, num_devices: int = 1) -> list[Device]:
     """Makes devices to compile programs for; no program can run on them.
 
     Build a `jax.sharding.Mesh` of them, and use its shardings in the arguments of
-    `rollout.inspect`. The machine needs no such device, only the compiler: the extra
-    `accelerators`.
+    `rollout.inspect_program`. The machine needs no such device, only the compiler: the
+    extra `accelerators`.
 
     Args:
         accelerator: "h100", "a100" or "tpu-v5e" (also "v5e").

@@ -1,4 +1,4 @@
-"""`inspect`: compiles a program for an accelerator and reports its launches and waits.
+"""Compiles a program for an accelerator and reports its launches and waits.
 
 The accelerator may be absent.
 """
@@ -30,7 +30,7 @@ _SEQUENCES = ("thunk_sequence_after_thunk_passes", "thunk_sequence")
 _METADATA = ("thunk_metadata",)
 
 
-def inspect(
+def inspect_program(
     program: Any,
     *args: ArrayTree,
     accelerator: str,
@@ -42,8 +42,8 @@ def inspect(
     The program does not run, and the machine needs no accelerator, only its compiler,
     from the extra `accelerators`.
 
-        print(rollout.inspect(collector, key, params, accelerator="h100"))
-        print(rollout.inspect(train_step, carry, params, accelerator="tpu-v5e"))
+        print(rollout.inspect_program(collector, key, params, accelerator="h100"))
+        print(rollout.inspect_program(train_step, carry, params, accelerator="tpu-v5e"))
 
     Args:
         program: a `Collector`, whose `collect_steps` is inspected, or any function that

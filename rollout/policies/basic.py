@@ -34,21 +34,21 @@ def random_policy(
 
     Args:
         action_space: a space of `envs`, Gymnasium or gymnax.
-        action_mask_fn: `obs`, `[B, ...]`, to a mask, `[B, n]` bool, True where an action is
-            allowed. For a `MultiDiscrete` of `rollout.envs.spaces` it is a tuple of one
-            mask per entry, or `[B, *nvec]`; for a `MultiBinary`, `[B, *shape, 2]`; for
-            a composite space, masks in its structure, None for a part without one.
-            Where nothing is allowed, the action is drawn from all.
+        action_mask_fn: `obs`, `[B, ...]`, to a mask, `[B, n]` bool, True where an
+            action is allowed. For a `MultiDiscrete` of `rollout.envs.spaces` it is a
+            tuple of one mask per entry, or `[B, *nvec]`; for a `MultiBinary`,
+            `[B, *shape, 2]`; for a composite space, masks in its structure, None for a
+            part without one. Where nothing is allowed, the action is drawn from all.
 
     Returns:
         A policy without parameters or state; it ignores `params`. Its extras are `()`,
-        or with an `action_mask_fn` `{"no_valid_action": [B] bool}`. Equal arguments make the
-        same policy object, here and below, so that jax does not trace again.
+        or with an `action_mask_fn` `{"no_valid_action": [B] bool}`. Equal arguments
+        make the same policy object, here and below, so that jax does not trace again.
 
     Raises:
         ValueError: if `action_space` is no space; if a bound of a box is not finite; if
-            an `action_mask_fn` is given and neither the space nor a part of it is discrete;
-            while tracing, if the mask has another shape or is not bool.
+            an `action_mask_fn` is given and neither the space nor a part of it is
+            discrete; while tracing, if the mask has another shape or is not bool.
     """
     space = as_space(action_space, "action_space")
     masks.check_drawable(space, action_mask_fn)

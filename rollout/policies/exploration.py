@@ -14,10 +14,11 @@ A schedule, as in optax, maps the number of steps that the lane has taken so far
 int32 from 0, to a scalar. Each lane counts its own steps, over episode ends too, in a
 `Persistent` part of the policy's state.
 
-An `action_mask_fn` maps the batched `obs` to the allowed actions, `[B, n]` bool. Where the
-environment has a mask in `info`, `rollout.envs.ObserveInfo(env, fn, initial)` adds it
-to `obs`, and `action_mask_fn` reads `obs["info"]`. Where nothing is allowed, the action is
-drawn from all, since one must be sent, and `extras["no_valid_action"]` is True.
+An `action_mask_fn` maps the batched `obs` to the allowed actions, `[B, n]` bool. Where
+the environment has a mask in `info`, `rollout.envs.ObserveInfo(env, fn, initial)` adds
+it to `obs`, and `action_mask_fn` reads `obs["info"]`. Where nothing is allowed, the
+action is drawn from all, since one must be sent, and `extras["no_valid_action"]` is
+True.
 """
 
 import functools
@@ -165,10 +166,11 @@ def epsilon_greedy(
 
     Raises:
         ValueError: if `epsilon` is a number outside [0, 1]; if a bound of the space is
-            not finite; if an `action_mask_fn` is given and the space is not discrete. While
+            not finite; if an `action_mask_fn` is given and the space is not discrete.
+            While
             tracing: if the mask is not `[B, n]` bool; if the action does not fit the
-            space; with an `action_mask_fn`, if the extras are neither `()` nor a dict, or
-            have another `no_valid_action`.
+            space; with an `action_mask_fn`, if the extras are neither `()` nor a dict,
+            or have another `no_valid_action`.
 
     Source:
         "Reinforcement Learning: An Introduction", 2nd ed., section 2.2.

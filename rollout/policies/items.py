@@ -56,8 +56,8 @@ def item_policy(
             `fn` is chosen, which turns a continuous action into an item. Not with
             `sample`.
         start: the action of the first item, that of the `Discrete` space.
-        action_mask_fn: `obs`, `[B, ...]`, to `[B, I]` bool, the allowed items; by default
-            the `mask` in `obs`.
+        action_mask_fn: `obs`, `[B, ...]`, to `[B, I]` bool, the allowed items; by
+            default the `mask` in `obs`.
         value_fn: the critic, as `stateless_policy` takes it.
 
     Returns:
@@ -115,8 +115,8 @@ def choose_items(
             takes the highest score, the first of equals.
 
     Returns:
-        Items, `[B]` int32; and `{"no_valid_action": no_valid_action, "log_prob": log_prob}`,
-        `[B]` bool and float32. `log_prob` is that of the softmax, also without a key.
+        Items, `[B]` int32; and a dict of `no_valid_action` and `log_prob`, `[B]` bool
+        and float32. `log_prob` is that of the softmax, also without a key.
         Inside `jit` an entry that you do not read costs nothing.
 
     Raises:

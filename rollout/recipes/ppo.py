@@ -233,7 +233,7 @@ class PPO(Agent):
             trajectory.terminated,
             trajectory.truncated,
             gamma=config.gamma,
-            lam=config.gae_lambda,
+            lambda_=config.gae_lambda,
             mask=trajectory.mask,
         )
         batch = Batch(
@@ -252,8 +252,8 @@ class PPO(Agent):
             learner,
             shuffle_key,
             batch,
-            config.num_minibatches,
-            config.num_epochs,
+            num_minibatches=config.num_minibatches,
+            num_epochs=config.num_epochs,
         )
         window = state.window.add(trajectory)
         metrics = jax.tree.map(jnp.mean, metrics)

@@ -267,8 +267,8 @@ class PQN(Agent):
             (state.params, state.opt_state),
             shuffle_key,
             batch,
-            config.num_minibatches,
-            config.num_epochs,
+            num_minibatches=config.num_minibatches,
+            num_epochs=config.num_epochs,
         )
         window = state.window.add(trajectory)
         metrics = jax.tree.map(jnp.mean, metrics)
@@ -306,7 +306,7 @@ class PQN(Agent):
             trajectory.terminated,
             trajectory.truncated,
             gamma=self.config.gamma,
-            lam=self.config.lambda_,
+            lambda_=self.config.lambda_,
             mask=trajectory.mask,
         )
 

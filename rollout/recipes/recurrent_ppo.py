@@ -290,7 +290,7 @@ class RecurrentPPO(Agent):
             trajectory.terminated,
             trajectory.truncated,
             gamma=config.gamma,
-            lam=config.gae_lambda,
+            lambda_=config.gae_lambda,
             mask=trajectory.mask,
         )
         batch = Batch(
@@ -311,8 +311,8 @@ class RecurrentPPO(Agent):
             learner,
             shuffle_key,
             batch,
-            config.num_minibatches,
-            config.num_epochs,
+            num_minibatches=config.num_minibatches,
+            num_epochs=config.num_epochs,
             axis=1,
         )
         window = state.window.add(trajectory)

@@ -38,7 +38,7 @@ class Position(NamedTuple):
     pending: Wait | None = None  # for the next batch, once it has begun
     # Of the next batch, and their version; None: the newest when it begins.
     params: Any = None
-    memory: ArrayTree | None = None  # of the last batch, for `recycle`
+    memory: ArrayTree | None = None  # of the last batch, for `reuse_memory`
 
 
 class JaxMaker:
@@ -54,7 +54,7 @@ class JaxMaker:
         self._compiled: set[int] = set()  # numbers of rows
 
     def begin(self, num_rows: int, at: Position) -> Wait:
-        """Begins a batch, in the `memory` of an earlier one with `recycle`."""
+        """Begins a batch, in the `memory` of an earlier one with `reuse_memory`."""
         memory, collector = self.compile(num_rows, at), self._collector
         carry, window, (params, version) = at.carry, at.stats.window, at.params
         begun = time.perf_counter()
@@ -79,7 +79,7 @@ class JaxMaker:
         options, collector, carry = self._options, self._collector, at.carry
         params, window, memory = at.params[0], at.stats.window, at.memory
         size = options.steps_per_batch
-        if not options.recycle or (size and num_rows * options.num_envs != size):
+        if not options.reuse_memory or (size and num_rows * options.num_envs != size):
             memory = ()  # also where the last batch is shorter
         # The first batch has none before it, and an interrupted one may have donated
         # it.

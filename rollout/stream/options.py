@@ -12,7 +12,7 @@ from rollout.envs.types import ArrayTree
 from rollout.types import Transition
 
 Postprocess = Callable[[Transition], ArrayTree]
-Placement = str | jax.sharding.Sharding  # "device", "host"
+Destination = str | jax.Device | jax.sharding.Sharding | None  # "host"
 
 _CHOICES = {
     "at_batch_end": ("continue", "reset", "truncate"),
@@ -36,9 +36,9 @@ class Options:
     max_episode_steps: int | None
     at_batch_end: str
     postprocess: Postprocess | None
-    placement: Placement
+    device: Destination
     prefetch: int
-    recycle: bool
+    reuse_memory: bool
     check_finite: bool
     on_fault: str
 
@@ -49,7 +49,7 @@ class Options:
         if self.max_episode_steps is not None:
             limit = checks.max_episode_steps(self.max_episode_steps)
             object.__setattr__(self, "max_episode_steps", limit)
-        for name in ("recycle", "check_finite"):
+        for name in ("reuse_memory", "check_finite"):
             checks.boolean(name, getattr(self, name))
         if self.postprocess is not None:
             checks.function("postprocess", self.postprocess)
@@ -62,13 +62,13 @@ class Options:
             )
         if self.episodes_per_batch is not None:
             self._check_episodes()
-        self._check_placement()
+        self._check_device()
 
     def of_program(self) -> "Options":
         """Returns those that the program of a batch reads, and defaults for others."""
-        unread: dict[str, Any] = {"total_steps": None, "placement": "device"}
+        unread: dict[str, Any] = {"total_steps": None, "device": None}
         # Streams that differ in these share a program.
-        unread |= {"prefetch": 0, "recycle": False}
+        unread |= {"prefetch": 0, "reuse_memory": False}
         if self.episodes_per_batch is None:
             unread["steps_per_batch"] = self.num_envs  # it takes the number of rows
         return dataclasses.replace(self, **unread)
@@ -80,9 +80,9 @@ class Options:
                 "`prefetch` must be 0 with lanes in several processes, which must run "
                 f"all programs in the same order, got {self.prefetch}."
             )
-        if self.placement == "host":
+        if self.device == "host":
             raise ValueError(
-                '`placement` must not be "host" with lanes in several processes: none '
+                '`device` must not be "host" with lanes in several processes: none '
                 "has all of them."
             )
 
@@ -93,10 +93,10 @@ class Options:
                 '`on_fault="drop"` is for environments in JAX; for others use '
                 '`HostCollector(on_fault="restart")`.'
             )
-        if self.recycle:
+        if self.reuse_memory:
             raise ValueError(
-                "`recycle=True` is for environments in JAX: others write to memory of "
-                "the host."
+                "`reuse_memory=True` is for environments in JAX: others write to "
+                "memory of the host."
             )
 
     def _check_int(
@@ -126,16 +126,16 @@ class Options:
                 "number of episodes is exact."
             )
 
-    def _check_placement(self) -> None:
-        placement: Any = self.placement
-        named = isinstance(placement, str) and placement in ("device", "host")
-        if not named and not isinstance(placement, jax.sharding.Sharding):
+    def _check_device(self) -> None:
+        device: Any = self.device
+        is_one = isinstance(device, jax.Device | jax.sharding.Sharding)
+        if device is not None and device != "host" and not is_one:
             raise ValueError(
-                '`placement` must be "device", "host" or a `jax.sharding.Sharding`, '
-                f"got {placement!r}."
+                '`device` must be None, "host", a `jax.Device` or a '
+                f"`jax.sharding.Sharding`, got {device!r}."
             )
-        if self.recycle and placement != "device":
+        if self.reuse_memory and device is not None:
             raise ValueError(
-                '`recycle=True` needs `placement="device"`, since the memory of a copy '
-                f"elsewhere cannot be reused, got {placement!r}."
+                "`reuse_memory=True` needs `device=None`, since the memory of a copy "
+                f"elsewhere cannot be reused, got {device!r}."
             )

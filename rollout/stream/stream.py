@@ -18,7 +18,7 @@ from rollout.host.host_collector import HostCollector
 from rollout.stats import CollectStats
 from rollout.stream.batch import NO_FAULT
 from rollout.stream.makers import HostMaker, JaxMaker, Position, Wait, copied
-from rollout.stream.options import Options, Placement
+from rollout.stream.options import Destination, Options
 from rollout.stream.progress import Bar
 from rollout.stream.stream_stats import StreamStats
 from rollout.types import Carry, Episodes, ParamsT, Transition
@@ -84,14 +84,16 @@ class Stream(Generic[ParamsT]):
         postprocess: pure function from the `Transition`, `[T, B, ...]`, to any pytree
             of arrays. It is compiled into the program, and fields that it does not read
             are not stored.
-        placement: where the trajectory lands: "device", "host" (NumPy arrays, copied;
-            not where lanes are sharded over several processes), or a
-            `jax.sharding.Sharding` of `[T, B, ...]`. The statistics are not moved.
+        device: where the trajectory is copied to: a `jax.Device`, a
+            `jax.sharding.Sharding` of `[T, B, ...]`, or "host" (NumPy arrays; not where
+            lanes are sharded over several processes). None leaves it where it was
+            collected. The statistics are not moved.
         prefetch: 1 begins the next batch before this one is returned, with the
             parameters of that moment, so `params_version` lags by one; 0 begins it in
             `next`: strictly on-policy, and required where lanes are sharded over
             several processes.
-        recycle: writes each batch to the memory of an earlier one, whose arrays are
+        reuse_memory: writes each batch to the memory of an earlier one, whose arrays
+            are
             deleted by the next call of `next`: reading them raises. Copy the values
             that you keep; a NumPy view of an array stays valid, but prevents the
             reuse. It pays for large batches, such as images: fresh memory is slow to
@@ -122,9 +124,9 @@ class Stream(Generic[ParamsT]):
         max_episode_steps: int | None = None,
         at_batch_end: str = "continue",
         postprocess: Callable[[Transition], ArrayTree] | None = None,
-        placement: Placement = "device",
+        device: Destination = None,
         prefetch: int = 0,
-        recycle: bool = False,
+        reuse_memory: bool = False,
         check_finite: bool = False,
         on_fault: str = "raise",
         progress: bool = False,
@@ -143,9 +145,9 @@ class Stream(Generic[ParamsT]):
             max_episode_steps=max_episode_steps,
             at_batch_end=at_batch_end,
             postprocess=postprocess,
-            placement=placement,
+            device=device,
             prefetch=prefetch,
-            recycle=recycle,
+            reuse_memory=reuse_memory,
             check_finite=check_finite,
             on_fault=on_fault,
         )
@@ -345,7 +347,7 @@ class Stream(Generic[ParamsT]):
             faults = result.faults, result.fault_step
             (stats, window, num_faulty), faults = jax.device_get((small, faults))
             self._raise_fault(faults[0], faults[1], version)
-            output = _placed(result.output, options.placement)
+            output = _placed(result.output, options.device)
         except Exception:  # not Ctrl-C, after which the batch is still there
             self._at = at._replace(pending=None, params=None)
             raise
@@ -370,7 +372,7 @@ class Stream(Generic[ParamsT]):
                 num_faulty=int(num_faulty),
             ),
             steps=at.steps + num_steps,
-            memory=output if options.recycle else None,
+            memory=output if options.reuse_memory else None,
         )
         return batch, after
 
@@ -413,10 +415,10 @@ def _own(params: Any) -> Any:
     return copied(strong(params))
 
 
-def _placed(tree: ArrayTree, placement: Placement) -> ArrayTree:
-    """Moves a batch to its placement; anywhere but on the device it is a copy."""
-    if isinstance(placement, jax.sharding.Sharding):
-        return jax.block_until_ready(jax.device_put(tree, placement))
-    if placement == "host":  # NumPy has no typed keys
+def _placed(tree: ArrayTree, device: Destination) -> ArrayTree:
+    """Copies a batch to another device, if one is given."""
+    if isinstance(device, jax.Device | jax.sharding.Sharding):
+        return jax.block_until_ready(jax.device_put(tree, device))
+    if device == "host":  # NumPy has no typed keys
         return jax.tree.map(lambda x: x if prng.has_keys(x) else np.array(x), tree)
     return tree

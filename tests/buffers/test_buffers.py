@@ -172,7 +172,7 @@ def test_kernel_fills_it_in_one_program(kind, successor):
     else:
         # Idle rows are not stored; episodes of the queue have ids below 0.
         assert buffer.size(state) == 80 + episodes.num_steps
-        rows, mask = buffer.dump(state)
+        rows, mask = buffer.to_trajectory(state)
         assert (rows.episode_id[20:][mask[20:]] < 0).all()
         for name in ("obs", "next_obs", "reward", "done", "episode_id"):
             want = getattr(trajectory, name)[:19]  # the last has another successor

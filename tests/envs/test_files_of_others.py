@@ -143,14 +143,14 @@ def test_random_play_is_that_of_a_plain_loop(name):
 @pytest.mark.usefixtures("quick_compile")
 def test_probe_finds_nothing_to_mend(name):
     env = WALKS[name]() if name in WALKS else make(name)
-    found = rollout.probe(env, num_steps=60)
+    found = rollout.check_env(env, num_steps=60)
     assert found == ()
 
 
 def test_file_from_before_gymnax_1_needs_one_line():
     line = "write `is_terminated = is_terminal` below it"
-    (finding,) = rollout.probe(envs.from_gymnax(Before()))
-    assert line in finding.message
+    (issue,) = rollout.check_env(envs.from_gymnax(Before()))
+    assert line in issue.message
     with pytest.raises(ValueError, match=line):
         play(at_random(envs.vectorize(envs.from_gymnax(Before()), B)))
 
@@ -167,7 +167,7 @@ def test_file_from_before_gymnax_1_needs_one_line():
     ],
 )
 def test_environment_that_was_not_adapted_is_told_by_what(env, adapter):
-    for use in (envs.vectorize, rollout.probe):
+    for use in (envs.vectorize, rollout.check_env):
         with pytest.raises(ValueError, match=f"`rollout.envs.{adapter}` adapts it"):
             use(env, 3)
 
@@ -337,7 +337,7 @@ def test_limits_of_single_agents_cut_and_bootstrap_these_alone(name):
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("name", ["runners", "team"])
 def test_runners_are_probed_and_evaluated(name):
-    assert rollout.probe(RUNNERS[name], num_steps=60) == ()
+    assert rollout.check_env(RUNNERS[name], num_steps=60) == ()
     agent, collector = runners(name)
     obs = np.zeros((12, 2), np.float32)
     params = {"one": quick_jit(agent.init_learner)(jax.random.key(0), obs).params}

@@ -33,10 +33,10 @@ def test_probe_finds_only_the_mistakes_of_gymnax(env_id, rank_promotion, quick_c
         with pytest.raises(ValueError, match="must download its data set when it is"):
             envs.make(env_id)
         return
-    findings = rollout.probe(envs.make(env_id, max_episode_steps=20), num_steps=100)
+    issues = rollout.check_env(envs.make(env_id, max_episode_steps=20), num_steps=100)
     wanted = ["obs"] * (env_id in MISTAKEN)
     wanted += ["ending"] * (env_id == "DeepSea-bsuite")  # its limit terminates
-    assert [x.name for x in findings] == wanted, findings
+    assert [x.name for x in issues] == wanted, issues
 
 
 def test_parameters_and_constructor_arguments_are_both_overridden_by_name():

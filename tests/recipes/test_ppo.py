@@ -156,7 +156,7 @@ def make_inputs(seed: int = 0) -> tuple[rollout.Transition, np.ndarray]:
     return trajectory, np.float32(rng.normal(size=B))
 
 
-def plain_gae(t, last_value, gamma, lam):
+def plain_gae(t, last_value, gamma, lambda_):
     """A loop over the steps that are not masked out, backwards."""
     advantage = np.zeros((T, B))
     for env in range(B):
@@ -168,7 +168,7 @@ def plain_gae(t, last_value, gamma, lam):
                 next_value, next_advantage = 0.0, 0.0
             value = t.extras["value"][step, env]
             delta = t.reward[step, env] + gamma * next_value - value
-            advantage[step, env] = delta + gamma * lam * next_advantage
+            advantage[step, env] = delta + gamma * lambda_ * next_advantage
             next_value, next_advantage = value, advantage[step, env]
     return np.float32(advantage)
 

@@ -217,7 +217,7 @@ def test_update_takes_the_steps_of_a_plain_loop(key_reuse):
         value, config = batch.value, CONFIG
         next_value = rollout.next_values(trajectory, value, last_value)
         flags = trajectory.terminated, trajectory.truncated
-        numbers = {"gamma": config.gamma, "lam": config.gae_lambda}
+        numbers = {"gamma": config.gamma, "lambda_": config.gae_lambda}
         advantage = rollout.gae(
             trajectory.reward,
             value,

@@ -302,7 +302,7 @@ def test_update_is_a_plain_loop_with_optax():
             params, critics, opt_state = plain_step(
                 params, critics, opt_state, rows, *noise_keys
             )
-    stored, _ = agent.buffer.dump(state.buffer_state)
+    stored, _ = agent.buffer.to_trajectory(state.buffer_state)
     state, first = state.replace(carry=(), key=()), first.params
     state, first, params, critics = jax.device_get((state, first, params, critics))
     metrics, stored, steps = jax.device_get((metrics, stored, steps))

@@ -146,9 +146,11 @@ def test_targets_and_statistics_promote_nothing():
         rows = collector.collect_steps(collector.init(KEY), None, 12)[1]
         flags, value = (rows.terminated, rows.truncated), jnp.zeros(rows.mask.shape)
         advantage = rollout.gae(
-            rows.reward, value, value, *flags, gamma=0.9, lam=0.9, mask=rows.mask
+            rows.reward, value, value, *flags, gamma=0.9, lambda_=0.9, mask=rows.mask
         )
-        rollout.scan_minibatches(lambda *x: x, (), KEY, (rows, advantage), 4)
+        rollout.scan_minibatches(
+            lambda *x: x, (), KEY, (rows, advantage), num_minibatches=4
+        )
         stats = rollout.evaluate(collector, KEY, None, 5)
     assert advantage.dtype == np.float32
     assert stats.num_episodes == 5

@@ -1,4 +1,4 @@
-"""`probe` against environments in JAX that each make one mistake."""
+"""`check_env` against environments in JAX that each make one mistake."""
 
 import inspect
 
@@ -219,9 +219,9 @@ PLAYED += ("observations that are not finite", "rewards that are not finite")
 def test_mistake_is_found_and_nothing_else(mistake):
     change, name, message = MISTAKES[mistake]
     env = struct.dataclass(type("Broken", (Toy,), change))()
-    findings = rollout.probe(env, num_steps=40)
-    assert [x.name for x in findings] == [name], findings
-    assert message in findings[0].message
+    issues = rollout.check_env(env, num_steps=40)
+    assert [x.name for x in issues] == [name], issues
+    assert message in issues[0].message
 
 
 class Shapeless(Toy):
@@ -231,9 +231,9 @@ class Shapeless(Toy):
 
 def test_mistake_in_an_environment_of_several_agents_is_found():
     """It has one, whose reward has no axis of agents."""
-    (finding,) = rollout.probe(OneAgent(struct.dataclass(Shapeless)()))
-    assert finding.name == "contract"
-    assert "`reward` must be one value per agent, shape (1,)" in finding.message
+    (issue,) = rollout.check_env(OneAgent(struct.dataclass(Shapeless)()))
+    assert issue.name == "contract"
+    assert "`reward` must be one value per agent, shape (1,)" in issue.message
 
 
 class InTurns(ChanceEnv):
@@ -257,7 +257,7 @@ class InTurnsLater(InTurns):
 @pytest.mark.usefixtures("quick_compile")
 def test_agents_that_take_turns_and_say_otherwise_are_found(env_class, step):
     env = jax.tree_util.register_static(env_class)()
-    messages = {x.name: x.message for x in rollout.probe(env)}
+    messages = {x.name: x.message for x in rollout.check_env(env)}
     assert f"before step {step}: leave it out" in messages["contract"]
 
 
@@ -277,7 +277,7 @@ SLOW = [
 @pytest.mark.parametrize("env", [envs.TimeLimit(CountEnv(), 3), *SLOW])
 @pytest.mark.usefixtures("quick_compile")
 def test_nothing_is_found_where_all_is_well(env):
-    assert rollout.probe(env, num_steps=60) == ()
+    assert rollout.check_env(env, num_steps=60) == ()
 
 
 @struct.dataclass
@@ -293,9 +293,9 @@ class Late(Toy):
 
 @pytest.mark.usefixtures("quick_compile")
 def test_step_of_a_finding_is_that_of_the_episode():
-    (finding,) = rollout.probe(Late(), num_steps=60)
+    (issue,) = rollout.check_env(Late(), num_steps=60)
     what = "`obs[0]` must be finite, got nan, at step 3 of an episode"
-    assert str(finding) == f"obs: {what}"
+    assert str(issue) == f"obs: {what}"
 
 
 @pytest.mark.usefixtures("quick_compile")
@@ -315,7 +315,7 @@ def test_policy_of_a_collector_is_probed(name, is_host):
     else:
         env = Toy() if name != "reward" else struct.dataclass(Rewarding)()
         collector = rollout.Collector(env=envs.vectorize(env, 3), policy=policy)
-    found = rollout.probe(collector, jax.random.key(0), None, num_steps=30)
+    found = rollout.check_env(collector, jax.random.key(0), None, num_steps=30)
     if name == "action" and is_host:  # which is refused before it is played
         assert "must return actions of Discrete" in found[0].message
     elif name == "reward" and is_host:

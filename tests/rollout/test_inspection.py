@@ -1,4 +1,4 @@
-"""`rollout.inspect` reads XLA's text, and programs for absent accelerators.
+"""`rollout.inspect_program` reads XLA's text, and programs for absent accelerators.
 
 The programs need the compilers, the extra `accelerators`, and are skipped without them.
 """
@@ -209,7 +209,9 @@ def make(env=None, **options):
 @functools.cache
 def inspect_steps(env_type, accelerator):
     env = env_type() if env_type else None
-    return rollout.inspect(make(env), KEY, None, accelerator=accelerator, num_steps=T)
+    return rollout.inspect_program(
+        make(env), KEY, None, accelerator=accelerator, num_steps=T
+    )
 
 
 def find_waits(*args):
@@ -426,7 +428,7 @@ def test_work_of_a_tpu_is_that_of_one_round_of_every_loop():
         return jax.lax.scan(lambda x, _: (x @ x, None), x, length=T)[0]
 
     x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    report = rollout.inspect(fn, x, accelerator="v5e")
+    report = rollout.inspect_program(fn, x, accelerator="v5e")
     assert report.flops == pytest.approx(2 * 256**3, rel=0.01)
     assert report.bytes_moved >= 3 * 4 * 256**2
     assert "33.55 Mflop" in str(report)
@@ -444,13 +446,15 @@ def test_jitted_function_keeps_static_and_donated_arguments():
     jitted = jax.jit(fn, static_argnums=0, donate_argnums=1)
     assert jax.jit(lambda x: x + 1)(1) == 2  # jax has started
     key = jax.random.key(0)
-    report = rollout.inspect(jitted, 6, x, key, 2.0, accelerator="h100")
+    report = rollout.inspect_program(jitted, 6, x, key, 2.0, accelerator="h100")
     assert report.memory.aliased == x.nbytes
     assert report.loop is report.program
     assert report.steps_per_round is None
     assert not x.is_deleted()
     plain = functools.partial(fn, 6)
-    report = rollout.inspect(plain, np.ones((64, 64)), key, 2.0, accelerator="a100")
+    report = rollout.inspect_program(
+        plain, np.ones((64, 64)), key, 2.0, accelerator="a100"
+    )
     assert report.memory.aliased == 0
 
 
@@ -463,7 +467,9 @@ def test_record_fn_and_accumulators_go_along():
     less = lambda x: x.replace(next_obs=())  # noqa: E731
     whole = inspect_steps(None, "h100")
     collector = make(record_fn=less, accumulators={"count": count})
-    report = rollout.inspect(collector, KEY, None, accelerator="h100", num_steps=T)
+    report = rollout.inspect_program(
+        collector, KEY, None, accelerator="h100", num_steps=T
+    )
     assert report.waits == ()
     assert report.memory.outputs < whole.memory.outputs
 
@@ -481,13 +487,13 @@ def call_back(x):
 def test_callback_on_a_gpu_is_refused_with_its_line():
     line = line_of("io_callback(lambda")
     with pytest.raises(ValueError, match=rf"inspection\.py:{line} \(io_callback\)"):
-        rollout.inspect(call_back, X, accelerator="h100")
+        rollout.inspect_program(call_back, X, accelerator="h100")
 
 
 @slow
 @tpu
 def test_callback_on_a_tpu_is_a_wait():
-    (wait,) = rollout.inspect(call_back, X, accelerator="v5e").waits
+    (wait,) = rollout.inspect_program(call_back, X, accelerator="v5e").waits
     line = line_of("io_callback(lambda")
     assert wait == Wait("io_callback", __file__, line, 1, "round", False)
 
@@ -507,13 +513,13 @@ def test_collectives_of_a_mesh_of_absent_devices_are_told(accelerator):
             lambda x, _: (x - x.mean(0, keepdims=True), x[0]), x, length=T
         )
 
-    report = rollout.inspect(fn, x, accelerator=accelerator)
+    report = rollout.inspect_program(fn, x, accelerator=accelerator)
     assert report.num_devices == 8
     assert "all-reduce" in report.collectives_per_round
     assert report.loop.trips == T
     other = "a100" if accelerator == "v5e" else "v5e"
     with pytest.raises(ValueError, match="`accelerator` must be that of the arguments"):
-        rollout.inspect(fn, x, accelerator=other)
+        rollout.inspect_program(fn, x, accelerator=other)
 
 
 @slow
@@ -525,7 +531,7 @@ def test_quiet_in_a_process_that_has_no_accelerator():
         "import jax, jax.numpy as jnp, rollout\n"
         "x = jax.ShapeDtypeStruct((8, 8), jnp.float32)\n"
         "for name in ('v5e', 'h100', 'v5e'):\n"
-        "    print(rollout.inspect(jnp.sin, x, accelerator=name).accelerator)\n"
+        "    print(rollout.inspect_program(jnp.sin, x, accelerator=name).accelerator)\n"
         "print(jax.devices()[0].platform)"
     )
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}

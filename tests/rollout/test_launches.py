@@ -19,7 +19,7 @@ from rollout.recipes import ppo
 T, B, HIDDEN = 16, 2048, 64
 
 slow = pytest.mark.slow
-inspect = functools.partial(rollout.inspect, accelerator="h100")
+inspect = functools.partial(rollout.inspect_program, accelerator="h100")
 
 
 def gpu(test):
@@ -121,7 +121,10 @@ def test_adding_to_a_replay_buffer_does_not_wait():
 @gpu
 def test_advantages_are_few_launches_without_a_wait():
     t = stacked(make(policy=learner), weights(4, 2))
-    value, fn = t.extras["value"], functools.partial(rollout.gae, gamma=0.99, lam=0.95)
+    value, fn = (
+        t.extras["value"],
+        functools.partial(rollout.gae, gamma=0.99, lambda_=0.95),
+    )
     report = inspect(fn, t.reward, value, value, t.terminated, t.truncated)
     assert report.waits == ()
     assert report.program.total("launches") <= 4 * T

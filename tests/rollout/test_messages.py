@@ -73,7 +73,7 @@ def gae(**arguments):
     """Computes advantages of all that they need, with one part wrong."""
     floats = dict.fromkeys(["reward", "value", "next_value"], ROWS)
     flags = dict.fromkeys(["terminated", "truncated"], ROWS > 0)
-    return rollout.gae(**{**floats, **flags, **arguments}, gamma=0.9, lam=0.9)
+    return rollout.gae(**{**floats, **flags, **arguments}, gamma=0.9, lambda_=0.9)
 
 
 def from_carry(of=None, spoil_fn=lambda carry: carry, **fields):
@@ -107,11 +107,12 @@ def shard(num_envs, num_devices, axis="lanes"):
 
 def scan_minibatches(tree=ROWS, num_minibatches=4, **options):
     step = lambda *args: args  # noqa: E731
-    rollout.scan_minibatches(step, (), KEY, tree, num_minibatches, **options)
+    options["num_minibatches"] = num_minibatches
+    rollout.scan_minibatches(step, (), KEY, tree, **options)
 
 
 def inspect(program, *args, accelerator="h100", **options):
-    rollout.inspect(program, *args, accelerator=accelerator, **options)
+    rollout.inspect_program(program, *args, accelerator=accelerator, **options)
 
 
 # By what is called, with the options of each call.

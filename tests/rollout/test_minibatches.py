@@ -13,13 +13,21 @@ IDS = np.arange(T * B, dtype=np.int32).reshape(T, B)
 TREE = {"id": IDS, "row": np.stack([IDS, IDS + 1000], axis=-1), "mask": IDS % 5 > 0}
 
 
-def split(tree, *counts, **options):
+def split(tree, num_minibatches, num_epochs=1, **options):
     """All minibatches, stacked."""
 
     @jax.jit
     def scan(key, tree):
         step = lambda carry, minibatch: (carry, minibatch)  # noqa: E731
-        return rollout.scan_minibatches(step, (), key, tree, *counts, **options)[1]
+        return rollout.scan_minibatches(
+            step,
+            (),
+            key,
+            tree,
+            num_minibatches=num_minibatches,
+            num_epochs=num_epochs,
+            **options,
+        )[1]
 
     return jax.device_get(scan(jax.random.key(0), tree))
 
@@ -67,7 +75,7 @@ def test_one_minibatch_is_in_memory_beside_the_rows():
     rows = np.zeros((16, 16, 2048), np.float32)
     step = lambda total, x: (total + jnp.tanh(x).sum(axis=0), ())  # noqa: E731
     scan = lambda key, rows: rollout.scan_minibatches(  # noqa: E731
-        step, jnp.zeros(2048), key, rows, 8, epochs=4
+        step, jnp.zeros(2048), key, rows, num_minibatches=8, num_epochs=4
     )
     memory = jax.jit(scan).lower(jax.random.key(0), rows).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 2.5 * rows.nbytes / 8
@@ -76,7 +84,9 @@ def test_one_minibatch_is_in_memory_beside_the_rows():
 def test_trajectory_is_scanned_over():
     trajectory = collect("count")[1]
     step = lambda total, rows: (total + rows.reward.sum(), ())  # noqa: E731
-    scan = jax.jit(lambda *x: rollout.scan_minibatches(step, 0.0, *x, 8)[0])
+    scan = jax.jit(
+        lambda *x: rollout.scan_minibatches(step, 0.0, *x, num_minibatches=8)[0]
+    )
     total = scan(jax.random.key(1), trajectory)
     assert total == np.asarray(trajectory.reward).sum()
 

@@ -54,7 +54,7 @@ REFUSED = {
     "parameters": r"`collector` must be .* environment parameters of checksum \d+ here",
     "options": r"`stream` must be the same .* options .*'steps_per_batch': \d+",
     "prefetch": r"`prefetch` must be 0 with lanes in several processes",
-    "host": r'`placement` must not be "host" with lanes in several processes',
+    "host": r'`device` must not be "host" with lanes in several processes',
 }
 
 

@@ -101,7 +101,9 @@ def update(carry, batch):
 def scans_minibatches():
     tree = {"x": np.ones((T, B), np.float32)}
     for axis in (None, 0, 1):
-        rollout.scan_minibatches(update, jnp.float32(0), KEY, tree, 2, axis=axis)
+        rollout.scan_minibatches(
+            update, jnp.float32(0), KEY, tree, num_minibatches=2, axis=axis
+        )
 
 
 @functools.cache
@@ -135,7 +137,7 @@ CALLS = {
         functools.partial(make_host, record_fn=is_even)
     ),
     "stream": streams(make_collector),
-    "recycling stream": streams(make_collector, recycle=True),
+    "recycling stream": streams(make_collector, reuse_memory=True),
     "stream of episodes": streams(
         make_collector, steps_per_batch=None, episodes_per_batch=3, max_episode_steps=9
     ),
@@ -161,7 +163,7 @@ def test_nothing_is_compiled_for_equal_objects(name, key_reuse):
 
 
 def test_equal_streams_in_turns_keep_their_own_memory():
-    options = {"key": KEY, "params": 0, "steps_per_batch": B * T, "recycle": True}
+    options = {"key": KEY, "params": 0, "steps_per_batch": B * T, "reuse_memory": True}
     streams = [rollout.Stream(make_collector(), **options) for _ in range(2)]
     for _ in range(4):  # copies, since a view would prevent that memory is used again
         rows = [jax.tree.map(np.array, next(x).trajectory) for x in streams]

@@ -178,7 +178,7 @@ def test_stream_goes_on_over_another_number_of_devices(
         collector.policy, collector.env.action_space, 3
     )
     collector = collector.replace(policy=policy)
-    options = {"recycle": not is_saved}
+    options = {"reuse_memory": not is_saved}
     first, second, plain = (
         make_stream(shard(collector, num) if num else collector, **options)
         for num in (before, after, 0)
@@ -204,7 +204,7 @@ def test_batches_land_where_they_are_wanted_and_memory_is_used_again():
     with make_stream(collector, **options) as stream:
         want = [jax.device_get(raw(x.trajectory)) for x in stream]
     sharded = shard(collector, 4)
-    for more in ({"recycle": True}, {"placement": "host"}):
+    for more in ({"reuse_memory": True}, {"device": "host"}):
         with make_stream(sharded, **options, **more) as stream:
             got = [jax.device_get(raw(x.trajectory)) for x in stream]
         assert_same(got, want)
@@ -265,9 +265,9 @@ def test_step_of_an_accelerator_is_that_of_one_with_as_many_lanes(
     def make(num_envs):
         return make_case("CartPole-v1", "random", "auto", num_envs)
 
-    one = rollout.inspect(make(128), KEY, PARAMS, **options)
+    one = rollout.inspect_program(make(128), KEY, PARAMS, **options)
     sharded = rollout.shard(make(128 * num_devices), mesh)
-    every = rollout.inspect(sharded, KEY, PARAMS, **options)
+    every = rollout.inspect_program(sharded, KEY, PARAMS, **options)
     assert every.waits == ()
     assert every.collectives_per_round == ()
     # Once a round of the loop, each asks which lanes are its own.
@@ -294,7 +294,8 @@ def learn_locally(mesh):
 
     def local(params, data, key):
         key = jax.random.fold_in(key, lax.axis_index("lanes"))
-        return rollout.scan_minibatches(update, params, key, data, 4, epochs=2)[0]
+        counts = {"num_minibatches": 4, "num_epochs": 2}
+        return rollout.scan_minibatches(update, params, key, data, **counts)[0]
 
     options = {"in_specs": (P(), P(None, "lanes"), P()), "out_specs": P()}
     return jax.shard_map(local, mesh=mesh, check_vma=False, **options)
@@ -317,7 +318,9 @@ def describe_batch(mesh, num_envs):
 def test_updates_of_an_accelerator_exchange_only_gradients(accelerator, num_devices):
     mesh = Mesh(np.asarray(devices(accelerator, num_devices)), ("lanes",))
     args = describe_batch(mesh, 128 * num_devices)
-    report = rollout.inspect(learn_locally(mesh), *args, accelerator=accelerator)
+    report = rollout.inspect_program(
+        learn_locally(mesh), *args, accelerator=accelerator
+    )
     (updates,) = [x for x in report.program.walk() if x.trips == 8]
     assert updates.collectives == ("all-reduce",)
     assert not report.program.collectives

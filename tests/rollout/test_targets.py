@@ -43,7 +43,7 @@ def find_next(trajectory):
     return [[after(t, lane) for lane in range(B)] for t in range(T)]
 
 
-def plain_lambda_returns(trajectory, next_value, gamma, lam):
+def plain_lambda_returns(trajectory, next_value, gamma, lambda_):
     x = jax.tree.map(lambda x: np.asarray(x, np.float64), trajectory.replace(info=()))
     after = np.where(x.terminated, 0.0, np.asarray(next_value, np.float64))
     returns, following = np.zeros((T, B)), find_next(trajectory)
@@ -53,17 +53,19 @@ def plain_lambda_returns(trajectory, next_value, gamma, lam):
                 continue
             later = after[t, lane]
             if following[t][lane] is not None:
-                later = (1 - lam) * later + lam * returns[following[t][lane], lane]
+                later = (1 - lambda_) * later + lambda_ * returns[
+                    following[t][lane], lane
+                ]
             returns[t, lane] = x.reward[t, lane] + gamma * later
     return returns
 
 
-def plain_vtrace(trajectory, next_value, log_ratio, gamma, lam, clip):
+def plain_vtrace(trajectory, next_value, log_rhos, gamma, lambda_, clips):
     """By the sum of the paper's equation 1, from every row on."""
     x = jax.tree.map(lambda x: np.asarray(x, np.float64), trajectory.replace(info=()))
-    ratio, value = np.exp(np.asarray(log_ratio, np.float64)), x.extras["value"]
+    ratio, value = np.exp(np.asarray(log_rhos, np.float64)), x.extras["value"]
     after = np.where(x.terminated, 0.0, np.asarray(next_value, np.float64))
-    rho, error = np.minimum(ratio, clip), x.reward + gamma * after - value
+    rho, error = np.minimum(ratio, clips[0]), x.reward + gamma * after - value
     target, advantage = np.zeros((2, T, B))
     following = find_next(trajectory)
     for t, lane in np.ndindex(T, B):
@@ -73,7 +75,7 @@ def plain_vtrace(trajectory, next_value, log_ratio, gamma, lam, clip):
         target[t, lane] = value[t, lane]
         while at is not None:
             target[t, lane] += factor * rho[at, lane] * error[at, lane]
-            factor *= gamma * lam * min(1.0, ratio[at, lane])
+            factor *= gamma * lambda_ * min(clips[1], ratio[at, lane])
             at = following[at][lane]
     for t, lane in np.ndindex(T, B):
         if not x.mask[t, lane]:
@@ -86,7 +88,7 @@ def plain_vtrace(trajectory, next_value, log_ratio, gamma, lam, clip):
     return advantage, target
 
 
-def plain_gae(trajectory, next_value, gamma, lam):
+def plain_gae(trajectory, next_value, gamma, lambda_):
     mask, value = (np.asarray(x) for x in (trajectory.mask, trajectory.extras["value"]))
     after = np.where(trajectory.terminated, 0.0, np.asarray(next_value))
     error = np.asarray(trajectory.reward) + gamma * after - value
@@ -97,7 +99,7 @@ def plain_gae(trajectory, next_value, gamma, lam):
                 advantage[t, lane] = error[t, lane]
                 if following[t][lane] is not None:
                     later = advantage[following[t][lane], lane]
-                    advantage[t, lane] += gamma * lam * later
+                    advantage[t, lane] += gamma * lambda_ * later
     return advantage
 
 
@@ -116,30 +118,34 @@ def gae(trajectory, next_value, **options):
 
 @pytest.mark.parametrize("void", [0.0, 0.2])
 @pytest.mark.parametrize(
-    ("gamma", "lam"), [(GAMMA, LAM), (1.0, 1.0), (0.9, 0.0), (-1.0, LAM)]
+    ("gamma", "lambda_"), [(GAMMA, LAM), (1.0, 1.0), (0.9, 0.0), (-1.0, LAM)]
 )
-def test_targets_agree_with_plain_loops(gamma, lam, void):
+def test_targets_agree_with_plain_loops(gamma, lambda_, void):
     trajectory, next_value = make_trajectory(void=void)
     assert trajectory.terminated.any()
     assert trajectory.truncated.any()
-    options = {"gamma": gamma, "lam": lam}
+    options = {"gamma": gamma, "lambda_": lambda_}
     advantage = gae(trajectory, next_value, **options)
-    expected = plain_gae(trajectory, next_value, gamma, lam)
+    expected = plain_gae(trajectory, next_value, gamma, lambda_)
     np.testing.assert_allclose(advantage, expected, **CLOSE)
     args, mask = arrays(trajectory, next_value, with_value=False)
     returns = rollout.lambda_returns(*args, **options, **mask)
-    expected = plain_lambda_returns(trajectory, next_value, gamma, lam)
+    expected = plain_lambda_returns(trajectory, next_value, gamma, lambda_)
     np.testing.assert_allclose(returns, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("void", [0.0, 0.2])
-@pytest.mark.parametrize(("lam", "clip"), [(1.0, 1.0), (LAM, 2.0)])
-def test_vtrace_agrees_with_the_sums_of_the_paper(lam, clip, void):
+@pytest.mark.parametrize(
+    ("lambda_", "clips"), [(1.0, (1.0, 1.0)), (LAM, (2.0, 1.0)), (LAM, (1.5, 0.7))]
+)
+def test_vtrace_agrees_with_the_sums_of_the_paper(lambda_, clips, void):
     trajectory, next_value = make_trajectory(void=void)
-    log_ratio = np.random.default_rng(1).normal(size=(T, B)).astype(np.float32)
-    (args, mask), options = arrays(trajectory, next_value), {"gamma": GAMMA, "lam": lam}
-    got = rollout.vtrace(*args, log_ratio=log_ratio, clip=clip, **options, **mask)
-    want = plain_vtrace(trajectory, next_value, log_ratio, GAMMA, lam, clip)
+    log_rhos = np.random.default_rng(1).normal(size=(T, B)).astype(np.float32)
+    args, options = arrays(trajectory, next_value)
+    options = {**options, "gamma": GAMMA, "lambda_": lambda_, "log_rhos": log_rhos}
+    options |= {"clip_rho_threshold": clips[0], "clip_c_threshold": clips[1]}
+    got = rollout.vtrace(*args, **options)
+    want = plain_vtrace(trajectory, next_value, log_rhos, GAMMA, lambda_, clips)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
@@ -147,9 +153,9 @@ def test_vtrace_agrees_with_the_sums_of_the_paper(lam, clip, void):
 def test_vtrace_of_the_policy_that_acted_has_the_advantages_of_gae():
     trajectory, next_value = make_trajectory(void=0.2)
     args, mask = arrays(trajectory, next_value)
-    options = {"log_ratio": jnp.zeros((T, B)), "gamma": GAMMA, "lam": LAM, **mask}
+    options = {"log_rhos": jnp.zeros((T, B)), "gamma": GAMMA, "lambda_": LAM, **mask}
     _, target = rollout.vtrace(*args, **options)
-    want = gae(trajectory, next_value, gamma=GAMMA, lam=LAM)
+    want = gae(trajectory, next_value, gamma=GAMMA, lambda_=LAM)
     got = jnp.where(trajectory.mask, target - trajectory.extras["value"], 0.0)
     np.testing.assert_allclose(got, want, **CLOSE)
 
@@ -162,7 +168,7 @@ def test_rows_of_one_iteration_have_the_bits_of_those_one_by_one():
 
     for rows in (T, 41):
         some = jax.tree.map(operator.itemgetter(slice(rows)), trajectory)
-        compute = functools.partial(gae, gamma=GAMMA, lam=0.9)
+        compute = functools.partial(gae, gamma=GAMMA, lambda_=0.9)
         expected = compute(some, next_value[:rows])
         jax.clear_caches()  # so that it is traced again
         with on_a_gpu():
@@ -191,7 +197,7 @@ def test_targets_do_not_cross_an_episode_that_a_stream_has_dropped():
     assert 0 < trajectory.mask.sum() < T * B
     next_value = jnp.ones((T, B))
     args, mask = arrays(trajectory, next_value, with_value=False)
-    got = rollout.lambda_returns(*args, gamma=GAMMA, lam=LAM, **mask)
+    got = rollout.lambda_returns(*args, gamma=GAMMA, lambda_=LAM, **mask)
     # By the ids of episodes, which the target does not see.
     expected = plain_lambda_returns(trajectory, next_value, GAMMA, LAM)
     np.testing.assert_allclose(got, expected, **CLOSE)
@@ -200,7 +206,7 @@ def test_targets_do_not_cross_an_episode_that_a_stream_has_dropped():
 def test_rewards_may_be_integers():
     trajectory, next_value = make_trajectory()
     whole = jnp.round(3 * trajectory.reward)
-    options = {"gamma": GAMMA, "lam": LAM}
+    options = {"gamma": GAMMA, "lambda_": LAM}
     want, got = (
         gae(trajectory.replace(reward=x), next_value, **options)
         for x in (whole, whole.astype(jnp.int32))
@@ -215,7 +221,7 @@ def test_rewards_may_be_integers():
 def test_rows_without_lanes_are_those_of_one_lane():
     trajectory, next_value = make_trajectory()
     whole, one = (
-        gae(jax.tree.map(take, trajectory), take(next_value), gamma=GAMMA, lam=LAM)
+        gae(jax.tree.map(take, trajectory), take(next_value), gamma=GAMMA, lambda_=LAM)
         for take in (lambda x: x[:, 3:4], lambda x: x[:, 3])
     )
     np.testing.assert_array_equal(whole[:, 0], one)
@@ -238,7 +244,7 @@ def test_targets_are_the_same_within_jit_and_are_differentiated():
     next_value = jnp.nan_to_num(next_value)
 
     def total(next_value, gamma):
-        options = {"gamma": gamma, "lam": LAM}
+        options = {"gamma": gamma, "lambda_": LAM}
         return gae(trajectory, next_value, **options).sum()
 
     inside, gradient = jax.jit(jax.value_and_grad(total))(

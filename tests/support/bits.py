@@ -28,7 +28,7 @@ STREAMS = {
     "resume": {"steps_per_batch": 2 * B, "resume": True},
     "warmup": {"steps_per_batch": 2 * B, "warmup": 3},
     "limit": {"steps_per_batch": 4 * B, "max_episode_steps": 5},
-    "recycle": {"steps_per_batch": 3 * B, "recycle": True, "prefetch": 1},
+    "reuse_memory": {"steps_per_batch": 3 * B, "reuse_memory": True, "prefetch": 1},
     "truncate": {"steps_per_batch": 3 * B, "at_batch_end": "truncate"},
     "reset": {"steps_per_batch": 3 * B, "at_batch_end": "reset"},
     "whole": {"episodes_per_batch": 3, "max_episode_steps": 8},

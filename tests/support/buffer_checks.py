@@ -84,7 +84,7 @@ def random_chunk(model, rng):
 
 def dumped(buffer, state):
     """The rows of each lane, the oldest first."""
-    rows, mask = jax.device_get(buffer.dump(state))
+    rows, mask = jax.device_get(buffer.to_trajectory(state))
     return [
         jax.tree.map(lambda x, lane=lane: x[mask[:, lane], lane], rows)
         for lane in range(buffer.num_envs)
@@ -113,7 +113,7 @@ def programs(kind, successor):
             "size": buffer.size(state),
             "get": buffer.get(state, every),
             "n_step": draw(state, keys[0], n_step=N_STEP, gamma=GAMMA, stack=STACK),
-            "num_lost": buffer.count_lost(state),
+            "num_lost": buffer.num_evicted(state),
             "num_episodes": buffer.count_episodes(state, MAX_LENGTH),
             "can_stack": [buffer.can_sample(state, n, stack=STACK) for n in COUNTS],
             "plain": draw(state, keys[1]),

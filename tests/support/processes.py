@@ -68,7 +68,7 @@ def refused(process):
         "parameters": lambda: rollout.shard(make_collector(limit=7 + process), mesh),
         "options": stream.compile,
         "prefetch": lambda: make_stream(sharded, prefetch=1),
-        "host": lambda: make_stream(sharded, placement="host"),
+        "host": lambda: make_stream(sharded, device="host"),
     }
     for name, call in calls.items():
         try:

@@ -1,4 +1,4 @@
-"""Shared by tests of `rollout.inspect`: reports of programs that nobody compiled."""
+"""Shared by tests of `inspect_program`: reports of programs that nobody compiled."""
 
 from rollout.inspection import Block, Memory, Report
 

@@ -1,4 +1,4 @@
-"""`probe` against environments that each make one mistake."""
+"""`check_env` against environments that each make one mistake."""
 
 import functools
 
@@ -185,7 +185,7 @@ def scaled(**factors):
 
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
 PLAIN = type("Plain", (Toy,), {"change": lambda self, step: tuple(step)})
-# What makes environments, the findings, and what one of them says.
+# What makes environments, the issues, and what one of them says.
 FOUND = [
     (Unbounded, "contract", "`observation_space` must be a Box, Discrete"),
     (Raises, "raises", "raised ZeroDivisionError: no such move"),
@@ -219,26 +219,26 @@ FOUND = [
 ]
 
 
-def probe(env, num_steps=40):
+def check_env(env, num_steps=40):
     """Of 3 environments and 40 steps, which all tests share if they can."""
-    return rollout.probe(env, num_steps=num_steps)
+    return rollout.check_env(env, num_steps=num_steps)
 
 
 def names(env, **options):
-    return [finding.name for finding in probe(env, **options)]
+    return [issue.name for issue in check_env(env, **options)]
 
 
 @pytest.mark.parametrize(("make", "expected", "message"), FOUND)
 def test_mistakes_are_found_by_name_and_nothing_else(make, expected, message):
-    findings = probe(make(3))
-    assert [finding.name for finding in findings] == expected.split()
-    assert not findings or any(message in finding.message for finding in findings)
+    issues = check_env(make(3))
+    assert [issue.name for issue in issues] == expected.split()
+    assert not issues or any(message in issue.message for issue in issues)
 
 
 def test_finding_prints_as_its_name_and_what_was_met():
-    (finding,) = probe(Raises(3))
-    assert str(finding).startswith("raises: ")
-    assert str(finding).endswith("` raised ZeroDivisionError: no such move.")
+    (issue,) = check_env(Raises(3))
+    assert str(issue).startswith("raises: ")
+    assert str(issue).endswith("` raised ZeroDivisionError: no such move.")
 
 
 @pytest.mark.parametrize("name", ["obs[0]", "reward"])
@@ -258,15 +258,15 @@ def test_steps_are_numbered_in_each_episode(name):
             bad = is_bad.reshape(-1, *[1] * (x.ndim - 1))
             return step._replace(**{name.rstrip("[0]"): np.where(bad, NAN, x)})
 
-    message = dict(probe(Late(3)))["fault"]
+    message = dict(check_env(Late(3)))["fault"]
     assert f"failed: ValueError: `{name}` must be finite, got nan" in message
     assert message.endswith(", at step 3 of its episode")
 
 
 def test_one_environment_has_no_others_to_depend_on():
-    assert probe(HostCount(1)) == ()
+    assert check_env(HostCount(1)) == ()
     assert names(OneRow(3)) == ["contract"]
-    assert probe(OneRow(1)) == ()
+    assert check_env(OneRow(1)) == ()
 
 
 def test_numbers_that_are_not_finite_or_outside_are_found():
@@ -276,8 +276,8 @@ def test_numbers_that_are_not_finite_or_outside_are_found():
         with_step(obs=lambda step: -step.obs - 1)(3),
     ):
         assert names(env) == ["fault"]
-    findings = dict(probe(gym(obs=np.full(2, 99.0, np.float32))(3)))
-    assert "`obs[0]` must be in [-9, 9]" in findings["fault"]
+    issues = dict(check_env(gym(obs=np.full(2, 99.0, np.float32))(3)))
+    assert "`obs[0]` must be in [-9, 9]" in issues["fault"]
 
 
 def test_environments_with_one_state_for_all_are_found():
@@ -288,4 +288,4 @@ def test_environments_with_one_state_for_all_are_found():
 def test_window_without_an_ending_says_that_nothing_is_known_of_it():
     env = HostCount(3, min_length=10, max_length=20, limit=99)
     assert names(env, num_steps=8) == ["ending", "seed"]  # it counts, so far
-    assert probe(env) == ()
+    assert check_env(env) == ()

@@ -1,6 +1,7 @@
 """Environments of Gymnasium: all ways to step them agree, and bad options raise."""
 
 import functools
+import os
 
 import gymnasium
 import host_envs
@@ -28,7 +29,7 @@ def make_fns(env_id):
 
 WAYS = {
     "local": LocalEnvs,
-    "workers": lambda fns: envs.workers(fns, 2),
+    "workers": lambda fns: envs.make_worker_envs(fns, 2),
     "sync": lambda fns: envs.from_gymnasium(SyncVectorEnv(fns, copy=False, **DISABLED)),
     "async": lambda fns: envs.from_gymnasium(
         AsyncVectorEnv(fns, context="forkserver", **DISABLED)
@@ -143,12 +144,30 @@ def test_next_step_cannot_be_cut_short():
     np.testing.assert_array_equal(env.reset(SEEDS[:2], EVERY[:2]), np.zeros((2, 2)))
 
 
+def test_num_workers_runs_the_same_environments_in_processes():
+    apart = envs.from_gymnasium("CartPole-v1", B, num_workers=2, max_episode_steps=9)
+    local = envs.from_gymnasium("CartPole-v1", B, max_episode_steps=9)
+    assert len({*apart.pids, os.getpid()}) == 3
+    for env in (apart, local):
+        env.reset(SEEDS, EVERY)
+    for action in actions("CartPole-v1")[:9]:
+        a, b = apart.step(action), local.step(action)
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+        done = a.terminated | a.truncated
+        if done.any():
+            np.testing.assert_array_equal(
+                *(x.reset(SEEDS, done) for x in (apart, local))
+            )
+    assert b.truncated.any()
+    apart.close()
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda fns, **info: envs.from_gymnasium(SyncVectorEnv(fns, **DISABLED), **info),
-        functools.partial(envs.workers, num_workers=1),
-        functools.partial(envs.workers, num_workers=3),
+        functools.partial(envs.make_worker_envs, num_workers=1),
+        functools.partial(envs.make_worker_envs, num_workers=3),
     ],
     ids=["vector", "one worker", "three workers"],
 )

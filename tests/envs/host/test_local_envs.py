@@ -19,7 +19,10 @@ from rollout.envs.host.types import EnvFault
 EVERY = np.ones(3, bool)
 ACTION = np.int32([1, 2, 3])
 ONE, START = np.ones(1, bool), np.uint32([0])
-PLACES = {"local": LocalEnvs, "workers": lambda fns, **x: envs.workers(fns, 2, **x)}
+PLACES = {
+    "local": LocalEnvs,
+    "workers": lambda fns, **x: envs.make_worker_envs(fns, 2, **x),
+}
 each_place = pytest.mark.parametrize("place", PLACES)
 
 

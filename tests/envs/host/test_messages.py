@@ -43,7 +43,7 @@ def vector(mode="DISABLED", **options):
 @functools.cache
 def flying():
     """Workers, of which environment 2 is in flight."""
-    env = envs.workers([Count] * 3, 2)
+    env = envs.make_worker_envs([Count] * 3, 2)
     env.reset(SEEDS, EVERY)
     env.send(ACTION[2:], np.int32([2]))
     return env
@@ -51,7 +51,7 @@ def flying():
 
 @functools.cache
 def idle():
-    env = envs.workers([Count] * 3, 2)
+    env = envs.make_worker_envs([Count] * 3, 2)
     env.reset(SEEDS, EVERY)
     return env
 
@@ -64,7 +64,7 @@ def _closed():
 
 
 def workers(fns=(Count,) * 3, num_workers=1, **options):
-    return envs.workers(fns, num_workers, **options)
+    return envs.make_worker_envs(fns, num_workers, **options)
 
 
 def ended(make):
@@ -99,6 +99,10 @@ CALLS = [
     # `from_gymnasium`
     (lambda: envs.from_gymnasium("CartPole-v1"), "must be given, except for a vec"),
     (lambda: envs.from_gymnasium(Count), "`num_envs` must be given, except for a"),
+    (
+        lambda: envs.from_gymnasium(lambda: vector(), num_workers=2),
+        "`num_envs` must be given, except for a",
+    ),
     (lambda: envs.from_gymnasium(3, 2), "`env` must be an id, a function that"),
     (lambda: envs.from_gymnasium(Count, 0), "`num_envs` must be an int of at least 1"),
     (lambda: vector(num_envs=3), "`num_envs` and options must be left out"),
@@ -117,7 +121,7 @@ CALLS = [
         lambda: local().load(local(host_envs.Described).save() * 3, None),
         "`env` must have `load_state`, like the saved environment, got Count",
     ),
-    # `workers`
+    # `make_worker_envs`
     (lambda: workers([]), FUNCTIONS),
     (lambda: workers([Count, 3]), FUNCTIONS),
     (lambda: workers(Count), FUNCTIONS),
@@ -148,8 +152,11 @@ CALLS = [
     (lambda: pool(record_info=["lives"]), "`record_info` must be names of"),
     (lambda: pool(batch_size=2).step(ACTION), "`batch_size` must be `num_envs`"),
     (lambda: pool(batch_size=2).reset(SEEDS, ONE), "`mask` must be True"),
-    # `probe`
-    (lambda: rollout.probe(HostCount(2), num_steps=0), "`num_steps` must be an int"),
+    # `check_env`
+    (
+        lambda: rollout.check_env(HostCount(2), num_steps=0),
+        "`num_steps` must be an int",
+    ),
 ]
 FAULTS = [
     (lambda: envs.from_gymnasium("NoSuch-v0", 2), "environment 0 failed: NameNotFound"),

@@ -27,7 +27,7 @@ def make():
     made = []
 
     def make(make_fns=(Count,) * 4, num_workers=2, **options):
-        made.append(envs.workers(list(make_fns), num_workers, **options))
+        made.append(envs.make_worker_envs(list(make_fns), num_workers, **options))
         return made[-1]
 
     yield make
@@ -317,7 +317,7 @@ def test_nothing_is_left_after_close(make):
 
 def test_nothing_is_left_after_garbage_collection():
     files = len(os.listdir("/proc/self/fd"))
-    env = envs.workers([Count] * 2, 2)
+    env = envs.make_worker_envs([Count] * 2, 2)
     running = env.pids
     del env
     gc.collect()
@@ -333,7 +333,7 @@ from host_envs import Count, seed_of
 from rollout import envs
 
 if __name__ == "__main__":
-    env = envs.workers([Count] * 2, 2)
+    env = envs.make_worker_envs([Count] * 2, 2)
     env.reset(np.uint32([seed_of("hang"), seed_of("fine")]), np.ones(2, bool))
     print(*env.pids, flush=True)
     for _ in range({steps}):
@@ -372,7 +372,7 @@ from host_envs import Count
 from rollout import envs
 
 if __name__ == "__main__":
-    env = envs.workers([Count] * 2, 2)
+    env = envs.make_worker_envs([Count] * 2, 2)
     env.reset(np.uint32([0, 0]), np.ones(2, bool))
     child = os.fork()
     if not child:

@@ -197,8 +197,8 @@ def test_probe_finds_only_the_mistakes_of_the_suite(env_id):
         if env_id in cases:
             case, env = cases[env_id], plain_of(cases, env_id).adapt()
             env = envs.TimeLimit(env, case.limit or 60)
-            findings = rollout.probe(env, num_steps=100)
-            assert {x.name for x in findings} == MISTAKEN.get(env_id, set()), findings
+            issues = rollout.check_env(env, num_steps=100)
+            assert {x.name for x in issues} == MISTAKEN.get(env_id, set()), issues
 
 
 # The actions of what `make` returns.

@@ -133,4 +133,4 @@ def test_all_episodes_of_a_trial_are_of_its_level():
 
 def test_probe_takes_no_zero_for_a_draw():
     env = Trials(History(ObservePrevious(CountEnv()), 2), 2)
-    assert rollout.probe(env, num_steps=100) == ()
+    assert rollout.check_env(env, num_steps=100) == ()

@@ -428,7 +428,7 @@ def test_rows_go_where_transitions_go():
     value = jnp.zeros(rows.reward.shape)
     flags, options = (rows.terminated, rows.truncated), {"mask": rows.mask}
     advantage = rollout.gae(
-        rows.reward, value, value, *flags, gamma=0.5, lam=0.0, **options
+        rows.reward, value, value, *flags, gamma=0.5, lambda_=0.0, **options
     )
     np.testing.assert_array_equal(advantage[rows.mask], rows.reward[rows.mask])
     buffer = buffers.ReplayBuffer(capacity=64, num_envs=rows.mask.shape[1])

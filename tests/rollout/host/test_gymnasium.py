@@ -42,7 +42,7 @@ def vectorized(kind):
 
 WAYS = {
     "local": lambda env_id: envs.from_gymnasium(make_fns(env_id)[0], NUM_ENVS),
-    "workers": lambda env_id: envs.workers(make_fns(env_id), num_workers=2),
+    "workers": lambda env_id: envs.make_worker_envs(make_fns(env_id), num_workers=2),
     "sync": vectorized(SyncVectorEnv),
     "async": vectorized(AsyncVectorEnv),
 }

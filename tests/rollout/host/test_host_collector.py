@@ -326,7 +326,7 @@ SHORT = {
         (lambda: HostCount(4), SHORT),
         (lambda: envs.from_gymnasium("CartPole-v1", num_envs=4), {}),
         (lambda: envs.from_gymnasium(CART_POLE, num_envs=4, **NOTED), {}),
-        (lambda: envs.workers([CART_POLE] * 4, **NOTED), {"num_ready": 2}),
+        (lambda: envs.make_worker_envs([CART_POLE] * 4, **NOTED), {"num_ready": 2}),
     ],
 )
 def test_buffer_begins_with_the_rows_that_a_host_collector_plays(make, options):

@@ -38,7 +38,7 @@ def in_process(num_ready=None):
 
 
 def in_workers(num_ready=None):
-    env = envs.workers([Faultless] * NUM_ENVS, num_workers=2)
+    env = envs.make_worker_envs([Faultless] * NUM_ENVS, num_workers=2)
     return rollout.HostCollector(env=env, policy=POLICY, num_ready=num_ready)
 
 
@@ -228,7 +228,7 @@ def test_second_press_ends_what_hangs(apart, num_ready, tmp_path):
     path.touch()
     make = functools.partial(Hangs, path)
     if apart:
-        env = envs.workers([make] * NUM_ENVS, num_workers=2)
+        env = envs.make_worker_envs([make] * NUM_ENVS, num_workers=2)
     else:
         env = envs.from_gymnasium(make, NUM_ENVS)
     collector = rollout.HostCollector(env=env, policy=POLICY, num_ready=num_ready)
@@ -322,7 +322,7 @@ from rollout import envs
 if __name__ == "__main__":
     path = Path("hangs")
     path.touch()
-    env = envs.workers([functools.partial(Hangs, path)] * 2, 2, timeout=None)
+    env = envs.make_worker_envs([functools.partial(Hangs, path)] * 2, 2, timeout=None)
     policy = rollout.stateless_policy(lambda params, obs, key: np.ones(2, np.int32))
     collector = rollout.HostCollector(env=env, policy=policy)
     options = {"key": jax.random.key(0), "params": None, "prefetch": 1}

@@ -139,7 +139,7 @@ CASES = {
         (lambda: stream(host(2, Late)), "must step all environments together"),
         (lambda: stream(steps_per_batch=41), "`steps_per_batch` must be a multiple"),
         (lambda: stream(total_steps=41), "`total_steps` must be a multiple"),
-        (lambda: stream(recycle=True), "`recycle=True` is for"),
+        (lambda: stream(reuse_memory=True), "`reuse_memory=True` is for"),
         (lambda: stream(on_fault="drop", check_finite=True), '"drop"` is for'),
     ),
     "what is for the other kind": (

@@ -1,4 +1,4 @@
-"""Spaces of every kind through host collectors, buffers, checkpoints and `probe`."""
+"""Every space through host collectors, buffers, checkpoints and `check_env`."""
 
 import functools
 
@@ -43,7 +43,7 @@ def make(how, space):
         return Own(space)
     fn = functools.partial(Sampled, space)
     if how == "workers":
-        return envs.workers([fn] * 3, num_workers=2)
+        return envs.make_worker_envs([fn] * 3, num_workers=2)
     return envs.from_gymnasium(fn, 3)
 
 
@@ -112,7 +112,7 @@ def test_space_goes_through_collector_buffer_and_checkpoint(how, name, tmp_path)
     each(own=[*QUICK, "repeated dict", "plain"], gymnasium=QUICK),
 )
 def test_probe_finds_nothing_wrong_with_a_space(how, name):
-    found = rollout.probe(make(how, OURS[name]), num_steps=20)
+    found = rollout.check_env(make(how, OURS[name]), num_steps=20)
     assert found == ()
 
 
@@ -141,14 +141,16 @@ def test_space_without_arrays_is_rejected(name):
     own.observation_space = space
     with pytest.raises(ValueError, match=f"`env.observation_space` {message}"):
         rollout.HostCollector(env=own, policy=policy).init(jax.random.key(0))
-    (finding,) = rollout.probe(own)
-    assert finding.name == "contract"
-    assert message in finding.message
+    (issue,) = rollout.check_env(own)
+    assert issue.name == "contract"
+    assert message in issue.message
     if isinstance(space, gym.Space):
         with pytest.raises(ValueError, match=message):
             envs.from_gymnasium(functools.partial(Sampled, space), 2)
         with pytest.raises(ValueError, match=message):
-            envs.workers([functools.partial(Sampled, space)] * 2, num_workers=1)
+            envs.make_worker_envs(
+                [functools.partial(Sampled, space)] * 2, num_workers=1
+            )
 
 
 def test_names_of_one_dict_are_of_one_type():

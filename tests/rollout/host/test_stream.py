@@ -27,7 +27,7 @@ def make_stream(collector, **options):
 STREAMS = [
     {"prefetch": 1, "max_episode_steps": 4},
     {"steps_per_batch": None, "episodes_per_batch": 5, "total_steps": None,
-     "max_episode_steps": 6, "placement": "host"},
+     "max_episode_steps": 6, "device": "host"},
 ]  # fmt: skip
 SLOW_STREAMS = [
     {"at_batch_end": "truncate", "check_finite": True, "total_steps": 100},
@@ -84,7 +84,9 @@ def test_state_that_was_saved_goes_on_exactly(wrap, tmp_path):
     first.close(), second.close()
 
 
-@pytest.mark.parametrize("make_env", [envs.workers, LocalEnvs], ids=["apart", "here"])
+@pytest.mark.parametrize(
+    "make_env", [envs.make_worker_envs, LocalEnvs], ids=["apart", "here"]
+)
 def test_all_environments_begin_anew_where_one_has_no_state(make_env):
     env = make_env([functools.partial(kind, 7) for kind in (Faultless, Arrays)])
     stream = make_stream(HostCollector(env, rollout.random_policy(env.action_space)))
@@ -104,7 +106,9 @@ def test_restored_environments_have_the_settings_of_the_new_ones():
     first.close(), second.close()
 
 
-@pytest.mark.parametrize("make_env", [LocalEnvs, envs.workers], ids=["here", "apart"])
+@pytest.mark.parametrize(
+    "make_env", [LocalEnvs, envs.make_worker_envs], ids=["here", "apart"]
+)
 def test_stream_begins_new_episodes_after_a_restore_that_fails(make_env):
     env = make_env([FailsAtLoad] * 2)
     stream = make_stream(HostCollector(env, rollout.random_policy(env.action_space)))

@@ -18,7 +18,7 @@ POLICY = rollout.stateless_policy(lambda params, obs, key: jnp.ones(len(obs), in
 
 
 def make(**options):
-    env = envs.workers([Unreliable] * NUM_ENVS, num_workers=3, timeout=0.5)
+    env = envs.make_worker_envs([Unreliable] * NUM_ENVS, num_workers=3, timeout=0.5)
     options = {"on_fault": "restart", "max_restarts": 1000, **options}
     return rollout.HostCollector(env=env, policy=POLICY, **options)
 
@@ -63,7 +63,7 @@ def test_exactly_so_many_episodes_start_and_those_that_are_lost_are_masked():
 
 
 def test_worker_that_died_between_two_calls_is_replaced():
-    env = envs.workers([Faultless] * 2, num_workers=2)
+    env = envs.make_worker_envs([Faultless] * 2, num_workers=2)
     collector = rollout.HostCollector(env=env, policy=POLICY)
     collector.collect_steps(collector.init(KEY), None, 5)
     for pid in env.pids:

@@ -94,7 +94,10 @@ STATE = "must return a state like the one it takes: float32 of shape (4, 3),"
 DRIFT = "must return the state as `env.reset` does: int32 of shape (4,) at"
 STEP = "`policy.apply` must return a `PolicyStep`"
 BOUNDS = "`action_space` must have finite bounds"
-MASKED = "`action_space` must be discrete or have discrete parts where `action_mask_fn` is given"
+MASKED = (
+    "`action_space` must be discrete or have discrete parts where `action_mask_fn` is "
+    "given"
+)
 FLOATS = "`action_space` must be one of floats"
 EPSILON, LEAST = "`epsilon` must be in [0, 1]", "must be at least 0 and finite"
 PROCESS = "`theta` * `dt` below 2, or the noise grows without bound, got"

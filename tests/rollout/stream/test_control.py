@@ -86,7 +86,7 @@ def doubled(trajectory):
     ],
 )
 def test_recycled_batch_raises_and_never_shows_other_data(prefetch, options):
-    stream = make_stream(recycle=True, prefetch=prefetch, **options)
+    stream = make_stream(reuse_memory=True, prefetch=prefetch, **options)
     want = take(make_stream(**options), 4)
     batches, views, copies = [], [], []
     for number, expected in enumerate(want):
@@ -104,7 +104,7 @@ def test_recycled_batch_raises_and_never_shows_other_data(prefetch, options):
 
 @pytest.mark.parametrize("options", [{}, pytest.param(EPISODES, marks=slow)])
 def test_recycled_stream_writes_to_the_memory_of_the_batch_before(options):
-    stream, places = make_stream(recycle=True, **options), set()
+    stream, places = make_stream(reuse_memory=True, **options), set()
     for _ in range(4):
         batch = next(stream)
         places.add(batch.trajectory.next_obs.unsafe_buffer_pointer())
@@ -113,7 +113,7 @@ def test_recycled_stream_writes_to_the_memory_of_the_batch_before(options):
 
 
 def test_batch_that_the_user_deleted_costs_the_reuse_and_no_more():
-    stream, want = make_stream(recycle=True, prefetch=1), take(make_stream(), 4)
+    stream, want = make_stream(reuse_memory=True, prefetch=1), take(make_stream(), 4)
     for expected in want:
         batch = next(stream)
         chex.assert_trees_all_equal(host(batch), expected)
@@ -121,7 +121,7 @@ def test_batch_that_the_user_deleted_costs_the_reuse_and_no_more():
 
 
 def test_last_batch_of_a_run_stays_readable():
-    batches = list(make_stream(recycle=True, total_steps=16))
+    batches = list(make_stream(reuse_memory=True, total_steps=16))
     assert int(batches[-1].trajectory.mask.sum()) == 8
 
 
@@ -131,25 +131,25 @@ def spread(*axes):
 
 
 @pytest.mark.parametrize(
-    "placement",
+    "device",
     [
         "host",
         *(
             pytest.param(x, marks=slow)
-            for x in ("device", spread(None, "device"), spread())
+            for x in (None, spread(None, "device"), spread())
         ),
     ],
 )
-def test_batches_made_ahead_are_the_same_wherever_they_land(placement):
-    options = {"total_steps": 24 if placement == "host" else 36}  # 4 x 8 + 4
+def test_batches_made_ahead_are_the_same_wherever_they_land(device):
+    options = {"total_steps": 24 if device == "host" else 36}  # 4 x 8 + 4
     want = [host(batch) for batch in make_stream(**options)]
-    placed = list(make_stream(placement=placement, prefetch=1, **options))
+    placed = list(make_stream(device=device, prefetch=1, **options))
     assert_same(map(host, placed), want)
     for leaf in jax.tree.leaves([batch.trajectory for batch in placed]):
-        if placement == "host":
+        if device == "host":
             assert isinstance(leaf, np.ndarray)
-        elif placement != "device":
-            assert leaf.sharding.is_equivalent_to(placement, leaf.ndim)
+        elif device is not None:
+            assert leaf.sharding.is_equivalent_to(device, leaf.ndim)
 
 
 @each_prefetch
@@ -184,10 +184,10 @@ def test_stop_from_a_thread_returns_the_batch_in_flight():
 OPTIONS = {
     "plain": {},
     "ahead": {"prefetch": 1},
-    "recycled": {"recycle": True},
-    "recycled ahead": {"recycle": True, "prefetch": 1},
+    "recycled": {"reuse_memory": True},
+    "recycled ahead": {"reuse_memory": True, "prefetch": 1},
     "checked": {"prefetch": 1, "check_finite": True},
-    "episodes": {**EPISODES, "recycle": True, "prefetch": 1},
+    "episodes": {**EPISODES, "reuse_memory": True, "prefetch": 1},
 }
 
 
@@ -199,7 +199,7 @@ def test_interrupts_at_random_times_lose_no_batch(case):
     """Real signals, while the stream begins a batch, waits for it or takes it."""
     options = OPTIONS[case]
     stream = new_stream(**options)
-    plain = make_stream(**{**options, "recycle": False})
+    plain = make_stream(**{**options, "reuse_memory": False})
     assert_same(take(stream, 1), take(plain, 1))  # compiles
     start = time.perf_counter()
     assert_same(take(stream, 3), take(plain, 3))

@@ -196,8 +196,8 @@ def test_field_that_a_postprocess_does_not_read_has_no_array():
     collector = make_collector("count", B).replace(env=envs.vectorize(env, B))
     carry, window = collector.init(jax.random.key(7)), rollout.EpisodeWindow.create(9)
     defaults = dict.fromkeys(x.name for x in dataclasses.fields(Options))
-    defaults |= {"num_envs": B, "steps_per_batch": 13 * B, "placement": "device"}
-    defaults |= {"recycle": False, "check_finite": False, "prefetch": 0}
+    defaults |= {"num_envs": B, "steps_per_batch": 13 * B, "device": None}
+    defaults |= {"reuse_memory": False, "check_finite": False, "prefetch": 0}
     defaults |= {"at_batch_end": "continue", "on_fault": "raise"}
 
     def text(**changes):

@@ -44,7 +44,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "num_rows", "options"), CASES)
 def test_dump_is_the_newest_rows_in_the_order_of_time(kind, num_rows, options):
     buffer, state, chunk = fill(kind, num_rows=num_rows, **options)
-    rows, mask = buffer.dump(state)
+    rows, mask = buffer.to_trajectory(state)
     np.testing.assert_array_equal(rows.mask, mask)
     seen = jax.tree.map(np.asarray, raw(chunk))
     done = seen.terminated | seen.truncated
