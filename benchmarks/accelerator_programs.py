@@ -95,7 +95,7 @@ def evaluate() -> Made:
 
     def fn(key: jax.Array) -> Any:
         return rollout.evaluate(
-            collector, key, None, NUM_EPISODES, max_episode_steps=500
+            collector, None, key, NUM_EPISODES, max_episode_steps=500
         )
 
     return fn, (KEY,), {}

@@ -148,8 +148,8 @@ def reset_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
                 collector = programs.dear_reset(kind, num_envs, auto_reset)
                 report = rollout.inspect_program(
                     collector,
-                    jax.random.key(0),
                     None,
+                    jax.random.key(0),
                     accelerator=accelerator,
                     num_steps=NUM_STEPS,
                 )

@@ -143,7 +143,7 @@ def run(
             program = functools.partial(programs[name], key)
             found, seconds = timed(program)
             params = learners[name].params(found)
-            stats = rollout.evaluate(judges[name], judge_key, params, NUM_EPISODES)
+            stats = rollout.evaluate(judges[name], params, judge_key, NUM_EPISODES)
             values["seconds"][str(seed)] = seconds
             values["returns"][str(seed)] = float(stats.returns.mean)
             print(f"  {name} {seed}: {stats}, {seconds:.1f} s", flush=True)

@@ -189,7 +189,7 @@ def evaluate(judge: Any, seed: int, params: Any) -> rollout.stats.CollectStats:
     """Plays exactly N episodes."""
     is_robot = judge.env.action_space.shape not in ((), (1,))
     num_episodes = 100 if is_robot else 1000
-    return rollout.evaluate(judge, jax.random.key(1000 + seed), params, num_episodes)
+    return rollout.evaluate(judge, params, jax.random.key(1000 + seed), num_episodes)
 
 
 def children() -> float:

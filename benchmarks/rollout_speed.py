@@ -152,7 +152,7 @@ def measure_parts(env_id: str, num_envs: int, repeats: int) -> dict[str, str]:
     whole = lanes(env_id, num_envs)
     less = whole.replace(record_fn=lambda row: row.replace(next_obs=()))
     parts = rollout.profile(
-        whole, jax.random.key(0), None, NUM_STEPS, num_repeats=repeats
+        whole, None, jax.random.key(0), NUM_STEPS, num_repeats=repeats
     )
     programs = {"whole": steps(whole, NUM_STEPS), "less": steps(less, NUM_STEPS)}
     timing = measure(programs, repeats)

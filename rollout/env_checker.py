@@ -39,8 +39,8 @@ _NOT_THE_USERS = (*(os.path.dirname(x) + os.sep for x in (__file__, jax.__file__
 
 def check_env(
     env: Any,
-    key: chex.PRNGKey | None = None,
     params: Any = None,
+    key: chex.PRNGKey | None = None,
     *,
     num_steps: int | None = None,
     seed: int = 0,
@@ -48,7 +48,7 @@ def check_env(
     r"""Looks for common mistakes of new environments, or of a policy in them.
 
         print(*rollout.check_env(env), sep="\n")
-        print(*rollout.check_env(collector, key, params), sep="\n")
+        print(*rollout.check_env(collector, params, key), sep="\n")
 
     An exception of the environment is an issue too, and is not raised. An `Env` or a
     `MultiAgentEnv` is traced and, if nothing was found by that, plays random actions;
@@ -97,8 +97,8 @@ def check_env(
         env: one environment in JAX, before `vectorize`; or `B` host environments, left
             in any state: use them for nothing else. One of them alone cannot show
             `shared`. Or a collector of either kind.
-        key: of a collector's episodes, one typed key.
-        params: of its policy.
+        params: of a collector's policy.
+        key: of its episodes, one typed key.
         num_steps: steps of each pass, at least 1; by default 1,000 in JAX, and 200 of
             host environments.
         seed: of the actions and of the episodes, at least 0.

@@ -16,8 +16,8 @@ from rollout.types import ParamsT, Transition
 
 def evaluate(
     collector: Collector[ParamsT] | HostCollector[ParamsT],
-    key: chex.PRNGKey,
     params: ParamsT,
+    key: chex.PRNGKey,
     num_episodes: int,
     *,
     max_episode_steps: int = 1_000_000,
@@ -48,8 +48,8 @@ def evaluate(
     Args:
         collector: policy and environments; fastest with `num_envs` near
             `num_episodes`.
-        key: one typed key: the source of all randomness.
         params: parameters of the policy.
+        key: one typed key: the source of all randomness.
         num_episodes: N, at least 1. Static: one trace per value.
         max_episode_steps: steps of an episode after which it is cut, at least 1; cut
             episodes count, and `num_unfinished` is their number.
@@ -67,13 +67,13 @@ def evaluate(
     checks.statistics_are_fixed(collector)
     num_episodes = checks.int_between("num_episodes", num_episodes)
     run = _evaluate if collector.is_host else _evaluate_jitted
-    return run(collector, key, params, num_episodes, max_episode_steps)
+    return run(collector, params, key, num_episodes, max_episode_steps)
 
 
 def _evaluate(
     collector: Collector | HostCollector,
-    key: chex.PRNGKey,
     params: Any,
+    key: chex.PRNGKey,
     num_episodes: int,
     max_episode_steps: int,
 ) -> CollectStats:

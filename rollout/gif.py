@@ -26,8 +26,8 @@ from rollout.types import Episodes, ParamsT
 
 def record_gif(
     collector: Collector[ParamsT] | HostCollector[ParamsT],
-    key: chex.PRNGKey,
     params: ParamsT,
+    key: chex.PRNGKey,
     path: str | Path,
     *,
     max_episode_steps: int = 1000,
@@ -45,8 +45,8 @@ def record_gif(
     Args:
         collector: policy and environments. Environments that are not JAX move on, so
             calls with an earlier carry of theirs raise.
-        key: one typed key: the source of all randomness.
         params: parameters of the policy.
+        key: one typed key: the source of all randomness.
         path: the file to write, which ends in .gif, in a folder that exists.
         max_episode_steps: steps after which the episode is cut, at least 1; that many
             states are kept, and drawn: 1,000 frames of a robot are 30 MB.
@@ -67,13 +67,13 @@ def record_gif(
         raise ValueError(f"`path` must end in .gif, got {path}.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"`path` must be in a folder that exists, got {path}.")
-    gif, episodes = draw_episode(collector, key, params, max_episode_steps)
+    gif, episodes = draw_episode(collector, params, key, max_episode_steps)
     path.write_bytes(gif)
     return episodes
 
 
 def draw_episode(
-    collector: Any, key: chex.PRNGKey, params: Any, max_episode_steps: int
+    collector: Any, params: Any, key: chex.PRNGKey, max_episode_steps: int
 ) -> tuple[bytes, Episodes]:
     """Plays and draws one episode; returns the contents of the file, and the episode.
 
@@ -87,19 +87,19 @@ def draw_episode(
     checks.collects(collector)
     checks.statistics_are_fixed(collector)
     draw: Any = _draw_on_host if collector.is_host else _draw_states
-    gif, episodes = draw(collector, key, params, max_episode_steps)
+    gif, episodes = draw(collector, params, key, max_episode_steps)
     return gif, jax.device_get(episodes)
 
 
 def _draw_states(
-    collector: Collector, key: chex.PRNGKey, params: Any, max_episode_steps: int
+    collector: Collector, params: Any, key: chex.PRNGKey, max_episode_steps: int
 ) -> tuple[bytes, Episodes]:
     """Plays an episode of an environment in JAX, and draws its states."""
     lanes, env = expose_lane_states(collector.env)
     check_render(env)
     # Only states are read, so recording and accumulating more would cost memory.
     exposed = collector.replace(env=lanes, record_fn=None, accumulators=())
-    info, returns, episodes = _play_jitted(exposed, key, params, max_episode_steps)
+    info, returns, episodes = _play_jitted(exposed, params, key, max_episode_steps)
     # The states before each step, and the one after the last.
     num = episodes.episode_length.item()
     # NumPy joins them, without a program for each leaf; it has no typed keys.
@@ -110,7 +110,7 @@ def _draw_states(
 
 
 def _play(
-    collector: Any, key: chex.PRNGKey, params: Any, max_episode_steps: int
+    collector: Any, params: Any, key: chex.PRNGKey, max_episode_steps: int
 ) -> tuple[ArrayTree, jax.Array, Episodes]:
     """Plays one episode: its info and the return so far, `[T, 1, ...]`, and itself."""
     _, trajectory, episodes = collector.collect_episodes(
@@ -133,7 +133,7 @@ def _raw_rewards(returns: ArrayTree, num: int) -> np.ndarray:
 
 
 def _draw_on_host(
-    collector: HostCollector, key: chex.PRNGKey, params: Any, max_episode_steps: int
+    collector: HostCollector, params: Any, key: chex.PRNGKey, max_episode_steps: int
 ) -> tuple[bytes, Episodes]:
     """Plays an episode in the first of some environments, which draws itself."""
     if not hasattr(collector.env, "draw"):
@@ -149,7 +149,7 @@ def _draw_on_host(
         env=filmed, num_ready=None, record_fn=None, accumulators=()
     )
     with no_screen():
-        _, returns, episodes = _play(exposed, key, params, max_episode_steps)
+        _, returns, episodes = _play(exposed, params, key, max_episode_steps)
     num = episodes.episode_length.item()
     return frames_to_gif(filmed.frames, _raw_rewards(returns, num)), episodes
 

@@ -62,8 +62,8 @@ class _Given(NamedTuple):
 
 def profile(
     collector: Collector[ParamsT] | HostCollector[ParamsT],
-    key: chex.PRNGKey,
     params: ParamsT,
+    key: chex.PRNGKey,
     num_steps: int,
     *,
     num_repeats: int = 5,
@@ -81,8 +81,8 @@ def profile(
 
     Args:
         collector: policy and environments.
-        key: one typed key: the source of all randomness.
         params: parameters of the policy.
+        key: one typed key: the source of all randomness.
         num_steps: T, steps per lane, or rows with `num_ready`, at least 1. Takes the
             memory of two trajectories.
         num_repeats: how often each part is timed, at least 1; compiling is not timed.
@@ -98,7 +98,7 @@ def profile(
     num_repeats = checks.int_between("num_repeats", num_repeats)
     checks.collects(collector)
     if collector.is_host:
-        return _profile_host(collector, key, params, num_steps, num_repeats)
+        return _profile_host(collector, params, key, num_steps, num_repeats)
     carry = collector.init(key)
     _, trajectory = collector.collect_steps(carry, params, num_steps)
     given = _Given(collector, carry, params, trajectory)
@@ -134,7 +134,7 @@ class _TimedEnv:
 
 
 def _profile_host(
-    collector: Any, key: chex.PRNGKey, params: Any, num_steps: int, num_repeats: int
+    collector: Any, params: Any, key: chex.PRNGKey, num_steps: int, num_repeats: int
 ) -> Profile:
     """Times the calls of the environments, and what comes between and after them."""
     env = _TimedEnv(collector.env)

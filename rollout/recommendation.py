@@ -124,8 +124,8 @@ def recommendation_settings(env: Env, force_length: int = 10) -> dict[str, Env]:
 
 def evaluate_settings(
     settings: Mapping[str, Collector],
-    key: chex.PRNGKey,
     params: Any,
+    key: chex.PRNGKey,
     num_episodes: int,
     *,
     catalogue: Catalogue | None = None,
@@ -137,8 +137,8 @@ def evaluate_settings(
 
     Args:
         settings: one collector per setting, by name; their actions are items, from 0.
-        key: one typed key: the source of all randomness.
         params: parameters of the policies.
+        key: one typed key: the source of all randomness.
         num_episodes: N, at least 1. Static: one trace per value.
         catalogue: tables about the items.
         max_episode_steps: steps of an episode after which it is cut, at least 1.
@@ -163,15 +163,15 @@ def evaluate_settings(
         jnp.asarray, catalogue, is_leaf=lambda x: isinstance(x, list)
     )
     return _evaluate(
-        dict(settings), key, params, num_episodes, catalogue, max_episode_steps
+        dict(settings), params, key, num_episodes, catalogue, max_episode_steps
     )
 
 
 @functools.partial(jax.jit, static_argnames=("num_episodes", "max_episode_steps"))
 def _evaluate(
     settings: dict[str, Collector],
-    key: chex.PRNGKey,
     params: Any,
+    key: chex.PRNGKey,
     num_episodes: int,
     catalogue: Catalogue,
     max_episode_steps: int,

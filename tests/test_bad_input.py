@@ -134,9 +134,9 @@ COUNTS = {
         lambda n: collector().fold_steps(carry(), None, max, 0, num_steps=n),
         lambda n: rollout.random_warmup(policy(), DISCRETE, n),
         lambda n: envs.TimeLimit(COUNT, n),
-        lambda n: rollout.profile(collector(), KEY, None, n),
+        lambda n: rollout.profile(collector(), None, KEY, n),
         lambda n: rollout.inspect_program(
-            collector(), KEY, None, accelerator="h100", num_steps=n
+            collector(), None, KEY, accelerator="h100", num_steps=n
         ),
     ],
     "num_devices": [lambda n: inspection.devices("h100", n)],
@@ -147,15 +147,15 @@ COUNTS = {
         lambda n: collector().fold_episodes(
             carry(), None, max, 0, num_episodes=n, max_episode_steps=9
         ),
-        lambda n: rollout.evaluate(collector(), KEY, None, n),
+        lambda n: rollout.evaluate(collector(), None, KEY, n),
         lambda n: collector().collect_episodes(
             carry(), None, n, max_episode_steps=9, per_env=True
         ),
     ],
     "max_episode_steps": [
         lambda n: collector().collect_episodes(carry(), None, 2, max_episode_steps=n),
-        lambda n: rollout.evaluate(collector(), KEY, None, 5, max_episode_steps=n),
-        lambda n: draw_episode(on_host(), KEY, None, n),
+        lambda n: rollout.evaluate(collector(), None, KEY, 5, max_episode_steps=n),
+        lambda n: draw_episode(on_host(), None, KEY, n),
         lambda n: collector().collect_episodes(
             carry(), None, 2, max_episode_steps=n, return_rows=True
         ),
@@ -168,7 +168,7 @@ COUNTS = {
         )
     ],
     "num_repeats": [
-        lambda n: rollout.profile(collector(), KEY, None, 2, num_repeats=n),
+        lambda n: rollout.profile(collector(), None, KEY, 2, num_repeats=n),
         lambda n: envs.ActionRepeat(COUNT, n),
     ],
     "num_epochs": [lambda n: scan_minibatches(jnp.zeros((2, 2)), 2, num_epochs=n)],
@@ -217,8 +217,8 @@ REFUSED = {
         lambda: collector().init(jax.random.PRNGKey(0)),
         lambda: collector().init(jax.random.split(KEY)),
         lambda: collector().init(None),
-        lambda: rollout.evaluate(collector(), 1, None, 2),
-        lambda: rollout.profile(collector(), 1, None, 2),
+        lambda: rollout.evaluate(collector(), None, 1, 2),
+        lambda: rollout.profile(collector(), None, 1, 2),
         lambda: stream(key=0),
     ],
     "`carry` must be what `init` or an earlier call returned": [

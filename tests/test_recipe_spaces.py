@@ -137,7 +137,7 @@ def make_guess(space, num_envs=NUM_ENVS):
 def evaluate(agent, params):
     """Returns the mean return of 20 episodes of the evaluation policy."""
     collector = agent.collector.replace(policy=agent.eval_policy)
-    stats = rollout.evaluate(collector, jax.random.key(1), params, num_episodes=20)
+    stats = rollout.evaluate(collector, params, jax.random.key(1), num_episodes=20)
     return stats.returns.mean
 
 

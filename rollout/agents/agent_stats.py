@@ -120,8 +120,8 @@ class AgentStats(struct.PyTreeNode, kw_only=True):
 
 def evaluate_agents(
     collector: Collector,
-    key: chex.PRNGKey,
     params: Any,
+    key: chex.PRNGKey,
     num_episodes: int,
     *,
     max_episode_steps: int = 1_000_000,
@@ -132,12 +132,12 @@ def evaluate_agents(
     every game that one wins and the other loses. Here each agent and each policy of a
     `policy_map` has its own results and returns:
 
-        print(rollout.agents.evaluate_agents(collector, key, params, 1000))
+        print(rollout.agents.evaluate_agents(collector, params, key, 1000))
 
     Args:
         collector: with an environment of several agents.
-        key: one typed key: the source of all randomness.
         params: parameters of the policy.
+        key: one typed key: the source of all randomness.
         num_episodes: N, at least 1. Static: one trace per value.
         max_episode_steps: steps of an episode after which it is cut, at least 1; cut
             episodes count with the returns until then.
@@ -153,14 +153,14 @@ def evaluate_agents(
     checks.statistics_are_fixed(collector)
     num_episodes = checks.int_between("num_episodes", num_episodes)
     max_episode_steps = checks.max_episode_steps(max_episode_steps)
-    return _evaluate(collector, key, params, num_episodes, max_episode_steps)
+    return _evaluate(collector, params, key, num_episodes, max_episode_steps)
 
 
 @functools.partial(jax.jit, static_argnames=("num_episodes", "max_episode_steps"))
 def _evaluate(
     collector: Collector,
-    key: chex.PRNGKey,
     params: Any,
+    key: chex.PRNGKey,
     num_episodes: int,
     max_episode_steps: int,
 ) -> AgentStats:

@@ -210,7 +210,7 @@ def draw(run: Namespace) -> CollectStats:
     collector, params = make_collector(run)
     key, max_episode_steps = jax.random.key(run.seed), run.max_episode_steps
     return summarize(
-        record_gif(collector, key, params, run.gif, max_episode_steps=max_episode_steps)
+        record_gif(collector, params, key, run.gif, max_episode_steps=max_episode_steps)
     )
 
 
@@ -221,7 +221,7 @@ def inspect(run: Namespace) -> inspection.Report:
     collector, params = make_collector(run)
     options = {"accelerator": run.inspect, "num_steps": run.num_steps}
     return inspection.inspect_program(
-        collector, jax.random.key(run.seed), params, **options
+        collector, params, jax.random.key(run.seed), **options
     )
 
 
@@ -229,7 +229,7 @@ def profile(run: Namespace) -> profiling.Profile:
     """Times the parts of a batch, and traces one more."""
     collector, params = make_collector(run)
     key, size = jax.random.key(run.seed), num_rows(run)
-    found = profiling.profile(collector, key, params, size)
+    found = profiling.profile(collector, params, key, size)
     carry = collector.init(key)
     with jax.profiler.trace(run.profile):
         jax.block_until_ready(collector.collect_steps(carry, params, size))

@@ -42,17 +42,17 @@ def inspect_program(
     The program does not run, and the machine needs no accelerator, only its compiler,
     from the extra `accelerators`.
 
-        print(rollout.inspect_program(collector, key, params, accelerator="h100"))
+        print(rollout.inspect_program(collector, params, key, accelerator="h100"))
         print(rollout.inspect_program(train_step, carry, params, accelerator="tpu-v5e"))
 
     Args:
         program: a `Collector`, whose `collect_steps` is inspected, or any function that
             `jax.jit` takes, jitted or not.
-        *args: for a collector, a key, whose implementation decides the generator, and
-            the parameters of its policy; for a function, its arguments. Only shapes
-            and dtypes of arrays matter, so `jax.ShapeDtypeStruct`s will do, with or
-            without a sharding over `rollout.inspection.devices`; static arguments are
-            passed on unchanged.
+        *args: for a collector, the parameters of its policy, and a key, whose
+            implementation decides the generator; for a function, its arguments. Only
+            shapes and dtypes of arrays matter, so `jax.ShapeDtypeStruct`s will do, with
+            or without a sharding over `rollout.inspection.devices`; static arguments
+            are passed on unchanged.
         accelerator: "h100", "a100" or "tpu-v5e" (also "v5e").
         num_steps: T, steps of every lane; 128 if None. For a collector only.
         num_devices: number of devices that the program runs on. None takes those of the
@@ -133,7 +133,7 @@ def _program(
                 f"{num_steps!r}."
             )
         return program, args, None
-    key, params = args
+    params, key = args
     num_steps = checks.int_between(
         "num_steps", _NUM_STEPS if num_steps is None else num_steps
     )

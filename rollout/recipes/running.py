@@ -147,7 +147,7 @@ def run(
         collector = make_collector(env, agent.eval_policy).freeze(state.carry)
         eval_step_key = jax.random.fold_in(eval_key, state.num_updates)
         return rollout.evaluate(
-            collector, eval_step_key, state.params, num_eval_episodes
+            collector, state.params, eval_step_key, num_eval_episodes
         )
 
     is_host = agent.collector.is_host
@@ -514,6 +514,6 @@ def draw_gif(agent: Any, state: Any, key: chex.PRNGKey, env: Any, path: Path) ->
     env = agent.env if env is None else env
     collector = make_collector(env, agent.eval_policy).freeze(state.carry)
     try:
-        rollout.record_gif(collector, key, state.params, path, max_episode_steps=200)
+        rollout.record_gif(collector, state.params, key, path, max_episode_steps=200)
     except Exception as error:  # an environment may raise anything
         print(f"no GIF: {error}")

@@ -210,7 +210,7 @@ def test_game_with_a_drawing_of_its_own_is_drawn(name, tmp_path):
     options = {"render_mode": "rgb_array"} if name == "arm" else {}
     collector = at_random(make(name, **options))
     path = tmp_path / "a.gif"
-    episode = rollout.record_gif(collector, KEY, None, path)
+    episode = rollout.record_gif(collector, None, KEY, path)
     (length,), first = episode.episode_length, 10 if name == "renamed" else 0
     step = 40 if name == "renamed" else 10
     assert brightness(path) == [first + step * n for n in range(length + 1)]
@@ -223,7 +223,7 @@ def test_class_in_the_style_of_brax_may_draw_itself():
                 yield np.full((9, 30, 3), 10 * state.obs[1], np.uint8)
 
     env = envs.vectorize(envs.suites.from_brax(Drawn()), B)
-    gif, episode = draw_episode(at_random(env), jax.random.key(5), None, 99)
+    gif, episode = draw_episode(at_random(env), None, jax.random.key(5), 99)
     shown = brightness(io.BytesIO(gif))
     assert shown == [10 * n for n in range(episode.episode_length[0] + 1)]
 
@@ -232,7 +232,7 @@ def test_environment_in_the_style_of_brax_without_physics_is_not_drawn():
     env = WALKS["brax"]()
     assert not envs.render.can_render(env)
     with pytest.raises(ValueError, match=r"have `render_frames`, got Point"):
-        rollout.record_gif(at_random(envs.vectorize(env, B)), KEY, None, "a.gif")
+        rollout.record_gif(at_random(envs.vectorize(env, B)), None, KEY, "a.gif")
 
 
 @slow
@@ -249,7 +249,7 @@ def test_ppo_trains_and_its_episodes_are_those_of_a_plain_loop(name):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
     t = play(collector, state.params)
     (check_walks if name in WALKS else check_arms)(t)
-    stats = rollout.evaluate(collector, KEY, state.params, 10)
+    stats = rollout.evaluate(collector, state.params, KEY, 10)
     _, episodes = collector.collect_episodes(
         collector.init(KEY), state.params, 10, max_episode_steps=99
     )
@@ -341,7 +341,7 @@ def test_runners_are_probed_and_evaluated(name):
     agent, collector = runners(name)
     obs = np.zeros((12, 2), np.float32)
     params = {"one": quick_jit(agent.init_learner)(jax.random.key(0), obs).params}
-    stats = agents.evaluate_agents(collector, jax.random.key(1), params, 12)
+    stats = agents.evaluate_agents(collector, params, jax.random.key(1), 12)
     lengths = {name: x.lengths.max for name, x in stats.agents.items()}
     assert lengths["a"] == 2  # it ends at its limit or there
     assert lengths["b"] <= 5

@@ -348,6 +348,6 @@ def test_dqn_learns_to_balance_the_pole():
     state, metrics = jax.jit(agent.train)(agent.init(jax.random.key(0)))
     collector = agent.collector.replace(policy=agent.eval_policy)
     key = jax.random.key(1)
-    stats = rollout.evaluate(collector, key, state.params, num_episodes=50)
+    stats = rollout.evaluate(collector, state.params, key, num_episodes=50)
     assert stats.returns.mean > 150
     assert metrics["return_mean"][0] < 50

@@ -403,7 +403,7 @@ def evaluate(agent, num_updates=None):
     )
     collector = agent.collector.replace(policy=agent.eval_policy)
     key = jax.random.key(1)
-    return rollout.evaluate(collector, key, state.params, num_episodes=20).returns.mean
+    return rollout.evaluate(collector, state.params, key, num_episodes=20).returns.mean
 
 
 @pytest.mark.slow

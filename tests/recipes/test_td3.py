@@ -237,5 +237,5 @@ def test_td3_learns_the_pendulum():
     state, _ = jax.jit(agent.train)(agent.init(jax.random.key(0)))
     collector = agent.collector.replace(policy=agent.eval_policy)
     key = jax.random.key(1)
-    stats = rollout.evaluate(collector, key, state.params, num_episodes=20)
+    stats = rollout.evaluate(collector, state.params, key, num_episodes=20)
     assert stats.returns.mean > -300

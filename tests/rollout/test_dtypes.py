@@ -151,6 +151,6 @@ def test_targets_and_statistics_promote_nothing():
         rollout.scan_minibatches(
             lambda *x: x, (), KEY, (rows, advantage), num_minibatches=4
         )
-        stats = rollout.evaluate(collector, KEY, None, 5)
+        stats = rollout.evaluate(collector, None, KEY, 5)
     assert advantage.dtype == np.float32
     assert stats.num_episodes == 5

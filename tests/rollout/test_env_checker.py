@@ -315,7 +315,7 @@ def test_policy_of_a_collector_is_probed(name, is_host):
     else:
         env = Toy() if name != "reward" else struct.dataclass(Rewarding)()
         collector = rollout.Collector(env=envs.vectorize(env, 3), policy=policy)
-    found = rollout.check_env(collector, jax.random.key(0), None, num_steps=30)
+    found = rollout.check_env(collector, None, jax.random.key(0), num_steps=30)
     if name == "action" and is_host:  # which is refused before it is played
         assert "must return actions of Discrete" in found[0].message
     elif name == "reward" and is_host:

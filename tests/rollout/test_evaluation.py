@@ -27,7 +27,7 @@ def collector():
 
 def test_statistics_are_those_of_the_same_episodes(collector):
     key = jax.random.key(1)
-    evaluated = rollout.evaluate(collector, key, None, NUM_EPISODES)
+    evaluated = rollout.evaluate(collector, None, key, NUM_EPISODES)
     carry = collector.init(key)
     _, episodes = collector.collect_episodes(
         carry, None, NUM_EPISODES, max_episode_steps=10**9
@@ -56,9 +56,9 @@ def test_normalised_training_is_evaluated_by_fixed_statistics_and_raw_returns(
     with pytest.raises(
         ValueError, match=r"`collector\.freeze\(carry\)` with the carry"
     ):
-        rollout.evaluate(training, key, None, NUM_EPISODES)
-    stats = rollout.evaluate(training.freeze(carry), key, None, NUM_EPISODES)
-    want = rollout.evaluate(collector.freeze(carry), key, None, NUM_EPISODES)
+        rollout.evaluate(training, None, key, NUM_EPISODES)
+    stats = rollout.evaluate(training.freeze(carry), None, key, NUM_EPISODES)
+    want = rollout.evaluate(collector.freeze(carry), None, key, NUM_EPISODES)
     chex.assert_trees_all_equal(stats, want)
 
 
@@ -86,7 +86,7 @@ def test_interval_is_that_of_students_t_for_any_number_of_episodes(freedom):
 def test_interval_covers_the_mean_as_often_as_it_says(collector):
     run = jax.jit(
         lambda keys: jax.lax.map(
-            lambda key: rollout.evaluate(collector, key, None, NUM_EPISODES), keys
+            lambda key: rollout.evaluate(collector, None, key, NUM_EPISODES), keys
         )
     )
     stats = run(jax.random.split(jax.random.key(0), 400))
@@ -111,7 +111,7 @@ def test_one_episode_has_no_interval():
 def test_cut_episodes_count_and_are_named(limit, unfinished):
     collector = make_collector(min_length=100, max_length=100, limit=limit)
     key = jax.random.key(0)
-    stats = rollout.evaluate(collector, key, None, NUM_EPISODES, max_episode_steps=10)
+    stats = rollout.evaluate(collector, None, key, NUM_EPISODES, max_episode_steps=10)
     assert stats.num_unfinished == unfinished
     assert stats.num_truncated == stats.num_episodes == NUM_EPISODES
     assert stats.lengths.mean == 10
@@ -130,8 +130,8 @@ def test_nan_parameters_are_counted_by_row_without_a_new_trace():
 
     collector = make_collector(rollout.stateless_policy(act))
     key, params = jax.random.key(0), np.zeros(3, np.float32)
-    good = rollout.evaluate(collector, key, params, 6, max_episode_steps=100)
-    bad = rollout.evaluate(collector, key, params + np.nan, 6, max_episode_steps=100)
+    good = rollout.evaluate(collector, params, key, 6, max_episode_steps=100)
+    bad = rollout.evaluate(collector, params + np.nan, key, 6, max_episode_steps=100)
     assert good.num_nonfinite == 0
     assert bad.num_nonfinite == bad.num_steps > 0
     assert num_traces == 1

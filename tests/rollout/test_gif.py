@@ -92,11 +92,11 @@ def test_titles_show_the_raw_return_under_a_normalization(is_host):
         plain, kind = lanes_of("limited"), rollout.Collector
         scaled = lambda env: envs.NormalizeReward(envs.NormalizeObs(env))  # noqa: E731
     policy = rollout.random_policy(plain.action_space)
-    raw, _ = draw_episode(kind(env=plain, policy=policy), KEY, None, 1000)
+    raw, _ = draw_episode(kind(env=plain, policy=policy), None, KEY, 1000)
     collector = kind(env=scaled(plain), policy=policy)
     carry, t = collector.collect_steps(collector.init(KEY), None, 20)
     assert (np.asarray(t.reward) != 1).any()
-    gif, episodes = draw_episode(collector.freeze(carry), KEY, None, 1000)
+    gif, episodes = draw_episode(collector.freeze(carry), None, KEY, 1000)
     assert gif == raw
     assert episodes.episode_return[0] > 1
 
@@ -111,7 +111,7 @@ def test_normalized_robot_is_drawn_without_a_display(tmp_path, monkeypatch):
     carry = collector.init(KEY)
     path = tmp_path / "robot.gif"
     judge = collector.freeze(carry)
-    episodes = rollout.record_gif(judge, KEY, None, path, max_episode_steps=2)
+    episodes = rollout.record_gif(judge, None, KEY, path, max_episode_steps=2)
     assert episodes.episode_length[0] == 2
     assert len(brightness(path)) == 3
 
@@ -124,13 +124,13 @@ def test_gif_has_every_state_of_the_first_episode(kind, tmp_path):
         collector = rollout.shard(collector, mesh)
     if kind == "wrapped":
         with pytest.raises(ValueError, match="that learns them: pass"):
-            rollout.record_gif(collector, KEY, None, tmp_path / "a.gif")
+            rollout.record_gif(collector, None, KEY, tmp_path / "a.gif")
         collector = collector.freeze(collector.init(KEY))
-    episode = rollout.record_gif(collector, KEY, None, tmp_path / "a.gif")
+    episode = rollout.record_gif(collector, None, KEY, tmp_path / "a.gif")
     (length,) = episode.episode_length
     assert 2 <= length <= 5
     assert brightness(tmp_path / "a.gif") == [10 * n for n in range(length + 1)]
-    stats = rollout.evaluate(collector, KEY, None, 1)
+    stats = rollout.evaluate(collector, None, KEY, 1)
     assert stats.returns.mean == episode.episode_return[0]
     assert stats.lengths.mean == length
 
@@ -144,9 +144,9 @@ def test_gif_ignores_record_fn_accumulators_and_critic(tmp_path):
     )
     policy = collector.policy._replace(value=lambda params, obs, state: obs[:, 0])
     collector = collector.replace(policy=policy)
-    episode = rollout.record_gif(collector, KEY, None, tmp_path / "a.gif")
+    episode = rollout.record_gif(collector, None, KEY, tmp_path / "a.gif")
     same = rollout.record_gif(
-        collect(lanes_of("limited")), KEY, None, tmp_path / "b.gif"
+        collect(lanes_of("limited")), None, KEY, tmp_path / "b.gif"
     )
     np.testing.assert_array_equal(episode.episode_return, same.episode_return)
     assert (tmp_path / "a.gif").read_bytes() == (tmp_path / "b.gif").read_bytes()
@@ -162,7 +162,7 @@ def test_environments_that_are_not_jax_draw_themselves(
     collector = on_host(num_envs, render_mode="rgb_array")
     path = tmp_path / "a.gif"
     episode = rollout.record_gif(
-        collector, KEY, None, path, max_episode_steps=max_episode_steps
+        collector, None, KEY, path, max_episode_steps=max_episode_steps
     )
     assert brightness(path) == [10 * n for n in range(length + 1)]
     assert episode.episode_return == [1.5 * length]
@@ -173,14 +173,14 @@ def test_vector_environments_of_gymnasium_are_drawn(tmp_path):
     make = lambda: Counter(render_mode="rgb_array")  # noqa: E731
     env = envs.from_gymnasium(gymnasium.vector.SyncVectorEnv([make, make]))
     collector = collect(env, rollout.HostCollector)
-    rollout.record_gif(collector, KEY, None, tmp_path / "a.gif")
+    rollout.record_gif(collector, None, KEY, tmp_path / "a.gif")
     assert brightness(tmp_path / "a.gif") == [0, 10, 20, 30, 40]
 
 
 def test_carry_from_before_is_refused(tmp_path):
     collector = on_host(2, render_mode="rgb_array")
     carry, _ = collector.collect_steps(collector.init(KEY), None, 3)
-    rollout.record_gif(collector, KEY, None, tmp_path / "a.gif")
+    rollout.record_gif(collector, None, KEY, tmp_path / "a.gif")
     with pytest.raises(ValueError, match="`carry` must be"):
         collector.collect_steps(carry, None, 3)
     carry, _ = collector.collect_steps(collector.init(KEY), None, 3)
@@ -222,7 +222,7 @@ def test_what_is_wrong_with_a_drawing_is_said_before_a_step(
     policy = rollout.stateless_policy(fail)
     collector = rollout.HostCollector(env=env, policy=policy)
     with pytest.raises(ValueError, match=message):
-        draw_episode(collector, KEY, None, 9)
+        draw_episode(collector, None, KEY, 9)
 
 
 def test_missing_package_is_named_before_anything_is_played(tmp_path, monkeypatch):
@@ -233,7 +233,7 @@ def test_missing_package_is_named_before_anything_is_played(tmp_path, monkeypatc
     policy = rollout.stateless_policy(fail)
     collector = rollout.Collector(env=envs.make_vec("CartPole-v1", 1), policy=policy)
     with pytest.raises(ModuleNotFoundError, match="pygame is not installed: pip"):
-        rollout.record_gif(collector, KEY, None, tmp_path / "a.gif")
+        rollout.record_gif(collector, None, KEY, tmp_path / "a.gif")
 
 
 def test_own_drawings_need_pillow_and_no_matplotlib(tmp_path, monkeypatch):
@@ -241,12 +241,12 @@ def test_own_drawings_need_pillow_and_no_matplotlib(tmp_path, monkeypatch):
     path, host = tmp_path / "a.gif", on_host(1, render_mode="rgb_array")
     collector = collect(lanes_of("limited"))
     for each in (host, collector):
-        rollout.record_gif(each, KEY, None, path)
+        rollout.record_gif(each, None, KEY, path)
     carry = host.init(KEY)
     monkeypatch.setitem(sys.modules, "PIL", None)
     for each in (host, collector):
         with pytest.raises(ModuleNotFoundError, match="PIL is not installed: pip"):
-            rollout.record_gif(each, KEY, None, path)
+            rollout.record_gif(each, None, KEY, path)
     host.collect_steps(carry, None, 2)  # nothing was played
 
 

@@ -210,7 +210,7 @@ def make(env=None, **options):
 def inspect_steps(env_type, accelerator):
     env = env_type() if env_type else None
     return rollout.inspect_program(
-        make(env), KEY, None, accelerator=accelerator, num_steps=T
+        make(env), None, KEY, accelerator=accelerator, num_steps=T
     )
 
 
@@ -468,7 +468,7 @@ def test_record_fn_and_accumulators_go_along():
     whole = inspect_steps(None, "h100")
     collector = make(record_fn=less, accumulators={"count": count})
     report = rollout.inspect_program(
-        collector, KEY, None, accelerator="h100", num_steps=T
+        collector, None, KEY, accelerator="h100", num_steps=T
     )
     assert report.waits == ()
     assert report.memory.outputs < whole.memory.outputs

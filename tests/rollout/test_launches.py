@@ -83,7 +83,7 @@ def learner(params, obs, key):
     ],
 )
 def test_steps_are_few_launches_in_graphs_without_a_wait(env_id, policy, params, most):
-    report = inspect(make(env_id, policy), jax.random.key(0), params, num_steps=T)
+    report = inspect(make(env_id, policy), params, jax.random.key(0), num_steps=T)
     assert report.waits == ()
     assert report.per_step("launches") <= most
     assert report.per_step("loose_launches") <= 2
@@ -214,7 +214,7 @@ def test_one_lowering_for_several_platforms_holds_the_programs_of_all():
                 c.init(key), None, 16, max_episode_steps=50
             ),
         ),
-        (38, lambda c, key: rollout.evaluate(c, key, None, 16, max_episode_steps=50)),
+        (38, lambda c, key: rollout.evaluate(c, None, key, 16, max_episode_steps=50)),
     ],
 )
 def test_call_runs_few_operations_outside_its_loop(most, call):

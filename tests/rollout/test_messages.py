@@ -240,7 +240,7 @@ MESSAGES = [
         FileNotFoundError,
     ),
     (
-        lambda: inspect(on_host(), KEY, None),
+        lambda: inspect(on_host(), None, KEY),
         "environments are in JAX, got HostCollector",
     ),
     (
@@ -289,18 +289,18 @@ MESSAGES = [
     (lambda: shard(2, 4), "got 2; the nearest are 4"),
     (lambda: shard(8, 2, "x"), "`axis` must be one of the mesh, x, got 'lanes'"),
     (lambda: shard(8, 2), "and not be sharded already, got _Sha"),
-    (lambda: draw_episode(on_host(), KEY, None, 9), "draw themselves, got HostCount"),
+    (lambda: draw_episode(on_host(), None, KEY, 9), "draw themselves, got HostCount"),
     (
-        lambda: draw_episode(make_collector("count"), KEY, None, 9),
+        lambda: draw_episode(make_collector("count"), None, KEY, 9),
         "that its suite draws, or have `render_frames`",
     ),
-    (lambda: rollout.record_gif(ROWS, KEY, None, "a.gif"), "`collector` must be a `C"),
+    (lambda: rollout.record_gif(ROWS, None, KEY, "a.gif"), "`collector` must be a `C"),
     (
-        lambda: rollout.record_gif(on_host(), KEY, None, "a.png"),
+        lambda: rollout.record_gif(on_host(), None, KEY, "a.png"),
         "`path` must end in .gif, got a.png.",
     ),
     (
-        lambda: rollout.record_gif(on_host(), KEY, None, "gone/a.gif"),
+        lambda: rollout.record_gif(on_host(), None, KEY, "gone/a.gif"),
         "`path` must be in a folder that exists, got gone/a.gif.",
         FileNotFoundError,
     ),

@@ -16,7 +16,7 @@ KEY = jax.random.key(0)
 @pytest.mark.slow
 def test_parts_and_the_rest_add_up_to_the_whole():
     collector = make_collector("count", 16)
-    profile = rollout.profile(collector, KEY, None, 16, num_repeats=2)
+    profile = rollout.profile(collector, None, KEY, 16, num_repeats=2)
     parts = profile.policy + profile.env_step + profile.auto_reset + profile.recording
     assert min(profile[:5]) > 0
     assert profile.unexplained == pytest.approx(profile.whole - parts)
@@ -32,7 +32,7 @@ def test_work_of_a_host_environment_shows_as_its_step():
     env, policy = SlowCount(4), make_collector("count").policy
     collector = rollout.HostCollector(env=env, policy=policy)
     carry = collector.init(KEY)
-    profile = rollout.profile(collector, KEY, None, 5, num_repeats=2)
+    profile = rollout.profile(collector, None, KEY, 5, num_repeats=2)
     with pytest.raises(ValueError, match="another collector has stepped them"):
         collector.step(carry, None)
     assert 5 * 0.01 <= profile.env_step < profile.whole
@@ -89,7 +89,7 @@ def test_work_of_a_part_shows_as_that_part(part, count_operations):
     env = envs.vectorize(HardEnv() if is_env else CountEnv(), 4)
     policy = make_collector("count").policy if is_env else hard_policy
     collector = rollout.Collector(env=env, policy=policy)
-    profile = rollout.profile(collector, KEY, None, 16)
+    profile = rollout.profile(collector, None, KEY, 16)
     others = profile.policy + profile.env_step + profile.auto_reset + profile.recording
     most = getattr(profile, part)
     assert most > 100 * (others - most)

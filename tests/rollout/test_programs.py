@@ -71,20 +71,20 @@ def streams(make, **options):
 
 
 def evaluates(make):
-    return lambda: rollout.evaluate(make(), KEY, 0, 3)
+    return lambda: rollout.evaluate(make(), 0, KEY, 3)
 
 
 def evaluates_frozen():
     collector = make_collector()
     collector = collector.replace(env=envs.NormalizeObs(collector.env))
-    rollout.evaluate(collector.freeze(collector.init(KEY)), KEY, 0, 3)
+    rollout.evaluate(collector.freeze(collector.init(KEY)), 0, KEY, 3)
 
 
 def evaluates_frozen_hosts():
     collector = make_host()
     env = rollout.envs.NormalizeHostEnv(collector.env)
     collector = collector.replace(env=env)
-    rollout.evaluate(collector.freeze(collector.init(KEY)), KEY, 0, 3)
+    rollout.evaluate(collector.freeze(collector.init(KEY)), 0, KEY, 3)
 
 
 def folds_into_a_buffer():
@@ -179,7 +179,7 @@ def test_gif_compiles_at_most_two_programs_and_then_none(tmp_path):
     for most in (2, 0):
         with count_compiles() as events:
             rollout.record_gif(
-                collector, KEY, None, tmp_path / "a.gif", max_episode_steps=20
+                collector, None, KEY, tmp_path / "a.gif", max_episode_steps=20
             )
         assert events.count("/jax/core/compile/backend_compile_duration") <= most
 

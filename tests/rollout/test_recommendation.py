@@ -65,7 +65,7 @@ def make_settings(force_length=10, **options):
 
 def evaluate(settings, num, catalogue=None):
     """The metrics of settings, with or without tables of the catalogue."""
-    given = settings, KEY, SCORES, num
+    given = settings, SCORES, KEY, num
     return recommendation.evaluate_settings(*given, catalogue=catalogue)
 
 

@@ -105,7 +105,7 @@ def test_fields_that_are_not_recorded_are_not_missed(played):
 
 @pytest.mark.slow
 def test_episodes_are_evaluated_without_what_is_not_recorded():
-    stats = rollout.evaluate(make_collector(drop), jax.random.key(0), None, 3)
+    stats = rollout.evaluate(make_collector(drop), None, jax.random.key(0), 3)
     assert stats.num_episodes == 3
 
 

@@ -69,7 +69,7 @@ def test_stream_and_profile_run_operation_by_operation():
             batches.append(np.asarray(next(stream).trajectory.reward))
             if disabled:
                 key = jax.random.key(1)
-                parts = rollout.profile(collector, key, None, 2, num_repeats=1)
+                parts = rollout.profile(collector, None, key, 2, num_repeats=1)
                 assert parts.whole > 0
     np.testing.assert_array_equal(*batches)
 

@@ -219,7 +219,7 @@ def test_evaluation_inside_jit_beside_replicated_parameters():
     params = jax.device_put(PARAMS, everywhere)
 
     def run(collector, params):
-        return rollout.evaluate(collector, KEY, params, 2 * B, max_episode_steps=20)
+        return rollout.evaluate(collector, params, KEY, 2 * B, max_episode_steps=20)
 
     got = jax.jit(run)(shard(collector, 4), params)
     want = jax.jit(run)(collector, PARAMS)
@@ -265,9 +265,9 @@ def test_step_of_an_accelerator_is_that_of_one_with_as_many_lanes(
     def make(num_envs):
         return make_case("CartPole-v1", "random", "auto", num_envs)
 
-    one = rollout.inspect_program(make(128), KEY, PARAMS, **options)
+    one = rollout.inspect_program(make(128), PARAMS, KEY, **options)
     sharded = rollout.shard(make(128 * num_devices), mesh)
-    every = rollout.inspect_program(sharded, KEY, PARAMS, **options)
+    every = rollout.inspect_program(sharded, PARAMS, KEY, **options)
     assert every.waits == ()
     assert every.collectives_per_round == ()
     # Once a round of the loop, each asks which lanes are its own.
@@ -392,7 +392,7 @@ APART = {
     "padded": lambda x, *args: x.collect_episodes(
         *args, 2, max_episode_steps=3, return_rows=True
     ),
-    "evaluate": lambda x, carry, params: rollout.evaluate(x, carry.key, params, 2),
+    "evaluate": lambda x, carry, params: rollout.evaluate(x, params, carry.key, 2),
     "Stream": lambda x, carry, params: next(
         rollout.Stream(x, key=carry.key, params=params, steps_per_batch=B)
     ),

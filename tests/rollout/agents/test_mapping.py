@@ -297,7 +297,7 @@ def test_players_who_lose_before_their_first_move_have_lost():
     collector = rollout.Collector(
         env=env, policy=rollout.random_policy(env.action_space)
     )
-    stats = rollout.agents.evaluate_agents(collector, KEY, None, 40)
+    stats = rollout.agents.evaluate_agents(collector, None, KEY, 40)
     results = {name: stats.agents[name].results for name in "abc"}
     at_once = 40 - stats.agents["b"].lengths.total
     assert 5 < at_once < 35
@@ -346,7 +346,7 @@ def test_results_of_exactly_n_episodes_by_policy(mapping):
     """The agent a always wins, and the mapping draws who plays it."""
     fn = drawn_mapping(2) if mapping == "drawn" else rollout.agents.static_mapping("x")
     collector, params = game(fn)
-    stats = rollout.agents.evaluate_agents(collector, KEY, params, 30)
+    stats = rollout.agents.evaluate_agents(collector, params, KEY, 30)
     rows = quick_jit(
         lambda key: collector.collect_episodes(
             collector.init(key), params, 30, max_episode_steps=4, return_rows=True

@@ -56,7 +56,7 @@ def single():
 
 
 def evaluate(collector):
-    return agents.evaluate_agents(collector, KEY, None, 2)
+    return agents.evaluate_agents(collector, None, KEY, 2)
 
 
 def learning():

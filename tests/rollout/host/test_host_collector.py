@@ -141,7 +141,7 @@ def test_carry_is_rejected_once_another_collector_has_stepped_the_environments()
     env = HostCount(4)
     training, testing = (HostCollector(env=env, policy=POLICY) for _ in range(2))
     carry, _ = training.step(training.init(KEY), None)
-    rollout.evaluate(testing, KEY, None, 3, max_episode_steps=6)
+    rollout.evaluate(testing, None, KEY, 3, max_episode_steps=6)
     with pytest.raises(ValueError, match="another collector has stepped them"):
         training.step(carry, None)
     carry, _ = training.step(training.init(KEY), None)
@@ -154,7 +154,7 @@ def test_rows_of_a_call_that_was_cut_short_outlive_another_collector():
     carry = training.init(KEY)
     with pytest.raises(ZeroDivisionError):
         training.fold_steps(carry, None, lambda acc, row: 1 // 0, 0, num_steps=5)
-    rollout.evaluate(testing, KEY, None, 3, max_episode_steps=6)
+    rollout.evaluate(testing, None, KEY, 3, max_episode_steps=6)
     carry, rows = training.recover()
     assert rows.mask.sum() == 20
     _, rows = training.step(carry, None)
@@ -286,13 +286,13 @@ def test_normalising_host_collector_is_evaluated_with_fixed_statistics():
     kernel, host = normalising()
     carries = [x.collect_steps(x.init(KEY), None, 20)[0] for x in (kernel, host)]
     with pytest.raises(ValueError, match="that learns them: pass"):
-        rollout.evaluate(host, KEY, None, 9)
+        rollout.evaluate(host, None, KEY, 9)
     with pytest.raises(ValueError, match="must have statistics of the same wrapper"):
         host.freeze(carries[0])
     learnt = carries[1].env_state[1].statistics
     judge = host.freeze(carries[1])
-    stats = rollout.evaluate(judge, KEY, None, 9)
-    want = rollout.evaluate(kernel.freeze(carries[0]), KEY, None, 9)
+    stats = rollout.evaluate(judge, None, KEY, 9)
+    want = rollout.evaluate(kernel.freeze(carries[0]), None, KEY, 9)
     assert stats.returns.mean == want.returns.mean
     chex.assert_trees_all_equal(judge.init(KEY).env_state[1].statistics, learnt)
     with pytest.raises(ValueError, match="another collector has stepped them"):

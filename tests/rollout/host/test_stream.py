@@ -150,7 +150,7 @@ def test_collector_is_busy_while_a_batch_is_in_flight():
     Slow.is_stepping.clear()
     assert Slow.is_stepping.wait(10)
     with pytest.raises(RuntimeError, match="one call at a time, and a batch of a `St"):
-        rollout.evaluate(collector, KEY, None, 3, max_episode_steps=9)
+        rollout.evaluate(collector, None, KEY, 3, max_episode_steps=9)
     chex.assert_trees_all_equal(next(stream).trajectory, next(plain).trajectory)
     stream.close(), plain.close()
 

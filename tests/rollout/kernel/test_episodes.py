@@ -436,7 +436,7 @@ def test_population_is_evaluated_under_vmap():
     def evaluate(limit):
         env = envs.vectorize(Counted(limit=limit, min_length=20, max_length=20), 2)
         collector = make_collector("count", 2).replace(env=env)
-        return rollout.evaluate(collector, jax.random.key(0), None, 2)
+        return rollout.evaluate(collector, None, jax.random.key(0), 2)
 
     # From 1 to 16 steps, so that most members wait for the last ones.
     limits = 1 + jnp.arange(16)
