@@ -132,7 +132,7 @@ def of_ippo() -> Parts:
     obs = names["transform_obs"](carry.obs["agents"])
     state = agent.init_learner(jax.random.key(1), obs)
     state = state.replace(carry=carry, key=jax.random.key(2))
-    params, window = {"all": state.params}, rollout.EpisodeWindow.create(200)
+    params, window = {"all": state.params}, rollout.EpisodeWindow.init(200)
     t = collector.collect_steps(carry, params, config.num_steps)[1]
     rows = agents.team_transitions((), t)[1]["agents"]
     inputs = profiling._Given(collector, carry, params, t)

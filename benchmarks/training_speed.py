@@ -349,7 +349,7 @@ def of_jaxmarl(folder: Path) -> Iterator[Training]:
             obs = names["transform_obs"](carry.obs["agents"])
             state = names["agent"].init_learner(init_key, obs)
             state = state.replace(carry=carry, key=key)
-            window = rollout.EpisodeWindow.create(200)
+            window = rollout.EpisodeWindow.init(200)
             step = lambda state, _: (names["update"](*state), None)  # noqa: E731
             return jax.lax.scan(step, (state, window), length=few)[0]
 
@@ -378,7 +378,7 @@ def of_jaxmarl(folder: Path) -> Iterator[Training]:
                 return names["update"](*state, 0.05, key), None
 
             learner = params, params, names["optimizer"].init(params)
-            state = carry, buffer_state, *learner, rollout.EpisodeWindow.create(200)
+            state = carry, buffer_state, *learner, rollout.EpisodeWindow.init(200)
             keys = jax.random.split(key, num_updates)
             return jax.lax.scan(step, state, keys)[0]
 

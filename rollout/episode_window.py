@@ -16,7 +16,7 @@ from flax import struct
 from jax import lax
 
 from rollout import checks
-from rollout.moments import by_name, is_known, xp_of
+from rollout.moments import Moments, by_name, is_known, moments, xp_of
 from rollout.platform import choose
 from rollout.stats import plural, present
 from rollout.types import Episodes, Transition, check_data, check_trajectory
@@ -49,7 +49,7 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
 
     Keep the window in the state of the loop:
 
-        window = rollout.EpisodeWindow.create(100)  # before the loop
+        window = rollout.EpisodeWindow.init(100)  # before the loop
         window = window.add(trajectory)  # in each update
 
     An episode is listed when it starts, if fewer than K others wait on the list, and
@@ -64,19 +64,19 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
     take K above the number of lanes, so that all of them count.
 
     Attributes:
-        returns: `[K]` float32, undiscounted returns, in the order of their starts.
-        lengths: `[K]` int32, lengths in steps, zero where no episode counts yet.
-        accumulated: `[K]` float32 by name, the accumulated values of `create`.
+        episode_return: `[K]` float32, undiscounted, in the order of their starts.
+        episode_length: `[K]` int32, in steps, zero where no episode counts yet.
+        episode_accumulated: `[K]` float32 by name, the accumulated values of `init`.
         listed: the episodes that will count.
     """
 
-    returns: jax.Array  # [K]
-    lengths: jax.Array  # [K]
-    accumulated: dict[str, jax.Array]  # [K] each
+    episode_return: jax.Array  # [K]
+    episode_length: jax.Array  # [K]
+    episode_accumulated: dict[str, jax.Array]  # [K] each
     listed: _Listed
 
     @classmethod
-    def create(cls, num_episodes: int, *, accumulated: Sequence[str] = ()) -> Self:
+    def init(cls, num_episodes: int, *, accumulated: Sequence[str] = ()) -> Self:
         """Returns the window of a loop that begins.
 
         Args:
@@ -98,7 +98,12 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
         returns, lengths, own = values()
         start, lane = zero(jnp.int32), zero(jnp.int32)
         listed = _Listed(num=jnp.int32(0), start=start, lane=lane, values=values())
-        return cls(returns=returns, lengths=lengths, accumulated=own, listed=listed)
+        return cls(
+            episode_return=returns,
+            episode_length=lengths,
+            episode_accumulated=own,
+            listed=listed,
+        )
 
     def add(self, data: Transition | Episodes) -> Self:
         """Moves the window on by the episodes that count after `data`. Pure.
@@ -111,8 +116,8 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
             ValueError: if `data` is neither, has other axes, is of a `HostCollector`
                 with `num_ready`, or lacks an accumulated value of the window.
         """
-        given = _values(data, list(self.accumulated))
-        slot = jnp.arange(len(self.lengths), dtype=jnp.int32)
+        given = _values(data, list(self.episode_accumulated))
+        slot = jnp.arange(len(self.episode_length), dtype=jnp.int32)
         if isinstance(data, Episodes):
             # Episodes that are there are numbered from 1, and the last K of them are
             # looked up by their numbers.
@@ -153,7 +158,8 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
 
     def _append(self, values: _Values, num_new: jax.Array) -> Self:
         """Appends the first `num_new` of `values`, and drops as many old ones."""
-        size, old = len(self.lengths), (self.returns, self.lengths, self.accumulated)
+        size = len(self.episode_length)
+        old = self.episode_return, self.episode_length, self.episode_accumulated
         returns, lengths, own = jax.tree.map(
             lambda x, new: lax.dynamic_slice_in_dim(
                 jnp.concatenate((x, new)), num_new, size
@@ -161,27 +167,29 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
             old,
             values,
         )
-        return self.replace(returns=returns, lengths=lengths, accumulated=own)
+        return self.replace(
+            episode_return=returns, episode_length=lengths, episode_accumulated=own
+        )
 
     @property
     def num_episodes(self) -> jax.Array:
         """`()` int32, how many episodes the window has, at most K."""
-        return xp_of(self).sum(self.lengths > 0, axis=-1, dtype=np.int32)
+        return xp_of(self).sum(self.episode_length > 0, axis=-1, dtype=np.int32)
 
     @property
-    def return_mean(self) -> jax.Array:
-        """`()` float32, their mean undiscounted return; NaN before the first."""
-        return self._mean(self.returns)
+    def returns(self) -> Moments:
+        """Moments of their undiscounted returns: the mean is `window.returns.mean`."""
+        return self._moments(self.episode_return)
 
     @property
-    def length_mean(self) -> jax.Array:
-        """`()` float32, their mean length in steps; NaN before the first."""
-        return self._mean(self.lengths)
+    def lengths(self) -> Moments:
+        """Moments of their lengths in steps."""
+        return self._moments(self.episode_length)
 
     @property
-    def accumulated_mean(self) -> dict[str, jax.Array]:
-        """`()` float32 by name, the means of accumulated values; NaN likewise."""
-        return {name: self._mean(x) for name, x in self.accumulated.items()}
+    def accumulated(self) -> dict[str, Moments]:
+        """Moments of their accumulated values, by name."""
+        return {name: self._moments(x) for name, x in self.episode_accumulated.items()}
 
     def __str__(self) -> str:
         """Formats the mean return and the number of episodes."""
@@ -190,14 +198,12 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
         if not self.num_episodes:
             return "no episode counts yet"
         last = plural(self.num_episodes, "episode")
-        return f"return {self.return_mean:.6g}, last {last}"
+        return f"return {self.returns.mean:.6g}, last {last}"
 
-    def _mean(self, values: jax.Array) -> jax.Array:
+    def _moments(self, values: jax.Array) -> Moments:
         xp = xp_of(self)  # NumPy where nothing is traced: see `Moments`
-        count = self.num_episodes
-        total = xp.sum(xp.asarray(values, np.float32), axis=-1)
-        mean = total / xp.maximum(count, 1).astype(np.float32)
-        return xp.where(count > 0, mean, np.float32(np.nan))[()]
+        is_there = self.episode_length > 0
+        return moments(xp.asarray(values), xp.asarray(is_there), axis=-1, xp=xp)
 
 
 def _values(data: Any, names: list[str]) -> _Values:

@@ -103,8 +103,8 @@ def _named(stats: Any) -> Any:
     if isinstance(stats, Moments):
         return {"count": stats.count, **_moments(stats)}
     if isinstance(stats, EpisodeWindow):
-        own = {f"{name}_mean": x for name, x in stats.accumulated_mean.items()}
-        means = {"return_mean": stats.return_mean, "length_mean": stats.length_mean}
+        own = {f"{name}_mean": x.mean for name, x in stats.accumulated.items()}
+        means = {"return_mean": stats.returns.mean, "length_mean": stats.lengths.mean}
         count = stats.num_episodes
         figures = {"accumulated": _figures(own, count), **_figures(means, count)}
         return {"num_episodes": count, **figures}

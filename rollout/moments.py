@@ -90,20 +90,32 @@ class Moments(struct.PyTreeNode, kw_only=True):
             return xp.where(x.count < least, np.float32(np.nan), value)[()]
 
 
-def moments(value: jax.Array, flag: jax.Array) -> Moments:
-    """Computes the moments of `value` where `flag`, of the same shape, in float32."""
-    value = value.astype(jnp.float32)
-    count, total = jnp.sum(flag, dtype=jnp.int32), jnp.sum(jnp.where(flag, value, 0.0))
+def moments(
+    value: jax.Array, flag: jax.Array, axis: int | None = None, xp: Any = jnp
+) -> Moments:
+    """Computes the moments of `value` where `flag`, of the same shape, in float32.
+
+    Args:
+        value: any numbers.
+        flag: which of them count.
+        axis: the axis to reduce; None reduces all.
+        xp: `jnp`, or NumPy for arrays of which nothing is traced.
+    """
+    value, zero = value.astype(np.float32), np.float32(0)
+    count = xp.sum(flag, axis=axis, dtype=np.int32, keepdims=True)
+    total = xp.sum(xp.where(flag, value, zero), axis=axis, keepdims=True)
     # Two passes: the difference of two large sums would lose the digits that matter.
-    mean = total / jnp.maximum(count, 1).astype(total.dtype)
-    deviation = jnp.where(flag, value - mean, 0.0)
+    mean = total / xp.maximum(count, 1).astype(total.dtype)
+    with np.errstate(invalid="ignore"):  # infinity minus infinity
+        deviation = xp.where(flag, value - mean, zero)
+    limit = np.float32(np.inf)
     return Moments(
-        count=count,
-        total=total,
-        squared_deviations=jnp.sum(deviation**2),
+        count=count.squeeze(axis),
+        total=total.squeeze(axis),
+        squared_deviations=xp.sum(deviation**2, axis=axis),
         # Infinite where there is no value, so that merging takes those of the others.
-        low=jnp.min(jnp.where(flag, value, jnp.inf), initial=jnp.inf),
-        high=jnp.max(jnp.where(flag, value, -jnp.inf), initial=-jnp.inf),
+        low=xp.min(xp.where(flag, value, limit), axis=axis, initial=limit),
+        high=xp.max(xp.where(flag, value, -limit), axis=axis, initial=-limit),
     )
 
 

@@ -142,7 +142,7 @@ COUNTS = {
     "num_devices": [lambda n: inspection.devices("h100", n)],
     "num_minibatches": [lambda n: scan_minibatches(VALUES, n)],
     "num_episodes": [
-        rollout.EpisodeWindow.create,
+        rollout.EpisodeWindow.init,
         lambda n: collector().collect_episodes(carry(), None, n, max_episode_steps=9),
         lambda n: collector().fold_episodes(
             carry(), None, max, 0, num_episodes=n, max_episode_steps=9

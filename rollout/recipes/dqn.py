@@ -244,7 +244,7 @@ class DQN(Agent):
             opt_state=self.optimizer.init(params),
             buffer_state=(),
             carry=(),
-            window=rollout.EpisodeWindow.create(100),
+            window=rollout.EpisodeWindow.init(100),
             key=key,
             num_updates=jnp.int32(0),
         )
@@ -293,7 +293,7 @@ class DQN(Agent):
         steps = state.num_updates * num_gradients + jnp.arange(1, num_gradients + 1)
         state, metrics = jax.lax.scan(self.gradient_step, state, (sample_keys, steps))
         metrics = jax.tree.map(jnp.mean, metrics)
-        metrics["return_mean"] = state.window.return_mean
+        metrics["return_mean"] = state.window.returns.mean
         return state.replace(num_updates=state.num_updates + 1), metrics
 
     def gradient_step(

@@ -200,7 +200,7 @@ class PPO(Agent):
         # `orthogonal` deadlock on few CPU cores.
         params = jax.custom_batching.sequential_vmap(self.model.init)(key, obs)
         opt_state = self.optimizer.init(params)
-        window = rollout.EpisodeWindow.create(100)
+        window = rollout.EpisodeWindow.init(100)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
@@ -260,7 +260,7 @@ class PPO(Agent):
         metrics["explained_variance"] = explained_variance(
             value, batch.target, trajectory.mask
         )
-        metrics["return_mean"] = window.return_mean
+        metrics["return_mean"] = window.returns.mean
         num_updates = state.num_updates + 1
         state = state.replace(params=params, opt_state=opt_state, window=window)
         return state.replace(key=key, num_updates=num_updates), metrics

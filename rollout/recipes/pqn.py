@@ -230,7 +230,7 @@ class PQN(Agent):
             params=params,
             opt_state=self.optimizer.init(params),
             carry=(),
-            window=rollout.EpisodeWindow.create(100),
+            window=rollout.EpisodeWindow.init(100),
             key=key,
             num_updates=jnp.int32(0),
         )
@@ -272,7 +272,7 @@ class PQN(Agent):
         )
         window = state.window.add(trajectory)
         metrics = jax.tree.map(jnp.mean, metrics)
-        metrics["return_mean"] = window.return_mean
+        metrics["return_mean"] = window.returns.mean
         state = state.replace(
             params=params,
             opt_state=opt_state,

@@ -251,7 +251,7 @@ class RecurrentPPO(Agent):
         init = jax.custom_batching.sequential_vmap(self.model.init)
         params = init(key, self.model.initialize_memory(self.spec.num_envs), obs)
         opt_state = self.optimizer.init(params)
-        window = rollout.EpisodeWindow.create(100)
+        window = rollout.EpisodeWindow.init(100)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
@@ -320,7 +320,7 @@ class RecurrentPPO(Agent):
         metrics["explained_variance"] = explained_variance(
             value, batch.target, trajectory.mask
         )
-        metrics["return_mean"] = window.return_mean
+        metrics["return_mean"] = window.returns.mean
         num_updates = state.num_updates + 1
         state = state.replace(params=params, opt_state=opt_state, window=window)
         return state.replace(key=key, num_updates=num_updates), metrics

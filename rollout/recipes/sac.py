@@ -192,7 +192,7 @@ class SAC(Agent):
             opt_state=self.optimizer.init(params),
             buffer_state=(),
             carry=(),
-            window=rollout.EpisodeWindow.create(100),
+            window=rollout.EpisodeWindow.init(100),
             key=key,
             num_updates=jnp.int32(0),
         )
@@ -244,7 +244,7 @@ class SAC(Agent):
         """Adds steps `[T, 1, B]` to the window, and averages metrics `[T]`."""
         window = window.add(jax.tree.map(lambda x: x[:, 0], trajectory))
         metrics = jax.tree.map(jnp.mean, metrics)
-        return window, metrics | {"return_mean": window.return_mean}
+        return window, metrics | {"return_mean": window.returns.mean}
 
     @functools.partial(jit_on_host, donate_argnames="buffer_state")
     def learn(

@@ -211,7 +211,7 @@ class TD3(Agent):
             num_gradient_steps=jnp.int32(0),
             buffer_state=(),
             carry=(),
-            window=rollout.EpisodeWindow.create(100),
+            window=rollout.EpisodeWindow.init(100),
             key=key,
             num_updates=jnp.int32(0),
         )
@@ -263,7 +263,7 @@ class TD3(Agent):
         """Adds steps `[T, 1, B]` to the window, and averages metrics `[T]`."""
         window = window.add(jax.tree.map(lambda x: x[:, 0], trajectory))
         metrics = jax.tree.map(jnp.mean, metrics)
-        return window, metrics | {"return_mean": window.return_mean}
+        return window, metrics | {"return_mean": window.returns.mean}
 
     @functools.partial(jit_on_host, donate_argnames="buffer_state")
     def learn(

@@ -51,7 +51,7 @@ class StreamStats(NamedTuple):
         collected = CollectStats(
             **counts, returns=none, lengths=none, accumulated=dict.fromkeys(names, none)
         )
-        return cls(collected, jax.device_get(EpisodeWindow.create(_WINDOW)))
+        return cls(collected, jax.device_get(EpisodeWindow.init(_WINDOW)))
 
     def add(
         self,

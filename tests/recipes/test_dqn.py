@@ -169,7 +169,7 @@ def test_update_takes_the_steps_of_a_plain_loop(name, key_reuse):
         jax.tree.map(
             close, (state.params, state.target_params, state.buffer_state), expected
         )
-        close(got.pop("return_mean"), [state.window.return_mean])
+        close(got.pop("return_mean"), [state.window.returns.mean])
         jax.tree.map(lambda x, *y: close(x, [np.mean(y)]), got, *metrics)
         np.testing.assert_array_equal(*map(jax.random.key_data, (state.key, key)))
     assert int(state.num_updates) == 2

@@ -454,7 +454,7 @@ def test_training_runs_under_vmap_over_seeds_and_numbers(key_reuse):
     assert metrics["return_mean"].shape == (2, 4, 3)
     assert (metrics["entropy"][0] != metrics["entropy"][1]).any()
     np.testing.assert_array_equal(
-        new_states.window.return_mean, metrics["return_mean"][..., -1]
+        new_states.window.returns.mean, metrics["return_mean"][..., -1]
     )
     old_params = jax.device_get(states.params)
     for seed in range(2):

@@ -123,7 +123,7 @@ def test_update_takes_the_steps_of_a_plain_loop(key_reuse):
         )
         state, metrics = update(state)
         jax.tree.map(close, state.params, params)
-        close(metrics.pop("return_mean"), state.window.return_mean)
+        close(metrics.pop("return_mean"), state.window.returns.mean)
         assert metrics.keys() == expected.keys()
         jax.tree.map(close, metrics, expected)
         np.testing.assert_array_equal(*map(jax.random.key_data, (state.key, key)))

@@ -322,9 +322,9 @@ def test_update_is_a_plain_loop_with_optax():
     assert (trajectory.truncated & ~trajectory.terminated).any()
     assert trajectory.terminated.any()
     returns = trajectory.episode_return[trajectory.done]
-    is_equal = np.isclose(returns[:, None], state.window.returns, rtol=1e-4)
+    is_equal = np.isclose(returns[:, None], state.window.episode_return, rtol=1e-4)
     assert is_equal.any(axis=1).all()
-    close(metrics["return_mean"], state.window.return_mean)
+    close(metrics["return_mean"], state.window.returns.mean)
 
 
 def test_seeds_and_learning_rates_train_side_by_side():

@@ -93,7 +93,7 @@ def summarize_agents():
 
 
 def add_to_window(data, **options):
-    rollout.EpisodeWindow.create(4, **options).add(data)
+    rollout.EpisodeWindow.init(4, **options).add(data)
 
 
 def log(leaf):

@@ -152,18 +152,20 @@ LENGTHS = np.random.default_rng(0).integers(1, 8, (5, 60))
 @pytest.mark.parametrize("num_rows", [1, 2, 7])
 def test_window_has_episodes_before_which_all_have_ended(size, num_rows):
     trajectory = played(LENGTHS, 56)
-    window = rollout.EpisodeWindow.create(size, accumulated=["twice"])
+    window = rollout.EpisodeWindow.init(size, accumulated=["twice"])
     assert str(window) == "no episode counts yet"
     wanted = list(counted(trajectory, size))
     for i in range(0, 56, num_rows):
         window = jax.device_get(add(window, part(trajectory, i, i + num_rows)))
         want = wanted[i + num_rows - 1]
         assert window.num_episodes == len(want)
-        np.testing.assert_array_equal(window.lengths[size - len(want) :], want)
-    np.testing.assert_array_equal(window.returns, window.lengths)
-    np.testing.assert_array_equal(window.accumulated["twice"], 2 * window.lengths)
-    np.testing.assert_allclose(window.return_mean, np.mean(want))
-    np.testing.assert_allclose(window.length_mean, np.mean(want))
+        np.testing.assert_array_equal(window.episode_length[size - len(want) :], want)
+    np.testing.assert_array_equal(window.episode_return, window.episode_length)
+    np.testing.assert_array_equal(
+        window.episode_accumulated["twice"], 2 * window.episode_length
+    )
+    np.testing.assert_allclose(window.returns.mean, np.mean(want))
+    np.testing.assert_allclose(window.lengths.mean, np.mean(want))
     assert str(window) == f"return {np.mean(want):.6g}, last {size} episodes"
     assert rollout.log_stats(window)["accumulated/twice_mean"] == pytest.approx(
         2 * np.mean(want)
@@ -180,27 +182,27 @@ def test_first_values_of_a_window_are_not_biased_to_short_episodes(num_lanes, si
     for seed in range(40 if num_lanes > 4 else 200):
         rng = np.random.default_rng(seed)
         trajectory = played(rng.choice((2, 20), (num_lanes, 40)), 60)
-        window = rollout.EpisodeWindow.create(size)
+        window = rollout.EpisodeWindow.init(size)
         for i in range(0, 60, 6):
             window = jax.device_get(add(window, part(trajectory, i, i + 6)))
             if window.num_episodes:
                 break
-        firsts.append(float(window.length_mean))
+        firsts.append(float(window.lengths.mean))
     error = np.std(firsts) / np.sqrt(len(firsts))
     assert abs(np.mean(firsts) - 11) < 4 * error + 0.01
 
 
 def test_window_survives_a_skipped_trajectory():
-    trajectory, window = played(np.full((3, 9), 6), 54), rollout.EpisodeWindow.create(9)
+    trajectory, window = played(np.full((3, 9), 6), 54), rollout.EpisodeWindow.init(9)
     window = add(window, part(trajectory, 0, 4))  # lists three episodes
     window = add(window, part(trajectory, 8, 12))  # in which no listed one goes on
     assert (window.num_episodes, window.listed.num) == (0, 0)
     window = add(window, part(trajectory, 12, 30))
-    assert (window.num_episodes, window.length_mean) == (9, 6)
+    assert (window.num_episodes, window.lengths.mean) == (9, 6)
 
 
 def test_window_takes_no_other_lane_for_one_that_is_gone():
-    trajectory, window = played(np.full((3, 9), 6), 54), rollout.EpisodeWindow.create(9)
+    trajectory, window = played(np.full((3, 9), 6), 54), rollout.EpisodeWindow.init(9)
     window = add(window, part(trajectory, 0, 4))  # lists three episodes
     window = add(window, part(jax.tree.map(lambda x: x[:, :2], trajectory), 4, 6))
     assert (window.num_episodes, window.listed.num) == (0, 0)
@@ -209,32 +211,32 @@ def test_window_takes_no_other_lane_for_one_that_is_gone():
 def test_window_keeps_lengths_above_float32_precision():
     length = np.array([2**24 + 1], np.int32)
     episodes = of_episodes([1.0], episode_length=length)
-    window = jax.device_get(add(rollout.EpisodeWindow.create(1), episodes))
-    assert window.lengths[0] == 2**24 + 1
+    window = jax.device_get(add(rollout.EpisodeWindow.init(1), episodes))
+    assert window.episode_length[0] == 2**24 + 1
 
 
 def test_window_lives_in_a_scan_and_under_vmap():
-    window = rollout.EpisodeWindow.create(4)
+    window = rollout.EpisodeWindow.init(4)
 
     def step(window, returns):
         window = window.add(of_episodes([0, 0], episode_return=returns))
-        return window, window.return_mean
+        return window, window.returns.mean
 
     runs = jnp.arange(12.0).reshape(2, 3, 2)  # two runs of three batches
     scan = lambda run: jax.lax.scan(step, window, run)  # noqa: E731
     last, means = jax.jit(jax.vmap(scan))(runs)
     np.testing.assert_array_equal(means, [[0.5, 1.5, 3.5], [6.5, 7.5, 9.5]])
-    np.testing.assert_array_equal(last.return_mean, [3.5, 9.5])
+    np.testing.assert_array_equal(last.returns.mean, [3.5, 9.5])
     np.testing.assert_array_equal(last.num_episodes, [4, 4])
     assert str(last) == repr(last)
 
 
 def test_window_ignores_masked_episodes():
     """A host may lose some, and other lanes may be idle."""
-    window = rollout.EpisodeWindow.create(3)
+    window = rollout.EpisodeWindow.init(3)
     mask = np.array([True, False, True])
     window = add(window, of_episodes([1.0, 2.0, 4.0], mask=mask))
-    np.testing.assert_array_equal(window.returns, [0, 1, 4])
+    np.testing.assert_array_equal(window.episode_return, [0, 1, 4])
     assert rollout.log_stats(window, prefix="train") == {
         "train/num_episodes": 2.0,
         "train/return_mean": 2.5,
@@ -245,7 +247,7 @@ def test_window_ignores_masked_episodes():
 def test_log_leaves_out_what_no_episode_defines():
     nothing = summarize(of_episodes([]))
     one = summarize(of_episodes([np.nan]))
-    window = rollout.EpisodeWindow.create(2)
+    window = rollout.EpisodeWindow.init(2)
     logged = rollout.log_stats({"none": nothing, "one": one, "last": window})
     assert not any(name.startswith("none/return") for name in logged)
     assert np.isnan(logged["one/return_mean"])  # a NaN of the data stays

@@ -58,7 +58,9 @@ def test_reset_of_the_statistics_counts_from_zero():
 def test_statistics_print_as_a_line():
     fresh = make_stream()
     full = np.full(100, 195.5, np.float32)
-    window = fresh.stats.window.replace(returns=full, lengths=full.astype(np.int32))
+    window = fresh.stats.window.replace(
+        episode_return=full, episode_length=full.astype(np.int32)
+    )
     stats = fresh.stats._replace(window=window, steps=30_720, seconds=0.25)
     line = "return 195.5, last 100 episodes, 30,720 steps, 122,880 per second"
     assert str(stats) == line
@@ -93,7 +95,7 @@ def test_bar_shows_steps_their_speed_and_the_mean_return_of_the_window(total, ca
     shown = capsys.readouterr().err
     window = stream.stats.window
     assert window.num_episodes > 0
-    assert f"return {window.return_mean:.6g}, last {window.num_episodes} epi" in shown
+    assert f"return {window.returns.mean:.6g}, last {window.num_episodes} epi" in shown
     assert "step/s" in shown
     assert ("100%" in shown) == (total is not None)  # and the time left
     assert shown.endswith("\n")
@@ -266,7 +268,7 @@ def test_everything_that_is_checked_is_found_in_its_row(field, value):
 @pytest.mark.parametrize("options", [{}, pytest.param(EPISODES, marks=slow)])
 def test_window_has_the_last_100_episodes_of_all_batches(options):
     options = {"steps_per_batch": 80, **options}
-    stream, window = new_stream(**options), EpisodeWindow.create(100)
+    stream, window = new_stream(**options), EpisodeWindow.init(100)
     add = jax.jit(EpisodeWindow.add)
     for number in range(30):
         if number == 4:

@@ -194,7 +194,7 @@ def test_postprocess_runs_in_the_same_program():
 def test_field_that_a_postprocess_does_not_read_has_no_array():
     env = envs.TransformObs(CountEnv(), lambda obs: jnp.broadcast_to(obs, (5,)))
     collector = make_collector("count", B).replace(env=envs.vectorize(env, B))
-    carry, window = collector.init(jax.random.key(7)), rollout.EpisodeWindow.create(9)
+    carry, window = collector.init(jax.random.key(7)), rollout.EpisodeWindow.init(9)
     defaults = dict.fromkeys(x.name for x in dataclasses.fields(Options))
     defaults |= {"num_envs": B, "steps_per_batch": 13 * B, "device": None}
     defaults |= {"reuse_memory": False, "check_finite": False, "prefetch": 0}
