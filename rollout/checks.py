@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 ArrayTree = Any  # as in `envs.types`, which stands above these checks
 INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
+MAX_EPISODE_STEPS = 1_000_000  # by default: ends a call if an episode never ends
 _REAL: Any = numbers.Real  # a type checker knows no order of it
 # What adapts an environment, by a name that those of another suite have.
 _ADAPTERS = (
@@ -237,8 +238,15 @@ def function(name: str, value: Any, *arguments: str) -> None:
         ) from None
 
 
-def max_episode_steps(value: Any) -> int:
+def max_episode_steps(value: Any, return_trajectory: bool = False) -> int:
     """Checks a number of steps; one beyond int32 becomes the largest int32."""
+    if value is None:
+        if return_trajectory:
+            raise ValueError(
+                "`max_episode_steps` must be given with `return_trajectory=True`, the "
+                "number of rows of each episode, got None."
+            )
+        return MAX_EPISODE_STEPS
     return min(int_between("max_episode_steps", value, most=None), INT32_MAX)
 
 

@@ -250,18 +250,20 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         )
         return carry, acc
 
-    @_jit("num_episodes", "max_episode_steps", "min_steps", "per_env", "return_rows")
+    @_jit(
+        "num_episodes", "max_episode_steps", "min_steps", "per_env", "return_trajectory"
+    )
     def collect_episodes(
         self,
         carry: Carry,
         params: ParamsT,
         num_episodes: int,
         *,
-        max_episode_steps: int,
+        max_episode_steps: int | None = None,
         min_steps: int | None = None,
         per_env: bool = False,
-        return_rows: bool = False,
-    ) -> tuple[Carry, *tuple[Transition[ObsT, ActionT], ...], Episodes]:
+        return_trajectory: bool = False,
+    ) -> tuple[Carry, Episodes]:
         """Plays exactly `num_episodes` new episodes. Jitted.
 
         The lanes serve one queue: a lane whose episode is over takes the next one that
@@ -280,9 +282,9 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
                 are given up.
             params: parameters of the policy.
             num_episodes: N, at least 1. Static: one trace per value.
-            max_episode_steps: L, steps of an episode after which it is cut, at least 1.
-                A large one costs nothing without `return_rows`. It bounds the call if
-                an episode may never end.
+            max_episode_steps: L, steps of an episode after which it is cut, at least 1;
+                None for 1,000,000, which ends the call if an episode never ends.
+                Required with `return_trajectory`.
             min_steps: plays only the first episodes, in the order of their start, that
                 have this many steps together, at least 1; which ones does not depend on
                 the lanes. `Episodes.mask` is True for them; N is the most there can
@@ -293,26 +295,27 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
                 `N * B` episodes then: lane i's n-th (from 0) is in place `n * B + i`,
                 and from a fresh carry it has this number for `at_episode`. An episode
                 of the carry without a step is the first. Not with `min_steps`.
-            return_rows: whether to return all rows of the episodes, too. Memory is that
-                of L x N transitions.
+            return_trajectory: whether `episodes.trajectory` has all steps of the
+                episodes. Memory is that of L x N transitions.
 
         Returns:
-            The next carry, every lane at the start of a new episode of its own; with
-            `return_rows` the trajectory, `[L, N, ...]`, step t of episode k at
-            `[t, k]`, all zero with `mask` False after the end of an episode; and the
+            The next carry, every lane at the start of a new episode of its own; and the
             episodes, `[N]`, in the order in which they started.
 
         Raises:
             ValueError: if a number is not an int of at least 1, if `min_steps` is given
-                with `per_env`, or as `step` does.
+                with `per_env`, if `max_episode_steps` is not given with
+                `return_trajectory`, or as `step` does.
         """
         num_episodes = checks.int_between("num_episodes", num_episodes)
-        max_episode_steps = checks.max_episode_steps(max_episode_steps)
+        max_episode_steps = checks.max_episode_steps(
+            max_episode_steps, return_trajectory
+        )
         min_steps = checks.min_steps(min_steps, per_env)
         # Without rows nothing is accumulated: episodes have their own table.
         fn: Any = lambda acc, transition, index: acc  # noqa: E731
         acc: Any = ()
-        if return_rows:
+        if return_trajectory:
             row = self.row_shape(params)
             # One column per episode; with `per_env` every lane plays N of them.
             number = num_episodes * (self.env.num_envs if per_env else 1)
@@ -327,13 +330,13 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             per_env=per_env,
             max_episode_steps=max_episode_steps,
             min_steps=min_steps,
-            holds=not return_rows,
+            holds=not return_trajectory,
         )
-        if not return_rows:
+        if not return_trajectory:
             return carry, played
         if min_steps is not None:  # others were started, and do not count
             rows = mask_out(rows.replace(mask=rows.mask & played.mask[None]))
-        return carry, rows, played
+        return carry, played.replace(trajectory=rows)
 
     @_jit_fold("num_episodes", "max_episode_steps")
     def fold_episodes(
@@ -344,7 +347,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         acc: Acc,
         *,
         num_episodes: int,
-        max_episode_steps: int,
+        max_episode_steps: int | None = None,
     ) -> tuple[Carry, Acc, Episodes]:
         """Plays `num_episodes` episodes and folds each transition. Jitted.
 
@@ -358,7 +361,8 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
                 `episode_id` `-1 - e`. Static, as in `fold_steps`.
             acc: the initial `acc`, any pytree of arrays.
             num_episodes: N, at least 1.
-            max_episode_steps: steps of an episode after which it is cut, at least 1.
+            max_episode_steps: steps of an episode after which it is cut, at least 1;
+                None for 1,000,000.
 
         Returns:
             The next carry, `acc` after the last step, and the episodes, as

@@ -20,7 +20,7 @@ def evaluate(
     key: chex.PRNGKey,
     num_episodes: int,
     *,
-    max_episode_steps: int = 1_000_000,
+    max_episode_steps: int = checks.MAX_EPISODE_STEPS,
 ) -> CollectStats:
     """Plays exactly `num_episodes` and summarizes them. Jitted for a `Collector`.
 

@@ -113,14 +113,16 @@ def _play(
     collector: Any, params: Any, key: chex.PRNGKey, max_episode_steps: int
 ) -> tuple[ArrayTree, jax.Array, Episodes]:
     """Plays one episode: its info and the return so far, `[T, 1, ...]`, and itself."""
-    _, trajectory, episodes = collector.collect_episodes(
+    _, episodes = collector.collect_episodes(
         collector.init(key),
         params,
         1,
         max_episode_steps=max_episode_steps,
-        return_rows=True,
+        return_trajectory=True,
     )
-    return trajectory.info, trajectory.episode_return, episodes
+    trajectory = episodes.trajectory
+    returns = trajectory.episode_return
+    return trajectory.info, returns, episodes.replace(trajectory=())
 
 
 # What is returned is all that XLA compiles.

@@ -129,7 +129,7 @@ def evaluate_settings(
     num_episodes: int,
     *,
     catalogue: Catalogue | None = None,
-    max_episode_steps: int = 1_000_000,
+    max_episode_steps: int = checks.MAX_EPISODE_STEPS,
 ) -> dict[str, RecommendationStats]:
     """Plays exactly `num_episodes` in each of several settings. Jitted, as one program.
 

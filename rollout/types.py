@@ -179,6 +179,9 @@ class Episodes(struct.PyTreeNode, kw_only=True):
             zero: only with `min_steps`, after the last one that counts.
         accumulated: `[N, ...]` by name, the values of the collector's accumulators at
             the end of each episode; `()` if it has none.
+        trajectory: `[L, N, ...]`, a `Transition` of step t of episode k at `[t, k]`,
+            all zero with `mask` False after the end of an episode. Only with
+            `return_trajectory`, else `()`.
     """
 
     episode_return: jax.Array  # [N]
@@ -190,6 +193,7 @@ class Episodes(struct.PyTreeNode, kw_only=True):
     num_steps: jax.Array  # ()
     mask: ArrayTree = ()  # [N]; () stands for True
     accumulated: ArrayTree = ()  # [N, ...]
+    trajectory: Any = ()  # [L, N, ...]
 
 
 class PerAgent(struct.PyTreeNode):

@@ -157,7 +157,7 @@ COUNTS = {
         lambda n: rollout.evaluate(collector(), None, KEY, 5, max_episode_steps=n),
         lambda n: draw_episode(on_host(), None, KEY, n),
         lambda n: collector().collect_episodes(
-            carry(), None, 2, max_episode_steps=n, return_rows=True
+            carry(), None, 2, max_episode_steps=n, return_trajectory=True
         ),
         lambda n: stream(max_episode_steps=n),
         lambda n: envs.make("CartPole-v1", max_episode_steps=n),
@@ -221,11 +221,14 @@ REFUSED = {
         lambda: rollout.profile(collector(), None, 1, 2),
         lambda: stream(key=0),
     ],
+    "`max_episode_steps` must be given with `return_trajectory=True`": [
+        lambda: collector().collect_episodes(carry(), None, 2, return_trajectory=True),
+    ],
     "`carry` must be what `init` or an earlier call returned": [
         lambda: collector().collect_steps(None, carry(), 2),
         lambda: collector().collect_episodes(None, None, 2, max_episode_steps=3),
         lambda: collector().collect_episodes(
-            None, None, 2, max_episode_steps=3, return_rows=True
+            None, None, 2, max_episode_steps=3, return_trajectory=True
         ),
         lambda: collector().fold_episodes(
             None, None, max, 0, num_episodes=2, max_episode_steps=3

@@ -124,7 +124,7 @@ def evaluate_agents(
     key: chex.PRNGKey,
     num_episodes: int,
     *,
-    max_episode_steps: int = 1_000_000,
+    max_episode_steps: int = checks.MAX_EPISODE_STEPS,
 ) -> AgentStats:
     """Plays exactly `num_episodes`, and summarizes agents and policies. Jitted.
 

@@ -246,25 +246,25 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         params: ParamsT,
         num_episodes: int,
         *,
-        max_episode_steps: int,
+        max_episode_steps: int | None = None,
         min_steps: int | None = None,
         per_env: bool = False,
-        return_rows: bool = False,
-    ) -> tuple[Carry, *tuple[Transition[ObsT, ActionT], ...], Episodes]:
+        return_trajectory: bool = False,
+    ) -> tuple[Carry, Episodes]:
         """Plays exactly `num_episodes` episodes; see `Collector.collect_episodes`.
 
         One that is lost to a fault counts, with `mask` False and all else zero.
         """
-        carry, rows, episodes = self._play(
+        carry, _, episodes = self._play(
             carry,
             params,
             num_episodes,
             max_episode_steps,
             per_env=per_env,
             min_steps=checks.min_steps(min_steps, per_env),
-            return_rows=return_rows,
+            return_trajectory=return_trajectory,
         )
-        return (carry, rows, episodes) if return_rows else (carry, episodes)
+        return carry, episodes
 
     def fold_episodes(
         self,
@@ -274,7 +274,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         acc: Acc,
         *,
         num_episodes: int,
-        max_episode_steps: int,
+        max_episode_steps: int | None = None,
     ) -> tuple[Carry, Acc, Episodes]:
         """Folds each transition of `num_episodes`; see `Collector.fold_episodes`."""
         checks.function("fn", fn, "acc", "transition")
@@ -466,17 +466,19 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         carry: Carry,
         params: Any,
         num_episodes: int,
-        max_episode_steps: int,
+        max_episode_steps: int | None,
         *,
         per_env: bool = False,
         min_steps: int | None = None,
-        return_rows: bool = False,
+        return_trajectory: bool = False,
         fn: Callable[[Any, Transition], Any] | None = None,
         acc: Any = None,
     ) -> tuple[Carry, Any, Episodes]:
-        """Plays assigned episodes; returns their rows, or folds them into `acc`."""
+        """Plays assigned episodes, and folds their rows into `acc`."""
         num_episodes = checks.int_between("num_episodes", num_episodes)
-        max_episode_steps = checks.max_episode_steps(max_episode_steps)
+        max_episode_steps = checks.max_episode_steps(
+            max_episode_steps, return_trajectory
+        )
         loop = self._loop
         with self._call(carry):
             plan = EpisodePlan(
@@ -484,7 +486,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 num_episodes * (self.env.num_envs if per_env else 1),
                 first_queued=None if per_env else self._next_episode,
                 min_steps=min_steps,
-                max_length=max_episode_steps if return_rows else None,
+                max_length=max_episode_steps if return_trajectory else None,
             )
             loop.plan = plan
             loop.begin(plan.episode_id)
@@ -497,4 +499,6 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             # episode of its own.
             next_own, loop.plan, loop.block = loop.next_own, None, None
             loop.begin(next_own)
-            return self._carry(), padded if return_rows else acc, episodes
+            if return_trajectory:
+                episodes = episodes.replace(trajectory=padded)
+            return self._carry(), acc, episodes

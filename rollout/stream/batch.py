@@ -76,13 +76,14 @@ def make_batch(
             trajectory, num_faulty = _drop(trajectory)
     else:
         assert options.max_episode_steps is not None  # `Options` has checked it
-        carry, trajectory, episodes = collector.collect_episodes(
+        carry, episodes = collector.collect_episodes(
             carry,
             params,
             options.episodes_per_batch,
             max_episode_steps=options.max_episode_steps,
-            return_rows=True,
+            return_trajectory=True,
         )
+        trajectory, episodes = episodes.trajectory, episodes.replace(trajectory=())
     result = complete(options, carry, window, trajectory, episodes, num_faulty)
     if (sharding := sharding_of(collector.env)) and options.postprocess is None:
         # Placed as `memory` is, so that a later batch can be written there.

@@ -213,13 +213,15 @@ class HostMaker:
                 trajectory = jax.tree.map(lambda *x: jnp.concatenate(x), *job.parts)
         else:
             assert options.max_episode_steps is not None  # `Options` has checked it
-            job.latest, trajectory, episodes = collector.collect_episodes(
+            job.latest, episodes = collector.collect_episodes(
                 job.latest,
                 params,
                 options.episodes_per_batch,
                 max_episode_steps=options.max_episode_steps,
-                return_rows=True,
+                return_trajectory=True,
             )
+            trajectory = episodes.trajectory
+            episodes = episodes.replace(trajectory=())
         num_faulty = np.int32(collector.fault_stats.faulty_episodes - before)
         result = self._complete((), window, trajectory, episodes, num_faulty)
         result = jax.block_until_ready(result._replace(carry=job.latest))

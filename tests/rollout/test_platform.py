@@ -14,7 +14,7 @@ def collect(kind):
     if kind == "padded":
         return raw(
             collector.collect_episodes(
-                carry, None, 7, max_episode_steps=11, return_rows=True
+                carry, None, 7, max_episode_steps=11, return_trajectory=True
             )
         )
     count = lambda acc, row: acc + 1  # noqa: E731  (also rows that are void)

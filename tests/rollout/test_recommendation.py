@@ -80,9 +80,10 @@ def play(collectors, num_episodes=NUM_EPISODES):
 
     def play_one(collector):
         carry = collector.init(jax.random.key(0))
-        return collector.collect_episodes(
-            carry, SCORES, num_episodes, max_episode_steps=16, return_rows=True
-        )[1:]
+        _, episodes = collector.collect_episodes(
+            carry, SCORES, num_episodes, max_episode_steps=16, return_trajectory=True
+        )
+        return episodes.trajectory, episodes
 
     return {name: play_one(collector) for name, collector in collectors.items()}
 

@@ -70,8 +70,8 @@ def played():
             row=recording.step(*start)[1],
             total=recording.fold_steps(*start, note, 0.0, num_steps=NUM_STEPS)[1],
             padded=recording.collect_episodes(
-                *start, 5, max_episode_steps=7, return_rows=True
-            )[1:],
+                *start, 5, max_episode_steps=7, return_trajectory=True
+            )[1],
         )
 
     return jax.device_get(run(jax.random.key(0)))
@@ -115,7 +115,7 @@ def test_single_steps_and_folds_hand_out_what_is_recorded(played):
 
 
 def test_episodes_are_stored_as_recorded_and_counted_raw(played):
-    padded, episodes = played.padded
+    episodes, padded = played.padded, played.padded.trajectory
     length = episodes.episode_length
     np.testing.assert_array_equal(episodes.episode_return, length * (length + 1) / 2)
     step = np.arange(1, 8)[:, None]

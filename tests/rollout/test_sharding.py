@@ -142,7 +142,7 @@ def methods(collector, carry):
         "episodes": collector.collect_episodes(*args, 3 * B + 1, **limit),
         "per env": collector.collect_episodes(*args, 2, **limit, per_env=True),
         "padded": collector.collect_episodes(
-            *args, 2 * B + 3, max_episode_steps=15, return_rows=True
+            *args, 2 * B + 3, max_episode_steps=15, return_trajectory=True
         ),
     }
 
@@ -390,7 +390,7 @@ APART = {
     "fold": lambda x, *args: x.fold_steps(*args, lambda acc, _: acc, 0, num_steps=2),
     "episodes": lambda x, *args: x.collect_episodes(*args, 2, max_episode_steps=3),
     "padded": lambda x, *args: x.collect_episodes(
-        *args, 2, max_episode_steps=3, return_rows=True
+        *args, 2, max_episode_steps=3, return_trajectory=True
     ),
     "evaluate": lambda x, carry, params: rollout.evaluate(x, params, carry.key, 2),
     "Stream": lambda x, carry, params: next(

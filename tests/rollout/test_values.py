@@ -246,10 +246,11 @@ def test_cut_episode_has_the_value_of_its_last_observation():
     def play(collector):
         carry = collector.init(jax.random.key(1))
         return collector.collect_episodes(
-            carry, PARAMS, 9, max_episode_steps=4, return_rows=True
+            carry, PARAMS, 9, max_episode_steps=4, return_trajectory=True
         )
 
-    _, t, episodes = jax.device_get(play(make("never")))
+    _, episodes = jax.device_get(play(make("never")))
+    t = episodes.trajectory
     assert episodes.finished.any()
     assert not episodes.finished.all()
     cut = t.truncated & ~t.terminated

@@ -143,10 +143,10 @@ def hash_all(env_name: str, policy_name: str, streams=tuple(STREAMS)) -> dict[st
         carry, params, 2, max_episode_steps=14, per_env=True
     )
     hashes["per_env"] = digest(carry)
-    result = collector.collect_episodes(
-        carry, params, 5, max_episode_steps=14, return_rows=True
+    carry, episodes = collector.collect_episodes(
+        carry, params, 5, max_episode_steps=14, return_trajectory=True
     )
-    hashes["padded"] = digest(result[:2])
+    hashes["padded"] = digest((carry, episodes.trajectory))
     for name in streams:
         hashes[f"stream {name}"] = hash_stream(collector, **STREAMS[name])
     return hashes

@@ -263,13 +263,13 @@ CALLS = {
         carry, None, 3, max_episode_steps=6, per_env=True
     ),
     "padded episodes": lambda x, carry: x.collect_episodes(
-        carry, None, 7, max_episode_steps=6, return_rows=True
+        carry, None, 7, max_episode_steps=6, return_trajectory=True
     ),
     "rows of enough steps": lambda x, carry: x.collect_episodes(
-        carry, None, 9, max_episode_steps=6, min_steps=17, return_rows=True
+        carry, None, 9, max_episode_steps=6, min_steps=17, return_trajectory=True
     ),
     "rows of each lane": lambda x, carry: x.collect_episodes(
-        carry, None, 3, max_episode_steps=6, per_env=True, return_rows=True
+        carry, None, 3, max_episode_steps=6, per_env=True, return_trajectory=True
     ),
     "folded steps": lambda x, carry: x.fold_steps(
         carry, None, count_rows, NOTHING, num_steps=150

@@ -126,9 +126,10 @@ def test_params_obs_and_action_come_through():
         )
         assert_type(episodes, rollout.types.Episodes)
         assert episodes.episode_return.shape == (2,)
-        carry, rows, episodes = collector.collect_episodes(
-            carry, params, 2, max_episode_steps=5, return_rows=True
+        carry, episodes = collector.collect_episodes(
+            carry, params, 2, max_episode_steps=5, return_trajectory=True
         )
+        rows = episodes.trajectory
         assert_type(rows, rollout.Transition[jax.Array, jax.Array])
         assert rows.obs.shape == (5, 2, 4)
 

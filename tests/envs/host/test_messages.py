@@ -105,7 +105,10 @@ CALLS = [
     ),
     (lambda: envs.from_gymnasium(3, 2), "`env` must be an id, a function that"),
     (lambda: envs.from_gymnasium(Count, 0), "`num_envs` must be an int of at least 1"),
-    (lambda: vector(num_envs=3), "`num_envs`, `num_workers` and options must be left out"),
+    (
+        lambda: vector(num_envs=3),
+        "`num_envs`, `num_workers` and options must be left out",
+    ),
     (lambda: vector("SAME_STEP"), "DISABLED or NEXT_STEP, got SAME_STEP: pass"),
     (lambda: vector(None), "the autoreset mode DISABLED or NEXT_STEP, got None"),
     (lambda: vector(observe_info={"third": 0}), "`observe_info` must have keys of"),

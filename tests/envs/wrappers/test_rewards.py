@@ -133,9 +133,10 @@ def test_environment_that_wants_it_learns_which_episode_it_starts(auto_reset):
     carry = collector.init(jax.random.key(0))
     np.testing.assert_array_equal(carry.obs[:, 0], np.arange(B))
     for first in (0, 11):
-        carry, rows, _ = collector.collect_episodes(
-            carry, None, 11, max_episode_steps=9, return_rows=True
+        carry, episodes = collector.collect_episodes(
+            carry, None, 11, max_episode_steps=9, return_trajectory=True
         )
+        rows = episodes.trajectory
         np.testing.assert_array_equal(rows.obs[0, :, 0], first + np.arange(11))
     carry, trajectory = collector.collect_steps(carry, None, T)
     level = np.asarray(trajectory.obs[..., 0])[np.asarray(trajectory.first)]

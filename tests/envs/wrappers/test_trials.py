@@ -121,9 +121,10 @@ def test_all_episodes_of_a_trial_are_of_its_level():
     @quick_jit
     def levels(key):
         carry, options = collector.init(key), {"max_episode_steps": 30}
-        _, t, _ = collector.collect_episodes(
-            carry, None, 9, return_rows=True, **options
+        _, episodes = collector.collect_episodes(
+            carry, None, 9, return_trajectory=True, **options
         )
+        t = episodes.trajectory
         return t.info, t.mask
 
     level, mask = jax.device_get(levels(KEY))

@@ -172,8 +172,8 @@ def test_end_of_a_batch_and_whole_episodes_tell_final_values():
     def play(collector):
         carry = collector.init(KEY)
         return collector.collect_episodes(
-            carry, PARAMS, 3, max_episode_steps=4, return_rows=True
-        )[1]
+            carry, PARAMS, 3, max_episode_steps=4, return_trajectory=True
+        )[1].trajectory
 
     padded = jax.device_get(play(collector))
     assert padded.final_value[GROUP].shape == (4, 3, 2)

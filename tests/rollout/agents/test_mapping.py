@@ -348,9 +348,15 @@ def test_results_of_exactly_n_episodes_by_policy(mapping):
     collector, params = game(fn)
     stats = rollout.agents.evaluate_agents(collector, params, KEY, 30)
     rows = quick_jit(
-        lambda key: collector.collect_episodes(
-            collector.init(key), params, 30, max_episode_steps=4, return_rows=True
-        )[1]
+        lambda key: (
+            collector.collect_episodes(
+                collector.init(key),
+                params,
+                30,
+                max_episode_steps=4,
+                return_trajectory=True,
+            )[1].trajectory
+        )
     )(KEY)
     player = np.asarray(rows.extras["policy_id"])[0]  # [30, 3], of whole episodes
     for number, name in enumerate("xy"):

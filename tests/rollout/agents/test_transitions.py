@@ -357,9 +357,10 @@ def test_cut_of_the_episode_truncates_who_is_left():
     def play(collector):
         carry = collector.init(KEY)
         pending = rollout.agents.init_agent_transitions(collector, carry)
-        _, trajectory, played = collector.collect_episodes(
-            carry, None, 1, max_episode_steps=2, return_rows=True
+        _, played = collector.collect_episodes(
+            carry, None, 1, max_episode_steps=2, return_trajectory=True
         )
+        trajectory = played.trajectory
         return played, rollout.agents.agent_transitions(pending, trajectory)[1]
 
     played, rows = jax.device_get(play(collector))

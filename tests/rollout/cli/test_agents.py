@@ -64,9 +64,10 @@ def test_table_of_episodes_is_that_of_their_rows(chance):
     table = run(*argv)
     made, params = make_collector(parse(make_parser(), argv))
     carry = made.init(jax.random.key(0))
-    _, trajectory, _ = made.collect_episodes(
-        carry, params, N, max_episode_steps=7, return_rows=True
+    _, episodes = made.collect_episodes(
+        carry, params, N, max_episode_steps=7, return_trajectory=True
     )
+    trajectory = episodes.trajectory
     stats = rollout.agents.summarize_agents(trajectory)
     info = jax.device_get(trajectory.info.agents)
     last = (trajectory.mask.sum(axis=0) - 1, np.arange(N))

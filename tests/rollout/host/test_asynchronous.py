@@ -119,9 +119,10 @@ def test_first_episodes_that_start_are_played(num_episodes):
         np.testing.assert_array_equal(
             episodes.episode_return, length * (length + 1) / 2
         )
-    carry, rows, _ = collector.collect_episodes(
-        carry, None, 5, max_episode_steps=9, return_rows=True
+    carry, episodes = collector.collect_episodes(
+        carry, None, 5, max_episode_steps=9, return_trajectory=True
     )
+    rows = episodes.trajectory
     lengths = np.asarray(rows.mask).sum(axis=0)
     assert (lengths >= 2).all()
     np.testing.assert_array_equal(rows.done.sum(axis=0), 1)

@@ -118,8 +118,8 @@ def test_policy_that_draws_per_episode_gets_the_kernels_keys():
         assert_same(*rows)
         episodes = [
             x.collect_episodes(
-                x.init(KEY), None, 5, max_episode_steps=5, return_rows=True
-            )[1:]
+                x.init(KEY), None, 5, max_episode_steps=5, return_trajectory=True
+            )[1]
             for x in (host, kernel)
         ]
         assert_same(*episodes)

@@ -147,9 +147,10 @@ def test_lost_episode_is_among_the_episodes(num_episodes):
     assert collector.fault_stats.faulty_episodes == int(num_episodes > 1)
     stats = jax.jit(rollout.summarize)(episodes)
     assert int(stats.num_episodes) == expected.sum()
-    _, rows, padded = collector.collect_episodes(
-        carry, None, 2, max_episode_steps=9, return_rows=True
+    _, padded = collector.collect_episodes(
+        carry, None, 2, max_episode_steps=9, return_trajectory=True
     )
+    rows = padded.trajectory
     assert rows.mask.sum() == 10
     assert padded.mask.all()
 

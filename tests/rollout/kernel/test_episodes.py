@@ -165,10 +165,11 @@ def test_window_of_steps_is_biased_where_episodes_are_not():
 
 def test_two_calls_play_the_episodes_of_one_with_numbers_from_0():
     collector, start = fixed_lengths()
-    options = {"max_episode_steps": 6, "per_env": True, "return_rows": True}
-    _, whole, _ = collector.collect_episodes(start, None, 4, **options)
-    carry, first, _ = collector.collect_episodes(start, None, 2, **options)
-    _, second, _ = collector.collect_episodes(carry, None, 2, **options)
+    options = {"max_episode_steps": 6, "per_env": True, "return_trajectory": True}
+    _, whole = collector.collect_episodes(start, None, 4, **options)
+    carry, first = collector.collect_episodes(start, None, 2, **options)
+    _, second = collector.collect_episodes(carry, None, 2, **options)
+    whole, first, second = (x.trajectory for x in (whole, first, second))
     np.testing.assert_array_equal(whole.episode_id[0], np.arange(16))
     halves = np.concatenate([first.episode_id[0], second.episode_id[0]])
     np.testing.assert_array_equal(halves, whole.episode_id[0])
@@ -198,9 +199,10 @@ def test_every_lane_plays_its_number_of_episodes():
     collector, carry = fixed_lengths()
     for _ in range(2):
         carry, _ = collector.collect_steps(carry, None, 3)
-    after, rows, episodes = collector.collect_episodes(
-        carry, None, 3, max_episode_steps=6, per_env=True, return_rows=True
+    after, episodes = collector.collect_episodes(
+        carry, None, 3, max_episode_steps=6, per_env=True, return_trajectory=True
     )
+    rows = episodes.trajectory
     np.testing.assert_array_equal(episodes.lane, list(range(4)) * 3)
     np.testing.assert_array_equal(episodes.episode_length, [2, 3, 4, 5] * 3)
     assert episodes.finished.all()
@@ -369,10 +371,11 @@ def test_padded_episodes_hold_every_row_and_are_cut_at_max_length():
 
     @jax.jit
     def play(carry):
-        played = collector.collect_episodes(
-            carry, None, 10, max_episode_steps=4, return_rows=True
+        carry, episodes = collector.collect_episodes(
+            carry, None, 10, max_episode_steps=4, return_trajectory=True
         )
-        return *played, rollout.summarize(played[1]).num_episodes
+        rows = episodes.trajectory
+        return carry, rows, episodes, rollout.summarize(rows).num_episodes
 
     for call in range(2):
         carry, padded, episodes, num_episodes = jax.device_get(play(carry))

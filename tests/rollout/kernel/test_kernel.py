@@ -307,9 +307,10 @@ def test_keys_in_info_are_padded_like_anything_else():
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(jax.random.key(0))
-    _, padded, _ = collector.collect_episodes(
-        carry, None, 4, max_episode_steps=3, return_rows=True
+    _, episodes = collector.collect_episodes(
+        carry, None, 4, max_episode_steps=3, return_trajectory=True
     )
+    padded = episodes.trajectory
     got = np.asarray(jax.random.key_data(padded.info["state"]["key"]))
     assert got.shape[:2] == (3, 4)
     assert got[0].any()

@@ -20,10 +20,12 @@ def test_batches_of_episodes_are_those_of_the_queue(prefetch):
     collector, params = make_learner(), {"odds": jnp.float32(0.5)}
     carry = collector.init(jax.random.key(7))
     for number, batch in enumerate(batches):
-        carry, trajectory, episodes = collector.collect_episodes(
-            carry, params, 5, max_episode_steps=6, return_rows=True
+        carry, episodes = collector.collect_episodes(
+            carry, params, 5, max_episode_steps=6, return_trajectory=True
         )
+        trajectory = episodes.trajectory
         chex.assert_trees_all_equal(raw(batch.trajectory), raw(trajectory))
+        episodes = episodes.replace(trajectory=())
         chex.assert_trees_all_equal(batch.episodes, episodes)
         assert batch.steps == int(trajectory.mask.sum()) == int(batch.stats.num_steps)
         # Episode e of the queue is number -1 - e: 5 in a batch, none twice.
