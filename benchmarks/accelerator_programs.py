@@ -123,7 +123,9 @@ def _buffer(kind: Any, method: str, **options: Any) -> Made:
         return lambda s, key: buffer.sample(s, key, BATCH_SIZE), (state, KEY), {}
     indices = jax.ShapeDtypeStruct((BATCH_SIZE,), jnp.int32)
     priorities = jax.ShapeDtypeStruct((BATCH_SIZE,), jnp.float32)
-    update = jax.jit(lambda s, i, p: buffer.update(s, i, p), donate_argnums=0)
+    update = jax.jit(
+        lambda s, i, p: buffer.update_priorities(s, i, p), donate_argnums=0
+    )
     return update, (state, indices, priorities), {}
 
 

@@ -75,7 +75,9 @@ def ours(
         if kind != "prioritized":
             return state, buffer.sample(state, key, SAMPLE)
         batch = buffer.sample(state, key, SAMPLE, beta=BETA)
-        return buffer.update(state, batch.indices, batch.weights + 0.1), batch
+        return buffer.update_priorities(
+            state, batch.indices, batch.weights + 0.1
+        ), batch
 
     return buffer.init(step), run
 

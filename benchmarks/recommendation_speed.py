@@ -91,7 +91,7 @@ def make_collector(num_items: int, num_lanes: int) -> rollout.Collector:
         envs.recommendation.RecommendationEnv(feedback, rule, max_turn=MAX_TURN)
     )
     policy = rollout.random_policy(
-        env.action_space, action_mask_fn=lambda obs: obs["mask"]
+        env.action_space, action_mask_fn=lambda obs: obs["action_mask"]
     )
     return lanes(env, num_lanes, policy, record_fn=without_masks)
 
@@ -132,7 +132,7 @@ def memory(collector: rollout.Collector) -> tuple[float, float]:
     )
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
     rows = jax.eval_shape(lambda: collect(*args))[1]
-    masks = 2 * size(carry.obs["mask"])  # shown, and of the next observation
+    masks = 2 * size(carry.obs["action_mask"])  # shown, and of the next observation
     env = jax.tree.map(jnp.asarray, jax.tree.leaves(collector.env))
     return total, size(rows) + masks + size(env)
 

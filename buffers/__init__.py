@@ -8,7 +8,7 @@ devices. `rollout.checkpoint` saves a state.
 `replay` has the methods that all buffers share, `prioritized` and `episodic` what
 theirs do otherwise, and `sharded_buffer` has `shard`. Below them: `ring` and
 `final_obs` write, `neighbours` reads from row to row, `sampling` and `sum_tree` draw,
-`gather` builds batches from drawn rows. `types` has the containers, and `fields` reads
+`batches` builds batches from drawn rows. `types` has the containers, and `fields` reads
 fields by name. `rollout.buffers.offline` fills buffers with recorded data, and writes
 their episodes as datasets.
 """

@@ -10,7 +10,7 @@ from jax import lax
 
 from rollout import checks
 from rollout.buffers import neighbours, ring, sampling, sum_tree
-from rollout.buffers.gather import SampleOptions
+from rollout.buffers.batches import SampleOptions
 from rollout.buffers.replay import ReplayBuffer, as_rows, jit_method
 from rollout.buffers.types import PrioritizedState
 from rollout.envs.types import ArrayTree
@@ -23,7 +23,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     """A ring of transitions per lane, sampled in proportion to `priority ** alpha`.
 
     New rows get the largest priority seen so far, at first 1. A row whose priority is 0
-    is never sampled. The methods are those of `ReplayBuffer`, and `update`.
+    is never sampled. The methods are those of `ReplayBuffer`, and `update_priorities`.
 
     A sample has one transition from each of `batch_size` equal shares of the sum, with
     the weight `(1 / (N P(i))) ** beta`, divided by the largest one in the batch. `beta`
@@ -73,7 +73,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         return state.replace(ring=written, priorities=priorities)
 
     @jit_method()
-    def update(
+    def update_priorities(
         self, state: PrioritizedState, indices: jax.Array, priorities: jax.Array
     ) -> PrioritizedState:
         """Sets the priorities of rows.
@@ -162,6 +162,6 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         mass = jnp.where(usable, tree[0][row], jnp.inf)
         beta = jnp.asarray(_BETA if options.beta is None else options.beta, jnp.float32)
         weights = (mass / jnp.min(mass)) ** -beta
-        # The barrier makes an `update` of these rows wait until the weights have read
+        # The barrier makes an update of these rows wait until the weights have read
         # the sums, so that it writes in place.
         return lax.optimization_barrier((row, jnp.where(usable, weights, 0)))

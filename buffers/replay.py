@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from rollout import checks, programs
-from rollout.buffers import fields, gather, neighbours, ring, sampling
+from rollout.buffers import batches, fields, neighbours, ring, sampling
 from rollout.buffers.types import Batch, RingState, Sequences
 from rollout.envs.types import ArrayTree
 
@@ -170,7 +170,7 @@ class ReplayBuffer(struct.PyTreeNode):
         n_step: int | None = None,
         gamma: float | jax.Array | None = None,
         stack: int | None = None,
-        relabel_fn: gather.RelabelFn | None = None,
+        relabel_fn: batches.RelabelFn | None = None,
         horizon: int = 64,
     ) -> Batch:
         """Draws `batch_size` transitions with replacement.
@@ -223,7 +223,7 @@ class ReplayBuffer(struct.PyTreeNode):
             # If it is not to be found in the cache of `jit`: a new object.
             known = programs.static(relabel_fn, state, key, beta, gamma)
             relabel_fn = known or functools.partial(relabel_fn)
-        options = gather.SampleOptions(
+        options = batches.SampleOptions(
             batch_size=batch_size,
             beta=beta,
             n_step=n_step,
@@ -266,7 +266,7 @@ class ReplayBuffer(struct.PyTreeNode):
         """
         if beta is not None:
             checks.fraction("beta", beta)
-        options = gather.SampleOptions(batch_size=batch_size, beta=beta, length=length)
+        options = batches.SampleOptions(batch_size=batch_size, beta=beta, length=length)
         return self._sample(state, key, options)
 
     @jit_method("batch_size", "max_length")
@@ -305,7 +305,7 @@ class ReplayBuffer(struct.PyTreeNode):
         found = neighbours.is_stored(state.ring, last) & is_end(last)
         first = neighbours.first_of(state.ring, last)
         weights = found.astype(jnp.float32)
-        return gather.sequences(state.ring, first, weights, max_length)
+        return batches.sequences(state.ring, first, weights, max_length)
 
     @jit_method("max_length")
     def count_episodes(self, state: ArrayTree, max_length: int) -> jax.Array:
@@ -331,7 +331,7 @@ class ReplayBuffer(struct.PyTreeNode):
         return neighbours.count(state.ring, is_lost)
 
     @jit_method()
-    def get(self, state: ArrayTree, indices: jax.Array) -> ArrayTree:
+    def gather(self, state: ArrayTree, indices: jax.Array) -> ArrayTree:
         """Reads rows.
 
         Args:
@@ -342,7 +342,7 @@ class ReplayBuffer(struct.PyTreeNode):
             `[..., *leaf]`, like the transition of `init`. A field `mask` is False
             where there is no such row, or its successor is missing.
         """
-        return gather.get(state.ring, as_rows(indices))
+        return batches.read(state.ring, as_rows(indices))
 
     @jit_method()
     def to_trajectory(self, state: ArrayTree) -> tuple[ArrayTree, jax.Array]:
@@ -360,7 +360,7 @@ class ReplayBuffer(struct.PyTreeNode):
         slot = ((memory.head - memory.size)[None] + time) % memory.num_slots
         row = slot * memory.num_envs + lane
         mask = (time < memory.size[None]) & neighbours.has_successor(memory, row)
-        return gather.get(memory, row), mask
+        return batches.read(memory, row), mask
 
     def _add(self, state: Any, rows: ArrayTree, mask: jax.Array) -> Any:
         """Stores rows `[T, B, ...]` where `mask`, `[T, B]` bool."""
@@ -368,7 +368,7 @@ class ReplayBuffer(struct.PyTreeNode):
 
     @jit_method()
     def _sample(
-        self, state: ArrayTree, key: chex.PRNGKey, options: gather.SampleOptions
+        self, state: ArrayTree, key: chex.PRNGKey, options: batches.SampleOptions
     ) -> Any:
         """Checks the arguments of a sample, and draws it."""
         self._check_state(state)
@@ -377,18 +377,18 @@ class ReplayBuffer(struct.PyTreeNode):
         return self._draw_batch(state, key, options)
 
     def _draw_batch(
-        self, state: ArrayTree, key: chex.PRNGKey, options: gather.SampleOptions
+        self, state: ArrayTree, key: chex.PRNGKey, options: batches.SampleOptions
     ) -> Batch | Sequences:
         read_key = key
         if options.relabel_fn is not None:
             key, read_key = jax.random.split(key)
         row, weights = self._draw(state, key, options)
         if options.length is not None:
-            return gather.sequences(state.ring, row, weights, options.length)
-        return gather.transitions(state.ring, row, weights, read_key, options)
+            return batches.sequences(state.ring, row, weights, options.length)
+        return batches.transitions(state.ring, row, weights, read_key, options)
 
     def _draw(
-        self, state: ArrayTree, key: chex.PRNGKey, options: gather.SampleOptions
+        self, state: ArrayTree, key: chex.PRNGKey, options: batches.SampleOptions
     ) -> tuple[jax.Array, jax.Array]:
         """Draws `[S]` rows and their weights; the weight of an unusable row is 0."""
         if options.beta is not None:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rollout import checks, programs
-from rollout.buffers.gather import SampleOptions
+from rollout.buffers.batches import SampleOptions
 from rollout.buffers.replay import ReplayBuffer, jit_method
 from rollout.buffers.types import Batch, RingState, Sequences
 from rollout.envs.types import ArrayTree

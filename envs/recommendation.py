@@ -148,9 +148,9 @@ class RecommendationEnv(struct.PyTreeNode):
     """Users, one drawn for each episode, who rate the items they are shown.
 
     The action is an item; the reward is the feedback of the user. The observation is
-    `{"user": () int32, "item": () int32, "mask": [I] bool}`: the user, the last item,
-    and the items that may be recommended: all, or those whose feedback is `known`.
-    Before the first item, `item` is the number I, which is no item. An episode
+    `{"user": () int32, "item": () int32, "action_mask": [I] bool}`: the user, the last
+    item, and the items that may be recommended: all, or those whose feedback is
+    `known`. Before the first item, `item` is the number I, which is no item. An episode
     terminates when the user leaves and is truncated after `max_turn` items. The mask is
     advice: an item outside it may be recommended, and its feedback counts.
 
@@ -238,7 +238,7 @@ class RecommendationEnv(struct.PyTreeNode):
             {
                 "user": Discrete(self.num_users),
                 "item": Discrete(self.num_items + 1),
-                "mask": Box(False, True, (self.num_items,), jnp.dtype(bool)),
+                "action_mask": Box(False, True, (self.num_items,), jnp.dtype(bool)),
             }
         )
 
@@ -304,7 +304,7 @@ class RecommendationEnv(struct.PyTreeNode):
     def _observe(self, user: jax.Array, item: jax.Array) -> dict[str, jax.Array]:
         every = jnp.ones(self.num_items, bool)
         mask = every if self.known is None else self.known[user]
-        return {"user": user, "item": item, "mask": mask}
+        return {"user": user, "item": item, "action_mask": mask}
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -596,6 +596,12 @@ def is_mask(path: Any) -> bool:
     return MASK in (getattr(last, "key", None), getattr(last, "name", None))
 
 
+def get_action_mask(obs: ArrayTree) -> jax.Array | None:
+    """Returns the entry `action_mask` of an observation, None if there is none."""
+    leaves = jax.tree.leaves_with_path(obs)
+    return next((x for path, x in leaves if is_mask(path)), None)
+
+
 def narrow(dtype: Any) -> np.dtype:
     """Returns the dtype with at most 32 bits, as jax has it by default."""
     return jnp.dtype(_NARROW.get(str(jnp.dtype(dtype)), dtype))

@@ -63,8 +63,8 @@ class EnvStep(struct.PyTreeNode, Generic[StateT, ObsT], kw_only=True):
     obs: ObsT
     reward: Any  # (), an array or a number of Python
     terminated: Any  # (), an array or a bool of Python
-    truncated: Any  # (), an array or a bool of Python
-    info: ArrayTree
+    truncated: Any = False  # (), an array or a bool of Python
+    info: ArrayTree = struct.field(default_factory=dict)
     raw_reward: Any = None  # ()
 
 

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Folders of the repository; `rollout` has links to the other two.
 FOLDERS = {"buffers": "rollout.buffers", "envs": "rollout.envs", "rollout": "rollout"}
 PACKAGES = tuple(FOLDERS.values())
-MOST_FLOORS = 11
+MOST_FLOORS = 12
 # What all rooms stand on.
 GROUND = {
     *("envs.types", "envs.prng", "envs.spaces", "envs.masked_update"),

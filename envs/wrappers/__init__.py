@@ -8,7 +8,7 @@ wraps a `VectorEnv`, with the statistics of `running_stats`.
 
 from rollout.envs.wrappers.actions import ActionRepeat, RescaleAction
 from rollout.envs.wrappers.endings import FixedLength, TimeLimit, TruncateOnNonFinite
-from rollout.envs.wrappers.flatten import FlattenObs, flatten_obs, mask_in
+from rollout.envs.wrappers.flatten import FlattenObs, flatten_obs
 from rollout.envs.wrappers.history import History, NoRepeat
 from rollout.envs.wrappers.normalize import (
     NormalizeObs,
@@ -46,6 +46,5 @@ __all__ = [
     "Trials",
     "TruncateOnNonFinite",
     "flatten_obs",
-    "mask_in",
     "normalize_obs",
 ]

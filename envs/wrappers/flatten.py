@@ -13,6 +13,7 @@ from rollout.envs.spaces import (
     Discrete,
     MultiDiscrete,
     as_space,
+    get_action_mask,
     is_mask,
     one_of,
 )
@@ -27,7 +28,8 @@ def flatten_obs(space: AnySpace, obs: ArrayTree) -> jax.Array:
     The parts of a `Dict` or `Tuple` are flattened and put one after another, in the
     order of `jax.tree.leaves`. A `Discrete` part becomes one-hot, and so does each
     entry of a `MultiDiscrete`; flags and other numbers become floats. An entry
-    `action_mask` of a `Dict` or NamedTuple is left out; see `mask_in`.
+    `action_mask` of a `Dict` or NamedTuple is left out; see
+    `rollout.envs.spaces.get_action_mask`.
 
     Args:
         space: the space of one observation.
@@ -49,12 +51,6 @@ def flatten_obs(space: AnySpace, obs: ArrayTree) -> jax.Array:
     pairs = zip(leaves, spaces, strict=True)
     flat = [_flat(part, x) for (path, x), part in pairs if not is_mask(path)]
     return jnp.concatenate(flat, axis=-1)
-
-
-def mask_in(obs: ArrayTree) -> jax.Array | None:
-    """Returns the entry `action_mask` of an observation, None if there is none."""
-    leaves = jax.tree.leaves_with_path(obs)
-    return next((x for path, x in leaves if is_mask(path)), None)
 
 
 class FlattenObs(ObsWrapper):
@@ -88,7 +84,7 @@ class FlattenObs(ObsWrapper):
 
     def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Flattens the observation."""
-        flat, mask = flatten_obs(agent.observation_space, obs), mask_in(obs)
+        flat, mask = flatten_obs(agent.observation_space, obs), get_action_mask(obs)
         return (flat if mask is None else {"obs": flat, MASK: mask}), ()
 
 

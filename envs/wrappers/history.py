@@ -16,19 +16,19 @@ from rollout.envs.wrappers.wrapper import Agent, ObsWrapper
 class NoRepeat(ObsWrapper):
     """Masks out actions already taken in the episode, such as items already shown.
 
-    If the observation is a dict with a `mask`, that must be `[n]` bool, as with
+    If the observation is a dict with an `action_mask`, that must be `[n]` bool, as with
     `RecommendationEnv`, and actions already taken become False in it. Any other
-    observation becomes `{"obs": obs, "mask": mask}`. The environment takes masked
-    actions too: an `item_policy` and an `action_mask_fn` obey the mask. An episode may
-    go on after every action was taken. The `item` of a first observation that is a dict
-    counts as taken, such as that of `random_first`.
+    observation becomes `{"obs": obs, "action_mask": mask}`. The environment takes
+    masked actions too: an `item_policy` and an `action_mask_fn` obey the mask. An
+    episode may go on after every action was taken. The `item` of a first observation
+    that is a dict counts as taken, such as that of `random_first`.
 
     Attributes:
         env: an environment with discrete actions.
 
     Raises:
         ValueError: if the action space is not discrete; while tracing, if there is a
-            `mask` that is not `[n]` bool.
+            `action_mask` that is not `[n]` bool.
     """
 
     def _check(self) -> None:
@@ -41,10 +41,10 @@ class NoRepeat(ObsWrapper):
     def space(self, agent: Agent) -> AnySpace:
         """Space of `obs`."""
         space: Any = agent.observation_space
-        if isinstance(space, Dict) and "mask" in space.spaces:
+        if isinstance(space, Dict) and "action_mask" in space.spaces:
             return space
         mask = Box(False, True, (agent.action_space.n,), jnp.dtype(bool))
-        return Dict({"obs": space, "mask": mask})
+        return Dict({"obs": space, "action_mask": mask})
 
     def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Masks out the actions that were taken."""
@@ -119,13 +119,13 @@ class History(ObsWrapper):
 
 
 def _with_mask(obs: ArrayTree, mask: jax.Array) -> dict[str, ArrayTree]:
-    if not isinstance(obs, dict) or "mask" not in obs:
-        return {"obs": obs, "mask": mask}
-    kinds = [(jnp.shape(x), jnp.result_type(x)) for x in (obs["mask"], mask)]
+    if not isinstance(obs, dict) or "action_mask" not in obs:
+        return {"obs": obs, "action_mask": mask}
+    kinds = [(jnp.shape(x), jnp.result_type(x)) for x in (obs["action_mask"], mask)]
     if kinds[0] != kinds[1]:
         raise ValueError(
-            f"`mask` in the observation must be bool of shape {mask.shape}, one for "
-            f"each action, got {checks.describe(obs['mask'])}: rename it if it is no "
-            "mask of actions."
+            f"`action_mask` in the observation must be bool of shape {mask.shape}, one "
+            f"for each action, got {checks.describe(obs['action_mask'])}: rename it if "
+            "it is no mask of actions."
         )
-    return {**obs, "mask": obs["mask"] & mask}
+    return {**obs, "action_mask": obs["action_mask"] & mask}

@@ -8,7 +8,7 @@ agent; `agent_stats` has the statistics of agents and policies.
 from rollout.agents.agent_stats import (
     AgentMetrics,
     AgentStats,
-    Results,
+    WinDrawLoss,
     evaluate_agents,
     summarize_agents,
 )
@@ -31,7 +31,7 @@ __all__ = [
     "Pending",
     "PerAgent",
     "Population",
-    "Results",
+    "WinDrawLoss",
     "agent_transitions",
     "evaluate_agents",
     "init_agent_transitions",

@@ -21,7 +21,7 @@ from rollout.types import Accumulator, Episodes, PerAgent, Transition
 _NAME = "agents"  # of the accumulator
 
 
-class Results(struct.PyTreeNode, kw_only=True):
+class WinDrawLoss(struct.PyTreeNode, kw_only=True):
     """Results of games: a win is a return above 0, a loss one below, a draw one of 0.
 
     Where two agents of a game have the same policy, both count for it.
@@ -76,7 +76,7 @@ class AgentMetrics(struct.PyTreeNode, kw_only=True):
 
     returns: Moments
     lengths: Moments
-    results: Results
+    results: WinDrawLoss
     accumulated: dict[str, Moments] = struct.field(default_factory=dict)
 
 
@@ -253,7 +253,7 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
 
     def metrics(flag: jax.Array) -> AgentMetrics:
         return AgentMetrics(
-            results=Results(
+            results=WinDrawLoss(
                 wins=_count(flag & (info.agent_return > 0)),
                 draws=_count(flag & (info.agent_return == 0)),
                 losses=_count(flag & (info.agent_return < 0)),

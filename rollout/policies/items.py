@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from rollout import checks, programs
-from rollout.envs.spaces import Discrete
+from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import ArrayTree
 from rollout.policies import masks
 from rollout.policies.basic import stateless_policy
@@ -25,16 +25,6 @@ from rollout.types import Policy
 ScoreFn = Callable[[Any, ArrayTree], Any]
 
 
-def mask_of(obs: ArrayTree) -> jax.Array:
-    """Returns the `mask` of an observation of `RecommendationEnv` or `NoRepeat`.
-
-    Also finds it below `obs`, where wrappers put the observation that they wrap.
-    """
-    while "mask" not in obs:
-        obs = obs["obs"]
-    return obs["mask"]
-
-
 @programs.shared
 def item_policy(
     fn: ScoreFn,
@@ -42,7 +32,7 @@ def item_policy(
     sample: bool = False,
     items: jax.typing.ArrayLike | None = None,
     start: int = 0,
-    action_mask_fn: ActionMaskFn = mask_of,
+    action_mask_fn: ActionMaskFn = get_action_mask,
     value_fn: Callable[[Any, Any], Any] | None = None,
 ) -> Policy:
     """Makes a policy from a function that scores items.
@@ -57,7 +47,7 @@ def item_policy(
             `sample`.
         start: the action of the first item, that of the `Discrete` space.
         action_mask_fn: `obs`, `[B, ...]`, to `[B, I]` bool, the allowed items; by
-            default the `mask` in `obs`.
+            default the `action_mask` in `obs`.
         value_fn: the critic, as `stateless_policy` takes it.
 
     Returns:

@@ -18,9 +18,9 @@ import optax
 from flax import struct
 
 import rollout
-from rollout.envs.spaces import Discrete, EnvSpec
+from rollout.envs.spaces import Discrete, EnvSpec, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers import flatten_obs, mask_in
+from rollout.envs.wrappers import flatten_obs
 from rollout.training import Agent, jit_on_host
 
 
@@ -113,13 +113,13 @@ class Batch(struct.PyTreeNode):
 
 def masked_values(network: Any, params: ArrayTree, obs: ArrayTree) -> jax.Array:
     """Computes the values of all actions, `[..., n]`, -1e9 for invalid actions."""
-    values, action_mask = network.apply(params, obs), mask_in(obs)
+    values, action_mask = network.apply(params, obs), get_action_mask(obs)
     return values if action_mask is None else jnp.where(action_mask, values, -1e9)
 
 
 def action_mask_of(obs: ArrayTree) -> jax.Array:
     """Returns the action mask of an observation as bool."""
-    return jnp.asarray(mask_in(obs), bool)  # in Gymnasium it is int8
+    return jnp.asarray(get_action_mask(obs), bool)  # in Gymnasium it is int8
 
 
 @functools.lru_cache
@@ -151,7 +151,7 @@ def make_policy(
         make_greedy_policy(network, spec),
         spec.action_space,
         epsilon,
-        action_mask_fn=None if mask_in(sample) is None else action_mask_of,
+        action_mask_fn=None if get_action_mask(sample) is None else action_mask_of,
     )
 
 
@@ -331,7 +331,9 @@ class DQN(Agent):
         if config.prioritized:
             # Above 0, so that every row can be sampled again.
             priority = metrics["td_error"] + 0.01
-            buffer_state = self.buffer.update(buffer_state, sample.indices, priority)
+            buffer_state = self.buffer.update_priorities(
+                buffer_state, sample.indices, priority
+            )
         state = state.replace(
             params=params,
             target_params=target_params,

@@ -20,8 +20,9 @@ from flax import struct
 
 import rollout
 from rollout.distributions import ActionDistribution
+from rollout.envs.spaces import get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers import flatten_obs, mask_in
+from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient, normalize
 from rollout.platform import dot_general
 from rollout.targets import explained_variance
@@ -126,14 +127,16 @@ def make_policy(network: Any, distribution: ActionDistribution) -> rollout.Polic
 
     def sample(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> Any:
         outputs, value = network.apply(params, obs)
-        raw_action = distribution.sample(outputs, key, mask_in(obs))
-        log_prob = distribution.log_prob(outputs, raw_action, mask_in(obs))
+        raw_action = distribution.sample(outputs, key, get_action_mask(obs))
+        log_prob = distribution.log_prob(outputs, raw_action, get_action_mask(obs))
         extras = {"raw_action": raw_action, "log_prob": log_prob, "value": value}
         return distribution.postprocess(raw_action), extras
 
     def mode(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> Any:
         outputs, _ = network.apply(params, obs)
-        return distribution.postprocess(distribution.mode(outputs, mask_in(obs))), ()
+        return distribution.postprocess(
+            distribution.mode(outputs, get_action_mask(obs))
+        ), ()
 
     def value(params: ArrayTree, obs: ArrayTree) -> jax.Array:
         return network.apply(params, obs)[1]
@@ -295,7 +298,7 @@ class PPO(Agent):
         Returns:
             `[M]` loss, and metrics of every row, `[M]` by name.
         """
-        config, mask = self.config, mask_in(batch.obs)
+        config, mask = self.config, get_action_mask(batch.obs)
         outputs, value = self.model.apply(params, batch.obs)
         log_prob = self.distribution.log_prob(outputs, batch.raw_action, mask)
         log_ratio = log_prob - batch.log_prob

@@ -19,9 +19,9 @@ import optax
 from flax import struct
 
 import rollout
-from rollout.envs.spaces import Discrete, EnvSpec
+from rollout.envs.spaces import Discrete, EnvSpec, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers import flatten_obs, mask_in
+from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient
 from rollout.platform import dot_general
 from rollout.training import Agent, jit_on_host
@@ -98,13 +98,13 @@ class Batch(struct.PyTreeNode):
 
 def masked_values(network: Any, params: ArrayTree, obs: ArrayTree) -> jax.Array:
     """Computes the values of all actions, `[..., n]`, -1e9 for invalid actions."""
-    values, action_mask = network.apply(params, obs), mask_in(obs)
+    values, action_mask = network.apply(params, obs), get_action_mask(obs)
     return values if action_mask is None else jnp.where(action_mask, values, -1e9)
 
 
 def action_mask_of(obs: ArrayTree) -> jax.Array:
     """Returns the action mask of an observation as bool."""
-    return jnp.asarray(mask_in(obs), bool)  # in Gymnasium it is int8
+    return jnp.asarray(get_action_mask(obs), bool)  # in Gymnasium it is int8
 
 
 @functools.lru_cache
@@ -145,7 +145,7 @@ def make_policy(
         make_greedy_policy(network, spec),
         spec.action_space,
         epsilon,
-        action_mask_fn=None if mask_in(sample) is None else action_mask_of,
+        action_mask_fn=None if get_action_mask(sample) is None else action_mask_of,
     )
 
 

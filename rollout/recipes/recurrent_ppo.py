@@ -21,8 +21,9 @@ from flax import struct
 
 import rollout
 from rollout.distributions import ActionDistribution
+from rollout.envs.spaces import get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers import flatten_obs, mask_in
+from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient, normalize
 from rollout.platform import dot_general
 from rollout.targets import explained_variance
@@ -165,8 +166,8 @@ def make_policy(network: Any, distribution: ActionDistribution) -> rollout.Polic
         params: ArrayTree, obs: ArrayTree, memory: ArrayTree, key: chex.PRNGKey
     ) -> Any:
         memory, (outputs, value) = network.apply(params, memory, obs)
-        raw_action = distribution.sample(outputs, key, mask_in(obs))
-        log_prob = distribution.log_prob(outputs, raw_action, mask_in(obs))
+        raw_action = distribution.sample(outputs, key, get_action_mask(obs))
+        log_prob = distribution.log_prob(outputs, raw_action, get_action_mask(obs))
         extras = {"raw_action": raw_action, "log_prob": log_prob, "value": value}
         return distribution.postprocess(raw_action), memory, extras
 
@@ -174,7 +175,7 @@ def make_policy(network: Any, distribution: ActionDistribution) -> rollout.Polic
         params: ArrayTree, obs: ArrayTree, memory: ArrayTree, key: chex.PRNGKey
     ) -> Any:
         memory, (outputs, _) = network.apply(params, memory, obs)
-        raw_action = distribution.mode(outputs, mask_in(obs))
+        raw_action = distribution.mode(outputs, get_action_mask(obs))
         return distribution.postprocess(raw_action), memory, ()
 
     def value(params: ArrayTree, obs: ArrayTree, memory: ArrayTree) -> jax.Array:
@@ -355,7 +356,7 @@ class RecurrentPPO(Agent):
         Returns:
             `[T, M]` loss, and metrics of every step, `[T, M]` by name.
         """
-        config, mask, model = self.config, mask_in(batch.obs), self.model
+        config, mask, model = self.config, get_action_mask(batch.obs), self.model
         _, features = rollout.policies.unroll(
             lambda memory, obs: model.apply(params, memory, obs, method="encode"),
             jax.tree.map(lambda x: x[0], batch.initial_memory),

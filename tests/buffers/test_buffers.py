@@ -131,7 +131,7 @@ def test_training_step_of_add_and_sample_writes_in_place(kind, successor):
             state = buffer.add(state, chunk)
             batch = buffer.sample(state, key, 8, n_step=2, gamma=GAMMA, **beta)
             if kind == "prioritized":
-                state = buffer.update(state, batch.indices, batch.weights)
+                state = buffer.update_priorities(state, batch.indices, batch.weights)
             return state, batch.experience.reward.sum()
 
         return jax.lax.scan(step, state, jax.random.split(key, 5))
@@ -239,7 +239,7 @@ def test_leaf_may_be_empty():
     rows = {"nothing": np.zeros((3, 2, 0), np.float32)}
     rows["id"] = np.arange(6, dtype=np.int32).reshape(3, 2)
     state = buffer.add(buffer.init(jax.tree.map(lambda x: x[0], rows)), rows)
-    read = jax.jit(lambda state: buffer.get(state, [0, 5]))(state)  # also a list
+    read = jax.jit(lambda state: buffer.gather(state, [0, 5]))(state)  # also a list
     assert read["nothing"].shape == (2, 0)
     assert read["id"].tolist() == [0, 5]
 

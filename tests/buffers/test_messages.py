@@ -56,7 +56,7 @@ def prioritized_sample(beta):
 
 def update(priorities, indices=(0, 1)):
     made, state = filled(buffers.PrioritizedReplayBuffer)
-    return made.update(state, jnp.asarray(indices), priorities)
+    return made.update_priorities(state, jnp.asarray(indices), priorities)
 
 
 def add(rows):
@@ -216,7 +216,7 @@ REFUSED = {
     # Recorded data.
     "`reward` must be one number per row": [lambda: from_data(reward=np.ones((5, 1)))],
     "`indices` must be integers": [
-        lambda: buffer().get(filled()[1], jnp.zeros(2)),
+        lambda: buffer().gather(filled()[1], jnp.zeros(2)),
         # A mask in their place would set the priorities of rows 0 and 1.
         lambda: update(jnp.ones(2), (True, False)),
     ],

@@ -105,7 +105,7 @@ def test_any_sequence_of_chunks_has_the_same_bits(kind, successor, size):
             if kind == "prioritized":  # some rows of no priority, some twice
                 indices = rng.integers(num_slots * num_envs, size=4).astype(np.int32)
                 priorities = jnp.asarray([0.0, 0.0, 0.5, 2.0])
-                states = [buffer.update(states[0], indices, priorities)] * 2
+                states = [buffer.update_priorities(states[0], indices, priorities)] * 2
             check_equal(*(read(states[0], 4 * seed + number) for read in reads))
 
 

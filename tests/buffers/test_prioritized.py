@@ -21,7 +21,7 @@ VALUES = ([0.0, 1.0, -1.0, np.nan], [0.0, 0.5, 2.0, 9.0, np.inf])
 
 @functools.cache
 def update_program(successor):
-    return quick_jit(programs("prioritized", successor)[0].update)
+    return quick_jit(programs("prioritized", successor)[0].update_priorities)
 
 
 NUM_LANES, NUM_DRAWS = 8, 256
@@ -42,7 +42,7 @@ def small_programs(alpha=ALPHA):
         batch = buffer.sample(state, key, NUM_DRAWS, beta=beta)
         return batch, buffer.can_sample(state, 1)
 
-    return buffer, quick_jit(buffer.add), quick_jit(buffer.update), draw
+    return buffer, quick_jit(buffer.add), quick_jit(buffer.update_priorities), draw
 
 
 def filled(priorities, alpha=ALPHA):
@@ -189,7 +189,9 @@ def test_draws_are_proportional_among_the_rows_whose_successor_is_there():
         state = add(state, encode(steps, mask))
     place = indices(state, model)
     priority = np.linspace(0.1, 3, 15)
-    state = buffer.update(state, jnp.arange(15), jnp.asarray(priority, jnp.float32))
+    state = buffer.update_priorities(
+        state, jnp.arange(15), jnp.asarray(priority, jnp.float32)
+    )
     usable = np.sort([place[row] for row in model.usable()])
     assert 6 < len(usable) < 15
     draw = jax.jit(lambda key: buffer.sample(state, key, 16, beta=1.0).indices)

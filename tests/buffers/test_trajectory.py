@@ -72,7 +72,7 @@ def test_goals_are_later_rows_of_the_same_episode():
     def draw(state, key):
         batch = buffer.sample(state, key, size, relabel_fn=relabel, horizon=horizon)
         later, _ = neighbours.window(state, batch.indices, horizon + 1)
-        return batch, buffer.get(state, batch.indices), later
+        return batch, buffer.gather(state, batch.indices), later
 
     batch, rows, later = jax.device_get(draw(state, jax.random.key(0)))
     ahead = batch.experience.reward

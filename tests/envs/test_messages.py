@@ -123,7 +123,7 @@ def pendulum(**params):
 
 def picture(obs):
     """A `mask` that is not about actions."""
-    return {"obs": obs, "mask": jnp.ones((3, 3), bool)}
+    return {"obs": obs, "action_mask": jnp.ones((3, 3), bool)}
 
 
 def mask_picture():
@@ -254,7 +254,10 @@ MESSAGES = [
     (lambda: FixedLength(CountEnv(), 0), "at least 1, got 0"),
     (force_twice, "`info` must be a dict without the names left"),
     (lambda: NoRepeat(pendulum()), "`env` must have a discrete action space"),
-    (mask_picture, "`mask` in the observation must be bool of shape (3,), one for"),
+    (
+        mask_picture,
+        "`action_mask` in the observation must be bool of shape (3,), one for",
+    ),
     (lambda: normalize(()), "`info` must be a dict without the names raw_obs"),
     (lambda: normalize({"raw_obs": jnp.zeros(2)}), "raw_next_obs, got ['raw_obs']"),
     (lambda: envs.NormalizeObs(HostCount(2)), "`rollout.envs.NormalizeHostEnv` norm"),

@@ -95,7 +95,7 @@ def test_environment_plays_the_tables_and_masks_what_is_not_known():
         tables.feedback, max_turn=3, known=tables.known
     )
     policy = rollout.recommendation.item_policy(
-        lambda params, obs: jnp.zeros(obs["mask"].shape)
+        lambda params, obs: jnp.zeros(obs["action_mask"].shape)
     )
     collector = rollout.Collector(env=envs.vectorize(env, 8), policy=policy)
 
@@ -106,8 +106,8 @@ def test_environment_plays_the_tables_and_masks_what_is_not_known():
     rows = jax.device_get(run(jax.random.key(0)))
     user, next_user = rows.obs["user"], rows.next_obs["user"]
     assert len(np.unique(user)) > 3
-    np.testing.assert_array_equal(rows.obs["mask"], tables.known[user])
-    np.testing.assert_array_equal(rows.next_obs["mask"], tables.known[next_user])
+    np.testing.assert_array_equal(rows.obs["action_mask"], tables.known[user])
+    np.testing.assert_array_equal(rows.next_obs["action_mask"], tables.known[next_user])
     assert tables.known[user, rows.action].all()
     np.testing.assert_array_equal(rows.reward, tables.feedback[user, rows.action])
 
@@ -122,7 +122,11 @@ def test_masked_item_may_be_recommended_unless_no_item_is_shown_twice():
         keys = jax.random.split(key, 4)
         masked = env.step(keys[1], env.reset(keys[0])[0], jnp.int32(1))
         state, obs = once.reset(keys[2])
-        return masked, obs["mask"], once.step(keys[3], state, jnp.int32(0)).obs["mask"]
+        return (
+            masked,
+            obs["action_mask"],
+            once.step(keys[3], state, jnp.int32(0)).obs["action_mask"],
+        )
 
     masked, *masks = jax.device_get(act(jax.random.key(0)))
     assert masked.reward == 1.0

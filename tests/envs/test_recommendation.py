@@ -101,7 +101,7 @@ def walked():
 def test_reward_is_what_the_user_thinks():
     obs, steps, _ = walked()["table"]
     assert obs["item"] == 4
-    assert obs["mask"].all()
+    assert obs["action_mask"].all()
     assert steps.reward.tolist() == [[6.0, 4.0, 4.0]]
     assert steps.obs["item"].tolist() == [[3, 1, 1]]
     assert steps.truncated.tolist() == [[False, False, True]]
@@ -111,7 +111,9 @@ def test_reward_is_what_the_user_thinks():
 def test_feedback_may_be_a_function():
     (_, table, _), (_, function, _) = (walked()[x] for x in ("table", "function"))
     assert table.reward.tolist() == function.reward.tolist()
-    assert table.obs["mask"].shape == function.obs["mask"].shape == (1, 3, 4)
+    assert (
+        table.obs["action_mask"].shape == function.obs["action_mask"].shape == (1, 3, 4)
+    )
 
 
 @pytest.mark.parametrize("name", sorted({*WALKS} - {"beyond"}))
@@ -163,7 +165,7 @@ def test_a_large_catalogue_has_many_lanes():
     def act(key):
         reset_keys, step_keys = jax.random.split(key, (2, num_lanes))
         state, _ = vector.reset(reset_keys)
-        return vector.step(step_keys, state, action).obs["mask"]
+        return vector.step(step_keys, state, action).obs["action_mask"]
 
     mask = np.asarray(act(jax.random.key(0)))
     assert (mask.sum(axis=1) == num_items - 1).all()
@@ -175,4 +177,7 @@ def test_tables_may_be_lists():
     env = envs.recommendation.RecommendationEnv(
         [[1.0, 2.0]], rule, known=[[True, False]]
     )
-    assert jax.jit(env.reset)(jax.random.key(0))[1]["mask"].tolist() == [True, False]
+    assert jax.jit(env.reset)(jax.random.key(0))[1]["action_mask"].tolist() == [
+        True,
+        False,
+    ]

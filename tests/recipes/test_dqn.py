@@ -159,7 +159,9 @@ def test_update_takes_the_steps_of_a_plain_loop(name, key_reuse):
                 )
             if config.prioritized:
                 priorities = np.asarray(error) + np.float32(0.01)
-                buffer_state = buffer.update(buffer_state, sample.indices, priorities)
+                buffer_state = buffer.update_priorities(
+                    buffer_state, sample.indices, priorities
+                )
             metrics.append(step_metrics)
             seen.update(endings)
             errors.append(error)

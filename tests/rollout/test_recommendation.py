@@ -41,7 +41,7 @@ def score(params, obs):
 
 
 def read_mask(obs):
-    return obs["mask"]
+    return obs["action_mask"]
 
 
 KEY = jax.random.key(0)
@@ -117,7 +117,7 @@ def test_rows_are_those_of_a_plain_loop(played, name):
         np.testing.assert_array_equal(here.action[:length], played.item)
         np.testing.assert_array_equal(here.reward[:length], played.reward)
         np.testing.assert_array_equal(here.obs["item"][:length], played.last)
-        np.testing.assert_array_equal(here.obs["mask"][:length], played.mask)
+        np.testing.assert_array_equal(here.obs["action_mask"][:length], played.mask)
         np.testing.assert_array_equal(here.next_obs["item"][:length], played.item)
         np.testing.assert_array_equal(here.next_obs["user"][:length], played.user)
         is_left = here.terminated | here.truncated
@@ -174,9 +174,9 @@ def test_new_episode_begins_with_its_own_observation(collectors):
     first = rows.first
     assert first.sum() > 5 * NUM_LANES
     assert (rows.obs["item"][first] == NUM_ITEMS).all()
-    assert rows.obs["mask"][first].all()  # nothing of the episode before
+    assert rows.obs["action_mask"][first].all()  # nothing of the episode before
     follows = ~first[1:]
-    for name in ("user", "item", "mask"):
+    for name in ("user", "item", "action_mask"):
         old, new = rows.next_obs[name][:-1], rows.obs[name][1:]
         np.testing.assert_array_equal(old[follows], new[follows])
 
@@ -200,7 +200,7 @@ def test_random_first_item_is_not_shown_again():
     first = rows.obs["item"][0]
     assert len(set(first.tolist())) > 5
     assert not (rows.action[:5] == first).any()
-    assert not rows.obs["mask"][0][np.arange(50), first].any()
+    assert not rows.obs["action_mask"][0][np.arange(50), first].any()
 
 
 @pytest.mark.slow

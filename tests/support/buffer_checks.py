@@ -111,7 +111,7 @@ def programs(kind, successor):
         keys = jax.random.split(key, 4)
         return {
             "size": buffer.size(state),
-            "get": buffer.get(state, every),
+            "get": buffer.gather(state, every),
             "n_step": draw(state, keys[0], n_step=N_STEP, gamma=GAMMA, stack=STACK),
             "num_lost": buffer.num_evicted(state),
             "num_episodes": buffer.count_episodes(state, MAX_LENGTH),

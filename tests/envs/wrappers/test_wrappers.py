@@ -578,7 +578,7 @@ def test_history_is_that_of_a_plain_list(name):
 def test_no_repeat_masks_the_actions_of_the_episode():
     first, steps = play("no repeat")
     np.testing.assert_array_equal(steps.obs["obs"][:, 0], np.arange(1, 8))
-    masks = [first["mask"], *steps.obs["mask"]]
+    masks = [first["action_mask"], *steps.obs["action_mask"]]
     for n, mask in enumerate(masks):
         assert mask.tolist() == [x not in ACTIONS[:n] for x in range(3)]
 

@@ -11,7 +11,7 @@ from rollout.envs import Discrete
 
 
 def obs_of(*mask):
-    return {"mask": np.array(mask, bool)}
+    return {"action_mask": np.array(mask, bool)}
 
 
 def apply(policy, params, obs, seed=0):
@@ -21,7 +21,7 @@ def apply(policy, params, obs, seed=0):
 
 
 def scores(params, obs):
-    return jnp.broadcast_to(params, obs["mask"].shape)
+    return jnp.broadcast_to(params, obs["action_mask"].shape)
 
 
 def test_masked_item_does_not_win_against_negative_scores():
@@ -44,7 +44,7 @@ def test_item_that_is_allowed_is_taken_whatever_its_score(sample, worst):
 def test_softmax_draws_allowed_items_as_often_as_it_says():
     policy = rollout.recommendation.item_policy(scores, sample=True)
     params = np.log(np.arange(1, 5, dtype=np.float32))
-    obs = {"mask": np.broadcast_to([True, False, True, True], (8_000, 4))}
+    obs = {"action_mask": np.broadcast_to([True, False, True, True], (8_000, 4))}
     decision = apply(policy, params, obs)
     shares = np.bincount(decision.action, minlength=4) / 8_000
     wanted = np.array([1, 0, 3, 4]) / 8
@@ -72,7 +72,7 @@ def test_continuous_action_is_the_nearest_allowed_item():
     points = rng.normal(size=(100, 4)).astype(np.float32)
     mask = rng.random((100, 30)) < 0.5
     policy = rollout.recommendation.item_policy(lambda params, obs: params, items=items)
-    decision = apply(policy, points, {"mask": mask})
+    decision = apply(policy, points, {"action_mask": mask})
     distance = np.linalg.norm(points[:, None] - items[None], axis=-1)
     wanted = np.where(mask, distance, np.inf).argmin(axis=1)
     np.testing.assert_array_equal(decision.action, wanted)
@@ -92,9 +92,9 @@ def test_random_items_of_a_large_catalogue_are_drawn_evenly(share):
     mask = np.random.default_rng(0).random(num_items) < share
     assert mask.sum() >= 2
     policy = rollout.random_policy(
-        Discrete(num_items), action_mask_fn=lambda obs: obs["mask"]
+        Discrete(num_items), action_mask_fn=lambda obs: obs["action_mask"]
     )
-    obs = {"mask": jnp.broadcast_to(jnp.asarray(mask), (num_lanes, num_items))}
+    obs = {"action_mask": jnp.broadcast_to(jnp.asarray(mask), (num_lanes, num_items))}
     act = jax.jit(lambda obs, key: policy.apply(None, obs, (), key).action)
     drawn = np.concatenate(
         [act(obs, key) for key in jax.random.split(jax.random.key(0), 5)]
@@ -111,9 +111,9 @@ def test_random_items_of_a_large_catalogue_are_drawn_evenly(share):
 @pytest.mark.slow
 def test_random_item_where_none_of_many_is_allowed_is_any():
     policy = rollout.random_policy(
-        Discrete(300), action_mask_fn=lambda obs: obs["mask"]
+        Discrete(300), action_mask_fn=lambda obs: obs["action_mask"]
     )
-    obs = {"mask": jnp.zeros((50, 300), bool)}
+    obs = {"action_mask": jnp.zeros((50, 300), bool)}
     decision = policy.apply(None, obs, (), jax.random.key(0))
     assert decision.extras["no_valid_action"].all()
     assert len(set(decision.action.tolist())) > 30

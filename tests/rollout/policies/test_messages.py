@@ -162,7 +162,10 @@ CASES = [
         lambda: item_policy(jnp.add, sample=True, items=OBS),
         "`sample` must be False where",
     ),
-    (lambda: act(item_policy(lambda p, obs: OBS), {"mask": TWO}), "one bool per lane"),
+    (
+        lambda: act(item_policy(lambda p, obs: OBS), {"action_mask": TWO}),
+        "one bool per lane",
+    ),
 ]
 
 

@@ -80,7 +80,7 @@ def transitions(
     return Batch(experience=experience, indices=row, weights=weights, discount=discount)
 
 
-def get(ring: RingState, row: jax.Array) -> ArrayTree:
+def read(ring: RingState, row: jax.Array) -> ArrayTree:
     """Reads rows of any shape, like those added, with successor and mask.
 
     The mask is False where there is no such row, or its successor is missing.
