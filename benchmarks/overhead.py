@@ -166,8 +166,6 @@ def of_dqn() -> Parts:
         state.buffer_state,
         jax.random.key(2),
         config.batch_size,
-        n_step=config.n_step,
-        gamma=config.gamma,
         beta=config.beta,
     )
 

@@ -17,11 +17,11 @@ RelabelFn = Callable[[chex.PRNGKey, ArrayTree, ArrayTree], ArrayTree]
 
 
 class SampleOptions(struct.PyTreeNode, kw_only=True):
-    """How rows are drawn, and read into a sample: the arguments of `sample`.
+    """How rows are drawn, and read into a sample.
 
     Attributes:
         length: L of `ReplayBuffer.sample_sequences`; None for transitions. The other
-            attributes are arguments of `ReplayBuffer.sample`.
+            attributes are those of the buffer, and arguments of its `sample`.
     """
 
     batch_size: int = struct.field(pytree_node=False)
@@ -34,19 +34,10 @@ class SampleOptions(struct.PyTreeNode, kw_only=True):
     horizon: int = struct.field(pytree_node=False, default=64)
 
     def check(self) -> None:
-        """Raises `ValueError` unless the options are valid, and go together."""
-        for name in ("batch_size", "length", "n_step", "stack", "horizon"):
-            if getattr(self, name) is not None:
-                checks.int_between(name, getattr(self, name))
-        if (self.n_step is None) != (self.gamma is None):
-            only = "n_step" if self.gamma is None else "gamma"
-            raise ValueError(f"`n_step` and `gamma` go together, got only `{only}`.")
-        if self.relabel_fn is not None:
-            checks.function("relabel_fn", self.relabel_fn)
-            if self.n_step or self.stack:
-                raise ValueError(
-                    "`relabel_fn` must not be given with `n_step` or `stack`."
-                )
+        """Checks the numbers of rows."""
+        checks.int_between("batch_size", self.batch_size)
+        if self.length is not None:
+            checks.int_between("length", self.length)
 
 
 def transitions(

@@ -12,7 +12,7 @@ from rollout import checks
 from rollout.buffers import neighbours, ring, sampling, sum_tree
 from rollout.buffers.batches import SampleOptions
 from rollout.buffers.replay import ReplayBuffer, as_rows, jit_method
-from rollout.buffers.types import PrioritizedState
+from rollout.buffers.types import Batch, PrioritizedState, Sequences
 from rollout.envs.types import ArrayTree
 
 _BETA = 0.4  # by default
@@ -26,9 +26,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     is never sampled. The methods are those of `ReplayBuffer`, and `update_priorities`.
 
     A sample has one transition from each of `batch_size` equal shares of the sum, with
-    the weight `(1 / (N P(i))) ** beta`, divided by the largest one in the batch. `beta`
-    says how much of the bias of unequal chances the weights correct, in [0, 1], a
-    number or `()`; None takes 0.4, the first value in the paper. Anneal it to 1.
+    the weight `(1 / (N P(i))) ** beta`, divided by the largest one in the batch.
 
     Attributes:
         alpha: how much priorities count, in [0, 1]; at 0 all rows are equal. For the
@@ -71,6 +69,62 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             state.priorities, row.reshape(-1), self._mass(state.max_priority)
         )
         return state.replace(ring=written, priorities=priorities)
+
+    def sample(
+        self,
+        state: PrioritizedState,
+        key: chex.PRNGKey,
+        batch_size: int,
+        *,
+        beta: float | jax.Array = _BETA,
+    ) -> Batch:
+        """Draws `batch_size` transitions; see `ReplayBuffer.sample`.
+
+        Args:
+            state: a state for which `can_sample` holds.
+            key: one typed key.
+            batch_size: S, at least 1.
+            beta: how much of the bias of unequal chances the weights correct, in
+                [0, 1], a number or `()`; by default 0.4, the first value in the paper.
+                Anneal it to 1.
+
+        Returns:
+            The batch, `[S, ...]`, with importance weights.
+
+        Raises:
+            ValueError: if `beta` is a number out of range, and as
+                `ReplayBuffer.sample`.
+        """
+        checks.fraction("beta", beta)
+        return self._sample_rows(state, key, batch_size, beta)
+
+    def sample_sequences(
+        self,
+        state: PrioritizedState,
+        key: chex.PRNGKey,
+        batch_size: int,
+        length: int,
+        *,
+        beta: float | jax.Array = _BETA,
+    ) -> Sequences:
+        """Draws pieces of episodes; see `ReplayBuffer.sample_sequences`.
+
+        Args:
+            state: a state for which `can_sample` holds.
+            key: one typed key.
+            batch_size: S, at least 1.
+            length: L, at least 1.
+            beta: as in `sample`.
+
+        Returns:
+            The pieces, `[L, S, ...]`, with importance weights.
+
+        Raises:
+            ValueError: if `beta` is a number out of range, and as
+                `ReplayBuffer.sample_sequences`.
+        """
+        checks.fraction("beta", beta)
+        return self._sample_pieces(state, key, batch_size, length, beta)
 
     @jit_method()
     def update_priorities(
@@ -121,9 +175,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         """Returns a priority's term in the sums; 0 stays 0, even with alpha 0."""
         return jnp.where(priority > 0, priority ** jnp.float32(self.alpha), 0)
 
-    def _usable_fn(self, state: PrioritizedState, stack: int | None) -> sampling.RowFn:
+    def _usable_fn(self, state: PrioritizedState) -> sampling.RowFn:
         """Also excludes rows of priority 0."""
-        usable_fn = super()._usable_fn(state, stack)
+        usable_fn = super()._usable_fn(state)
 
         def usable(row: jax.Array) -> jax.Array:
             positive = state.priorities[0][row] > 0
@@ -136,9 +190,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     ) -> tuple[jax.Array, jax.Array]:
         """Draws `[S]` rows and their importance weights, 0 for an unusable row."""
         tree, num_draws = state.priorities, options.batch_size
-        usable_fn = self._usable_fn(state, options.stack)
+        usable_fn = self._usable_fn(state)
         # Except at priority 0.
-        all_usable = super()._usable_fn(state, options.stack) is None
+        all_usable = super()._usable_fn(state) is None
         draw_key, again_key = (key, key) if all_usable else jax.random.split(key)
         row = sum_tree.draw(tree, draw_key, num_draws)
         usable = usable_fn(row)
@@ -160,7 +214,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         # N and the sum cancel when weights are divided by the largest, which is that of
         # the smallest mass. At infinity an unusable row is never the smallest.
         mass = jnp.where(usable, tree[0][row], jnp.inf)
-        beta = jnp.asarray(_BETA if options.beta is None else options.beta, jnp.float32)
+        beta = jnp.asarray(options.beta, jnp.float32)
         weights = (mass / jnp.min(mass)) ** -beta
         # The barrier makes an update of these rows wait until the weights have read
         # the sums, so that it writes in place.

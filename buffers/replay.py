@@ -22,9 +22,8 @@ _MOST_ROWS = 2**30  # so that row numbers up to one lap ahead fit int32
 def jit_method(*static: str) -> Callable[[Fn], Fn]:
     """Returns a decorator that jits a method of a buffer, and inlines it when traced.
 
-    The buffer is static, too, so equal buffers share a program.
+    The buffer is a pytree, so equal buffers share a program, and `gamma` may be traced.
     """
-    static = "self", *static
     jit: Any = functools.partial(jax.jit, static_argnames=static, inline=True)
     return jit
 
@@ -50,11 +49,33 @@ class ReplayBuffer(struct.PyTreeNode):
             `num_envs`; by default a quarter of the capacity, enough for episodes of
             four steps or more. Twice the capacity divided by the mean length of an
             episode is ample; `num_evicted` shows whether F was too small.
+        n_step: steps that the reward of a sample sums, at least 1; None for the reward
+            of its own step, without `discount`. The sum stops at a termination, at a
+            truncation, and where the rows end. Then it has fewer steps, and `discount`
+            and `next_obs` match them.
+
+                G = r_t + γ r_{t+1} + ... + γ^{m-1} r_{t+m-1},  1 <= m <= n_step
+                target = G + discount V(next_obs),  discount = γ^m (1 - terminated)
+
+        gamma: the discount per step, in [0, 1], a number or `()`; with `n_step`.
+        stack: K, observations that `obs` and `next_obs` of a sample stack, at least 1;
+            before the start of an episode its first observation repeats. Rows whose
+            history was evicted are not drawn. None for a single observation, without
+            the axis.
+        relabel_fn: `(key, experience, future)` to the experience, `[S, ...]` each:
+            hindsight goals. `future` is drawn evenly, for each row, from the row itself
+            and those after it in its episode. Not with `n_step` or `stack`. Pass the
+            same function object again: another one compiles again.
+        relabel_horizon: number of rows ahead that `future` is drawn from, at least 1.
 
     Raises:
         ValueError: if a number is not an int of at least 1, if `capacity` is less than
-            one step of all lanes or more than 2**30, or if `next_obs` or
-            `final_obs_capacity` is not as above.
+            one step of all lanes or more than 2**30, or if another attribute is not as
+            above. `sample` checks `gamma`.
+
+    Source:
+        "Reinforcement Learning: An Introduction", 2nd ed., eq. 7.1; "Hindsight
+        Experience Replay", section 4.5, arXiv:1707.01495.
     """
 
     capacity: int = struct.field(pytree_node=False)
@@ -63,12 +84,20 @@ class ReplayBuffer(struct.PyTreeNode):
     final_obs_capacity: int | None = struct.field(
         pytree_node=False, default=None, kw_only=True
     )
+    n_step: int | None = struct.field(pytree_node=False, default=None, kw_only=True)
+    gamma: float | jax.Array | None = struct.field(default=None, kw_only=True)
+    stack: int | None = struct.field(pytree_node=False, default=None, kw_only=True)
+    relabel_fn: batches.RelabelFn | None = struct.field(
+        pytree_node=False, default=None, kw_only=True
+    )
+    relabel_horizon: int = struct.field(pytree_node=False, default=64, kw_only=True)
 
     def __post_init__(self) -> None:
         # One step of all lanes must fit, into the ring and into the side ring.
         least = checks.int_between("num_envs", self.num_envs)
         checks.int_between("capacity", self.capacity, least=least, most=_MOST_ROWS)
         checks.choice("next_obs", self.next_obs, ("stored", "shared"))
+        self._check_options()
         if self.final_obs_capacity is None:
             return
         checks.int_between("final_obs_capacity", self.final_obs_capacity, least=least)
@@ -77,6 +106,18 @@ class ReplayBuffer(struct.PyTreeNode):
                 '`final_obs_capacity` goes with next_obs="shared", got '
                 f'{self.final_obs_capacity} with "stored".'
             )
+
+    def _check_options(self) -> None:
+        """Checks how samples are made."""
+        for name in ("n_step", "stack", "relabel_horizon"):
+            if getattr(self, name) is not None:
+                checks.int_between(name, getattr(self, name))
+        if self.relabel_fn is not None:
+            checks.function("relabel_fn", self.relabel_fn)
+            if self.n_step or self.stack:
+                raise ValueError(
+                    "`relabel_fn` must not be given with `n_step` or `stack`."
+                )
 
     @property
     def num_slots(self) -> int:
@@ -134,45 +175,28 @@ class ReplayBuffer(struct.PyTreeNode):
         """Counts the transitions that are stored, `()` int32."""
         return jnp.sum(state.ring.size, dtype=jnp.int32)
 
-    def can_sample(
-        self, state: ArrayTree, batch_size: int, *, stack: int | None = None
-    ) -> jax.Array:
+    def can_sample(self, state: ArrayTree, batch_size: int) -> jax.Array:
         """Returns whether at least `batch_size` transitions may be sampled.
 
         Args:
             state: the state.
             batch_size: S, at least 1.
-            stack: as in `sample`: rows whose history was evicted do not count.
 
         Returns:
             `()` bool. It costs as much as a small sample.
         """
         batch_size = checks.int_between("batch_size", batch_size)
-        return self._can_sample(state, batch_size, stack=stack)
+        return self._can_sample(state, batch_size)
 
     # The size is data: a warm-up asks for many, and each would be a program.
-    @jit_method("stack")
-    def _can_sample(
-        self, state: ArrayTree, batch_size: Any, *, stack: int | None
-    ) -> jax.Array:
-        usable_fn = self._usable_fn(state, stack)
+    @jit_method()
+    def _can_sample(self, state: ArrayTree, batch_size: Any) -> jax.Array:
+        usable_fn = self._usable_fn(state)
         if usable_fn is None:
             return self.size(state) >= batch_size
         return sampling.has_usable(state.ring, usable_fn, batch_size)
 
-    def sample(
-        self,
-        state: ArrayTree,
-        key: chex.PRNGKey,
-        batch_size: int,
-        *,
-        beta: float | jax.Array | None = None,
-        n_step: int | None = None,
-        gamma: float | jax.Array | None = None,
-        stack: int | None = None,
-        relabel_fn: batches.RelabelFn | None = None,
-        horizon: int = 64,
-    ) -> Batch:
+    def sample(self, state: ArrayTree, key: chex.PRNGKey, batch_size: int) -> Batch:
         """Draws `batch_size` transitions with replacement.
 
         Every stored transition has the same chance, even if lanes hold different
@@ -183,91 +207,41 @@ class ReplayBuffer(struct.PyTreeNode):
             state: a state for which `can_sample` holds.
             key: one typed key.
             batch_size: S, at least 1.
-            beta: only of a `PrioritizedReplayBuffer`; see there.
-            n_step: steps to sum, at least 1. The sum stops at a termination, at a
-                truncation, and where the rows end. Then it has fewer steps, and
-                `discount` and `next_obs` match them.
-
-                    G = r_t + γ r_{t+1} + ... + γ^{m-1} r_{t+m-1},  1 <= m <= n_step
-                    target = G + discount V(next_obs),  discount = γ^m (1 - terminated)
-
-            gamma: the discount per step, in [0, 1], a number or `()`; only with
-                `n_step`.
-            stack: K, observations to stack, at least 1; before the start of an episode
-                its first observation repeats. Rows whose history was evicted are not
-                drawn.
-            relabel_fn: `(key, experience, future)` to the experience, `[S, ...]` each:
-                hindsight goals. `future` is drawn evenly, for each row, from the row
-                itself and those after it in its episode. It excludes `n_step` and
-                `stack`. Pass the same function object again: another one compiles
-                again.
-            horizon: number of rows ahead that `future` is drawn from, at least 1.
 
         Returns:
             The batch, `[S, ...]`, with weights of 1. If no transition may be sampled,
             they are zeros, and a field `mask` is False.
 
         Raises:
-            ValueError: if a count is not an int of at least 1, if `beta` or `gamma` is
-                a number out of range, if `beta` is without priorities or `gamma`
-                without `n_step`, or if the transition lacks a needed field.
-
-        Source:
-            "Reinforcement Learning: An Introduction", 2nd ed., eq. 7.1; "Hindsight
-            Experience Replay", section 4.5, arXiv:1707.01495.
+            ValueError: if `batch_size` is not an int of at least 1, if `gamma` is a
+                number out of range, or if the transition lacks a needed field.
         """
-        for name, value in (("beta", beta), ("gamma", gamma)):
-            if value is not None:
-                checks.fraction(name, value)
-        if relabel_fn is not None:
-            # If it is not to be found in the cache of `jit`: a new object.
-            known = programs.static(relabel_fn, state, key, beta, gamma)
-            relabel_fn = known or functools.partial(relabel_fn)
-        options = batches.SampleOptions(
-            batch_size=batch_size,
-            beta=beta,
-            n_step=n_step,
-            gamma=gamma,
-            stack=stack,
-            relabel_fn=relabel_fn,
-            horizon=horizon,
-        )
-        return self._sample(state, key, options)
+        return self._sample_rows(state, key, batch_size)
 
     def sample_sequences(
-        self,
-        state: ArrayTree,
-        key: chex.PRNGKey,
-        batch_size: int,
-        length: int,
-        *,
-        beta: float | jax.Array | None = None,
+        self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, length: int
     ) -> Sequences:
         """Draws pieces of episodes, by their first rows as `sample` does.
 
         A piece lasts as long as its episode does in the buffer, at most `length` steps,
         and is padded after that, where `mask` is False. If a recurrent policy puts its
         input state into `extras["policy_state"]`, the piece has that of its first row.
+        `n_step`, `stack` and `relabel_fn` do not apply.
 
         Args:
             state: a state for which `can_sample` holds.
             key: one typed key.
             batch_size: S, at least 1.
             length: L, at least 1.
-            beta: as in `sample`.
 
         Returns:
             The pieces, `[L, S, ...]`.
 
         Raises:
-            ValueError: if a count is not an int of at least 1, if `beta` is a number
-                out of range or without priorities, or if the transition has no
-                `terminated` or `truncated`.
+            ValueError: if a count is not an int of at least 1, or if the transition has
+                no `terminated` or `truncated`.
         """
-        if beta is not None:
-            checks.fraction("beta", beta)
-        options = batches.SampleOptions(batch_size=batch_size, beta=beta, length=length)
-        return self._sample(state, key, options)
+        return self._sample_pieces(state, key, batch_size, length)
 
     @jit_method("batch_size", "max_length")
     def sample_episodes(
@@ -366,6 +340,46 @@ class ReplayBuffer(struct.PyTreeNode):
         """Stores rows `[T, B, ...]` where `mask`, `[T, B]` bool."""
         return ring.write(state, rows, mask)[0]
 
+    def _sample_rows(
+        self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, beta: Any = None
+    ) -> Batch:
+        """Samples transitions, with `beta` for importance weights."""
+        # Not in `__post_init__`: jax also makes pytrees whose leaves are None.
+        if (self.n_step is None) != (self.gamma is None):
+            only = "n_step" if self.gamma is None else "gamma"
+            raise ValueError(f"`n_step` and `gamma` go together, got only `{only}`.")
+        if self.gamma is not None:
+            checks.fraction("gamma", self.gamma)
+        relabel_fn = self.relabel_fn
+        if relabel_fn is not None:
+            # If it is not to be found in the cache of `jit`: a new object.
+            known = programs.static(relabel_fn, state, key, self.gamma)
+            relabel_fn = known or functools.partial(relabel_fn)
+        options = batches.SampleOptions(
+            batch_size=batch_size,
+            beta=beta,
+            n_step=self.n_step,
+            gamma=self.gamma,
+            stack=self.stack,
+            relabel_fn=relabel_fn,
+            horizon=self.relabel_horizon,
+        )
+        own = self.replace(n_step=None, gamma=None, relabel_fn=None)
+        return own._sample(state, key, options)
+
+    def _sample_pieces(
+        self,
+        state: ArrayTree,
+        key: chex.PRNGKey,
+        batch_size: int,
+        length: int,
+        beta: Any = None,
+    ) -> Sequences:
+        """Samples pieces, with `beta` for importance weights."""
+        options = batches.SampleOptions(batch_size=batch_size, beta=beta, length=length)
+        own = self.replace(n_step=None, gamma=None, stack=None, relabel_fn=None)
+        return own._sample(state, key, options)
+
     @jit_method()
     def _sample(
         self, state: ArrayTree, key: chex.PRNGKey, options: batches.SampleOptions
@@ -391,14 +405,8 @@ class ReplayBuffer(struct.PyTreeNode):
         self, state: ArrayTree, key: chex.PRNGKey, options: batches.SampleOptions
     ) -> tuple[jax.Array, jax.Array]:
         """Draws `[S]` rows and their weights; the weight of an unusable row is 0."""
-        if options.beta is not None:
-            raise ValueError(
-                "`beta` must be None without priorities, of which even draws have no "
-                f"bias to correct, got {options.beta}: `PrioritizedReplayBuffer` has "
-                "them."
-            )
         memory, num_draws = state.ring, options.batch_size
-        usable_fn = self._usable_fn(state, options.stack)
+        usable_fn = self._usable_fn(state)
         if usable_fn is None:
             row = sampling.evenly(memory, key, num_draws)
             usable = jnp.broadcast_to(self.size(state) > 0, row.shape)
@@ -413,8 +421,9 @@ class ReplayBuffer(struct.PyTreeNode):
         )
         return row, usable.astype(jnp.float32)
 
-    def _usable_fn(self, state: ArrayTree, stack: int | None) -> sampling.RowFn | None:
+    def _usable_fn(self, state: ArrayTree) -> sampling.RowFn | None:
         """Makes the test for stored rows that may be sampled; None if all may."""
+        stack = self.stack
         if not state.ring.final_obs and (stack is None or stack == 1):
             return None
 

@@ -1,5 +1,6 @@
 """`shard`: shards a replay buffer over devices; each draws from its own lanes."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,8 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
             '`buffer` must be a `ReplayBuffer` with next_obs="stored", got '
             f"{type(buffer).__name__} with next_obs={next_obs!r}."
         )
-    sharded = _Sharded(buffer.capacity, buffer.num_envs, mesh=mesh, axis=axis)
+    options = {x.name: getattr(buffer, x.name) for x in dataclasses.fields(buffer)}
+    sharded = _Sharded(**options, mesh=mesh, axis=axis)
     sharded._share("num_envs", buffer.num_envs)
     return sharded
 
@@ -69,7 +71,8 @@ class _Sharded(ReplayBuffer):
     def _local(self) -> ReplayBuffer:
         """The buffer of one device."""
         num_envs = self._share("num_envs", self.num_envs)
-        return ReplayBuffer(self.num_slots * num_envs, num_envs)
+        capacity = self.num_slots * num_envs
+        return ReplayBuffer(capacity, num_envs, stack=self.stack)
 
     @property
     def _where(self) -> tuple[Any, Any, RingState]:
@@ -89,20 +92,15 @@ class _Sharded(ReplayBuffer):
             state, rows, mask
         )
 
-    def can_sample(
-        self, state: RingState, batch_size: int, *, stack: int | None = None
-    ) -> jax.Array:
-        share = self._share("batch_size", batch_size)
-        return self._can_sample(state, share, stack=stack)
+    def can_sample(self, state: RingState, batch_size: int) -> jax.Array:
+        return self._can_sample(state, self._share("batch_size", batch_size))
 
-    @jit_method("stack")
-    def _can_sample(
-        self, state: RingState, batch_size: Any, *, stack: int | None
-    ) -> jax.Array:
+    @jit_method()
+    def _can_sample(self, state: RingState, batch_size: Any) -> jax.Array:
         first, _, ring = self._where
 
         def can(state: RingState, share: Any) -> jax.Array:
-            return self._local._can_sample(state, share, stack=stack)[None]
+            return self._local._can_sample(state, share)[None]
 
         where = ring, PartitionSpec()
         return jnp.all(self._map(can, where, first)(state, batch_size))

@@ -31,7 +31,7 @@ def make_parser() -> ArgumentParser:
     text = "time the parts of a batch, and trace one to this folder"
     kind("--profile", type=Path, help=text)
     kind("--inspect", choices=NAMES, help="report on an accelerator, run nothing")
-    text = "longest episode, with --num-episodes (1000000) or --gif (500)"
+    text = "longest episode, with --num-episodes (1000000) or --gif (1000)"
     add("--max-episode-steps", type=count, help=text)
     add("--seed", type=int, default=0, help="seed of everything random (0)")
     text = "NAME=VALUE of the environment, VALUE a Python literal; repeatable"
@@ -60,7 +60,7 @@ def parse(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
     most_envs = 16 if run.is_on_host else 1024
     num_episodes = 1 if run.gif else run.num_episodes
     run.num_envs = run.num_envs or min(most_envs, num_episodes or most_envs)
-    run.max_episode_steps = run.max_episode_steps or (500 if run.gif else 1_000_000)
+    run.max_episode_steps = run.max_episode_steps or (1000 if run.gif else 1_000_000)
     return run
 
 

@@ -219,10 +219,15 @@ class DQN(Agent):
     @functools.cached_property
     def buffer(self) -> Any:
         """The replay buffer."""
-        size, num_envs = self.config.buffer_size, self.spec.num_envs
-        if self.config.prioritized:
-            return rollout.buffers.PrioritizedReplayBuffer(size, num_envs)
-        return rollout.buffers.ReplayBuffer(size, num_envs)
+        config, buffer = self.config, rollout.buffers.ReplayBuffer
+        if config.prioritized:
+            buffer = rollout.buffers.PrioritizedReplayBuffer
+        return buffer(
+            config.buffer_size,
+            self.spec.num_envs,
+            n_step=config.n_step,
+            gamma=config.gamma,
+        )
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
@@ -301,17 +306,12 @@ class DQN(Agent):
     ) -> tuple[TrainState, Metrics]:
         """Takes one gradient step on a minibatch and updates the target network."""
         config, (key, step) = self.config, xs
-        beta: Any = None
+        options = {}
         if config.prioritized:
             schedule = optax.linear_schedule(config.beta, 1.0, config.num_updates)
-            beta = schedule(state.num_updates + 1)
+            options["beta"] = schedule(state.num_updates + 1)
         sample = self.buffer.sample(
-            state.buffer_state,
-            key,
-            config.batch_size,
-            n_step=config.n_step,
-            gamma=config.gamma,
-            beta=beta,
+            state.buffer_state, key, config.batch_size, **options
         )
         batch = Batch(
             obs=sample.experience.obs,

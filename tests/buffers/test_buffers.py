@@ -124,12 +124,13 @@ def test_add_writes_in_place(kind, successor, num_envs, num_rows):
 def test_training_step_of_add_and_sample_writes_in_place(kind, successor):
     """Also with a sample, and an update, between two writes in one program."""
     buffer, state, chunk = filled(kind, successor, 4, 1)
+    buffer = buffer.replace(n_step=2, gamma=GAMMA)
     beta = {"beta": BETA} if kind == "prioritized" else {}
 
     def train(state, key):
         def step(state, key):
             state = buffer.add(state, chunk)
-            batch = buffer.sample(state, key, 8, n_step=2, gamma=GAMMA, **beta)
+            batch = buffer.sample(state, key, 8, **beta)
             if kind == "prioritized":
                 state = buffer.update_priorities(state, batch.indices, batch.weights)
             return state, batch.experience.reward.sum()
@@ -187,7 +188,7 @@ def test_rows_whose_history_was_overwritten_are_not_stacked(
     make, num_slots, num_rows, length
 ):
     """No episode length tells whether a full lane's oldest row is a first one."""
-    buffer = make(num_slots, 1)
+    buffer = make(num_slots, 1, stack=3)
 
     def row(number):
         ends = (number % length == length - 1)[None]
@@ -195,13 +196,13 @@ def test_rows_whose_history_was_overwritten_are_not_stacked(
 
     def step(state, number):
         state = buffer.add(state, row(number))
-        return state, buffer.can_sample(state, 3, stack=3)
+        return state, buffer.can_sample(state, 3)
 
     @quick_jit
     def fill():
         state = buffer.init(row(jnp.int32(0)))
         state, can_sample = jax.lax.scan(step, state, jnp.arange(num_rows))
-        return can_sample, buffer.sample(state, jax.random.key(0), 500, stack=3)
+        return can_sample, buffer.sample(state, jax.random.key(0), 500)
 
     can_sample, batch = fill()
     assert batch.weights.all()
@@ -260,7 +261,7 @@ def test_containers_of_other_kinds_serve_as_well():
 
 
 def test_vector_rewards_sum_component_by_component():
-    buffer = buffers.ReplayBuffer(6, 1)
+    buffer = buffers.ReplayBuffer(6, 1, n_step=2, gamma=0.5)
     flag = np.zeros((3, 1), bool)
     reward = np.arange(6, dtype=np.float32).reshape(3, 1, 2)
     rows = {"reward": reward, "terminated": flag, "truncated": flag}
@@ -269,7 +270,7 @@ def test_vector_rewards_sum_component_by_component():
     def fill(rows):
         state = buffer.init(jax.tree.map(lambda x: x[0], rows))
         state = buffer.add(state, rows)
-        return buffer.sample(state, jax.random.key(0), 64, n_step=2, gamma=0.5)
+        return buffer.sample(state, jax.random.key(0), 64)
 
     batch = fill(rows)
     # Rows 0, 1 and 2: the last one has no further step.
@@ -278,3 +279,34 @@ def test_vector_rewards_sum_component_by_component():
     np.testing.assert_array_equal(
         batch.discount, np.array([0.25, 0.25, 0.5])[batch.indices]
     )
+
+
+def test_gamma_is_a_leaf_of_the_buffer_and_may_be_mapped():
+    flag = np.zeros((4, 1), bool)
+    rows = {
+        "reward": np.ones((4, 1), np.float32),
+        "terminated": flag,
+        "truncated": flag,
+    }
+    buffer = buffers.ReplayBuffer(8, 1, n_step=3, gamma=0.9)
+    state = buffer.add(buffer.init(jax.tree.map(lambda x: x[0], rows)), rows)
+    gammas = jnp.float32([0.5, 0.9, 1.0])
+
+    def draw(gamma):
+        return buffer.replace(gamma=gamma).sample(state, jax.random.key(0), 16)
+
+    mapped = quick_jit(jax.vmap(draw))(gammas)
+    for number, gamma in enumerate((0.5, 0.9, 1.0)):
+        one = quick_jit(draw)(gamma)
+        num_steps = np.minimum(3, 4 - np.asarray(one.indices))
+        np.testing.assert_allclose(one.discount, gamma**num_steps, rtol=1e-6)
+        want = sum(np.where(k < num_steps, gamma**k, 0.0) for k in range(3))
+        np.testing.assert_allclose(one.experience["reward"], want, rtol=1e-6)
+        jax.tree.map(
+            lambda x, y, number=number: np.testing.assert_allclose(
+                x[number], y, rtol=1e-6
+            ),
+            mapped,
+            one,
+        )
+    assert buffer == buffers.ReplayBuffer(8, 1, n_step=3, gamma=0.9)

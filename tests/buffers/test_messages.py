@@ -45,13 +45,14 @@ def buffer():
     return filled()[0]
 
 
-def sample(*args, make=buffers.ReplayBuffer, **options):
-    made, state = filled(make)
-    return made.sample(state, *(args or (KEY, 2)), **options)
+def sample(*args, **options):
+    made, state = filled()
+    return made.replace(**options).sample(state, *(args or (KEY, 2)))
 
 
 def prioritized_sample(beta):
-    return sample(KEY, 2, beta=beta, make=buffers.PrioritizedReplayBuffer)
+    made, state = filled(buffers.PrioritizedReplayBuffer)
+    return made.sample(state, KEY, 2, beta=beta)
 
 
 def update(priorities, indices=(0, 1)):
@@ -78,8 +79,8 @@ def shard(made=None, to=None, axis="lanes"):
 
 def bare(method, *args, **options):
     """Calls a method of a buffer whose rows have a reward only."""
-    made = buffers.ReplayBuffer(8, 2)
-    return getattr(made, method)(made.init({"reward": jnp.zeros(2)}), *args, **options)
+    made = buffers.ReplayBuffer(8, 2, **options)
+    return getattr(made, method)(made.init({"reward": jnp.zeros(2)}), *args)
 
 
 def from_data(make=buffers.ReplayBuffer, capacity=8, num_envs=1, **changes):
@@ -113,6 +114,7 @@ COUNTS = {
     ],
     "n_step": [lambda n: sample(n_step=n, gamma=1)],
     "stack": [lambda n: sample(stack=n)],
+    "relabel_horizon": [lambda n: buffers.ReplayBuffer(8, 1, relabel_horizon=n)],
     "length": [lambda n: buffer().sample_sequences(filled()[1], KEY, 2, n)],
 }
 FRACTIONS = {
@@ -122,10 +124,6 @@ FRACTIONS = {
 shared = functools.partial(buffers.ReplayBuffer, next_obs="shared")
 REFUSED = {
     # Options.
-    "`beta` must be None without priorities": [
-        lambda: sample(beta=0.4),
-        lambda: buffer().sample_sequences(filled()[1], KEY, 2, 3, beta=0.4),
-    ],
     "`capacity` must be an int of at least 4": [lambda: buffers.ReplayBuffer(3, 4)],
     f"must be at most {2**30}, got": [lambda: buffers.ReplayBuffer(2**30 + 1, 1)],
     "must be at most 10, got 11": [lambda: buffers.EpisodeBuffer(40, 4, max_length=11)],

@@ -65,15 +65,14 @@ def programs(kind, successor, num_slots, num_envs):
 
     def read(buffer, state, seed):
         keys = jax.random.split(jax.random.key(seed))
+        stacked = buffer.replace(n_step=N_STEP, gamma=GAMMA, stack=STACK)
         return {
             "sample": buffer.sample(state, keys[0], NUM_DRAWS),
-            "stacked": buffer.sample(
-                state, keys[1], NUM_DRAWS, n_step=N_STEP, gamma=GAMMA, stack=STACK
-            ),
+            "stacked": stacked.sample(state, keys[1], NUM_DRAWS),
             "can_sample": [
-                buffer.can_sample(state, n, stack=stack)
+                each.can_sample(state, n)
                 for n in range(1, 4)
-                for stack in (None, STACK)
+                for each in (buffer, stacked)
             ],
         }
 

@@ -70,7 +70,8 @@ def test_goals_are_later_rows_of_the_same_episode():
 
     @quick_jit
     def draw(state, key):
-        batch = buffer.sample(state, key, size, relabel_fn=relabel, horizon=horizon)
+        options = {"relabel_fn": relabel, "relabel_horizon": horizon}
+        batch = buffer.replace(**options).sample(state, key, size)
         later, _ = neighbours.window(state, batch.indices, horizon + 1)
         return batch, buffer.gather(state, batch.indices), later
 
@@ -96,8 +97,8 @@ def test_relabelling_by_a_bound_method_reads_what_its_object_has_now():
 
     def draw(state, goal):
         goals.goal = goal  # a tracer
-        batch = buffer.sample(state, jax.random.key(0), 8, relabel_fn=goals.relabel)
-        return batch.experience.reward
+        relabelled = buffer.replace(relabel_fn=goals.relabel)
+        return relabelled.sample(state, jax.random.key(0), 8).experience.reward
 
     for number in (1.0, 2.0):
         fresh = lambda *args: draw(*args)  # noqa: E731  # traced again
@@ -106,11 +107,12 @@ def test_relabelling_by_a_bound_method_reads_what_its_object_has_now():
 
 def test_methods_are_compiled_once():
     buffer, state, chunk = fill()
+    buffer = buffer.replace(n_step=2, gamma=0.9)
     step = jax.tree.map(lambda x: x[0], chunk)
 
     def use(state, key):
         state = buffer.add(state, step)
-        batch = buffer.sample(state, key, 8, n_step=2, gamma=0.9)
+        batch = buffer.sample(state, key, 8)
         return state, batch, buffer.can_sample(state, 8)
 
     first, *keys = list(jax.random.split(jax.random.key(0), 4))

@@ -140,11 +140,11 @@ def test_update_takes_the_steps_of_a_plain_loop(name, key_reuse):
         assert buffer.size(state.buffer_state) == new.start * B
         for field in ("reward", "terminated", "truncated", "episode_id"):
             np.testing.assert_array_equal(getattr(rows, field)[new], getattr(t, field))
-        beta = 0.3 + 0.7 * number / 3 if config.prioritized else None
+        beta = {"beta": 0.3 + 0.7 * number / 3} if config.prioritized else {}
         key, sample_key = jax.random.split(state.key)
         metrics = []
         for step_key in jax.random.split(sample_key, 3):
-            sample = buffer.sample(buffer_state, step_key, 64, beta=beta)
+            sample = buffer.sample(buffer_state, step_key, 64, **beta)
             obs, action = sample.experience.obs, sample.experience.action
             networks = jax.device_get((params, target_params))
             target, endings = plain_targets(config, rows, sample.indices, *networks)

@@ -305,13 +305,13 @@ def test_history_is_rebuilt_from_the_ring():
         policy=rollout.random_policy(env.action_space),
         record_fn=without_history,
     )
-    buffer = buffers.ReplayBuffer(NUM_LANES * 30, NUM_LANES, next_obs="stored")
+    buffer = buffers.ReplayBuffer(NUM_LANES * 30, NUM_LANES, stack=window)
 
     @quick_jit
     def run(key):
         _, rows = collector.collect_steps(collector.init(key), None, 50)
         state = buffer.add(buffer.init(collector), rows)
-        batch = buffer.sample(state, jax.random.key(1), 200, stack=window)
+        batch = buffer.sample(state, jax.random.key(1), 200)
         return batch, buffer.sample_sequences(state, jax.random.key(2), 50, window + 1)
 
     batch, pieces = jax.device_get(run(jax.random.key(0)))

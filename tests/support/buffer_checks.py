@@ -104,7 +104,7 @@ def programs(kind, successor):
     buffer = make(NUM_SLOTS * NUM_ENVS, NUM_ENVS, **options, **SUCCESSORS[successor][0])
     beta = {"beta": BETA} if kind == "prioritized" else {}
 
-    draw = functools.partial(buffer.sample, batch_size=NUM_DRAWS, **beta)
+    stacked = buffer.replace(n_step=N_STEP, gamma=GAMMA, stack=STACK)
     every = jnp.arange(NUM_SLOTS * NUM_ENVS)
 
     def read(state, key):
@@ -112,11 +112,11 @@ def programs(kind, successor):
         return {
             "size": buffer.size(state),
             "get": buffer.gather(state, every),
-            "n_step": draw(state, keys[0], n_step=N_STEP, gamma=GAMMA, stack=STACK),
+            "n_step": stacked.sample(state, keys[0], NUM_DRAWS, **beta),
             "num_lost": buffer.num_evicted(state),
             "num_episodes": buffer.count_episodes(state, MAX_LENGTH),
-            "can_stack": [buffer.can_sample(state, n, stack=STACK) for n in COUNTS],
-            "plain": draw(state, keys[1]),
+            "can_stack": [stacked.can_sample(state, n) for n in COUNTS],
+            "plain": buffer.sample(state, keys[1], NUM_DRAWS, **beta),
             "sequences": buffer.sample_sequences(
                 state, keys[2], NUM_DRAWS, LENGTH, **beta
             ),

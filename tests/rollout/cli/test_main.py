@@ -202,7 +202,7 @@ def test_queue_run_of_one_episode_has_one_lane_and_no_interval(one_episode):
         (["--num-episodes=9"], 9, None, 1_000_000),
         (["--num-episodes=5000"], 1024, None, 1_000_000),
         (["--num-episodes=9", "--num-envs=12", "--max-episode-steps=3"], 12, None, 3),
-        (["--gif=a.gif"], 1, None, 500),
+        (["--gif=a.gif"], 1, None, 1000),
     ],
 )
 def test_defaults_are_those_of_the_kind_of_run(
