@@ -11,7 +11,7 @@ from rollout import checks
 from rollout.buffers import fields, neighbours, ring
 from rollout.buffers.replay import ReplayBuffer
 from rollout.buffers.types import EpisodicState
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.types import ArrayTree
 
 
@@ -101,7 +101,7 @@ class EpisodeBuffer(ReplayBuffer):
             ),
             pending=pending - visible,
             skipping=skipping & ~done,
-            last=prng.select(mask, marks, state.last),
+            last=trees.select(mask, marks, state.last),
             num_too_long=state.num_too_long + jnp.sum(too_long, dtype=jnp.int32),
             num_abandoned=state.num_abandoned + jnp.sum(abandoned, dtype=jnp.int32),
         )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from rollout.buffers import fields
 from rollout.buffers.types import RingState
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.types import ArrayTree
 
 
@@ -110,7 +110,7 @@ def successor(ring: RingState, row: jax.Array) -> ArrayTree:
     after = read_field(ring, "obs", move(ring, row, 1))
     place = read(ring.final_obs.place, row)
     final = jax.tree.map(lambda x: x[place], ring.final_obs.obs)
-    return prng.select(is_done(ring, row), final, after)
+    return trees.select(is_done(ring, row), final, after)
 
 
 def window(ring: RingState, row: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:

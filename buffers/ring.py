@@ -18,7 +18,7 @@ from jax import lax
 from rollout import checks, platform
 from rollout.buffers import fields, final_obs
 from rollout.buffers.types import RingState
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.types import ArrayTree
 
 
@@ -156,7 +156,7 @@ def _put_together(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayT
         rolled = jnp.roll(new, wrapped, axis=0)
         for at, keep in ((first, number >= wrapped), (0, number < wrapped)):
             there = lax.dynamic_slice_in_dim(old, at, num_rows, 0)
-            there = prng.select(keep, rolled, there)
+            there = trees.select(keep, rolled, there)
             old = lax.dynamic_update_slice_in_dim(old, there, at, 0)
         return old
 

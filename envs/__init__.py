@@ -14,8 +14,9 @@ spaces; `rollout.envs.recommendation` and `rollout.envs.ratings` have users and 
 
 `types` and `multi_agent` have the contracts, `registry` the ids; `vectorize` makes
 lanes, which `auto_reset` resets, and `joint` lets several agents act as one. Below
-them: `prng` draws random numbers, `masked_update` computes something for few lanes,
-`cost_estimate` counts the operations of a reset, and `optional_import` imports suites.
+them: `trees` works on pytrees, `prng` draws random numbers, `masked_update` computes
+something for few lanes, `cost_estimate` counts the operations of a reset, and
+`optional_import` imports suites.
 """
 
 from rollout.envs import multi_agent as multi_agent

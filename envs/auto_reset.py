@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rollout.envs import masked_update, prng
+from rollout.envs import masked_update, trees
 from rollout.envs.types import ArrayTree, Env, LaneIndex, Lanes
 
 
@@ -48,13 +48,15 @@ def reset(
         return BY_NAME[way](done, functools.partial(start_fn, env), lanes)
     # Words, not keys: jax's checker of key reuse takes a loop or a branch that returns
     # a key for a use of it.
-    words = prng.words(lanes)
+    words = trees.unwrap_keys(lanes)
     # Nothing inside the reset depends on a differentiated value, so its `while_loop` is
     # never transposed; `_attach` adds the derivative again, outside of the loop.
     fixed_env, fixed_words = lax.stop_gradient((env, words))
     replace = masked_update.merged(BY_NAME[way])
-    fresh = replace(done, lambda at: prng.words(start_fn(fixed_env, at)), fixed_words)
-    return prng.like(_attach(fresh, words, done), lanes)
+    fresh = replace(
+        done, lambda at: trees.unwrap_keys(start_fn(fixed_env, at)), fixed_words
+    )
+    return trees.wrap_keys(_attach(fresh, words, done), lanes)
 
 
 BY_NAME = {
@@ -79,6 +81,6 @@ def _attach_jvp(primals: tuple, tangents: tuple) -> tuple:
     def through(x: jax.Array, tangent: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return tangent  # of an integer: float0, which `select` does not take
-        return prng.select(done, jnp.zeros_like(x), tangent)
+        return trees.select(done, jnp.zeros_like(x), tangent)
 
     return fresh, jax.tree.map(through, fresh, tangents[1])

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from rollout.envs import cost_estimate, prng
+from rollout.envs import cost_estimate, trees
 from rollout.envs.types import ALL_LANES, ArrayTree, LaneIndex
 
 _Fn = Callable[[LaneIndex], ArrayTree]
@@ -42,7 +42,7 @@ def select(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
     Returns:
         `[B, ...]`, of the structure of `lanes`.
     """
-    return prng.select(flag, fn(ALL_LANES), lanes)
+    return trees.select(flag, fn(ALL_LANES), lanes)
 
 
 def rounds(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
@@ -189,11 +189,11 @@ def hoist(
     structure, consts = jax.tree.structure(shape), jax.eval_shape(lambda: closed.consts)
 
     def hoisted(values: list[jax.Array], *args: ArrayTree) -> ArrayTree:
-        values = prng.like(values, prng.blank(consts))
+        values = trees.wrap_keys(values, trees.blank(consts))
         whole = core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, values))
         return structure.unflatten(whole(*jax.tree.leaves(args)))
 
-    return hoisted, prng.words(closed.consts)
+    return hoisted, trees.unwrap_keys(closed.consts)
 
 
 def _num_slots(flag: jax.Array) -> int:

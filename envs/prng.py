@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from jax.extend import random as extend_random
 
-from rollout.envs.types import ArrayTree
+from rollout.envs import trees
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # bits, in groups of four rounds
 _HALF = 512  # words of half a block of draws
@@ -72,7 +72,7 @@ def fold_in(key: chex.PRNGKey, data: jax.typing.ArrayLike) -> chex.PRNGKey:
     folded = fold(inline(key), data)
     # Without a barrier XLA copies the hash into every consumer of the key, and a chain
     # of two into every element of a wide draw.
-    return plain(barrier(folded))
+    return plain(trees.barrier(folded))
 
 
 def bits(key: chex.PRNGKey, shape: tuple[int, ...]) -> jax.Array:
@@ -162,67 +162,6 @@ def uniform(
     unit = (bits(key, shape) >> 8).astype(jnp.float32) * jnp.float32(2**-24)
     # Not `low + (high - low) * unit`: the difference may overflow.
     return jnp.clip(low * (1.0 - unit) + high * unit, low, high)
-
-
-def barrier(tree: ArrayTree) -> ArrayTree:
-    """`lax.optimization_barrier` for trees that may hold typed keys.
-
-    jax's key-reuse checker counts a key that passes the barrier as used, so the words
-    of the keys pass it instead.
-    """
-    return like(lax.optimization_barrier(words(tree)), tree)
-
-
-def words(tree: ArrayTree) -> ArrayTree:
-    """Replaces the typed keys in a tree by their words, uint32 arrays."""
-    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
-
-
-def like(words: ArrayTree, tree: ArrayTree) -> ArrayTree:
-    """Undoes `words`: where `tree` has typed keys, so does the result."""
-
-    def wrap(x: jax.Array, old: jax.Array) -> jax.Array:
-        if not _is_key(old):
-            return x
-        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(old))
-
-    return jax.tree.map(wrap, words, tree)
-
-
-def has_keys(tree: ArrayTree) -> bool:
-    """Returns whether a tree holds typed keys."""
-    return any(_is_key(x) for x in jax.tree.leaves(tree))
-
-
-def blank(tree: ArrayTree, axes: tuple[int, ...] = (), *, skip: int = 0) -> ArrayTree:
-    """Makes zeros like a tree's leaves, with `axes` instead of the first `skip` axes.
-
-    Leaves may be `jax.ShapeDtypeStruct`s; a key becomes one whose words are zero.
-    """
-    return jax.tree.map(lambda x: jnp.zeros((*axes, *x.shape[skip:]), x.dtype), tree)
-
-
-def select(flag: jax.Array, new: ArrayTree, old: ArrayTree) -> ArrayTree:
-    """Takes the lanes of `new` where `flag` and those of `old` elsewhere.
-
-    Args:
-        flag: `[B]` bool; `()` takes all of `new` or all of `old`.
-        new: `[B, ...]`, any pytree; it may hold typed keys.
-        old: `[B, ...]`, of the same structure and shapes; it decides the dtypes.
-
-    Returns:
-        `[B, ...]`, of the structure of `old`.
-    """
-
-    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-        column = flag.reshape(flag.shape + (1,) * (old.ndim - flag.ndim))
-        return jnp.where(column, new, old)
-
-    return like(jax.tree.map(choose, words(new), words(old)), old)
-
-
-def _is_key(x: jax.Array) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 def _is_threefry(key: chex.PRNGKey) -> bool:

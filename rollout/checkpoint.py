@@ -28,7 +28,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from rollout import checks, multihost
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.types import ArrayTree
 
 _SUFFIX = ".checkpoint.npz"  # marks files as ours: no others are ever deleted
@@ -227,7 +227,7 @@ def _words(leaf: Any) -> jax.Array | np.ndarray:
     """Converts a leaf to an array of numbers."""
     if isinstance(leaf, bytes):
         return np.frombuffer(leaf, np.uint8)
-    return prng.words(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    return trees.unwrap_keys(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
@@ -245,7 +245,11 @@ def _read_leaf(array: np.ndarray, old: Any) -> Any:
         impl = []  # of a key, which may be only a shape and dtype
         jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), old)
         is_here = isinstance(old, jax.Array)
-        words = prng.words(old) if is_here else jax.eval_shape(prng.words, old)
+        words = (
+            trees.unwrap_keys(old)
+            if is_here
+            else jax.eval_shape(trees.unwrap_keys, old)
+        )
         return jax.random.wrap_key_data(_read_leaf(array, words), impl=impl[0])
     array = array.view(old.dtype)
     # Without `jax_enable_x64` jax would narrow 64 bits: they come back as NumPy arrays.

@@ -17,7 +17,7 @@ import numpy as np
 
 from rollout import checks, programs
 from rollout.collector import Collector
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.host.local_envs import LocalEnvs, close
 from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
@@ -242,7 +242,7 @@ def _find_own_randomness(fn: Any, *args: Any) -> str:
         return "uses a key twice: split it into one for each use"
     # Traced twice: what NumPy or Python draw while tracing is a constant, and differs.
     one, other = (jax.make_jaxpr(lambda *x: fn(*x))(*args) for _ in range(2))
-    if "random_seed[" in str(one) or any(map(prng.has_keys, one.consts)):
+    if "random_seed[" in str(one) or any(map(trees.has_keys, one.consts)):
         return "draws from a key of its own: derive all keys from its argument"
     # Without addresses, which the text of functions has.
     programs = {re.sub("0x[0-9a-f]+", "", str(x)) for x in (one, other)}
@@ -346,7 +346,7 @@ def _check_host_env(
     def draw(is_other: Any, obs: ArrayTree, key: chex.PRNGKey) -> ArrayTree:
         keys = key, jax.random.fold_in(key, 1)
         same, other = (random.apply(None, obs, (), key).action for key in keys)
-        return prng.select(is_other, other, same)
+        return trees.select(is_other, other, same)
 
     collector = HostCollector(env=watched, policy=stateless_policy(draw))
     _play(found, collector, nobody, key, num_steps)

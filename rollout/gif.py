@@ -9,7 +9,7 @@ import numpy as np
 
 from rollout import checks
 from rollout.collector import Collector
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.host.types import HostStep
 from rollout.envs.render import (
     check_packages,
@@ -103,9 +103,11 @@ def _draw_states(
     # The states before each step, and the one after the last.
     num = episodes.episode_length.item()
     # NumPy joins them, without a program for each leaf; it has no typed keys.
-    before, after = jax.device_get(prng.words((info["state"], info["next_state"])))
+    before, after = jax.device_get(
+        trees.unwrap_keys((info["state"], info["next_state"]))
+    )
     join = lambda x, y: np.concatenate([x[:num, 0], y[num - 1 : num, 0]])  # noqa: E731
-    states = prng.like(jax.tree.map(join, before, after), info["state"])
+    states = trees.wrap_keys(jax.tree.map(join, before, after), info["state"])
     return render_gif(env, states, _raw_rewards(returns, num)), episodes
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rollout.envs import cost_estimate, prng
+from rollout.envs import cost_estimate, trees
 from rollout.envs.types import ArrayTree
 
 BLOCK = 8  # steps between two reads of the predicate on a GPU
@@ -155,7 +155,7 @@ def _always_of_each(size: int, is_mapped: list, flag: jax.Array) -> tuple:
 def hold(go: jax.Array, new: _State, old: _State) -> _State:
     """Returns `new`, or `old` if the step lies beyond the end; see `steps_while`."""
     return jax.tree.map(
-        lambda new, old: old if new is old else prng.select(go, new, old), new, old
+        lambda new, old: old if new is old else trees.select(go, new, old), new, old
     )
 
 

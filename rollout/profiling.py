@@ -13,7 +13,7 @@ from jax import lax
 
 from rollout import checks
 from rollout.collector import Collector
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
 from rollout.kernel import episode_keys
@@ -194,7 +194,7 @@ def _env_step(given: _Given) -> Any:
 
     action = _last(trajectory.action)
     result = jax.eval_shape(step, (carry, None), action)[0][1]
-    start = carry, prng.blank(result)
+    start = carry, trees.blank(result)
     return lax.scan(step, start, trajectory.action)[0]
 
 
@@ -214,7 +214,7 @@ def _recording(given: _Given) -> Any:
 
     def step(row: ArrayTree, _: None) -> tuple[ArrayTree, ArrayTree]:
         # Without the barrier jax would broadcast the row instead of writing rows.
-        row = prng.barrier(row)
+        row = trees.barrier(row)
         return row, row
 
     return lax.scan(step, _last(rows), length=given.trajectory.reward.shape[0])[1]

@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from rollout import checks, multihost
-from rollout.envs import prng
+from rollout.envs import trees
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -80,7 +80,7 @@ _method = functools.lru_cache(_MOST)(types.MethodType)
 @shared
 def blank(shapes: Any, where: Any) -> Callable[[], Any]:
     """Jits a function that makes zeros of these shapes, sharded as `where` says."""
-    return jax.jit(lambda: prng.blank(shapes), out_shardings=where)
+    return jax.jit(lambda: trees.blank(shapes), out_shardings=where)
 
 
 class _NoHashError(TypeError):
@@ -114,7 +114,7 @@ def _value(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         if (
             isinstance(leaf, Tracer)
-            or prng.has_keys(leaf)
+            or trees.has_keys(leaf)
             or multihost.is_elsewhere(leaf)
         ):
             raise _NoHashError

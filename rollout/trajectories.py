@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.types import Transition, check_trajectory
 
 
@@ -60,6 +60,6 @@ def split_trajectories(trajectory: Transition) -> Pieces:
         pieces[row, piece] = host[step, lane]
         return pieces
 
-    words = prng.words(trajectory)
-    pieces = prng.like(jax.tree.map(gather, words), trajectory)
+    words = trees.unwrap_keys(trajectory)
+    pieces = trees.wrap_keys(jax.tree.map(gather, words), trajectory)
     return Pieces(pieces, np.asarray(pieces.mask), ids[begin], lane[begin].astype("i4"))

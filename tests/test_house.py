@@ -18,7 +18,7 @@ PACKAGES = tuple(FOLDERS.values())
 MOST_FLOORS = 12
 # What all rooms stand on.
 GROUND = {
-    *("envs.types", "envs.prng", "envs.spaces", "envs.masked_update"),
+    *("envs.types", "envs.trees", "envs.prng", "envs.spaces", "envs.masked_update"),
     *("envs.cost_estimate", "envs.optional_import"),
     *("types", "checks", "platform", "multihost", "programs"),
 }

@@ -8,7 +8,7 @@ from flax import struct
 from jax import lax
 
 from rollout import checks
-from rollout.envs import prng
+from rollout.envs import prng, trees
 from rollout.envs.spaces import Box, Space
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
 from rollout.envs.wrappers.wrapper import Wrapper, cast_step
@@ -127,7 +127,7 @@ class ActionRepeat(Wrapper):
             new = step_env(number, last.state)
             # A step after an ending is computed and dropped: a scan has a fixed length.
             new = new.replace(reward=last.reward + new.reward)
-            return prng.select(last.terminated | last.truncated, last, new), None
+            return trees.select(last.terminated | last.truncated, last, new), None
 
         # The first step is outside of the scan: the carry has the types of its result.
         first = step_env(jnp.int32(0), state)

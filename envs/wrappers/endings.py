@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from rollout import checks
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.multi_agent import MultiAgentStep
 from rollout.envs.types import ArrayTree, EnvStep
 from rollout.envs.wrappers.wrapper import Wrapper, WrapperState, cast_step, with_names
@@ -130,7 +130,7 @@ class TruncateOnNonFinite(Wrapper):
             if jnp.issubdtype(x.dtype, jnp.floating):
                 faulty |= ~jnp.all(jnp.isfinite(x))
         # The state stays faulty: the reset after the truncation replaces it.
-        obs = prng.select(faulty, state.memory, result.obs)
+        obs = trees.select(faulty, state.memory, result.obs)
         return result.replace(
             state=WrapperState(env_state=result.state, memory=obs),
             obs=obs,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from rollout import checks
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.spaces import (
     Box,
     Composite,
@@ -222,7 +222,9 @@ class ObserveState(ObsWrapper):
 
     def space(self, agent: Agent) -> AnySpace:
         """Space of `obs`, and an unbounded one of the state."""
-        space = space_of(eval_reset(self.env, lambda state, obs: prng.words(state)))
+        space = space_of(
+            eval_reset(self.env, lambda state, obs: trees.unwrap_keys(state))
+        )
         return Dict({"obs": agent.observation_space, "state": space})
 
     def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
@@ -281,7 +283,7 @@ def first_of(space: AnySpace) -> ArrayTree:
     # The shape of a key only: `check_env` takes a key for a draw of the environment's
     # own.
     key = jax.eval_shape(jax.random.key, 0)
-    return prng.blank(jax.eval_shape(space.sample, key))
+    return trees.blank(jax.eval_shape(space.sample, key))
 
 
 def _by_name(tree: Any, otherwise: Any) -> dict[str, Any]:

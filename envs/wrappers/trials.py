@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from rollout import checks
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
 from rollout.envs.wrappers.observations import space_with_previous, with_previous
 from rollout.envs.wrappers.wrapper import Agent, Wrapper, WrapperState, cast_step
@@ -77,7 +77,7 @@ class Trials(Wrapper):
         # Also across an ending within the trial, where the first step is no first one.
         agent = Agent(self.env, action=action, reward=result.reward)
         start = jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
-        env_state, obs = prng.select(
+        env_state, obs = trees.select(
             begins, env.reset(start), (result.state, result.obs)
         )
         return result.replace(

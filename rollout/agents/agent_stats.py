@@ -12,7 +12,7 @@ from flax import struct
 from rollout import checks
 from rollout.agents.transitions import agents_of
 from rollout.collector import Collector
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.multi_agent import layout_of
 from rollout.moments import Moments, is_known, moments, moments_by_name, xp_of
 from rollout.stats import present
@@ -186,10 +186,10 @@ def keep_agents(collector: Collector, params: Any) -> Collector:
 
     def init(num_envs: int) -> Any:
         # Its values do not matter: `kept` has its structure, shapes and dtypes.
-        row = prng.blank(shapes)
+        row = trees.blank(shapes)
         info = agents_of(row)
         kept = info, info.unassigned_reward, _policies_of(row)
-        return prng.blank(kept, (num_envs,), skip=1)
+        return trees.blank(kept, (num_envs,), skip=1)
 
     def update(kept: Any, transition: Transition) -> Any:
         info = agents_of(transition)

@@ -20,7 +20,7 @@ from flax import struct
 
 from rollout import checks
 from rollout.agents.population import Population, apply_members
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.multi_agent import AgentGroup, AgentLayout
 from rollout.envs.types import ArrayTree
 from rollout.kernel.values import check_values
@@ -264,7 +264,7 @@ def join(
     # Under a drawn mapping each policy acted for all; an agent of none gets zeros.
     joined = jax.tree.map(jnp.zeros_like, values[0])
     for subgroup, value in zip(subgroups, values, strict=True):
-        joined = prng.select(subgroup.controls(subgroup.of(policy_id)), value, joined)
+        joined = trees.select(subgroup.controls(subgroup.of(policy_id)), value, joined)
     return joined
 
 
@@ -286,7 +286,7 @@ def fill_extras(subgroups: list[Subgroup], steps: list[PolicyStep]) -> list[Any]
     for subgroup, step, extras in zip(subgroups, steps, every, strict=True):
         axes = jax.tree.leaves(step.action)[0].shape[0], len(subgroup.columns)
         others = {name: x for name, x in kinds.items() if name not in extras}
-        filled.append({**extras, **prng.blank(others, axes)})
+        filled.append({**extras, **trees.blank(others, axes)})
     return filled
 
 

@@ -13,7 +13,7 @@ from rollout import checks, programs
 from rollout.agents import mapping
 from rollout.agents.mapping import FixedMapping, MappingFn, PolicyIndex, Subgroup
 from rollout.agents.population import Population
-from rollout.envs import prng
+from rollout.envs import prng, trees
 from rollout.envs.multi_agent import ACTING, AgentLayout, layout_of
 from rollout.envs.types import ArrayTree
 from rollout.types import Carry, EpisodeKey, Key, Obs, Params, Policy, PolicyStep
@@ -192,7 +192,7 @@ def _apply(
             )
             # States change only where an agent acts under that policy.
             moves = subgroup.of(acting & subgroup.controls(policy_id))
-            inner[subgroup.name][group] = prng.select(moves, step.state, own)
+            inner[subgroup.name][group] = trees.select(moves, step.state, own)
             steps.append(step)
         action[group] = join(its, [step.action for step in steps])
         extras[group] = join(its, mapping.fill_extras(its, steps))

@@ -16,7 +16,7 @@ from flax import struct
 
 from rollout import checks, platform
 from rollout.collector import Collector
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.multi_agent import AgentGroup, AgentInfo, AgentLayout, layout_of
 from rollout.envs.types import ArrayTree
 from rollout.types import Carry, PerAgent, Transition
@@ -67,7 +67,7 @@ def init_agent_transitions(
     layout = layout_of(collector.env)
     if layout.simultaneous:
         return ()
-    row = prng.blank(collector.row_shape(params))
+    row = trees.blank(collector.row_shape(params))
     nothing = jnp.zeros((*row.mask.shape, len(layout.agents)), jnp.float32)
     return Pending(
         is_open=nothing.astype(bool),

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from rollout import checks
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.host.types import HostVectorEnv
 from rollout.host.ctrl_c import held_back
 from rollout.host.episode_plan import EpisodePlan
@@ -441,7 +441,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         if self.accumulators:
             nothing = accumulate_nothing(self.accumulators, self.env.num_envs)
             has_begun: Any = loop.episode_length > 0
-            self._accumulated = prng.select(has_begun, self._accumulated, nothing)
+            self._accumulated = trees.select(has_begun, self._accumulated, nothing)
         episode: dict[str, Any] = {
             "key": (),  # host episodes have a seed instead
             "episode_return": loop.episode_return.copy(),

@@ -20,7 +20,7 @@ from flax import struct
 
 from rollout import checks
 from rollout.collector import Collector
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.optional_import import load
 from rollout.host.host_collector import HostCollector
 from rollout.stats import CollectStats, summarize
@@ -255,7 +255,7 @@ class RayCollector(
         """Starts an actor, and its first batch."""
         # Never twice: a replacement with the same key would play the same episodes.
         number = next(self._numbers)
-        words = np.asarray(prng.words(jax.random.fold_in(self._key, number)))
+        words = np.asarray(trees.unwrap_keys(jax.random.fold_in(self._key, number)))
         self._actors[number] = self._make_actor(*self._args, words)
         self._begin(number)
 
@@ -335,6 +335,6 @@ def _on_host(params: Any) -> Any:
     """Converts parameters to NumPy, not weakly typed; typed keys stay as they are."""
 
     def convert(x: Any) -> Any:
-        return x if prng.has_keys(x) else np.asarray(x, jnp.result_type(x))
+        return x if trees.has_keys(x) else np.asarray(x, jnp.result_type(x))
 
     return jax.tree.map(convert, jax.device_get(params))

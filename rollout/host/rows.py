@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from rollout import checks, programs
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree
 from rollout.kernel.policy_state import init_policy_state
@@ -137,7 +137,7 @@ def record_rows(
         row, lane = now
         if accumulators:
             old = jax.tree.map(lambda x: x[lane], accumulated)  # [B, ...] of the row
-            old = prng.select(row.first, nothing, old)
+            old = trees.select(row.first, nothing, old)
             row = accumulate(accumulators, old, row)
             # Masked-out rows get a lane beyond the last, and are dropped.
             place = jnp.where(row.mask, lane, jnp.iinfo(lane.dtype).max)

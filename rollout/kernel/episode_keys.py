@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rollout.envs import prng
+from rollout.envs import prng, trees
 from rollout.envs.types import RESET, LaneIndex, VectorEnv
 from rollout.types import Carry
 
@@ -126,4 +126,4 @@ def keys_of(root: chex.PRNGKey, episode_id: jax.Array) -> chex.PRNGKey:
     num_envs = episode_id.size
     own = prng.fold_in(roots(root, num_envs).lane, episode_id // num_envs)
     queued = prng.fold_in(queue(root), -1 - episode_id)
-    return prng.select(episode_id < 0, queued, own)
+    return trees.select(episode_id < 0, queued, own)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from rollout import platform
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.kernel import episode_keys
 from rollout.kernel.carry import roots_of
@@ -119,7 +119,7 @@ def play(
             rank = jnp.cumsum(_parts(row.done, first.size), axis=1, dtype=jnp.int32)
             # The barrier keeps XLA from fusing the sum into its consumers: with 2,048
             # lanes that takes a minute to compile for a GPU.
-            rank = prng.barrier(rank)
+            rank = trees.barrier(rank)
             taken = (first[:, None] + rank - 1).reshape(row.done.shape)
             index = jnp.where(row.done, taken, run.index)
         after = after.replace(
@@ -145,7 +145,7 @@ def play(
     num_parts = sharding.num_devices if sharding else 1
     # A table for each device, so that writing to it needs no exchange; `_read` adds
     # them up.
-    results = prng.blank(row, (num_parts, number), skip=1)
+    results = trees.blank(row, (num_parts, number), skip=1)
     run = _Run(
         carry=carry,
         acc=acc,
@@ -187,12 +187,12 @@ def pad(
         # Words, not keys: jax's checker of key reuse takes a scatter for a use of them.
         written = jax.tree.map(
             lambda old, new: old.at[place].set(new, mode="drop"),
-            prng.words(padded),
-            prng.words(row),
+            trees.unwrap_keys(padded),
+            trees.unwrap_keys(row),
         )
-        return prng.like(written, padded)
+        return trees.wrap_keys(written, padded)
 
-    return prng.blank(row, (max_length, num_episodes), skip=1), write
+    return trees.blank(row, (max_length, num_episodes), skip=1), write
 
 
 def _parts(lanes: jax.Array, num_parts: int) -> jax.Array:
@@ -222,7 +222,7 @@ def _mask_idle(row: Transition, mask: jax.Array, cut: jax.Array) -> Transition:
         reward=jnp.where(mask, row.reward, 0.0),
         terminated=row.terminated & mask,
         truncated=row.truncated & ~(cut & row.terminated) & mask,
-        final_value=prng.select(mask, row.final_value, prng.blank(row.final_value)),
+        final_value=trees.select(mask, row.final_value, trees.blank(row.final_value)),
     )
 
 
@@ -279,5 +279,5 @@ def first_of(played: Episodes, min_steps: int) -> Episodes:
     length = played.episode_length
     mask = jnp.cumsum(length) - length < min_steps
     kept = played.replace(mask=mask, num_steps=())
-    first = prng.select(mask, kept, prng.blank(kept))
+    first = trees.select(mask, kept, trees.blank(kept))
     return first.replace(num_steps=jnp.sum(first.episode_length, dtype=jnp.int32))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rollout import platform
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.types import ArrayTree
 from rollout.kernel import episode_keys
 from rollout.kernel.carry import roots_of
@@ -117,6 +117,6 @@ def _writable(row: ArrayTree, counter: jax.Array) -> ArrayTree:
     """
     return platform.choose(
         lambda row: row,
-        lambda row: prng.select((counter | 1) != 0, row, prng.blank(row)),
+        lambda row: trees.select((counter | 1) != 0, row, trees.blank(row)),
         row,
     )

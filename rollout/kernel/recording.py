@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from rollout import checks
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.types import ArrayTree, strong
 from rollout.types import (
     Accumulator,
@@ -105,4 +105,4 @@ def unpack_flags(packed: jax.Array, num_flags: int) -> tuple[jax.Array, ...]:
 
 def mask_out(transition: Transition) -> Transition:
     """Zeroes the masked-out lanes, whose `mask` is False."""
-    return prng.select(transition.mask, transition, prng.blank(transition))
+    return trees.select(transition.mask, transition, trees.blank(transition))

@@ -9,7 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rollout.envs import prng
+from rollout.envs import prng, trees
 from rollout.envs.types import RESET, ArrayTree, EnvStep, Lanes, place, sharding_of
 from rollout.kernel import episode_keys, values
 from rollout.kernel.carry import check_env_step
@@ -25,7 +25,7 @@ def init(parts: Parts, key: chex.PRNGKey) -> Carry:
     """Starts the first episode of every lane; see `Collector.init`."""
     num_envs = parts.env.num_envs
     first_keys = prng.fold_in(episode_keys.roots(key, num_envs).lane, 0)
-    env_state, obs = prng.barrier(parts.env).reset(prng.fold_in(first_keys, RESET))
+    env_state, obs = trees.barrier(parts.env).reset(prng.fold_in(first_keys, RESET))
     carry = Carry(
         key=key,
         step=jnp.zeros((), jnp.int32),
@@ -139,7 +139,7 @@ def step_env(parts: Parts, carry: Carry, action: ArrayTree) -> EnvStep:
     """Steps the environments, and resets none."""
     # If the user's function closes over the collector, XLA folds its parameters as
     # constants, and rounds differently than for a collector that is an argument.
-    env, episode = prng.barrier(parts.env), carry.episode
+    env, episode = trees.barrier(parts.env), carry.episode
 
     def checked_step(*args: ArrayTree) -> EnvStep:
         return check_env_step(carry, env.step(*args))
@@ -157,12 +157,12 @@ def restart(parts: Parts, carry: Carry, restarts: jax.Array, start: Start) -> Ca
     with jax.named_scope("auto_reset"):
         # `start` is a function of lanes: keys are derived only for those that restart.
         old = Lanes(episode_key=episode.key, state=carry.env_state, obs=carry.obs)
-        new = prng.barrier(env).reset_done(start, restarts, old)
+        new = trees.barrier(env).reset_done(start, restarts, old)
     with jax.named_scope("bookkeeping"):
         key, state = new.episode_key, carry.policy_state
         state = restart_policy_state(parts.policy, state, restarts, key)
         begun = _begin(parts, key, start.episode_id)
-        episode = prng.select(restarts, begun, episode.replace(key=key))
+        episode = trees.select(restarts, begun, episode.replace(key=key))
         carry = carry.replace(
             env_state=new.state, obs=new.obs, policy_state=state, episode=episode
         )

@@ -10,7 +10,7 @@ from jax import lax
 from jax.core import Tracer, eval_jaxpr
 from jax.interpreters import partial_eval
 
-from rollout.envs import masked_update, prng
+from rollout.envs import masked_update, trees
 from rollout.envs.types import ArrayTree, EnvStep
 
 _Step = Callable[[chex.PRNGKey, ArrayTree, ArrayTree], EnvStep]
@@ -44,11 +44,11 @@ def step_once(
     take = jax.jit(step, inline=True)
 
     def between_barriers(*operands: ArrayTree) -> EnvStep:
-        keys, inputs = operands[0], prng.barrier(operands[1:])
+        keys, inputs = operands[0], trees.barrier(operands[1:])
         result = take(keys, *inputs)
         # Outside the barrier XLA removes an `info` that nobody reads.
         barred = lax.platform_dependent(
-            result.replace(info=()), tpu=lambda result: result, default=prng.barrier
+            result.replace(info=()), tpu=lambda result: result, default=trees.barrier
         )
         return barred.replace(info=result.info)
 
@@ -58,11 +58,11 @@ def step_once(
 
         # Words, since jax's checker of key reuse takes `custom_jvp` for a use of keys.
         def always(closed_over: list, *words: ArrayTree) -> EnvStep:
-            return hoisted(closed_over, *prng.like(words, operands))
+            return hoisted(closed_over, *trees.wrap_keys(words, operands))
 
         def never(_: list, *words: ArrayTree) -> EnvStep:
-            _, state, _ = prng.like(words, operands)
-            return prng.blank(shapes.replace(state=())).replace(state=state)
+            _, state, _ = trees.wrap_keys(words, operands)
+            return trees.blank(shapes.replace(state=())).replace(state=state)
 
         # Differentiated it is no conditional, which would fill what the derivative
         # reads with zeros in `never`: what is kept for it holds the step together, too.
@@ -74,7 +74,7 @@ def step_once(
         def _(primals: tuple, tangents: tuple) -> tuple[EnvStep, EnvStep]:
             return jax.jvp(always, primals[1:], tangents[1:])
 
-        return apart((counter | 1) != 0, closed_over, *prng.words(operands))
+        return apart((counter | 1) != 0, closed_over, *trees.unwrap_keys(operands))
 
     operands = (step_keys, state, action)
     if jax.__version_info__ >= (0, 11):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rollout import checks
-from rollout.envs import masked_update, prng
+from rollout.envs import masked_update, trees
 from rollout.envs.types import ArrayTree, LaneIndex, VectorEnv, sharding_of
 from rollout.types import Carry, Parts, Transition, ValueFn
 
@@ -96,5 +96,5 @@ def _values_where(
     def fn(at: LaneIndex) -> ArrayTree:
         return evaluate(params, jax.tree.map(lambda x: x[at], inputs))
 
-    nothing = prng.blank(jax.eval_shape(evaluate, params, inputs))
+    nothing = trees.blank(jax.eval_shape(evaluate, params, inputs))
     return masked_update.by_platform(flag, fn, nothing)

@@ -33,7 +33,7 @@ from flax import struct
 from jax import lax
 
 from rollout import checks, programs
-from rollout.envs import prng
+from rollout.envs import prng, trees
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies import masks, outputs, uniform
@@ -362,7 +362,7 @@ def _replace(
         checks.same(what, no_valid_action, inner)
         extras = {**extras, "no_valid_action": no_valid_action | inner}
         decision = decision._replace(extras=extras)
-    return decision._replace(action=prng.select(flag, action, decision.action))
+    return decision._replace(action=trees.select(flag, action, decision.action))
 
 
 def _add_noise(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.types import ArrayTree
 from rollout.types import Persistent
 
@@ -50,7 +50,7 @@ def unroll(
         # Before the row is read: the first one of an episode sees the state of `init`.
         before = restart(first, fresh, state)
         after, output = core(before, x)
-        return after if acting is None else prng.select(acting, after, before), output
+        return after if acting is None else trees.select(acting, after, before), output
 
     return jax.lax.scan(step, state, (inputs, first, acting))
 
@@ -61,7 +61,7 @@ def restart(restarts: jax.Array, fresh: ArrayTree, state: ArrayTree) -> ArrayTre
     def choose(fresh: ArrayTree, state: ArrayTree) -> ArrayTree:
         if isinstance(state, Persistent):
             return state
-        return prng.select(restarts, fresh, state)
+        return trees.select(restarts, fresh, state)
 
     return jax.tree.map(
         choose, fresh, state, is_leaf=lambda x: isinstance(x, Persistent)

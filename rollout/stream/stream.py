@@ -12,7 +12,7 @@ from flax import struct
 
 from rollout import checks, multihost
 from rollout.collector import Collector
-from rollout.envs import prng
+from rollout.envs import trees
 from rollout.envs.types import ArrayTree, strong
 from rollout.host.host_collector import HostCollector
 from rollout.stats import CollectStats
@@ -420,5 +420,5 @@ def _placed(tree: ArrayTree, device: Destination) -> ArrayTree:
     if isinstance(device, jax.Device | jax.sharding.Sharding):
         return jax.block_until_ready(jax.device_put(tree, device))
     if device == "host":  # NumPy has no typed keys
-        return jax.tree.map(lambda x: x if prng.has_keys(x) else np.array(x), tree)
+        return jax.tree.map(lambda x: x if trees.has_keys(x) else np.array(x), tree)
     return tree

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import CountEnv, quick_jit, raw
 
-from rollout.envs import auto_reset, masked_update, prng
+from rollout.envs import auto_reset, masked_update, prng, trees
 from rollout.envs.types import RESET, Lanes
 
 pytestmark = pytest.mark.usefixtures("key_reuse")
@@ -131,9 +131,9 @@ def test_members_under_vmap_are_reset_as_each_alone(mapped):
         lane = jnp.arange(33, dtype=jnp.int32)
         lanes = Lanes(prng.fold_in(jax.random.key(1), lane), state, lane)
         if way == "switch":
-            start = lambda at: prng.words(start_member(env, at))  # noqa: E731
+            start = lambda at: trees.unwrap_keys(start_member(env, at))  # noqa: E731
             switch = masked_update.merged(masked_update.switch)
-            return switch(done, start, prng.words(lanes))
+            return switch(done, start, trees.unwrap_keys(lanes))
         return raw(auto_reset.reset(way, env, start_member, done, lanes))
 
     def both(members):

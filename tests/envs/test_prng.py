@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import quick_jit
 
-from rollout.envs import prng
+from rollout.envs import prng, trees
 
 pytestmark = pytest.mark.usefixtures("key_reuse")
 
@@ -109,7 +109,7 @@ def test_select_and_barrier_take_trees_with_typed_keys():
     old = {"key": jax.random.split(jax.random.key(0), 3), "x": jnp.zeros((3, 2))}
     new = {"key": jax.random.split(jax.random.key(1), 3), "x": jnp.ones((3, 2))}
     flag = jnp.array([True, False, True])
-    mixed = prng.select(flag, new, prng.barrier(old))
+    mixed = trees.select(flag, new, trees.barrier(old))
     np.testing.assert_array_equal(mixed["x"][:, 0], [1, 0, 1])
     want = np.where(np.asarray(flag)[:, None], words(new["key"]), words(old["key"]))
     np.testing.assert_array_equal(words(mixed["key"]), want)
