@@ -1,8 +1,9 @@
 """`ReplayBuffer`: the methods that all buffers share, with even draws."""
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import chex
 import jax
@@ -24,8 +25,27 @@ def jit_method(*static: str) -> Callable[[Fn], Fn]:
 
     The buffer is a pytree, so equal buffers share a program, and `gamma` may be traced.
     """
-    jit: Any = functools.partial(jax.jit, static_argnames=static, inline=True)
-    return jit
+
+    def decorate(method: Fn) -> Fn:
+        # jax takes pytrees for equal that differ in their class only, so the class is
+        # an argument of its own.
+        def run(cls: type, *args: Any, **options: Any) -> Any:
+            del cls
+            return method(*args, **options)
+
+        own = inspect.signature(method)
+        cls = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_ONLY)
+        signature = own.replace(parameters=[cls, *own.parameters.values()])
+        setattr(run, "__signature__", signature)  # noqa: B010  (pyright)
+        jitted = jax.jit(run, static_argnums=0, static_argnames=static, inline=True)
+
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            return jitted(type(self), self, *args, **options)
+
+        return cast(Fn, call)
+
+    return decorate
 
 
 class ReplayBuffer(struct.PyTreeNode):
