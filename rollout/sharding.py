@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rollout import checks, multihost
 from rollout.collector import Collector
-from rollout.envs import prng as env_keys
+from rollout.envs import trees
 from rollout.envs.types import (
     ArrayTree,
     EnvStep,
@@ -87,7 +87,7 @@ def shard(
     mesh = checks.lane_mesh(mesh, axis)
     if mesh.is_multi_process and not _is_absent(mesh):
         # Before the checks that may raise in one process alone.
-        leaves = jax.tree.leaves(env_keys.words(collector.env))
+        leaves = jax.tree.leaves(trees.unwrap_keys(collector.env))
         here = [x for x in leaves if not multihost.is_elsewhere(x)]
         # Bits and not values: NaN parameters are equal to themselves here.
         bits = b"".join(np.asarray(x).tobytes() for x in here)
@@ -169,7 +169,7 @@ class _ShardedEnv(BaseWrapper, kw_only=True):
     def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         # `step_once` on each device, so that XLA compiles the step as on one device.
         def step(env: VectorEnv, *args: ArrayTree) -> EnvStep:
-            leaves = jax.tree.leaves(env_keys.words(args[1:]))
+            leaves = jax.tree.leaves(trees.unwrap_keys(args[1:]))
             # `step_once` needs any number that XLA does not know.
             some = next(x for x in leaves if x.size)
             counter = some.ravel()[0].astype(jnp.int32)
@@ -190,7 +190,7 @@ class _ShardedEnv(BaseWrapper, kw_only=True):
         def local(env: Any, *args: ArrayTree) -> ArrayTree:
             # Lanes keep their global numbers, from which their keys and ids derive.
             first_lane = lax.axis_index(self.sharding.axis) * num_local
-            return fn(env_keys.barrier(env.local(num_local, first_lane)), *args)
+            return fn(trees.barrier(env.local(num_local, first_lane)), *args)
 
         if not self.env.each:
             return self.sharding.map(local, self.env, *args)

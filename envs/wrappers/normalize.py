@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from rollout import checks
-from rollout.envs import prng as env_keys
+from rollout.envs import trees
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep, LaneIndex, Lanes, Shared
 from rollout.envs.wrappers import running_stats
@@ -219,7 +219,7 @@ class NormalizeObs(_Normalizer):
         return inner._replace(
             state=state.replace(env_state=inner.state, memory=inner.obs),
             # A lane that goes on keeps its bits: its observation was normalised before.
-            obs=env_keys.select(done, fresh, lanes.obs),
+            obs=trees.select(done, fresh, lanes.obs),
         )
 
     @property
