@@ -34,10 +34,10 @@ def jit_method(*static: str) -> Callable[[Fn], Fn]:
             return method(*args, **options)
 
         own = inspect.signature(method)
-        cls = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_ONLY)
+        cls = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         signature = own.replace(parameters=[cls, *own.parameters.values()])
         setattr(run, "__signature__", signature)  # noqa: B010  (pyright)
-        jitted = jax.jit(run, static_argnums=0, static_argnames=static, inline=True)
+        jitted = jax.jit(run, static_argnames=("cls", *static), inline=True)
 
         @functools.wraps(method)
         def call(self: Any, *args: Any, **options: Any) -> Any:

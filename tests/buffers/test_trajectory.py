@@ -113,7 +113,8 @@ def test_methods_are_compiled_once():
     def use(state, key):
         state = buffer.add(state, step)
         batch = buffer.sample(state, key, 8)
-        return state, batch, buffer.can_sample(state, 8)
+        counts = buffer.can_sample(state, 8), buffer.count_episodes(state, 3)
+        return state, batch, counts
 
     first, *keys = list(jax.random.split(jax.random.key(0), 4))
     use(state, first)
