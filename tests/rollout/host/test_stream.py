@@ -55,7 +55,7 @@ def test_batches_are_those_of_the_kernel(options):
 
 @pytest.mark.slow
 def test_evaluation_is_that_of_the_kernel():
-    args = KEY, None, 9
+    args = None, KEY, 9
     host = rollout.evaluate(on_host(), *args, max_episode_steps=6)
     kernel = rollout.evaluate(in_jax(), *args, max_episode_steps=6)
     # Its sums are one program there, and operations one by one here.
