@@ -23,7 +23,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     """A ring of transitions per lane, sampled in proportion to `priority ** alpha`.
 
     New rows get the largest priority seen so far, at first 1. A row whose priority is 0
-    is never sampled. The methods are those of `ReplayBuffer`, and `update_priorities`.
+    is never sampled. It has the methods of `ReplayBuffer` and `update_priorities`.
 
     A sample has one transition from each of `batch_size` equal shares of the sum, with
     the weight `(1 / (N P(i))) ** beta`, divided by the largest one in the batch.
@@ -78,7 +78,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         *,
         beta: float | jax.Array = _BETA,
     ) -> Batch:
-        """Draws `batch_size` transitions; see `ReplayBuffer.sample`.
+        """Samples `batch_size` transitions; see `ReplayBuffer.sample`.
 
         Args:
             state: a state for which `can_sample` holds.
@@ -107,7 +107,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         *,
         beta: float | jax.Array = _BETA,
     ) -> Sequences:
-        """Draws pieces of episodes; see `ReplayBuffer.sample_sequences`.
+        """Samples pieces of episodes; see `ReplayBuffer.sample_sequences`.
 
         Args:
             state: a state for which `can_sample` holds.

@@ -33,9 +33,11 @@ def jit_method(*static: str) -> Callable[[Fn], Fn]:
             del cls
             return method(*args, **options)
 
-        own = inspect.signature(method)
+        signature = inspect.signature(method)
         cls = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        signature = own.replace(parameters=[cls, *own.parameters.values()])
+        parameters = [cls, *signature.parameters.values()]
+        # `jax.jit` finds static arguments by the names in the signature.
+        signature = signature.replace(parameters=parameters)
         setattr(run, "__signature__", signature)  # noqa: B010  (pyright)
         jitted = jax.jit(run, static_argnames=("cls", *static), inline=True)
 
@@ -80,13 +82,13 @@ class ReplayBuffer(struct.PyTreeNode):
         gamma: the discount per step, in [0, 1], a number or `()`; with `n_step`.
         stack: K, observations that `obs` and `next_obs` of a sample stack, at least 1;
             before the start of an episode its first observation repeats. Rows whose
-            history was evicted are not drawn. None for a single observation, without
+            history was evicted are not sampled. None for a single observation, without
             the axis.
         relabel_fn: `(key, experience, future)` to the experience, `[S, ...]` each:
-            hindsight goals. `future` is drawn evenly, for each row, from the row itself
-            and those after it in its episode. Not with `n_step` or `stack`. Pass the
+            hindsight goals. `future` is sampled evenly, for each row, from that row and
+            the later rows of its episode. Not with `n_step` or `stack`. Pass the
             same function object again: another one compiles again.
-        relabel_horizon: number of rows ahead that `future` is drawn from, at least 1.
+        relabel_horizon: number of later rows that `future` is sampled from, at least 1.
 
     Raises:
         ValueError: if a number is not an int of at least 1, if `capacity` is less than
@@ -217,11 +219,11 @@ class ReplayBuffer(struct.PyTreeNode):
         return sampling.has_usable(state.ring, usable_fn, batch_size)
 
     def sample(self, state: ArrayTree, key: chex.PRNGKey, batch_size: int) -> Batch:
-        """Draws `batch_size` transitions with replacement.
+        """Samples `batch_size` transitions with replacement.
 
         Every stored transition has the same chance, even if lanes hold different
         numbers of them. With `next_obs="shared"`, only transitions whose successor is
-        stored are drawn.
+        stored are sampled.
 
         Args:
             state: a state for which `can_sample` holds.
@@ -241,7 +243,7 @@ class ReplayBuffer(struct.PyTreeNode):
     def sample_sequences(
         self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, length: int
     ) -> Sequences:
-        """Draws pieces of episodes, by their first rows as `sample` does.
+        """Samples pieces of episodes, by their first rows as `sample` does.
 
         A piece lasts as long as its episode does in the buffer, at most `length` steps,
         and is padded after that, where `mask` is False. If a recurrent policy puts its
@@ -384,8 +386,9 @@ class ReplayBuffer(struct.PyTreeNode):
             relabel_fn=relabel_fn,
             horizon=self.relabel_horizon,
         )
-        own = self.replace(n_step=None, gamma=None, relabel_fn=None)
-        return own._sample(state, key, options)
+        # The options have them; without, more buffers share a program.
+        buffer = self.replace(n_step=None, gamma=None, relabel_fn=None)
+        return buffer._sample(state, key, options)
 
     def _sample_pieces(
         self,
@@ -397,8 +400,8 @@ class ReplayBuffer(struct.PyTreeNode):
     ) -> Sequences:
         """Samples pieces, with `beta` for importance weights."""
         options = batches.SampleOptions(batch_size=batch_size, beta=beta, length=length)
-        own = self.replace(n_step=None, gamma=None, stack=None, relabel_fn=None)
-        return own._sample(state, key, options)
+        buffer = self.replace(n_step=None, gamma=None, stack=None, relabel_fn=None)
+        return buffer._sample(state, key, options)
 
     @jit_method()
     def _sample(

@@ -243,7 +243,7 @@ class EnvIssue(NamedTuple):
     """One mistake that `check_env` found; it prints as `name: message`.
 
     Attributes:
-        name: one of those that `check_env` lists.
+        name: a name from the list in `check_env`.
         message: the mistake, and the step of the episode where it showed.
     """
 

@@ -223,6 +223,7 @@ REFUSED = {
     ],
     "`max_episode_steps` must be given with `return_trajectory=True`": [
         lambda: collector().collect_episodes(carry(), None, 2, return_trajectory=True),
+        lambda: on_host().collect_episodes(None, None, 2, return_trajectory=True),
     ],
     "`carry` must be what `init` or an earlier call returned": [
         lambda: collector().collect_steps(None, carry(), 2),

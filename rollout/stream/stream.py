@@ -84,8 +84,8 @@ class Stream(Generic[ParamsT]):
         postprocess: pure function from the `Transition`, `[T, B, ...]`, to any pytree
             of arrays. It is compiled into the program, and fields that it does not read
             are not stored.
-        device: where the trajectory is copied to: a `jax.Device`, a
-            `jax.sharding.Sharding` of `[T, B, ...]`, or "host" (NumPy arrays; not where
+        device: destination of the trajectory: a `jax.Device`, a
+            `jax.sharding.Sharding` of `[T, B, ...]`, or "host" (NumPy arrays; not if
             lanes are sharded over several processes). None leaves it where it was
             collected. The statistics are not moved.
         prefetch: 1 begins the next batch before this one is returned, with the
@@ -93,11 +93,10 @@ class Stream(Generic[ParamsT]):
             `next`: strictly on-policy, and required where lanes are sharded over
             several processes.
         reuse_memory: writes each batch to the memory of an earlier one, whose arrays
-            are
-            deleted by the next call of `next`: reading them raises. Copy the values
-            that you keep; a NumPy view of an array stays valid, but prevents the
-            reuse. It pays for large batches, such as images: fresh memory is slow to
-            touch for the first time.
+            are deleted by the next call of `next`: reading them raises. Copy the values
+            that you keep; a NumPy view of an array stays valid, but prevents the reuse.
+            It pays for large batches, such as images: fresh memory is slow to touch for
+            the first time.
         check_finite: raises `FloatingPointError` if a recorded value is not finite;
             minus infinity is allowed in extras such as logits. The stream then stands
             where it stood before that batch.

@@ -70,9 +70,9 @@ def programs(kind, successor, num_slots, num_envs):
             "sample": buffer.sample(state, keys[0], NUM_DRAWS),
             "stacked": stacked.sample(state, keys[1], NUM_DRAWS),
             "can_sample": [
-                each.can_sample(state, n)
+                variant.can_sample(state, n)
                 for n in range(1, 4)
-                for each in (buffer, stacked)
+                for variant in (buffer, stacked)
             ],
         }
 

@@ -64,6 +64,32 @@ def test_device_draws_its_share_from_its_own_lanes():
     assert not bool(sharded.can_sample(filled(plain, 1), 2 * B))
 
 
+def test_options_of_a_sharded_buffer_are_those_of_the_plain_one():
+    """A sample of n steps and stacked frames, with a traced discount."""
+    plain = buffers.ReplayBuffer(N * B, B, n_step=2, gamma=0.5, stack=2)
+    sharded = buffers.shard(plain, make_mesh())
+    flags = np.zeros((N, B), bool)
+    number = np.arange(N * B, dtype=np.float32).reshape(N, B)
+    rows = {"obs": number, "reward": number, "terminated": flags, "truncated": flags}
+    state = sharded.init(jax.tree.map(lambda x: x[0], rows))
+    state = quick_jit(sharded.add)(state, rows)
+
+    @quick_jit
+    def draw(gamma):
+        return sharded.replace(gamma=gamma).sample(state, jax.random.key(0), 32)
+
+    batch = draw(0.25)
+    slot, first = batch.indices // B, number.ravel()[batch.indices]
+    second = np.where(slot + 1 < N, first + B, 0.0)  # there is no row after the last
+    np.testing.assert_allclose(batch.experience["reward"], first + 0.25 * second)
+    want = np.where(slot + 1 < N, 0.25**2, 0.25)
+    np.testing.assert_allclose(batch.discount, want)
+    before = np.where(slot > 0, first - B, first)
+    np.testing.assert_array_equal(
+        batch.experience["obs"], np.stack([before, first], axis=1)
+    )
+
+
 @pytest.mark.slow
 def test_weights_make_the_draw_even_where_devices_hold_unlike_numbers():
     _, sharded = make_pair()

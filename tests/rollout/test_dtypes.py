@@ -120,11 +120,11 @@ def test_buffers_neither_widen_nor_promote(buffer):
         state = buffer.init(jax.tree.map(lambda x: x[0], rows))
         state = buffer.add(state, rows)
         n_step = {"n_step": 3, "gamma": 0.9} if buffer.next_obs == "stored" else {}
-        same = lambda key, rows, future: rows  # noqa: E731
+        keep = lambda key, rows, future: rows  # noqa: E731
         return state, [
             buffer.replace(**n_step).sample(state, key, 8),
             buffer.replace(stack=2).sample(state, key, 8),
-            buffer.replace(relabel_fn=same).sample(state, key, 8),
+            buffer.replace(relabel_fn=keep).sample(state, key, 8),
             buffer.sample_sequences(state, key, 8, 3),
             buffer.sample_episodes(state, key, 8, 9),
             buffer.can_sample(state, 8),

@@ -134,6 +134,7 @@ def spread(*axes):
     "device",
     [
         "host",
+        jax.devices()[1],
         *(
             pytest.param(x, marks=slow)
             for x in (None, spread(None, "device"), spread())
@@ -148,6 +149,8 @@ def test_batches_made_ahead_are_the_same_wherever_they_land(device):
     for leaf in jax.tree.leaves([batch.trajectory for batch in placed]):
         if device == "host":
             assert isinstance(leaf, np.ndarray)
+        elif isinstance(device, jax.Device):
+            assert leaf.devices() == {device}
         elif device is not None:
             assert leaf.sharding.is_equivalent_to(device, leaf.ndim)
 
