@@ -218,10 +218,10 @@ PROGRAMS: dict[str, Callable[[], Made]] = {
     "time_limit": lambda: _wrapped(lambda env: envs.TimeLimit(env, 100)),
     "recurrent": recurrent,
     "epsilon_greedy": lambda: _exploring(
-        lambda policy, space: rollout.epsilon_greedy(policy, space, 0.1)
+        lambda policy, space: rollout.policies.EpsilonGreedy(policy, space, 0.1)
     ),
     "random_warmup": lambda: _exploring(
-        lambda policy, space: rollout.random_warmup(policy, space, 100)
+        lambda policy, space: rollout.policies.RandomWarmup(policy, space, 100)
     ),
     "agent_transitions": agent_transitions,
     "recommendation": recommendation,

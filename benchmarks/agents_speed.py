@@ -197,7 +197,7 @@ def population_programs(size: int) -> dict[str, Program]:
     single = jax.tree.map(lambda x: x[0], league)
     cases = {
         "one": (policy, shared, single),
-        "blocks": (rollout.agents.population(policy, size), mapping, league),
+        "blocks": (rollout.agents.Population(policy, size), mapping, league),
         "gather": (gathered, shared, league),
     }
     read = lambda t: (t.obs["agents"], t.action["agents"], t.reward)  # noqa: E731

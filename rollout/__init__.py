@@ -1,8 +1,8 @@
 """Collects reinforcement-learning experience in JAX, as a pure function.
 
 A rollout is a fold over time of one pure step. `Collector` folds it; `random_policy`,
-`stateless_policy` and `recurrent_policy` make its policy, and `epsilon_greedy`,
-`random_warmup` and those of `policies` make one explore; `summarize` computes
+`stateless_policy` and `recurrent_policy` make its policy, and `EpsilonGreedy`,
+`RandomWarmup` and those of `policies` make one explore; `summarize` computes
 statistics of the episodes that ended. Everything runs inside your own `jit`, or jitted
 from a notebook.
 
@@ -55,10 +55,7 @@ from rollout.host import HostCollector
 from rollout.logs import log_stats
 from rollout.minibatches import permutation, scan_minibatches
 from rollout.policies import (
-    epsilon_greedy,
-    greedy,
     random_policy,
-    random_warmup,
     recurrent_policy,
     stateless_policy,
 )
@@ -67,7 +64,7 @@ from rollout.sharding import shard
 from rollout.stats import summarize
 from rollout.stream import Stream
 from rollout.targets import discounted_returns, gae, lambda_returns, next_values, vtrace
-from rollout.types import Accumulator, Carry, Policy, Transition
+from rollout.types import Accumulator, Carry, Policy, PolicyStep, Transition
 
 if TYPE_CHECKING:
     from rollout import buffers as buffers
@@ -83,15 +80,14 @@ __all__ = [
     "EpisodeWindow",
     "HostCollector",
     "Policy",
+    "PolicyStep",
     "Stream",
     "Transition",
     "check_env",
     "checkpoint",
     "discounted_returns",
-    "epsilon_greedy",
     "evaluate",
     "gae",
-    "greedy",
     "inspect_program",
     "lambda_returns",
     "log_stats",
@@ -99,7 +95,6 @@ __all__ = [
     "permutation",
     "profile",
     "random_policy",
-    "random_warmup",
     "record_gif",
     "recurrent_policy",
     "scan_minibatches",

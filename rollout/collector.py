@@ -15,7 +15,6 @@ from rollout.kernel import episodes, fold, step
 from rollout.kernel.carry import check_fits, roots_of
 from rollout.kernel.recording import checked_parts, mask_out
 from rollout.kernel.values import check_values
-from rollout.policies import outputs
 from rollout.types import (
     ActionT,
     Carry,
@@ -62,9 +61,10 @@ def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
 class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     """Collects the experience of a policy in a vector of environments.
 
-    It is a pytree whose leaves are the environment's parameters, so your own jitted
-    function may take it as an argument or close over it. Every method is a pure
-    function of its arguments, is jitted, and gives the same bits inside your own `jit`.
+    A collector is a pytree whose leaves are the parameters of the environment and the
+    numbers of the policy, so your own jitted function may take it as an argument or
+    close over it. Every method is a pure function of its arguments, is jitted, and
+    gives the same bits inside your own `jit`.
 
     Attributes:
         env: `B` environments side by side.
@@ -83,20 +83,20 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     is_host: ClassVar[bool] = False
 
     env: VectorEnv
-    policy: Policy[ParamsT, ObsT, ActionT] = struct.field(pytree_node=False)
+    policy: Policy[ParamsT, ObsT, ActionT]
     _: dataclasses.KW_ONLY
     record_fn: RecordFn[ObsT, ActionT] | None = struct.field(
         pytree_node=False, default=None
     )
     # A mapping from names to `Accumulator`s, kept as `Accumulators`.
     accumulators: Any = struct.field(pytree_node=False, default=())
-    # Tells classes of environments apart; see `hash_of_types`.
+    # Tells classes of environments and policies apart; see `hash_of_types`.
     _types: int = struct.field(pytree_node=False, default=0, repr=False)
 
     def __post_init__(self) -> None:
         checks.kind_of_env(self.env, is_host=False)
         object.__setattr__(self, "accumulators", checked_parts(self))
-        object.__setattr__(self, "_types", hash_of_types(self.env))
+        object.__setattr__(self, "_types", hash_of_types((self.env, self.policy)))
 
     def freeze(self, carry: Carry) -> Self:
         """Fixes the statistics of normalising wrappers, to evaluate with them.
@@ -168,7 +168,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
 
     @_jit()
     def value(self, carry: Carry, params: ParamsT) -> Any:
-        """Values what the lanes see now, by the policy's critic. Jitted.
+        """Evaluates the policy's critic at the current observations. Jitted.
 
         After a call of `collect_steps` these are the values of the observations that
         follow its last row, the `last_value` of `next_values`.
@@ -185,7 +185,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
                 return one float per lane, or per agent.
         """
         check_fits(self, carry)
-        values = outputs.critic(self.policy)(params, carry.obs, carry.policy_state)
+        values = self.policy.value(params, carry.obs, carry.policy_state)
         check_values(values, carry.obs)
         return values
 

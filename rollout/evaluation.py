@@ -31,9 +31,9 @@ def evaluate(
     of the N, and not in the statistics: `num_episodes` is then smaller, and the mean
     biased, since long episodes fail more often.
 
-    The policy starts from its initial state: `epsilon_greedy` at the first value of its
-    schedule, `random_warmup` at random. A collector of `rollout.greedy(policy)` does
-    not explore.
+    The policy starts from its initial state: an `EpsilonGreedy` at the first value of
+    its schedule, a `RandomWarmup` with random actions. To evaluate without exploration,
+    wrap the policy in `rollout.policies.Greedy`.
 
     Lanes take episodes from one queue, the first ones first, so that N below `num_envs`
     leaves lanes out. Where lanes differ, as those of `rollout.envs.vectorize_each`,

@@ -87,7 +87,8 @@ def shard(
     mesh = checks.lane_mesh(mesh, axis)
     if mesh.is_multi_process and not _is_absent(mesh):
         # Before the checks that may raise in one process alone.
-        leaves = jax.tree.leaves(trees.unwrap_keys(collector.env))
+        parts = trees.unwrap_keys((collector.env, collector.policy))
+        leaves = jax.tree.leaves(parts)
         here = [x for x in leaves if not multihost.is_elsewhere(x)]
         # Bits and not values: NaN parameters are equal to themselves here.
         bits = b"".join(np.asarray(x).tobytes() for x in here)
@@ -95,7 +96,7 @@ def shard(
             "jax": jax.__version__,
             "`num_envs`": collector.env.num_envs,
             "`mesh`": [axis, *mesh.shape.items(), *(x.id for x in mesh.devices.flat)],
-            "environment parameters of checksum": zlib.crc32(bits),
+            "parameters of checksum": zlib.crc32(bits),
         }
         multihost.compare("collector", facts)
     num_devices = mesh.shape[axis]

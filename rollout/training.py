@@ -17,10 +17,10 @@ import numpy as np
 from rollout import checks
 from rollout.collector import Collector
 from rollout.envs.spaces import EnvSpec, env_spec
-from rollout.envs.types import ArrayTree
+from rollout.envs.types import ArrayTree, hash_of_types
 from rollout.envs.wrappers import normalize_obs
 from rollout.host.host_collector import HostCollector
-from rollout.policies import greedy
+from rollout.policies import Greedy
 from rollout.types import Policy, Transition
 
 State = TypeVar("State")
@@ -62,7 +62,7 @@ class Agent:
     @functools.cached_property
     def eval_policy(self) -> Policy:
         """The policy to evaluate and to predict with: it takes the likeliest action."""
-        return greedy(self.policy)
+        return Greedy(self.policy)
 
     @functools.cached_property
     def spec(self) -> EnvSpec:
@@ -152,7 +152,8 @@ class Agent:
         Raises:
             ValueError: if `obs` has another shape.
         """
-        return _predict(self.eval_policy, params, self.prepare_obs(obs))
+        policy = self.eval_policy
+        return _predict(hash_of_types(policy), policy, params, self.prepare_obs(obs))
 
     def prepare_obs(self, obs: ArrayTree) -> ArrayTree:
         """Checks the shape of a single observation, and normalizes it as `env` does."""
@@ -198,9 +199,11 @@ def jit_on_host(method: Callable[..., Any], **options: Any) -> Callable[..., Any
     return call
 
 
+# For `types` see `hash_of_types`.
 @functools.partial(jax.jit, static_argnums=0)
-def _predict(policy: Policy, params: ArrayTree, obs: ArrayTree) -> ArrayTree:
+def _predict(types: int, policy: Policy, params: ArrayTree, obs: ArrayTree) -> Any:
     """Applies a policy without state to a single observation."""
+    del types  # unused
     batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
     action = policy.apply(params, batch, (), jax.random.key(0)).action
     return jax.tree.map(lambda x: x[0], action)

@@ -1,10 +1,12 @@
 """Defines the data and callables of a rollout: `Transition`, `Carry`, `Policy`."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol
 
 import chex
 import jax
+import numpy as np
 from flax import struct
 from typing_extensions import TypeVar
 
@@ -83,9 +85,6 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
         """`[T, B]` bool, True where an episode begins: `episode_length == 1`."""
         return self.episode_length == 1
 
-
-# `(params, obs, policy_state)` to `[K]` float, or by group `[K, A_g]`; see `Policy`.
-ValueFn = Callable[[Any, Any, Any], ArrayTree]
 
 RecordFn = Callable[[Transition[ObsT, ActionT]], Transition[ObsT, ActionT]]
 
@@ -268,31 +267,127 @@ class PolicyStep(NamedTuple, Generic[ActionT]):
     extras: ArrayTree = ()
 
 
-PolicyFn = Callable[[ParamsT, ObsT, PolicyState, Key], PolicyStep[ActionT]]
+NO_MODE = (
+    "`policy` must have a `mode`, got one without. Pass `mode_fn` to "
+    "`stateless_policy` or `recurrent_policy`, or define `mode`."
+)
+NO_VALUE = (
+    "`policy` must have a critic, got one without. Pass `value_fn` to "
+    "`stateless_policy` or `recurrent_policy`, or define `value`."
+)
 
 
-class Policy(NamedTuple, Generic[ParamsT, ObsT, ActionT]):
-    """A policy, batched over lanes: two functions, and two more that it may have.
+class Policy(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
+    """A policy, batched over environments.
 
-    Attributes:
-        init: `num_envs` to the `[B, ...]` state at the start of an episode, `()` if
-            there is none. A lane goes back to it at every episode boundary, except for
-            parts wrapped in `Persistent`.
-        apply: `(params, obs, state, key)` to a `PolicyStep`. `obs` and `state` are
-            `[B, ...]`; `key` is one typed key for the whole batch, new at every step.
-        mode: as `apply`, with a result of the same structure, but with the most likely
-            action instead of a sampled one, for `greedy`; None if there is none.
-        value: the critic, `(params, obs, state)` to the values of `[K]` lanes, float32,
-            each computed on its own; with several agents also a dict by group of
-            `[K, A_g]`. A collector calls it for the few lanes whose episode was
-            truncated, and records `final_value`. None if there is none. `_replace`
-            exchanges it, as for the critic of a team.
+    `rollout.stateless_policy` and `rollout.recurrent_policy` make one from a function.
+    For options of its own, write a subclass:
+
+        class Softmax(rollout.Policy):
+            network: nn.Module = struct.field(pytree_node=False)
+            temperature: float = 1.0
+
+            def apply(self, params, obs, state, key):
+                logits = self.network.apply(params, obs) / self.temperature
+                return rollout.PolicyStep(jax.random.categorical(key, logits), state)
+
+    A subclass is a frozen dataclass and a pytree. Numbers and arrays are leaves: they
+    may be traced, mapped by `jax.vmap`, and replaced without compiling again.
+    Functions, networks and spaces are static fields and need a hash. Equal policies
+    share compiled programs.
+
+    `apply` is required. `init`, `mode` and `value` are optional.
     """
 
-    init: Callable[[int], PolicyState]
-    apply: PolicyFn[ParamsT, ObsT, ActionT]
-    mode: PolicyFn[ParamsT, ObsT, ActionT] | None = None
-    value: ValueFn | None = None
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # Otherwise `dataclasses` would define another `__repr__` for the subclass.
+        super().__init_subclass__(**{"repr": False, **kwargs})
+
+    def __repr__(self) -> str:
+        """Prints the fields that differ from their defaults, in one line."""
+        values = [
+            (x.name, getattr(self, x.name))
+            for x in dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+            if x.repr and getattr(self, x.name) is not x.default
+        ]
+        shown = ", ".join(f"{name}={_in_one_line(x)}" for name, x in values)
+        return f"{type(self).__name__}({shown})"
+
+    def init(self, num_envs: int) -> PolicyState:
+        """Returns the state at the start of an episode.
+
+        Collectors reset a lane to this state at every episode boundary, except for
+        parts in `Persistent`.
+
+        Args:
+            num_envs: B, the number of environments.
+
+        Returns:
+            A pytree of `[B, ...]`; `()` by default, for policies without state.
+        """
+        del num_envs  # unused
+        return ()
+
+    def apply(
+        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
+    ) -> PolicyStep[ActionT]:
+        """Chooses the actions of one step.
+
+        Args:
+            params: parameters of the policy.
+            obs: `[B, ...]`, observations.
+            state: `[B, ...]`, state of the policy.
+            key: one typed key for the whole batch, a new one at every step.
+        """
+        raise NotImplementedError(f"`{type(self).__name__}` must define `apply`.")
+
+    def mode(
+        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
+    ) -> PolicyStep[ActionT]:
+        """Chooses the most likely actions, for `rollout.policies.Greedy`.
+
+        The arguments and the structure of the result are those of `apply`.
+        """
+        raise ValueError(NO_MODE)
+
+    def value(self, params: ParamsT, obs: ObsT, state: PolicyState) -> ArrayTree:
+        """Evaluates the critic.
+
+        Collectors call it for the few lanes whose episode was truncated, and record the
+        result in `final_value`. The value of an observation must not depend on the
+        other observations.
+
+        Args:
+            params: parameters of the policy.
+            obs: `[K, ...]`, observations of any number of lanes.
+            state: `[K, ...]`, state of the policy when it observes `obs`.
+
+        Returns:
+            `[K]` float32; with several agents also a dict by group of `[K, A_g]`.
+        """
+        raise ValueError(NO_VALUE)
+
+    @property
+    def has_mode(self) -> bool:
+        """Whether the policy defines `mode`."""
+        return type(self).mode is not Policy.mode
+
+    @property
+    def has_value(self) -> bool:
+        """Whether the policy defines `value`, a critic."""
+        return type(self).value is not Policy.value
+
+
+def _in_one_line(value: Any) -> str:
+    """Prints a field of a policy: functions by name, large values by their class."""
+    if isinstance(value, Policy):
+        return repr(value)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_in_one_line, value))})"
+    if isinstance(value, jax.Array | np.ndarray) and value.ndim:
+        return f"{value.dtype}{list(value.shape)}"
+    text = " ".join(getattr(value, "__qualname__", repr(value)).split())
+    return text if len(text) <= 60 else f"{type(value).__name__}(...)"
 
 
 class Parts(Protocol):
@@ -306,11 +401,9 @@ class Parts(Protocol):
 
 
 def check_policy(value: Any) -> None:
-    """Checks that a value is a policy, and that its critic is a function."""
+    """Raises `ValueError` unless the value is a policy."""
     what = "`policy` must be a `Policy`, such as `stateless_policy` makes"
     checks.kind(what, value, Policy)
-    if value.value is not None:
-        checks.function("policy.value", value.value, "params", "obs", "state")
 
 
 def check_carry(value: Any) -> None:

@@ -132,7 +132,7 @@ COUNTS = {
     "num_steps": [
         lambda n: collector().collect_steps(carry(), None, n),
         lambda n: collector().fold_steps(carry(), None, max, 0, num_steps=n),
-        lambda n: rollout.random_warmup(policy(), DISCRETE, n),
+        lambda n: rollout.policies.RandomWarmup(policy(), DISCRETE, n),
         lambda n: envs.TimeLimit(COUNT, n),
         lambda n: rollout.profile(collector(), None, KEY, n),
         lambda n: rollout.inspect_program(
@@ -199,11 +199,11 @@ REFUSED = {
     # What a collector is made of.
     "`policy` must be a `Policy`, such as": [
         lambda: step_with(policy=lambda *args: 0),
-        lambda: rollout.greedy(3),
-        lambda: rollout.epsilon_greedy(jnp.add, DISCRETE, 0.1),
-        lambda: rollout.random_warmup(3, DISCRETE, 2),
-        lambda: rollout.policies.gaussian_noise(3, BOX, 0.1),
-        lambda: rollout.policies.ornstein_uhlenbeck(3, BOX, 0.1),
+        lambda: rollout.policies.Greedy(3),
+        lambda: rollout.policies.EpsilonGreedy(jnp.add, DISCRETE, 0.1),
+        lambda: rollout.policies.RandomWarmup(3, DISCRETE, 2),
+        lambda: rollout.policies.GaussianNoise(3, BOX, 0.1),
+        lambda: rollout.policies.OrnsteinUhlenbeck(3, BOX, 0.1),
     ],
     "`accumulators` must map names to `Accumulator`s, got": [
         lambda: accumulate({"a": max}),

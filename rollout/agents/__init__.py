@@ -14,7 +14,7 @@ from rollout.agents.agent_stats import (
 )
 from rollout.agents.mapping import static_mapping
 from rollout.agents.policy_map import policy_map, policy_state
-from rollout.agents.population import Population, population
+from rollout.agents.population import Population
 from rollout.agents.transitions import (
     Pending,
     agent_transitions,
@@ -38,7 +38,6 @@ __all__ = [
     "last_values",
     "policy_map",
     "policy_state",
-    "population",
     "select_policy",
     "static_mapping",
     "summarize_agents",

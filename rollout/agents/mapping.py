@@ -117,17 +117,15 @@ class Subgroup(NamedTuple):
 
     Attributes:
         number: among all subgroups of the map.
-        name: of the policy.
-        policy: the policy, that of the members if it is a population.
-        first: its index, or that of its first member.
-        size: members of a population; None if it is none.
+        name: name of the policy.
+        first: index of the policy, or of the first member of a population.
+        size: number of members of a population; None for a policy.
         group: the group.
         columns: positions of the agents in the group.
     """
 
     number: int
     name: str
-    policy: Policy
     first: int
     size: int | None
     group: AgentGroup
@@ -169,16 +167,17 @@ def make_subgroups(
                 if by_agent is None or by_agent[layout.agents[member]] == name
             )
             if columns and group.name in groups.get(name, (group.name,)):
-                policy, size = policies[name], None
-                if isinstance(policy, Population):
-                    policy, size = policy
-                whose = name, policy, first, size
-                subgroups.append(Subgroup(len(subgroups), *whose, group, columns))
+                policy = policies[name]
+                size = policy.size if isinstance(policy, Population) else None
+                subgroups.append(
+                    Subgroup(len(subgroups), name, first, size, group, columns)
+                )
     return tuple(subgroups)
 
 
 def decide(
     subgroup: Subgroup,
+    policy: Policy,
     use_mode: bool,
     policy_id: jax.Array,
     params: Params,
@@ -190,8 +189,7 @@ def decide(
 
     With `use_mode` it takes its mode, if the policy has one.
     """
-    policy = subgroup.policy
-    apply = policy.mode if use_mode and policy.mode is not None else policy.apply
+    apply = policy.mode if use_mode and policy.has_mode else policy.apply
     decision = _call(subgroup, apply, policy_id, params, obs, state, key)
     num_envs, num = policy_id.shape[0], len(subgroup.columns)
     who, space = str(subgroup), subgroup.group
@@ -203,16 +201,21 @@ def decide(
 
 
 def value(
-    subgroup: Subgroup, policy_id: jax.Array, params: Params, obs: Obs, state: ArrayTree
+    subgroup: Subgroup,
+    policy: Policy,
+    policy_id: jax.Array,
+    params: Params,
+    obs: Obs,
+    state: ArrayTree,
 ) -> jax.Array:
-    """Values what a subgroup's agents see, `[B, n]`; 0 if its policy has no critic."""
-    value_fn, num_envs = subgroup.policy.value, policy_id.shape[0]
-    if value_fn is None:
+    """Evaluates the critic for a subgroup's agents, `[B, n]`; 0 without a critic."""
+    num_envs = policy_id.shape[0]
+    if not policy.has_value:
         return jnp.zeros((num_envs, len(subgroup.columns)), jnp.float32)
 
     def apply(params: Params, obs: Obs, state: ArrayTree, key: Key) -> jax.Array:
         del key  # unused
-        values = value_fn(params, obs, state)
+        values = policy.value(params, obs, state)
         check_values(values, obs)
         return values
 

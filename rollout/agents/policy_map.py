@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout import checks, programs
+from rollout import checks
 from rollout.agents import mapping
 from rollout.agents.mapping import FixedMapping, MappingFn, PolicyIndex, Subgroup
 from rollout.agents.population import Population
@@ -25,6 +25,7 @@ def policy_map(
     env: Any,
     *,
     groups: Mapping[str, Collection[str]] | None = None,
+    value_fn: Callable[[Any, Any, Any], ArrayTree] | None = None,
 ) -> Policy:
     """Combines policies for single agents into one policy for several.
 
@@ -46,6 +47,9 @@ def policy_map(
             lanes of environments with these agents.
         groups: for a mapping function, the names of the groups that a policy can act
             for, by policy. A policy without an entry must be able to act for all.
+        value_fn: a critic of the team that replaces those of the policies, `(params,
+            obs, state)` to `[K]` float32, or to `[K, A_g]` by group; see
+            `Policy.value`.
 
     Returns:
         A policy for lanes of an environment of several agents. Its `params` are a dict
@@ -53,9 +57,9 @@ def policy_map(
         A]` int32, the index of the policy of each agent, -1 (and a zero action) where
         the mapping gave none that can act for it; `agents`, the extras of the policies
         by group, `[B, A_g, ...]`; and `policy_index`, which names the indices. Its mode
-        uses the modes of those policies that have one. Its critic, if a policy has one,
-        returns the values of the groups of such policies, `[K, A_g]` by name, 0 for
-        agents whose own has none; that of a team takes its place by `_replace`.
+        uses the modes of those policies that have one. Without a `value_fn`, its critic
+        returns the values of the groups of policies with a critic, `[K, A_g]` by name,
+        and 0 for agents whose policy has none.
 
     Raises:
         ValueError: if `policies` are not policies by name, or a population under a
@@ -69,6 +73,8 @@ def policy_map(
     index = PolicyIndex(mapping.number(policies), None)
     what = "`policy_mapping_fn` must be a function or made by `static_mapping`"
     checks.kind(what, policy_mapping_fn, Callable | FixedMapping)
+    if value_fn is not None:
+        checks.function("value_fn", value_fn, "params", "obs", "state")
     layout, by_agent = layout_of(env), None
     groups = {} if groups is None else dict(groups)
     if isinstance(policy_mapping_fn, FixedMapping):
@@ -99,7 +105,14 @@ def policy_map(
     if by_agent is not None:
         columns = tuple((x.name, x.group.name, x.columns) for x in playing)
         index = index.replace(columns=columns)
-    return _as_policy(_Map(index, policy_mapping_fn, layout, playing, by_agent))
+    return PolicyMap(
+        policies=tuple(policies.values()),
+        policy_mapping_fn=policy_mapping_fn,
+        value_fn=value_fn,
+        index=index,
+        layout=layout,
+        subgroups=playing,
+    )
 
 
 def policy_state(state: Carry | ArrayTree, name: str) -> dict[str, ArrayTree]:
@@ -127,20 +140,6 @@ def policy_state(state: Carry | ArrayTree, name: str) -> dict[str, ArrayTree]:
     return mapping.merge(maps[0].inner[name])
 
 
-class _Map(NamedTuple):
-    """Maps agents to the policies that act for them."""
-
-    index: PolicyIndex
-    policy_mapping_fn: Any  # a `MappingFn`, not called under a fixed mapping
-    layout: AgentLayout
-    subgroups: tuple[Subgroup, ...]
-    by_agent: dict[str, str] | None  # under a fixed mapping
-
-    def of(self, group: str) -> list[Subgroup]:
-        """The subgroups of a group."""
-        return [x for x in self.subgroups if x.group.name == group]
-
-
 class _MapState(struct.PyTreeNode, kw_only=True):
     """State of a policy map, `[B, n, ...]` per subgroup."""
 
@@ -148,89 +147,140 @@ class _MapState(struct.PyTreeNode, kw_only=True):
     inner: dict[str, dict[str, ArrayTree]]  # by policy and group
 
 
-@programs.shared
-def _as_policy(this: _Map) -> Policy:
-    has_mode = any(x.policy.mode for x in this.subgroups)
-    has_value = any(x.policy.value for x in this.subgroups)
-    return Policy(
-        init=functools.partial(_init, this),
-        apply=functools.partial(_apply, this, False),
-        mode=functools.partial(_apply, this, True) if has_mode else None,
-        value=functools.partial(_value, this) if has_value else None,
-    )
+class PolicyMap(Policy):
+    """The policy that `policy_map` makes."""
 
+    policies: tuple[Policy | Population, ...]  # in the order of `index`
+    # A `MappingFn`, or a `FixedMapping`.
+    policy_mapping_fn: Any = struct.field(pytree_node=False)
+    # A function or None.
+    value_fn: Any = struct.field(pytree_node=False)
+    index: PolicyIndex = struct.field(pytree_node=False)
+    layout: AgentLayout = struct.field(pytree_node=False, repr=False)
+    subgroups: tuple[Subgroup, ...] = struct.field(pytree_node=False, repr=False)
 
-def _init(this: _Map, num_envs: int) -> _MapState:
-    inner = {name: {} for name, *_ in this.index.indices}
-    for subgroup in this.subgroups:
-        state = subgroup.policy.init(num_envs * len(subgroup.columns))
-        state = mapping.unmerge(state, num_envs)
-        inner[subgroup.name][subgroup.group.name] = state
-    return _MapState(key=EpisodeKey() if this.by_agent is None else (), inner=inner)
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the mapping is the same in every episode."""
+        return isinstance(self.policy_mapping_fn, FixedMapping)
 
+    def policy_of(self, subgroup: Subgroup) -> Policy:
+        """Returns the policy of a subgroup, for a population that of its members."""
+        names = [name for name, *_ in self.index.indices]
+        policy = self.policies[names.index(subgroup.name)]
+        return policy.policy if isinstance(policy, Population) else policy
 
-def _apply(
-    this: _Map, use_mode: bool, params: Params, obs: Obs, state: _MapState, key: Key
-) -> PolicyStep:
-    what = "`policy_map` must act in an environment of several agents"
-    checks.kind(what, obs, Mapping)
-    acting = obs[ACTING]
-    policy_id = _policy_ids(this, state, acting.shape)
-    is_fixed = this.by_agent is not None
-    join = functools.partial(mapping.join, policy_id=policy_id, is_fixed=is_fixed)
-    inner = {name: dict(groups) for name, groups in state.inner.items()}
-    action, extras = {}, {}
-    for group in (x.name for x in this.layout.groups):
-        its, steps = this.of(group), []
-        for subgroup in its:
-            own = inner[subgroup.name][group]
-            own_key = key  # a single policy draws what it would draw without a map
-            if len(this.subgroups) > 1:
-                own_key = prng.fold_in(key, subgroup.number)
-            step = mapping.decide(
-                subgroup, use_mode, policy_id, params, obs, own, own_key
-            )
-            # States change only where an agent acts under that policy.
-            moves = subgroup.of(acting & subgroup.controls(policy_id))
-            inner[subgroup.name][group] = trees.select(moves, step.state, own)
-            steps.append(step)
-        action[group] = join(its, [step.action for step in steps])
-        extras[group] = join(its, mapping.fill_extras(its, steps))
-    every = {"policy_id": policy_id, "agents": extras, "policy_index": this.index}
-    return PolicyStep(action, state.replace(inner=inner), every)
+    def init(self, num_envs: int) -> _MapState:
+        """Returns the initial states of all policies."""
+        inner = {name: {} for name, *_ in self.index.indices}
+        for subgroup in self.subgroups:
+            state = self.policy_of(subgroup).init(num_envs * len(subgroup.columns))
+            state = mapping.unmerge(state, num_envs)
+            inner[subgroup.name][subgroup.group.name] = state
+        return _MapState(key=() if self.is_fixed else EpisodeKey(), inner=inner)
 
+    def apply(self, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
+        """Applies all policies to the agents that they control."""
+        return self._act(False, params, obs, state, key)
 
-def _policy_ids(this: _Map, state: _MapState, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the policy of each agent, `[B, A]` int32."""
-    agents = this.layout.agents
-    if this.by_agent is not None:
-        first = {name: first for name, first, _ in this.index.indices}
-        fixed = [first[this.by_agent[agent]] for agent in agents]
-        return jnp.broadcast_to(jnp.asarray(fixed, jnp.int32)[None], shape)
-    # Drawn at every step. Keeping it in the state saves nothing: then all lanes draw at
-    # every step too, for those that restart.
-    draw = jax.vmap(lambda key: this.policy_mapping_fn(key, agents))
-    drawn = draw(prng.inline(state.key.value)).astype(jnp.int32)
-    is_mapped = jnp.zeros(shape, bool)
-    for subgroup in this.subgroups:
-        is_member = np.isin(np.arange(len(agents)), subgroup.group.members)
-        is_mapped |= subgroup.controls(drawn) & is_member[None]
-    # -1 is no policy's index: nothing acts for the agent, and its action is zero.
-    return jnp.where(is_mapped, drawn, -1)
+    def mode(self, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
+        """Applies the modes of those policies that have one."""
+        return self._act(True, params, obs, state, key)
 
+    def value(self, params: Any, obs: Any, state: Any) -> Any:
+        """Calls `value_fn`, or evaluates the critics, `[K, A_g]` by group."""
+        if self.value_fn is not None:
+            return self.value_fn(params, obs, state)
+        policy_id = self._policy_ids(state, obs[ACTING].shape)
+        values = {}
+        for group in (x.name for x in self.layout.groups):
+            subgroups = [x for x in self.subgroups if x.group.name == group]
+            if any(self.policy_of(x).has_value for x in subgroups):
+                parts = [
+                    mapping.value(
+                        x,
+                        self.policy_of(x),
+                        policy_id,
+                        params,
+                        obs,
+                        state.inner[x.name][group],
+                    )
+                    for x in subgroups
+                ]
+                values[group] = mapping.join(
+                    subgroups, parts, policy_id, is_fixed=self.is_fixed
+                )
+        return values
 
-def _value(
-    this: _Map, params: Params, obs: Obs, state: _MapState
-) -> dict[str, jax.Array]:
-    """Values the observations of the groups with a critic, `[K, A_g]` by group."""
-    policy_id = _policy_ids(this, state, obs[ACTING].shape)
-    values, is_fixed = {}, this.by_agent is not None
-    for group in (x.name for x in this.layout.groups):
-        its = this.of(group)
-        if any(x.policy.value for x in its):
-            found = [
-                mapping.value(x, policy_id, params, obs, state.inner[x.name][group])
-                for x in its
-            ]
-            values[group] = mapping.join(its, found, policy_id, is_fixed=is_fixed)
-    return values
+    @property
+    def has_mode(self) -> bool:
+        """Whether one of the policies has a mode."""
+        return any(self.policy_of(x).has_mode for x in self.subgroups)
+
+    @property
+    def has_value(self) -> bool:
+        """Whether there is a `value_fn`, or one of the policies has a critic."""
+        has_critic = any(self.policy_of(x).has_value for x in self.subgroups)
+        return self.value_fn is not None or has_critic
+
+    def _act(
+        self, use_mode: bool, params: Params, obs: Obs, state: _MapState, key: Key
+    ) -> PolicyStep:
+        what = "`policy_map` must act in an environment of several agents"
+        checks.kind(what, obs, Mapping)
+        acting = obs[ACTING]
+        policy_id = self._policy_ids(state, acting.shape)
+        join = functools.partial(
+            mapping.join, policy_id=policy_id, is_fixed=self.is_fixed
+        )
+        inner = {name: dict(groups) for name, groups in state.inner.items()}
+        action, extras = {}, {}
+        for group in (x.name for x in self.layout.groups):
+            subgroups = [x for x in self.subgroups if x.group.name == group]
+            steps = []
+            for subgroup in subgroups:
+                group_state = inner[subgroup.name][group]
+                step_key = key  # a single policy samples as it would without a map
+                if len(self.subgroups) > 1:
+                    step_key = prng.fold_in(key, subgroup.number)
+                policy = self.policy_of(subgroup)
+                step = mapping.decide(
+                    subgroup,
+                    policy,
+                    use_mode,
+                    policy_id,
+                    params,
+                    obs,
+                    group_state,
+                    step_key,
+                )
+                # States change only where an agent acts under that policy.
+                is_acting = subgroup.of(acting & subgroup.controls(policy_id))
+                inner[subgroup.name][group] = trees.select(
+                    is_acting, step.state, group_state
+                )
+                steps.append(step)
+            action[group] = join(subgroups, [step.action for step in steps])
+            extras[group] = join(subgroups, mapping.fill_extras(subgroups, steps))
+        extras = {"policy_id": policy_id, "agents": extras, "policy_index": self.index}
+        return PolicyStep(action, state.replace(inner=inner), extras)
+
+    def _policy_ids(self, state: _MapState, shape: tuple[int, ...]) -> jax.Array:
+        """Returns the policy of each agent, `[B, A]` int32."""
+        agents = self.layout.agents
+        if self.is_fixed:
+            ids = np.zeros(len(agents), np.int32)
+            for subgroup in self.subgroups:
+                members = [subgroup.group.members[x] for x in subgroup.columns]
+                ids[members] = subgroup.first
+            return jnp.broadcast_to(jnp.asarray(ids)[None], shape)
+        # Sampled at every step. Keeping it in the state saves nothing: then all lanes
+        # sample at every step too, for those that are reset.
+        sample = jax.vmap(lambda key: self.policy_mapping_fn(key, agents))
+        policy_id = sample(prng.inline(state.key.value)).astype(jnp.int32)
+        is_mapped = jnp.zeros(shape, bool)
+        for subgroup in self.subgroups:
+            is_member = np.isin(np.arange(len(agents)), subgroup.group.members)
+            is_mapped |= subgroup.controls(policy_id) & is_member[None]
+        # -1 is no policy's index: nothing acts for the agent, and its action is zero.
+        return jnp.where(is_mapped, policy_id, -1)

@@ -1,4 +1,4 @@
-"""`population`: one policy with many sets of parameters, one of them per agent.
+"""`Population`: one policy with many sets of parameters, one of them per agent.
 
 Agents are sorted into blocks of one member each, so that parameters are gathered per
 block and not per agent, and every agent is evaluated by its own member only. `N` agents
@@ -7,10 +7,11 @@ shapes stay static, and no agent is left out.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from rollout import checks
 from rollout.envs import prng
@@ -23,35 +24,28 @@ _BLOCKS_PER_MEMBER = 4
 _CHUNK = 32  # agents that are compared pairwise
 
 
-class Population(NamedTuple):
-    """A policy with many sets of parameters.
-
-    Attributes:
-        policy: the policy of every member.
-        size: P, the number of sets.
-    """
-
-    policy: Policy
-    size: int
-
-
-def population(policy: Policy, size: int) -> Population:
-    """Makes an entry of `policy_map` with many members: past selves, a league.
+class Population(struct.PyTreeNode):
+    """An entry of `policy_map` with many members, such as past selves or a league.
 
     Its entry in `params` has the leading axis P. Its members have P consecutive
     indices, in the order of policies. Each agent costs one member, not P, and acts with
     its own key, as a batch of one.
 
-    Args:
+    Attributes:
         policy: the policy of every member.
-        size: P, at least 1.
+        size: P, the number of parameter sets, at least 1.
 
     Raises:
         ValueError: if `policy` is not a `Policy` or `size` not an int of at least 1;
             while tracing, if the parameters lack the axis.
     """
-    check_policy(policy)
-    return Population(policy, checks.int_between("size", size))
+
+    policy: Policy
+    size: int = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        check_policy(self.policy)
+        checks.int_between("size", self.size)
 
 
 def apply_members(

@@ -20,8 +20,8 @@ from rollout.host.latest_carry import LatestCarry
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
 from rollout.host.rows import RowBlock, fold, recorder, row_shape
 from rollout.kernel.recording import accumulate_nothing, checked_parts
-from rollout.policies import outputs
 from rollout.types import (
+    NO_VALUE,
     ActionT,
     Carry,
     Episode,
@@ -172,16 +172,16 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         return row_shape(self, self.num_ready or self.env.num_envs, params)
 
     def value(self, carry: Carry, params: ParamsT) -> Any:
-        """Values what the lanes see now; see `Collector.value`.
+        """Evaluates the critic at the current observations; see `Collector.value`.
 
         Raises:
             ValueError: as there, or if `carry` is not that of the last call.
         """
-        outputs.critic(self.policy)
+        if not self.policy.has_value:
+            raise ValueError(NO_VALUE)
         with held_back():  # jax's caches make other errors of an interrupt
             self._latest.check(carry)
-            value = self._loop.runner.programs.value
-            return value(params, carry.obs, carry.policy_state, None)
+            return self._loop.runner.evaluate(params, carry.obs, carry.policy_state)
 
     def collect_steps(
         self,

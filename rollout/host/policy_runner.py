@@ -48,7 +48,10 @@ class PolicyRunner:
     """
 
     def __init__(self, policy: Policy, action_space: AnySpace, num_envs: int) -> None:
-        self._policy, self.has_critic = policy, policy.value is not None
+        self.has_critic = policy.has_value
+        # The numbers of a policy are arguments of its programs, which other values of
+        # them share.
+        self._numbers, self._structure = jax.tree.flatten(policy)
         self._value_dtype: Any = None
         self._view: Any = View(num_envs, as_space(action_space, "env.action_space"))
         # A policy may compute an action from the bounds, and round it.
@@ -57,8 +60,9 @@ class PolicyRunner:
     def start(self, key: chex.PRNGKey) -> None:
         """Begins at step 0, with a typed root key."""
         impl = jax.random.key_impl(key)
-        self.programs = _programs(self._policy, self._view, impl)
-        self.key, self.step, self.state = key, 0, self.programs.initial(key)
+        self.programs = _programs(self._structure, self._view, impl)
+        self.key, self.step = key, 0
+        self.state = self.programs.initial(self._numbers, key)
         # Words of the keys are faster to pass to jit than typed keys. They are drawn
         # ahead: in a small program two hashes would take most of the time.
         self._root = np.asarray(jax.random.key_data(key))
@@ -98,7 +102,7 @@ class PolicyRunner:
         if jax.tree.leaves(self.state):  # a stateless policy has nothing to restart
             lanes = self._root, unseen, episode_id
         state, action, extras = self.programs.act(
-            params, self._words[row], self.state, obs, lanes, env_id
+            self._numbers, params, self._words[row], self.state, obs, lanes, env_id
         )
         is_array = isinstance(action, jax.Array)  # the usual case, kept fast
         action = np.asarray(action) if is_array else to_host(action)
@@ -122,7 +126,7 @@ class PolicyRunner:
         flag: np.ndarray,
         env_id: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Values observations where `flag`, by the critic; 0 elsewhere.
+        """Evaluates the critic at observations where `flag`; 0 elsewhere.
 
         `env_id` is as in `act`, and `obs` and `flag` may be of fewer lanes.
         """
@@ -131,7 +135,7 @@ class PolicyRunner:
         if env_id is not None:
             pad = lambda x: np.resize(x, (len(env_id), *x.shape[1:]))  # noqa: E731
             obs = jax.tree.map(pad, obs)
-        args = params, obs, self.state, env_id
+        args = self._numbers, params, obs, self.state, env_id
         # Usually no lane is truncated, and the critic need not be called at all; the
         # dtype of its zeros is asked for once.
         if not np.count_nonzero(flag):
@@ -140,6 +144,10 @@ class PolicyRunner:
             return np.zeros(num, self._value_dtype)
         values = np.asarray(self.programs.value(*args))[:num]
         return np.where(flag, values, np.zeros((), values.dtype))
+
+    def evaluate(self, params: Any, obs: ArrayTree, policy_state: ArrayTree) -> Any:
+        """Evaluates the critic at the observations of all lanes."""
+        return self.programs.value(self._numbers, params, obs, policy_state, None)
 
     def compile(self, params: Any, obs: ArrayTree) -> None:
         """Compiles `act`: calls it, and goes back to where it was."""
@@ -155,24 +163,38 @@ class PolicyRunner:
         """
         if not jax.tree.leaves(self.state) or not unseen.any():
             return self.state
-        return self.programs.restart(self._root, unseen, episode_id, self.state)
+        return self.programs.restart(
+            self._numbers, self._root, unseen, episode_id, self.state
+        )
 
 
 @programs.shared
-def _programs(policy: Policy, view: Any, impl: Any) -> _Programs:
-    def initial(key: chex.PRNGKey) -> ArrayTree:
+def _programs(structure: Any, view: Any, impl: Any) -> _Programs:
+    """Compiles the functions of policies of a structure, `jax.tree.structure`.
+
+    The first argument of each is the numbers of the policy, its leaves.
+    """
+
+    def initial(numbers: list[Any], key: chex.PRNGKey) -> ArrayTree:
+        policy = jax.tree.unflatten(structure, numbers)
         first = jnp.arange(view.num_envs, dtype=jnp.int32)
         return init_policy_state(policy, episode_keys.keys_of(key, first))
 
     def restart(
-        words: jax.Array, restarts: jax.Array, episode_id: jax.Array, state: ArrayTree
+        numbers: list[Any],
+        words: jax.Array,
+        restarts: jax.Array,
+        episode_id: jax.Array,
+        state: ArrayTree,
     ) -> ArrayTree:
         """Returns the state of all lanes, of new episodes where `restarts`."""
+        policy = jax.tree.unflatten(structure, numbers)
         root = jax.random.wrap_key_data(words, impl=impl)
         key = episode_keys.keys_of(root, episode_id)
         return restart_policy_state(policy, state, restarts, key)
 
     def act(
+        numbers: list[Any],
         params: Any,
         words: jax.Array,
         state: ArrayTree,
@@ -181,12 +203,13 @@ def _programs(policy: Policy, view: Any, impl: Any) -> _Programs:
         env_id: jax.Array | None,
     ) -> tuple[ArrayTree, ArrayTree, ArrayTree]:
         if lanes:
-            state = restart(*lanes, state)
+            state = restart(numbers, *lanes, state)
         mine = state
         if env_id is not None:
             mine = jax.tree.map(lambda x: x[env_id], state)
         key = jax.random.wrap_key_data(words, impl=impl)
         seen = view._replace(num_envs=len(jax.tree.leaves(obs)[0]))
+        policy = jax.tree.unflatten(structure, numbers)
         decision = outputs.act(policy, seen, params, obs, mine, key)
         new = decision.state
         if env_id is not None:  # `drop`: padding is beyond the last lane
@@ -195,11 +218,16 @@ def _programs(policy: Policy, view: Any, impl: Any) -> _Programs:
         return new, decision.action, decision.extras
 
     def value(
-        params: Any, obs: ArrayTree, state: ArrayTree, env_id: jax.Array | None
+        numbers: list[Any],
+        params: Any,
+        obs: ArrayTree,
+        state: ArrayTree,
+        env_id: jax.Array | None,
     ) -> ArrayTree:
         if env_id is not None:
             state = jax.tree.map(lambda x: x[env_id], state)
-        values = outputs.critic(policy)(params, obs, state)
+        policy = jax.tree.unflatten(structure, numbers)
+        values = policy.value(params, obs, state)
         check_values(values, obs)
         return values
 

@@ -172,7 +172,7 @@ def row_shape(collector: Any, width: int, params: Any) -> Transition:
         state = init_policy_state(policy, episode_keys)
         decision = outputs.act(policy, seen, params, obs, state, key)
         flag, number = jnp.zeros(width, bool), jnp.zeros(width, jnp.int32)
-        reward, value = jnp.zeros(width, jnp.float32), policy.value
+        reward = jnp.zeros(width, jnp.float32)
         served = AsyncInfo(number, info, env.num_envs)
         row = Transition(
             obs=obs,
@@ -187,7 +187,9 @@ def row_shape(collector: Any, width: int, params: Any) -> Transition:
             episode_length=number,
             extras=decision.extras,
             info=info if collector.num_ready is None else served,
-            final_value=() if value is None else value(params, obs, decision.state),
+            final_value=(
+                policy.value(params, obs, decision.state) if policy.has_value else ()
+            ),
         )
         accumulators = collector.accumulators
         nothing = accumulate_nothing(accumulators, env.num_envs)

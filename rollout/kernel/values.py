@@ -1,4 +1,4 @@
-"""Values a few observations by the policy's critic, such as those of truncations."""
+"""Evaluates the critic at a few observations, for example at truncations."""
 
 import functools
 from collections.abc import Mapping
@@ -11,27 +11,27 @@ from jax import lax
 from rollout import checks
 from rollout.envs import masked_update, trees
 from rollout.envs.types import ArrayTree, LaneIndex, VectorEnv, sharding_of
-from rollout.types import Carry, Parts, Transition, ValueFn
+from rollout.types import Carry, Parts, Policy, Transition
 
 
 def final_value(
     parts: Parts, carry: Carry, params: Any, transition: Transition
 ) -> ArrayTree:
     """Returns `Transition.final_value`; `carry` has the true successor."""
-    if parts.policy.value is None:
+    if not parts.policy.has_value:
         return ()
     with jax.named_scope("final_value"):
         goes_on = transition.truncated & ~transition.terminated
         agents = getattr(transition.info, "agents", None)  # as of a `MultiAgentInfo`
         if (truncated := getattr(agents, "truncated", None)) is not None:
             goes_on |= jnp.any(truncated, axis=-1)  # one of them may be cut alone
-        seen = carry.obs, carry.policy_state
-        return values_where(parts.env, parts.policy.value, params, *seen, goes_on)
+        inputs = carry.obs, carry.policy_state
+        return values_where(parts.env, parts.policy, params, *inputs, goes_on)
 
 
 def values_where(
     env: VectorEnv,
-    value_fn: ValueFn,
+    policy: Policy,
     params: Any,
     obs: ArrayTree,
     policy_state: ArrayTree,
@@ -46,21 +46,22 @@ def values_where(
 
     Args:
         env: the environments.
-        value_fn: see `Policy.value`.
+        policy: a policy with a critic.
         params: parameters of the policy.
         obs: `[B, ...]`.
-        policy_state: `[B, ...]`, state of the policy when it sees `obs`.
+        policy_state: `[B, ...]`, state of the policy when it observes `obs`.
         flag: `[B]` bool.
 
     Returns:
         `[B]`, or by group `[B, A_g]`, of the dtype of the values.
     """
-    compute = functools.partial(_values_where, value_fn)
+    compute = _values_where
     if (sharding := sharding_of(env)) is not None:
         compute = functools.partial(sharding.map, compute)
-    # Bootstrapped values are targets: what is learned from them is not to move them.
-    fixed = *lax.stop_gradient((params, (obs, policy_state))), flag
-    # `value_fn` may also close over what is differentiated.
+    # Bootstrapped values are targets: no gradient passes through them.
+    inputs = obs, policy_state
+    fixed = *lax.stop_gradient(((policy, params), inputs)), flag
+    # The critic may also close over differentiated values.
     compute, closed_over = jax.closure_convert(compute, *fixed)
     return compute(*fixed, *lax.stop_gradient(closed_over))
 
@@ -84,17 +85,20 @@ def check_values(value: Any, obs: ArrayTree) -> None:
 
 
 def _values_where(
-    value_fn: ValueFn, params: Any, inputs: tuple[ArrayTree, ArrayTree], flag: jax.Array
+    whole: tuple[Policy, Any], inputs: tuple[ArrayTree, ArrayTree], flag: jax.Array
 ) -> ArrayTree:
-    # Jitted, so that the ways below trace it once for each number of lanes.
+    # Jitted, so that the branches below trace it once for each number of lanes.
     @jax.jit
-    def evaluate(params: Any, inputs: tuple[ArrayTree, ArrayTree]) -> ArrayTree:
-        values = value_fn(params, *inputs)
+    def evaluate(
+        whole: tuple[Policy, Any], inputs: tuple[ArrayTree, ArrayTree]
+    ) -> ArrayTree:
+        policy, params = whole
+        values = policy.value(params, *inputs)
         check_values(values, inputs[0])
         return values
 
     def fn(at: LaneIndex) -> ArrayTree:
-        return evaluate(params, jax.tree.map(lambda x: x[at], inputs))
+        return evaluate(whole, jax.tree.map(lambda x: x[at], inputs))
 
-    nothing = trees.blank(jax.eval_shape(evaluate, params, inputs))
+    nothing = trees.blank(jax.eval_shape(evaluate, whole, inputs))
     return masked_update.by_platform(flag, fn, nothing)

@@ -1,68 +1,141 @@
-"""Makes policies from plain functions; the random policy, and the greedy mode."""
+"""Policies from plain functions, the random policy, and wrappers of policies."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, overload
 
-from rollout import checks, programs
+from flax import struct
+
+from rollout import checks
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies import masks, uniform
 from rollout.policies.masks import ActionMaskFn
 from rollout.types import (
+    NO_MODE,
     ActionT,
     Key,
-    Obs,
     ObsT,
-    Params,
     ParamsT,
     Policy,
-    PolicyFn,
     PolicyState,
     PolicyStep,
     check_policy,
 )
 
 
-@programs.shared
+class RandomPolicy(Policy):
+    """The policy that `random_policy` makes."""
+
+    action_space: AnySpace = struct.field(pytree_node=False)
+    action_mask_fn: ActionMaskFn | None = struct.field(pytree_node=False, default=None)
+
+    def __post_init__(self) -> None:
+        space = as_space(self.action_space, "action_space")
+        masks.check_drawable(space, self.action_mask_fn)
+        object.__setattr__(self, "action_space", space)
+
+    def apply(self, params: Any, obs: Any, state: PolicyState, key: Key) -> PolicyStep:
+        """Samples actions uniformly."""
+        del params  # unused
+        space = self.action_space
+        if self.action_mask_fn is None:
+            action = uniform.uniform(space, uniform.num_lanes(obs), key)
+            return PolicyStep(action, state)
+        action_mask = masks.read(self.action_mask_fn, obs, space)
+        action, no_valid_action = masks.draw(action_mask, space, key)
+        return PolicyStep(action, state, {"no_valid_action": no_valid_action})
+
+
 def random_policy(
     action_space: AnySpace, *, action_mask_fn: ActionMaskFn | None = None
 ) -> Policy:
-    """Makes the policy that draws every action uniformly from the action space.
+    """Makes the policy that samples every action uniformly from the action space.
 
-    Lane i draws the same actions whatever the number of lanes. Where the environment
-    has a mask in `info`, `rollout.envs.ObserveInfo` adds it to `obs`.
+    Lane i samples the same actions for any number of lanes. If the environment has a
+    mask in `info`, `rollout.envs.ObserveInfo` adds it to `obs`.
 
     Args:
         action_space: a space of `envs`, Gymnasium or gymnax.
-        action_mask_fn: `obs`, `[B, ...]`, to a mask, `[B, n]` bool, True where an
-            action is allowed. For a `MultiDiscrete` of `rollout.envs.spaces` it is a
-            tuple of one mask per entry, or `[B, *nvec]`; for a `MultiBinary`,
-            `[B, *shape, 2]`; for a composite space, masks in its structure, None for a
-            part without one. Where nothing is allowed, the action is drawn from all.
+        action_mask_fn: `obs`, `[B, ...]`, to a mask, `[B, n]` bool, True for valid
+            actions. For a `MultiDiscrete` of `rollout.envs.spaces` it is a tuple of
+            one mask per entry, or `[B, *nvec]`; for a `MultiBinary`, `[B, *shape, 2]`;
+            for a composite space, masks in its structure, None for a part without one.
+            If no action is valid, the action is sampled from all.
 
     Returns:
         A policy without parameters or state; it ignores `params`. Its extras are `()`,
-        or with an `action_mask_fn` `{"no_valid_action": [B] bool}`. Equal arguments
-        make the same policy object, here and below, so that jax does not trace again.
+        or with an `action_mask_fn` `{"no_valid_action": [B] bool}`.
 
     Raises:
         ValueError: if `action_space` is no space; if a bound of a box is not finite; if
             an `action_mask_fn` is given and neither the space nor a part of it is
             discrete; while tracing, if the mask has another shape or is not bool.
     """
-    space = as_space(action_space, "action_space")
-    masks.check_drawable(space, action_mask_fn)
+    return RandomPolicy(action_space, action_mask_fn)
 
-    def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
-        del params  # unused
-        if action_mask_fn is None:
-            action = uniform.uniform(space, uniform.num_lanes(obs), key)
-            return PolicyStep(action, state)
-        allowed = masks.read(action_mask_fn, obs, space)
-        action, no_valid_action = masks.draw(allowed, space, key)
-        return PolicyStep(action, state, {"no_valid_action": no_valid_action})
 
-    return Policy(init=_no_state, apply=apply)
+class _FunctionPolicy(Policy[ParamsT, ObsT, ActionT]):
+    """Base of policies whose methods call functions."""
+
+    fn: Callable[..., Any] = struct.field(pytree_node=False)
+    _: dataclasses.KW_ONLY
+    mode_fn: Callable[..., Any] | None = struct.field(pytree_node=False, default=None)
+    value_fn: Callable[..., Any] | None = struct.field(pytree_node=False, default=None)
+
+    def _call(self, fn: Any, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
+        raise NotImplementedError
+
+    def apply(
+        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
+    ) -> PolicyStep[ActionT]:
+        """Calls `fn`."""
+        return self._call(self.fn, params, obs, state, key)
+
+    def mode(
+        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
+    ) -> PolicyStep[ActionT]:
+        """Calls `mode_fn`."""
+        if self.mode_fn is None:
+            return super().mode(params, obs, state, key)
+        return self._call(self.mode_fn, params, obs, state, key)
+
+    @property
+    def has_mode(self) -> bool:
+        """Whether there is a `mode_fn`."""
+        return self.mode_fn is not None
+
+    @property
+    def has_value(self) -> bool:
+        """Whether there is a `value_fn`."""
+        return self.value_fn is not None
+
+
+class StatelessPolicy(_FunctionPolicy[ParamsT, ObsT, ActionT]):
+    """The policy that `stateless_policy` makes."""
+
+    def __post_init__(self) -> None:
+        arguments = "params", "obs", "key"
+        _check_functions(arguments, fn=self.fn, mode_fn=self.mode_fn)
+        _check_functions(("params", "obs"), value_fn=self.value_fn)
+
+    def _call(self, fn: Any, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
+        result = fn(params, obs, key)
+        if isinstance(result, tuple) and len(result) != 2:
+            raise ValueError(
+                "A stateless policy's `fn` must return an action or (action, extras), "
+                f"a tuple of 2, got {len(result)}. For a policy with memory, use "
+                "`recurrent_policy`. If the action is a tuple, return it with extras."
+            )
+        # A tuple is always `(action, extras)`, so an action that is one needs extras.
+        action, extras = result if isinstance(result, tuple) else (result, ())
+        return PolicyStep(action, state, extras)
+
+    def value(self, params: ParamsT, obs: ObsT, state: PolicyState) -> ArrayTree:
+        """Calls `value_fn`."""
+        if self.value_fn is None:
+            return super().value(params, obs, state)
+        return self.value_fn(params, obs)
 
 
 @overload
@@ -83,7 +156,6 @@ def stateless_policy(
 ) -> Policy[ParamsT, ObsT, ActionT]: ...
 
 
-@programs.shared
 def stateless_policy(
     fn: Callable[..., Any],
     *,
@@ -95,46 +167,58 @@ def stateless_policy(
     Args:
         fn: `(params, obs, key)` to `action`, or to the tuple `(action, extras)`; all
             are batched, `[B, ...]`. If the action is itself a tuple, return it with
-            extras, even if only `()`.
-        mode_fn: as `fn`, but the most likely action, for `greedy`.
+            extras, for example `()`.
+        mode_fn: as `fn`, but returns the most likely action, for `Greedy`.
         value_fn: the critic, `(params, obs)` to `[K]` float32, the value of any number
             of observations, `[K, ...]`, each computed on its own; see `Policy.value`.
 
     Returns:
-        A policy whose state is `()`.
+        A policy whose state is `()`. Policies of the same functions are equal and share
+        compiled programs: define the functions once, at module level.
 
     Raises:
-        ValueError: if a function is none, or does not take these arguments.
+        ValueError: if an argument is not a function, or does not take these arguments.
     """
-    _check_functions(("params", "obs", "key"), fn=fn, mode_fn=mode_fn)
-    _check_functions(("params", "obs"), value_fn=value_fn)
-
-    def make(fn: Callable[..., Any]) -> PolicyFn:
-        def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
-            result = fn(params, obs, key)
-            if isinstance(result, tuple) and len(result) != 2:
-                raise ValueError(
-                    "A stateless policy's `fn` must return an action or (action, "
-                    f"extras), a tuple of 2, got {len(result)}: one with memory is a "
-                    "`recurrent_policy`, and an action that is a tuple needs extras."
-                )
-            # A tuple is always `(action, extras)`, so an action that is one needs
-            # extras.
-            action, extras = result if isinstance(result, tuple) else (result, ())
-            return PolicyStep(action, state, extras)
-
-        return apply
-
-    value = value_fn and (lambda params, obs, state: value_fn(params, obs))
-    return Policy(_no_state, make(fn), make(mode_fn) if mode_fn else None, value)
+    return StatelessPolicy(fn, mode_fn=mode_fn, value_fn=value_fn)
 
 
-@programs.shared
+class RecurrentPolicy(_FunctionPolicy[ParamsT, ObsT, ActionT]):
+    """The policy that `recurrent_policy` makes."""
+
+    init_fn: Callable[[int], ArrayTree] = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        arguments = "params", "obs", "state", "key"
+        _check_functions(arguments, fn=self.fn, mode_fn=self.mode_fn)
+        _check_functions(("params", "obs", "state"), value_fn=self.value_fn)
+        checks.function("init_fn", self.init_fn, "num_envs")
+
+    def init(self, num_envs: int) -> PolicyState:
+        """Calls `init_fn`."""
+        return self.init_fn(num_envs)
+
+    def _call(self, fn: Any, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
+        result = fn(params, obs, state, key)
+        if not isinstance(result, tuple) or len(result) not in (2, 3):
+            got = len(result) if isinstance(result, tuple) else "no tuple"
+            raise ValueError(
+                "A recurrent policy's `fn` must return (action, state) or (action, "
+                f"state, extras), a tuple of 2 or 3, got {got}."
+            )
+        return PolicyStep(*result)
+
+    def value(self, params: ParamsT, obs: ObsT, state: PolicyState) -> ArrayTree:
+        """Calls `value_fn`."""
+        if self.value_fn is None:
+            return super().value(params, obs, state)
+        return self.value_fn(params, obs, state)
+
+
 def recurrent_policy(
     fn: Callable[
         [ParamsT, ObsT, Any, Key], tuple[ActionT, Any] | tuple[ActionT, Any, Any]
     ],
-    init: Callable[[int], ArrayTree],
+    init_fn: Callable[[int], ArrayTree],
     *,
     mode_fn: Callable[[ParamsT, ObsT, Any, Key], Any] | None = None,
     value_fn: Callable[[ParamsT, ObsT, Any], Any] | None = None,
@@ -144,67 +228,91 @@ def recurrent_policy(
     Args:
         fn: `(params, obs, state, key)` to `(action, state)` or `(action, state,
             extras)`; all are batched, `[B, ...]`.
-        init: `num_envs` to the `[B, ...]` state at the start of an episode, any pytree.
-        mode_fn: as `fn`, but the most likely action, for `greedy`.
+        init_fn: `num_envs` to the `[B, ...]` state at the start of an episode, any
+            pytree.
+        mode_fn: as `fn`, but returns the most likely action, for `Greedy`.
         value_fn: the critic, `(params, obs, state)` to `[K]` float32, the value of any
-            number of observations, `[K, ...]`, that the policy sees in that state, each
-            computed on its own; see `Policy.value`.
+            number of observations, `[K, ...]`, that the policy observes in that state,
+            each computed on its own; see `Policy.value`.
 
     Returns:
-        A policy whose state goes back to `init` in every lane whose episode ends.
+        A policy whose state is reset in every lane whose episode ends.
 
     Raises:
-        ValueError: if a function is none, or does not take these arguments.
+        ValueError: if an argument is not a function, or does not take these arguments.
     """
-    _check_functions(("params", "obs", "state", "key"), fn=fn, mode_fn=mode_fn)
-    _check_functions(("params", "obs", "state"), value_fn=value_fn)
-    checks.function("init", init, "num_envs")
-
-    def make(fn: Callable[..., Any]) -> PolicyFn:
-        def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
-            result = fn(params, obs, state, key)
-            if not isinstance(result, tuple) or len(result) not in (2, 3):
-                got = len(result) if isinstance(result, tuple) else "no tuple"
-                raise ValueError(
-                    "A recurrent policy's `fn` must return (action, state) or (action, "
-                    f"state, extras), a tuple of 2 or 3, got {got}."
-                )
-            return PolicyStep(*result)
-
-        return apply
-
-    return Policy(init, make(fn), make(mode_fn) if mode_fn else None, value_fn)
+    return RecurrentPolicy(fn, init_fn=init_fn, mode_fn=mode_fn, value_fn=value_fn)
 
 
-def greedy(policy: Policy[ParamsT, ObsT, ActionT]) -> Policy[ParamsT, ObsT, ActionT]:
-    """Makes the policy that takes the most likely actions of another, for evaluation.
+class PolicyWrapper(Policy[ParamsT, ObsT, ActionT]):
+    """Base of policies that change another policy: forwards every method.
 
-    Args:
-        policy: a policy with a `mode`; an exploring wrapper has the mode of the policy
-            that it wraps.
+    Attributes:
+        policy: the wrapped policy.
+    """
 
-    Returns:
-        A policy with the same state, extras and critic; equal for an equal `policy`, so
-        jax does not trace again.
+    policy: Policy[ParamsT, ObsT, ActionT]
+
+    def __post_init__(self) -> None:
+        check_policy(self.policy)
+
+    def init(self, num_envs: int) -> PolicyState:
+        """Returns the initial state of the wrapped policy."""
+        return self.policy.init(num_envs)
+
+    def apply(
+        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
+    ) -> PolicyStep[ActionT]:
+        """Applies the wrapped policy."""
+        return self.policy.apply(params, obs, state, key)
+
+    def mode(
+        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
+    ) -> PolicyStep[ActionT]:
+        """Returns the mode of the wrapped policy."""
+        return self.policy.mode(params, obs, state, key)
+
+    def value(self, params: ParamsT, obs: ObsT, state: PolicyState) -> ArrayTree:
+        """Evaluates the critic of the wrapped policy."""
+        return self.policy.value(params, obs, state)
+
+    @property
+    def has_mode(self) -> bool:
+        """Whether the wrapped policy, or a subclass, has a mode."""
+        return type(self).mode is not PolicyWrapper.mode or self.policy.has_mode
+
+    @property
+    def has_value(self) -> bool:
+        """Whether the wrapped policy, or a subclass, has a critic."""
+        return type(self).value is not PolicyWrapper.value or self.policy.has_value
+
+
+class Greedy(PolicyWrapper[ParamsT, ObsT, ActionT]):
+    """Takes the most likely actions of a policy, for evaluation.
+
+    An exploring policy has the mode of the policy that it wraps. State, extras and
+    critic are those of the wrapped policy.
+
+    Attributes:
+        policy: a policy with a `mode`.
 
     Raises:
-        ValueError: if `policy` is no policy, or has no `mode`.
+        ValueError: if `policy` is not a policy, or has no `mode`.
     """
-    check_policy(policy)
-    if policy.mode is None:
-        raise ValueError(
-            "`policy` must have a `mode`, got one without; `stateless_policy` and "
-            "`recurrent_policy` take it as `mode_fn`."
-        )
-    return policy._replace(apply=policy.mode)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.policy.has_mode:
+            raise ValueError(NO_MODE)
+
+    def apply(
+        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
+    ) -> PolicyStep[ActionT]:
+        """Applies the mode of the wrapped policy."""
+        return self.policy.mode(params, obs, state, key)
 
 
 def _check_functions(arguments: tuple[str, ...], **functions: Any) -> None:
     for name, fn in functions.items():
         if name == "fn" or fn is not None:
             checks.function(name, fn, *arguments)
-
-
-def _no_state(num_envs: int) -> tuple[()]:
-    del num_envs  # unused
-    return ()

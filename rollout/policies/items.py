@@ -6,26 +6,76 @@ an item is chosen among all, since one must be sent, and `extras["no_valid_actio
 True.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from rollout import checks, programs
+from rollout import checks
 from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import ArrayTree
 from rollout.policies import masks
-from rollout.policies.basic import stateless_policy
 from rollout.policies.masks import ActionMaskFn
-from rollout.types import Policy
+from rollout.types import Policy, PolicyStep
 
 ScoreFn = Callable[[Any, ArrayTree], Any]
 
 
-@programs.shared
+class ItemPolicy(Policy):
+    """The policy that `item_policy` makes."""
+
+    fn: ScoreFn = struct.field(pytree_node=False)
+    sample: bool = struct.field(pytree_node=False, default=False)
+    items: Any = None  # [I, F]
+    start: int = struct.field(pytree_node=False, default=0)
+    action_mask_fn: ActionMaskFn = struct.field(
+        pytree_node=False, default=get_action_mask
+    )
+    value_fn: Callable[[Any, Any], Any] | None = struct.field(
+        pytree_node=False, default=None
+    )
+
+    def apply(self, params: Any, obs: Any, state: Any, key: chex.PRNGKey) -> PolicyStep:
+        """Samples items, or chooses those of the highest score."""
+        return self._choose(params, obs, state, key if self.sample else None)
+
+    def mode(self, params: Any, obs: Any, state: Any, key: chex.PRNGKey) -> PolicyStep:
+        """Chooses the items of the highest score."""
+        del key  # unused
+        return self._choose(params, obs, state, None)
+
+    def value(self, params: Any, obs: Any, state: Any) -> ArrayTree:
+        """Calls `value_fn`."""
+        if self.value_fn is None:
+            return super().value(params, obs, state)
+        return self.value_fn(params, obs)
+
+    @property
+    def has_value(self) -> bool:
+        """Whether there is a `value_fn`."""
+        return self.value_fn is not None
+
+    def _choose(
+        self, params: Any, obs: Any, state: Any, key: chex.PRNGKey | None
+    ) -> PolicyStep:
+        # `[B, I]` scores, or with `items` points `[B, F]`.
+        result = self.fn(params, obs)
+        scores, extras = result if isinstance(result, tuple) else (result, {})
+        if self.items is not None:
+            # The nearest item has the highest score: minus the squared distance, up to
+            # a constant per lane.
+            point, table = scores, jnp.asarray(self.items, scores.dtype)
+            scores = 2.0 * point @ table.T - jnp.sum(table**2, axis=-1)[None]
+            extras = {**extras, "point": point}
+        space = Discrete(scores.shape[-1])
+        action_mask = masks.read(self.action_mask_fn, obs, space)[:, 0]
+        action, more = choose_items(scores, action_mask, key)
+        return PolicyStep(self.start + action, state, {**extras, **more})
+
+
 def item_policy(
     fn: ScoreFn,
     *,
@@ -41,7 +91,7 @@ def item_policy(
         fn: `(params, obs)` to scores, `[B, I]`, or to `(scores, extras)` with a dict of
             extras; batched, `[B, ...]`. With `items`, to points `[B, F]` instead.
         sample: whether to draw items by the softmax of their scores, instead of taking
-            the highest score. `greedy` takes the highest in both cases.
+            the highest score. `Greedy` takes the highest in both cases.
         items: `[I, F]`, a point for each item: the allowed item nearest to the point of
             `fn` is chosen, which turns a continuous action into an item. Not with
             `sample`.
@@ -67,30 +117,12 @@ def item_policy(
     checks.function("action_mask_fn", action_mask_fn)
     checks.boolean("sample", sample)
     start = checks.integer("start", start)
+    if value_fn is not None:
+        checks.function("value_fn", value_fn, "params", "obs")
     if sample and items is not None:
         raise ValueError("`sample` must be False where `items` are given, got True.")
-
-    def choose(
-        draws: bool, params: Any, obs: ArrayTree, key: chex.PRNGKey
-    ) -> tuple[jax.Array, dict[str, Any]]:
-        # `[B, I]` scores, or with `items` points `[B, F]`.
-        result = fn(params, obs)
-        scores, extras = result if isinstance(result, tuple) else (result, {})
-        if items is not None:
-            # The nearest has the highest score, minus the squared distance, here up to
-            # a constant per lane.
-            point, table = scores, jnp.asarray(items, scores.dtype)
-            scores = 2.0 * point @ table.T - jnp.sum(table**2, axis=-1)[None]
-            extras = {**extras, "point": point}
-        allowed = masks.read(action_mask_fn, obs, Discrete(scores.shape[-1]))[:, 0]
-        action, more = choose_items(scores, allowed, key if draws else None)
-        return start + action, {**extras, **more}
-
-    return stateless_policy(
-        functools.partial(choose, sample),
-        mode_fn=functools.partial(choose, False),
-        value_fn=value_fn,
-    )
+    items = None if items is None else jnp.asarray(items)
+    return ItemPolicy(fn, sample, items, start, action_mask_fn, value_fn)
 
 
 def choose_items(

@@ -23,16 +23,6 @@ class View(NamedTuple):
     action_space: AnySpace
 
 
-def critic(acting: Policy) -> Any:
-    """Returns the critic of a policy, which must have one."""
-    if acting.value is None:
-        raise ValueError(
-            "`policy` must have a critic, got one without: `stateless_policy` and "
-            "`recurrent_policy` take it as `value_fn`."
-        )
-    return acting.value
-
-
 def decision(
     who: str, result: PolicyStep, space: AnySpace, num_envs: int, obs: ArrayTree
 ) -> PolicyStep:

@@ -18,9 +18,10 @@ import optax
 from flax import struct
 
 import rollout
-from rollout.envs.spaces import Discrete, EnvSpec, get_action_mask
+from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs
+from rollout.policies import EpsilonGreedy
 from rollout.training import Agent, jit_on_host
 
 
@@ -122,37 +123,22 @@ def action_mask_of(obs: ArrayTree) -> jax.Array:
     return jnp.asarray(get_action_mask(obs), bool)  # in Gymnasium it is int8
 
 
-@functools.lru_cache
-def make_greedy_policy(network: Any, spec: EnvSpec) -> rollout.Policy:
-    """Makes the greedy policy. Memoized, so that equal agents share programs."""
-
-    def act(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> jax.Array:
-        action = masked_values(network, params, obs).argmax(-1)
-        return spec.action_space.start + action
-
-    return rollout.stateless_policy(act)
+# Memoized, so that equal agents share compiled programs.
+epsilon_schedule = functools.lru_cache(optax.linear_schedule)
 
 
-@functools.lru_cache
-def make_policy(
-    network: Any, spec: EnvSpec, num_exploration_steps: int, final_eps: float
-) -> rollout.Policy:
-    """Makes the epsilon-greedy policy. Memoized, so that equal agents share programs.
+class GreedyPolicy(rollout.Policy):
+    """Chooses the action with the highest value."""
 
-    Args:
-        network: maps observations to the values of all actions.
-        spec: spaces of the environment.
-        num_exploration_steps: steps of an environment in which epsilon falls.
-        final_eps: epsilon after these steps.
-    """
-    sample = jax.eval_shape(spec.observation_space.sample, jax.random.key(0))
-    epsilon: Any = optax.linear_schedule(1.0, final_eps, num_exploration_steps)
-    return rollout.epsilon_greedy(
-        make_greedy_policy(network, spec),
-        spec.action_space,
-        epsilon,
-        action_mask_fn=None if get_action_mask(sample) is None else action_mask_of,
-    )
+    network: Any = struct.field(pytree_node=False)
+    action_space: Discrete = struct.field(pytree_node=False)
+
+    def apply(
+        self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
+    ) -> rollout.PolicyStep:
+        """Chooses the actions."""
+        action = masked_values(self.network, params, obs).argmax(-1)
+        return rollout.PolicyStep(self.action_space.start + action, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,17 +190,19 @@ class DQN(Agent):
         """The policy that collects: epsilon-greedy, with a schedule."""
         config = self.config
         num_steps = config.num_updates * config.num_steps
-        return make_policy(
-            self.model,
-            self.spec,
-            max(1, int(num_steps * config.exploration_fraction)),
-            config.exploration_final_eps,
+        num_steps = max(1, int(num_steps * config.exploration_fraction))
+        obs = jax.eval_shape(self.spec.observation_space.sample, jax.random.key(0))
+        return EpsilonGreedy(
+            self.eval_policy,
+            self.spec.action_space,
+            epsilon_schedule(1.0, config.exploration_final_eps, num_steps),
+            action_mask_fn=None if get_action_mask(obs) is None else action_mask_of,
         )
 
     @functools.cached_property
     def eval_policy(self) -> rollout.Policy:
         """The policy to evaluate: it takes the action of the highest value."""
-        return make_greedy_policy(self.model, self.spec)
+        return GreedyPolicy(self.model, self.spec.action_space)
 
     @functools.cached_property
     def buffer(self) -> Any:

@@ -121,27 +121,35 @@ class Batch(struct.PyTreeNode):
     weight: jax.Array  # 1, or 0 for masked-out rows, which do not count
 
 
-@functools.lru_cache
-def make_policy(network: Any, distribution: ActionDistribution) -> rollout.Policy:
-    """Makes the policy. Memoized, so that equal agents share compiled programs."""
+class Policy(rollout.Policy):
+    """Samples actions from the distribution that the network outputs."""
 
-    def sample(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> Any:
-        outputs, value = network.apply(params, obs)
-        raw_action = distribution.sample(outputs, key, get_action_mask(obs))
-        log_prob = distribution.log_prob(outputs, raw_action, get_action_mask(obs))
+    network: Any = struct.field(pytree_node=False)
+    distribution: ActionDistribution = struct.field(pytree_node=False)
+
+    def apply(
+        self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
+    ) -> rollout.PolicyStep:
+        """Samples actions, and records what the loss needs."""
+        outputs, value = self.network.apply(params, obs)
+        action_mask = get_action_mask(obs)
+        raw_action = self.distribution.sample(outputs, key, action_mask)
+        log_prob = self.distribution.log_prob(outputs, raw_action, action_mask)
+        action = self.distribution.postprocess(raw_action)
         extras = {"raw_action": raw_action, "log_prob": log_prob, "value": value}
-        return distribution.postprocess(raw_action), extras
+        return rollout.PolicyStep(action, state, extras)
 
-    def mode(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> Any:
-        outputs, _ = network.apply(params, obs)
-        return distribution.postprocess(
-            distribution.mode(outputs, get_action_mask(obs))
-        ), ()
+    def mode(
+        self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
+    ) -> rollout.PolicyStep:
+        """Chooses the most likely actions."""
+        outputs, _ = self.network.apply(params, obs)
+        raw_action = self.distribution.mode(outputs, get_action_mask(obs))
+        return rollout.PolicyStep(self.distribution.postprocess(raw_action), state)
 
-    def value(params: ArrayTree, obs: ArrayTree) -> jax.Array:
-        return network.apply(params, obs)[1]
-
-    return rollout.stateless_policy(sample, mode_fn=mode, value_fn=value)
+    def value(self, params: ArrayTree, obs: ArrayTree, state: ArrayTree) -> jax.Array:
+        """Evaluates the value function."""
+        return self.network.apply(params, obs)[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +191,7 @@ class PPO(Agent):
     @functools.cached_property
     def policy(self) -> rollout.Policy:
         """The policy that collects: it samples actions."""
-        return make_policy(self.model, self.distribution)
+        return Policy(self.model, self.distribution)
 
     @property
     def optimizer(self) -> optax.GradientTransformation:

@@ -19,11 +19,12 @@ import optax
 from flax import struct
 
 import rollout
-from rollout.envs.spaces import Discrete, EnvSpec, get_action_mask
+from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient
 from rollout.platform import dot_general
+from rollout.policies import EpsilonGreedy
 from rollout.training import Agent, jit_on_host
 
 
@@ -107,46 +108,27 @@ def action_mask_of(obs: ArrayTree) -> jax.Array:
     return jnp.asarray(get_action_mask(obs), bool)  # in Gymnasium it is int8
 
 
-@functools.lru_cache
-def make_greedy_policy(network: Any, spec: EnvSpec) -> rollout.Policy:
-    """Makes the greedy policy. Memoized, so that equal agents share programs."""
-
-    def act(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> Any:
-        values = masked_values(network, params, obs)
-        action = spec.action_space.start + values.argmax(-1)
-        return action, {"value": values.max(-1)}
-
-    def value(params: ArrayTree, obs: ArrayTree) -> jax.Array:
-        return masked_values(network, params, obs).max(-1)
-
-    return rollout.stateless_policy(act, value_fn=value)
+# Memoized, so that equal agents share compiled programs.
+epsilon_schedule = functools.lru_cache(optax.linear_schedule)
 
 
-@functools.lru_cache
-def make_policy(
-    network: Any,
-    spec: EnvSpec,
-    initial_eps: float,
-    final_eps: float,
-    num_exploration_steps: int,
-) -> rollout.Policy:
-    """Makes the epsilon-greedy policy. Memoized, so that equal agents share programs.
+class GreedyPolicy(rollout.Policy):
+    """Chooses the action with the highest value, which is also the critic's value."""
 
-    Args:
-        network: maps observations to the values of all actions.
-        spec: spaces of the environment.
-        initial_eps: epsilon in the first step of an environment.
-        final_eps: epsilon after `num_exploration_steps`.
-        num_exploration_steps: steps of an environment in which epsilon falls.
-    """
-    sample = jax.eval_shape(spec.observation_space.sample, jax.random.key(0))
-    epsilon: Any = optax.linear_schedule(initial_eps, final_eps, num_exploration_steps)
-    return rollout.epsilon_greedy(
-        make_greedy_policy(network, spec),
-        spec.action_space,
-        epsilon,
-        action_mask_fn=None if get_action_mask(sample) is None else action_mask_of,
-    )
+    network: Any = struct.field(pytree_node=False)
+    action_space: Discrete = struct.field(pytree_node=False)
+
+    def apply(
+        self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
+    ) -> rollout.PolicyStep:
+        """Chooses the actions, and records their values."""
+        values = masked_values(self.network, params, obs)
+        action = self.action_space.start + values.argmax(-1)
+        return rollout.PolicyStep(action, state, {"value": values.max(-1)})
+
+    def value(self, params: ArrayTree, obs: ArrayTree, state: ArrayTree) -> jax.Array:
+        """Returns the highest value."""
+        return masked_values(self.network, params, obs).max(-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,18 +179,23 @@ class PQN(Agent):
         """The policy that collects: epsilon-greedy, with a schedule."""
         config = self.config
         num_steps = config.num_updates * config.num_steps
-        return make_policy(
-            self.model,
-            self.spec,
+        num_steps = max(1, int(num_steps * config.exploration_fraction))
+        initial_eps, final_eps = (
             config.exploration_initial_eps,
             config.exploration_final_eps,
-            max(1, int(num_steps * config.exploration_fraction)),
+        )
+        obs = jax.eval_shape(self.spec.observation_space.sample, jax.random.key(0))
+        return EpsilonGreedy(
+            self.eval_policy,
+            self.spec.action_space,
+            epsilon_schedule(initial_eps, final_eps, num_steps),
+            action_mask_fn=None if get_action_mask(obs) is None else action_mask_of,
         )
 
     @functools.cached_property
     def eval_policy(self) -> rollout.Policy:
         """The policy to evaluate: it takes the action of the highest value."""
-        return make_greedy_policy(self.model, self.spec)
+        return GreedyPolicy(self.model, self.spec.action_space)
 
     @property
     def optimizer(self) -> optax.GradientTransformation:

@@ -158,33 +158,40 @@ class Batch(struct.PyTreeNode):
     weight: jax.Array  # 1 for valid rows, 0 for masked-out rows
 
 
-@functools.lru_cache
-def make_policy(network: Any, distribution: ActionDistribution) -> rollout.Policy:
-    """Makes the policy. Memoized, so that equal agents share compiled programs."""
+class Policy(rollout.Policy):
+    """Samples actions from the distribution that the network outputs."""
 
-    def sample(
-        params: ArrayTree, obs: ArrayTree, memory: ArrayTree, key: chex.PRNGKey
-    ) -> Any:
-        memory, (outputs, value) = network.apply(params, memory, obs)
-        raw_action = distribution.sample(outputs, key, get_action_mask(obs))
-        log_prob = distribution.log_prob(outputs, raw_action, get_action_mask(obs))
+    network: Any = struct.field(pytree_node=False)
+    distribution: ActionDistribution = struct.field(pytree_node=False)
+
+    def init(self, num_envs: int) -> ArrayTree:
+        """Returns the memory at the start of an episode."""
+        return self.network.initialize_memory(num_envs)
+
+    def apply(
+        self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
+    ) -> rollout.PolicyStep:
+        """Samples actions, and records what the loss needs."""
+        memory, (outputs, value) = self.network.apply(params, state, obs)
+        action_mask = get_action_mask(obs)
+        raw_action = self.distribution.sample(outputs, key, action_mask)
+        log_prob = self.distribution.log_prob(outputs, raw_action, action_mask)
+        action = self.distribution.postprocess(raw_action)
         extras = {"raw_action": raw_action, "log_prob": log_prob, "value": value}
-        return distribution.postprocess(raw_action), memory, extras
+        return rollout.PolicyStep(action, memory, extras)
 
     def mode(
-        params: ArrayTree, obs: ArrayTree, memory: ArrayTree, key: chex.PRNGKey
-    ) -> Any:
-        memory, (outputs, _) = network.apply(params, memory, obs)
-        raw_action = distribution.mode(outputs, get_action_mask(obs))
-        return distribution.postprocess(raw_action), memory, ()
+        self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
+    ) -> rollout.PolicyStep:
+        """Chooses the most likely actions."""
+        memory, (outputs, _) = self.network.apply(params, state, obs)
+        raw_action = self.distribution.mode(outputs, get_action_mask(obs))
+        return rollout.PolicyStep(self.distribution.postprocess(raw_action), memory)
 
-    def value(params: ArrayTree, obs: ArrayTree, memory: ArrayTree) -> jax.Array:
-        _, (_, value) = network.apply(params, memory, obs)
+    def value(self, params: ArrayTree, obs: ArrayTree, state: ArrayTree) -> jax.Array:
+        """Evaluates the value function."""
+        _, (_, value) = self.network.apply(params, state, obs)
         return value
-
-    return rollout.recurrent_policy(
-        sample, network.initialize_memory, mode_fn=mode, value_fn=value
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +238,7 @@ class RecurrentPPO(Agent):
     @functools.cached_property
     def policy(self) -> rollout.Policy:
         """The policy that collects: it samples actions."""
-        return make_policy(self.model, self.distribution)
+        return Policy(self.model, self.distribution)
 
     @property
     def optimizer(self) -> optax.GradientTransformation:

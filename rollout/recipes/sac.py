@@ -94,20 +94,27 @@ class Batch(struct.PyTreeNode):
     noise: jax.Array  # [M, size], standard normal, to sample actions of the actor
 
 
-@functools.lru_cache
-def make_policy(network: Any, distribution: TanhNormal) -> rollout.Policy:
-    """Makes the policy. Memoized, so that equal agents share compiled programs."""
+class Policy(rollout.Policy):
+    """Samples squashed actions of the actor's normal distribution."""
 
-    def sample(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> jax.Array:
-        outputs = network.apply(params["actor"], obs)
-        raw_action = distribution.sample(outputs, key)
-        return distribution.postprocess(distribution.squash(raw_action))
+    network: Any = struct.field(pytree_node=False)
+    distribution: TanhNormal = struct.field(pytree_node=False)
 
-    def mode(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> jax.Array:
-        raw_action = distribution.mode(network.apply(params["actor"], obs))
-        return distribution.postprocess(distribution.squash(raw_action))
+    def apply(
+        self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
+    ) -> rollout.PolicyStep:
+        """Samples actions."""
+        outputs = self.network.apply(params["actor"], obs)
+        action = self.distribution.squash(self.distribution.sample(outputs, key))
+        return rollout.PolicyStep(self.distribution.postprocess(action), state)
 
-    return rollout.stateless_policy(sample, mode_fn=mode)
+    def mode(
+        self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
+    ) -> rollout.PolicyStep:
+        """Squashes the mean of the normal distribution."""
+        outputs = self.network.apply(params["actor"], obs)
+        action = self.distribution.squash(self.distribution.mode(outputs))
+        return rollout.PolicyStep(self.distribution.postprocess(action), state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +171,7 @@ class SAC(Agent):
     @functools.cached_property
     def policy(self) -> rollout.Policy:
         """The policy that collects: it samples actions."""
-        return make_policy(self.actor, self.distribution)
+        return Policy(self.actor, self.distribution)
 
     @functools.cached_property
     def buffer(self) -> ReplayBuffer:

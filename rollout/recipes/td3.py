@@ -24,6 +24,7 @@ from rollout.distributions import TanhNormal
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient
+from rollout.policies import Greedy, RandomWarmup
 from rollout.training import Agent, jit_on_host, scan_updates
 
 
@@ -101,22 +102,28 @@ class Batch(struct.PyTreeNode):
     target: jax.Array  # of both critics
 
 
-@functools.lru_cache
-def make_policy(
-    network: Any, distribution: TanhNormal, exploration_noise: float
-) -> rollout.Policy:
-    """Makes the policy. Memoized, so that equal agents share compiled programs."""
+class Policy(rollout.Policy):
+    """Adds Gaussian noise to the actor's squashed actions."""
 
-    def explore(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> jax.Array:
-        action = distribution.squash(network.apply(params["actor"], obs))
-        action += exploration_noise * jax.random.normal(key, action.shape)
-        return distribution.postprocess(action)  # clips to the bounds
+    network: Any = struct.field(pytree_node=False)
+    distribution: TanhNormal = struct.field(pytree_node=False)
+    exploration_noise: float  # standard deviation, in normalized actions
 
-    def mode(params: ArrayTree, obs: ArrayTree, key: chex.PRNGKey) -> jax.Array:
-        action = distribution.squash(network.apply(params["actor"], obs))
-        return distribution.postprocess(action)
+    def apply(
+        self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
+    ) -> rollout.PolicyStep:
+        """Explores."""
+        action = self.distribution.squash(self.network.apply(params["actor"], obs))
+        action += self.exploration_noise * jax.random.normal(key, action.shape)
+        # Clips to the bounds.
+        return rollout.PolicyStep(self.distribution.postprocess(action), state)
 
-    return rollout.stateless_policy(explore, mode_fn=mode)
+    def mode(
+        self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
+    ) -> rollout.PolicyStep:
+        """Adds no noise."""
+        action = self.distribution.squash(self.network.apply(params["actor"], obs))
+        return rollout.PolicyStep(self.distribution.postprocess(action), state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,16 +181,16 @@ class TD3(Agent):
     def policy(self) -> rollout.Policy:
         """The policy that collects: random actions first, then Gaussian noise."""
         noise, space = self.config.exploration_noise, self.spec.action_space
-        policy = make_policy(self.actor, self.distribution, noise)
+        policy = Policy(self.actor, self.distribution, noise)
         if not all(np.isfinite(x).all() for x in space.bounds):  # no uniform samples
             return policy
-        return rollout.random_warmup(policy, space, self.num_initial_steps)
+        return RandomWarmup(policy, space, self.num_initial_steps)
 
     @functools.cached_property
     def eval_policy(self) -> rollout.Policy:
         """The policy to evaluate: it adds no noise."""
         noise = self.config.exploration_noise
-        return rollout.greedy(make_policy(self.actor, self.distribution, noise))
+        return Greedy(Policy(self.actor, self.distribution, noise))
 
     @functools.cached_property
     def buffer(self) -> ReplayBuffer:

@@ -133,7 +133,7 @@ def test_mask_counts_from_the_start_of_the_space():
 
     policy = rollout.random_policy(space, action_mask_fn=mask)
     wrong = rollout.stateless_policy(lambda params, obs, key: jnp.full((500,), 6))
-    masked = rollout.epsilon_greedy(wrong, space, 0.0, action_mask_fn=mask)
+    masked = rollout.policies.EpsilonGreedy(wrong, space, 0.0, action_mask_fn=mask)
 
     @quick_jit
     def act(obs, keys):

@@ -276,11 +276,11 @@ def test_agents_compare_by_value_and_reject_other_spaces():
     agent, same = make_agent(), make_agent()
     assert agent == same
     assert hash(agent) == hash(same)
-    assert agent.policy is same.policy
-    assert agent.eval_policy is same.eval_policy
+    assert agent.policy == same.policy
+    assert agent.eval_policy == same.eval_policy
     faster = agent.replace(config=CONFIG.replace(learning_rate=0.1))
     assert faster != agent == same
-    assert faster.policy is agent.policy
+    assert faster.policy == agent.policy
     wider = agent.replace(config=CONFIG.replace(hidden_layer_sizes=(9,)))
     assert wider.policy is not agent.policy
     network = nn.Dense(3)

@@ -419,12 +419,12 @@ def test_agents_compare_by_value_and_share_their_policy():
     agent, same = make_agent(), make_agent(CONFIG.replace())
     assert agent == same
     assert hash(agent) == hash(same)
-    assert agent.policy is same.policy
+    assert agent.policy == same.policy
     assert agent.eval_policy == same.eval_policy
     faster = agent.replace(config=CONFIG.replace(learning_rate=0.1))
     assert faster != agent == same
     assert faster.config.learning_rate == 0.1
-    assert faster.policy is agent.policy  # the same network
+    assert faster.policy == agent.policy  # the same network
     wider = agent.replace(config=CONFIG.replace(hidden_layer_sizes=(9,)))
     assert wider.policy is not agent.policy
     assert agent.replace(network=Readout()) != agent
@@ -478,7 +478,7 @@ def test_equal_agents_of_host_environments_share_their_programs():
     agents = [
         PPO(envs.from_gymnasium("CartPole-v1", num_envs=2), CONFIG) for _ in range(2)
     ]
-    assert agents[0].policy is agents[1].policy
+    assert agents[0].policy == agents[1].policy
     results = []
     for agent in agents:
         state = agent.init(jax.random.key(0))

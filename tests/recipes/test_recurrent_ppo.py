@@ -295,7 +295,7 @@ def test_agents_compare_by_value_and_share_their_policy():
     agent, same = make_agent(), make_agent(CONFIG.replace())
     assert agent == same
     assert hash(agent) == hash(same)
-    assert agent.policy is same.policy
+    assert agent.policy == same.policy
     lstm = agent.replace(config=CONFIG.replace(cell="OptimizedLSTMCell"))
     assert lstm != agent
     assert lstm.policy is not agent.policy

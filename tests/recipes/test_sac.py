@@ -385,7 +385,7 @@ def test_agents_compare_by_value_and_reject_other_spaces():
     agent = SAC(SPEC, CONFIG)
     assert SAC(SPEC, CONFIG) == agent
     assert hash(SAC(SPEC, CONFIG)) == hash(agent)
-    assert SAC(SPEC, CONFIG.replace(tau=0.1)).policy is agent.policy
+    assert SAC(SPEC, CONFIG.replace(tau=0.1)).policy == agent.policy
     with pytest.raises(dataclasses.FrozenInstanceError):
         agent.config = CONFIG
     integers = envs.Box(0, 3, (2,), jnp.dtype("int32"))

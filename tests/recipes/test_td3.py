@@ -12,7 +12,7 @@ from cases import quick_jit
 import rollout
 from rollout import envs
 from rollout.envs.spaces import EnvSpec
-from rollout.recipes.td3 import MLP, TD3, Batch, Config, make_policy
+from rollout.recipes.td3 import MLP, TD3, Batch, Config, Policy
 from rollout.types import Transition
 
 CONFIG = Config(
@@ -164,7 +164,7 @@ def test_actor_and_targets_are_delayed_and_steps_are_those_of_optax():
 def test_exploration_adds_noise_within_the_bounds(case):
     agent, params, _, experience = case
     key = jax.random.key(5)
-    loud = make_policy(agent.actor, agent.distribution, 0.8)
+    loud = Policy(agent.actor, agent.distribution, 0.8)
 
     @quick_jit
     def act(params):
@@ -197,7 +197,7 @@ def test_first_actions_are_random():
     np.testing.assert_array_equal(action[8:], 0)
     spec = EnvSpec(agent.spec.observation_space, envs.Box(0.0, np.inf, (2,)), 2)
     unbounded = TD3(spec, CONFIG)  # no uniform distribution, so none is random
-    assert unbounded.eval_policy == rollout.greedy(unbounded.policy)
+    assert unbounded.eval_policy == rollout.policies.Greedy(unbounded.policy)
 
 
 def test_seeds_and_learning_rates_train_side_by_side():
@@ -221,7 +221,7 @@ def test_seeds_and_learning_rates_train_side_by_side():
 def test_agents_compare_by_value_and_reject_other_spaces():
     agent = make_agent()
     assert make_agent() == agent
-    assert make_agent().policy is agent.policy
+    assert make_agent().policy == agent.policy
     with pytest.raises(dataclasses.FrozenInstanceError):
         agent.config = CONFIG
     with pytest.raises(ValueError, match="must be a Box of floats"):

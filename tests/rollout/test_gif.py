@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv
+from cases import CountEnv, WithCritic
 from flax import struct
 from PIL import Image
 
@@ -142,7 +142,7 @@ def test_gif_ignores_record_fn_accumulators_and_critic(tmp_path):
         record_fn=lambda t: t.replace(info=(), reward=()),
         accumulators={"noise": total},
     )
-    policy = collector.policy._replace(value=lambda params, obs, state: obs[:, 0])
+    policy = WithCritic(collector.policy, lambda params, obs, state: obs[:, 0])
     collector = collector.replace(policy=policy)
     episode = rollout.record_gif(collector, None, KEY, tmp_path / "a.gif")
     same = rollout.record_gif(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, collect, make_collector
+from cases import CountEnv, WithCritic, collect, make_collector
 from host_count import on_host
 from streams import EPISODES, B, make_stream, new_stream
 
@@ -54,7 +54,7 @@ def load(saved, like, **options):
 
 def step_with(value_fn=None, **fields):
     collector = make_collector("count", 5)
-    policy = collector.policy._replace(value=value_fn)
+    policy = WithCritic(collector.policy, value_fn)
     collector = collector.replace(policy=policy, **fields)
     return collector.step(collector.init(KEY), None)
 
@@ -157,12 +157,10 @@ FOLDERS = [
     (("gs://bucket/run",), "`path` must name a folder of this machine, got 'gs://"),
 ]
 VALUE_FN = [
-    (3, "`policy.value` must be a function, got int"),
     (lambda params, obs, state: obs, "of shape (5,), got float32 of shape (5, 1)"),
     (lambda params, obs, state: obs.sum(), "got float32 of shape ()"),
     (lambda params, obs, state: obs[:, 0] > 0, "got bool of shape (5,)"),
     (lambda params, obs, state: (obs[:, 0], obs), "of shape (5,), got 2 values"),
-    (lambda params, obs: obs[:, 0], "of (params, obs, state), got one of (par"),
 ]
 COUNTED = {"n": rollout.Accumulator(jnp.zeros, lambda count, t: count + 1)}
 MEMORY = rollout.recurrent_policy(

@@ -18,6 +18,13 @@ import rollout
 from rollout import buffers, envs, programs
 from rollout.agents import policy_map, static_mapping
 from rollout.envs import spaces
+from rollout.policies import (
+    EpsilonGreedy,
+    GaussianNoise,
+    Greedy,
+    OrnsteinUhlenbeck,
+    RandomWarmup,
+)
 from rollout.recommendation import item_policy
 
 B, T = 4, 16
@@ -32,13 +39,13 @@ def make_collector(**options):
     """An equal one at every call."""
     env = envs.vectorize(CountEnv(), B)
     policy = rollout.stateless_policy(act)
-    policy = rollout.epsilon_greedy(policy, env.action_space, 0.1)
+    policy = EpsilonGreedy(policy, env.action_space, 0.1)
     return rollout.Collector(env=env, policy=policy, **options)
 
 
 def make_host(**options):
     policy = rollout.stateless_policy(act)
-    policy = rollout.random_warmup(policy, HostCount.action_space, 3)
+    policy = RandomWarmup(policy, HostCount.action_space, 3)
     return rollout.HostCollector(env=HostCount(B), policy=policy, **options)
 
 
@@ -205,14 +212,12 @@ BOX = functools.partial(envs.Box, -np.ones(2, np.float32), np.ones(2, np.float32
 POLICIES = {
     "random": lambda: rollout.random_policy(BOX()),
     "masked": lambda: rollout.random_policy(envs.Discrete(3), action_mask_fn=allow_all),
-    "greedy": lambda: rollout.greedy(rollout.stateless_policy(act, mode_fn=act)),
+    "greedy": lambda: Greedy(rollout.stateless_policy(act, mode_fn=act)),
     "recurrent": lambda: rollout.recurrent_policy(remember, start, mode_fn=remember),
-    "epsilon": lambda: rollout.epsilon_greedy(POLICY, envs.Discrete(3), decay),
-    "warm": lambda: rollout.random_warmup(POLICY, envs.Discrete(3), 5),
-    "gaussian": lambda: rollout.policies.gaussian_noise(POLICY, BOX(), 0.5),
-    "correlated": lambda: rollout.policies.ornstein_uhlenbeck(
-        POLICY, BOX(), 0.5, dt=0.1
-    ),
+    "epsilon": lambda: EpsilonGreedy(POLICY, envs.Discrete(3), decay),
+    "warm": lambda: RandomWarmup(POLICY, envs.Discrete(3), 5),
+    "gaussian": lambda: GaussianNoise(POLICY, BOX(), 0.5),
+    "correlated": lambda: OrnsteinUhlenbeck(POLICY, BOX(), 0.5, dt=0.1),
     "items": lambda: item_policy(act, items=np.eye(3)),
     "map": lambda: policy_map(
         {"b": POLICY, "a": rollout.random_policy(envs.Discrete(2))},
@@ -223,8 +228,13 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_equal_arguments_make_the_same_policy(name):
-    assert POLICIES[name]() == POLICIES[name]()
+def test_equal_arguments_make_equal_policies(name):
+    structures = [jax.tree.structure(POLICIES[name]()) for _ in range(2)]
+    assert structures[0] == structures[1]
+    assert hash(structures[0]) == hash(structures[1])
+    if name != "items":  # whose arrays have no truth value
+        assert POLICIES[name]() == POLICIES[name]()
+        assert hash(POLICIES[name]()) == hash(POLICIES[name]())
 
 
 def test_policies_of_a_map_in_another_order_are_another_map():

@@ -174,7 +174,7 @@ def test_stream_goes_on_over_another_number_of_devices(
     before, after, is_saved, tmp_path
 ):
     collector = make_case("count", "recurrent")  # a policy that explores
-    policy = rollout.policies.random_warmup(
+    policy = rollout.policies.RandomWarmup(
         collector.policy, collector.env.action_space, 3
     )
     collector = collector.replace(policy=policy)

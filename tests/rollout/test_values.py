@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, make_env, on_a_gpu, quick_jit, raw
+from cases import CountEnv, PlainPolicy, WithCritic, make_env, on_a_gpu, quick_jit, raw
 from jax.sharding import Mesh
 
 import rollout
@@ -60,7 +60,7 @@ def make(ending="some", policy="stateless", num_envs=B, **changes):
 def make_with(value_fn, **options):
     """A collector with another critic, or with none."""
     collector = make(**options)
-    return collector.replace(policy=collector.policy._replace(value=value_fn))
+    return collector.replace(policy=WithCritic(collector.policy, value_fn))
 
 
 def start_and_collect(collector, num_steps=T, seed=1):
@@ -124,7 +124,7 @@ def test_network_gives_the_value_of_every_successor(name):
         step = random.apply(None, obs, (), key)
         return step._replace(extras={"value": value_fn(weights, obs)})
 
-    policy = rollout.Policy(init=random.init, apply=apply, value=value_fn)
+    policy = WithCritic(PlainPolicy(random.init, apply), value_fn)
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(jax.random.key(2))
     carry, t = collector.collect_steps(carry, weights, 60)
@@ -174,7 +174,8 @@ def test_fold_and_step_tell_final_values():
 def test_program_of_a_gpu_gives_the_same_values():
     """No lane, some or all, as `lax.switch` chooses; run here."""
     env, obs = make().env, np.arange(40, dtype=np.float32)[:, None]
-    compute = lambda flags: values_where(env, critic, PARAMS, obs, (), flags)  # noqa: E731
+    policy = WithCritic(rollout.random_policy(env.action_space), critic)
+    compute = lambda flags: values_where(env, policy, PARAMS, obs, (), flags)  # noqa: E731
     here, on_gpu = quick_jit(compute), quick_jit(lambda flags: compute(flags))
     for num_flags in (0, 2, 40):
         flags = np.arange(40) < num_flags

@@ -21,6 +21,7 @@ from cases import make_env, raw
 
 import rollout
 from rollout import envs
+from rollout.policies import EpsilonGreedy, OrnsteinUhlenbeck, RandomWarmup
 
 FILE = pathlib.Path(__file__).parents[1] / "bits.json"
 B = 6
@@ -91,8 +92,8 @@ def make_policy(name: str, space: envs.spaces.Space) -> rollout.Policy:
 
     policy = rollout.recurrent_policy(apply, lambda num_envs: jnp.zeros((num_envs, 1)))
     if hasattr(space, "n"):
-        return rollout.epsilon_greedy(policy, space, lambda step: 1.0 / (1 + step / 9))
-    return rollout.policies.ornstein_uhlenbeck(policy, space, 0.2)
+        return EpsilonGreedy(policy, space, lambda step: 1.0 / (1 + step / 9))
+    return OrnsteinUhlenbeck(policy, space, 0.2)
 
 
 def hash_stream(collector, *, resume=False, warmup=0, **options) -> str:
@@ -103,7 +104,7 @@ def hash_stream(collector, *, resume=False, warmup=0, **options) -> str:
     """
     if warmup:
         space = collector.env.action_space
-        policy = rollout.policies.random_warmup(collector.policy, space, warmup)
+        policy = RandomWarmup(collector.policy, space, warmup)
         collector = collector.replace(policy=policy)
 
     def make(seed: int) -> rollout.Stream:

@@ -1,6 +1,7 @@
 """Shared by tests: a counting environment, four cases, and cached trajectories."""
 
 import functools
+from typing import Any
 from unittest import mock
 
 import jax
@@ -162,3 +163,29 @@ def in_one_program(fn, cases):
 
 # For large programs whose results alone count; see `QUICK_OPTIONS`.
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK_OPTIONS)
+
+
+class WithCritic(rollout.policies.PolicyWrapper):
+    """A policy with another critic, `(params, obs, state)` to values, or None."""
+
+    value_fn: Any = struct.field(pytree_node=False)
+
+    def value(self, params, obs, state):
+        return self.value_fn(params, obs, state)
+
+    @property
+    def has_value(self):
+        return self.value_fn is not None
+
+
+class PlainPolicy(rollout.Policy):
+    """A policy that calls functions with the arguments of its methods."""
+
+    init_fn: Any = struct.field(pytree_node=False)
+    apply_fn: Any = struct.field(pytree_node=False)
+
+    def init(self, num_envs):
+        return self.init_fn(num_envs)
+
+    def apply(self, params, obs, state, key):
+        return self.apply_fn(params, obs, state, key)

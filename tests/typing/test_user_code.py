@@ -138,16 +138,19 @@ def test_params_obs_and_action_come_through():
 def test_what_makes_other_policies_keeps_their_types():
     policy = rollout.stateless_policy(act_and_tell, mode_fn=act)
     assert_type(policy, rollout.Policy[Params, jax.Array, jax.Array])
-    assert_type(rollout.greedy(policy), rollout.Policy[Params, jax.Array, jax.Array])
-    exploring = rollout.epsilon_greedy(policy, envs.Discrete(2), epsilon=0.1)
-    assert_type(exploring, rollout.Policy[Params, jax.Array, jax.Array])
+    assert_type(
+        rollout.policies.Greedy(policy),
+        rollout.policies.Greedy[Params, jax.Array, jax.Array],
+    )
+    exploring = rollout.policies.EpsilonGreedy(policy, envs.Discrete(2), epsilon=0.1)
+    assert_type(exploring, rollout.policies.EpsilonGreedy[Params, jax.Array, jax.Array])
     recurrent = rollout.recurrent_policy(remember, memory)
     assert_type(recurrent, rollout.Policy[Params, jax.Array, jax.Array])
     short = rollout.stateless_policy(lambda params, obs, key: obs.x @ params["weight"])
     assert_type(short, rollout.Policy)
     by_parts = rollout.stateless_policy(act_by_parts)
     assert_type(by_parts, rollout.Policy[Gains, Obs, dict[str, jax.Array]])
-    assert by_parts.mode is None
+    assert not by_parts.has_mode
 
 
 def test_transition_without_types_is_of_anything():

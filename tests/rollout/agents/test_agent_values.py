@@ -56,9 +56,7 @@ def make_collector(env, num_envs=B, policy=COUNTING, team_value=None):
         "random": rollout.random_policy(env.action_spaces["one"]),
     }
     mapping = rollout.agents.static_mapping({"a": "count", "b": "random", "c": "count"})
-    policy = rollout.agents.policy_map(policies, mapping, env)
-    if team_value is not None:
-        policy = policy._replace(value=team_value)
+    policy = rollout.agents.policy_map(policies, mapping, env, value_fn=team_value)
     return rollout.Collector(env=env, policy=policy)
 
 
@@ -183,7 +181,7 @@ def test_end_of_a_batch_and_whole_episodes_tell_final_values():
 def test_state_of_a_policy_is_read_inside_other_policies():
     collector = make_collector(agents.AllAct())
     warmed = collector.replace(
-        policy=rollout.random_warmup(
+        policy=rollout.policies.RandomWarmup(
             collector.policy, collector.env.action_space, num_steps=2
         )
     )

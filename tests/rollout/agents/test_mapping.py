@@ -233,17 +233,17 @@ def test_mode_is_that_of_policies_that_have_one():
     policy = rollout.agents.policy_map(
         {"greedy": greedy, "x": constant(5)}, mapping, env
     )
-    collector = rollout.Collector(env=env, policy=rollout.greedy(policy))
+    collector = rollout.Collector(env=env, policy=rollout.policies.Greedy(policy))
     params = {"greedy": None, "x": None}
     got = collector.step(collector.init(KEY), params)[1]
     np.testing.assert_array_equal(got.action["all"][0], [2, 5, 5])
     mapping = rollout.agents.static_mapping("x")
-    assert rollout.agents.policy_map({"x": constant(0)}, mapping, env).mode is None
+    assert not rollout.agents.policy_map({"x": constant(0)}, mapping, env).has_mode
 
 
 def test_exploration_stands_inside():
     space = envs.Discrete(1_000_000)
-    noisy = rollout.epsilon_greedy(
+    noisy = rollout.policies.EpsilonGreedy(
         constant(5), space, lambda step: jnp.where(step < 2, 1.0, 0.0)
     )
     acting = [[1, 0, 1], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
@@ -273,7 +273,7 @@ def test_wrapped_map_and_stream_with_a_warm_up():
     policy = rollout.agents.policy_map(
         {"x": counting()}, rollout.agents.static_mapping("x"), env
     )
-    wrapped = rollout.random_warmup(policy, env.action_space, 2)
+    wrapped = rollout.policies.RandomWarmup(policy, env.action_space, 2)
     collector = rollout.Collector(env=env, policy=wrapped)
     carry = collector.init(KEY)
     _, got = collector.collect_steps(carry, {"x": None}, 6)

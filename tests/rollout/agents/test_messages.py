@@ -47,7 +47,7 @@ def mapped(mapping=MAPPING, *, params=None, env=None, groups=None, **policies):
 
 
 def league(members):
-    return mapped(drawn, x=agents.population(policy(), 5), params={"x": members})
+    return mapped(drawn, x=agents.Population(policy(), 5), params={"x": members})
 
 
 def single():
@@ -98,7 +98,7 @@ CASES = [
     (lambda: mapped(x=policy(lambda obs: obs)), ACTIONS),
     (lambda: mapped(x=policy(extras=lambda obs: obs)), EXTRAS),
     (
-        lambda: mapped(x=agents.population(policy(), 2)),
+        lambda: mapped(x=agents.Population(policy(), 2)),
         "none here (members of a population are dr",
     ),
     (lambda: mapped(drawn, x=value(1), y=value(2)), "the same kind of `value`"),
@@ -109,8 +109,8 @@ CASES = [
     (lambda: agents.policy_map({"x": policy()}, MAPPING, SINGLE), "several agents, as"),
     (lambda: mapped(env=SINGLE), "of several agents, got float32 of shape (4, 1)"),
     # population
-    (lambda: agents.population("x", 2), "stateless_policy` makes, got str 'x'"),
-    (lambda: agents.population(policy(), 0), "`size` must be an int of at least 1"),
+    (lambda: agents.Population("x", 2), "stateless_policy` makes, got str 'x'"),
+    (lambda: agents.Population(policy(), 0), "`size` must be an int of at least 1"),
     (lambda: league(np.zeros(6)), "with the leading axes (5,), got float32"),
     # agent_transitions
     (lambda: agents.init_agent_transitions(single(), 0), "must have several agents"),

@@ -90,7 +90,7 @@ def make_collector(num_envs):
     env = envs.vectorize(env, num_envs)
     policies = {
         "fixed": rollout.stateless_policy(fixed),
-        "league": rollout.agents.population(rollout.stateless_policy(member), P),
+        "league": rollout.agents.Population(rollout.stateless_policy(member), P),
     }
     policy = rollout.agents.policy_map(policies, mapping, env)
     return rollout.Collector(env=env, policy=policy)

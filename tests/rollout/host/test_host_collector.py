@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import quick_jit
+from cases import PlainPolicy, quick_jit
 from host_count import (
     CALLS,
     KEY,
@@ -107,9 +107,7 @@ def test_policy_that_draws_per_episode_gets_the_kernels_keys():
         action = jnp.zeros(len(obs), jnp.int32)
         return rollout.types.PolicyStep(action, state, {"drawn": drawn})
 
-    policy = rollout.Policy(
-        init=lambda num_envs: rollout.types.EpisodeKey(), apply=apply
-    )
+    policy = PlainPolicy(lambda num_envs: rollout.types.EpisodeKey(), apply)
     env = envs.vectorize(SeedCount(), 4, auto_reset="select")
     kernel = rollout.Collector(env=env, policy=policy)
     host = HostCollector(env=HostCount(4), policy=policy)

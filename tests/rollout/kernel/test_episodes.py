@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, TwoLengthEnv, last_word, make_env, of_episodes, raw
+from cases import (
+    CountEnv,
+    PlainPolicy,
+    TwoLengthEnv,
+    last_word,
+    make_env,
+    of_episodes,
+    raw,
+)
 from flax import struct
 
 import rollout
@@ -273,12 +281,12 @@ def draw_twice(params, obs, state, key):
 @slow
 @pytest.mark.usefixtures("quick_compile")
 def test_draws_of_an_episode_depend_on_the_split_unless_made_from_its_key():
-    policy = rollout.Policy(
-        init=lambda n: {
+    policy = PlainPolicy(
+        lambda n: {
             "key": rollout.types.EpisodeKey(),
             "n": jnp.zeros(n, jnp.int32),
         },
-        apply=draw_twice,
+        draw_twice,
     )
     totals = {
         name: rollout.Accumulator(

@@ -7,7 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import ENVS, NUM_STEPS, PARAMS, CountEnv, collect, make_collector, make_env
+from cases import (
+    ENVS,
+    NUM_STEPS,
+    PARAMS,
+    CountEnv,
+    PlainPolicy,
+    collect,
+    make_collector,
+    make_env,
+)
 from flax import struct
 
 import rollout
@@ -320,12 +329,12 @@ def test_keys_in_info_are_padded_like_anything_else():
 
 @slow
 def test_policy_has_a_key_of_each_episode():
-    policy = rollout.Policy(
-        init=lambda num_envs: {
+    policy = PlainPolicy(
+        lambda num_envs: {
             "key": rollout.types.EpisodeKey(),
             "n": jnp.zeros(num_envs),
         },
-        apply=lambda params, obs, state, key: rollout.types.PolicyStep(
+        lambda params, obs, state, key: rollout.types.PolicyStep(
             action=jnp.zeros(obs.shape[:1], jnp.int32),
             state=state,
             extras=jax.random.key_data(state["key"].value),

@@ -12,6 +12,13 @@ from flax import struct
 
 import rollout
 from rollout import envs
+from rollout.policies import (
+    EpsilonGreedy,
+    GaussianNoise,
+    Greedy,
+    OrnsteinUhlenbeck,
+    RandomWarmup,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 KEY = jax.random.key(4)
@@ -58,26 +65,18 @@ def half(step):
 
 
 WRAPPERS = {
-    "greedy": lambda policy, space: rollout.greedy(policy),
-    "warm-up": lambda policy, space: rollout.random_warmup(policy, space, WARMUP),
+    "greedy": lambda policy, space: Greedy(policy),
+    "warm-up": lambda policy, space: RandomWarmup(policy, space, WARMUP),
 }
 OF_INTEGERS = {
-    "epsilon": lambda policy, space: rollout.epsilon_greedy(policy, space, 0.5),
-    "epsilon by steps": lambda policy, space: rollout.epsilon_greedy(
-        policy, space, half
-    ),
+    "epsilon": lambda policy, space: EpsilonGreedy(policy, space, 0.5),
+    "epsilon by steps": lambda policy, space: EpsilonGreedy(policy, space, half),
 }
 OF_FLOATS = {
-    "noise": lambda policy, space: rollout.policies.gaussian_noise(policy, space, 0.5),
-    "noise by steps": lambda policy, space: rollout.policies.gaussian_noise(
-        policy, space, half
-    ),
-    "correlated": lambda policy, space: rollout.policies.ornstein_uhlenbeck(
-        policy, space, 0.5
-    ),
-    "correlated by steps": lambda policy, space: rollout.policies.ornstein_uhlenbeck(
-        policy, space, half
-    ),
+    "noise": lambda policy, space: GaussianNoise(policy, space, 0.5),
+    "noise by steps": lambda policy, space: GaussianNoise(policy, space, half),
+    "correlated": lambda policy, space: OrnsteinUhlenbeck(policy, space, 0.5),
+    "correlated by steps": lambda policy, space: OrnsteinUhlenbeck(policy, space, half),
 }
 SPACES = {
     "integers": (CountEnv(), WRAPPERS | OF_INTEGERS),

@@ -13,6 +13,12 @@ from flax import struct
 
 import rollout
 from rollout import envs
+from rollout.policies import (
+    EpsilonGreedy,
+    GaussianNoise,
+    OrnsteinUhlenbeck,
+    RandomWarmup,
+)
 
 NUM_STEPS = 40  # at least five episodes of at most 7 steps in every lane
 NUM_LANES = 8
@@ -90,31 +96,30 @@ def counting_policy(space):
 
 
 WRAPS = {
-    "epsilon": (lambda p: rollout.epsilon_greedy(p, DISCRETE, 0.5), DISCRETE),
-    "epsilon decay": (lambda p: rollout.epsilon_greedy(p, DISCRETE, decay), DISCRETE),
-    "warmup": (lambda p: rollout.random_warmup(p, DISCRETE, 20), DISCRETE),
-    "gaussian": (lambda p: rollout.policies.gaussian_noise(p, BOX, 0.5), BOX),
-    "ornstein": (lambda p: rollout.policies.ornstein_uhlenbeck(p, BOX, decay), BOX),
+    "epsilon": (lambda p: EpsilonGreedy(p, DISCRETE, 0.5), DISCRETE),
+    "epsilon decay": (
+        lambda p: EpsilonGreedy(p, DISCRETE, decay),
+        DISCRETE,
+    ),
+    "warmup": (lambda p: RandomWarmup(p, DISCRETE, 20), DISCRETE),
+    "gaussian": (lambda p: GaussianNoise(p, BOX, 0.5), BOX),
+    "ornstein": (lambda p: OrnsteinUhlenbeck(p, BOX, decay), BOX),
 }
-epsilon_masked = rollout.epsilon_greedy(
-    greedy, DISCRETE, decay, action_mask_fn=first_allowed
-)
+epsilon_masked = EpsilonGreedy(greedy, DISCRETE, decay, action_mask_fn=first_allowed)
 POLICIES = {
-    "epsilon": rollout.epsilon_greedy(greedy, DISCRETE, 0.5),
+    "epsilon": EpsilonGreedy(greedy, DISCRETE, 0.5),
     "epsilon masked": epsilon_masked,
-    "epsilon every fifth": rollout.epsilon_greedy(upper, BOX, every_fifth),
-    "warmup": rollout.random_warmup(upper, BOX, 10),
-    "warmup masked": rollout.random_warmup(
+    "epsilon every fifth": EpsilonGreedy(upper, BOX, every_fifth),
+    "warmup": RandomWarmup(upper, BOX, 10),
+    "warmup masked": RandomWarmup(
         epsilon_masked, DISCRETE, 10, action_mask_fn=first_allowed
     ),
-    "gaussian": rollout.policies.gaussian_noise(free, FREE, 1.0),
-    "gaussian decay": rollout.policies.gaussian_noise(free, FREE, decay),
-    "ornstein": rollout.policies.ornstein_uhlenbeck(free, FREE, 0.3, theta=0.4, dt=0.5),
+    "gaussian": GaussianNoise(free, FREE, 1.0),
+    "gaussian decay": GaussianNoise(free, FREE, decay),
+    "ornstein": OrnsteinUhlenbeck(free, FREE, 0.3, theta=0.4, dt=0.5),
     # θ dt = 1: no memory is left, so that the noise of every step stands by itself.
-    "white": rollout.policies.ornstein_uhlenbeck(free, FREE, 1.0, theta=1.0, dt=1.0),
-    "white decay": rollout.policies.ornstein_uhlenbeck(
-        free, FREE, decay, theta=1.0, dt=1.0
-    ),
+    "white": OrnsteinUhlenbeck(free, FREE, 1.0, theta=1.0, dt=1.0),
+    "white decay": OrnsteinUhlenbeck(free, FREE, decay, theta=1.0, dt=1.0),
     **{f"count {name}": wrap(counting_policy(s)) for name, (wrap, s) in WRAPS.items()},
 }
 
@@ -172,21 +177,19 @@ def draw_normal(params, obs, key):
 
 NARROW = envs.Box(jnp.array([-0.1, -2.0]), jnp.array([0.2, 0.5]), (2,))
 near = constant_policy(0.3, BOX)
-noisy = rollout.policies.gaussian_noise(
-    rollout.stateless_policy(draw_normal), FREE, 1.0
-)
+noisy = GaussianNoise(rollout.stateless_policy(draw_normal), FREE, 1.0)
 SAMPLED = {
-    "epsilon": rollout.epsilon_greedy(greedy, DISCRETE, 0.3),
-    "epsilon 0": rollout.epsilon_greedy(greedy, DISCRETE, 0.0),
-    "epsilon 1": rollout.epsilon_greedy(greedy, DISCRETE, 1),
-    "epsilon in a box": rollout.epsilon_greedy(upper, BOX, 0.5),
-    "gaussian": rollout.policies.gaussian_noise(constant_policy(3.0, FREE), FREE, 0.7),
-    "gaussian clipped": rollout.policies.gaussian_noise(still, NARROW, 1.0),
-    "ornstein clipped": rollout.policies.ornstein_uhlenbeck(still, NARROW, 1.0, dt=1.0),
-    "gaussian 0": rollout.policies.gaussian_noise(near, BOX, 0),
-    "ornstein 0": rollout.policies.ornstein_uhlenbeck(near, BOX, 0),
+    "epsilon": EpsilonGreedy(greedy, DISCRETE, 0.3),
+    "epsilon 0": EpsilonGreedy(greedy, DISCRETE, 0.0),
+    "epsilon 1": EpsilonGreedy(greedy, DISCRETE, 1),
+    "epsilon in a box": EpsilonGreedy(upper, BOX, 0.5),
+    "gaussian": GaussianNoise(constant_policy(3.0, FREE), FREE, 0.7),
+    "gaussian clipped": GaussianNoise(still, NARROW, 1.0),
+    "ornstein clipped": OrnsteinUhlenbeck(still, NARROW, 1.0, dt=1.0),
+    "gaussian 0": GaussianNoise(near, BOX, 0),
+    "ornstein 0": OrnsteinUhlenbeck(near, BOX, 0),
     "noise on noise": noisy,
-    "noise on noise on noise": rollout.policies.gaussian_noise(noisy, FREE, 1.0),
+    "noise on noise on noise": GaussianNoise(noisy, FREE, 1.0),
 }
 
 
@@ -253,7 +256,7 @@ def test_scale_zero_leaves_the_action():
 @functools.cache
 def ornstein(num_steps):
     """`[T, B, 2]` noise of 4096 lanes at θ dt = 0.3 and scale √dt = 0.5 √0.6."""
-    policy = rollout.policies.ornstein_uhlenbeck(free, FREE, 0.5, theta=0.5, dt=0.6)
+    policy = OrnsteinUhlenbeck(free, FREE, 0.5, theta=0.5, dt=0.6)
     obs = np.zeros((4096, 1), np.float32)
 
     def step(state, key):
@@ -331,7 +334,7 @@ def test_schedule_of_scale_is_read_at_the_step_of_the_lane(name):
 
 
 def test_schedule_may_differ_between_lanes():
-    policy = rollout.policies.gaussian_noise(free, FREE, halt)
+    policy = GaussianNoise(free, FREE, halt)
     state = policy.init(4)
     steps = np.array([0, 9, 10, 500], np.int32)
     state = state.replace(step=rollout.types.Persistent(steps))
@@ -343,7 +346,7 @@ def test_schedule_may_differ_between_lanes():
 
 
 def test_count_of_steps_stays_at_the_largest_integer():
-    policy = rollout.random_warmup(greedy, DISCRETE, 3)
+    policy = RandomWarmup(greedy, DISCRETE, 3)
     largest = np.full((2,), np.iinfo(np.int32).max, np.int32)
     state = policy.init(2).replace(step=rollout.types.Persistent(largest))
     decision = apply(policy, np.zeros((2, 1), np.float32), state=state)
@@ -359,8 +362,8 @@ def test_warmup_is_random_for_the_given_number_of_steps():
 
 def test_state_of_a_number_is_that_of_the_policy():
     policy = counting_policy(DISCRETE)
-    assert rollout.epsilon_greedy(policy, DISCRETE, 0.5).init(3).shape == (3,)
-    assert rollout.policies.gaussian_noise(still, BOX, 0.5).init(3) == ()
+    assert EpsilonGreedy(policy, DISCRETE, 0.5).init(3).shape == (3,)
+    assert GaussianNoise(still, BOX, 0.5).init(3) == ()
 
 
 @pytest.mark.parametrize("name", WRAPS)
@@ -378,7 +381,7 @@ def test_wrapped_policy_gets_a_key_of_its_own_at_every_step():
     assert len(np.unique(words[0], axis=0)) == NUM_STEPS
     for other in words:  # the same in every wrapper
         np.testing.assert_array_equal(other, words[0])
-    policy = rollout.policies.gaussian_noise(counting_policy(BOX), BOX, 0.5)
+    policy = GaussianNoise(counting_policy(BOX), BOX, 0.5)
     words = apply(policy, jnp.zeros((1, 1)), seed=5).extras["words"][0]
     assert (words != jax.random.key_data(jax.random.key(5))).all()
 
@@ -407,26 +410,26 @@ def policy_with_mode(value, mode, space):
 
 
 def warm_up(policy, epsilon):
-    policy = rollout.epsilon_greedy(policy, DISCRETE, epsilon)
-    return rollout.random_warmup(policy, DISCRETE, 100)
+    policy = EpsilonGreedy(policy, DISCRETE, epsilon)
+    return RandomWarmup(policy, DISCRETE, 100)
 
 
 two = policy_with_mode(2, 3, DISCRETE)
 within, beyond = (policy_with_mode(0.0, mode, BOX) for mode in (0.5, 3.0))
 # By a number and by a schedule; both explore in the first step.
 EXPLORING = {
-    "epsilon": rollout.epsilon_greedy(two, DISCRETE, 1.0),
-    "epsilon decay": rollout.epsilon_greedy(two, DISCRETE, decay),
+    "epsilon": EpsilonGreedy(two, DISCRETE, 1.0),
+    "epsilon decay": EpsilonGreedy(two, DISCRETE, decay),
     "warmup": warm_up(two, 1.0),
     "warmup decay": warm_up(two, decay),
 }
 NOISY = {
     (wrap, amount, sent): wrap(policy, BOX, amount)
-    for wrap in (rollout.policies.gaussian_noise, rollout.policies.ornstein_uhlenbeck)
+    for wrap in (GaussianNoise, OrnsteinUhlenbeck)
     for amount in (1.0, decay)
     for policy, sent in ((within, 0.5), (beyond, 1.0))
 }
-MASKED = rollout.epsilon_greedy(two, DISCRETE, 1.0, action_mask_fn=lambda mask: mask)
+MASKED = EpsilonGreedy(two, DISCRETE, 1.0, action_mask_fn=lambda mask: mask)
 
 
 @functools.cache
@@ -472,11 +475,11 @@ def test_mode_keeps_to_what_is_allowed():
 
 
 def test_policy_without_a_mode_has_none_when_it_explores():
-    assert rollout.epsilon_greedy(greedy, DISCRETE, 0.5).mode is None
-    assert rollout.epsilon_greedy(greedy, DISCRETE, decay).mode is None
-    assert rollout.random_warmup(greedy, DISCRETE, 3).mode is None
-    assert rollout.policies.gaussian_noise(still, BOX, 0.5).mode is None
-    assert rollout.policies.ornstein_uhlenbeck(still, BOX, decay).mode is None
+    assert not EpsilonGreedy(greedy, DISCRETE, 0.5).has_mode
+    assert not EpsilonGreedy(greedy, DISCRETE, decay).has_mode
+    assert not RandomWarmup(greedy, DISCRETE, 3).has_mode
+    assert not GaussianNoise(still, BOX, 0.5).has_mode
+    assert not OrnsteinUhlenbeck(still, BOX, decay).has_mode
 
 
 # Masks
@@ -499,10 +502,10 @@ def random_part(obs):
 
 WAYS = {  # to draw from 7 actions by a mask
     "random": rollout.random_policy(envs.Discrete(7), action_mask_fn=random_part),
-    "epsilon": rollout.epsilon_greedy(
+    "epsilon": EpsilonGreedy(
         drawing_policy(7), envs.Discrete(7), 0.5, action_mask_fn=random_part
     ),
-    "warmup": rollout.random_warmup(
+    "warmup": RandomWarmup(
         drawing_policy(7), envs.Discrete(7), 1, action_mask_fn=random_part
     ),
 }
@@ -528,17 +531,17 @@ MASKED_POLICIES = {
         envs.Discrete(70), action_mask_fn=lambda obs: obs["random 70"]
     ),
     # Two wrappers; each allows nothing in one lane.
-    "twice": rollout.random_warmup(
-        rollout.epsilon_greedy(greedy, DISCRETE, 0.5, action_mask_fn=not_in_lane(1)),
+    "twice": RandomWarmup(
+        EpsilonGreedy(greedy, DISCRETE, 0.5, action_mask_fn=not_in_lane(1)),
         *(DISCRETE, 5),
         action_mask_fn=not_in_lane(2),
     ),
-    "random twice": rollout.epsilon_greedy(
+    "random twice": EpsilonGreedy(
         rollout.random_policy(DISCRETE, action_mask_fn=not_in_lane(3)),
         *(DISCRETE, 0.5),
         action_mask_fn=not_in_lane(0),
     ),
-    "counting": rollout.epsilon_greedy(
+    "counting": EpsilonGreedy(
         counting_policy(DISCRETE), DISCRETE, 0.5, action_mask_fn=lambda obs: obs["all"]
     ),
 }

@@ -51,7 +51,7 @@ def test_softmax_draws_allowed_items_as_often_as_it_says():
     np.testing.assert_allclose(shares, wanted, atol=0.025)
     chosen = wanted[np.asarray(decision.action)]
     np.testing.assert_allclose(np.exp(decision.extras["log_prob"]), chosen, rtol=1e-5)
-    greedy = apply(rollout.greedy(policy), params, obs)
+    greedy = apply(rollout.policies.Greedy(policy), params, obs)
     assert (greedy.action == 3).all()
 
 

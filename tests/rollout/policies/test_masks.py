@@ -12,7 +12,7 @@ from cases import in_one_program, quick_jit
 import rollout
 from rollout import envs
 from rollout.envs import prng
-from rollout.policies import uniform
+from rollout.policies import EpsilonGreedy, uniform
 
 NUM_LANES = 6_000
 LANES = np.zeros((NUM_LANES, 1), np.float32)
@@ -115,9 +115,7 @@ def corrected():
         actions = np.reshape(actions, (-1, *space.shape)).astype(space.dtype)
         policy = rollout.stateless_policy(lambda params, obs, key: params)
         action_mask_fn = lambda obs: spread(mask, len(obs))  # noqa: E731
-        policy = rollout.epsilon_greedy(
-            policy, space, 0.0, action_mask_fn=action_mask_fn
-        )
+        policy = EpsilonGreedy(policy, space, 0.0, action_mask_fn=action_mask_fn)
         return policy.apply(actions, LANES[: len(actions)], (), key).action
 
     inside = {name: (*x[:2], elements(x[0])) for name, x in CASES.items()}
@@ -172,7 +170,7 @@ def test_parts_have_masks_of_their_own_or_none(kind):
     action_mask_fn = lambda obs: spread(mask, len(obs))  # noqa: E731
     policy = rollout.random_policy(space, action_mask_fn=action_mask_fn)
     greedy = rollout.stateless_policy(lambda params, obs, key: (params, ()))
-    around = rollout.epsilon_greedy(greedy, space, 0.0, action_mask_fn=action_mask_fn)
+    around = EpsilonGreedy(greedy, space, 0.0, action_mask_fn=action_mask_fn)
 
     @quick_jit
     def act(obs, key, own_key):

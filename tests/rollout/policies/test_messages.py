@@ -8,10 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv
+from cases import CountEnv, PlainPolicy
 
 import rollout
 from rollout import envs
+from rollout.policies import (
+    EpsilonGreedy,
+    GaussianNoise,
+    Greedy,
+    OrnsteinUhlenbeck,
+    RandomWarmup,
+)
 
 B, N = 4, 5
 KEY, OBS, INTS = jax.random.key(0), np.zeros((B, 1), np.float32), np.zeros(B, np.int32)
@@ -29,14 +36,14 @@ def policy(action=INTS, extras=()):
 
 
 STILL = policy(jnp.zeros((B, 2)))
-NO_STEP = rollout.Policy(init=lambda num_envs: (), apply=lambda *args: INTS)
+NO_STEP = PlainPolicy(lambda num_envs: (), lambda *args: INTS)
 FORGETFUL = rollout.recurrent_policy(lambda *args: INTS, jnp.zeros)
-epsilon_greedy, warm_up = rollout.epsilon_greedy, partial(rollout.random_warmup, STILL)
-explore = partial(epsilon_greedy, policy(), DISCRETE)
-explore_of = lambda *args: epsilon_greedy(policy(*args), DISCRETE, 0.5)  # noqa: E731
-late = partial(rollout.random_warmup, policy())
-gaussian = partial(rollout.policies.gaussian_noise, STILL, BOX)
-revert = partial(rollout.policies.ornstein_uhlenbeck, STILL, BOX)
+warm_up = partial(RandomWarmup, STILL)
+explore = partial(EpsilonGreedy, policy(), DISCRETE)
+explore_of = lambda *args: EpsilonGreedy(policy(*args), DISCRETE, 0.5)  # noqa: E731
+late = partial(RandomWarmup, policy())
+gaussian = partial(GaussianNoise, STILL, BOX)
+revert = partial(OrnsteinUhlenbeck, STILL, BOX)
 item_policy, random_policy = rollout.recommendation.item_policy, rollout.random_policy
 
 
@@ -51,7 +58,7 @@ def masked(mask, space=DISCRETE, make=random_policy):
 
 def wrapped(*args):
     """Lets a policy explore within a mask."""
-    wrap = partial(epsilon_greedy, policy(*args), epsilon=0.5)
+    wrap = partial(EpsilonGreedy, policy(*args), epsilon=0.5)
     return masked(EVERY, make=wrap)
 
 
@@ -121,19 +128,22 @@ CASES = [
     (lambda: collect(policy(INTS[0]), showing(lambda x: x[0])), NUMBERS),
     (lambda: act(explore_of(INTS[0]), OBS[:, 0]), NUMBERS),
     (
-        lambda: act(rollout.policies.gaussian_noise(NO_STEP, BOX, 0.5)),
+        lambda: act(GaussianNoise(NO_STEP, BOX, 0.5)),
         f"wrapped {STEP}",
     ),
-    (lambda: rollout.greedy(random_policy(DISCRETE)), "`policy` must have a `mode`"),
+    (
+        lambda: Greedy(random_policy(DISCRETE)),
+        "`policy` must have a `mode`",
+    ),
     # Spaces to draw from.
     (lambda: random_policy(UNBOUNDED), BOUNDS),
-    (lambda: epsilon_greedy(STILL, UNBOUNDED, 0.1), BOUNDS),
+    (lambda: EpsilonGreedy(STILL, UNBOUNDED, 0.1), BOUNDS),
     (lambda: masked(EVERY, BOX), f"{MASKED}, got Box"),
-    (lambda: masked(EVERY, BOX, partial(epsilon_greedy, STILL, epsilon=0.1)), MASKED),
+    (lambda: masked(EVERY, BOX, partial(EpsilonGreedy, STILL, epsilon=0.1)), MASKED),
     (lambda: masked(EVERY, BOX, partial(warm_up, num_steps=1)), MASKED),
     (lambda: masked(EVERY, envs.spaces.Dict({"a": BOX})), MASKED),
-    (lambda: rollout.policies.gaussian_noise(policy(), DISCRETE, 0.1), FLOATS),
-    (lambda: rollout.policies.ornstein_uhlenbeck(policy(), DISCRETE, 0.1), FLOATS),
+    (lambda: GaussianNoise(policy(), DISCRETE, 0.1), FLOATS),
+    (lambda: OrnsteinUhlenbeck(policy(), DISCRETE, 0.1), FLOATS),
     # Masks.
     (lambda: masked(TWO), f"{MASK} (4, 5), got bool of shape (4, 2)"),
     (lambda: masked(EVERY[0]), "got bool of shape (5,)"),
@@ -150,12 +160,12 @@ CASES = [
     (lambda: wrapped(INTS, {"no_valid_action": INTS}), OWN_FLAG),
     (lambda: wrapped(INTS, {"no_valid_action": TWO}), OWN_FLAG),
     # Amounts of exploration.
-    *refused(explore, f"{EPSILON}, or a schedule", -0.1, 1.5, NAN, True, "0.1", None),
-    *refused(gaussian, f"`scale` {LEAST}, or a schedule", -0.1, INF, NAN, False),
+    *refused(explore, f"{EPSILON}, or a schedule", -0.1, 1.5, NAN, "0.1"),
+    *refused(gaussian, f"`scale` {LEAST}, or a schedule", -0.1, INF, NAN),
     *refused(revert, f"`scale` {LEAST}, or a schedule", -0.1),
     *[
         (partial(revert, 1.0, theta=theta, dt=dt), f"{PROCESS} {theta!r} and {dt!r}.")
-        for theta, dt in ((-1.0, 0.1), (NAN, 0.1), (0.1, 0.0), (0.1, INF), (4.0, 0.5))
+        for theta, dt in ((-1.0, 0.1), (NAN, 0.1), (0.1, -0.1), (0.1, INF), (4.0, 0.5))
     ],
     # Items.
     (

@@ -75,12 +75,14 @@ def test_discrete_actions_are_uniform(n):
         (lambda: envs.spaces.MultiBinary((2,)), None),
     ],
 )
-def test_same_space_and_mask_make_the_same_policy(make_space, action_mask_fn):
+def test_same_space_and_mask_make_an_equal_policy(make_space, action_mask_fn):
     made = rollout.random_policy(make_space(), action_mask_fn=action_mask_fn)
-    # The same object, so that it does not trace again.
-    assert made is rollout.random_policy(make_space(), action_mask_fn=action_mask_fn)
+    # Equal, so that it does not trace again.
+    same = rollout.random_policy(make_space(), action_mask_fn=action_mask_fn)
+    assert made == same
+    assert hash(made) == hash(same)
     for other in {None, even, all_allowed} - {action_mask_fn}:
-        assert made is not rollout.random_policy(make_space(), action_mask_fn=other)
+        assert made != rollout.random_policy(make_space(), action_mask_fn=other)
 
 
 def test_mask_that_allows_everything_changes_no_draw():
@@ -135,7 +137,7 @@ def test_greedy_policy_takes_the_mode_and_is_equal_for_an_equal_policy():
         return lambda params, obs, key: jnp.full(obs.shape[0], action, jnp.int32)
 
     policy = rollout.stateless_policy(always(1), mode_fn=always(2))
-    mode = rollout.greedy(policy)
-    assert mode == rollout.greedy(policy) == rollout.greedy(mode)
+    mode = rollout.policies.Greedy(policy)
+    assert mode == rollout.policies.Greedy(policy)
     step = mode.apply(None, np.zeros((4, 1), np.float32), mode.init(4), None)
     np.testing.assert_array_equal(step.action, [2, 2, 2, 2])

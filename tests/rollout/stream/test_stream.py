@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, make_collector
+from cases import CountEnv, WithCritic, make_collector
 from host_count import KEY, in_jax, on_host
 from streams import B, by_lane, host, join, make_stream, straight
 
@@ -62,8 +62,8 @@ LOWEST = rollout.recurrent_policy(lowest, lambda num_envs: jnp.zeros(num_envs))
 def warmed_up():
     """All batches of a stream with a warm-up and a limit, and the traces of each."""
     collector = make_collector("count", B)
-    policy = LOWEST._replace(value=lambda params, obs, state: 10 * state)
-    policy = rollout.policies.random_warmup(
+    policy = WithCritic(LOWEST, lambda params, obs, state: 10 * state)
+    policy = rollout.policies.RandomWarmup(
         policy, collector.env.action_space, WARMUP // B
     )
     collector = collector.replace(policy=policy)
@@ -139,7 +139,7 @@ def test_cut_at_the_end_of_a_batch_is_recorded_and_accumulated(make):
     changes = {"record_fn": record_cut, "accumulators": {"num_cuts": num_cuts}}
     collector, options = make(), {"steps_per_batch": 4 * 5, "at_batch_end": "truncate"}
     value_fn = lambda params, obs, state: obs[:, 0]  # noqa: E731
-    changes["policy"] = collector.policy._replace(value=value_fn)
+    changes["policy"] = WithCritic(collector.policy, value_fn)
     stream = rollout.Stream(collector.replace(**changes), key=KEY, **options)
     first, second = host(next(stream)), host(next(stream))
     stream.close()

@@ -1,0 +1,303 @@
+"""Policies are pytrees: their numbers are leaves, and a user may write a subclass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from agents import OneAgent
+from cases import CountEnv, WithCritic, quick_jit
+from flax import struct
+from host_count import HostCount
+
+import rollout
+from rollout import envs
+from rollout.agents import policy_map, static_mapping
+from rollout.policies import (
+    EpsilonGreedy,
+    GaussianNoise,
+    Greedy,
+    OrnsteinUhlenbeck,
+    PolicyWrapper,
+    RandomWarmup,
+    item_policy,
+)
+from rollout.types import Persistent
+
+B, T = 4, 12
+KEY = jax.random.key(0)
+SPACE = envs.Discrete(3)
+BOX = envs.Box(-np.ones(20, np.float32), np.ones(20, np.float32), (20,))
+
+
+class Threshold(rollout.Policy):
+    """A user's policy: a number that is a leaf, an option, a state and a critic."""
+
+    threshold: float = 0.5
+    largest: int = struct.field(pytree_node=False, default=2)
+
+    def init(self, num_envs):
+        return Persistent(jnp.zeros(num_envs, jnp.int32))
+
+    def apply(self, params, obs, state, key):
+        TRACES.append("apply")
+        sample = jax.random.uniform(key, obs.shape[:1])
+        action = jnp.where(sample < self.threshold, self.largest, 0)
+        extras = {"sample": sample, "count": state.value}
+        return rollout.PolicyStep(action, Persistent(state.value + 1), extras)
+
+    def mode(self, params, obs, state, key):
+        action = jnp.full(obs.shape[:1], self.largest, jnp.int32)
+        step = self.apply(params, obs, state, key)
+        return step._replace(action=action)
+
+    def value(self, params, obs, state):
+        return params * obs[:, 0] + self.threshold
+
+
+TRACES = []
+
+
+def act(params, obs, key):
+    return jnp.zeros(obs.shape[:1], jnp.int32)
+
+
+def remember(params, obs, state, key):
+    return act(params, obs, key), state
+
+
+def decay(step):
+    return 1 / (1 + step)
+
+
+STILL = rollout.stateless_policy(act, mode_fn=act)
+
+
+def make_collector(policy, **options):
+    env = envs.TimeLimit(CountEnv(), 5)
+    return rollout.Collector(envs.vectorize(env, B), policy, **options)
+
+
+def make_host(policy):
+    return rollout.HostCollector(HostCount(B), policy)
+
+
+def collect(collector, params=1.0):
+    return collector.collect_steps(collector.init(KEY), params, T)[1]
+
+
+PRINTED = {
+    "StatelessPolicy(fn=act, mode_fn=act)": STILL,
+    "RecurrentPolicy(fn=remember, init_fn=zeros)": rollout.recurrent_policy(
+        remember, jnp.zeros
+    ),
+    "RandomPolicy(action_space=Box(...))": rollout.random_policy(BOX),
+    "Threshold(threshold=0.1)": Threshold(0.1),
+    "Greedy(policy=Threshold())": Greedy(Threshold()),
+    "ItemPolicy(fn=act, items=float32[3, 3])": item_policy(act, items=np.eye(3)),
+    "EpsilonGreedy(policy=Threshold(), action_space=Discrete(n=3, "
+    "dtype=dtype('int32'), start=0), epsilon=0.1)": EpsilonGreedy(
+        Threshold(), SPACE, 0.1
+    ),
+    "EpsilonGreedy(policy=Threshold(), action_space=Discrete(n=3, "
+    "dtype=dtype('int32'), start=0), epsilon=decay)": EpsilonGreedy(
+        Threshold(), SPACE, decay
+    ),
+    "RandomWarmup(policy=Threshold(), action_space=Discrete(n=3, "
+    "dtype=dtype('int32'), start=0), num_steps=3)": RandomWarmup(Threshold(), SPACE, 3),
+    "GaussianNoise(policy=Threshold(), action_space=Box(...), scale=0.5)": (
+        GaussianNoise(Threshold(), BOX, 0.5)
+    ),
+    "OrnsteinUhlenbeck(policy=Threshold(), action_space=Box(...), scale=0.5)": (
+        OrnsteinUhlenbeck(Threshold(), BOX, 0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("text", PRINTED)
+def test_policy_prints_in_one_readable_line(text):
+    assert str(PRINTED[text]) == text
+
+
+def test_policies_compare_by_value():
+    assert EpsilonGreedy(STILL, SPACE, 0.1) == EpsilonGreedy(STILL, SPACE, 0.1)
+    assert EpsilonGreedy(STILL, SPACE, 0.1) != EpsilonGreedy(STILL, SPACE, 0.2)
+    assert hash(Threshold(0.1)) == hash(Threshold(0.1))
+    assert Threshold(0.1) != Threshold(0.1, largest=1)
+
+
+@pytest.mark.parametrize("make", [make_collector, make_host])
+def test_ten_numbers_are_one_trace(make):
+    counts = []
+    for epsilon in np.linspace(0, 1, 10).tolist():
+        policy = EpsilonGreedy(Threshold(epsilon), SPACE, epsilon)
+        collector = make(policy)
+        carry = collector.init(KEY)
+        before = len(TRACES)
+        rows = collector.collect_steps(carry, 1.0, T)[1]
+        counts.append(len(TRACES) - before)
+        assert rows.action.shape == (T, B)
+    assert counts[0] > 0
+    assert not any(counts[1:])
+
+
+def test_vmap_over_numbers_equals_a_loop():
+    collector = make_collector(EpsilonGreedy(Threshold(), SPACE, 0.0))
+    epsilons = jnp.asarray([0.0, 0.3, 1.0])
+
+    def run(epsilon):
+        policy = collector.policy.replace(epsilon=epsilon)
+        policy = policy.replace(policy=Threshold(epsilon / 2))
+        return collect(collector.replace(policy=policy))
+
+    mapped = jax.jit(jax.vmap(run))(epsilons)
+    looped = [run(float(epsilon)) for epsilon in epsilons]
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        mapped,
+        jax.tree.map(lambda *x: jnp.stack(x), *looped),
+    )
+    assert len({np.asarray(x.action).tobytes() for x in looped}) == 3
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        GaussianNoise(rollout.stateless_policy(lambda *_: jnp.zeros((B, 20))), BOX, 1),
+        OrnsteinUhlenbeck(
+            rollout.stateless_policy(lambda *_: jnp.zeros((B, 20))), BOX, 1.0
+        ),
+    ],
+    ids=["gaussian", "correlated"],
+)
+def test_traced_scale_is_the_scale(policy):
+    obs = jnp.zeros((B, 1))
+
+    def explore(scale):
+        noisy = policy.replace(scale=scale)
+        return noisy.apply(None, obs, noisy.init(B), KEY).action
+
+    for scale in (0.0, 0.25):
+        # `jit` contracts the product and the sum: the last place may differ.
+        np.testing.assert_allclose(
+            quick_jit(explore)(scale), explore(scale), rtol=1e-6, atol=1e-7
+        )
+    assert (np.asarray(explore(0.25)) != 0).any()
+
+
+def test_traced_length_of_a_warmup():
+    def run(num_steps):
+        return collect(make_collector(RandomWarmup(STILL, SPACE, num_steps))).action
+
+    # `vmap` turns the condition into a selection, which would read the key twice.
+    with jax.debug_key_reuse(False):
+        actions = quick_jit(jax.vmap(run))(jnp.asarray([0, 3, T]))
+    assert not actions[0].any()
+    assert actions[1, :3].any()
+    assert not actions[1, 3:].any()
+    np.testing.assert_array_equal(actions[1, :3], actions[2, :3])
+    assert actions[2, 3:].any()
+
+
+def test_array_of_numbers_needs_vmap():
+    policy = EpsilonGreedy(STILL, SPACE, jnp.zeros(3))
+    with pytest.raises(ValueError, match=r"got .* of shape \(3,\). Use `jax"):
+        collect(make_collector(policy))
+
+
+def test_users_policy_collects_like_its_formula():
+    rows = collect(make_collector(Threshold(0.4)))
+    sample = np.asarray(rows.extras["sample"])
+    np.testing.assert_array_equal(rows.action, np.where(sample < 0.4, 2, 0))
+    count = np.broadcast_to(np.arange(T)[:, None], (T, B))
+    np.testing.assert_array_equal(rows.extras["count"], count)
+    is_cut = np.asarray(rows.truncated & ~rows.terminated)
+    expected = np.where(is_cut, np.asarray(rows.next_obs[..., 0]) + 0.4, 0.0)
+    np.testing.assert_allclose(rows.final_value, expected, rtol=1e-6)
+    assert is_cut.any()
+    np.testing.assert_array_equal(
+        collect(make_collector(Greedy(Threshold(0.4)))).action, 2
+    )
+
+
+def test_users_policy_on_a_host_is_that_of_the_kernel():
+    rows = collect(make_host(Threshold(0.4)))
+    sample = np.asarray(rows.extras["sample"])
+    np.testing.assert_array_equal(rows.action, np.where(sample < 0.4, 2, 0))
+    kernel = collect(make_collector(Threshold(0.4)))
+    np.testing.assert_array_equal(sample, kernel.extras["sample"])
+
+
+def test_users_policy_in_a_stream_and_a_checkpoint(tmp_path):
+    options = {"key": KEY, "params": jnp.float32(1), "steps_per_batch": B * T}
+    with rollout.Stream(make_collector(Threshold(0.4)), **options) as stream:
+        batches = [next(stream).trajectory for _ in range(2)]
+    first = collect(make_collector(Threshold(0.4)))
+    np.testing.assert_array_equal(batches[0].action, first.action)
+    collector = make_collector(Threshold(0.4))
+    carry = collector.collect_steps(collector.init(KEY), 1.0, T)[0]
+    rollout.checkpoint.save(tmp_path, (carry, collector.policy), step=1)
+    like = collector.init(jax.random.key(1)), Threshold(0.0)
+    carry, policy = rollout.checkpoint.restore(tmp_path, like)
+    rows = collector.replace(policy=policy).collect_steps(carry, 1.0, T)[1]
+    np.testing.assert_array_equal(rows.action, batches[1].action)
+    assert float(policy.threshold) == np.float32(0.4)
+
+
+def test_users_policy_under_a_map():
+    env = envs.vectorize(OneAgent(CountEnv()), B)
+    policy = policy_map({"user": Threshold(0.4)}, static_mapping("user"), env)
+    assert policy.has_mode
+    assert policy.has_value
+    rows = rollout.Collector(env, policy)
+    rows = rows.collect_steps(rows.init(KEY), {"user": 1.0}, T)[1]
+    (extras,) = rows.extras["agents"].values()
+    (action,) = rows.action.values()
+    np.testing.assert_array_equal(action, np.where(extras["sample"] < 0.4, 2, 0))
+
+
+class Clipped(PolicyWrapper):
+    """A user's wrapper that adds a critic."""
+
+    highest: int = 1
+
+    def apply(self, params, obs, state, key):
+        step = self.policy.apply(params, obs, state, key)
+        return step._replace(action=jnp.minimum(step.action, self.highest))
+
+    def value(self, params, obs, state):
+        return obs[:, 0]
+
+
+def test_users_wrapper_forwards_the_rest():
+    policy = Clipped(rollout.stateless_policy(act))
+    assert policy.has_value
+    assert not policy.has_mode
+    rows = collect(make_collector(Clipped(Threshold(0.4))))
+    assert set(np.unique(rows.action)) == {0, 1}
+    exploring = EpsilonGreedy(policy, SPACE, 0.5)
+    assert exploring.has_value
+    assert collect(make_collector(exploring)).final_value.shape == (T, B)
+    without = WithCritic(Threshold(), None)
+    assert collect(make_collector(without)).final_value == ()
+
+
+def test_policies_of_other_classes_are_other_programs():
+    class Other(Threshold):
+        pass
+
+    same = jax.tree.structure(make_collector(Threshold()))
+    assert jax.tree.structure(make_collector(Threshold())) == same
+    assert jax.tree.structure(make_collector(Other())) != same
+
+
+def test_policy_without_apply_says_so():
+    class Empty(rollout.Policy):
+        pass
+
+    with pytest.raises(NotImplementedError, match="`Empty` must define `apply`"):
+        collect(make_collector(Empty()))
+    with pytest.raises(ValueError, match="`policy` must be a `Policy`, such as"):
+        make_collector(Empty)
+    for name, args in (("mode", (KEY,)), ("value", ())):
+        with pytest.raises(ValueError, match=f"or define `{name}`"):
+            getattr(Empty(), name)(None, None, (), *args)
