@@ -176,12 +176,10 @@ def test_traced_scale_is_the_scale(policy):
         noisy = policy.replace(scale=scale)
         return noisy.apply(None, obs, noisy.init(B), KEY).action
 
-    for scale in (0.0, 0.25):
-        # `jit` contracts the product and the sum: the last place may differ.
-        np.testing.assert_allclose(
-            quick_jit(explore)(scale), explore(scale), rtol=1e-6, atol=1e-7
-        )
-    assert (np.asarray(explore(0.25)) != 0).any()
+    constant = np.asarray(quick_jit(lambda: explore(0.25))())
+    # XLA folds a constant scale: the last place may differ.
+    np.testing.assert_allclose(quick_jit(explore)(0.25), constant, rtol=1e-6)
+    assert (constant != 0).any()
 
 
 def test_traced_length_of_a_warmup():
