@@ -11,7 +11,7 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rollout import checks, programs
+from rollout import checks, platform
 from rollout.buffers.batches import SampleOptions
 from rollout.buffers.replay import ReplayBuffer, jit_method
 from rollout.buffers.types import Batch, RingState, Sequences
@@ -84,7 +84,7 @@ class _Sharded(ReplayBuffer):
     def init(self, transition: ArrayTree, params: Any = None) -> RingState:
         state = jax.eval_shape(super().init, transition, params)
         where = jax.tree.map(lambda x: NamedSharding(self.mesh, x), self._where[2])
-        return programs.blank(state, where)()
+        return platform.blank_on(state, where)
 
     def _add(self, state: RingState, rows: ArrayTree, mask: jax.Array) -> RingState:
         _, second, ring = self._where

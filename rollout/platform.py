@@ -7,11 +7,10 @@ predicate before every round, and the GPU waits for it. So there `steps_while` r
 a loop in blocks of steps, `choose` takes an equal implementation without loops, and
 `scan` computes several rows per iteration, which helps a TPU, too. On a CPU such loops
 cost little if they run few rounds, and code without them may compute more.
-`to_host` fetches results for a loop in Python, and `num_cores` counts those of a CPU.
+`to_host` fetches results for a loop in Python, and `blank_on` makes zeros on devices.
 """
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from rollout import programs
 from rollout.envs import cost_estimate, trees
 from rollout.envs.types import ArrayTree
 
@@ -206,8 +206,11 @@ def to_host(tree: ArrayTree) -> ArrayTree:
     return structure.unflatten([np.asarray(x) for x in leaves])
 
 
-def num_cores() -> int:
-    """Returns how many cores `taskset` or a container leaves to this process."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def blank_on(shapes: ArrayTree, sharding: Any) -> ArrayTree:
+    """Makes zeros of these shapes and dtypes with a sharding, or None."""
+    return _blank_program(shapes, sharding)()
+
+
+@programs.shared
+def _blank_program(shapes: ArrayTree, sharding: Any) -> Callable[[], ArrayTree]:
+    return jax.jit(lambda: trees.blank(shapes), out_shardings=sharding)

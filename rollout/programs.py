@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from rollout import checks, multihost
-from rollout.envs import trees
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -77,12 +77,6 @@ def static(fn: Any, *args: Any) -> Any:
 _method = functools.lru_cache(_MOST)(types.MethodType)
 
 
-@shared
-def blank(shapes: Any, where: Any) -> Callable[[], Any]:
-    """Jits a function that makes zeros of these shapes, sharded as `where` says."""
-    return jax.jit(lambda: trees.blank(shapes), out_shardings=where)
-
-
 class _NoHashError(TypeError):
     pass
 
@@ -114,7 +108,7 @@ def _value(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         if (
             isinstance(leaf, Tracer)
-            or trees.has_keys(leaf)
+            or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             or multihost.is_elsewhere(leaf)
         ):
             raise _NoHashError

@@ -19,7 +19,6 @@ from rollout.envs.host.arrays import assign, make_layout
 from rollout.envs.host.types import EnvFault, HostStep
 from rollout.envs.host.worker_pool import WorkerHandle, WorkerPool
 from rollout.envs.types import ArrayTree
-from rollout.platform import num_cores
 
 
 def make_worker_envs(
@@ -64,7 +63,7 @@ def make_worker_envs(
             f"`[make_one] * 8`, got {make_fns!r}."
         )
     if num_workers is None:
-        num_workers = min(len(make_fns), num_cores())
+        num_workers = min(len(make_fns), _num_cores())
     checks.int_between("num_workers", num_workers, most=len(make_fns))
     timeout = checks.seconds("timeout", timeout)
     info = {"observe_info": observe_info, "record_info": record_info}
@@ -303,3 +302,10 @@ def _pack(make_fns: Sequence[Callable[[], Any]]) -> list[bytes]:
             "module level takes options, and `pip install cloudpickle` allows "
             f"lambdas. Got {make_fns}: {error}."
         ) from error
+
+
+def _num_cores() -> int:
+    """Returns how many cores `taskset` or a container leaves to this process."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

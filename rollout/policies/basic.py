@@ -1,4 +1,4 @@
-"""Policies from plain functions, the random policy, and wrappers of policies."""
+"""Policies from plain functions, and the random policy."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies import masks, uniform
 from rollout.policies.masks import ActionMaskFn
 from rollout.types import (
-    NO_MODE,
     ActionT,
     Key,
     ObsT,
@@ -20,7 +19,6 @@ from rollout.types import (
     Policy,
     PolicyState,
     PolicyStep,
-    check_policy,
 )
 
 
@@ -242,74 +240,6 @@ def recurrent_policy(
         ValueError: if an argument is not a function, or does not take these arguments.
     """
     return RecurrentPolicy(fn, init_fn=init_fn, mode_fn=mode_fn, value_fn=value_fn)
-
-
-class PolicyWrapper(Policy[ParamsT, ObsT, ActionT]):
-    """Base of policies that change another policy: forwards every method.
-
-    Attributes:
-        policy: the wrapped policy.
-    """
-
-    policy: Policy[ParamsT, ObsT, ActionT]
-
-    def __post_init__(self) -> None:
-        check_policy(self.policy)
-
-    def init(self, num_envs: int) -> PolicyState:
-        """Returns the initial state of the wrapped policy."""
-        return self.policy.init(num_envs)
-
-    def apply(
-        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
-    ) -> PolicyStep[ActionT]:
-        """Applies the wrapped policy."""
-        return self.policy.apply(params, obs, state, key)
-
-    def mode(
-        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
-    ) -> PolicyStep[ActionT]:
-        """Returns the mode of the wrapped policy."""
-        return self.policy.mode(params, obs, state, key)
-
-    def value(self, params: ParamsT, obs: ObsT, state: PolicyState) -> ArrayTree:
-        """Evaluates the critic of the wrapped policy."""
-        return self.policy.value(params, obs, state)
-
-    @property
-    def has_mode(self) -> bool:
-        """Whether the wrapped policy, or a subclass, has a mode."""
-        return type(self).mode is not PolicyWrapper.mode or self.policy.has_mode
-
-    @property
-    def has_value(self) -> bool:
-        """Whether the wrapped policy, or a subclass, has a critic."""
-        return type(self).value is not PolicyWrapper.value or self.policy.has_value
-
-
-class Greedy(PolicyWrapper[ParamsT, ObsT, ActionT]):
-    """Takes the most likely actions of a policy, for evaluation.
-
-    An exploring policy has the mode of the policy that it wraps. State, extras and
-    critic are those of the wrapped policy.
-
-    Attributes:
-        policy: a policy with a `mode`.
-
-    Raises:
-        ValueError: if `policy` is not a policy, or has no `mode`.
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.policy.has_mode:
-            raise ValueError(NO_MODE)
-
-    def apply(
-        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
-    ) -> PolicyStep[ActionT]:
-        """Applies the mode of the wrapped policy."""
-        return self.policy.mode(params, obs, state, key)
 
 
 def _check_functions(arguments: tuple[str, ...], **functions: Any) -> None:

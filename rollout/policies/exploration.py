@@ -36,8 +36,8 @@ from rollout.envs import prng, trees
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies import masks, outputs, uniform
-from rollout.policies.basic import PolicyWrapper
 from rollout.policies.masks import ActionMaskFn
+from rollout.policies.policy_wrapper import PolicyWrapper
 from rollout.types import (
     ActionT,
     Key,

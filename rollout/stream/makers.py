@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout import multihost, programs
+from rollout import multihost, platform, programs
 from rollout.collector import Collector
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.host import ctrl_c
@@ -249,7 +249,7 @@ def _blank(output: ArrayTree, collector: Collector) -> ArrayTree:
         return ()  # where XLA puts the result of a `postprocess` is its choice
     if sharding:
         where = sharding.shardings(output, lane_axis=1)
-    return programs.blank(output, where)()
+    return platform.blank_on(output, where)
 
 
 def copied(tree: Any) -> Any:

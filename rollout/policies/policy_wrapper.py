@@ -1,0 +1,82 @@
+"""The base of policies that change another policy, and the greedy policy."""
+
+from rollout.envs.types import ArrayTree
+from rollout.types import (
+    NO_MODE,
+    ActionT,
+    Key,
+    ObsT,
+    ParamsT,
+    Policy,
+    PolicyState,
+    PolicyStep,
+    check_policy,
+)
+
+
+class PolicyWrapper(Policy[ParamsT, ObsT, ActionT]):
+    """Base of policies that change another policy: forwards every method.
+
+    Attributes:
+        policy: the wrapped policy.
+    """
+
+    policy: Policy[ParamsT, ObsT, ActionT]
+
+    def __post_init__(self) -> None:
+        check_policy(self.policy)
+
+    def init(self, num_envs: int) -> PolicyState:
+        """Returns the initial state of the wrapped policy."""
+        return self.policy.init(num_envs)
+
+    def apply(
+        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
+    ) -> PolicyStep[ActionT]:
+        """Applies the wrapped policy."""
+        return self.policy.apply(params, obs, state, key)
+
+    def mode(
+        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
+    ) -> PolicyStep[ActionT]:
+        """Returns the mode of the wrapped policy."""
+        return self.policy.mode(params, obs, state, key)
+
+    def value(self, params: ParamsT, obs: ObsT, state: PolicyState) -> ArrayTree:
+        """Evaluates the critic of the wrapped policy."""
+        return self.policy.value(params, obs, state)
+
+    @property
+    def has_mode(self) -> bool:
+        """Whether the wrapped policy, or a subclass, has a mode."""
+        return type(self).mode is not PolicyWrapper.mode or self.policy.has_mode
+
+    @property
+    def has_value(self) -> bool:
+        """Whether the wrapped policy, or a subclass, has a critic."""
+        return type(self).value is not PolicyWrapper.value or self.policy.has_value
+
+
+class Greedy(PolicyWrapper[ParamsT, ObsT, ActionT]):
+    """Takes the most likely actions of a policy, for evaluation.
+
+    An exploring policy has the mode of the policy that it wraps. State, extras and
+    critic are those of the wrapped policy.
+
+    Attributes:
+        policy: a policy with a `mode`.
+
+    Raises:
+        ValueError: if `policy` is not a policy, or has no `mode`.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.policy.has_mode:
+            raise ValueError(NO_MODE)
+
+    def apply(
+        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
+    ) -> PolicyStep[ActionT]:
+        """Applies the mode of the wrapped policy."""
+        return self.policy.mode(params, obs, state, key)
