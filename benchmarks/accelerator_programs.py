@@ -183,7 +183,7 @@ def agent_transitions() -> Made:
     seated = rollout.agents.policy_map({"one": policy}, seats, env)
     collector = rollout.Collector(env=env, policy=seated)
     params, carry = {"one": None}, _carry(collector)
-    make = functools.partial(rollout.agents.init_agent_transitions, collector)
+    make = functools.partial(rollout.agents.Pending.init, collector)
     pending = jax.eval_shape(make, carry, params)
     rows = _rows(collector, params)
     return rollout.agents.agent_transitions, (pending, rows), {}

@@ -86,11 +86,9 @@ def sequences(
     """Reads pieces of at most `length` steps that begin at the `[S]` rows."""
     rows, valid = neighbours.window(ring, row, length)
     valid &= (weights > 0)[None]
-    state = fields.get(fields.get(ring.experience, "extras"), "policy_state")
     return Sequences(
         experience=_complete(ring, rows, valid, rows),
         mask=valid,
-        policy_state=() if state is None else neighbours.read(state, row),
         indices=row,
         weights=weights,
     )

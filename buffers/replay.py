@@ -246,9 +246,9 @@ class ReplayBuffer(struct.PyTreeNode):
         """Samples pieces of episodes, by their first rows as `sample` does.
 
         A piece lasts as long as its episode does in the buffer, at most `length` steps,
-        and is padded after that, where `mask` is False. If a recurrent policy puts its
-        input state into `extras["policy_state"]`, the piece has that of its first row.
-        `n_step`, `stack` and `relabel_fn` do not apply.
+        and is padded after that, where `mask` is False. To replay a recurrent policy,
+        record its input state in `extras`, and start from the state in the first row of
+        the piece. `n_step`, `stack` and `relabel_fn` do not apply.
 
         Args:
             state: a state for which `can_sample` holds.

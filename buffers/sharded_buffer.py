@@ -117,7 +117,6 @@ class _Sharded(ReplayBuffer):
             where = Sequences(
                 experience=second,
                 mask=second,
-                policy_state=first,
                 indices=first,
                 weights=first,
             )

@@ -128,14 +128,11 @@ class Sequences(struct.PyTreeNode, Generic[ExperienceT], kw_only=True):
     Attributes:
         experience: `[L, S, ...]`, time-major; the last row again where `mask` is False.
         mask: `[L, S]` bool, False after the end of a piece.
-        policy_state: `[S, ...]`, `extras["policy_state"]` of the first rows, if the
-            policy recorded its input state; else `()`.
         indices: `[S]` int32, the numbers of the first rows.
         weights: `[S]` float32, as in `Batch`.
     """
 
     experience: ExperienceT  # [L, S, ...]
     mask: jax.Array  # [L, S]
-    policy_state: ArrayTree  # [S, ...]
     indices: jax.Array  # [S]
     weights: jax.Array  # [S]

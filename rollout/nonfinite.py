@@ -1,9 +1,8 @@
 """Finds NaN and infinities in transitions, by the one rule of the whole package.
 
-Observations, actions, rewards, final values and the extras `log_prob`, `value` and
-`next_value` must be finite. In other extras, such as logits, minus infinity marks an
-action that is not allowed, so only NaN and plus infinity count there. In accumulated
-values only NaN counts: a minimum starts at infinity.
+Observations, actions, rewards and final values must be finite. In extras, such as
+logits, minus infinity marks an invalid action, so only NaN and plus infinity count
+there. In accumulated values only NaN counts: a minimum starts at infinity.
 """
 
 import jax
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 from rollout.types import Transition
 
 _FIELDS = "obs", "action", "next_obs", "reward", "extras", "final_value", "accumulated"
-_NEVER_INFINITE = ("log_prob", "value", "next_value")
 
 
 def nonfinite(trajectory: Transition) -> dict[str, jax.Array]:
@@ -32,10 +30,10 @@ def nonfinite(trajectory: Transition) -> dict[str, jax.Array]:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        bad, parts = ~jnp.isfinite(leaf), name.split(".")
-        if parts[0] == "extras" and parts[-1] not in _NEVER_INFINITE:
+        bad, field = ~jnp.isfinite(leaf), name.split(".")[0]
+        if field == "extras":
             bad = jnp.isnan(leaf) | (leaf == jnp.inf)
-        if parts[0] == "accumulated":
+        if field == "accumulated":
             bad = jnp.isnan(leaf)
         axes = range(trajectory.mask.ndim, leaf.ndim)
         found[name] = jnp.any(bad, axis=tuple(axes))

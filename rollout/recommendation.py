@@ -16,7 +16,7 @@ from flax import struct
 
 from rollout import checks
 from rollout.collector import Collector
-from rollout.envs.spaces import Discrete
+from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import Env
 from rollout.envs.wrappers import FixedLength, NoRepeat
 from rollout.policies.items import choose_items as choose_items
@@ -229,8 +229,8 @@ def _add(shown: _Shown, row: Transition, directions: jax.Array) -> _Shown:
     cosine = (jnp.sum(total**2, axis=1) - squares) / jnp.maximum(num * (num - 1), 1)
     diversity = jnp.where(row.done & row.mask, 1.0 - cosine, 0.0)
     no_valid_action = jnp.zeros_like(row.mask)
-    if isinstance(row.extras, dict) and "no_valid_action" in row.extras:
-        no_valid_action = row.extras["no_valid_action"]
+    if (action_mask := get_action_mask(row.obs)) is not None:
+        no_valid_action = ~jnp.any(action_mask, axis=-1)
     return shown.replace(
         counts=shown.counts.at[item].add(row.mask),
         no_valid_action=shown.no_valid_action + jnp.sum(no_valid_action & row.mask),

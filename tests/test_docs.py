@@ -97,14 +97,14 @@ def check_agents(names, out):
     learner, rival = ([int(x[i]) for i in (1, 7, 13)] for x in results)
     assert sum(learner) == 1000  # wins, draws and losses
     assert rival == learner[::-1]
-    advantage, acting = names["advantage"], names["team_rows"].extras["acting"]
+    advantage, acting = names["advantage"], names["team_rows"].acting
     assert advantage.shape == acting.shape == (32, 64 * 3)
     assert np.isfinite(names["loss"](names["team_rows"], advantage, 1.0, advantage))
     ends = names["mine"].mask & names["mine"].terminated
     np.testing.assert_array_equal(names["returns"][ends], names["mine"].reward[ends])
     assert 3 < float(moves[0]) < 11
     assert int(moves[1]) == 40 * 64
-    ids = names["played"].extras["policy_id"]
+    ids = names["played"].extras.policy_id
     assert set(np.unique(ids)) == set(range(5))
     assert ((ids == 0).sum(axis=-1) == 1).all()
 

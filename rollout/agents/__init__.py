@@ -18,7 +18,6 @@ from rollout.agents.population import Population
 from rollout.agents.transitions import (
     Pending,
     agent_transitions,
-    init_agent_transitions,
     last_values,
     select_policy,
     team_transitions,
@@ -34,7 +33,6 @@ __all__ = [
     "WinDrawLoss",
     "agent_transitions",
     "evaluate_agents",
-    "init_agent_transitions",
     "last_values",
     "policy_map",
     "policy_state",

@@ -10,6 +10,7 @@ import numpy as np
 from flax import struct
 
 from rollout import checks
+from rollout.agents.mapping import MapExtras
 from rollout.agents.transitions import agents_of
 from rollout.collector import Collector
 from rollout.envs import trees
@@ -278,8 +279,8 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
 def _policies_of(transition: Transition) -> Any:
     """Returns `(policy_id, policy_index)` of a `policy_map`, or ()."""
     extras = transition.extras
-    is_mapped = isinstance(extras, dict) and "policy_index" in extras
-    return (extras["policy_id"], extras["policy_index"]) if is_mapped else ()
+    is_mapped = isinstance(extras, MapExtras)
+    return (extras.policy_id, extras.policy_index) if is_mapped else ()
 
 
 def _count(flag: jax.Array) -> jax.Array:

@@ -77,6 +77,21 @@ class PolicyIndex(struct.PyTreeNode):
         raise ValueError(f"`name` must be one of the policies {names}, got {name!r}.")
 
 
+class MapExtras(struct.PyTreeNode):
+    """The `extras` of a `policy_map`.
+
+    Attributes:
+        agents: by group `[T, B, A_g, ...]`, the extras of the policies.
+        policy_id: `[T, B, A]` int32, the index of the policy of each agent; -1 if the
+            mapping gave none that can act for it.
+        policy_index: names the indices.
+    """
+
+    agents: dict[str, Any]  # by group [T, B, A_g, ...]
+    policy_id: jax.Array  # [T, B, A]
+    policy_index: PolicyIndex
+
+
 def number(
     policies: Mapping[str, Policy | Population],
 ) -> tuple[tuple[str, int, int], ...]:

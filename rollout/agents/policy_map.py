@@ -11,7 +11,13 @@ from flax import struct
 
 from rollout import checks
 from rollout.agents import mapping
-from rollout.agents.mapping import FixedMapping, MappingFn, PolicyIndex, Subgroup
+from rollout.agents.mapping import (
+    FixedMapping,
+    MapExtras,
+    MappingFn,
+    PolicyIndex,
+    Subgroup,
+)
 from rollout.agents.population import Population
 from rollout.envs import prng, trees
 from rollout.envs.multi_agent import ACTING, AgentLayout, layout_of
@@ -53,10 +59,8 @@ def policy_map(
 
     Returns:
         A policy for lanes of an environment of several agents. Its `params` are a dict
-        by policy name, with an entry for each. Its extras are `policy_id`, `[B,
-        A]` int32, the index of the policy of each agent, -1 (and a zero action) where
-        the mapping gave none that can act for it; `agents`, the extras of the policies
-        by group, `[B, A_g, ...]`; and `policy_index`, which names the indices. Its mode
+        by policy name, with an entry for each. Its extras are `MapExtras`. Agents
+        without a policy that can act for them take the action zero. Its mode
         uses the modes of those policies that have one. Without a `value_fn`, its critic
         returns the values of the groups of policies with a critic, `[K, A_g]` by name,
         and 0 for agents whose policy has none.
@@ -262,7 +266,7 @@ class PolicyMap(Policy):
                 steps.append(step)
             action[group] = join(subgroups, [step.action for step in steps])
             extras[group] = join(subgroups, mapping.fill_extras(subgroups, steps))
-        extras = {"policy_id": policy_id, "agents": extras, "policy_index": self.index}
+        extras = MapExtras(extras, policy_id, self.index)
         return PolicyStep(action, state.replace(inner=inner), extras)
 
     def _policy_ids(self, state: _MapState, shape: tuple[int, ...]) -> jax.Array:

@@ -6,7 +6,7 @@ in another. Steps at which an agent has no pending action have a row only if its
 last until the end of the episode.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,15 +15,43 @@ import numpy as np
 from flax import struct
 
 from rollout import checks, platform
+from rollout.agents.mapping import MapExtras, PolicyIndex
 from rollout.collector import Collector
 from rollout.envs import trees
 from rollout.envs.multi_agent import AgentGroup, AgentInfo, AgentLayout, layout_of
 from rollout.envs.types import ArrayTree
 from rollout.types import Carry, PerAgent, Transition
 
-AgentRows = dict[str, Transition]  # by group, `[T, B * A_g]`
-
 _UNROLL = 16  # steps in one iteration on accelerators
+
+
+class AgentTransition(Transition):
+    """The transitions of the agents of a group, `[T, B * A_g, ...]`.
+
+    Agent i of lane b is in column `b * A_g + i`. `episode_return` is the sum of the
+    agent's transitions in the episode so far, and `episode_length` counts its actions.
+    `extras` are those of the agent's policy, `info` is `()`, and `accumulated` has the
+    `PerAgent` values.
+
+    Attributes:
+        acting: `[T, B * A_g]` bool, the transition has an action of the agent.
+        stale_next_obs: `[T, B * A_g]` bool, the episode ended without an observation
+            for the agent, and `next_obs` repeats its last one.
+        policy_id: `[T, B * A_g]` int32, the index of the agent's policy; `()` without a
+            `policy_map`.
+        policy_index: names the indices; `()` without a `policy_map`.
+    """
+
+    acting: jax.Array  # [T, B * A_g]
+    stale_next_obs: jax.Array  # [T, B * A_g]
+    policy_id: ArrayTree = ()  # [T, B * A_g]
+    policy_index: PolicyIndex | tuple[()] = ()
+
+
+AgentRows = dict[str, AgentTransition]  # by group, `[T, B * A_g]`
+
+# The extras of one group's policies to the critic's values that they recorded.
+RecordedValueFn = Callable[[Any], jax.Array]
 
 
 class Pending(struct.PyTreeNode, kw_only=True):
@@ -34,7 +62,8 @@ class Pending(struct.PyTreeNode, kw_only=True):
         reward: `[B, A]` float32, sum of the agent's rewards since that action.
         answered: `[B, A]` float32, sum of the rewards of its answers in the episode.
         episode_id: `[B]` int32, the episode of the lane's last step.
-        source: `(obs, action, extras)` of the action, each `{group: [B, A_g, ...]}`.
+        source: `(obs, action, extras, policy_id)` of the action by group, each
+            `[B, A_g, ...]`.
         layout: the agents.
     """
 
@@ -45,42 +74,46 @@ class Pending(struct.PyTreeNode, kw_only=True):
     source: dict[str, tuple[ArrayTree, ...]]  # {group: [B, A_g, ...]}
     layout: AgentLayout = struct.field(pytree_node=False)
 
+    @classmethod
+    def init(
+        cls, collector: Collector, carry: Carry, params: Any = None
+    ) -> "Pending | tuple[()]":
+        """Makes the first `pending` of `agent_transitions`, without an action.
 
-def init_agent_transitions(
-    collector: Collector, carry: Carry, params: Any = None
-) -> Pending | tuple[()]:
-    """Makes the first `pending` of `agent_transitions`, with no action in it.
+        Actions that were taken before `carry` give no transition.
 
-    Actions that were taken before `carry` give no transition.
+        Args:
+            collector: a collector of an environment with several agents.
+            carry: the carry that the first trajectory will start from.
+            params: parameters as `collect_steps` takes them: they decide the shapes of
+                the extras.
 
-    Args:
-        collector: with an environment of several agents.
-        carry: the carry that the first trajectory will start from.
-        params: as `collect_steps` takes them: they decide the shapes of the extras.
+        Returns:
+            `()` if every agent acts at every step: then no action is ever pending.
 
-    Returns:
-        `()` where every agent acts at every step, since nothing is ever pending then.
-
-    Raises:
-        ValueError: if the environment is not one of several agents.
-    """
-    layout = layout_of(collector.env)
-    if layout.simultaneous:
-        return ()
-    row = trees.blank(collector.row_shape(params))
-    nothing = jnp.zeros((*row.mask.shape, len(layout.agents)), jnp.float32)
-    return Pending(
-        is_open=nothing.astype(bool),
-        reward=nothing,
-        answered=nothing,
-        episode_id=carry.episode.episode_id,
-        source={group.name: _source(row, group) for group in layout.groups},
-        layout=layout,
-    )
+        Raises:
+            ValueError: if the environment does not have several agents.
+        """
+        layout = layout_of(collector.env)
+        if layout.simultaneous:
+            return ()
+        row = trees.blank(collector.row_shape(params))
+        zeros = jnp.zeros((*row.mask.shape, len(layout.agents)), jnp.float32)
+        return cls(
+            is_open=zeros.astype(bool),
+            reward=zeros,
+            answered=zeros,
+            episode_id=carry.episode.episode_id,
+            source={group.name: _source(row, group) for group in layout.groups},
+            layout=layout,
+        )
 
 
 def agent_transitions(
-    pending: Pending | tuple[()], trajectory: Transition
+    pending: Pending | tuple[()],
+    trajectory: Transition,
+    *,
+    recorded_value_fn: RecordedValueFn | None = None,
 ) -> tuple[Pending | tuple[()], AgentRows]:
     """Turns a trajectory into each agent's transitions, inside or outside of `jit`.
 
@@ -96,43 +129,44 @@ def agent_transitions(
     `team_transitions`.
 
     Args:
-        pending: from `init_agent_transitions` or the previous call.
+        pending: from `Pending.init` or the previous call.
         trajectory: `[T, B, ...]`, the steps that follow, each passed once: a window
             that is left out or repeated answers the wrong actions. An episode may be
-            given up in between, as `collect_episodes` does.
+            discarded in between, as `collect_episodes` does.
+        recorded_value_fn: maps the extras of one group to the critic's values that its
+            policies recorded, for example `lambda extras: extras["value"]`. Required if
+            the policy has a critic and the agents take turns: the value at a stale
+            `next_obs` is the one that was recorded with the action.
 
     Returns:
-        The new `pending`, and the transitions by group, `[T, B * A_g, ...]`, agent i of
-        lane b in column `b * A_g + i`; `mask` is False where there is none. Their
-        `episode_return` is the sum of the agent's transitions in the episode so far,
-        and `episode_length` counts its actions. `info` is `()`, and `accumulated` has
-        the `PerAgent` values. Their `extras` are those of the policies with
-        `policy_id`, `policy_index` for `select_policy`, and two of `[T, B * A_g]` bool:
-        `acting`, the transition has an action of the agent; and `stale_next_obs`, the
-        episode ended without an observation for the agent, and `next_obs` repeats its
-        last one.
+        The new `pending`, and the transitions by group; `mask` is False in rows without
+        a transition.
 
     Raises:
-        ValueError: if the trajectory is not one of several agents, or `pending` is of
-            another collector.
+        ValueError: if the trajectory is not one of several agents, if `pending` belongs
+            to another collector, or if a required `recorded_value_fn` is missing.
     """
-    return _transitions(pending, trajectory, is_team=False)
+    return _transitions(pending, trajectory, recorded_value_fn, is_team=False)
 
 
 def team_transitions(
-    pending: Pending | tuple[()], trajectory: Transition
+    pending: Pending | tuple[()],
+    trajectory: Transition,
+    *,
+    recorded_value_fn: RecordedValueFn | None = None,
 ) -> tuple[Pending | tuple[()], AgentRows]:
     """Turns a trajectory into transitions that last until the end of the episode.
 
     As `agent_transitions`, but with the flags of the episode only, and with one more
     transition at each step at which the agent has no action to answer, because it has
-    ended or has not acted yet: with that step's reward, and `extras["acting"]` False.
+    ended or has not acted yet: with that step's reward, and `acting` False.
     So an agent that falls earns what its team wins later: right where agents cooperate.
     Learn values from all transitions, and the policy from those where `acting` is True.
 
     Args:
-        pending: from `init_agent_transitions` or the previous call of either function.
+        pending: from `Pending.init` or the previous call of either function.
         trajectory: as in `agent_transitions`.
+        recorded_value_fn: as in `agent_transitions`.
 
     Returns:
         As `agent_transitions`; `episode_return` is all that the agent has earned in the
@@ -141,31 +175,39 @@ def team_transitions(
     Raises:
         ValueError: as `agent_transitions`.
     """
-    return _transitions(pending, trajectory, is_team=True)
+    return _transitions(pending, trajectory, recorded_value_fn, is_team=True)
 
 
 def last_values(
-    pending: Pending | tuple[()], values: Mapping[str, jax.Array]
+    pending: Pending | tuple[()],
+    values: Mapping[str, jax.Array],
+    *,
+    recorded_value_fn: RecordedValueFn | None = None,
 ) -> dict[str, jax.Array]:
     """Returns the values that follow the last transitions, for `next_values`.
 
-    Where an action is pending, that is the `value` which the policy recorded with it.
+    The value of a pending action is the one that the policy recorded with it.
 
-        pending, rows = rollout.agents.agent_transitions(pending, trajectory)
-        last = rollout.agents.last_values(pending, collector.value(carry, params))
+        value_fn = lambda extras: extras["value"]
+        pending, rows = rollout.agents.agent_transitions(
+            pending, trajectory, recorded_value_fn=value_fn
+        )
+        values = collector.value(carry, params)
+        last = rollout.agents.last_values(pending, values, recorded_value_fn=value_fn)
         t = rows["agents"]
         next_value = rollout.next_values(t, t.extras["value"], last["agents"])
 
     Args:
         pending: from `agent_transitions`.
-        values: by group `[B, A_g]` float, those of the observations of the carry after
+        values: by group `[B, A_g]` float, values of the observations in the carry after
             the trajectory.
+        recorded_value_fn: as in `agent_transitions`. Required if the agents take turns.
 
     Returns:
         By group `[B * A_g]` float.
 
     Raises:
-        KeyError: if an action is pending that the policy recorded no `value` for.
+        ValueError: if a required `recorded_value_fn` is missing.
     """
     if not isinstance(pending, Pending):
         return {name: value.reshape(-1) for name, value in values.items()}
@@ -174,7 +216,8 @@ def last_values(
         if group.name not in values:
             continue
         is_open = pending.is_open[:, list(group.members)]
-        recorded = pending.source[group.name][2]["value"]
+        _, _, extras, _ = pending.source[group.name]
+        recorded = _recorded_value(recorded_value_fn, extras)
         value = jnp.where(is_open, recorded, values[group.name])
         last[group.name] = value.reshape(-1)
     return last
@@ -198,10 +241,10 @@ def select_policy(rows: AgentRows, name: str) -> AgentRows:
     """
     picked = {}
     for group, row in rows.items():
-        if "policy_index" not in row.extras:
+        policy_index = row.policy_index
+        if not isinstance(policy_index, PolicyIndex):
             raise ValueError("`rows` must be of a `policy_map`, got another policy's.")
-        policy_index = row.extras["policy_index"]
-        is_its = policy_index.select(name, row.extras["policy_id"])
+        is_its = policy_index.select(name, jnp.asarray(row.policy_id))
         if policy_index.columns is None:
             picked[group] = row.replace(mask=row.mask & is_its)
             continue
@@ -236,8 +279,22 @@ class _Answers(NamedTuple):
     taken_at: jax.Array  # int32, when: t + 1 for step t, 0 before the trajectory
 
 
+def _recorded_value(fn: RecordedValueFn | None, extras: Any) -> jax.Array:
+    if fn is None:
+        raise ValueError(
+            "`recorded_value_fn` must be given for agents that take turns under a "
+            'policy with a critic. Pass `lambda extras: extras["value"]` if the policy '
+            "records the values of its critic as `value`."
+        )
+    return fn(extras)
+
+
 def _transitions(
-    pending: Any, trajectory: Transition, *, is_team: bool
+    pending: Any,
+    trajectory: Transition,
+    recorded_value_fn: RecordedValueFn | None,
+    *,
+    is_team: bool,
 ) -> tuple[Any, AgentRows]:
     info = agents_of(trajectory)
     groups = info.layout.groups
@@ -252,8 +309,8 @@ def _transitions(
         lanes = trajectory.mask.shape[1:]
         if not isinstance(pending, Pending) or pending.episode_id.shape != lanes:
             raise ValueError(
-                "`pending` must be of `init_agent_transitions` for the lanes of the "
-                f"trajectory, {lanes}, got {checks.describe(pending)}."
+                "`pending` must be from `Pending.init` or an earlier call, for the "
+                f"lanes of the trajectory, {lanes}, got {checks.describe(pending)}."
             )
         pending, answers = _match(pending, trajectory, info)
         sources = {}
@@ -274,21 +331,24 @@ def _transitions(
         # What the last row would read is the source of the actions that are still open.
         pending = pending.replace(source=jax.tree.map(lambda x: x[-1], sources))
     rows = _rows(trajectory, answers, is_team)
-    return pending, {x.name: _of_group(trajectory, rows, x, sources) for x in groups}
+    return pending, {
+        group.name: _of_group(
+            trajectory, rows, group, sources[group.name], recorded_value_fn
+        )
+        for group in groups
+    }
 
 
 def _source(
     transition: Transition, group: AgentGroup
-) -> tuple[ArrayTree, ArrayTree, dict[str, Any]]:
-    """Returns `(obs, action, extras)` of a group, `[..., A_g, ...]`."""
-    extras = {}
-    if isinstance(transition.extras, dict) and "policy_index" in transition.extras:
-        extras = {
-            **transition.extras["agents"][group.name],
-            "policy_id": transition.extras["policy_id"][..., list(group.members)],
-            "policy_index": transition.extras["policy_index"],
-        }
-    return transition.obs[group.name], transition.action[group.name], extras
+) -> tuple[ArrayTree, ArrayTree, ArrayTree, ArrayTree]:
+    """Returns `(obs, action, extras, policy_id)` of a group, `[..., A_g, ...]`."""
+    extras, policy_id = {}, ()
+    if isinstance(transition.extras, MapExtras):
+        extras = transition.extras.agents[group.name]
+        policy_id = transition.extras.policy_id[..., list(group.members)]
+    obs, action = transition.obs[group.name], transition.action[group.name]
+    return obs, action, extras, policy_id
 
 
 def _match(
@@ -341,7 +401,7 @@ def _match(
     return pending, answers
 
 
-def _rows(trajectory: Transition, answers: _Answers, is_team: bool) -> Transition:
+def _rows(trajectory: Transition, answers: _Answers, is_team: bool) -> AgentTransition:
     """Makes the fields of all agents' transitions that need no group, `[T, B, A]`."""
     info, answered = agents_of(trajectory), answers.answered
     every = lambda x: jnp.broadcast_to(x[..., None], answered.shape)  # noqa: E731
@@ -360,12 +420,10 @@ def _rows(trajectory: Transition, answers: _Answers, is_team: bool) -> Transitio
         goes_on = ~(info.terminated | info.truncated)
         terminated = info.terminated | (goes_on & terminated)
         truncated = info.truncated | (goes_on & truncated)
-    # Answered while it waits: the episode ended without an observation for the agent.
-    extras = {"acting": answered, "stale_next_obs": answered & info.waiting}
     named = trajectory.accumulated
     own = named.items() if isinstance(named, dict) else ()
     own = {name: x.value for name, x in own if isinstance(x, PerAgent)}
-    return Transition(
+    return AgentTransition(
         obs=(),
         action=(),
         next_obs=(),
@@ -376,26 +434,30 @@ def _rows(trajectory: Transition, answers: _Answers, is_team: bool) -> Transitio
         episode_id=every(trajectory.episode_id),
         episode_return=total,
         episode_length=length,
-        extras=extras,
+        extras=(),
         info=(),
         accumulated=own or (),
+        acting=answered,
+        # Answered while it waits: the episode ended without an observation for it.
+        stale_next_obs=answered & info.waiting,
     )
 
 
 def _of_group(
     trajectory: Transition,
-    rows: Transition,
+    rows: AgentTransition,
     group: AgentGroup,
-    sources: dict[str, tuple[ArrayTree, ArrayTree, dict[str, Any]]],
-) -> Transition:
+    source: tuple[ArrayTree, ArrayTree, ArrayTree, ArrayTree],
+    recorded_value_fn: RecordedValueFn | None,
+) -> AgentTransition:
     """Completes the transitions of a group, `[T, B * A_g, ...]`."""
     rows = jax.tree.map(lambda x: x[:, :, np.asarray(group.members)], rows)
-    obs, action, extras = sources[group.name]
-    is_stale, next_obs = rows.extras["stale_next_obs"], trajectory.next_obs[group.name]
-    if not agents_of(trajectory).layout.simultaneous:
-        # Where the episode ended without an observation for the agent, `next_obs` of
-        # the environment has whatever was there: the one it acted on is the last it
-        # saw.
+    obs, action, extras, policy_id = source
+    is_stale, next_obs = rows.stale_next_obs, trajectory.next_obs[group.name]
+    takes_turns = not agents_of(trajectory).layout.simultaneous
+    if takes_turns:
+        # If the episode ended without an observation for the agent, `next_obs` of the
+        # environment is undefined: repeat the one that the agent acted on.
         next_obs = jax.tree.map(
             lambda old, new: jnp.where(
                 is_stale.reshape(is_stale.shape + (1,) * (new.ndim - 3)), old, new
@@ -410,15 +472,20 @@ def _of_group(
         # The value of the team counts for each of its agents.
         final_value = jnp.broadcast_to(final_value[..., None], rows.mask.shape)
     if not isinstance(final_value, tuple):
-        if "value" in extras:  # where `next_obs` repeats `obs`
-            final_value = jnp.where(is_stale, extras["value"], final_value)
+        if takes_turns:  # stale rows: `next_obs` repeats `obs`, and so does its value
+            recorded = _recorded_value(recorded_value_fn, extras)
+            final_value = jnp.where(is_stale, recorded, final_value)
         # The collector valued whole lanes, here only agents that were cut bootstrap.
         final_value = jnp.where(rows.truncated & ~rows.terminated, final_value, 0.0)
     rows = rows.replace(
         obs=obs,
         action=action,
         next_obs=next_obs,
-        extras={**extras, **rows.extras},
+        extras=extras,
         final_value=final_value,
+        policy_id=policy_id,
     )
-    return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), rows)
+    rows = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), rows)
+    if isinstance(trajectory.extras, MapExtras):
+        rows = rows.replace(policy_index=trajectory.extras.policy_index)
+    return rows

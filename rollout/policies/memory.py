@@ -38,7 +38,7 @@ def unroll(
         init: that of the `recurrent_policy`. It has no `EpisodeKey`, for the keys of
             later episodes are not known.
         acting: `[T, B]` bool, or None for True everywhere; where False, the row leaves
-            the state as it is: `extras["acting"]` of the transitions of an agent.
+            the state as it is: `acting` of an agent's transitions.
 
     Returns:
         The state after the last row, and the outputs, `[T, B, ...]`.

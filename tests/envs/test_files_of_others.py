@@ -316,7 +316,7 @@ def test_limits_of_single_agents_cut_and_bootstrap_these_alone(name):
         carry = collector.init(key)
         state = agent.init_learner(init_key, carry.obs[group])
         params = {"one": state.params}
-        pending = agents.init_agent_transitions(collector, carry, params)
+        pending = agents.Pending.init(collector, carry, params)
         carry, t = collector.collect_steps(carry, params, 24)
         pending, rows = agents.agent_transitions(pending, t)
         last = agents.last_values(pending, collector.value(carry, params))

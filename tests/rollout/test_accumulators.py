@@ -126,7 +126,7 @@ def test_value_may_be_one_per_agent():
     _, trajectory = collector.collect_steps(carry, None, 6)
     want = [[0, 1], [1, 2], [2, 2]] * 2
     np.testing.assert_array_equal(trajectory.accumulated["high"].value[:, 0], want)
-    pending = rollout.agents.init_agent_transitions(collector, carry)
+    pending = rollout.agents.Pending.init(collector, carry)
     _, rows = rollout.agents.agent_transitions(pending, trajectory)
     np.testing.assert_array_equal(rows["all"].accumulated["high"][:, :2], want)
     agents = rollout.agents.summarize_agents(trajectory).agents

@@ -91,7 +91,7 @@ def test_numbers_of_policies_and_of_episodes_stay_int32():
         agents = envs.vectorize(OneAgent(CountEnv()), 4)
         policy = rollout.agents.policy_map({"one": one, "two": one}, draw, agents)
         row = rollout.Collector(env=agents, policy=policy).row_shape(params)
-    assert row.extras["policy_id"].dtype == "int32"
+    assert row.extras.policy_id.dtype == "int32"
 
 
 def test_another_kind_of_number_is_still_an_error():

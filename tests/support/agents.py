@@ -271,7 +271,7 @@ def rows_of(trajectories, num_envs, num_agents):
         found[divmod(column, num_agents)] = own = []
         for rows in trajectories:
             fields = rows.obs, rows.reward, rows.next_obs
-            flags = rows.terminated, rows.truncated, rows.extras["stale_next_obs"]
+            flags = rows.terminated, rows.truncated, rows.stale_next_obs
             times = np.flatnonzero(rows.mask[:, column])
             own += [tuple(x[t, column] for x in (*fields, *flags)) for t in times]
     return found

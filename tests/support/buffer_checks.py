@@ -230,7 +230,8 @@ def check_pieces(batch, pieces):
     np.testing.assert_array_equal(number, want)
     np.testing.assert_array_equal(successor, want + 1)
     np.testing.assert_array_equal(mask, np.arange(longest)[:, None] < mask.sum(axis=0))
-    np.testing.assert_array_equal(batch.policy_state, 2 * want[0])
+    state = batch.experience.extras["policy_state"][0]
+    np.testing.assert_array_equal(state, 2 * want[0])
 
 
 def check_sequences(state, model, got, allowed):

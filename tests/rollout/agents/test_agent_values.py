@@ -67,18 +67,22 @@ def both_ends(name):
     return jax.device_get(run(make_collector(CASES[name])))
 
 
+def recorded(extras):
+    return extras["value"]
+
+
 def find_values(collector, end, num_windows=1):
     """The trajectory, the group's rows and the values of their successors."""
     carry, every = collector.init(KEY), []
-    pending = rollout.agents.init_agent_transitions(collector, carry, PARAMS)
+    pending = rollout.agents.Pending.init(collector, carry, PARAMS)
     for _ in range(num_windows):
         num_steps = T // num_windows
         carry, trajectory = collector.collect_steps(carry, PARAMS, num_steps)
-        pending, rows = ENDS[end](pending, trajectory)
+        pending, rows = ENDS[end](pending, trajectory, recorded_value_fn=recorded)
         values = collector.value(carry, PARAMS)
         if not isinstance(values, dict):  # of each lane
             values = {GROUP: jnp.repeat(values[:, None], 2, axis=1)}
-        last = rollout.agents.last_values(pending, values)
+        last = rollout.agents.last_values(pending, values, recorded_value_fn=recorded)
         t = rows[GROUP]
         value = rollout.next_values(t, t.extras["value"], last[GROUP])
         every.append((trajectory, rows[GROUP], value))
@@ -97,7 +101,7 @@ def check(trajectory, rows, value, counts=True):
     # its last one again, and the value of that.
     want = weight * rows.next_obs + length
     again = weight * rows.obs + length - counts
-    want = np.where(rows.extras["stale_next_obs"], again, want)
+    want = np.where(rows.stale_next_obs, again, want)
     here = np.asarray(rows.mask & ~rows.terminated)
     np.testing.assert_array_equal(value[here], want[here])
     assert np.any(rows.truncated & here)
@@ -215,11 +219,13 @@ def test_trajectories_and_missing_values_are_refused():
     def refuse():
         collector = make_collector(CASES["any"])
         carry = collector.init(KEY)
-        pending = rollout.agents.init_agent_transitions(collector, carry, PARAMS)
+        pending = rollout.agents.Pending.init(collector, carry, PARAMS)
         _, trajectory = collector.collect_steps(carry, PARAMS, 3)
         with pytest.raises(ValueError, match="of `agent_transitions` if by group"):
             rollout.next_values(trajectory, jnp.zeros((3, B)), jnp.zeros(B))
-        with pytest.raises(KeyError, match="value"):
+        with pytest.raises(ValueError, match="`recorded_value_fn` must be given"):
             rollout.agents.last_values(pending, {"one": jnp.zeros((B, 1))})
+        with pytest.raises(ValueError, match="`recorded_value_fn` must be given"):
+            rollout.agents.agent_transitions(pending, trajectory)
 
     assert refuse is None

@@ -77,7 +77,7 @@ def test_fixed_mapping_gives_every_agent_its_policy_and_no_policy_another_agent(
         }
         trajectory = collect(table(), policies, rollout.agents.static_mapping(names))
         np.testing.assert_array_equal(trajectory.action["all"][3, 1], order)
-        policy_id = trajectory.extras["policy_id"][3, 1]
+        policy_id = trajectory.extras.policy_id[3, 1]
         np.testing.assert_array_equal(policy_id, 2 - np.array(order))
         assert set(seen) == {(order.count(2) * B,)}
 
@@ -122,7 +122,7 @@ def test_drawn_mapping_holds_for_an_episode_and_no_longer():
     got = collect(
         env, policies, drawn_mapping(3), num_envs=num_envs, num_steps=num_steps
     )
-    policy_id = np.asarray(got.extras["policy_id"])
+    policy_id = np.asarray(got.extras.policy_id)
     np.testing.assert_array_equal(got.action["all"], policy_id)
     by_episode = policy_id.reshape(num_steps // 2, 2, num_envs, 2)
     np.testing.assert_array_equal(by_episode[:, 0], by_episode[:, 1])
@@ -140,7 +140,7 @@ def test_drawn_mapping_does_not_depend_on_the_number_of_lanes():
     few, many = (
         collect(table(), policies, drawn_mapping(2), num_envs=num) for num in (2, 5)
     )
-    few, many = few.extras["policy_id"], many.extras["policy_id"]
+    few, many = few.extras.policy_id, many.extras.policy_id
     np.testing.assert_array_equal(few, many[:, :2])
     assert len(np.unique(many.reshape(-1, 3), axis=0)) > 2
 
@@ -148,7 +148,7 @@ def test_drawn_mapping_does_not_depend_on_the_number_of_lanes():
 def test_states_of_a_drawn_mapping_are_those_of_who_plays():
     policies = {"count": counting(), "seven": constant(7)}
     got = collect(table(), policies, drawn_mapping(2))
-    counted = got.extras["policy_id"] == 0
+    counted = got.extras.policy_id == 0
     steps = jnp.broadcast_to((got.episode_length - 1)[..., None], counted.shape)
     np.testing.assert_array_equal(got.action["all"], jnp.where(counted, steps, 7))
 
@@ -160,8 +160,8 @@ def test_extras_are_joined_by_name():
         rollout.agents.static_mapping({"a": "y", "b": "x", "c": "y"}),
     ):
         got = collect(table(), policies, mapping)
-        is_y, obs = got.extras["policy_id"] == 1, got.obs["all"]
-        extras = got.extras["agents"]["all"]
+        is_y, obs = got.extras.policy_id == 1, got.obs["all"]
+        extras = got.extras.agents["all"]
         np.testing.assert_array_equal(extras["value"], obs * jnp.where(is_y, 3.0, 2.0))
         np.testing.assert_array_equal(extras["log_prob"], obs * is_y * 5.0)
 
@@ -206,7 +206,7 @@ def test_agent_with_a_policy_of_another_group_is_unmapped():
     policies = {"box": boxed, "discrete": constant(3)}
     groups = {"box": ["one"], "discrete": ["two"]}
     got = collect(env, policies, drawn_mapping(2), groups=groups)
-    policy_id = np.asarray(got.extras["policy_id"])
+    policy_id = np.asarray(got.extras.policy_id)
     assert set(np.unique(policy_id[..., [0, 2]])) == {-1, 1}
     assert set(np.unique(policy_id[..., 1])) == {-1, 0}
     is_its = policy_id[..., [0, 2]] == 1
@@ -218,7 +218,7 @@ def test_agent_with_a_policy_of_another_group_is_unmapped():
 def test_index_out_of_range_is_unmapped():
     policies = {"x": constant(3), "y": constant(4)}
     got = collect(table(), policies, lambda key, agents: jnp.array([0, 2, -5]))
-    np.testing.assert_array_equal(got.extras["policy_id"][2, 1], [0, -1, -1])
+    np.testing.assert_array_equal(got.extras.policy_id[2, 1], [0, -1, -1])
     np.testing.assert_array_equal(got.action["all"][2, 1], [3, 0, 0])
     assert rollout.agents.summarize_agents(got).num_unmapped == 2 * B * T
 
@@ -358,7 +358,7 @@ def test_results_of_exactly_n_episodes_by_policy(mapping):
             )[1].trajectory
         )
     )(KEY)
-    player = np.asarray(rows.extras["policy_id"])[0]  # [30, 3], of whole episodes
+    player = np.asarray(rows.extras.policy_id)[0]  # [30, 3], of whole episodes
     for number, name in enumerate("xy"):
         results, at = stats.policies[name].results, player[:, :2] == number
         assert (results.wins, results.losses) == tuple(at.sum(axis=0))

@@ -71,7 +71,7 @@ def collected():
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(KEY)
-    pending = agents.init_agent_transitions(collector, carry)
+    pending = agents.Pending.init(collector, carry)
     return jax.device_get((pending, collector.collect_steps(carry, None, 2)[1]))
 
 
@@ -113,9 +113,9 @@ CASES = [
     (lambda: agents.Population(policy(), 0), "`size` must be an int of at least 1"),
     (lambda: league(np.zeros(6)), "with the leading axes (5,), got float32"),
     # agent_transitions
-    (lambda: agents.init_agent_transitions(single(), 0), "must have several agents"),
+    (lambda: agents.Pending.init(single(), 0), "must have several agents"),
     (lambda: answer((), info={}), "must have several agents, as lanes of a"),
-    (lambda: answer(lanes=2), "`pending` must be of `init_agent_transitions` for the"),
+    (lambda: answer(lanes=2), "`pending` must be from `Pending.init` or an earlier"),
     # evaluate_agents
     (lambda: evaluate(learning()), "with the statistics of training, got NormalizeObs"),
     (

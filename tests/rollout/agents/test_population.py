@@ -103,7 +103,7 @@ LEAGUE = {"fixed": None, "league": jnp.arange(P, dtype=jnp.int32)}
 def test_members_have_the_indices_after_the_policies_before_them():
     collector = make_collector(16)
     _, got = collector.collect_steps(collector.init(KEY), LEAGUE, 6)
-    policy_id = got.extras["policy_id"]
+    policy_id = got.extras.policy_id
     assert set(np.unique(policy_id)) == set(range(P + 1))
     want = jnp.where(policy_id == 0, 7, 100 * (policy_id - 1))
     np.testing.assert_array_equal(got.action["all"], want)

@@ -29,7 +29,7 @@ def collect(env, num_steps):
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(KEY)
-    pending = rollout.agents.init_agent_transitions(collector, carry)
+    pending = rollout.agents.Pending.init(collector, carry)
     return pending, collector.collect_steps(carry, None, num_steps)[1]
 
 
@@ -68,7 +68,7 @@ def test_fallen_agent_earns_what_its_team_wins_later(end, fallen):
     rows, returns = found[end]
     np.testing.assert_array_equal(returns[:, 0], [1, 1, 1, 1])
     np.testing.assert_array_equal(returns[:, 1], fallen)
-    acting = rows.extras["acting"]
+    acting = rows.acting
     np.testing.assert_array_equal(acting[:, 1], [True, True, False, False])
     assert stats.unassigned_reward == B
 
@@ -137,7 +137,7 @@ def assert_rows_of_a_plain_loop(rows, want, length):
         expected = want[agent] * num_episodes
         for t, row in zip(here, expected, strict=False):
             obs, reward, next_obs, *flags = row
-            got = rows.terminated, rows.truncated, rows.extras["acting"]
+            got = rows.terminated, rows.truncated, rows.acting
             assert [bool(x[t, column]) for x in got] == [bool(x) for x in flags]
             assert rows.reward[t, column] == reward
             if obs is not None:
@@ -196,7 +196,7 @@ def test_simultaneous_rows_are_a_reshape_of_the_trajectory():
     }.items():
         np.testing.assert_array_equal(getattr(row, got), want.reshape(40, -1))
     acted = info.acted[..., columns].reshape(40, -1)
-    np.testing.assert_array_equal(row.extras["acting"], acted)
+    np.testing.assert_array_equal(row.acting, acted)
     for name in ("terminated", "truncated", "episode_length", "episode_id"):
         want = np.repeat(getattr(trajectory, name), 2, axis=1)
         np.testing.assert_array_equal(getattr(row, name), want)

@@ -26,7 +26,7 @@ def experience(env):
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(KEY)
-    pending = rollout.agents.init_agent_transitions(collector, carry)
+    pending = rollout.agents.Pending.init(collector, carry)
     _, trajectory = collector.collect_steps(carry, None, 3 * NUM_STEPS)
     _, rows = rollout.agents.agent_transitions(pending, trajectory)
     return trajectory, rows["all"]
@@ -227,7 +227,7 @@ def collected(num_envs=LANES, auto_reset="compact", **options):
 def run(collector, params=PARAMS):
     """Nothing pending, and a trajectory after it."""
     carry = collector.init(KEY)
-    pending = rollout.agents.init_agent_transitions(collector, carry, params)
+    pending = rollout.agents.Pending.init(collector, carry, params)
     return pending, collector.collect_steps(carry, params, T)[1]
 
 
@@ -356,7 +356,7 @@ def test_cut_of_the_episode_truncates_who_is_left():
     @quick_jit
     def play(collector):
         carry = collector.init(KEY)
-        pending = rollout.agents.init_agent_transitions(collector, carry)
+        pending = rollout.agents.Pending.init(collector, carry)
         _, played = collector.collect_episodes(
             carry, None, 1, max_episode_steps=2, return_trajectory=True
         )
@@ -475,5 +475,5 @@ def test_rows_of_policies_that_share_a_group(is_fixed):
         assert set(np.asarray(blue.obs[blue.mask]) % 10) == {1}
     else:
         np.testing.assert_array_equal(
-            red.mask, every.mask & (every.extras["policy_id"] == 0)
+            red.mask, every.mask & (every.extras.policy_id == 0)
         )

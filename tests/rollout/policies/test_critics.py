@@ -203,12 +203,10 @@ def test_policy_map_has_the_critics_of_its_policies_by_group(is_drawn, third):
 
     t, value = jax.device_get(run())
     weight, count = (
-        np.array([table[name] for name in names])[t.extras["policy_id"]]
+        np.array([table[name] for name in names])[t.extras.policy_id]
         for table in (WEIGHTS, COUNTS)
     )
-    is_drawn_anew = not np.array_equal(
-        t.extras["policy_id"][0], t.extras["policy_id"][5]
-    )
+    is_drawn_anew = not np.array_equal(t.extras.policy_id[0], t.extras.policy_id[5])
     assert is_drawn_anew == is_drawn
     want = weight * t.next_obs["all"] + count * t.episode_length[..., None]
     cut = t.truncated[..., None]

@@ -248,7 +248,7 @@ def test_users_policy_under_a_map():
     assert policy.has_value
     rows = rollout.Collector(env, policy)
     rows = rows.collect_steps(rows.init(KEY), {"user": 1.0}, T)[1]
-    (extras,) = rows.extras["agents"].values()
+    (extras,) = rows.extras.agents.values()
     (action,) = rows.action.values()
     np.testing.assert_array_equal(action, np.where(extras["sample"] < 0.4, 2, 0))
 
