@@ -217,10 +217,10 @@ PROGRAMS: dict[str, Callable[[], Made]] = {
     "frame_stack": lambda: _wrapped(lambda env: envs.FrameStack(env, 4)),
     "time_limit": lambda: _wrapped(lambda env: envs.TimeLimit(env, 100)),
     "recurrent": recurrent,
-    "epsilon_greedy": lambda: _exploring(
+    "EpsilonGreedy": lambda: _exploring(
         lambda policy, space: rollout.policies.EpsilonGreedy(policy, space, 0.1)
     ),
-    "random_warmup": lambda: _exploring(
+    "RandomWarmup": lambda: _exploring(
         lambda policy, space: rollout.policies.RandomWarmup(policy, space, 100)
     ),
     "agent_transitions": agent_transitions,

@@ -12,10 +12,11 @@ from rollout.agents.agent_stats import (
     evaluate_agents,
     summarize_agents,
 )
-from rollout.agents.mapping import static_mapping
+from rollout.agents.mapping import MapExtras, static_mapping
 from rollout.agents.policy_map import policy_map, policy_state
 from rollout.agents.population import Population
 from rollout.agents.transitions import (
+    AgentTransition,
     Pending,
     agent_transitions,
     last_values,
@@ -27,6 +28,8 @@ from rollout.types import PerAgent
 __all__ = [
     "AgentMetrics",
     "AgentStats",
+    "AgentTransition",
+    "MapExtras",
     "Pending",
     "PerAgent",
     "Population",
