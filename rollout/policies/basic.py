@@ -84,15 +84,11 @@ class _FunctionPolicy(Policy[ParamsT, ObsT, ActionT]):
     def _call(self, fn: Any, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
         raise NotImplementedError
 
-    def apply(
-        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
-    ) -> PolicyStep[ActionT]:
+    def apply(self, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
         """Calls `fn`."""
         return self._call(self.fn, params, obs, state, key)
 
-    def mode(
-        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
-    ) -> PolicyStep[ActionT]:
+    def mode(self, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
         """Calls `mode_fn`."""
         if self.mode_fn is None:
             return super().mode(params, obs, state, key)
@@ -129,7 +125,7 @@ class StatelessPolicy(_FunctionPolicy[ParamsT, ObsT, ActionT]):
         action, extras = result if isinstance(result, tuple) else (result, ())
         return PolicyStep(action, state, extras)
 
-    def value(self, params: ParamsT, obs: ObsT, state: PolicyState) -> ArrayTree:
+    def value(self, params: Any, obs: Any, state: Any) -> ArrayTree:
         """Calls `value_fn`."""
         if self.value_fn is None:
             return super().value(params, obs, state)
@@ -205,7 +201,7 @@ class RecurrentPolicy(_FunctionPolicy[ParamsT, ObsT, ActionT]):
             )
         return PolicyStep(*result)
 
-    def value(self, params: ParamsT, obs: ObsT, state: PolicyState) -> ArrayTree:
+    def value(self, params: Any, obs: Any, state: Any) -> ArrayTree:
         """Calls `value_fn`."""
         if self.value_fn is None:
             return super().value(params, obs, state)

@@ -91,9 +91,7 @@ class _Exploration(PolicyWrapper[ParamsT, ObsT, ActionT]):
         del num_envs  # unused
         return ()
 
-    def _explore(
-        self, decision: PolicyStep, obs: Obs, amount: Any, keys: list[Key]
-    ) -> PolicyStep:
+    def _explore(self, decision: PolicyStep, obs: Obs, amount: Any, keys: Any) -> Any:
         """Changes a decision.
 
         Args:
@@ -123,19 +121,15 @@ class _Exploration(PolicyWrapper[ParamsT, ObsT, ActionT]):
             noise=self._init_noise(num_envs),
         )
 
-    def apply(
-        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
-    ) -> PolicyStep[ActionT]:
+    def apply(self, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
         """Applies the wrapped policy, and explores."""
         return self._act(False, params, obs, state, key)
 
-    def mode(
-        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
-    ) -> PolicyStep[ActionT]:
+    def mode(self, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
         """Returns the mode of the wrapped policy; a mask still holds."""
         return self._act(True, params, obs, state, key)
 
-    def value(self, params: ParamsT, obs: ObsT, state: PolicyState) -> ArrayTree:
+    def value(self, params: Any, obs: Any, state: Any) -> ArrayTree:
         """Evaluates the critic of the wrapped policy."""
         inner: Any = state.inner if self._has_state else state
         return self.policy.value(params, obs, inner)
@@ -223,9 +217,7 @@ class EpsilonGreedy(_Exploration[ParamsT, ObsT, ActionT]):
     def _amount(self) -> Any:
         return self.epsilon
 
-    def _explore(
-        self, decision: PolicyStep, obs: Obs, amount: Any, keys: list[Key]
-    ) -> PolicyStep:
+    def _explore(self, decision: PolicyStep, obs: Obs, amount: Any, keys: Any) -> Any:
         # Strictly below: NaN never explores, and 1 always does: samples are below 1.
         sample = prng.uniform(keys[0], 0.0, 1.0, (uniform.num_lanes(obs),))
         flag = sample < amount
@@ -270,9 +262,7 @@ class RandomWarmup(_Exploration[ParamsT, ObsT, ActionT]):
     def _amount(self) -> Any:
         return Schedule(lambda step: step < self.num_steps)
 
-    def _explore(
-        self, decision: PolicyStep, obs: Obs, amount: Any, keys: list[Key]
-    ) -> PolicyStep:
+    def _explore(self, decision: PolicyStep, obs: Obs, amount: Any, keys: Any) -> Any:
         flag = jnp.broadcast_to(jnp.asarray(amount) > 0, uniform.num_lanes(obs))
         action_mask_fn, space = self.action_mask_fn, self.action_space
         if action_mask_fn is not None or prng.num_parts() > 1:
@@ -316,9 +306,7 @@ class _Noise(_Exploration[ParamsT, ObsT, ActionT]):
         """Returns the noise of a step, `[B, ...]`, and the next state."""
         raise NotImplementedError
 
-    def _explore(
-        self, decision: PolicyStep, obs: Obs, amount: Any, keys: list[Key]
-    ) -> PolicyStep:
+    def _explore(self, decision: PolicyStep, obs: Obs, amount: Any, keys: Any) -> Any:
         del obs  # unused
         action, state, space = decision.action, decision.state, self.action_space
         # The mode samples nothing.

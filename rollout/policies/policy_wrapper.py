@@ -1,5 +1,7 @@
 """The base of policies that change another policy, and the greedy policy."""
 
+from typing import Any
+
 from rollout.envs.types import ArrayTree
 from rollout.types import (
     NO_MODE,
@@ -30,19 +32,15 @@ class PolicyWrapper(Policy[ParamsT, ObsT, ActionT]):
         """Returns the initial state of the wrapped policy."""
         return self.policy.init(num_envs)
 
-    def apply(
-        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
-    ) -> PolicyStep[ActionT]:
+    def apply(self, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
         """Applies the wrapped policy."""
         return self.policy.apply(params, obs, state, key)
 
-    def mode(
-        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
-    ) -> PolicyStep[ActionT]:
+    def mode(self, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
         """Returns the mode of the wrapped policy."""
         return self.policy.mode(params, obs, state, key)
 
-    def value(self, params: ParamsT, obs: ObsT, state: PolicyState) -> ArrayTree:
+    def value(self, params: Any, obs: Any, state: Any) -> ArrayTree:
         """Evaluates the critic of the wrapped policy."""
         return self.policy.value(params, obs, state)
 
@@ -75,8 +73,6 @@ class Greedy(PolicyWrapper[ParamsT, ObsT, ActionT]):
         if not self.policy.has_mode:
             raise ValueError(NO_MODE)
 
-    def apply(
-        self, params: ParamsT, obs: ObsT, state: PolicyState, key: Key
-    ) -> PolicyStep[ActionT]:
+    def apply(self, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
         """Applies the mode of the wrapped policy."""
         return self.policy.mode(params, obs, state, key)
