@@ -132,7 +132,6 @@ COUNTS = {
     "num_steps": [
         lambda n: collector().collect_steps(carry(), None, n),
         lambda n: collector().fold_steps(carry(), None, max, 0, num_steps=n),
-        lambda n: rollout.policies.RandomWarmup(policy(), DISCRETE, n),
         lambda n: envs.TimeLimit(COUNT, n),
         lambda n: rollout.profile(collector(), None, KEY, n),
         lambda n: rollout.inspect_program(

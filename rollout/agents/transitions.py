@@ -241,7 +241,7 @@ def select_policy(rows: AgentRows, name: str) -> AgentRows:
     """
     picked = {}
     for group, row in rows.items():
-        policy_index = row.policy_index
+        policy_index = row.policy_index if isinstance(row, AgentTransition) else ()
         if not isinstance(policy_index, PolicyIndex):
             raise ValueError("`rows` must be of a `policy_map`, got another policy's.")
         is_its = policy_index.select(name, jnp.asarray(row.policy_id))

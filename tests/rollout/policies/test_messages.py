@@ -161,6 +161,8 @@ CASES = [
     (lambda: wrapped(INTS, {"no_valid_action": TWO}), OWN_FLAG),
     # Amounts of exploration.
     *refused(explore, f"{EPSILON}, or a schedule", -0.1, 1.5, NAN, "0.1"),
+    (partial(late, DISCRETE, -1), "`num_steps` must be an int of at least 0, got -1"),
+    (partial(late, DISCRETE, 2.5), "`num_steps` must be an int of at least 0, got 2.5"),
     *refused(gaussian, f"`scale` {LEAST}, or a schedule", -0.1, INF, NAN),
     *refused(revert, f"`scale` {LEAST}, or a schedule", -0.1),
     *[
