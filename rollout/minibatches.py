@@ -58,10 +58,17 @@ def permutation(key: chex.PRNGKey, n: int) -> jax.Array:
     if rounds > _MOST_ROUNDS:
         return jax.random.permutation(key, n)
     x, y = jnp.divmod(jnp.arange(n, dtype=jnp.uint32), b)
-    for word in prng.bits(key, (int(rounds) // 2, 2)):
+    words = prng.bits(key, (int(rounds) // 2, 2))
+    for word in words:
         x = _add(x, _hash(y ^ word[0]), a)
         y = _add(y, _hash(x ^ word[1]), b)
-    return (x * b + y).astype(jnp.int32)
+    order = x * b + y
+    if a % 2 and b % 2:
+        # Every round consists of cycles of odd length, so it is an even permutation:
+        # swap the items 0 and 1 with probability 1/2 to reach the odd ones.
+        swap = _hash(words[0, 0] ^ words[-1, 1]) >> 31
+        order = jnp.where(order < 2, order ^ swap, order)
+    return order.astype(jnp.int32)
 
 
 def scan_minibatches(

@@ -153,6 +153,26 @@ def statistics(orders, b):
     return found
 
 
+def is_odd(order):
+    """Whether the number of swaps that sort it is odd, by its cycles."""
+    seen, num_swaps = set(), 0
+    for start in range(len(order)):
+        item = start
+        while item not in seen:
+            seen.add(item)
+            item = int(order[item])
+            num_swaps += item != start
+    return bool(num_swaps % 2)
+
+
+@pytest.mark.parametrize("n", [9, 15, 25, 81, 225])
+def test_half_of_the_permutations_are_odd(n):
+    keys = jax.random.split(jax.random.key(n), 256)
+    draw = jax.jit(jax.vmap(lambda key: rollout.permutation(key, n)))
+    num_odd = sum(map(is_odd, np.asarray(draw(keys))))
+    assert abs(num_odd - 128) < 5 * 8  # five standard deviations
+
+
 @pytest.mark.parametrize(
     ("n", "b", "num"), [(64, 8, 40_000), (32, 8, 40_000), (100, 10, 20_000)]
 )
