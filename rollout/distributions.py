@@ -97,7 +97,8 @@ class ActionDistribution:
             key: one typed key.
             action_mask: `[..., num_mask_flags]` bool or int, or any shape with as many
                 entries: True where a value of an integer is valid. Flags of all
-                integers lie side by side. None if all values are valid.
+                integers lie side by side. An integer without a valid value is sampled
+                from all of its values. None if all values are valid.
 
         Returns:
             The raw action, a pytree of `[..., *shape]` in the structure of an action.
@@ -231,7 +232,10 @@ class ActionDistribution:
             valid = _expand(is_value, logits.ndim)
             if mask is not None:
                 flag = start_flag + np.cumsum(is_value).reshape(is_value.shape) - 1
-                logits = jnp.where(mask[..., flag] & valid, logits, _MASKED_LOGIT)
+                is_valid = mask[..., flag] & valid
+                # If no value is valid, the mask does not apply: one must be chosen.
+                is_valid |= valid & ~is_valid.any(-1, keepdims=True)
+                logits = jnp.where(is_valid, logits, _MASKED_LOGIT)
             elif not is_value.all():
                 logits = jnp.where(valid, logits, _MASKED_LOGIT)
             start_flag += int(part.num_values.sum())

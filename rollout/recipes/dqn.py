@@ -115,7 +115,12 @@ class Batch(struct.PyTreeNode):
 def masked_values(network: Any, params: ArrayTree, obs: ArrayTree) -> jax.Array:
     """Computes the values of all actions, `[..., n]`, -1e9 for invalid actions."""
     values, action_mask = network.apply(params, obs), get_action_mask(obs)
-    return values if action_mask is None else jnp.where(action_mask, values, -1e9)
+    if action_mask is None:
+        return values
+    # Without a valid action, the mask does not apply: one action must be chosen.
+    is_valid = jnp.asarray(action_mask, bool)
+    is_valid |= ~is_valid.any(-1, keepdims=True)
+    return jnp.where(is_valid, values, -1e9)
 
 
 def action_mask_of(obs: ArrayTree) -> jax.Array:

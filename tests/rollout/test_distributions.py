@@ -121,6 +121,25 @@ def test_log_probabilities_and_entropies_are_those_of_scipy(masked):
         assert [x.dtype for x in jax.tree.leaves(action)] == dtypes
 
 
+@pytest.mark.parametrize("space", [spaces.Discrete(4), spaces.MultiDiscrete([2, 3])])
+def test_mask_without_a_valid_value_does_not_apply(space):
+    distribution = ActionDistribution(space)
+    rng = np.random.default_rng(2)
+    outputs = np.float32(rng.normal(size=(NUM_ROWS, distribution.num_params)))
+    mask = np.zeros((NUM_ROWS, distribution.num_mask_flags), bool)
+
+    @quick_jit
+    def compute(mask):
+        raw = distribution.sample(outputs, jax.random.key(3), mask)
+        log_prob = distribution.log_prob(outputs, raw, mask)
+        entropy = distribution.entropy(outputs, mask)
+        return raw, log_prob, entropy, distribution.mode(outputs, mask)
+
+    got = compute(mask)
+    jax.tree.map(np.testing.assert_array_equal, got, compute(np.ones_like(mask)))
+    assert len(np.unique(got[0].reshape(NUM_ROWS, -1), axis=0)) > 1
+
+
 def test_integers_are_sampled_as_often_as_their_probability():
     distribution = ActionDistribution(spaces.Discrete(3, start=10))
     outputs = np.log(np.float32([0.2, 0.5, 0.3]))
