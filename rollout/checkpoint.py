@@ -275,7 +275,8 @@ def _describe(name: str, tree: ArrayTree) -> list[str]:
             continue
         array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
         kinds = np.number, np.bool_, jax.dtypes.prng_key
-        if not any(jnp.issubdtype(array.dtype, x) for x in kinds):
+        is_masked = isinstance(leaf, np.ma.MaskedArray)  # a file has no masks
+        if is_masked or not any(jnp.issubdtype(array.dtype, x) for x in kinds):
             raise ValueError(
                 f"`{name}` must have numbers, arrays of numbers or booleans, typed "
                 f"keys and bytes, got {checks.describe(leaf)} at {where}."

@@ -41,8 +41,8 @@ def log_stats(
         without such an episode do not count in the mean.
 
     Raises:
-        ValueError: if a leaf is not a scalar, if it is not a real number, or inside of
-            `jit`.
+        ValueError: if a leaf is not a scalar, if it is not a real number, if two leaves
+            have the same name, or inside of `jit`.
     """
     checks.outside_of_jit("log_stats")
     if num_seeds is not None:
@@ -52,8 +52,14 @@ def log_stats(
     leaves = jax.tree.leaves_with_path(
         _named(stats), is_leaf=lambda x: isinstance(x, _Figure)
     )
-    for path, leaf in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+    paths = [jax.tree_util.keystr(x, simple=True, separator="/") for x, _ in leaves]
+    if len(set(paths)) < len(paths):
+        twice = sorted({x for x in paths if paths.count(x) > 1})
+        raise ValueError(
+            f"`stats` must have different names, got {twice[0]!r} twice. A nested name "
+            'is its path joined by "/".'
+        )
+    for name, (_, leaf) in zip(paths, leaves, strict=True):
         value, is_defined = leaf if isinstance(leaf, _Figure) else (leaf, True)
         _check(name, value, num_seeds)
         value = np.asarray(value)

@@ -135,6 +135,7 @@ RESTORE = [
     ({"params": {"odds": jnp.ones(7)}}, "(7,) at ['params']['odds'], got float32"),
 ]
 SAVE = [
+    ({"tree": [np.ma.masked_array([1, 2], [0, 1])]}, "typed keys and bytes, got int64"),
     ({"tree": {"a": np.array([{}])}}, "got object of shape (1,) at ['a']"),
     ({"tree": {"a": object()}}, "`tree` must have numbers, arrays of numbers"),
     ({"times": 2, "step": 5}, "`step` must be an int of at least 6, got 5"),
@@ -276,6 +277,10 @@ MESSAGES = [
     (
         lambda: add_to_window(collect("count")[1], accumulated=["best"]),
         "must have the accumulated value 'best' of the window",
+    ),
+    (
+        lambda: rollout.log_stats({"a/b": 1.0, "a": {"b": 2.0}}),
+        "`stats` must have different names, got 'a/b' twice.",
     ),
     (lambda: log("text"), "of `num_seeds`, got str 'text' at a/b"),
     (lambda: log(jnp.array(1j)), "of `num_seeds`, got complex64 of shape () at a/b"),
