@@ -32,8 +32,13 @@ def make_worker_envs(
     """Makes environments in worker processes; each process steps several in turn.
 
     A script must call it under `if __name__ == "__main__":`, like everything that
-    starts processes. The processes end with the main one, however that ends. Their
-    environments cannot start processes by `multiprocessing`.
+    starts processes. The processes end with the main one, however that ends.
+
+    Environments should draw random numbers from the generator that `reset(seed=)`
+    seeds. For environments that use the global generators of Python or NumPy instead, a
+    worker seeds these from its number at the start, and from the seed of its first
+    environment whenever all of its environments are reset. So workers differ, and with
+    one environment per worker an episode can be repeated by its seed.
 
     Args:
         make_fns: `B` functions that make one environment each, with the methods and

@@ -105,12 +105,14 @@ class WorkerPool:
         """Starts a process."""
         handle.pipe, theirs = self._context.Pipe()
         handle.process = self._context.Process(
-            target=worker_process.serve, args=(theirs,), daemon=True
+            target=worker_process.serve, args=(theirs,)
         )
         with theirs:
             handle.process.start()
-        # At exit multiprocessing ends and joins the processes of this set, also in a
-        # fork of this process, to which they do not belong. `close` ends them.
+        # At exit multiprocessing joins the processes of this set, also in a fork of
+        # this process, which does not own them. `close` ends them, and a worker ends
+        # with the main process. It is not daemonic, so that environments may start
+        # processes.
         children: Any = vars(multiprocessing.process)["_children"]
         children.discard(handle.process)
         self._selector.register(handle.pipe, selectors.EVENT_READ, handle)

@@ -10,6 +10,7 @@ import ctypes
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import sys
 import threading
@@ -63,6 +64,8 @@ class _Envs(LocalEnvs):
         ids: range,
     ) -> None:
         self._pipe, self.ids = pipe, ids
+        # Workers of one fork server inherit the same state of these generators.
+        _seed_global_generators(random.getrandbits(31) + ids.start)
         super().__init__([pickle.loads(x) for x in make_fns], **info, first=ids.start)
 
     def share(self, num_envs: int) -> None:
@@ -89,7 +92,15 @@ class _Envs(LocalEnvs):
 
     def restart(self, seeds: np.ndarray, mask: np.ndarray) -> None:
         """Resets some; the observations are in the shared memory."""
+        if mask.all():
+            _seed_global_generators(int(seeds[0]))
         self.reset(seeds, mask)
+
+
+def _seed_global_generators(seed: int) -> None:
+    """Seeds the generators that Python and NumPy share in this process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _end_with_parent() -> None:

@@ -4,7 +4,9 @@ Module-level classes, so that worker processes can import them. The observation 
 the steps of an episode; the seed of a reset selects the fault of the episode.
 """
 
+import multiprocessing
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -181,6 +183,33 @@ class Hangs(Count):
         if self.count == 5 and self.path.exists():
             time.sleep(1000)
         return super().step(action)
+
+
+class GlobalDraws(gymnasium.Env):
+    """Observes numbers of the global generators: of NumPy, of Python, at the start."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (3,), np.float64)
+    action_space = gymnasium.spaces.Discrete(4)
+
+    def __init__(self):
+        self.first = random.random()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.array([np.random.random(), random.random(), self.first]), {}
+
+    def step(self, action):
+        obs, info = self.reset()
+        return obs, 0.0, False, False, info
+
+
+class StartsProcess(Count):
+    """Computes in a process of its own."""
+
+    def reset(self, *, seed=None, options=None):
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            assert pool.map(abs, [-3]) == [3]
+        return super().reset(seed=seed, options=options)
 
 
 def alive(pid):

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,7 +13,17 @@ from pathlib import Path
 import host_envs
 import numpy as np
 import pytest
-from host_envs import AT, ENDS, Count, Described, alive, seed_of, wait_until_gone
+from host_envs import (
+    AT,
+    ENDS,
+    Count,
+    Described,
+    GlobalDraws,
+    StartsProcess,
+    alive,
+    seed_of,
+    wait_until_gone,
+)
 
 from rollout import envs
 
@@ -405,3 +416,24 @@ def test_functions_may_be_lambdas_and_classes_of_a_notebook(make):
     env.reset(np.uint32([0, 0]), EVERY[:2])
     env.step(ACTION[:2])
     np.testing.assert_array_equal(env.step(ACTION[:2]).terminated, [True, False])
+
+
+def test_workers_have_global_generators_of_their_own(make):
+    state = np.random.get_state()[1].copy(), random.getstate()
+    env = make([GlobalDraws] * 4, 4)
+    seeds = np.uint32([7, 1, 2, 3])
+    rows = [env.reset(seeds, EVERY).copy(), env.step(ACTION).obs.copy()]
+    assert len(np.unique(np.ravel(rows))) == 2 * 4 * 2 + 4  # `first` comes twice
+    # The same seeds give the same numbers, and the main process keeps its states.
+    again = [env.reset(seeds, EVERY).copy(), env.step(ACTION).obs.copy()]
+    np.testing.assert_array_equal(again, rows)
+    alone = env.reset(np.uint32([0, 7, 0, 0]), np.arange(4) == 1)
+    np.testing.assert_array_equal(alone[1, :2], rows[0][0, :2])
+    np.testing.assert_array_equal(np.random.get_state()[1], state[0])
+    assert random.getstate() == state[1]
+
+
+def test_environments_of_a_worker_may_start_processes(make):
+    env = make([StartsProcess] * 4, 2)
+    assert start(env).shape[0] == 4
+    assert not env.step(ACTION).faulty.any()
