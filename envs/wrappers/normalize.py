@@ -30,11 +30,14 @@ class NormalizeState(struct.PyTreeNode):
             that the next action will be chosen from; of `NormalizeReward`, `[B]`
             float32, the discounted sum of the episode's rewards so far.
         statistics: the `Statistics` of observations or of these sums, of all lanes.
+        is_first: of `NormalizeObs`, `[B]` bool, True if `memory` is the first
+            observation of a later episode, which does not count yet; else `()`.
     """
 
     env_state: ArrayTree  # [B, ...]
     memory: ArrayTree  # [B, ...]
     statistics: Shared
+    is_first: ArrayTree = ()  # [B]
 
 
 class _Normalizer(VectorWrapper, kw_only=True):
@@ -106,11 +109,12 @@ class NormalizeObs(_Normalizer):
 
         obs = (raw - mean) / sqrt(var + epsilon)
 
-    One mean and one variance serve all lanes. They are updated with the first
-    observations at `reset`, and at each step with the true successors, which are then
-    normalised with the new statistics. The observation of an auto-reset is normalised
-    with the current statistics and not counted, and no other lane changes. So within an
-    episode `next_obs` is the next row's `obs`, bit for bit.
+    One mean and one variance serve all lanes. Every observation counts exactly once:
+    the first ones at `reset`, and at each step the true successors, which are then
+    normalized with the new statistics. The observation of an auto-reset is normalized
+    with the current statistics, and counts in the next step, in which the policy acts
+    on it. No other lane changes, so within an episode `next_obs` is the next row's
+    `obs`, bit for bit.
 
     The statistics are shared, so the normalised observations of a lane depend on the
     observations and the number of the other lanes. Its raw observations do not, nor,
@@ -185,8 +189,11 @@ class NormalizeObs(_Normalizer):
         prior = running_stats.prior(
             raw_obs, self._num_axes, space=space, only=self.only
         )
-        statistics = self._take_in(prior, raw_obs)
-        state = NormalizeState(env_state, raw_obs, Shared(statistics))
+        statistics = self.statistics or running_stats.updated(
+            prior, raw_obs, self._num_axes
+        )
+        is_first = jnp.zeros(self.num_envs, bool)  # these count from now on
+        state = NormalizeState(env_state, raw_obs, Shared(statistics), is_first)
         return state, self._normalize(statistics, raw_obs)
 
     def step(
@@ -194,15 +201,27 @@ class NormalizeObs(_Normalizer):
     ) -> EnvStep:
         """Takes one step in every lane, without auto-reset."""
         result = self.env.step(keys, state.env_state, action)
-        # Before they normalise: `next_obs` must be the next row's `obs`, bit for bit.
-        statistics = self._take_in(state.statistics.value, result.obs)
+        # Update before normalizing: `next_obs` must be the next row's `obs`, bit for
+        # bit.
+        statistics = self.statistics or running_stats.updated(
+            state.statistics.value,
+            result.obs,
+            self._num_axes,
+            first=state.memory,
+            is_first=state.is_first,
+        )
         raw, info = {"raw_obs": state.memory, "raw_next_obs": result.obs}, result.info
         if has_agents(self.env):
             info = info.replace(env=with_names(info.env, raw))
         else:
             info = with_names(info, raw)
         return result.replace(
-            state=NormalizeState(result.state, result.obs, Shared(statistics)),
+            state=NormalizeState(
+                result.state,
+                result.obs,
+                Shared(statistics),
+                jnp.zeros_like(state.is_first),
+            ),
             obs=self._normalize(statistics, result.obs),
             info=info,
         )
@@ -217,8 +236,10 @@ class NormalizeObs(_Normalizer):
         inner = self.env.reset_done(key_fn, done, inner)
         fresh = self._normalize(state.statistics.value, inner.obs)
         return inner._replace(
-            state=state.replace(env_state=inner.state, memory=inner.obs),
-            # A lane that goes on keeps its bits: its observation was normalised before.
+            state=state.replace(
+                env_state=inner.state, memory=inner.obs, is_first=state.is_first | done
+            ),
+            # Other lanes keep their bits: their observations were normalized before.
             obs=trees.select(done, fresh, lanes.obs),
         )
 
@@ -240,9 +261,6 @@ class NormalizeObs(_Normalizer):
             raise ValueError(NOT_FROZEN)
         raw = jax.tree.map(jnp.asarray, super().normalize_obs(obs))
         return self._normalize(self.statistics, raw)
-
-    def _take_in(self, old: Statistics, raw: ArrayTree) -> Statistics:
-        return self.statistics or running_stats.updated(old, raw, self._num_axes)
 
     def _normalize(self, statistics: Statistics, raw: ArrayTree) -> ArrayTree:
         return statistics.normalize(raw, self.epsilon)

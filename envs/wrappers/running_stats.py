@@ -1,5 +1,6 @@
 """Running mean and variance of batches, for the normalising wrappers."""
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -140,31 +141,65 @@ def prior(
 
 
 def updated(
-    old: Statistics, value: ArrayTree, num_axes: int = 1, xp: Any = jnp
+    old: Statistics,
+    value: ArrayTree,
+    num_axes: int = 1,
+    xp: Any = jnp,
+    *,
+    first: ArrayTree = None,
+    is_first: Any = None,
 ) -> Statistics:
     """Updates the statistics with the batch `value`, `[B, ...]`.
 
-    The first `num_axes` axes are those of the batch, of which only B counts. An entry
-    that is not finite in some lane keeps its mean and variance.
+    The first `num_axes` axes belong to the batch, of which only B counts. An entry that
+    is not finite in some lane keeps its mean and variance.
+
+    Args:
+        old: statistics so far.
+        value: any pytree.
+        num_axes: number of axes of the batch.
+        xp: `jnp`, or NumPy for statistics of NumPy.
+        first: `[B, ...]`, more values; None for no more.
+        is_first: `[B]` bool, True for the rows of `first` that count.
     """
-    num_new = jax.tree.leaves(value)[0].shape[0]
+    num_rows = jax.tree.leaves(value)[0].shape[0]
+    num_new: Any = num_rows
+    if first is not None:
+        num_new = num_rows + xp.sum(is_first, dtype=np.float32)
     count = old.count + num_new
     # Weights stay in [0, 1]; sums would grow with the count.
     kept, new = old.count / count, num_new / count
 
-    def update(mean: Any, var: Any, x: Any) -> tuple[Any, Any]:
+    def update(mean: Any, var: Any, x: Any, more: Any) -> tuple[Any, Any]:
         if mean is None:
             return None, None
-        x, axes = x.astype(mean.dtype), tuple(range(num_axes))
-        delta = xp.mean(x, axes) - mean
-        new_var = kept * var + new * xp.var(x, axes) + xp.square(delta) * kept * new
+        x, more = x.astype(mean.dtype), more.astype(mean.dtype)
+        axes = tuple(range(num_axes))
+        if first is None:
+            batch_mean, batch_var = xp.mean(x, axes), xp.var(x, axes)
+        else:
+            flag = is_first.reshape(-1, *[1] * (x.ndim - 1))
+            num_values = num_new * math.prod(x.shape[1:num_axes])
+
+            def average(x: Any, more: Any) -> Any:
+                total = xp.sum(x, axes) + xp.sum(xp.where(flag, more, 0), axes)
+                return (total / num_values).astype(mean.dtype)
+
+            batch_mean = average(x, more)
+            batch_var = average(
+                xp.square(x - xp.expand_dims(batch_mean, axes)),
+                xp.square(more - xp.expand_dims(batch_mean, axes)),
+            )
+        delta = batch_mean - mean
+        new_var = kept * var + new * batch_var + xp.square(delta) * kept * new
         new_mean = mean + delta * new
         # One lane that is not finite makes the variance not finite, or NaN.
         is_finite = xp.isfinite(new_var)
         return xp.where(is_finite, new_mean, mean), xp.where(is_finite, new_var, var)
 
     means, structure = jax.tree.flatten(old.mean, is_leaf=lambda x: x is None)
-    others = structure.flatten_up_to(old.var), structure.flatten_up_to(value)
+    trees = old.var, value, value if first is None else first
+    others = map(structure.flatten_up_to, trees)
     pairs = [update(*x) for x in zip(means, *others, strict=True)]
     mean, var = (structure.unflatten(x) for x in zip(*pairs, strict=True))
     return Statistics(mean=mean, var=var, count=count)

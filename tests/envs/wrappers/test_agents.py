@@ -195,8 +195,10 @@ def test_statistics_are_those_of_all_agents_of_a_group():
     # The observation of agent a after n steps is `10 n + a`.
     np.testing.assert_array_equal(raw["two"], 10 * (length - 1) + np.array([0, 2]))
     np.testing.assert_array_equal(raw_next["two"], 10 * length + np.array([0, 2]))
-    # The observations of an auto-reset do not count.
-    seen = np.concatenate([raw["two"][:1], raw_next["two"]]).astype(np.float64)
+    # First observations count once: at `reset`, or in the step that acts on them.
+    is_first = np.asarray(trajectory.first) & (np.arange(len(length)) > 0)[:, None]
+    seen = [raw["two"][0].ravel(), raw_next["two"].ravel(), raw["two"][is_first]]
+    seen = np.concatenate([np.ravel(x) for x in seen]).astype(np.float64)
     # float32 sums of up to 10 * 9 over some 200 values.
     np.testing.assert_allclose(statistics.mean["two"], seen.mean(), rtol=1e-4)
     np.testing.assert_allclose(statistics.var["two"], seen.var(), rtol=1e-4)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CountEnv, quick_jit, raw
+from flax import struct
 from suite_checks import KEY, check_successors, play
 
 import rollout
@@ -105,6 +106,8 @@ def test_every_row_agrees_with_a_plain_loop(name):
     info = trajectory.info
     seen = info["raw_obs"], info["raw_next_obs"], trajectory.obs, trajectory.next_obs
     raw_obs, raw_next_obs, obs, next_obs = map(jax.tree.leaves, seen)
+    is_first = np.asarray(trajectory.first) & (np.arange(NUM_STEPS) > 0)[:, None]
+    assert is_first.any()
     statistics = carries[-1].env_state.statistics.value
     means, variances = (
         jax.tree.leaves(x, is_leaf=lambda x: x is None)
@@ -121,12 +124,15 @@ def test_every_row_agrees_with_a_plain_loop(name):
             for got, given in ((obs, raw_obs), (next_obs, raw_next_obs)):
                 if given is raw_next_obs:  # whose statistics are with it
                     seen.append(given[leaf][t])
+                    # Also the first observations, but those of `reset`, which count.
+                    seen.append(raw_obs[leaf][t][is_first[t]])
                 mean, var = plain_mean_and_var(seen)
                 want = (np.float64(given[leaf][t]) - mean) / np.sqrt(var + EPSILON)
                 assert_close(got[leaf][t], want)
         assert_close(means[leaf], mean)
         assert_close(variances[leaf], var)
-    assert_close(statistics.count, NUM_LANES * (NUM_STEPS + 1) + 1e-4)
+    num_seen = NUM_LANES * (NUM_STEPS + 1) + is_first.sum()
+    assert_close(statistics.count, num_seen + 1e-4)
 
 
 @each_env
@@ -479,3 +485,28 @@ def test_trainings_under_vmap_are_those_of_each_seed():
     want = jax.tree.map(lambda *x: jnp.stack(x), *map(one, keys))
     # Products of matrices in another order, over eight gradient steps.
     chex.assert_trees_all_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+class Contexts(struct.PyTreeNode):
+    """A bandit with the contexts -1 and 1; after its only step it observes 0."""
+
+    observation_space = envs.Box(-1.0, 1.0, (1,))
+    action_space = envs.Discrete(2)
+
+    def reset(self, key):
+        return (), jax.random.rademacher(key, (1,), jnp.float32)
+
+    def step(self, key, state, action):
+        obs = jnp.zeros(1, jnp.float32)
+        return envs.EnvStep(state=state, obs=obs, reward=0.0, terminated=True)
+
+
+def test_first_observations_of_all_episodes_count():
+    env = envs.NormalizeObs(envs.vectorize(Contexts(), 8))
+    collector = rollout.Collector(env, rollout.random_policy(env.action_space))
+    carry = quick_jit(collector.init)(KEY)
+    carry, t = quick_jit(lambda carry: collector.collect_steps(carry, None, 200))(carry)
+    # Half of the observations are 0, the others -1 and 1: the variance is 1/2.
+    assert abs(np.asarray(t.obs[100:])).max() < 1.5
+    var = float(carry.env_state.statistics.value.var[0])
+    assert abs(var - 0.5) < 0.02
