@@ -251,7 +251,7 @@ REFUSED = {
         lambda: act((ZEROS, ZEROS, {}))
     ],
     "must return actions as int32 of shape (4,), got list": [lambda: act([ZEROS, {}])],
-    "a tuple together with extras: int32 of shape (4,) at [0], got": [
+    "a tuple as (action, extras): int32 of shape (4,) at [0], got": [
         lambda: step_with(
             env=envs.vectorize(Pair(), B), policy=policy(lambda *x: (ZEROS, ZEROS))
         )
@@ -351,7 +351,7 @@ REFUSED = {
     "`num` must be an int of at least 1": [lambda: envs.spaces.Repeated(BOX, "3")],
     # Policies.
     "`action_space` must be a Box, Discrete": [lambda: rollout.random_policy(MANY)],
-    "`allowed` must be bool of": [lambda: recommendation.choose_items([[1]], [[1]])],
+    "`action_mask` must be bool": [lambda: recommendation.choose_items([[1]], [[1]])],
     # Statistics, targets, trajectories.
     "`data` must be a trajectory": [lambda: rollout.summarize(batch())],
     "`trajectory` must be `[T, B, ...]`": [

@@ -1,8 +1,8 @@
-"""Several agents: policies that control them, their transitions and statistics.
+"""Multi-agent policies, transitions and statistics.
 
-`policy_map` combines policies; `mapping` says which agents each controls; `population`
-has one policy with many sets of parameters; `transitions` rearranges a trajectory by
-agent; `agent_stats` has the statistics of agents and policies.
+`policy_map` combines single-agent policies; `mapping` assigns agents to policies;
+`population` evaluates one policy with many sets of parameters; `transitions` rearranges
+a trajectory by agent; `agent_stats` summarizes the results of agents and policies.
 """
 
 from rollout.agents.agent_stats import (

@@ -1,4 +1,4 @@
-"""`summarize_agents`: statistics of each agent and each policy, over ended episodes."""
+"""Statistics of each agent and each policy over ended episodes."""
 
 import functools
 from typing import Any
@@ -19,18 +19,18 @@ from rollout.moments import Moments, is_known, moments, moments_by_name, xp_of
 from rollout.stats import present
 from rollout.types import Accumulator, Episodes, PerAgent, Transition
 
-_NAME = "agents"  # of the accumulator
+_NAME = "agents"  # name of the accumulator
 
 
 class WinDrawLoss(struct.PyTreeNode, kw_only=True):
-    """Results of games: a win is a return above 0, a loss one below, a draw one of 0.
+    """Results of games: returns above 0 are wins, below 0 losses, and equal to 0 draws.
 
-    Where two agents of a game have the same policy, both count for it.
+    If two agents of a game have the same policy, the results of both count for it.
 
     Attributes:
-        wins: `()` int32, how many there are.
-        draws: `()` int32, likewise.
-        losses: `()` int32, likewise.
+        wins: `()` int32, number of wins.
+        draws: `()` int32, number of draws.
+        losses: `()` int32, number of losses.
     """
 
     wins: jax.Array  # ()
@@ -38,16 +38,22 @@ class WinDrawLoss(struct.PyTreeNode, kw_only=True):
     losses: jax.Array  # ()
 
     def interval(self, name: str) -> tuple[jax.Array, jax.Array]:
-        """Computes the 95 % confidence interval of the share of "wins", say.
+        """Computes the 95 % confidence interval of the share of one kind of result.
+
+        Args:
+            name: "wins", "draws" or "losses".
 
         Returns:
-            Both ends, in [0, 1], also for shares of 0 and 1. "Probable inference, the
-            law of succession, and statistical inference" (Wilson, 1927).
+            Lower and upper bound, in [0, 1], also for shares of 0 and 1.
+
+        Source:
+            "Probable inference, the law of succession, and statistical inference"
+            (Wilson, 1927).
         """
         xp, z = xp_of(self), 1.959964
         n = xp.maximum(self.wins + self.draws + self.losses, 1) * 1.0
         share = getattr(self, name) / n
-        # Wilson's interval is not centred on the share: it is pulled towards one half.
+        # Wilson's interval is not centered on the share: it is shifted towards 1/2.
         middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
         margin = z * xp.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
         margin /= 1 + z**2 / n
@@ -65,13 +71,13 @@ class WinDrawLoss(struct.PyTreeNode, kw_only=True):
 
 
 class AgentMetrics(struct.PyTreeNode, kw_only=True):
-    """Metrics of one agent or one policy, over the episodes in which it acted.
+    """Metrics of one agent or one policy over the episodes in which it acted.
 
     Attributes:
-        returns: of its undiscounted returns.
-        lengths: of the number of its actions.
+        returns: moments of the undiscounted returns.
+        lengths: moments of the number of actions per episode.
         results: wins, draws and losses, by the sign of the return.
-        accumulated: of each `PerAgent` value that is one number per agent, by its path
+        accumulated: moments of each `PerAgent` value with one number per agent, by path
             in `accumulated`, joined by "/".
     """
 
@@ -82,23 +88,24 @@ class AgentMetrics(struct.PyTreeNode, kw_only=True):
 
 
 class AgentStats(struct.PyTreeNode, kw_only=True):
-    """Statistics per agent.
+    """Statistics per agent and per policy.
 
-    `print` shows the results of every policy, or else of every agent.
+    `print` shows the results of every policy, or of every agent without a `policy_map`.
 
     Attributes:
-        num_steps: `()` int32, environment steps over all lanes, idle ones not counted.
+        num_steps: `()` int32, environment steps over all lanes, without idle steps.
         num_agent_steps: `()` int32, actions that agents took in these steps.
-        num_episodes: `()` int32, episodes that ended, also if they began before.
-        unassigned_reward: `()` float32, in these steps, the sum of rewards that answer
-            no action: from before an agent's first action and from after its end. With
-            `agent_transitions` no learner sees them; where agents win or lose together,
-            take `team_transitions`.
+        num_episodes: `()` int32, episodes that ended in these steps. They may have
+            started earlier.
+        unassigned_reward: `()` float32, sum of the rewards in these steps that belong
+            to no action: rewards before an agent's first action and after its end.
+            `agent_transitions` drops these rewards. Use `team_transitions` if agents
+            win or lose together.
         num_stale: `()` int32, agents without a last observation in these episodes.
-        num_unmapped: `()` int32, actions in these steps of agents to which the mapping
-            gave no policy that can act for them.
+        num_unmapped: `()` int32, actions in these steps of agents that the mapping
+            assigned to no policy that can act for them.
         agents: metrics by agent.
-        policies: metrics by policy, of a `policy_map`; else empty.
+        policies: metrics by policy of a `policy_map`; empty without one.
     """
 
     num_steps: jax.Array  # ()
@@ -111,7 +118,7 @@ class AgentStats(struct.PyTreeNode, kw_only=True):
     policies: dict[str, AgentMetrics]
 
     def __str__(self) -> str:
-        """Formats the results and the mean return of each policy, or each agent."""
+        """Formats the results and the mean return of each policy, or of each agent."""
         if not is_known(self.num_episodes):
             return repr(self)
         metrics = self.policies or self.agents
@@ -127,27 +134,28 @@ def evaluate_agents(
     *,
     max_episode_steps: int = checks.MAX_EPISODE_STEPS,
 ) -> AgentStats:
-    """Plays exactly `num_episodes`, and summarizes agents and policies. Jitted.
+    """Plays exactly `num_episodes` and summarizes agents and policies. Jitted.
 
-    It plays the episodes of `rollout.evaluate`, whose return is that of the team: 0 in
-    every game that one wins and the other loses. Here each agent and each policy of a
-    `policy_map` has its own results and returns:
+    The episodes are the episodes of `rollout.evaluate`, which reports team returns: the
+    team return is 0 in every zero-sum game. This function reports results and returns
+    for each agent and for each policy of a `policy_map`:
 
         print(rollout.agents.evaluate_agents(collector, params, key, 1000))
 
     Args:
-        collector: with an environment of several agents.
+        collector: a collector of an environment with several agents.
         params: parameters of the policy.
-        key: one typed key: the source of all randomness.
+        key: one typed key, the source of all randomness.
         num_episodes: N, at least 1. Static: one trace per value.
-        max_episode_steps: steps of an episode after which it is cut, at least 1; cut
-            episodes count with the returns until then.
+        max_episode_steps: number of steps after which an episode is truncated, at least
+            1. Truncated episodes count with the returns collected so far.
 
     Returns:
-        Statistics, as of `summarize_agents`; `num_unmapped` is 0.
+        Statistics as in `summarize_agents`; `num_unmapped` is 0.
 
     Raises:
-        ValueError: if the environment has one agent, or as `rollout.evaluate` does.
+        ValueError: if the environment has one agent, or for the reasons listed in
+            `rollout.evaluate`.
     """
     checks.typed_key(key)
     checks.collects_in_jax(collector)
@@ -165,8 +173,8 @@ def _evaluate(
     num_episodes: int,
     max_episode_steps: int,
 ) -> AgentStats:
-    # Inside of `jit`: its functions are new ones at every call, and would compile
-    # again.
+    # Add the accumulator inside `jit`: its functions are new at every call, and passing
+    # them into `jit` would compile again.
     collector = keep_agents(collector, params)
     carry = collector.init(key)
     _, episodes = collector.collect_episodes(
@@ -179,22 +187,22 @@ def keep_agents(collector: Collector, params: Any) -> Collector:
     """Adds the accumulator that `summarize_agents` reads in `Episodes` to a collector.
 
     Args:
-        collector: with an environment of several agents.
+        collector: a collector of an environment with several agents.
         params: parameters of the policy.
     """
     layout_of(collector.env)  # raises if there is one agent
     shapes = collector.replace(record_fn=None).row_shape(params)
 
     def init(num_envs: int) -> Any:
-        # Its values do not matter: `kept` has its structure, shapes and dtypes.
+        # `record` provides the structure, shapes and dtypes; its values do not matter.
         row = trees.blank(shapes)
         info = agents_of(row)
-        kept = info, info.unassigned_reward, _policies_of(row)
-        return trees.blank(kept, (num_envs,), skip=1)
+        record = info, info.unassigned_reward, _policies_of(row)
+        return trees.blank(record, (num_envs,), skip=1)
 
-    def update(kept: Any, transition: Transition) -> Any:
+    def update(record: Any, transition: Transition) -> Any:
         info = agents_of(transition)
-        return info, kept[1] + info.unassigned_reward, _policies_of(transition)
+        return info, record[1] + info.unassigned_reward, _policies_of(transition)
 
     accumulators = {**dict(collector.accumulators), _NAME: Accumulator(init, update)}
     return collector.replace(accumulators=accumulators)
@@ -203,19 +211,19 @@ def keep_agents(collector: Collector, params: Any) -> Collector:
 def summarize_agents(data: Transition | Episodes) -> AgentStats:
     """Summarizes agents and policies, inside or outside of `jit`.
 
-    Returns, lengths and results are those of the episodes that ended, each counted
-    whole. Short episodes are favoured; `evaluate_agents` plays exactly N.
+    Returns, lengths and results cover the episodes that ended, from their first step.
+    A window of steps favors short episodes; `evaluate_agents` plays exactly N episodes.
 
     Args:
-        data: a trajectory, `[T, B, ...]`, of an environment of several agents;
-            masked-out rows do not count. Or the `Episodes` of a collector made by
-            `rollout.agents.agent_stats.keep_agents`: then `num_unmapped` is 0.
+        data: a trajectory, `[T, B, ...]`, of an environment with several agents, whose
+            masked-out rows do not count; or the `Episodes` of a collector made by
+            `rollout.agents.agent_stats.keep_agents`, for which `num_unmapped` is 0.
 
     Returns:
-        Statistics, each `()`; means over no episode are NaN.
+        Statistics, each `()`; means over no episodes are NaN.
 
     Raises:
-        ValueError: if the data is not of several agents.
+        ValueError: if the environment of the data does not have several agents.
     """
     is_named, is_unmapped = isinstance(data.accumulated, dict), jnp.zeros((), bool)
     accumulated: dict[str, Any] = data.accumulated if is_named else {}
@@ -223,7 +231,7 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
         if _NAME not in accumulated:
             raise ValueError(
                 "`data` must be a trajectory, or `Episodes` of a collector made by "
-                "`rollout.agents.agent_stats.keep_agents`, got others."
+                "`rollout.agents.agent_stats.keep_agents`, got other `Episodes`."
             )
         info, unassigned_reward, policies = accumulated[_NAME]
         num_steps, num_actions = data.num_steps, info.agent_length
@@ -236,21 +244,21 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
         if policies:
             is_unmapped = num_actions & (policies[0] < 0)
     # An agent may win or lose before its first action.
-    took_part = ended & ((info.agent_length > 0) | (info.agent_return != 0))
-    of_policies = {}
+    is_counted = ended & ((info.agent_length > 0) | (info.agent_return != 0))
+    policy_flags = {}
     if policies:
         policy_id, policy_index = policies
-        of_policies = {
-            name: took_part & policy_index.select(name, policy_id)
+        policy_flags = {
+            name: is_counted & policy_index.select(name, policy_id)
             for name, *_ in policy_index.indices
         }
-    # `[A]`, compared with one name at a time: the columns of that agent.
+    # `names == name` is `[A]` bool and selects the column of one agent.
     names = np.array(info.layout.agents)
-    agents = {
-        name: took_part & jnp.broadcast_to(names == name, took_part.shape)
+    agent_flags = {
+        name: is_counted & jnp.broadcast_to(names == name, is_counted.shape)
         for name in info.layout.agents
     }
-    own = {name: x.value for name, x in accumulated.items() if isinstance(x, PerAgent)}
+    per_agent = {k: x.value for k, x in accumulated.items() if isinstance(x, PerAgent)}
 
     def metrics(flag: jax.Array) -> AgentMetrics:
         return AgentMetrics(
@@ -261,7 +269,7 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
             ),
             returns=moments(info.agent_return, flag),
             lengths=moments(info.agent_length, flag),
-            accumulated=moments_by_name(own, flag),
+            accumulated=moments_by_name(per_agent, flag),
         )
 
     return AgentStats(
@@ -271,13 +279,13 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
         unassigned_reward=jnp.sum(unassigned_reward),
         num_stale=_count(ended & info.waiting),
         num_unmapped=_count(is_unmapped),
-        agents={name: metrics(flag) for name, flag in agents.items()},
-        policies={name: metrics(flag) for name, flag in of_policies.items()},
+        agents={name: metrics(flag) for name, flag in agent_flags.items()},
+        policies={name: metrics(flag) for name, flag in policy_flags.items()},
     )
 
 
 def _policies_of(transition: Transition) -> Any:
-    """Returns `(policy_id, policy_index)` of a `policy_map`, or ()."""
+    """Returns `(policy_id, policy_index)` of a `policy_map`, or () without one."""
     extras = transition.extras
     is_mapped = isinstance(extras, MapExtras)
     return (extras.policy_id, extras.policy_index) if is_mapped else ()

@@ -1,13 +1,13 @@
-"""Maps agents to policies, and puts the actions of all back together.
+"""Maps agents to policies, and joins the actions of all policies.
 
-A mapping is fixed, or a function that draws each agent's policy in every episode.
-Policies are numbered in their order, and a population takes as many numbers as it has
-members. Trajectories keep a `PolicyIndex`, which names the numbers.
+A mapping is either fixed, or a function that samples each agent's policy in every
+episode. Policies are numbered in their order, and a population has one number per
+member. Trajectories store a `PolicyIndex`, which maps numbers to names.
 
-A subgroup is the agents of one group that one policy controls, the same columns in
-every lane. Under a fixed mapping the subgroups partition the group. Under a drawn
-mapping a policy may control any agent, so every policy acts for the whole group and
-each agent's action is chosen afterwards; only a population costs one member per agent.
+A subgroup contains the agents of one group that one policy controls: the same columns
+in every lane. Under a fixed mapping the subgroups partition the group. Under a mapping
+function a policy may control any agent, so every policy acts for the whole group, and
+each agent's action is selected afterwards. A population evaluates one member per agent.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -31,19 +31,19 @@ MappingFn = Callable[[Key, tuple[str, ...]], jax.Array]
 
 
 class FixedMapping(NamedTuple):
-    """Agents with the names of their policies, the same in every episode."""
+    """The name of each agent's policy, the same in every episode."""
 
     policies: tuple[tuple[str, str], ...] | str
 
 
 def static_mapping(policies: Mapping[str, str] | str) -> FixedMapping:
-    """Makes the mapping that gives every agent the same policy in every episode.
+    """Makes a mapping that assigns the same policy to an agent in every episode.
 
     A policy is evaluated only for the agents that it controls.
 
     Args:
-        policies: the name of a policy for every agent of the environment; or one name,
-            of the policy that controls all of them.
+        policies: names of policies by agent, for every agent of the environment; or the
+            name of the policy that controls all agents.
     """
     return FixedMapping(
         policies if isinstance(policies, str) else tuple(policies.items())
@@ -51,12 +51,12 @@ def static_mapping(policies: Mapping[str, str] | str) -> FixedMapping:
 
 
 class PolicyIndex(struct.PyTreeNode):
-    """The policies of a map by number; static.
+    """Names the policy indices of a policy map. All fields are static.
 
     Attributes:
-        indices: `(name, first, last)` of every policy, `last` not included.
+        indices: `(name, first, last)` of every policy, with `last` excluded.
         columns: `(name, group, columns)`, the agents of a group that a policy controls
-            under a fixed mapping; None under a drawn one.
+            under a fixed mapping; None under a mapping function.
     """
 
     indices: tuple[tuple[str, int, int], ...] = struct.field(pytree_node=False)
@@ -65,15 +65,15 @@ class PolicyIndex(struct.PyTreeNode):
     )
 
     def select(self, name: str, policy_id: jax.Array) -> jax.Array:
-        """Returns where a policy was in control, bool of the shape of `policy_id`.
+        """Returns a bool of the shape of `policy_id`, True for one policy's indices.
 
         Raises:
             ValueError: if no policy has that name.
         """
-        for known, first, last in self.indices:
-            if known == name:
+        for policy_name, first, last in self.indices:
+            if policy_name == name:
                 return (policy_id >= first) & (policy_id < last)
-        names = ", ".join(known for known, *_ in self.indices)
+        names = ", ".join(policy_name for policy_name, *_ in self.indices)
         raise ValueError(f"`name` must be one of the policies {names}, got {name!r}.")
 
 
@@ -81,10 +81,10 @@ class MapExtras(struct.PyTreeNode):
     """The `extras` of a `policy_map`.
 
     Attributes:
-        agents: by group `[T, B, A_g, ...]`, the extras of the policies.
-        policy_id: `[T, B, A]` int32, the index of the policy of each agent; -1 if the
-            mapping gave none that can act for it.
-        policy_index: names the indices.
+        agents: extras of the policies by group, `[T, B, A_g, ...]`.
+        policy_id: `[T, B, A]` int32, index of each agent's policy; -1 if the mapping
+            assigned no policy that can act for the agent.
+        policy_index: names of the indices.
     """
 
     agents: dict[str, Any]  # by group [T, B, A_g, ...]
@@ -95,12 +95,12 @@ class MapExtras(struct.PyTreeNode):
 def number(
     policies: Mapping[str, Policy | Population],
 ) -> tuple[tuple[str, int, int], ...]:
-    """Checks policies by name, and numbers them, as `PolicyIndex.indices`."""
+    """Validates policies by name, and numbers them as in `PolicyIndex.indices`."""
     checks.kind("`policies` must be a dict by name", policies, Mapping)
     indices, first = [], 0
     for name, policy in policies.items():
-        what = f"`policies[{name!r}]` must be a policy or a population"
-        checks.kind(what, policy, Policy | Population)
+        message = f"`policies[{name!r}]` must be a policy or a population"
+        checks.kind(message, policy, Policy | Population)
         last = first + (policy.size if isinstance(policy, Population) else 1)
         indices.append((name, first, last))
         first = last
@@ -112,7 +112,7 @@ def policies_by_agent(
     mapping: FixedMapping,
     agents: tuple[str, ...],
 ) -> dict[str, str]:
-    """Checks a fixed mapping against the agents; returns the policy of each agent."""
+    """Validates a fixed mapping; returns the name of each agent's policy."""
     if isinstance(mapping.policies, str):
         by_agent = dict.fromkeys(agents, mapping.policies)
     else:
@@ -120,18 +120,18 @@ def policies_by_agent(
     single = [x for x, y in policies.items() if not isinstance(y, Population)]
     if set(by_agent) != set(agents) or not set(by_agent.values()) <= set(single):
         raise ValueError(
-            f"`static_mapping` must map the agents {', '.join(agents)} to policies, "
-            f"{', '.join(single) or 'none here'} (members of a population are drawn), "
-            f"got {by_agent}."
+            f"`static_mapping` must map the agents {', '.join(agents)} to the policies "
+            f"{', '.join(single) or '(none)'}, got {by_agent}. Use a mapping function "
+            "for the members of a population."
         )
     return by_agent
 
 
 class Subgroup(NamedTuple):
-    """The agents, `columns` of one group, that one policy controls.
+    """The agents of one group that one policy controls.
 
     Attributes:
-        number: among all subgroups of the map.
+        number: number of the subgroup among all subgroups of the map.
         name: name of the policy.
         first: index of the policy, or of the first member of a population.
         size: number of members of a population; None for a policy.
@@ -147,17 +147,17 @@ class Subgroup(NamedTuple):
     columns: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Names it in messages."""
+        """Describes the subgroup in messages."""
         return (
             f"The policy {self.name!r}, which controls the group {self.group.name!r},"
         )
 
     def controls(self, policy_id: jax.Array) -> jax.Array:
-        """Returns a bool, True where an index is one of this policy's."""
+        """Returns a bool, True for the indices of the policy."""
         return (policy_id >= self.first) & (policy_id < self.first + (self.size or 1))
 
     def of(self, per_agent: jax.Array) -> jax.Array:
-        """Takes the agents of the subgroup, `[B, n]`, of `[B, A]`."""
+        """Selects the agents of the subgroup: `[B, A]` to `[B, n]`."""
         return _take(per_agent, tuple(self.group.members[x] for x in self.columns))
 
 
@@ -170,8 +170,9 @@ def make_subgroups(
 ) -> tuple[Subgroup, ...]:
     """Lists the subgroups that a mapping can use, group by group.
 
-    `by_agent` has the policy of each agent under a fixed mapping, `groups` the groups
-    that a policy can act for under a drawn one, all if it has no entry.
+    Under a fixed mapping, `by_agent` has the policy of each agent. Under a mapping
+    function, `groups` has the groups that a policy can act for; a policy without an
+    entry can act for all groups.
     """
     subgroups = []
     for group in layout.groups:
@@ -202,16 +203,16 @@ def decide(
 ) -> PolicyStep:
     """Applies the policy of a subgroup to its agents, `[B, n, ...]`.
 
-    With `use_mode` it takes its mode, if the policy has one.
+    If `use_mode` is True and the policy has a mode, applies its mode instead.
     """
     apply = policy.mode if use_mode and policy.has_mode else policy.apply
     decision = _call(subgroup, apply, policy_id, params, obs, state, key)
     num_envs, num = policy_id.shape[0], len(subgroup.columns)
     who, space = str(subgroup), subgroup.group
-    seen = merge(obs[space.name])
-    decision = outputs.decision(who, decision, space, num_envs * num, seen)
-    merged, what = merge(state), f"{subgroup} must return the state as it came in"
-    checks.same(what, merged, decision.state)
+    group_obs = merge(obs[space.name])
+    decision = outputs.decision(who, decision, space, num_envs * num, group_obs)
+    message = f"{subgroup} must return a state like its input state"
+    checks.same(message, merge(state), decision.state)
     return unmerge(decision, num_envs)
 
 
@@ -234,7 +235,7 @@ def value(
         check_values(values, obs)
         return values
 
-    # A critic draws nothing, but `_call` calls it as it calls a policy.
+    # `_call` passes a key as for a policy, but a critic does not use it.
     no_key = jax.random.key(0)
     values = _call(subgroup, apply, policy_id, params, obs, state, no_key)
     return unmerge(values, num_envs)
@@ -249,19 +250,19 @@ def _call(
     state: ArrayTree,
     key: Key,
 ) -> Any:
-    """Calls a function of a policy for its agents, `[B, n, ...]` as `[B * n, ...]`."""
+    """Applies a policy or critic to its agents, `[B, n, ...]` as `[B * n, ...]`."""
     name, size = subgroup.name, subgroup.size
-    # The policy sees agents as lanes of their own, `[B * n, ...]`.
-    seen, state = merge((_take(obs[subgroup.group.name], subgroup.columns), state))
+    # The policy observes each agent as a lane, `[B * n, ...]`.
+    lane_obs, state = merge((_take(obs[subgroup.group.name], subgroup.columns), state))
     try:
         if size is None:
-            return apply(params[name], seen, state, key)
-        # An agent of another policy gets any member; `join` drops its action.
+            return apply(params[name], lane_obs, state, key)
+        # An agent of another policy gets any member; `join` discards the action.
         member = subgroup.of(policy_id) - subgroup.first
         member = jnp.clip(member, 0, size - 1).reshape(-1)
-        return apply_members(apply, size, member, params[name], seen, state, key)
+        return apply_members(apply, size, member, params[name], lane_obs, state, key)
     except Exception as error:
-        error.add_note(f"{subgroup} raised this.")
+        error.add_note(f"{subgroup} raised this error.")
         raise
 
 
@@ -272,14 +273,15 @@ def join(
     *,
     is_fixed: bool,
 ) -> ArrayTree:
-    """Joins the values of all subgroups of a group, `[B, n, ...]`: `[B, A_g, ...]`."""
+    """Joins the values of a group's subgroups, `[B, n, ...]`, to `[B, A_g, ...]`."""
     if is_fixed and len(values) == 1:
         return values[0]
     if is_fixed:
         # The columns are a permutation of the group's agents; `argsort` inverts it.
         order = np.argsort(np.concatenate([x.columns for x in subgroups]))
         return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1)[:, order], *values)
-    # Under a drawn mapping each policy acted for all; an agent of none gets zeros.
+    # All policies acted for all agents: select the value of each agent's policy. An
+    # agent without a policy gets zeros.
     joined = jax.tree.map(jnp.zeros_like, values[0])
     for subgroup, value in zip(subgroups, values, strict=True):
         joined = trees.select(subgroup.controls(subgroup.of(policy_id)), value, joined)
@@ -287,43 +289,43 @@ def join(
 
 
 def fill_extras(subgroups: list[Subgroup], steps: list[PolicyStep]) -> list[Any]:
-    """Returns the extras of a group's policies, zeros for names of others."""
-    every, kinds = [], {}
+    """Returns the extras of a group's policies, with zeros for missing names."""
+    all_extras, templates = [], {}
     for subgroup, step in zip(subgroups, steps, strict=True):
-        is_nothing = isinstance(step.extras, tuple) and not step.extras
-        extras: Any = {} if is_nothing else step.extras
-        what = f"The extras of the policy {subgroup.name!r} must be () or a dict"
-        checks.kind(what, extras, dict)
-        every.append(extras)
+        is_empty = isinstance(step.extras, tuple) and not step.extras
+        extras: Any = {} if is_empty else step.extras
+        message = f"The extras of the policy {subgroup.name!r} must be () or a dict"
+        checks.kind(message, extras, dict)
+        all_extras.append(extras)
         for name, x in extras.items():
-            # Of one agent, for policies may control different numbers of them.
-            one = jax.eval_shape(lambda x: jax.tree.map(lambda y: y[0, 0], x), x)
-            what = f"Policies of one group must return the same kind of `{name}`"
-            checks.same(what, kinds.setdefault(name, one), one)
+            # Compare one agent: policies may control different numbers of agents.
+            template = jax.eval_shape(lambda x: jax.tree.map(lambda y: y[0, 0], x), x)
+            message = f"Policies of one group must return the same kind of `{name}`"
+            checks.same(message, templates.setdefault(name, template), template)
     filled = []
-    for subgroup, step, extras in zip(subgroups, steps, every, strict=True):
+    for subgroup, step, extras in zip(subgroups, steps, all_extras, strict=True):
         axes = jax.tree.leaves(step.action)[0].shape[0], len(subgroup.columns)
-        others = {name: x for name, x in kinds.items() if name not in extras}
-        filled.append({**extras, **trees.blank(others, axes)})
+        missing = {name: x for name, x in templates.items() if name not in extras}
+        filled.append({**extras, **trees.blank(missing, axes)})
     return filled
 
 
 def _take(tree: ArrayTree, columns: tuple[int, ...]) -> ArrayTree:
-    """Takes columns of `[B, n, ...]`."""
+    """Selects columns of `[B, n, ...]`."""
     first, num = columns[0], len(columns)
-    # A slice, which XLA fuses with its reader; a gather would be a copy.
+    # XLA fuses a slice with its consumer; a gather would copy.
     if columns == tuple(range(first, first + num)):
         return jax.tree.map(lambda x: x[:, first : first + num], tree)
     return jax.tree.map(lambda x: x[:, np.asarray(columns)], tree)
 
 
 def merge(tree: ArrayTree) -> ArrayTree:
-    """`[B, n, ...]` to `[B * n, ...]`."""
+    """Merges lanes and agents: `[B, n, ...]` to `[B * n, ...]`."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
 
 def unmerge(tree: ArrayTree, num_envs: int) -> ArrayTree:
-    """`[B * n, ...]` to `[B, n, ...]`."""
+    """Splits lanes and agents: `[B * n, ...]` to `[B, n, ...]`."""
 
     def split(x: jax.typing.ArrayLike) -> jax.Array:
         x = jnp.asarray(x, jnp.result_type(x))

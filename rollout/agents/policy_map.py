@@ -1,4 +1,4 @@
-"""`policy_map`: combines policies for single agents into one for several."""
+"""Combines single-agent policies into one multi-agent policy."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping
@@ -33,50 +33,54 @@ def policy_map(
     groups: Mapping[str, Collection[str]] | None = None,
     value_fn: Callable[[Any, Any, Any], ArrayTree] | None = None,
 ) -> Policy:
-    """Combines policies for single agents into one policy for several.
+    """Combines single-agent policies into one multi-agent policy.
 
-    Each policy sees the agents that it controls as a batch: `obs` of their group,
-    `[B * n, ...]`, lane by lane. An agent's recurrent state restarts with every
-    episode, and stays unchanged where the agent does not act. A single policy of a
-    single group acts with the key of the step, others with keys derived from it.
+    Each policy observes the agents that it controls as a batch: the `obs` of their
+    group, `[B * n, ...]`, lane by lane. An agent's recurrent state is reset in every
+    episode and stays unchanged at steps at which the agent does not act. If a single
+    policy controls a single group, it acts with the key of the step. Several policies
+    act with keys derived from the key of the step.
 
     Args:
-        policies: by name. Policies of one group may differ in class; `extras` that are
-            dicts are joined by name, with zeros where a policy has no such entry.
-        policy_mapping_fn: `(key, agents)` to `[A]` integers, for each agent the index
-            of its policy in the order of `policies`, where a population takes as many
-            indices as it has members. `agents` are the names. It is called with a key
-            of each lane's episode, so it holds until that ends and does not depend on
-            the number of lanes. Or a mapping made by `static_mapping`.
-        env: the environment whose agents are mapped: a `MultiAgentEnv`, or lanes of it
-            made by `rollout.envs.vectorize`. The policy acts in any number of
-            lanes of environments with these agents.
-        groups: for a mapping function, the names of the groups that a policy can act
-            for, by policy. A policy without an entry must be able to act for all.
-        value_fn: a critic of the team that replaces those of the policies, `(params,
-            obs, state)` to `[K]` float32, or to `[K, A_g]` by group; see
-            `Policy.value`.
+        policies: policies and populations by name. Policies of one group may have
+            different classes. Dicts of extras are joined by name, with zeros for
+            policies without an entry.
+        policy_mapping_fn: function `(key, agents)` of a key and the names of the agents
+            that returns the index of each agent's policy, `[A]` integers. Indices
+            follow the order of `policies`, and a population has one index per member.
+            The key belongs to the lane's episode, so the mapping is constant within an
+            episode and does not depend on the number of lanes. Alternatively, a mapping
+            made by `static_mapping`.
+        env: environment whose agents are mapped: a `MultiAgentEnv`, or lanes of it made
+            by `rollout.envs.vectorize`. The policy acts in any number of lanes of
+            environments with these agents.
+        groups: names of the groups that a policy can act for, by policy; only for a
+            mapping function. A policy without an entry must be able to act for all
+            groups.
+        value_fn: critic of the team, which replaces the critics of the policies:
+            function `(params, obs, state)` that returns values, `[K]` float32 or
+            `[K, A_g]` by group; see `Policy.value`.
 
     Returns:
-        A policy for lanes of an environment of several agents. Its `params` are a dict
-        by policy name, with an entry for each. Its extras are `MapExtras`. Agents
-        without a policy that can act for them take the action zero. Its mode
-        uses the modes of those policies that have one. Without a `value_fn`, its critic
-        returns the values of the groups of policies with a critic, `[K, A_g]` by name,
-        and 0 for agents whose policy has none.
+        A policy for lanes of an environment with several agents. Its `params` are a
+        dict with an entry for every policy name. Its extras are `MapExtras`. Agents
+        without a policy that can act for them take the action zero. Its mode uses the
+        mode of every policy that has one. Without a `value_fn`, its critic returns
+        values by group, `[K, A_g]`, for groups with a critic, and 0 for agents whose
+        policy has no critic.
 
     Raises:
-        ValueError: if `policies` are not policies by name, or a population under a
-            fixed mapping; if `env` is not of several agents; if the mapping lacks an
-            agent, or names one or a policy that does not exist; if `groups` names such
-            a group or policy, leaves a group without a policy, or is given with a fixed
-            mapping. While tracing, if a policy returns actions that are not of the
-            group's action space, or extras that are not () or a dict.
+        ValueError: if `policies` is not a dict of policies by name, or contains a
+            population under a fixed mapping; if `env` does not have several agents; if
+            the mapping lacks an agent, or names an unknown agent or policy; if `groups`
+            names an unknown group or policy, leaves a group without a policy, or is
+            given with a fixed mapping. While tracing, if a policy returns actions
+            outside the group's action space, or extras other than () or a dict.
         KeyError: while tracing, if `params` lacks an entry.
     """
     index = PolicyIndex(mapping.number(policies), None)
-    what = "`policy_mapping_fn` must be a function or made by `static_mapping`"
-    checks.kind(what, policy_mapping_fn, Callable | FixedMapping)
+    message = "`policy_mapping_fn` must be a function or made by `static_mapping`"
+    checks.kind(message, policy_mapping_fn, Callable | FixedMapping)
     if value_fn is not None:
         checks.function("value_fn", value_fn, "params", "obs", "state")
     layout, by_agent = layout_of(env), None
@@ -84,7 +88,7 @@ def policy_map(
     if isinstance(policy_mapping_fn, FixedMapping):
         by_agent = mapping.policies_by_agent(policies, policy_mapping_fn, layout.agents)
     else:
-        # Called once with a key of no episode, only for the shape of what it returns.
+        # Trace the function with an arbitrary key to check the shape of its result.
         shape = jax.eval_shape(
             lambda: policy_mapping_fn(jax.random.key(0), layout.agents)
         )
@@ -95,19 +99,19 @@ def policy_map(
                 "`policy_mapping_fn` must return an index per agent, integers of shape "
                 f"({num},), got {checks.describe(shape)}."
             )
-    known = {group.name for group in layout.groups}
-    names = set(policies) if by_agent is None else set()
-    asked = {name for its in groups.values() for name in its}
-    playing = mapping.make_subgroups(policies, index, layout, by_agent, groups)
-    idle = known - {subgroup.group.name for subgroup in playing}
-    if idle or not (set(groups) <= names and asked <= known):
+    group_names = {group.name for group in layout.groups}
+    policy_names = set(policies) if by_agent is None else set()
+    requested = {name for names in groups.values() for name in names}
+    subgroups = mapping.make_subgroups(policies, index, layout, by_agent, groups)
+    unused = group_names - {subgroup.group.name for subgroup in subgroups}
+    if unused or not (set(groups) <= policy_names and requested <= group_names):
         raise ValueError(
-            "`groups` must map policies of a mapping function, "
-            f"{', '.join(sorted(names)) or 'none here'}, to groups, "
-            f"{', '.join(sorted(known))}, and leave each a policy, got {groups}."
+            "`groups` must map the policies of a mapping function "
+            f"({', '.join(sorted(policy_names)) or 'none'}) to groups "
+            f"({', '.join(sorted(group_names))}), each with a policy, got {groups}."
         )
     if by_agent is not None:
-        columns = tuple((x.name, x.group.name, x.columns) for x in playing)
+        columns = tuple((x.name, x.group.name, x.columns) for x in subgroups)
         index = index.replace(columns=columns)
     return PolicyMap(
         policies=tuple(policies.values()),
@@ -115,7 +119,7 @@ def policy_map(
         value_fn=value_fn,
         index=index,
         layout=layout,
-        subgroups=playing,
+        subgroups=subgroups,
     )
 
 
@@ -123,23 +127,24 @@ def policy_state(state: Carry | ArrayTree, name: str) -> dict[str, ArrayTree]:
     """Returns the recurrent state of one policy of a `policy_map`.
 
     Args:
-        state: a carry, or its `policy_state`, as `Policy.value` gets it.
-        name: of the policy.
+        state: a carry, or its `policy_state`, which `Policy.value` gets.
+        name: name of the policy.
 
     Returns:
-        By group `[B * n, ...]`, for the `n` agents per lane that the policy may
-        control, in the layout of the observations that it sees.
+        The states by group, `[B * n, ...]`, for the `n` agents per lane that the policy
+        may control, in the layout of the observations of the policy.
 
     Raises:
-        ValueError: if the state is not of a `policy_map` with a policy of that name.
+        ValueError: if the state does not contain the state of one `policy_map` with a
+            policy of that name.
     """
     tree = state.policy_state if isinstance(state, Carry) else state
     is_map = lambda x: isinstance(x, _MapState)  # noqa: E731
     maps = [x for x in jax.tree.leaves(tree, is_leaf=is_map) if is_map(x)]
     if len(maps) != 1 or name not in maps[0].inner:
-        got = ", ".join(maps[0].inner) if maps else "none"
+        names = ", ".join(maps[0].inner) if maps else "none"
         raise ValueError(
-            f"`name` must be a policy of a `policy_map`, {got}, got {name!r}."
+            f"`name` must be a policy of a `policy_map` ({names}), got {name!r}."
         )
     return mapping.merge(maps[0].inner[name])
 
@@ -147,15 +152,15 @@ def policy_state(state: Carry | ArrayTree, name: str) -> dict[str, ArrayTree]:
 class _MapState(struct.PyTreeNode, kw_only=True):
     """State of a policy map, `[B, n, ...]` per subgroup."""
 
-    key: Any  # the EpisodeKey that the mapping is drawn from, or ()
-    inner: dict[str, dict[str, ArrayTree]]  # by policy and group
+    key: Any  # EpisodeKey from which the mapping is sampled; () if it is fixed
+    inner: dict[str, dict[str, ArrayTree]]  # states by policy and group
 
 
 class PolicyMap(Policy):
-    """The policy that `policy_map` makes."""
+    """Multi-agent policy; made by `policy_map`."""
 
     policies: tuple[Policy | Population, ...]  # in the order of `index`
-    # A `MappingFn`, or a `FixedMapping`.
+    # A `MappingFn` or a `FixedMapping`.
     policy_mapping_fn: Any = struct.field(pytree_node=False)
     # A function or None.
     value_fn: Any = struct.field(pytree_node=False)
@@ -169,7 +174,7 @@ class PolicyMap(Policy):
         return isinstance(self.policy_mapping_fn, FixedMapping)
 
     def policy_of(self, subgroup: Subgroup) -> Policy:
-        """Returns the policy of a subgroup, for a population that of its members."""
+        """Returns the policy of a subgroup; the members' policy for a population."""
         names = [name for name, *_ in self.index.indices]
         policy = self.policies[names.index(subgroup.name)]
         return policy.policy if isinstance(policy, Population) else policy
@@ -188,11 +193,11 @@ class PolicyMap(Policy):
         return self._act(False, params, obs, state, key)
 
     def mode(self, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
-        """Applies the modes of those policies that have one."""
+        """Applies the mode of every policy that has one, and `apply` of the rest."""
         return self._act(True, params, obs, state, key)
 
     def value(self, params: Any, obs: Any, state: Any) -> Any:
-        """Calls `value_fn`, or evaluates the critics, `[K, A_g]` by group."""
+        """Calls `value_fn`, or evaluates the policies' critics, `[K, A_g]` by group."""
         if self.value_fn is not None:
             return self.value_fn(params, obs, state)
         policy_id = self._policy_ids(state, obs[ACTING].shape)
@@ -223,15 +228,15 @@ class PolicyMap(Policy):
 
     @property
     def has_value(self) -> bool:
-        """Whether there is a `value_fn`, or one of the policies has a critic."""
+        """Whether `value_fn` is given or one of the policies has a critic."""
         has_critic = any(self.policy_of(x).has_value for x in self.subgroups)
         return self.value_fn is not None or has_critic
 
     def _act(
         self, use_mode: bool, params: Params, obs: Obs, state: _MapState, key: Key
     ) -> PolicyStep:
-        what = "`policy_map` must act in an environment of several agents"
-        checks.kind(what, obs, Mapping)
+        message = "`policy_map` must act in an environment of several agents"
+        checks.kind(message, obs, Mapping)
         acting = obs[ACTING]
         policy_id = self._policy_ids(state, acting.shape)
         join = functools.partial(
@@ -244,7 +249,7 @@ class PolicyMap(Policy):
             steps = []
             for subgroup in subgroups:
                 group_state = inner[subgroup.name][group]
-                step_key = key  # a single policy samples as it would without a map
+                step_key = key  # a single policy samples the same without a map
                 if len(self.subgroups) > 1:
                     step_key = prng.fold_in(key, subgroup.number)
                 policy = self.policy_of(subgroup)
@@ -258,7 +263,7 @@ class PolicyMap(Policy):
                     group_state,
                     step_key,
                 )
-                # States change only where an agent acts under that policy.
+                # Update only the states of agents that act under this policy.
                 is_acting = subgroup.of(acting & subgroup.controls(policy_id))
                 inner[subgroup.name][group] = trees.select(
                     is_acting, step.state, group_state
@@ -278,13 +283,13 @@ class PolicyMap(Policy):
                 members = [subgroup.group.members[x] for x in subgroup.columns]
                 ids[members] = subgroup.first
             return jnp.broadcast_to(jnp.asarray(ids)[None], shape)
-        # Sampled at every step. Keeping it in the state saves nothing: then all lanes
-        # sample at every step too, for those that are reset.
+        # Sample the mapping at every step. Storing it in the state would save nothing:
+        # all lanes would still sample at every step, because some lanes are reset.
         sample = jax.vmap(lambda key: self.policy_mapping_fn(key, agents))
         policy_id = sample(prng.inline(state.key.value)).astype(jnp.int32)
         is_mapped = jnp.zeros(shape, bool)
         for subgroup in self.subgroups:
             is_member = np.isin(np.arange(len(agents)), subgroup.group.members)
             is_mapped |= subgroup.controls(policy_id) & is_member[None]
-        # -1 is no policy's index: nothing acts for the agent, and its action is zero.
+        # -1 is not the index of a policy: no policy acts, and the action is zero.
         return jnp.where(is_mapped, policy_id, -1)

@@ -1,9 +1,9 @@
-"""Rearranges a trajectory into each agent's own transitions.
+"""Rearranges a trajectory into the transitions of each agent.
 
-An agent's action is answered at its next turn, at its own end, or at the end of the
-episode. Until then it is *pending*: it may be taken in one window of steps and answered
-in another. Steps at which an agent has no pending action have a row only if its rows
-last until the end of the episode.
+An agent's action is *answered* at the agent's next turn, when the agent ends, or at the
+end of the episode. Until then the action is *pending*: it may be taken in one window of
+steps and answered in another. Steps at which an agent has no pending action have a row
+in `team_transitions` only.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,18 +28,18 @@ _UNROLL = 16  # steps in one iteration on accelerators
 class AgentTransition(Transition):
     """The transitions of the agents of a group, `[T, B * A_g, ...]`.
 
-    Agent i of lane b is in column `b * A_g + i`. `episode_return` is the sum of the
-    agent's transitions in the episode so far, and `episode_length` counts its actions.
-    `extras` are those of the agent's policy, `info` is `()`, and `accumulated` has the
-    `PerAgent` values.
+    Agent i of lane b is in column `b * A_g + i`. `episode_return` sums the rewards of
+    the agent's transitions in the episode so far, and `episode_length` counts the
+    agent's actions. `extras` come from the agent's policy, `info` is `()`, and
+    `accumulated` has the `PerAgent` values.
 
     Attributes:
-        acting: `[T, B * A_g]` bool, the transition has an action of the agent.
-        stale_next_obs: `[T, B * A_g]` bool, the episode ended without an observation
-            for the agent, and `next_obs` repeats its last one.
-        policy_id: `[T, B * A_g]` int32, the index of the agent's policy; `()` without a
+        acting: `[T, B * A_g]` bool, True if the transition has an action of the agent.
+        stale_next_obs: `[T, B * A_g]` bool, True if the episode ended without an
+            observation for the agent, and `next_obs` repeats the agent's last one.
+        policy_id: `[T, B * A_g]` int32, index of the agent's policy; `()` without a
             `policy_map`.
-        policy_index: names the indices; `()` without a `policy_map`.
+        policy_index: names of the indices; `()` without a `policy_map`.
     """
 
     acting: jax.Array  # [T, B * A_g]
@@ -50,21 +50,22 @@ class AgentTransition(Transition):
 
 AgentRows = dict[str, AgentTransition]  # by group, `[T, B * A_g]`
 
-# The extras of one group's policies to the critic's values that they recorded.
+# Maps the extras of one group's policies to the values that the policies recorded.
 RecordedValueFn = Callable[[Any], jax.Array]
 
 
 class Pending(struct.PyTreeNode, kw_only=True):
-    """The actions that were not answered when a window ended.
+    """The unanswered actions at the end of a window of steps.
 
     Attributes:
-        is_open: `[B, A]` bool, True where the agent has a pending action.
-        reward: `[B, A]` float32, sum of the agent's rewards since that action.
-        answered: `[B, A]` float32, sum of the rewards of its answers in the episode.
-        episode_id: `[B]` int32, the episode of the lane's last step.
-        source: `(obs, action, extras, policy_id)` of the action by group, each
+        is_open: `[B, A]` bool, True if the agent has a pending action.
+        reward: `[B, A]` float32, sum of the agent's rewards since the pending action.
+        answered: `[B, A]` float32, sum of the rewards of the agent's answered actions
+            in the episode.
+        episode_id: `[B]` int32, episode of the lane's last step.
+        source: `(obs, action, extras, policy_id)` of the pending action by group, each
             `[B, A_g, ...]`.
-        layout: the agents.
+        layout: agents and groups of the environment.
     """
 
     is_open: jax.Array  # [B, A]
@@ -78,18 +79,19 @@ class Pending(struct.PyTreeNode, kw_only=True):
     def init(
         cls, collector: Collector, carry: Carry, params: Any = None
     ) -> "Pending | tuple[()]":
-        """Makes the first `pending` of `agent_transitions`, without an action.
+        """Makes the first `pending` of `agent_transitions`, without pending actions.
 
-        Actions that were taken before `carry` give no transition.
+        Actions taken before `carry` have no transition.
 
         Args:
             collector: a collector of an environment with several agents.
-            carry: the carry that the first trajectory will start from.
-            params: parameters as `collect_steps` takes them: they decide the shapes of
-                the extras.
+            carry: the carry from which the first trajectory starts.
+            params: parameters as in `collect_steps`; they determine the shapes of the
+                extras.
 
         Returns:
-            `()` if every agent acts at every step: then no action is ever pending.
+            The initial `pending`; `()` if every agent acts at every step, since actions
+            are then never pending.
 
         Raises:
             ValueError: if the environment does not have several agents.
@@ -115,36 +117,37 @@ def agent_transitions(
     *,
     recorded_value_fn: RecordedValueFn | None = None,
 ) -> tuple[Pending | tuple[()], AgentRows]:
-    """Turns a trajectory into each agent's transitions, inside or outside of `jit`.
+    """Converts a trajectory to each agent's transitions, inside or outside of `jit`.
 
-    A transition stands at the step where the agent's action is answered: at its next
-    turn, at its own end or at the end of the episode. Its `reward` is the sum of the
-    agent's rewards since the action, and its `next_obs` the agent's own next
-    observation. Flags say how the agent ended, or else how the episode did. The next
-    call answers the actions that are pending at the end of the trajectory: none is
-    lost, and none comes twice.
+    A transition is in the row of the step that answers the agent's action: the agent's
+    next turn, the end of the agent, or the end of the episode. `reward` is the sum of
+    the agent's rewards since the action, and `next_obs` is the agent's next
+    observation. The flags tell how the agent ended, or how the episode ended if the
+    agent did not end before. The next call answers the actions still pending at the end
+    of the trajectory: every action has exactly one transition.
 
-    Rewards before an agent's first action and after its end are in no transition: right
-    where whoever is out has nothing left to win. Where agents cooperate, take
-    `team_transitions`.
+    Rewards before an agent's first action and after its end are in no transition. This
+    is correct for agents that cannot earn rewards after they end. Use
+    `team_transitions` if agents cooperate.
 
     Args:
         pending: from `Pending.init` or the previous call.
-        trajectory: `[T, B, ...]`, the steps that follow, each passed once: a window
-            that is left out or repeated answers the wrong actions. An episode may be
-            discarded in between, as `collect_episodes` does.
-        recorded_value_fn: maps the extras of one group to the critic's values that its
-            policies recorded, for example `lambda extras: extras["value"]`. Required if
-            the policy has a critic and the agents take turns: the value at a stale
-            `next_obs` is the one that was recorded with the action.
+        trajectory: `[T, B, ...]`, the steps that follow. Pass every window exactly
+            once and in order: otherwise the wrong actions are answered. Episodes may be
+            discarded between windows, as in `collect_episodes`.
+        recorded_value_fn: function of the extras of one group that returns the values
+            that the policies recorded, for example `lambda extras: extras["value"]`.
+            Required if the policy has a critic and the agents take turns: the value of
+            a stale `next_obs` is the value recorded with the action.
 
     Returns:
         The new `pending`, and the transitions by group; `mask` is False in rows without
         a transition.
 
     Raises:
-        ValueError: if the trajectory is not one of several agents, if `pending` belongs
-            to another collector, or if a required `recorded_value_fn` is missing.
+        ValueError: if the environment of the trajectory does not have several agents;
+            if `pending` belongs to another collector; if a required
+            `recorded_value_fn` is missing.
     """
     return _transitions(pending, trajectory, recorded_value_fn, is_team=False)
 
@@ -155,13 +158,14 @@ def team_transitions(
     *,
     recorded_value_fn: RecordedValueFn | None = None,
 ) -> tuple[Pending | tuple[()], AgentRows]:
-    """Turns a trajectory into transitions that last until the end of the episode.
+    """Converts a trajectory to transitions that last until the end of the episode.
 
-    As `agent_transitions`, but with the flags of the episode only, and with one more
-    transition at each step at which the agent has no action to answer, because it has
-    ended or has not acted yet: with that step's reward, and `acting` False.
-    So an agent that falls earns what its team wins later: right where agents cooperate.
-    Learn values from all transitions, and the policy from those where `acting` is True.
+    Differs from `agent_transitions` in two ways. The flags are the flags of the
+    episode. A step at which the agent has no pending action, because the agent has
+    ended or has not acted yet, has an additional transition with the reward of the
+    step and `acting` False. An agent that ends early therefore receives the later
+    rewards of its team, which is correct if agents cooperate. Train the critic on all
+    transitions, and the policy on transitions with `acting` True.
 
     Args:
         pending: from `Pending.init` or the previous call of either function.
@@ -169,11 +173,12 @@ def team_transitions(
         recorded_value_fn: as in `agent_transitions`.
 
     Returns:
-        As `agent_transitions`; `episode_return` is all that the agent has earned in the
-        episode, and `episode_length` counts the steps of the episode.
+        The new `pending` and the transitions, as in `agent_transitions`.
+        `episode_return` is the sum of all rewards of the agent in the episode so far,
+        and `episode_length` counts the steps of the episode.
 
     Raises:
-        ValueError: as `agent_transitions`.
+        ValueError: for the reasons listed in `agent_transitions`.
     """
     return _transitions(pending, trajectory, recorded_value_fn, is_team=True)
 
@@ -186,7 +191,7 @@ def last_values(
 ) -> dict[str, jax.Array]:
     """Returns the values that follow the last transitions, for `next_values`.
 
-    The value of a pending action is the one that the policy recorded with it.
+    The value of a pending action is the value that the policy recorded with the action.
 
         value_fn = lambda extras: extras["value"]
         pending, rows = rollout.agents.agent_transitions(
@@ -199,12 +204,12 @@ def last_values(
 
     Args:
         pending: from `agent_transitions`.
-        values: by group `[B, A_g]` float, values of the observations in the carry after
-            the trajectory.
+        values: values of the observations in the carry after the trajectory, by group
+            `[B, A_g]` float.
         recorded_value_fn: as in `agent_transitions`. Required if the agents take turns.
 
     Returns:
-        By group `[B * A_g]` float.
+        The values by group, `[B * A_g]` float.
 
     Raises:
         ValueError: if a required `recorded_value_fn` is missing.
@@ -224,67 +229,68 @@ def last_values(
 
 
 def select_policy(rows: AgentRows, name: str) -> AgentRows:
-    """Picks the transitions of one policy.
+    """Selects the transitions of one policy.
 
     Args:
-        rows: from `agent_transitions`, of a trajectory collected with a `policy_map`.
-        name: of the policy.
+        rows: transitions from `agent_transitions`, of a trajectory collected with a
+            `policy_map`.
+        name: name of the policy.
 
     Returns:
-        The transitions by group, `mask` False where another policy was in control.
-        Under a fixed mapping only the columns of agents that it controls, `[T, B * n]`,
-        and only groups with such agents.
+        The transitions by group. Under a mapping function, `mask` is False in rows of
+        other policies. Under a fixed mapping, the result has only the columns of agents
+        that the policy controls, `[T, B * n]`, and only groups with such agents.
 
     Raises:
-        ValueError: if the trajectory is not of a `policy_map` with a policy of that
-            name.
+        ValueError: if the trajectory was not collected with a `policy_map` that has a
+            policy of that name.
     """
-    picked = {}
+    selected = {}
     for group, row in rows.items():
         policy_index = row.policy_index if isinstance(row, AgentTransition) else ()
         if not isinstance(policy_index, PolicyIndex):
-            raise ValueError("`rows` must be of a `policy_map`, got another policy's.")
-        is_its = policy_index.select(name, jnp.asarray(row.policy_id))
+            raise ValueError("`rows` must be of a `policy_map`, got another policy.")
+        is_selected = policy_index.select(name, jnp.asarray(row.policy_id))
         if policy_index.columns is None:
-            picked[group] = row.replace(mask=row.mask & is_its)
+            selected[group] = row.replace(mask=row.mask & is_selected)
             continue
-        for whose, where, columns in policy_index.columns:
-            if (whose, where) == (name, group):
-                size = sum(len(x) for _, of, x in policy_index.columns if of == group)
-                # Agent i of lane b stands in column b * size + i.
+        for policy_name, policy_group, columns in policy_index.columns:
+            if (policy_name, policy_group) == (name, group):
+                size = sum(len(x) for _, y, x in policy_index.columns if y == group)
+                # Agent i of lane b is in column b * size + i.
                 lane = np.arange(row.mask.shape[1] // size)[:, None]
-                mine = np.ravel(columns + size * lane)
-                picked[group] = jax.tree.map(lambda x, at=mine: x[:, at], row)
-    return picked
+                index = np.ravel(columns + size * lane)
+                selected[group] = jax.tree.map(lambda x, i=index: x[:, i], row)
+    return selected
 
 
 def agents_of(transition: Transition) -> AgentInfo:
-    """Returns the per-agent part of a transition; raises `ValueError` without one."""
+    """Returns the per-agent data of a transition; raises `ValueError` without it."""
     info = getattr(transition.info, "agents", None)
     if not isinstance(info, AgentInfo):
         raise ValueError(
-            "The environment must have several agents, as lanes of a "
+            "The environment must have several agents, for example lanes of a "
             "`rollout.envs.multi_agent.MultiAgentEnv`, got `info` without `agents`."
         )
     return info
 
 
 class _Answers(NamedTuple):
-    """Where actions are answered, `[T, B, A]`."""
+    """The answers to the agents' actions, `[T, B, A]`."""
 
-    answered: jax.Array  # bool
-    pending: jax.Array  # bool, an action has no answer yet after this step
-    reward: jax.Array  # float32, sum since the action
-    total: jax.Array  # float32, sum of the agent's answers in the episode so far
-    taken_at: jax.Array  # int32, when: t + 1 for step t, 0 before the trajectory
+    answered: jax.Array  # bool, the step answers an action
+    pending: jax.Array  # bool, an action is unanswered after the step
+    reward: jax.Array  # float32, sum of rewards since the action
+    total: jax.Array  # float32, sum of rewards of answered actions in the episode
+    taken_at: jax.Array  # int32, t + 1 for an action of step t, 0 for earlier actions
 
 
 def _recorded_value(fn: RecordedValueFn | None, extras: Any) -> jax.Array:
     if fn is None:
         raise ValueError(
-            "`recorded_value_fn` must be given for agents that take turns under a "
-            'policy with a critic. Pass `lambda extras: extras["value"]` if the policy '
-            "records the values of its critic as `value`."
+            "`recorded_value_fn` must be given for agents that take turns and a policy "
+            'with a critic. Pass `lambda extras: extras["value"]` if the policy '
+            "records the critic's values as `value`."
         )
     return fn(extras)
 
@@ -299,36 +305,36 @@ def _transitions(
     info = agents_of(trajectory)
     groups = info.layout.groups
     if info.layout.simultaneous:  # every action is answered at once
-        # The step itself is the answer, and nothing is pending between two calls.
-        answered = info.acted & trajectory.mask[..., None]
-        none = jnp.zeros(answered.shape, bool)
-        answers = _Answers(answered, none, info.reward, info.agent_return, none)
+        # Each step answers its actions, and no action is pending between two calls.
+        is_answered = info.acted & trajectory.mask[..., None]
+        zeros = jnp.zeros(is_answered.shape, bool)
+        answers = _Answers(is_answered, zeros, info.reward, info.agent_return, zeros)
         sources = {group.name: _source(trajectory, group) for group in groups}
         pending = ()
     else:
         lanes = trajectory.mask.shape[1:]
         if not isinstance(pending, Pending) or pending.episode_id.shape != lanes:
             raise ValueError(
-                "`pending` must be from `Pending.init` or an earlier call, for the "
-                f"lanes of the trajectory, {lanes}, got {checks.describe(pending)}."
+                "`pending` must be from `Pending.init` or an earlier call, with the "
+                f"lanes {lanes} of the trajectory, got {checks.describe(pending)}."
             )
         pending, answers = _match(pending, trajectory, info)
         sources = {}
         for group in groups:
-            # Index 0 has the pending actions, index t + 1 those of step t.
+            # Index 0 has the pending actions, index t + 1 the actions of step t.
             stacked = jax.tree.map(
                 lambda first, rest: jnp.concatenate([first[None], rest]),
                 pending.source[group.name],
                 _source(trajectory, group),
             )
-            at = answers.taken_at[..., list(group.members)]  # [T, B, A_g]
+            index = answers.taken_at[..., list(group.members)]  # [T, B, A_g]
             sources[group.name] = jax.tree.map(
-                lambda x, at=at: jnp.take_along_axis(
-                    x, at.reshape(at.shape + (1,) * (x.ndim - at.ndim)), axis=0
+                lambda x, i=index: jnp.take_along_axis(
+                    x, i.reshape(i.shape + (1,) * (x.ndim - i.ndim)), axis=0
                 ),
                 stacked,
             )
-        # What the last row would read is the source of the actions that are still open.
+        # The sources at the last step are the sources of the pending actions.
         pending = pending.replace(source=jax.tree.map(lambda x: x[-1], sources))
     rows = _rows(trajectory, answers, is_team)
     return pending, {
@@ -356,31 +362,31 @@ def _match(
 ) -> tuple[Pending, _Answers]:
     """Matches answers and actions, step by step.
 
-    A step without an action, answered or pending, is its own source.
+    If an agent has no action at a step, answered or pending, `taken_at` is the step.
 
     Returns:
         The new `pending` with the old `source`, and the answers.
     """
 
-    def step(state: tuple, now: tuple) -> tuple:
+    def step(state: tuple, inputs: tuple) -> tuple:
         is_open, reward, total, taken_at, episode_id = state
-        number, row, agents = now
+        number, row, agents = inputs
         mask = row.mask[:, None]
-        # If the id changes without an ending, the old episode was given up.
+        # If the id changes without an ending, the old episode was discarded.
         is_same = (episode_id == row.episode_id)[:, None]
-        # First the action opens, then this step's reward counts for it, then it may be
-        # answered, all in one step.
+        # The order matters: open the action, add the reward of the step, answer the
+        # action. All three can happen at one step.
         acted = agents.acted & mask
         is_open = (is_open & is_same) | acted
         reward = jnp.where(acted, 0.0, reward) + jnp.where(mask, agents.reward, 0.0)
         taken_at = jnp.where(acted | (mask & ~is_open), number + 1, taken_at)
-        answered = is_open & mask & (row.done[:, None] | ~agents.waiting)
-        total = jnp.where(is_same, total, 0.0) + jnp.where(answered, reward, 0.0)
-        is_open &= ~answered
+        is_answered = is_open & mask & (row.done[:, None] | ~agents.waiting)
+        total = jnp.where(is_same, total, 0.0) + jnp.where(is_answered, reward, 0.0)
+        is_open &= ~is_answered
         state = is_open, reward, total, taken_at, row.episode_id
-        return state, _Answers(answered, is_open, reward, total, taken_at)
+        return state, _Answers(is_answered, is_open, reward, total, taken_at)
 
-    # Observations and actions stay out of the loop: `taken_at` says where to read them.
+    # Keep observations and actions out of the loop: `taken_at` is their index.
     rows = trajectory.replace(obs=(), next_obs=(), action=(), extras=(), info=())
     rows = rows.replace(accumulated=(), final_value=())
     numbers = jnp.arange(trajectory.mask.shape[0], dtype=jnp.int32)
@@ -402,27 +408,27 @@ def _match(
 
 
 def _rows(trajectory: Transition, answers: _Answers, is_team: bool) -> AgentTransition:
-    """Makes the fields of all agents' transitions that need no group, `[T, B, A]`."""
-    info, answered = agents_of(trajectory), answers.answered
-    every = lambda x: jnp.broadcast_to(x[..., None], answered.shape)  # noqa: E731
-    terminated, truncated = every(trajectory.terminated), every(trajectory.truncated)
+    """Makes the transition fields that do not depend on the group, `[T, B, A]`."""
+    info, is_answered = agents_of(trajectory), answers.answered
+    expand = lambda x: jnp.broadcast_to(x[..., None], is_answered.shape)  # noqa: E731
+    terminated, truncated = expand(trajectory.terminated), expand(trajectory.truncated)
     if is_team:
-        # A row at every step, except where the answer of an action is to come: its row
-        # will have the sum of the rewards until then.
-        mask = every(trajectory.mask) & ~answers.pending
-        reward = jnp.where(answered, answers.reward, info.reward)
-        total, length = info.agent_return, every(trajectory.episode_length)
+        # Every step has a row, except steps with a pending action: the row that answers
+        # the action sums the rewards of these steps.
+        mask = expand(trajectory.mask) & ~answers.pending
+        reward = jnp.where(is_answered, answers.reward, info.reward)
+        total, length = info.agent_return, expand(trajectory.episode_length)
     else:
-        mask, reward, total = answered, answers.reward, answers.total
-        # It counts actions, as the rows of an agent do; a team's rows count steps.
+        mask, reward, total = is_answered, answers.reward, answers.total
+        # Rows of an agent count actions; rows of a team count steps.
         length = info.agent_length
-        # The episode's ending is that of the agents that had not ended before.
-        goes_on = ~(info.terminated | info.truncated)
-        terminated = info.terminated | (goes_on & terminated)
-        truncated = info.truncated | (goes_on & truncated)
-    named = trajectory.accumulated
-    own = named.items() if isinstance(named, dict) else ()
-    own = {name: x.value for name, x in own if isinstance(x, PerAgent)}
+        # The flags of an agent take precedence over the flags of the episode.
+        is_active = ~(info.terminated | info.truncated)
+        terminated = info.terminated | (is_active & terminated)
+        truncated = info.truncated | (is_active & truncated)
+    values = trajectory.accumulated
+    items = values.items() if isinstance(values, dict) else ()
+    accumulated = {name: x.value for name, x in items if isinstance(x, PerAgent)}
     return AgentTransition(
         obs=(),
         action=(),
@@ -431,15 +437,15 @@ def _rows(trajectory: Transition, answers: _Answers, is_team: bool) -> AgentTran
         terminated=terminated & mask,
         truncated=truncated & mask,
         mask=mask,
-        episode_id=every(trajectory.episode_id),
+        episode_id=expand(trajectory.episode_id),
         episode_return=total,
         episode_length=length,
         extras=(),
         info=(),
-        accumulated=own or (),
-        acting=answered,
-        # Answered while it waits: the episode ended without an observation for it.
-        stale_next_obs=answered & info.waiting,
+        accumulated=accumulated or (),
+        acting=is_answered,
+        # An answer while the agent waits: the episode ended without an observation.
+        stale_next_obs=is_answered & info.waiting,
     )
 
 
@@ -457,7 +463,7 @@ def _of_group(
     takes_turns = not agents_of(trajectory).layout.simultaneous
     if takes_turns:
         # If the episode ended without an observation for the agent, `next_obs` of the
-        # environment is undefined: repeat the one that the agent acted on.
+        # environment is undefined: repeat the observation of the action.
         next_obs = jax.tree.map(
             lambda old, new: jnp.where(
                 is_stale.reshape(is_stale.shape + (1,) * (new.ndim - 3)), old, new
@@ -469,13 +475,13 @@ def _of_group(
     if isinstance(final_value, Mapping):
         final_value = final_value.get(group.name, ())
     elif not isinstance(final_value, tuple):  # one value for all agents
-        # The value of the team counts for each of its agents.
+        # Each agent of the team has the value of the team.
         final_value = jnp.broadcast_to(final_value[..., None], rows.mask.shape)
     if not isinstance(final_value, tuple):
-        if takes_turns:  # stale rows: `next_obs` repeats `obs`, and so does its value
+        if takes_turns:  # stale rows: `next_obs` repeats `obs`, so repeat the value
             recorded = _recorded_value(recorded_value_fn, extras)
             final_value = jnp.where(is_stale, recorded, final_value)
-        # The collector valued whole lanes, here only agents that were cut bootstrap.
+        # The collector evaluates whole lanes; only truncated agents bootstrap.
         final_value = jnp.where(rows.truncated & ~rows.terminated, final_value, 0.0)
     rows = rows.replace(
         obs=obs,

@@ -1,10 +1,10 @@
-"""Policies from plain functions, the random policy, and wrappers that explore.
+"""Policies from functions, random actions, exploration and masks of valid actions.
 
-`basic` has policies from functions and the random policy, `policy_wrapper` the base of
-wrappers, `exploration` those that explore; `uniform` samples actions uniformly and
-`masks` obeys masks, in every space; `items` chooses among the items that a mask allows;
-`memory` replays a recurrent policy over recorded rows; `outputs` checks what policies
-return.
+`basic` makes policies from functions and the random policy. `policy_wrapper` has the
+base class of wrappers, and `exploration` has the wrappers that explore. `uniform`
+samples actions uniformly, and `masks` samples valid actions, both in every space.
+`items` chooses items to recommend. `memory` replays a recurrent policy over recorded
+rows. `outputs` validates the outputs of policies.
 """
 
 from rollout.policies.basic import (

@@ -1,4 +1,4 @@
-"""Policies from plain functions, and the random policy."""
+"""Makes policies from plain functions, and the random policy."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,14 +23,14 @@ from rollout.types import (
 
 
 class RandomPolicy(Policy):
-    """The policy that `random_policy` makes."""
+    """Policy that samples actions uniformly; made by `random_policy`."""
 
     action_space: AnySpace = struct.field(pytree_node=False)
     action_mask_fn: ActionMaskFn | None = struct.field(pytree_node=False, default=None)
 
     def __post_init__(self) -> None:
         space = as_space(self.action_space, "action_space")
-        masks.check_drawable(space, self.action_mask_fn)
+        masks.check_can_sample(space, self.action_mask_fn)
         object.__setattr__(self, "action_space", space)
 
     def apply(self, params: Any, obs: Any, state: PolicyState, key: Key) -> PolicyStep:
@@ -41,7 +41,7 @@ class RandomPolicy(Policy):
             action = uniform.uniform(space, uniform.num_lanes(obs), key)
             return PolicyStep(action, state)
         action_mask = masks.read(self.action_mask_fn, obs, space)
-        action, no_valid_action = masks.draw(action_mask, space, key)
+        action, no_valid_action = masks.sample(action_mask, space, key)
         return PolicyStep(action, state, {"no_valid_action": no_valid_action})
 
 
@@ -50,31 +50,33 @@ def random_policy(
 ) -> Policy:
     """Makes the policy that samples every action uniformly from the action space.
 
-    Lane i samples the same actions for any number of lanes. If the environment has a
-    mask in `info`, `rollout.envs.ObserveInfo` adds it to `obs`.
+    Lane i samples the same actions for any number of lanes. If the environment returns
+    a mask in `info`, `rollout.envs.ObserveInfo` adds it to `obs`.
 
     Args:
-        action_space: a space of `envs`, Gymnasium or gymnax.
-        action_mask_fn: `obs`, `[B, ...]`, to a mask, `[B, n]` bool, True for valid
-            actions. For a `MultiDiscrete` of `rollout.envs.spaces` it is a tuple of
-            one mask per entry, or `[B, *nvec]`; for a `MultiBinary`, `[B, *shape, 2]`;
-            for a composite space, masks in its structure, None for a part without one.
-            If no action is valid, the action is sampled from all.
+        action_space: action space of a single environment: a space of `rollout.envs`,
+            Gymnasium or gymnax.
+        action_mask_fn: function of `obs`, `[B, ...]`, that returns a mask, `[B, n]`
+            bool, True for valid actions. For a `MultiDiscrete` of `rollout.envs.spaces`
+            the mask is a tuple of one mask per entry, or `[B, *nvec]`. For a
+            `MultiBinary` it is `[B, *shape, 2]`. For a composite space it has the
+            structure of the space, with None for a part without a mask. If no action is
+            valid, the action is sampled from all actions.
 
     Returns:
         A policy without parameters or state; it ignores `params`. Its extras are `()`,
-        or with an `action_mask_fn` `{"no_valid_action": [B] bool}`.
+        or `{"no_valid_action": [B] bool}` if `action_mask_fn` is given.
 
     Raises:
-        ValueError: if `action_space` is no space; if a bound of a box is not finite; if
-            an `action_mask_fn` is given and neither the space nor a part of it is
-            discrete; while tracing, if the mask has another shape or is not bool.
+        ValueError: if `action_space` is not a space; if a bound of a box is not finite;
+            if `action_mask_fn` is given and the space has no discrete part; while
+            tracing, if the mask has a wrong shape or is not bool.
     """
     return RandomPolicy(action_space, action_mask_fn)
 
 
 class _FunctionPolicy(Policy[ParamsT, ObsT, ActionT]):
-    """Base of policies whose methods call functions."""
+    """Base class of policies whose methods call functions."""
 
     fn: Callable[..., Any] = struct.field(pytree_node=False)
     _: dataclasses.KW_ONLY
@@ -96,17 +98,17 @@ class _FunctionPolicy(Policy[ParamsT, ObsT, ActionT]):
 
     @property
     def has_mode(self) -> bool:
-        """Whether there is a `mode_fn`."""
+        """Whether `mode_fn` is given."""
         return self.mode_fn is not None
 
     @property
     def has_value(self) -> bool:
-        """Whether there is a `value_fn`."""
+        """Whether `value_fn` is given."""
         return self.value_fn is not None
 
 
 class StatelessPolicy(_FunctionPolicy[ParamsT, ObsT, ActionT]):
-    """The policy that `stateless_policy` makes."""
+    """Policy without memory; made by `stateless_policy`."""
 
     def __post_init__(self) -> None:
         arguments = "params", "obs", "key"
@@ -119,9 +121,9 @@ class StatelessPolicy(_FunctionPolicy[ParamsT, ObsT, ActionT]):
             raise ValueError(
                 "A stateless policy's `fn` must return an action or (action, extras), "
                 f"a tuple of 2, got {len(result)}. For a policy with memory, use "
-                "`recurrent_policy`. If the action is a tuple, return it with extras."
+                "`recurrent_policy`. If the action is a tuple, return (action, ())."
             )
-        # A tuple is always `(action, extras)`, so an action that is one needs extras.
+        # A tuple is always `(action, extras)`: a tuple of actions must have extras.
         action, extras = result if isinstance(result, tuple) else (result, ())
         return PolicyStep(action, state, extras)
 
@@ -159,25 +161,26 @@ def stateless_policy(
     """Makes a policy from a function without memory.
 
     Args:
-        fn: `(params, obs, key)` to `action`, or to the tuple `(action, extras)`; all
-            are batched, `[B, ...]`. If the action is itself a tuple, return it with
-            extras, for example `()`.
-        mode_fn: as `fn`, but returns the most likely action, for `Greedy`.
-        value_fn: the critic, `(params, obs)` to `[K]` float32, the value of any number
-            of observations, `[K, ...]`, each computed on its own; see `Policy.value`.
+        fn: function `(params, obs, key)` that returns `action` or the tuple `(action,
+            extras)`; all are batched, `[B, ...]`. If the action is itself a tuple,
+            return it with extras, for example `()`.
+        mode_fn: function like `fn` that returns the most likely action, for `Greedy`.
+        value_fn: critic: function `(params, obs)` that returns the values, `[K]`
+            float32, of any number of observations, `[K, ...]`. Each value depends on
+            one observation only; see `Policy.value`.
 
     Returns:
-        A policy whose state is `()`. Policies of the same functions are equal and share
-        compiled programs: define the functions once, at module level.
+        A policy whose state is `()`. Policies made from the same functions are equal
+        and share compiled programs: define the functions once, at module level.
 
     Raises:
-        ValueError: if an argument is not a function, or does not take these arguments.
+        ValueError: if an argument is not a function of these arguments.
     """
     return StatelessPolicy(fn, mode_fn=mode_fn, value_fn=value_fn)
 
 
 class RecurrentPolicy(_FunctionPolicy[ParamsT, ObsT, ActionT]):
-    """The policy that `recurrent_policy` makes."""
+    """Policy with memory; made by `recurrent_policy`."""
 
     init_fn: Callable[[int], ArrayTree] = struct.field(pytree_node=False)
 
@@ -194,10 +197,10 @@ class RecurrentPolicy(_FunctionPolicy[ParamsT, ObsT, ActionT]):
     def _call(self, fn: Any, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
         result = fn(params, obs, state, key)
         if not isinstance(result, tuple) or len(result) not in (2, 3):
-            got = len(result) if isinstance(result, tuple) else "no tuple"
+            length = len(result) if isinstance(result, tuple) else "no tuple"
             raise ValueError(
                 "A recurrent policy's `fn` must return (action, state) or (action, "
-                f"state, extras), a tuple of 2 or 3, got {got}."
+                f"state, extras), a tuple of 2 or 3, got {length}."
             )
         return PolicyStep(*result)
 
@@ -220,20 +223,21 @@ def recurrent_policy(
     """Makes a policy from a function with memory.
 
     Args:
-        fn: `(params, obs, state, key)` to `(action, state)` or `(action, state,
-            extras)`; all are batched, `[B, ...]`.
-        init_fn: `num_envs` to the `[B, ...]` state at the start of an episode, any
-            pytree.
-        mode_fn: as `fn`, but returns the most likely action, for `Greedy`.
-        value_fn: the critic, `(params, obs, state)` to `[K]` float32, the value of any
-            number of observations, `[K, ...]`, that the policy observes in that state,
-            each computed on its own; see `Policy.value`.
+        fn: function `(params, obs, state, key)` that returns `(action, state)` or
+            `(action, state, extras)`; all are batched, `[B, ...]`.
+        init_fn: function of `num_envs` that returns the state at the start of an
+            episode, any pytree of `[B, ...]`.
+        mode_fn: function like `fn` that returns the most likely action, for `Greedy`.
+        value_fn: critic: function `(params, obs, state)` that returns the values, `[K]`
+            float32, of any number of observations, `[K, ...]`, with the policy's state
+            for each. Each value depends on one observation and state only; see
+            `Policy.value`.
 
     Returns:
-        A policy whose state is reset in every lane whose episode ends.
+        A policy whose state is reset in a lane when the lane's episode ends.
 
     Raises:
-        ValueError: if an argument is not a function, or does not take these arguments.
+        ValueError: if an argument is not a function of these arguments.
     """
     return RecurrentPolicy(fn, init_fn=init_fn, mode_fn=mode_fn, value_fn=value_fn)
 

@@ -1,24 +1,25 @@
 """Policies that explore: epsilon-greedy actions, a random warm-up, and noise.
 
 Each class wraps a policy and changes its actions. The wrapped policy is applied at
-every step, with a key of its own. Its critic and its extras are unchanged: they
-belong to the wrapped policy's action, so a `log_prob` is not that of the action sent.
-Lane i samples the same noise for any number of lanes.
+every step, with a separate key. Its critic and its extras are unchanged and refer to
+the action of the wrapped policy: a recorded `log_prob` is not the log-probability of
+the action sent to the environment. Lane i samples the same noise for any number of
+lanes.
 
 The mode of an exploring policy is the mode of the wrapped policy, without exploration.
-With an `action_mask_fn` its action is still a valid one.
+An `action_mask_fn` also applies to the mode: invalid actions are replaced.
 
-Numbers such as `epsilon` are leaves: they may be traced, mapped by `jax.vmap`, and
-replaced without compiling again.
+Numbers such as `epsilon` are pytree leaves: they may be traced, mapped by `jax.vmap`,
+and replaced without recompilation.
 
 A schedule, as in optax, maps the number of steps that the lane has taken so far, `()`
-int32 from 0, to a scalar. Each lane counts its own steps, also over episode boundaries,
-in a `Persistent` part of the policy's state.
+int32 from 0, to a scalar. Steps are counted per lane and across episode boundaries, in
+a `Persistent` part of the policy's state.
 
 An `action_mask_fn` maps the batched `obs` to the valid actions, `[B, n]` bool. If the
-environment has a mask in `info`, `rollout.envs.ObserveInfo(env, fn, initial)` adds it
-to `obs`, and `action_mask_fn` reads `obs["info"]`. If no action is valid, the action is
-sampled from all, since one must be sent, and `extras["no_valid_action"]` is True.
+environment returns a mask in `info`, `rollout.envs.ObserveInfo(env, fn, initial)` adds
+it to `obs`, and `action_mask_fn` reads `obs["info"]`. If no action is valid, the action
+is sampled from all actions, and `extras["no_valid_action"]` is True.
 """
 
 import math
@@ -53,7 +54,7 @@ ScheduleFn = Callable[[jax.Array], Any]  # steps taken, `()` int32, to `()` floa
 
 
 class Schedule(struct.PyTreeNode):
-    """A schedule as a pytree without leaves: a field that may also hold a number."""
+    """A schedule as a pytree without leaves, for fields that may also be numbers."""
 
     fn: ScheduleFn = struct.field(pytree_node=False)
 
@@ -63,15 +64,15 @@ class Schedule(struct.PyTreeNode):
 
 
 class ExplorationState(struct.PyTreeNode, kw_only=True):
-    """State of an exploring policy that has a schedule or noise of its own."""
+    """State of an exploring policy with a schedule or time-correlated noise."""
 
-    inner: ArrayTree  # [B, ...], of the wrapped policy
+    inner: ArrayTree  # [B, ...], state of the wrapped policy
     step: Any = ()  # Persistent [B] int32, steps taken so far; () without a schedule
-    noise: Any = ()  # [B, ...], noise that is correlated over time
+    noise: Any = ()  # [B, ...], time-correlated noise; () if there is none
 
 
 class _Exploration(PolicyWrapper[ParamsT, ObsT, ActionT]):
-    """Base of exploring policies; a subclass defines how actions change."""
+    """Base class of exploring policies; a subclass defines how actions change."""
 
     _has_noise: ClassVar[bool] = False  # whether noise is carried between steps
 
@@ -83,7 +84,7 @@ class _Exploration(PolicyWrapper[ParamsT, ObsT, ActionT]):
         object.__setattr__(self, "action_space", space)
 
     def _amount(self) -> Any:
-        """Returns how much to explore: a number or a `Schedule`."""
+        """Returns the amount of exploration: a number or a `Schedule`."""
         raise NotImplementedError
 
     def _init_noise(self, num_envs: int) -> Any:
@@ -92,25 +93,26 @@ class _Exploration(PolicyWrapper[ParamsT, ObsT, ActionT]):
         return ()
 
     def _explore(self, decision: PolicyStep, obs: Obs, amount: Any, keys: Any) -> Any:
-        """Changes a decision.
+        """Changes the action of the wrapped policy.
 
         Args:
             decision: output of the wrapped policy. Its state is an `ExplorationState`
                 if this policy has a schedule or noise.
-            obs: `[B, ...]`.
-            amount: the number, or `[B]` float32 of the schedule; 0.0 in the mode.
+            obs: `[B, ...]`, observations.
+            amount: amount of exploration: the number, or the values of the schedule,
+                `[B]` float32; 0.0 in the mode.
             keys: two typed keys.
         """
         raise NotImplementedError
 
     @property
     def _has_state(self) -> bool:
-        # Otherwise the state is the wrapped policy's own, and so is what a recurrent
-        # policy records of it.
+        # The state is the wrapped policy's state if there is no schedule or noise, so
+        # the states that a recurrent policy records keep their structure.
         return self._has_noise or isinstance(self._amount(), Schedule)
 
     def init(self, num_envs: int) -> PolicyState:
-        """Returns the initial state; it holds the wrapped policy's."""
+        """Returns the initial state, which contains the wrapped policy's state."""
         inner = self.policy.init(num_envs)
         if not self._has_state:
             return inner
@@ -122,11 +124,11 @@ class _Exploration(PolicyWrapper[ParamsT, ObsT, ActionT]):
         )
 
     def apply(self, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
-        """Applies the wrapped policy, and explores."""
+        """Applies the wrapped policy and explores."""
         return self._act(False, params, obs, state, key)
 
     def mode(self, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
-        """Returns the mode of the wrapped policy; a mask still holds."""
+        """Returns the mode of the wrapped policy, with invalid actions replaced."""
         return self._act(True, params, obs, state, key)
 
     def value(self, params: Any, obs: Any, state: Any) -> ArrayTree:
@@ -147,8 +149,8 @@ class _Exploration(PolicyWrapper[ParamsT, ObsT, ActionT]):
     def _act(
         self, use_mode: bool, params: Any, obs: Any, state: Any, key: Key
     ) -> PolicyStep:
-        # The wrapped policy has a key of its own: no sample of this policy is also one
-        # of the wrapped policy.
+        # Use a separate key for the wrapped policy: its samples must be independent of
+        # the exploration.
         inner_key, *keys = prng.fold_in(key, jnp.arange(3, dtype=jnp.int32))
         apply = self.policy.mode if use_mode else self.policy.apply
         inner = state.inner if self._has_state else state
@@ -163,44 +165,46 @@ class _Exploration(PolicyWrapper[ParamsT, ObsT, ActionT]):
         if isinstance(amount, Schedule):
             step = state.step.value
             amount = jax.vmap(amount.fn)(step).astype(jnp.float32)
-            # The count stays at the largest integer, so that no schedule restarts.
+            # Stop counting at the largest integer: an overflow would restart schedules.
             step = step + (step < jnp.iinfo(jnp.int32).max).astype(jnp.int32)
             state = state.replace(step=Persistent(step))
         elif amount is None or jnp.ndim(amount):
             raise ValueError(
-                f"`{type(self).__name__}` must explore by one number, got "
+                f"`{type(self).__name__}` must have one number for all lanes, got "
                 f"{checks.describe(amount)}. Use `jax.vmap` over the policy."
             )
         if self._has_state:
             decision = decision._replace(state=state.replace(inner=decision.state))
-        # The mode explores by 0, but a mask still forbids actions in it.
+        # The mode does not explore, but its invalid actions are still replaced.
         return self._explore(decision, obs, 0.0 if use_mode else amount, keys)
 
 
 class EpsilonGreedy(_Exploration[ParamsT, ObsT, ActionT]):
-    """Replaces each lane's action, with probability epsilon, by a uniformly random one.
+    """Replaces each lane's action with probability epsilon by a uniformly random one.
 
-    With an `action_mask_fn` the random action is a valid one, and an invalid action of
-    the wrapped policy is replaced by a random valid one.
+    If `action_mask_fn` is given, the random action is sampled among the valid actions,
+    and an invalid action of the wrapped policy is replaced by a random valid one.
 
-    The state is the wrapped policy's, with a step count if `epsilon` is a schedule. The
-    extras are the wrapped policy's for its own action; with an `action_mask_fn` they
-    also have `no_valid_action`, `[B]` bool.
+    The state is the wrapped policy's state, with a step count if `epsilon` is a
+    schedule. The extras are the wrapped policy's extras, which refer to the action of
+    the wrapped policy. If `action_mask_fn` is given, they also contain
+    `no_valid_action`, `[B]` bool.
 
     Attributes:
-        policy: the policy to explore around.
-        action_space: any space that `random_policy` takes.
-        epsilon: `()`, probability per step, in [0, 1]: a number, or a schedule over the
-            steps of the lane. A schedule's value above 1 counts as 1, one below 0 or
-            NaN as 0.
-        action_mask_fn: `obs` to the valid actions, as in `random_policy`.
+        policy: the wrapped policy.
+        action_space: action space of a single environment, as in `random_policy`.
+        epsilon: `()`, probability of a random action per step, in [0, 1]: a number, or
+            a schedule over the steps of the lane. Values of a schedule above 1 count as
+            1; values below 0 and NaN count as 0.
+        action_mask_fn: function of `obs` that returns the valid actions, as in
+            `random_policy`.
 
     Raises:
         ValueError: if `epsilon` is a number outside [0, 1]; if a bound of the space is
-            not finite; if an `action_mask_fn` is given and the space is not discrete.
+            not finite; if `action_mask_fn` is given and the space has no discrete part.
             While tracing: if the mask is not `[B, n]` bool; if the action does not fit
-            the space; with an `action_mask_fn`, if the extras are neither `()` nor a
-            dict, or have another `no_valid_action`.
+            the space; if `action_mask_fn` is given and the extras are neither `()` nor
+            a dict, or contain a `no_valid_action` other than `[B]` bool.
 
     Source:
         "Reinforcement Learning: An Introduction", 2nd ed., section 2.2.
@@ -212,13 +216,13 @@ class EpsilonGreedy(_Exploration[ParamsT, ObsT, ActionT]):
     def __post_init__(self) -> None:
         super().__post_init__()
         _set_amount(self, "epsilon", highest=1.0)
-        masks.check_drawable(self.action_space, self.action_mask_fn)
+        masks.check_can_sample(self.action_space, self.action_mask_fn)
 
     def _amount(self) -> Any:
         return self.epsilon
 
     def _explore(self, decision: PolicyStep, obs: Obs, amount: Any, keys: Any) -> Any:
-        # Strictly below: NaN never explores, and 1 always does: samples are below 1.
+        # Samples are below 1: epsilon 1 always explores, and NaN never does.
         sample = prng.uniform(keys[0], 0.0, 1.0, (uniform.num_lanes(obs),))
         flag = sample < amount
         return _replace(
@@ -227,23 +231,24 @@ class EpsilonGreedy(_Exploration[ParamsT, ObsT, ActionT]):
 
 
 class RandomWarmup(_Exploration[ParamsT, ObsT, ActionT]):
-    """Takes random actions in the first steps of each lane, then the policy's.
+    """Takes random actions in the first steps of each lane, then the policy's actions.
 
-    Random actions are uniform; the steps are counted over episode boundaries. `policy`
-    is applied from the first step, so its state and its extras are ready when its
-    actions are first taken. With an `action_mask_fn` every action is a valid one, and
-    the extras are those of `EpsilonGreedy`.
+    Random actions are uniform. Steps are counted across episode boundaries. The wrapped
+    policy is applied from the first step, so its state and extras are valid when its
+    first action is used. If `action_mask_fn` is given, every action is valid, and the
+    extras also contain `no_valid_action`, as in `EpsilonGreedy`.
 
     Attributes:
-        policy: the policy that acts after the warm-up.
-        action_space: any space that `random_policy` takes.
-        num_steps: `()` int, random steps per lane, at least 0. Episodes may end
-            within them.
-        action_mask_fn: `obs` to the valid actions, as in `random_policy`.
+        policy: the wrapped policy, which acts after the warm-up.
+        action_space: action space of a single environment, as in `random_policy`.
+        num_steps: `()` int, number of random steps per lane, at least 0. Episodes may
+            end during the warm-up.
+        action_mask_fn: function of `obs` that returns the valid actions, as in
+            `random_policy`.
 
     Raises:
-        ValueError: if `num_steps` is not an int of at least 0, or as `EpsilonGreedy`
-            does.
+        ValueError: if `num_steps` is not an int of at least 0, or for the reasons
+            listed in `EpsilonGreedy`.
 
     Source:
         "Spinning Up in Deep RL" (OpenAI, 2018), `start_steps` of DDPG, TD3 and SAC.
@@ -254,10 +259,10 @@ class RandomWarmup(_Exploration[ParamsT, ObsT, ActionT]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # jax also builds policies of tracers and placeholders.
+        # Check numbers only: jax also builds policies with tracers and placeholders.
         if isinstance(self.num_steps, int | float | str):
             checks.int_between("num_steps", self.num_steps, least=0)
-        masks.check_drawable(self.action_space, self.action_mask_fn)
+        masks.check_can_sample(self.action_space, self.action_mask_fn)
 
     def _amount(self) -> Any:
         return Schedule(lambda step: step < self.num_steps)
@@ -275,9 +280,8 @@ class RandomWarmup(_Exploration[ParamsT, ObsT, ActionT]):
         def sample_if_any(action: ArrayTree) -> ArrayTree:
             return lax.cond(jnp.any(flag), sample, lambda x: x, action)
 
-        # After the warm-up nothing is sampled. Not on a GPU, where a condition would
-        # wait for the host, nor on several devices, where lanes would wait for each
-        # other.
+        # Skip sampling after the warm-up. On a GPU the condition would wait for the
+        # host, and with several devices lanes would wait for each other: always sample.
         action = lax.platform_dependent(
             decision.action, cuda=sample, rocm=sample, default=sample_if_any
         )
@@ -285,7 +289,7 @@ class RandomWarmup(_Exploration[ParamsT, ObsT, ActionT]):
 
 
 class _Noise(_Exploration[ParamsT, ObsT, ActionT]):
-    """Base of policies that add noise to actions of floats."""
+    """Base class of policies that add noise to float actions."""
 
     scale: float | jax.Array | ScheduleFn | Schedule
 
@@ -295,7 +299,7 @@ class _Noise(_Exploration[ParamsT, ObsT, ActionT]):
         dtype = self.action_space.dtype
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(
-                "`action_space` must be one of floats to add noise to, got "
+                "`action_space` must have a float dtype to add noise, got "
                 f"{type(self.action_space).__name__} with dtype {dtype}."
             )
 
@@ -309,9 +313,9 @@ class _Noise(_Exploration[ParamsT, ObsT, ActionT]):
     def _explore(self, decision: PolicyStep, obs: Obs, amount: Any, keys: Any) -> Any:
         del obs  # unused
         action, state, space = decision.action, decision.state, self.action_space
-        # The mode samples nothing.
+        # Skip sampling in the mode, where `amount` is the float 0.0.
         if not isinstance(amount, float) or amount != 0.0:
-            amount = jnp.asarray(amount, action.dtype)  # [B], or ()
+            amount = jnp.asarray(amount, action.dtype)  # [B] or ()
             column = amount.reshape(amount.shape + (1,) * (action.ndim - amount.ndim))
             key = prng.inline(keys[0])
             normal = column * jax.random.normal(key, action.shape, action.dtype)
@@ -331,18 +335,19 @@ class GaussianNoise(_Noise[ParamsT, ObsT, ActionT]):
 
         a_t + ε_t,  ε_t ~ N(0, scale²)  in every entry
 
-    The state is the wrapped policy's, with a step count if `scale` is a schedule. The
-    extras are the wrapped policy's, for its action without the noise.
+    The state is the wrapped policy's state, with a step count if `scale` is a schedule.
+    The extras are the wrapped policy's extras, which refer to the action without noise.
 
     Attributes:
-        policy: the policy to explore around.
-        action_space: a space of floats; without bounds nothing is clipped.
-        scale: `()`, standard deviation in the unit of the action: a number of at least
-            0, or a schedule over the steps of the lane.
+        policy: the wrapped policy.
+        action_space: action space of a single environment, with a float dtype. Actions
+            are not clipped if the space has no bounds.
+        scale: `()`, standard deviation of the noise, in the unit of the action: a
+            number of at least 0, or a schedule over the steps of the lane.
 
     Raises:
-        ValueError: if `scale` is a number below 0 or not finite; if the space is not
-            one of floats. While tracing: if the action does not fit the space.
+        ValueError: if `scale` is a number below 0 or not finite; if the space has no
+            float dtype. While tracing: if the action does not fit the space.
 
     Source:
         "Addressing Function Approximation Error in Actor-Critic Methods" (TD3),
@@ -354,33 +359,34 @@ class GaussianNoise(_Noise[ParamsT, ObsT, ActionT]):
 
 
 class OrnsteinUhlenbeck(_Noise[ParamsT, ObsT, ActionT]):
-    """Adds noise that is correlated over time, and clips to the space's bounds.
+    """Adds time-correlated noise to the action and clips to the space's bounds.
 
         x_t = x_{t-1} - θ x_{t-1} dt + scale √dt N(0, 1),  a_t + x_t  in every entry
 
-    The noise x starts at 0 with every episode. Its standard deviation tends to
-    scale / √(2θ - θ² dt), within some 1 / (θ dt) steps. The state holds the wrapped
-    policy's, the noise, and a step count if `scale` is a schedule. The extras are the
-    wrapped policy's, for its action without the noise.
+    The noise x is reset to 0 at the start of every episode. Its standard deviation
+    converges to scale / √(2θ - θ² dt) within about 1 / (θ dt) steps. The state contains
+    the wrapped policy's state, the noise, and a step count if `scale` is a schedule.
+    The extras are the wrapped policy's extras, which refer to the action without noise.
 
     Attributes:
-        policy: the policy to explore around.
-        action_space: a space of floats; without bounds nothing is clipped.
-        scale: `()`, standard deviation that the noise gains per unit of time without
-            reversion, in the unit of the action: a number of at least 0, or a
-            schedule over the steps of the lane.
+        policy: the wrapped policy.
+        action_space: action space of a single environment, with a float dtype. Actions
+            are not clipped if the space has no bounds.
+        scale: `()`, standard deviation of the noise after one unit of time without
+            reversion, in the unit of the action: a number of at least 0, or a schedule
+            over the steps of the lane.
         theta: `()`, rate of the reversion to 0, per unit of time, at least 0.
-        dt: `()`, time of one step, at least 0; theta * dt must be below 2.
+        dt: `()`, time per step, at least 0; theta * dt must be below 2.
 
     Raises:
         ValueError: if `scale`, `theta` or `dt` is a number outside its range; if the
-            space is not one of floats. While tracing: if the action does not fit the
+            space has no float dtype. While tracing: if the action does not fit the
             space.
 
     Source:
         "On the Theory of the Brownian Motion" (Uhlenbeck & Ornstein, Physical Review
-        36, 1930), by the Euler-Maruyama step; as exploration in "Continuous control
-        with deep reinforcement learning" (DDPG), arXiv:1509.02971, section 3.
+        36, 1930), with the Euler-Maruyama method. Used for exploration in "Continuous
+        control with deep reinforcement learning" (DDPG), arXiv:1509.02971, section 3.
     """
 
     _has_noise = True
@@ -416,26 +422,22 @@ def _replace(
     space: AnySpace,
     action_mask_fn: ActionMaskFn | None,
 ) -> PolicyStep:
-    """Replaces actions by random ones where `flag`, or where a mask forbids them."""
+    """Replaces an action by a random one if `flag` is True or the action is invalid."""
     if action_mask_fn is None:
         action = uniform.uniform(space, flag.shape[0], key)
     else:
-        allowed = masks.read(action_mask_fn, obs, space)
-        flag = flag | ~masks.is_allowed(allowed, decision.action, space)
-        action, no_valid_action = masks.draw(allowed, space, key)
+        action_mask = masks.read(action_mask_fn, obs, space)
+        flag = flag | ~masks.is_valid(action_mask, decision.action, space)
+        action, no_valid_action = masks.sample(action_mask, space, key)
         extras: Any = decision.extras
         extras = {} if isinstance(extras, tuple) and not extras else extras
-        what = (
-            "With an `action_mask_fn` the wrapped policy's extras must be () or a dict"
-        )
-        checks.kind(what, extras, dict)
-        # Another wrapper with a mask inside of this one has its own flag.
-        inner = extras.get("no_valid_action", no_valid_action)
-        what = (
-            "The wrapped policy's `no_valid_action` must be that of an `action_mask_fn`"
-        )
-        checks.same(what, no_valid_action, inner)
-        extras = {**extras, "no_valid_action": no_valid_action | inner}
+        message = "The wrapped policy's extras must be () or a dict"
+        checks.kind(message, extras, dict)
+        # A wrapped policy with a mask has already set the flag: combine both flags.
+        inner_flag = extras.get("no_valid_action", no_valid_action)
+        message = "The wrapped policy's `no_valid_action` must be one bool per lane"
+        checks.same(message, no_valid_action, inner_flag)
+        extras = {**extras, "no_valid_action": no_valid_action | inner_flag}
         decision = decision._replace(extras=extras)
     return decision._replace(action=trees.select(flag, action, decision.action))
 
@@ -449,13 +451,13 @@ def _set_amount(policy: Any, name: str, highest: float = math.inf) -> None:
         _check_range(name, value, highest, ", or a schedule")
 
 
-def _check_range(name: str, value: Any, highest: float, more: str = "") -> None:
-    """Checks numbers in [0, highest]; tracers and placeholders of jax pass."""
+def _check_range(name: str, value: Any, highest: float, suffix: str = "") -> None:
+    """Checks numbers in [0, highest]; ignores tracers and placeholders of jax."""
     bounded = f"in [0, {highest:g}]"
     range_text = "at least 0 and finite" if highest == math.inf else bounded
     if isinstance(value, str | list | tuple | dict):
-        raise ValueError(f"`{name}` must be {range_text}{more}, got {value!r}.")
+        raise ValueError(f"`{name}` must be {range_text}{suffix}, got {value!r}.")
     if checks.is_known(value) and value is not None:
         numbers = np.asarray(value)
         if not np.all((numbers >= 0) & (numbers <= highest) & np.isfinite(numbers)):
-            raise ValueError(f"`{name}` must be {range_text}{more}, got {value!r}.")
+            raise ValueError(f"`{name}` must be {range_text}{suffix}, got {value!r}.")

@@ -1,9 +1,8 @@
-"""Chooses items to recommend, by their scores and a mask of allowed ones.
+"""Chooses items to recommend, by their scores and a mask of valid items.
 
-An item that is not allowed is never chosen, whatever its score: its score becomes minus
-infinity, not zero, which would win against negative scores. Where nothing is allowed,
-an item is chosen among all, since one must be sent, and `extras["no_valid_action"]` is
-True.
+An invalid item is never chosen: its score becomes minus infinity, because a score of
+zero would exceed negative scores. If no item is valid, an item is chosen among all of
+them, and `extras["no_valid_action"]` is True.
 """
 
 from collections.abc import Callable
@@ -25,7 +24,7 @@ ScoreFn = Callable[[Any, ArrayTree], Any]
 
 
 class ItemPolicy(Policy):
-    """The policy that `item_policy` makes."""
+    """Policy that scores items; made by `item_policy`."""
 
     fn: ScoreFn = struct.field(pytree_node=False)
     sample: bool = struct.field(pytree_node=False, default=False)
@@ -39,7 +38,7 @@ class ItemPolicy(Policy):
     )
 
     def apply(self, params: Any, obs: Any, state: Any, key: chex.PRNGKey) -> PolicyStep:
-        """Samples items, or chooses those of the highest score."""
+        """Samples items, or chooses the items of the highest score."""
         return self._choose(params, obs, state, key if self.sample else None)
 
     def mode(self, params: Any, obs: Any, state: Any, key: chex.PRNGKey) -> PolicyStep:
@@ -55,25 +54,25 @@ class ItemPolicy(Policy):
 
     @property
     def has_value(self) -> bool:
-        """Whether there is a `value_fn`."""
+        """Whether `value_fn` is given."""
         return self.value_fn is not None
 
     def _choose(
         self, params: Any, obs: Any, state: Any, key: chex.PRNGKey | None
     ) -> PolicyStep:
-        # `[B, I]` scores, or with `items` points `[B, F]`.
+        # `[B, I]` scores, or `[B, F]` points if `items` are given.
         result = self.fn(params, obs)
         scores, extras = result if isinstance(result, tuple) else (result, {})
         if self.items is not None:
-            # The nearest item has the highest score: minus the squared distance, up to
-            # a constant per lane.
+            # Score items by the negative squared distance, up to a constant per lane:
+            # the nearest item has the highest score.
             point, table = scores, jnp.asarray(self.items, scores.dtype)
             scores = 2.0 * point @ table.T - jnp.sum(table**2, axis=-1)[None]
             extras = {**extras, "point": point}
         space = Discrete(scores.shape[-1])
         action_mask = masks.read(self.action_mask_fn, obs, space)[:, 0]
-        action, more = choose_items(scores, action_mask, key)
-        return PolicyStep(self.start + action, state, {**extras, **more})
+        action, choice_extras = choose_items(scores, action_mask, key)
+        return PolicyStep(self.start + action, state, {**extras, **choice_extras})
 
 
 def item_policy(
@@ -88,30 +87,31 @@ def item_policy(
     """Makes a policy from a function that scores items.
 
     Args:
-        fn: `(params, obs)` to scores, `[B, I]`, or to `(scores, extras)` with a dict of
-            extras; batched, `[B, ...]`. With `items`, to points `[B, F]` instead.
-        sample: whether to draw items by the softmax of their scores, instead of taking
-            the highest score. `Greedy` takes the highest in both cases.
-        items: `[I, F]`, a point for each item: the allowed item nearest to the point of
-            `fn` is chosen, which turns a continuous action into an item. Not with
-            `sample`.
-        start: the action of the first item, that of the `Discrete` space.
-        action_mask_fn: `obs`, `[B, ...]`, to `[B, I]` bool, the allowed items; by
-            default the `action_mask` in `obs`.
-        value_fn: the critic, as `stateless_policy` takes it.
+        fn: function `(params, obs)` that returns scores, `[B, I]`, or `(scores,
+            extras)` with a dict of extras; all are batched, `[B, ...]`. If `items` are
+            given, it returns points, `[B, F]`, instead of scores.
+        sample: True samples items from the softmax of their scores, False takes the
+            item of the highest score. `Greedy` takes the highest score in both cases.
+        items: `[I, F]`, one point per item. The policy chooses the valid item nearest
+            to the point that `fn` returns, which maps a continuous action to an item.
+            `sample` must be False.
+        start: action of the first item: the `start` of the `Discrete` space.
+        action_mask_fn: function of `obs`, `[B, ...]`, that returns the valid items,
+            `[B, I]` bool; by default it reads `action_mask` in `obs`.
+        value_fn: critic, as in `stateless_policy`.
 
     Returns:
-        A policy without state. Its extras are those of `fn` and of `choose_items`; with
-        `items` also `point`, `[B, F]`.
+        A policy without state. Its extras are the extras of `fn` and of `choose_items`,
+        and `point`, `[B, F]`, if `items` are given.
 
     Raises:
-        ValueError: if an argument is not as above, or if `sample` is True with `items`;
+        ValueError: if an argument has a wrong type; if `sample` is True with `items`;
             while tracing, if the mask is not `[B, I]` bool.
 
     Source:
-        Masks: "A Closer Look at Invalid Action Masking in Policy Gradient Algorithms",
-        arXiv:2006.14171. The nearest item: "Deep Reinforcement Learning in Large
-        Discrete Action Spaces", arXiv:1512.07679, with one neighbour.
+        "A Closer Look at Invalid Action Masking in Policy Gradient Algorithms",
+        arXiv:2006.14171, for masks. "Deep Reinforcement Learning in Large Discrete
+        Action Spaces", arXiv:1512.07679, for the nearest item, with one neighbor.
     """
     checks.function("fn", fn)
     checks.function("action_mask_fn", action_mask_fn)
@@ -120,41 +120,41 @@ def item_policy(
     if value_fn is not None:
         checks.function("value_fn", value_fn, "params", "obs")
     if sample and items is not None:
-        raise ValueError("`sample` must be False where `items` are given, got True.")
+        raise ValueError("`sample` must be False if `items` are given, got True.")
     items = None if items is None else jnp.asarray(items)
     return ItemPolicy(fn, sample, items, start, action_mask_fn, value_fn)
 
 
 def choose_items(
-    scores: jax.Array, allowed: jax.Array, key: chex.PRNGKey | None = None
+    scores: jax.Array, action_mask: jax.Array, key: chex.PRNGKey | None = None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Chooses an allowed item in every lane, for custom policies.
+    """Chooses a valid item in every lane, for custom policies.
 
     Args:
         scores: `[B, I]` float32, of any sign.
-        allowed: `[B, I]` bool, the allowed items.
-        key: one typed key, to draw by the softmax of the scores of allowed items; None
-            takes the highest score, the first of equals.
+        action_mask: `[B, I]` bool, True for valid items.
+        key: one typed key to sample from the softmax of the scores of valid items. None
+            takes the highest score; the first item wins ties.
 
     Returns:
-        Items, `[B]` int32; and a dict of `no_valid_action` and `log_prob`, `[B]` bool
-        and float32. `log_prob` is that of the softmax, also without a key.
-        Inside `jit` an entry that you do not read costs nothing.
+        Items, `[B]` int32, and a dict with `no_valid_action`, `[B]` bool, and
+        `log_prob`, `[B]` float32. `log_prob` is the log-probability of the item under
+        the softmax, also without a key. Inside `jit`, unused entries cost nothing.
 
     Raises:
-        ValueError: if `allowed` is not bool of the shape of `scores`.
+        ValueError: if `action_mask` is not bool of the shape of `scores`.
     """
-    scores, allowed = jnp.asarray(scores), jnp.asarray(allowed)
-    if scores.ndim != 2 or (allowed.shape, allowed.dtype) != (scores.shape, jnp.bool_):
+    scores, action_mask = jnp.asarray(scores), jnp.asarray(action_mask)
+    is_bool = action_mask.dtype == jnp.bool_
+    if scores.ndim != 2 or action_mask.shape != scores.shape or not is_bool:
         raise ValueError(
-            "`allowed` must be bool of the shape [B, I] of `scores`, got "
-            f"{checks.describe(allowed)} and {checks.describe(scores)}."
+            "`action_mask` must be bool of the shape [B, I] of `scores`, got "
+            f"{checks.describe(action_mask)} and {checks.describe(scores)}."
         )
-    no_valid_action = ~allowed.any(axis=-1)
-    # An allowed -inf becomes the lowest finite score, and beats items not allowed.
-    lowest = jnp.finfo(scores.dtype).min
-    scores = jnp.maximum(scores, lowest)
-    scores = jnp.where(allowed | no_valid_action[:, None], scores, -jnp.inf)
+    no_valid_action = ~action_mask.any(axis=-1)
+    # Clip -inf to the lowest finite score: valid items stay above invalid ones.
+    scores = jnp.maximum(scores, jnp.finfo(scores.dtype).min)
+    scores = jnp.where(action_mask | no_valid_action[:, None], scores, -jnp.inf)
     log_probs = jax.nn.log_softmax(scores)
     if key is None:
         action = jnp.argmax(scores, axis=-1)

@@ -1,4 +1,4 @@
-"""The memory of a recurrent policy: its restart, and its replay over recorded rows."""
+"""Replays recurrent policies over recorded rows, and resets their state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,47 +22,50 @@ def unroll(
 ) -> tuple[ArrayTree, ArrayTree]:
     """Runs a recurrent network over the rows of a trajectory, as the collector did.
 
-    Under the parameters that collected, it computes what the policy computed, to the
-    rounding of another program; `jax.grad` passes through it, back to `state`. What a
-    network computes from the outputs alone, such as its heads, is faster outside, over
-    all rows at once.
+    The outputs equal the policy's outputs if the parameters are the parameters of the
+    collection, up to the rounding of a different compiled program. `jax.grad`
+    differentiates through all rows, back to `state`. Layers that read only the outputs,
+    such as heads, are faster outside of `unroll`, applied to all rows at once.
 
     Args:
-        core: `(state, input)` of one row, `[B, ...]`, to `(state, output)`.
-        state: that of the policy before the first row, `[B, ...]`, such as the first
-            row of what the policy recorded.
-        inputs: a pytree of `[T, B, ...]`, such as the observations.
-        first: `[T, B]` bool, True where a row begins an episode: `Transition.first`.
-            There the state is that of `init` before the row is read, except for its
-            `Persistent` parts.
-        init: that of the `recurrent_policy`. It has no `EpisodeKey`, for the keys of
-            later episodes are not known.
-        acting: `[T, B]` bool, or None for True everywhere; where False, the row leaves
-            the state as it is: `acting` of an agent's transitions.
+        core: function `(state, input)` of one row, `[B, ...]`, that returns `(state,
+            output)`.
+        state: state of the policy before the first row, `[B, ...]`, for example the
+            first row of the states that the policy recorded.
+        inputs: a pytree of `[T, B, ...]`, for example the observations.
+        first: `[T, B]` bool, True at the first row of an episode: `Transition.first`.
+            The state is reset to `init` before such a row, except for its `Persistent`
+            parts.
+        init: function of `num_envs` that returns the initial state: the `init_fn` of
+            the `recurrent_policy`. The state must not contain an `EpisodeKey`, since
+            the keys of later episodes are not recorded.
+        acting: `[T, B]` bool, for example `acting` of an agent's transitions. Rows with
+            False leave the state unchanged. None is the same as True everywhere.
 
     Returns:
         The state after the last row, and the outputs, `[T, B, ...]`.
     """
-    fresh = jax.tree.map(jnp.asarray, init(first.shape[1]))
+    initial_state = jax.tree.map(jnp.asarray, init(first.shape[1]))
 
     def step(state: ArrayTree, row: Any) -> tuple[ArrayTree, ArrayTree]:
         x, first, acting = row
-        # Before the row is read: the first one of an episode sees the state of `init`.
-        before = restart(first, fresh, state)
-        after, output = core(before, x)
-        return after if acting is None else trees.select(acting, after, before), output
+        # Reset before `core`: the first row of an episode reads the initial state.
+        state = restart(first, initial_state, state)
+        new_state, output = core(state, x)
+        if acting is not None:
+            new_state = trees.select(acting, new_state, state)
+        return new_state, output
 
     return jax.lax.scan(step, state, (inputs, first, acting))
 
 
-def restart(restarts: jax.Array, fresh: ArrayTree, state: ArrayTree) -> ArrayTree:
-    """Takes `fresh` where `restarts`, except for the `Persistent` parts of `state`."""
+def restart(restarts: jax.Array, initial: ArrayTree, state: ArrayTree) -> ArrayTree:
+    """Resets lanes to `initial` if `restarts`, except for `Persistent` parts."""
 
-    def choose(fresh: ArrayTree, state: ArrayTree) -> ArrayTree:
+    def choose(initial: ArrayTree, state: ArrayTree) -> ArrayTree:
         if isinstance(state, Persistent):
             return state
-        return trees.select(restarts, fresh, state)
+        return trees.select(restarts, initial, state)
 
-    return jax.tree.map(
-        choose, fresh, state, is_leaf=lambda x: isinstance(x, Persistent)
-    )
+    is_persistent = lambda x: isinstance(x, Persistent)  # noqa: E731
+    return jax.tree.map(choose, initial, state, is_leaf=is_persistent)

@@ -1,4 +1,4 @@
-"""The base of policies that change another policy, and the greedy policy."""
+"""The base class of policies that wrap another policy, and the greedy policy."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from rollout.types import (
 
 
 class PolicyWrapper(Policy[ParamsT, ObsT, ActionT]):
-    """Base of policies that change another policy: forwards every method.
+    """Base class of policy wrappers: forwards every method to the wrapped policy.
 
     Attributes:
         policy: the wrapped policy.
@@ -56,13 +56,13 @@ class PolicyWrapper(Policy[ParamsT, ObsT, ActionT]):
 
 
 class Greedy(PolicyWrapper[ParamsT, ObsT, ActionT]):
-    """Takes the most likely actions of a policy, for evaluation.
+    """Takes the most likely actions of a policy. Use it for evaluation.
 
-    An exploring policy has the mode of the policy that it wraps. State, extras and
-    critic are those of the wrapped policy.
+    The mode of an exploring policy is the mode of the policy that it wraps. State,
+    extras and critic come from the wrapped policy.
 
     Attributes:
-        policy: a policy with a `mode`.
+        policy: the wrapped policy, which must have a `mode`.
 
     Raises:
         ValueError: if `policy` is not a policy, or has no `mode`.

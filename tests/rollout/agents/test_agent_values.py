@@ -192,9 +192,9 @@ def test_state_of_a_policy_is_read_inside_other_policies():
     carry = warmed.init(KEY)
     memory = rollout.agents.policy_state(carry, "count")
     np.testing.assert_array_equal(memory[GROUP], np.zeros(2 * B))
-    with pytest.raises(ValueError, match="`policy_map`, count, random, got"):
+    with pytest.raises(ValueError, match=r"`policy_map` \(count, random\), got"):
         rollout.agents.policy_state(carry, "blue")
-    with pytest.raises(ValueError, match="`policy_map`, none, got 'count'"):
+    with pytest.raises(ValueError, match=r"`policy_map` \(none\), got 'count'"):
         rollout.agents.policy_state((), "count")
 
 

@@ -196,7 +196,7 @@ def test_error_inside_a_policy_names_it():
     policies = {"x": constant(0), "y": rollout.stateless_policy(act)}
     with pytest.raises(TypeError, match="odd") as caught:
         collect(table(), policies, drawn_mapping(2))
-    note = "The policy 'y', which controls the group 'all', raised this."
+    note = "The policy 'y', which controls the group 'all', raised this error."
     assert note in caught.value.__notes__
 
 

@@ -87,25 +87,22 @@ def answer(pending=None, *, lanes=4, info=None):
 SHAPE = "of shape (3,), got int32 of shape ()"
 ACTIONS = "policy 'x', which controls the group 'all', must return actions as int32"
 EXTRAS = "The extras of the policy 'x' must be () or a dict"
-GROUPS = "mapping function, x, to groups, all, and leave each a policy, got"
+GROUPS = "mapping function (x) to groups (all), each with a policy, got"
 CASES = [
     # policy_map
     (lambda: agents.policy_map(3, MAPPING, TABLE), "`policies` must be a dict by name"),
     (lambda: mapped({"a": "x"}), "`policy_mapping_fn` must be a function"),
-    (lambda: mapped(by_name({"a": "x"})), "must map the agents a, b, c to policies, x"),
-    (lambda: mapped(by_name("y")), "are drawn), got {'a': 'y', 'b': 'y', 'c': 'y'}"),
+    (lambda: mapped(by_name({"a": "x"})), "must map the agents a, b, c to the"),
+    (lambda: mapped(by_name("y")), "policies x, got {'a': 'y', 'b': 'y', 'c': 'y'}"),
     (lambda: mapped(lambda key, names: jnp.int32(0)), SHAPE),
     (lambda: mapped(x=policy(lambda obs: obs)), ACTIONS),
     (lambda: mapped(x=policy(extras=lambda obs: obs)), EXTRAS),
-    (
-        lambda: mapped(x=agents.Population(policy(), 2)),
-        "none here (members of a population are dr",
-    ),
+    (lambda: mapped(x=agents.Population(policy(), 2)), "policies (none), got"),
     (lambda: mapped(drawn, x=value(1), y=value(2)), "the same kind of `value`"),
     (lambda: mapped(drawn, groups={"y": ["all"]}), f"{GROUPS} {{'y': ['all']}}"),
     (lambda: mapped(drawn, groups={"x": ["some"]}), f"{GROUPS} {{'x': ['some']}}"),
     (lambda: mapped(drawn, groups={"x": []}), f"{GROUPS} {{'x': []}}"),
-    (lambda: mapped(groups={"x": ["all"]}), "of a mapping function, none here,"),
+    (lambda: mapped(groups={"x": ["all"]}), "of a mapping function (none) to"),
     (lambda: agents.policy_map({"x": policy()}, MAPPING, SINGLE), "several agents, as"),
     (lambda: mapped(env=SINGLE), "of several agents, got float32 of shape (4, 1)"),
     # population
@@ -114,7 +111,7 @@ CASES = [
     (lambda: league(np.zeros(6)), "with the leading axes (5,), got float32"),
     # agent_transitions
     (lambda: agents.Pending.init(single(), 0), "must have several agents"),
-    (lambda: answer((), info={}), "must have several agents, as lanes of a"),
+    (lambda: answer((), info={}), "must have several agents, for example lanes of a"),
     (lambda: answer(lanes=2), "`pending` must be from `Pending.init` or an earlier"),
     # evaluate_agents
     (lambda: evaluate(learning()), "with the statistics of training, got NormalizeObs"),

@@ -95,20 +95,20 @@ class Drifting(CountEnv):
 jax.tree_util.register_static(Drifting)
 
 ACTIONS = "must return actions as int32 of shape (4,), got"
-NUMBERS = "(). Each observation is a number; a network of dense layers must take"
+SCALARS = "(). Each observation is a scalar. A network of dense layers must get flat"
 MASK = "`action_mask_fn` must return one bool per lane and action, bool of shape"
-STATE = "must return a state like the one it takes: float32 of shape (4, 3),"
+STATE = "must return a state like its input state: float32 of shape (4, 3),"
 DRIFT = "must return the state as `env.reset` does: int32 of shape (4,) at"
 STEP = "`policy.apply` must return a `PolicyStep`"
 BOUNDS = "`action_space` must have finite bounds"
 MASKED = (
-    "`action_space` must be discrete or have discrete parts where `action_mask_fn` is "
+    "`action_space` must be discrete or have discrete parts if `action_mask_fn` is "
     "given"
 )
-FLOATS = "`action_space` must be one of floats"
+FLOATS = "`action_space` must have a float dtype"
 EPSILON, LEAST = "`epsilon` must be in [0, 1]", "must be at least 0 and finite"
 PROCESS = "`theta` * `dt` below 2, or the noise grows without bound, got"
-OWN_FLAG = "`no_valid_action` must be that of an `action_mask_fn`"
+INNER_FLAG = "`no_valid_action` must be one bool per lane: bool of shape (4,)"
 CASES = [
     # What a policy returns.
     (lambda: collect(policy(jnp.zeros(B))), f"{ACTIONS} float32 of shape (4,)"),
@@ -125,8 +125,8 @@ CASES = [
     (lambda: collect(NO_STEP), STEP),
     (lambda: collect(random_policy(envs.Discrete(3)), Drifting()), DRIFT),
     (lambda: wrapped(INTS[:, None]), "wrapped `policy.apply` must return actions as"),
-    (lambda: collect(policy(INTS[0]), showing(lambda x: x[0])), NUMBERS),
-    (lambda: act(explore_of(INTS[0]), OBS[:, 0]), NUMBERS),
+    (lambda: collect(policy(INTS[0]), showing(lambda x: x[0])), SCALARS),
+    (lambda: act(explore_of(INTS[0]), OBS[:, 0]), SCALARS),
     (
         lambda: act(GaussianNoise(NO_STEP, BOX, 0.5)),
         f"wrapped {STEP}",
@@ -157,8 +157,8 @@ CASES = [
     (lambda: masked(TWO, BITS), f"{MASK} (4, 2, 2), got bool of shape (4, 2)"),
     (lambda: masked((TWO, TWO), MIXED), "must return None for a part"),
     (lambda: wrapped(INTS, (OBS,)), "extras must be () or a dict, got"),
-    (lambda: wrapped(INTS, {"no_valid_action": INTS}), OWN_FLAG),
-    (lambda: wrapped(INTS, {"no_valid_action": TWO}), OWN_FLAG),
+    (lambda: wrapped(INTS, {"no_valid_action": INTS}), INNER_FLAG),
+    (lambda: wrapped(INTS, {"no_valid_action": TWO}), INNER_FLAG),
     # Amounts of exploration.
     *refused(explore, f"{EPSILON}, or a schedule", -0.1, 1.5, NAN, "0.1"),
     (partial(late, DISCRETE, -1), "`num_steps` must be an int of at least 0, got -1"),
@@ -172,7 +172,7 @@ CASES = [
     # Items.
     (
         lambda: item_policy(jnp.add, sample=True, items=OBS),
-        "`sample` must be False where",
+        "`sample` must be False if",
     ),
     (
         lambda: act(item_policy(lambda p, obs: OBS), {"action_mask": TWO}),
@@ -195,4 +195,4 @@ def test_network_that_takes_no_trees_is_told_of_flat_observations(see, network):
     with pytest.raises((AttributeError, IndexError, TypeError)) as error:
         collect(rollout.stateless_policy(take), showing(see))
     notes = "".join(error.value.__notes__)
-    assert "must take the observations flat: put `rollout.envs.wrappers." in notes
+    assert "must get flat observations. Wrap the environment in `rollout.envs." in notes
