@@ -351,7 +351,9 @@ REFUSED = {
     "`num` must be an int of at least 1": [lambda: envs.spaces.Repeated(BOX, "3")],
     # Policies.
     "`action_space` must be a Box, Discrete": [lambda: rollout.random_policy(MANY)],
-    "`action_mask` must be bool": [lambda: recommendation.choose_items([[1]], [[1]])],
+    "`action_mask` must have the shape": [
+        lambda: recommendation.choose_items([[1.0]], [[1, 0]])
+    ],
     # Statistics, targets, trajectories.
     "`data` must be a trajectory": [lambda: rollout.summarize(batch())],
     "`trajectory` must be `[T, B, ...]`": [

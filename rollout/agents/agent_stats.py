@@ -15,7 +15,7 @@ from rollout.agents.transitions import agents_of
 from rollout.collector import Collector
 from rollout.envs import trees
 from rollout.envs.multi_agent import layout_of
-from rollout.moments import Moments, is_known, moments, moments_by_name, xp_of
+from rollout.moments import Moments, by_name, is_known, moments, xp_of
 from rollout.stats import present
 from rollout.types import Accumulator, Episodes, PerAgent, Transition
 
@@ -25,7 +25,9 @@ _NAME = "agents"  # name of the accumulator
 class WinDrawLoss(struct.PyTreeNode, kw_only=True):
     """Results of games: returns above 0 are wins, below 0 losses, and equal to 0 draws.
 
-    If two agents of a game have the same policy, the results of both count for it.
+    An episode counts once. The result of a policy that controls several of its agents
+    is the sign of their mean return, which is a draw in zero-sum self-play: the
+    statistics by agent tell the sides apart.
 
     Attributes:
         wins: `()` int32, number of wins.
@@ -261,15 +263,23 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
     per_agent = {k: x.value for k, x in accumulated.items() if isinstance(x, PerAgent)}
 
     def metrics(flag: jax.Array) -> AgentMetrics:
+        # Agents of one episode are not independent: an episode counts once, with the
+        # mean over its agents in `flag`, `[..., A]`.
+        num_agents = jnp.maximum(jnp.sum(flag, axis=-1), 1)
+        mean = lambda x: jnp.sum(jnp.where(flag, x, 0), axis=-1) / num_agents  # noqa: E731
+        is_played, agent_return = jnp.any(flag, axis=-1), mean(info.agent_return)
         return AgentMetrics(
             results=WinDrawLoss(
-                wins=_count(flag & (info.agent_return > 0)),
-                draws=_count(flag & (info.agent_return == 0)),
-                losses=_count(flag & (info.agent_return < 0)),
+                wins=_count(is_played & (agent_return > 0)),
+                draws=_count(is_played & (agent_return == 0)),
+                losses=_count(is_played & (agent_return < 0)),
             ),
-            returns=moments(info.agent_return, flag),
-            lengths=moments(info.agent_length, flag),
-            accumulated=moments_by_name(per_agent, flag),
+            returns=moments(agent_return, is_played),
+            lengths=moments(mean(info.agent_length), is_played),
+            accumulated={
+                name: moments(mean(x), is_played)
+                for name, x in by_name(per_agent, flag.shape).items()
+            },
         )
 
     return AgentStats(

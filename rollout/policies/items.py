@@ -132,7 +132,7 @@ def choose_items(
 
     Args:
         scores: `[B, I]` float32, of any sign.
-        action_mask: `[B, I]` bool, True for valid items.
+        action_mask: `[B, I]` bool or numbers, True or not 0 for valid items.
         key: one typed key to sample from the softmax of the scores of valid items. None
             takes the highest score; the first item wins ties.
 
@@ -142,13 +142,12 @@ def choose_items(
         the softmax, also without a key. Inside `jit`, unused entries cost nothing.
 
     Raises:
-        ValueError: if `action_mask` is not bool of the shape of `scores`.
+        ValueError: if `action_mask` does not have the shape of `scores`.
     """
-    scores, action_mask = jnp.asarray(scores), jnp.asarray(action_mask)
-    is_bool = action_mask.dtype == jnp.bool_
-    if scores.ndim != 2 or action_mask.shape != scores.shape or not is_bool:
+    scores, action_mask = jnp.asarray(scores), jnp.asarray(action_mask, bool)
+    if scores.ndim != 2 or action_mask.shape != scores.shape:
         raise ValueError(
-            "`action_mask` must be bool of the shape [B, I] of `scores`, got "
+            "`action_mask` must have the shape [B, I] of `scores`, got "
             f"{checks.describe(action_mask)} and {checks.describe(scores)}."
         )
     no_valid_action = ~action_mask.any(axis=-1)

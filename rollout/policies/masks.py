@@ -175,7 +175,7 @@ def _check_mask(action_mask: Any, num_envs: int, space: AnySpace) -> Any:
 
 
 def _bools(action_mask: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Checks that a mask is bool of this shape."""
-    message = "`action_mask_fn` must return one bool per lane and action,"
-    checks.shaped(message, action_mask, shape, bool)
-    return jnp.asarray(action_mask)
+    """Checks the shape of a mask, and converts numbers to bool."""
+    message = "`action_mask_fn` must return one flag per lane and action,"
+    checks.shaped(message, action_mask, shape)
+    return jnp.asarray(action_mask, bool)

@@ -123,11 +123,6 @@ def masked_values(network: Any, params: ArrayTree, obs: ArrayTree) -> jax.Array:
     return jnp.where(is_valid, values, -1e9)
 
 
-def action_mask_of(obs: ArrayTree) -> jax.Array:
-    """Returns the action mask of an observation as bool."""
-    return jnp.asarray(get_action_mask(obs), bool)  # in Gymnasium it is int8
-
-
 # Memoized, so that equal agents share compiled programs.
 epsilon_schedule = functools.lru_cache(optax.linear_schedule)
 
@@ -201,7 +196,7 @@ class DQN(Agent):
             self.eval_policy,
             self.spec.action_space,
             epsilon_schedule(1.0, config.exploration_final_eps, num_steps),
-            action_mask_fn=None if get_action_mask(obs) is None else action_mask_of,
+            action_mask_fn=None if get_action_mask(obs) is None else get_action_mask,
         )
 
     @functools.cached_property

@@ -108,11 +108,6 @@ def masked_values(network: Any, params: ArrayTree, obs: ArrayTree) -> jax.Array:
     return jnp.where(is_valid, values, -1e9)
 
 
-def action_mask_of(obs: ArrayTree) -> jax.Array:
-    """Returns the action mask of an observation as bool."""
-    return jnp.asarray(get_action_mask(obs), bool)  # in Gymnasium it is int8
-
-
 # Memoized, so that equal agents share compiled programs.
 epsilon_schedule = functools.lru_cache(optax.linear_schedule)
 
@@ -194,7 +189,7 @@ class PQN(Agent):
             self.eval_policy,
             self.spec.action_space,
             epsilon_schedule(initial_eps, final_eps, num_steps),
-            action_mask_fn=None if get_action_mask(obs) is None else action_mask_of,
+            action_mask_fn=None if get_action_mask(obs) is None else get_action_mask,
         )
 
     @functools.cached_property

@@ -221,3 +221,16 @@ def test_draw_without_a_loop_has_the_bits_of_the_one_with_a_loop():
             programs.append(traced.lower().compile())
         assert ("while[" in str(traced.jaxpr)) == (num_parts == 1)
     assert_same_draws(programs, masks)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+def test_masks_of_numbers_are_masks(dtype):
+    space, obs = envs.Discrete(3), np.zeros((NUM_LANES, 1), np.float32)
+    mask = np.tile([[0, 1, 0]], (NUM_LANES, 1)).astype(dtype)
+    policies = [
+        rollout.random_policy(space, action_mask_fn=lambda obs: mask),
+        item_policy(lambda params, obs: -np.float32(mask), action_mask_fn=lambda _: mask),
+    ]
+    for policy in policies:
+        step = quick_jit(policy.apply)(None, obs, (), KEY)
+        np.testing.assert_array_equal(step.action, 1)
