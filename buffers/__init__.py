@@ -1,16 +1,16 @@
 """Replay buffers: pure functions that store and sample transitions.
 
-A buffer is a static description; its state is explicit. `ReplayBuffer` keeps a ring of
-transitions per lane and samples them evenly, `PrioritizedReplayBuffer` samples by
-priorities, and `EpisodeBuffer` shows whole episodes only. `shard` shards a buffer over
-devices. `rollout.checkpoint` saves a state.
+A buffer is a static description, and its state is an explicit pytree. `ReplayBuffer`
+stores a ring of transitions per lane and samples them uniformly.
+`PrioritizedReplayBuffer` samples them in proportion to their priorities.
+`EpisodeBuffer` exposes complete episodes only. `shard` shards a buffer over devices.
+`rollout.checkpoint` saves a buffer state.
 
-`replay` has the methods that all buffers share, `prioritized` and `episodic` what
-theirs do otherwise, and `sharded_buffer` has `shard`. Below them: `ring` and
-`final_obs` write, `neighbours` reads from row to row, `sampling` and `sum_tree` draw,
-`batches` builds batches from drawn rows. `types` has the containers, and `fields` reads
-fields by name. `rollout.buffers.offline` fills buffers with recorded data, and writes
-their episodes as datasets.
+`replay` implements the methods that all buffers share. `prioritized`, `episodic` and
+`sharded_buffer` override some of them. `ring` and `final_obs` write rows, `neighbours`
+follows episodes from row to row, `sampling` and `sum_tree` sample rows, and `batches`
+reads the sampled rows. `types` defines the containers, and `fields` reads fields by
+name. `rollout.buffers.offline` converts between buffers and recorded datasets.
 """
 
 from rollout.buffers import offline as offline

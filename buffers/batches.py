@@ -1,4 +1,4 @@
-"""Builds batches from drawn rows: n-step targets, stacks, later goals, sequences."""
+"""Builds batches from sampled rows: n-step returns, stacks, goals and sequences."""
 
 from collections.abc import Callable
 
@@ -12,16 +12,17 @@ from rollout.buffers import fields, neighbours
 from rollout.buffers.types import Batch, RingState, Sequences
 from rollout.envs.types import ArrayTree
 
-# `(key, rows, later rows of their episodes)`, `[S, ...]`, to the changed rows.
+# Maps `(key, experience, future)`, `[S, ...]` each, to the relabeled experience.
 RelabelFn = Callable[[chex.PRNGKey, ArrayTree, ArrayTree], ArrayTree]
 
 
 class SampleOptions(struct.PyTreeNode, kw_only=True):
-    """How rows are drawn, and read into a sample.
+    """Options that specify how rows are sampled and how a batch is built.
 
     Attributes:
-        length: L of `ReplayBuffer.sample_sequences`; None for transitions. The other
-            attributes are those of the buffer, and arguments of its `sample`.
+        length: L of `ReplayBuffer.sample_sequences`; None for transitions. `sample`
+            documents `batch_size` and `beta`; `ReplayBuffer` documents all other
+            options (`horizon` is its `relabel_horizon`).
     """
 
     batch_size: int = struct.field(pytree_node=False)
@@ -34,7 +35,7 @@ class SampleOptions(struct.PyTreeNode, kw_only=True):
     horizon: int = struct.field(pytree_node=False, default=64)
 
     def check(self) -> None:
-        """Checks the numbers of rows."""
+        """Validates `batch_size` and `length`."""
         checks.int_between("batch_size", self.batch_size)
         if self.length is not None:
             checks.int_between("length", self.length)
@@ -47,7 +48,7 @@ def transitions(
     key: chex.PRNGKey,
     options: SampleOptions,
 ) -> Batch:
-    """Reads `[S]` rows; masked out where `weights` is 0."""
+    """Builds a batch from `[S]` rows; rows of weight 0 are masked out."""
     last, discount, changes = row, (), {}
     if options.n_step is not None:
         last, discount, changes = _n_step(ring, row, options.n_step, options.gamma)
@@ -56,25 +57,25 @@ def transitions(
     experience = _complete(ring, row, weights > 0, last)
     experience = fields.replace(experience, **changes)
     if options.relabel_fn is not None:
-        # The row itself and `horizon` rows ahead; valid ones come first, so their
-        # number bounds the draw.
+        # The window has the row and `horizon` later rows. Valid rows come first, so an
+        # offset below their number is always valid.
         rows, valid = neighbours.window(ring, row, options.horizon + 1)
-        ahead_key, relabel_key = jax.random.split(key)
+        offset_key, relabel_key = jax.random.split(key)
         count = jnp.sum(valid, axis=0, dtype=jnp.int32)
-        ahead = jax.random.randint(ahead_key, count.shape, 0, count)
-        later = jnp.take_along_axis(rows, ahead[None], axis=0)[0]
-        future = _complete(ring, later, weights > 0, later)
-        changed = options.relabel_fn(relabel_key, experience, future)
-        what = "`relabel_fn` must return the experience as it came in"
-        checks.same(what, experience, changed)
-        experience = changed
+        offset = jax.random.randint(offset_key, count.shape, 0, count)
+        future_row = jnp.take_along_axis(rows, offset[None], axis=0)[0]
+        future = _complete(ring, future_row, weights > 0, future_row)
+        relabeled = options.relabel_fn(relabel_key, experience, future)
+        message = "`relabel_fn` must keep structure, shapes and dtypes of its input"
+        checks.same(message, experience, relabeled)
+        experience = relabeled
     return Batch(experience=experience, indices=row, weights=weights, discount=discount)
 
 
 def read(ring: RingState, row: jax.Array) -> ArrayTree:
-    """Reads rows of any shape, like those added, with successor and mask.
+    """Reads rows of any shape, with their successors and a mask.
 
-    The mask is False where there is no such row, or its successor is missing.
+    The mask is False for row numbers without a stored row or without a successor.
     """
     usable = neighbours.is_stored(ring, row) & neighbours.has_successor(ring, row)
     return _complete(ring, row, usable, row)
@@ -83,7 +84,7 @@ def read(ring: RingState, row: jax.Array) -> ArrayTree:
 def sequences(
     ring: RingState, row: jax.Array, weights: jax.Array, length: int
 ) -> Sequences:
-    """Reads pieces of at most `length` steps that begin at the `[S]` rows."""
+    """Reads sequences of at most `length` steps that begin at the `[S]` rows."""
     rows, valid = neighbours.window(ring, row, length)
     valid &= (weights > 0)[None]
     return Sequences(
@@ -97,7 +98,7 @@ def sequences(
 def _complete(
     ring: RingState, row: jax.Array, valid: jax.Array, last: jax.Array
 ) -> ArrayTree:
-    """Reads rows with what is not stored: `mask`, and the successor of `last`."""
+    """Reads rows, and adds `mask` and the successor of `last` as `next_obs`."""
     missing = {"mask": valid}
     if neighbours.has_next_obs(ring):
         missing["next_obs"] = neighbours.successor(ring, last)
@@ -107,28 +108,28 @@ def _complete(
 def _n_step(
     ring: RingState, row: jax.Array, n_step: int, gamma: ArrayTree
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Returns the last rows of the windows, the discounts, and changed fields."""
-    # The window of a row is the row and those that follow in its episode, at most
-    # `n_step`. After its end it repeats its last row, so `rows[-1]` is the last valid
-    # one, whose successor and endings count.
+    """Returns the last row of each window, its discount, and the n-step fields."""
+    # The window has the row and the following rows of the episode, `n_step` in total at
+    # most. It is padded with its last valid row, so `rows[-1]` is the row that provides
+    # the successor and the flags.
     rows, valid = neighbours.window(ring, row, n_step)
     last, num_steps = rows[-1], jnp.sum(valid, axis=0).astype(jnp.float32)
     reward = neighbours.read_field(ring, "reward", rows)
     terminated = neighbours.read_field(ring, "terminated", last)
-    # Step k of a window counts by gamma ** k, and rows after its end by nothing. A
-    # reward may have further axes, such as one entry for each objective.
+    # Step k of a window is discounted by gamma ** k, and padding counts 0. A reward may
+    # have more axes, for example one entry per objective.
     gamma = jnp.asarray(gamma, jnp.float32)
     power = gamma ** jnp.arange(n_step, dtype=jnp.float32)
-    column = (n_step, 1, *(1,) * (reward.ndim - 2))
-    counted = jnp.where(
-        valid.reshape(*valid.shape, *column[2:]), power.reshape(column) * reward, 0
+    shape = (n_step, 1, *(1,) * (reward.ndim - 2))
+    discounted = jnp.where(
+        valid.reshape(*valid.shape, *shape[2:]), power.reshape(shape) * reward, 0
     )
-    # A truncation bootstraps, a termination does not; both end the window.
+    # Both flags end the window, but only a truncation bootstraps.
     return (
         last,
         gamma**num_steps * (1 - terminated.astype(jnp.float32)),
         {
-            "reward": jnp.sum(counted, axis=0),
+            "reward": jnp.sum(discounted, axis=0),
             "terminated": terminated,
             "truncated": neighbours.read_field(ring, "truncated", last),
         },
@@ -138,7 +139,7 @@ def _n_step(
 def _stacked(
     ring: RingState, row: jax.Array, last: jax.Array, stack: int
 ) -> dict[str, ArrayTree]:
-    """Stacks the observations up to `row`, and up to the successor of `last`."""
+    """Stacks the frames up to `row`, and the frames up to the successor of `last`."""
 
     def frames(rows: jax.Array) -> ArrayTree:
         obs = neighbours.read_field(ring, "obs", rows)
@@ -146,11 +147,11 @@ def _stacked(
 
     changes = {"obs": frames(neighbours.history(ring, row, stack)[0])}
     if neighbours.has_next_obs(ring):
-        # One frame later: without the oldest frame, and with the successor.
-        earlier = frames(neighbours.history(ring, last, stack)[0][1:])
+        # Shift by one frame: discard the oldest frame and append the successor.
+        recent = frames(neighbours.history(ring, last, stack)[0][1:])
         changes["next_obs"] = jax.tree.map(
             lambda x, new: jnp.concatenate([x, new[:, None]], axis=1),
-            earlier,
+            recent,
             neighbours.successor(ring, last),
         )
     return changes

@@ -1,4 +1,4 @@
-"""`EpisodeBuffer`: shows the rows of an episode only once it has ended."""
+"""`EpisodeBuffer`: exposes the rows of an episode only after the episode has ended."""
 
 from typing import Any
 
@@ -16,21 +16,22 @@ from rollout.envs.types import ArrayTree
 
 
 class EpisodeBuffer(ReplayBuffer):
-    """A ring per lane whose rows become visible when their episode has ended.
+    """A replay buffer that samples from complete episodes only.
 
-    Until then they are written after the visible rows, where `size`, `sample` and the
-    other methods do not see them. When the episode ends they become visible all at
-    once, without a copy. An episode longer than `max_length` is skipped as a whole and
-    counted in `num_too_long`; one that breaks off without an ending is counted in
-    `num_abandoned`. By then its rows have replaced the oldest ones of the lane.
+    Rows of an unfinished episode are written after the visible rows of the lane, and
+    every method ignores them. When the episode ends, all of its rows become visible
+    without a copy. An episode longer than `max_length` is skipped and counted in
+    `num_too_long`. An episode interrupted without a flag is discarded and
+    counted in `num_abandoned`. Rows of skipped and discarded episodes may already have
+    overwritten the oldest rows of the lane.
 
     Attributes:
-        max_length: steps of the longest episode to keep, at most the slots of a lane,
-            by default all of them. For the other attributes see `ReplayBuffer`.
+        max_length: maximum number of steps of a stored episode, at most `num_slots`;
+            None means `num_slots`. See `ReplayBuffer` for all other attributes.
 
     Raises:
-        ValueError: if `max_length` is not an int of at least 1 or more than a lane
-            holds, and as `ReplayBuffer`.
+        ValueError: if `max_length` is not an int from 1 to `num_slots`, or as in
+            `ReplayBuffer`.
     """
 
     max_length: int | None = struct.field(pytree_node=False, default=None, kw_only=True)
@@ -41,10 +42,11 @@ class EpisodeBuffer(ReplayBuffer):
             checks.int_between("max_length", self.max_length, most=self.num_slots)
 
     def init(self, transition: ArrayTree, params: Any = None) -> EpisodicState:
-        """Makes an empty buffer; arguments and errors as in `ReplayBuffer.init`.
+        """Initializes an empty buffer; takes the arguments of `ReplayBuffer.init`.
 
         Raises:
-            ValueError: also if the transition lacks `terminated` or `truncated`.
+            ValueError: as in `ReplayBuffer.init`, and if the transition lacks
+                `terminated` or `truncated`.
         """
         empty = super().init(transition, params)
         fields.need(empty.experience, fields.FLAGS, "`EpisodeBuffer`")
@@ -60,22 +62,23 @@ class EpisodeBuffer(ReplayBuffer):
     def _add(
         self, state: EpisodicState, rows: ArrayTree, mask: jax.Array
     ) -> EpisodicState:
-        """Appends rows `[T, B, ...]` where `mask`, `[T, B]` bool."""
+        """Appends the rows `[T, B, ...]` for which `mask`, `[T, B]` bool, is True."""
         return lax.scan(self._add_step, state, (rows, mask))[0]
 
     def _add_step(
         self, state: EpisodicState, step: tuple[ArrayTree, jax.Array]
     ) -> tuple[EpisodicState, None]:
-        """Appends `[B, ...]` rows where their mask."""
+        """Appends the rows `[B, ...]` of one time step, subject to the mask."""
         row, mask = step
-        # Pending rows lie after the head. If the row does not continue them, or is one
-        # too many, their number goes back to 0, and later rows overwrite them.
+        # Pending rows follow the head. If the new row does not continue their
+        # episode, or exceeds `max_length`, `pending` is reset to 0 and later rows
+        # overwrite them.
         pending, skipping = state.pending, state.skipping
         marks = neighbours.marks(row)
-        goes_on = neighbours.is_next(state.last, marks)
-        broken = mask & ((pending > 0) | skipping) & ~goes_on
-        abandoned = broken & ~skipping
-        pending, skipping = jnp.where(broken, 0, pending), skipping & ~broken
+        is_next = neighbours.is_next(state.last, marks)
+        interrupted = mask & ((pending > 0) | skipping) & ~is_next
+        abandoned = interrupted & ~skipping
+        pending, skipping = jnp.where(interrupted, 0, pending), skipping & ~interrupted
         too_long = mask & (pending == (self.max_length or self.num_slots))
         pending, skipping = jnp.where(too_long, 0, pending), skipping | too_long
 
@@ -87,10 +90,10 @@ class EpisodeBuffer(ReplayBuffer):
             jnp.where(written, slot, self.num_slots)[None],
         )
         pending = pending + written.astype(jnp.int32)
-        # In a full lane the slots after the head are those of its oldest visible rows.
+        # In a full lane, the slots after the head hold the oldest visible rows.
         size = jnp.minimum(memory.size, self.num_slots - pending)
         lost = memory.lost | (size < memory.size)
-        # At the ending the head moves past the pending rows: so they become visible.
+        # At an episode end the head passes the pending rows, so they become visible.
         done = mask & fields.done(row)
         visible = jnp.where(done, pending, 0)
         state = EpisodicState(

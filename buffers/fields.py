@@ -1,7 +1,7 @@
 """Reads and replaces fields of a transition by name.
 
-A transition may be a dataclass, a named tuple or a mapping. A field that is `()` or
-None counts as not recorded.
+A transition may be a dataclass, a named tuple or a mapping. The values `()` and None
+mark an unrecorded field.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ def get(tree: ArrayTree, name: str) -> ArrayTree | None:
 
 
 def replace(tree: ArrayTree, **values: ArrayTree) -> ArrayTree:
-    """Returns `tree` with fields replaced; ignores those that it lacks."""
+    """Returns `tree` with fields replaced; ignores fields that `tree` lacks."""
     if isinstance(tree, Mapping):
-        kind: Any = type(tree)
-        return kind({**tree, **{k: values[k] for k in values if k in tree}})
+        mapping_type: Any = type(tree)
+        return mapping_type({**tree, **{k: values[k] for k in values if k in tree}})
     values = {name: values[name] for name in values if hasattr(tree, name)}
     if hasattr(tree, "_replace"):
         return tree._replace(**values)
@@ -33,15 +33,15 @@ def replace(tree: ArrayTree, **values: ArrayTree) -> ArrayTree:
 
 
 def done(tree: ArrayTree) -> jax.Array:
-    """Returns bool, True where an episode terminated or was truncated."""
+    """Returns `terminated | truncated`, bool."""
     terminated, truncated = need(tree, FLAGS, "The buffer")
     return terminated | truncated
 
 
-def need(tree: ArrayTree, names: tuple[str, ...], what: str) -> tuple[Any, ...]:
+def need(tree: ArrayTree, names: tuple[str, ...], caller: str) -> tuple[Any, ...]:
     """Returns the fields `names`; raises `ValueError` if `tree` lacks one."""
     values = tuple(get(tree, name) for name in names)
     for name, value in zip(names, values, strict=True):
         if value is None:
-            raise ValueError(f"{what} needs the field `{name}` in the transition.")
+            raise ValueError(f"{caller} needs the field `{name}` in the transition.")
     return values

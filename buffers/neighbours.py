@@ -1,9 +1,10 @@
-"""Finds the next, previous, first and following rows of episodes in a ring.
+"""Follows episodes from row to row: next, previous, first and following rows.
 
-A row is a number: slot n of lane i is `n * B + i`. Functions take rows of any shape.
-Two neighbouring rows of a lane belong together if the earlier one is not an ending and
-the `episode_id` and `episode_length` of a transition that has them continue from one to
-the other. So an episode that broke off, or lacks rows, ends there as well.
+A row is identified by its number: slot n of lane i is row `n * B + i`. All functions
+accept rows of any shape. Two adjacent rows of a lane are consecutive steps of an
+episode if the first row has no flag set and the recorded `episode_id` and
+`episode_length` continue. An interrupted episode and an episode with missing rows
+therefore also end at the gap.
 """
 
 from collections.abc import Callable
@@ -18,116 +19,116 @@ from rollout.envs.types import ArrayTree
 
 
 def read(memory: ArrayTree, row: jax.Array) -> ArrayTree:
-    """Reads rows of leaves `[N, B, *leaf]`, `[..., *leaf]`."""
-    # Not `reshape(-1, ...)`: a leaf of size 0 leaves that axis undetermined.
+    """Reads rows `[..., *leaf]` from leaves `[N, B, *leaf]`."""
+    # Spell out the first axis: `reshape(-1, ...)` is ambiguous for leaves of size 0.
     flat = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])  # noqa: E731
     return jax.tree.map(lambda x: flat(x)[row], memory)
 
 
 def read_field(ring: RingState, name: str, row: jax.Array) -> ArrayTree:
-    """Reads a field of rows; raises `ValueError` if they lack it."""
+    """Reads a field of rows; raises `ValueError` if the field is not recorded."""
     (memory,) = fields.need(ring.experience, (name,), "This call")
     return read(memory, row)
 
 
 def move(ring: RingState, row: jax.Array, num_slots: jax.Array | int) -> jax.Array:
-    """Moves `num_slots` slots forward in the same lane."""
+    """Returns the rows `num_slots` slots later in the same lane."""
     slot = (row // ring.num_envs + num_slots) % ring.num_slots
     return slot * ring.num_envs + row % ring.num_envs
 
 
 def all_rows(ring: RingState) -> jax.Array:
-    """Returns every row number, `[N * B]` int32."""
+    """Returns all row numbers, `[N * B]` int32."""
     return jnp.arange(ring.num_slots * ring.num_envs, dtype=jnp.int32)
 
 
 def count(ring: RingState, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Counts the stored rows for which `fn` returns True, `()` int32: O(capacity)."""
+    """Counts the stored rows for which `fn` is True, `()` int32, in O(capacity)."""
     row = all_rows(ring)
     return jnp.sum(is_stored(ring, row) & fn(row), dtype=jnp.int32)
 
 
 def age(ring: RingState, row: jax.Array) -> jax.Array:
-    """Counts the rows of the lane that are newer, int32."""
-    # Slots from the row to the newest one, at `head - 1`, around the ring. An age of at
-    # least the lane's size is that of a row that is not stored.
+    """Counts the newer rows of the same lane, int32."""
+    # The age is the distance to the newest row, at slot `head - 1`, around the ring. If
+    # it is at least the size of the lane, the row is not stored.
     return (ring.head[row % ring.num_envs] - 1 - row // ring.num_envs) % ring.num_slots
 
 
 def is_stored(ring: RingState, row: jax.Array) -> jax.Array:
-    """Returns bool, True where the ring holds the row."""
+    """Returns bool, True for rows that the ring stores."""
     inside = (row >= 0) & (row < ring.num_slots * ring.num_envs)
     return inside & (age(ring, row) < ring.size[row % ring.num_envs])
 
 
 def is_done(ring: RingState, row: jax.Array) -> jax.Array:
-    """Returns bool, True where an episode ended at the row."""
+    """Returns bool, True for rows that end an episode."""
     return read_field(ring, "terminated", row) | read_field(ring, "truncated", row)
 
 
 def goes_on(ring: RingState, row: jax.Array) -> jax.Array:
-    """Returns bool, True where the next row is the episode's next step."""
-    kept = marks(ring.experience)
-    here, there = (read(kept, r) for r in (row, move(ring, row, 1)))
-    return (age(ring, row) > 0) & ~is_done(ring, row) & is_next(here, there)
+    """Returns bool, True if the next row of the lane is the next step."""
+    columns = marks(ring.experience)
+    first, second = (read(columns, r) for r in (row, move(ring, row, 1)))
+    return (age(ring, row) > 0) & ~is_done(ring, row) & is_next(first, second)
 
 
 def marks(rows: ArrayTree) -> dict[str, jax.Array]:
-    """Returns the recorded fields of `rows` that `is_next` compares."""
+    """Returns the fields of `rows` that `is_next` compares, if recorded."""
     names = ("episode_id", "episode_length")
-    found = {name: fields.get(rows, name) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    columns = {name: fields.get(rows, name) for name in names}
+    return {name: value for name, value in columns.items() if value is not None}
 
 
-def is_next(here: dict[str, jax.Array], there: dict[str, jax.Array]) -> jax.Array:
-    """Returns bool, True where `there` is the step after `here`, by their marks."""
+def is_next(first: dict[str, jax.Array], second: dict[str, jax.Array]) -> jax.Array:
+    """Returns bool, True if the marks `second` continue the marks `first`."""
     is_next = jnp.ones((), bool)
-    if "episode_id" in here:
-        is_next &= here["episode_id"] == there["episode_id"]
-    if "episode_length" in here:
-        is_next &= here["episode_length"] + 1 == there["episode_length"]
+    if "episode_id" in first:
+        is_next &= first["episode_id"] == second["episode_id"]
+    if "episode_length" in first:
+        is_next &= first["episode_length"] + 1 == second["episode_length"]
     return is_next
 
 
 def has_successor(ring: RingState, row: jax.Array) -> jax.Array:
-    """Returns bool, True where the row's true successor is stored."""
+    """Returns bool, True for rows whose true successor is stored."""
     if not ring.final_obs:
         return jnp.ones(row.shape, bool)
-    place = read(ring.final_obs.place, row)
-    kept = (place >= 0) & (ring.final_obs.row[place] == row)
-    return jnp.where(is_done(ring, row), kept, goes_on(ring, row))
+    index = read(ring.final_obs.place, row)
+    has_final = (index >= 0) & (ring.final_obs.row[index] == row)
+    return jnp.where(is_done(ring, row), has_final, goes_on(ring, row))
 
 
 def has_next_obs(ring: RingState) -> bool:
-    """Returns whether rows have successors, stored with them or shared."""
+    """Returns whether rows have successors, either stored or shared."""
     return bool(ring.final_obs) or fields.get(ring.experience, "next_obs") is not None
 
 
 def successor(ring: RingState, row: jax.Array) -> ArrayTree:
-    """Reads the true successors, `[..., *leaf]`; other values if not stored."""
+    """Reads the true successors, `[..., *leaf]`; undefined if not stored."""
     if not ring.final_obs:
         return read_field(ring, "next_obs", row)
-    after = read_field(ring, "obs", move(ring, row, 1))
-    place = read(ring.final_obs.place, row)
-    final = jax.tree.map(lambda x: x[place], ring.final_obs.obs)
-    return trees.select(is_done(ring, row), final, after)
+    shared = read_field(ring, "obs", move(ring, row, 1))
+    index = read(ring.final_obs.place, row)
+    final = jax.tree.map(lambda x: x[index], ring.final_obs.obs)
+    return trees.select(is_done(ring, row), final, shared)
 
 
 def window(ring: RingState, row: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the rows that follow in the same episode, each with a successor.
+    """Returns the following rows of the same episode that have a successor.
 
     Args:
-        ring: the ring.
-        row: `[S]` int32, the first rows; each has a successor.
-        length: L, rows at most, including the first one.
+        ring: state of the ring.
+        row: `[S]` int32, first rows; each row must have a successor.
+        length: L, maximum number of rows, including the first row.
 
     Returns:
-        `[L, S]` int32 rows, the last one repeated after the end; and `[L, S]` bool,
-        False after the end.
+        `[L, S]` int32 rows, padded with the last row of the window; and `[L, S]` bool,
+        False for padding.
     """
 
-    def reaches(earlier: jax.Array, later: jax.Array) -> jax.Array:
-        return goes_on(ring, earlier) & has_successor(ring, later)
+    def reaches(first: jax.Array, second: jax.Array) -> jax.Array:
+        return goes_on(ring, first) & has_successor(ring, second)
 
     return _connected_rows(ring, row, length, 1, reaches)
 
@@ -135,73 +136,74 @@ def window(ring: RingState, row: jax.Array, length: int) -> tuple[jax.Array, jax
 def history(
     ring: RingState, row: jax.Array, length: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the rows before in the same episode, oldest first and `row` last.
+    """Returns the previous rows of the same episode, oldest first and `row` last.
 
     Returns:
-        `[L, S]` int32 rows, the first one of the episode repeated before its start;
-        and `[S]` bool, False where some of them were evicted.
+        `[L, S]` int32 rows, padded at the front with the first row of the episode; and
+        `[S]` bool, False if rows of the history were evicted.
     """
 
-    def reaches(_: jax.Array, earlier: jax.Array) -> jax.Array:
-        return is_stored(ring, earlier) & goes_on(ring, earlier)
+    def reaches(_: jax.Array, previous: jax.Array) -> jax.Array:
+        return is_stored(ring, previous) & goes_on(ring, previous)
 
     rows, valid = _connected_rows(ring, row, length, -1, reaches)
-    # Whole if all rows go back, or if they stop at the episode's first one.
-    whole = valid[-1] if length == 1 else valid[-1] | is_first(ring, rows[-1])
-    return rows[::-1], whole
+    # A history is complete if it has L rows or reaches the first row of the episode.
+    complete = valid[-1] if length == 1 else valid[-1] | is_first(ring, rows[-1])
+    return rows[::-1], complete
 
 
 def _connected_rows(
     ring: RingState,
     row: jax.Array,
     length: int,
-    way: int,
+    direction: int,
     reaches: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns each row and the ones after it (`way` 1), or before it (-1), in its lane.
+    """Follows a lane from `row`, forward (`direction` 1) or backward (-1).
 
-    They end where `reaches(here, there)` is False of two neighbours: `[L, S]`
-    int32 rows, the last one repeated, and `[L, S]` bool, False after it.
+    A chain of rows ends at the first pair for which `reaches(row, adjacent_row)` is
+    False. Returns `[L, S]` int32 rows, padded with the last row of the chain, and
+    `[L, S]` bool, False for padding.
     """
     step = jnp.arange(length, dtype=jnp.int32)[:, None]
-    rows = move(ring, row[None], way * step)
-    if length == 1:  # reads no flags, which the rows may lack
+    rows = move(ring, row[None], direction * step)
+    if length == 1:  # skip `reaches`: the flags may not be recorded
         return rows, jnp.ones(rows.shape, bool)
-    # The product stays 0 after the first break. After one lap the rows would repeat.
-    on = reaches(rows[:-1], rows[1:]) & (step[1:] < ring.num_slots)
-    on = jnp.cumprod(on, axis=0, dtype=jnp.int32)
-    last = move(ring, row, way * jnp.sum(on, axis=0, dtype=jnp.int32))
-    valid = jnp.concatenate([jnp.ones((1, row.shape[0]), bool), on.astype(bool)])
+    # The product stays 0 after the first gap. Rows repeat after `num_slots` steps.
+    linked = reaches(rows[:-1], rows[1:]) & (step[1:] < ring.num_slots)
+    linked = jnp.cumprod(linked, axis=0, dtype=jnp.int32)
+    last = move(ring, row, direction * jnp.sum(linked, axis=0, dtype=jnp.int32))
+    valid = jnp.concatenate([jnp.ones((1, row.shape[0]), bool), linked.astype(bool)])
     return jnp.where(valid, rows, last[None]), valid
 
 
 def is_first(ring: RingState, row: jax.Array) -> jax.Array:
-    """Returns bool, True where the row is known to be the first of its episode."""
+    """Returns bool, True for rows that certainly begin an episode."""
     if fields.get(ring.experience, "episode_length") is not None:
         return read_field(ring, "episode_length", row) == 1
-    before = move(ring, row, -1)
-    # The rows before the oldest row of a full lane may have been evicted.
-    is_cut = age(ring, row) == ring.num_slots - 1
+    previous = move(ring, row, -1)
+    # The row before the oldest row of a full lane may have been evicted.
+    may_be_evicted = age(ring, row) == ring.num_slots - 1
     if not isinstance(ring.lost, tuple):
         lane = row % ring.num_envs
-        is_cut |= ring.lost[lane] & (age(ring, row) == ring.size[lane] - 1)
-    return ~(is_stored(ring, before) & goes_on(ring, before)) & ~is_cut
+        may_be_evicted |= ring.lost[lane] & (age(ring, row) == ring.size[lane] - 1)
+    return ~(is_stored(ring, previous) & goes_on(ring, previous)) & ~may_be_evicted
 
 
 def ends_whole(ring: RingState, row: jax.Array, max_length: int) -> jax.Array:
-    """Returns bool, True where a row ends an episode that is stored whole."""
+    """Returns bool, True for rows that end a completely stored episode."""
     length = read_field(ring, "episode_length", row)
-    # The first row is `length - 1` slots back: it must be stored, and be the first one.
-    kept = age(ring, row) + length <= ring.size[row % ring.num_envs]
-    whole = is_done(ring, row) & kept & (length <= max_length)
+    # The row `length - 1` slots earlier must be stored and be the first step.
+    is_kept = age(ring, row) + length <= ring.size[row % ring.num_envs]
+    complete = is_done(ring, row) & is_kept & (length <= max_length)
     first = first_of(ring, row)
     if fields.get(ring.experience, "episode_id") is not None:
-        here, there = (read_field(ring, "episode_id", r) for r in (row, first))
-        whole &= here == there
-    whole &= read_field(ring, "episode_length", first) == 1
-    return whole & has_successor(ring, row)
+        last_id, first_id = (read_field(ring, "episode_id", r) for r in (row, first))
+        complete &= last_id == first_id
+    complete &= read_field(ring, "episode_length", first) == 1
+    return complete & has_successor(ring, row)
 
 
 def first_of(ring: RingState, row: jax.Array) -> jax.Array:
-    """Returns the first row of the episode, by the episode length at `row`."""
+    """Returns the first row of the episode, computed from its length at `row`."""
     return move(ring, row, 1 - read_field(ring, "episode_length", row))

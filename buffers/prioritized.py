@@ -15,25 +15,26 @@ from rollout.buffers.replay import ReplayBuffer, as_rows, jit_method
 from rollout.buffers.types import Batch, PrioritizedState, Sequences
 from rollout.envs.types import ArrayTree
 
-_BETA = 0.4  # by default
-_LARGEST = 1e30  # of priority ** alpha: a sum of 2**30 of them is still finite
+_BETA = 0.4  # default, as in the paper
+_LARGEST = 1e30  # largest valid priority: 2**28 of them have a finite float32 sum
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):
-    """A ring of transitions per lane, sampled in proportion to `priority ** alpha`.
+    """A replay buffer that samples in proportion to `priority ** alpha`.
 
-    New rows get the largest priority seen so far, at first 1. A row whose priority is 0
-    is never sampled. It has the methods of `ReplayBuffer` and `update_priorities`.
+    New rows get the largest priority so far, initially 1. A row with priority 0 is
+    never sampled. The class adds `update_priorities` to the methods of `ReplayBuffer`.
 
-    A sample has one transition from each of `batch_size` equal shares of the sum, with
-    the weight `(1 / (N P(i))) ** beta`, divided by the largest one in the batch.
+    Sampling is stratified: the sum of all priorities is split into `batch_size` equal
+    segments, and each segment yields one transition. The importance weight is
+    `(1 / (N P(i))) ** beta`, divided by the largest weight of the batch.
 
     Attributes:
-        alpha: how much priorities count, in [0, 1]; at 0 all rows are equal. For the
-            other attributes see `ReplayBuffer`.
+        alpha: priority exponent, in [0, 1]; 0 samples uniformly. See `ReplayBuffer` for
+            all other attributes.
 
     Raises:
-        ValueError: if `alpha` is out of range, and as `ReplayBuffer`.
+        ValueError: if `alpha` is out of range, or as in `ReplayBuffer`.
 
     Source:
         "Prioritized Experience Replay", section 3.3, 3.4; arXiv:1511.05952.
@@ -44,10 +45,10 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.fraction("alpha", self.alpha)
-        object.__setattr__(self, "alpha", float(self.alpha))  # arrays have no hash
+        object.__setattr__(self, "alpha", float(self.alpha))  # arrays do not hash
 
     def init(self, transition: ArrayTree, params: Any = None) -> PrioritizedState:
-        """Makes an empty buffer; arguments and errors as in `ReplayBuffer.init`."""
+        """Initializes an empty buffer; see `ReplayBuffer.init`."""
         return PrioritizedState(
             ring=super().init(transition, params),
             priorities=sum_tree.build(
@@ -60,9 +61,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def _add(
         self, state: PrioritizedState, rows: ArrayTree, mask: jax.Array
     ) -> PrioritizedState:
-        """Appends rows `[T, B, ...]` where `mask`, with the largest priority seen."""
+        """Appends the rows `[T, B, ...]` where `mask` is True, at `max_priority`."""
         written, slot = ring.write(state.ring, rows, mask)
-        # Rows that are not written have the slot N; their numbers lie beyond all rows.
+        # Slot N marks unwritten rows: map them to an out-of-range row number.
         row = slot * self.num_envs + jnp.arange(self.num_envs, dtype=jnp.int32)[None]
         row = jnp.where(slot < self.num_slots, row, state.priorities[0].shape[0])
         priorities = sum_tree.set_distinct_leaves(
@@ -81,18 +82,18 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         """Samples `batch_size` transitions; see `ReplayBuffer.sample`.
 
         Args:
-            state: a state for which `can_sample` holds.
+            state: buffer state for which `can_sample` is True.
             key: one typed key.
-            batch_size: S, at least 1.
-            beta: how much of the bias of unequal chances the weights correct, in
-                [0, 1], a number or `()`; by default 0.4, the first value in the paper.
-                Anneal it to 1.
+            batch_size: S, number of transitions, at least 1.
+            beta: exponent of the importance weights, in [0, 1], a number or `()`. At 1
+                the weights fully correct the sampling bias. The default 0.4 is the
+                initial value of the paper; anneal it to 1.
 
         Returns:
-            The batch, `[S, ...]`, with importance weights.
+            A batch `[S, ...]` with importance weights.
 
         Raises:
-            ValueError: if `beta` is a number out of range, and as
+            ValueError: if `beta` is a number out of range, or as in
                 `ReplayBuffer.sample`.
         """
         checks.fraction("beta", beta)
@@ -107,20 +108,20 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         *,
         beta: float | jax.Array = _BETA,
     ) -> Sequences:
-        """Samples pieces of episodes; see `ReplayBuffer.sample_sequences`.
+        """Samples sequences within episodes; see `ReplayBuffer.sample_sequences`.
 
         Args:
-            state: a state for which `can_sample` holds.
+            state: buffer state for which `can_sample` is True.
             key: one typed key.
-            batch_size: S, at least 1.
-            length: L, at least 1.
-            beta: as in `sample`.
+            batch_size: S, number of sequences, at least 1.
+            length: L, maximum number of steps, at least 1.
+            beta: exponent of the importance weights, as in `sample`.
 
         Returns:
-            The pieces, `[L, S, ...]`, with importance weights.
+            Sequences `[L, S, ...]` with importance weights.
 
         Raises:
-            ValueError: if `beta` is a number out of range, and as
+            ValueError: if `beta` is a number out of range, or as in
                 `ReplayBuffer.sample_sequences`.
         """
         checks.fraction("beta", beta)
@@ -130,18 +131,18 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def update_priorities(
         self, state: PrioritizedState, indices: jax.Array, priorities: jax.Array
     ) -> PrioritizedState:
-        """Sets the priorities of rows.
+        """Updates the priorities of sampled rows.
 
         Args:
-            state: the state before; donate it.
+            state: buffer state before the update; donate it.
             indices: `[S]` int32, `batch.indices`. If a row appears twice, its last
-                priority counts. A row that is not stored is skipped.
-            priorities: `[S]` float, at least 0: absolute errors. A priority that is
-                negative, not finite or above 1e30 is rejected and counted in
-                `num_rejected`.
+                priority is used. Row numbers without a stored row are skipped.
+            priorities: `[S]` float, at least 0, for example absolute TD errors. A
+                priority below 0, above 1e30 or not finite is rejected and
+                counted in `num_rejected`.
 
         Returns:
-            The state after.
+            The buffer state after the update.
 
         Raises:
             ValueError: while tracing, if the shapes are not `[S]`, or if `indices` are
@@ -152,31 +153,31 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         is_number = jnp.issubdtype(priorities.dtype, jnp.number)
         if indices.ndim != 1 or priorities.shape != indices.shape or not is_number:
             raise ValueError(
-                "`indices` and `priorities` must be `[S]`, a number for each row, got "
+                "`indices` and `priorities` must be `[S]`, one number per row, got "
                 f"shape {indices.shape} and {checks.describe(priorities)}."
             )
         priorities = priorities.astype(jnp.float32)
         valid = (priorities >= 0) & (priorities <= _LARGEST)
         stored = neighbours.is_stored(state.ring, indices)
-        taken = valid & stored
-        beyond = state.priorities[0].shape[0]  # a leaf that is not written
-        leaf = jnp.where(taken, indices, beyond)
-        seen = jnp.max(jnp.where(taken, priorities, 0), initial=0)
+        accepted = valid & stored
+        out_of_range = state.priorities[0].shape[0]  # `set_leaves` skips this leaf
+        leaf = jnp.where(accepted, indices, out_of_range)
+        largest = jnp.max(jnp.where(accepted, priorities, 0), initial=0)
         rejected = jnp.sum(~valid, dtype=jnp.int32)
         return state.replace(
             priorities=sum_tree.set_leaves(
                 state.priorities, leaf, self._mass(priorities)
             ),
-            max_priority=jnp.maximum(state.max_priority, seen),
+            max_priority=jnp.maximum(state.max_priority, largest),
             num_rejected=state.num_rejected + rejected,
         )
 
     def _mass(self, priority: jax.Array) -> jax.Array:
-        """Returns a priority's term in the sums; 0 stays 0, even with alpha 0."""
+        """Returns `priority ** alpha`; 0 stays 0, even with `alpha=0`."""
         return jnp.where(priority > 0, priority ** jnp.float32(self.alpha), 0)
 
     def _usable_fn(self, state: PrioritizedState) -> sampling.RowFn:
-        """Also excludes rows of priority 0."""
+        """Returns a predicate that also excludes rows of priority 0."""
         usable_fn = super()._usable_fn(state)
 
         def usable(row: jax.Array) -> jax.Array:
@@ -188,19 +189,19 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def _draw(
         self, state: PrioritizedState, key: chex.PRNGKey, options: SampleOptions
     ) -> tuple[jax.Array, jax.Array]:
-        """Draws `[S]` rows and their importance weights, 0 for an unusable row."""
+        """Samples `[S]` rows and their importance weights, 0 for an unusable row."""
         tree, num_draws = state.priorities, options.batch_size
         usable_fn = self._usable_fn(state)
-        # Except at priority 0.
+        # If the base class has no predicate, only rows of priority 0 are unusable.
         all_usable = super()._usable_fn(state) is None
-        draw_key, again_key = (key, key) if all_usable else jax.random.split(key)
-        row = sum_tree.draw(tree, draw_key, num_draws)
+        sample_key, resample_key = (key, key) if all_usable else jax.random.split(key)
+        row = sum_tree.draw(tree, sample_key, num_draws)
         usable = usable_fn(row)
         if not all_usable:
             row, usable = sampling.redraw(
                 row,
-                # Not by shares: the few usable rows of a share would be drawn too
-                # often.
+                # Resample from the whole tree: stratified resampling would overweight
+                # segments with few usable rows.
                 lambda key: sum_tree.draw_apart(tree, key, num_draws),
                 usable_fn,
                 lambda key: sampling.in_proportion_to(
@@ -209,13 +210,13 @@ class PrioritizedReplayBuffer(ReplayBuffer):
                     key,
                     num_draws,
                 ),
-                again_key,
+                resample_key,
             )
-        # N and the sum cancel when weights are divided by the largest, which is that of
-        # the smallest mass. At infinity an unusable row is never the smallest.
+        # Divided by the largest weight, N and the sum cancel: the row with the smallest
+        # mass has weight 1. An infinite mass excludes unusable rows from the minimum.
         mass = jnp.where(usable, tree[0][row], jnp.inf)
         beta = jnp.asarray(options.beta, jnp.float32)
         weights = (mass / jnp.min(mass)) ** -beta
-        # The barrier makes an update of these rows wait until the weights have read
-        # the sums, so that it writes in place.
+        # The barrier orders a later update of these rows after the reads of the tree,
+        # so XLA can write the update in place.
         return lax.optimization_barrier((row, jnp.where(usable, weights, 0)))

@@ -1,8 +1,9 @@
-"""Draws usable rows, evenly or in proportion to a weight.
+"""Samples usable rows, uniformly or in proportion to a weight.
 
-Unusable rows (their successor or history is missing) are few and scattered, so they are
-drawn and rejected. That is exact, and costs O(sample), not O(capacity). If many rounds
-do not find enough usable rows, one pass over all rows does.
+A row is unusable if its successor or a part of its history is missing. Unusable rows
+are few and scattered, so rejection sampling is exact and costs O(sample), not
+O(capacity). If usable rows are still missing after many rounds, one pass over all rows
+samples them.
 """
 
 from collections.abc import Callable
@@ -17,20 +18,20 @@ from rollout.buffers import neighbours, sum_tree
 from rollout.buffers.types import RingState
 from rollout.envs import prng
 
-RowFn = Callable[[jax.Array], jax.Array]  # rows of any shape to flags or numbers
-_Round = tuple[jax.Array, jax.Array, jax.Array]  # its number, the rows, their flags
+RowFn = Callable[[jax.Array], jax.Array]  # maps rows of any shape to flags or weights
+_Round = tuple[jax.Array, jax.Array, jax.Array]  # round number, rows, usable flags
 
-_LOOK = 256  # rows that are looked at together
-_ROUNDS = 16  # if half of the rows are usable, these miss one draw in 65,536
+_CHUNK = 256  # rows that `has_usable` reads per iteration
+_ROUNDS = 16  # if half of the rows are usable, 1 of 65,536 samples fails all rounds
 
 
 def evenly(ring: RingState, key: chex.PRNGKey, num_draws: int) -> jax.Array:
-    """Draws `[S]` int32 rows; every stored row has the same chance."""
-    # One number over the rows of all lanes, so that each row has the same chance. Where
-    # lanes have equal sizes it runs over the lanes, age by age, and needs no search.
-    # It is the high half of the product of their number and one random word.
-    # `jax.random.randint` draws two words and divides; the bias, below one in 2**32
-    # times their number, is the same.
+    """Samples `[S]` int32 rows uniformly from the stored rows, with replacement."""
+    # One number enumerates the stored rows of all lanes, so rows are equally likely. If
+    # all lanes have the same size, it enumerates the lanes for each age, which needs no
+    # search. The number is the high word of (random word * number of rows): unlike
+    # `jax.random.randint`, this uses one random word and no division. The bias is the
+    # same, below (number of rows) / 2**32.
     word = jax.random.bits(key, (num_draws,), jnp.uint32)
     number = prng.product(word, jnp.sum(ring.size, dtype=jnp.uint32))[0]
     number = number.astype(jnp.int32)
@@ -50,51 +51,51 @@ def redraw(
     draw_usable_fn: Callable[[chex.PRNGKey], jax.Array],
     key: chex.PRNGKey,
 ) -> tuple[jax.Array, jax.Array]:
-    """Replaces unusable rows by drawing again.
+    """Replaces unusable rows by rejection sampling.
 
     Args:
-        first: `[S]` int32, the rows drawn first.
-        draw_fn: draws `[S]` rows, each from all rows.
-        usable_fn: returns a bool for each row.
-        draw_usable_fn: draws `[S]` usable rows, in a pass over all rows.
+        first: `[S]` int32, initial sample.
+        draw_fn: function that samples `[S]` rows from all rows.
+        usable_fn: function that returns a bool for each row.
+        draw_usable_fn: function that samples `[S]` usable rows in a pass over all rows.
         key: one typed key.
 
     Returns:
-        `[S]` int32 rows, and `[S]` bool, False where no row is usable.
+        `[S]` int32 rows, and `[S]` bool, False if the buffer has no usable row.
     """
 
     def redraw_in_rounds(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
-        """Draws again until all rows are usable: most often in no round."""
+        """Resamples until all rows are usable; usually no round is needed."""
 
-        def again(loop: _Round) -> _Round:
-            # After `_ROUNDS` rounds one more, in which all rows are looked at.
-            number, row, usable = loop
+        def resample(carry: _Round) -> _Round:
+            # After `_ROUNDS` rounds, a last round makes a pass over all rows.
+            number, row, usable = carry
             round_key = jax.random.fold_in(key, number)
-            drawn = lax.cond(number < _ROUNDS, draw_fn, draw_usable_fn, round_key)
-            row = jnp.where(usable, row, drawn)
+            sampled = lax.cond(number < _ROUNDS, draw_fn, draw_usable_fn, round_key)
+            row = jnp.where(usable, row, sampled)
             return number + 1, row, usable_fn(row)
 
         start = jnp.int32(0), first, usable_fn(first)
         return lax.while_loop(
-            lambda loop: ~jnp.all(loop[2]) & (loop[0] <= _ROUNDS), again, start
+            lambda carry: ~jnp.all(carry[2]) & (carry[0] <= _ROUNDS), resample, start
         )[1:]
 
     def redraw_at_once(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
-        """Draws all rounds side by side, and takes the first usable row."""
-        # The same keys, and the same row, as round by round.
+        """Samples all rounds in parallel, and takes the first usable row."""
+        # The keys and the selected rows are the same as in `redraw_in_rounds`.
         number = jnp.arange(_ROUNDS, dtype=jnp.int32)
         round_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, number)
         rows = jnp.concatenate([first[None], jax.vmap(draw_fn)(round_keys)])
         usable = usable_fn(rows)
         row = jnp.take_along_axis(rows, jnp.argmax(usable, axis=0)[None], axis=0)[0]
-        found = usable.any(axis=0)
+        valid = usable.any(axis=0)
 
-        def look_at_all(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
-            drawn = jnp.where(found, row, draw_usable_fn(key))
-            return drawn, usable_fn(drawn)
+        def use_all_rows(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
+            sampled = jnp.where(valid, row, draw_usable_fn(key))
+            return sampled, usable_fn(sampled)
 
         last_key = jax.random.fold_in(key, _ROUNDS)
-        return lax.cond(found.all(), lambda _: (row, found), look_at_all, last_key)
+        return lax.cond(valid.all(), lambda _: (row, valid), use_all_rows, last_key)
 
     return platform.choose(redraw_in_rounds, redraw_at_once, key)
 
@@ -102,7 +103,7 @@ def redraw(
 def in_proportion_to(
     weight_fn: RowFn, ring: RingState, key: chex.PRNGKey, num_draws: int
 ) -> jax.Array:
-    """Draws `[S]` int32 rows in proportion to `weight_fn(row)`: O(capacity)."""
+    """Samples `[S]` int32 rows in proportion to `weight_fn(row)`, in O(capacity)."""
     row = neighbours.all_rows(ring)
     weight = weight_fn(row).astype(jnp.float32)
     weight = jnp.where(neighbours.is_stored(ring, row), weight, 0.0)
@@ -114,15 +115,15 @@ def has_usable(
 ) -> jax.Array:
     """Returns whether at least `number` rows are usable, `()` bool.
 
-    It goes back from the newest rows, no further than needed: nearly all are usable.
+    Nearly all rows are usable, so the search starts at the newest rows and stops early.
     """
-    num_ages = min(ring.num_slots, -(-_LOOK // ring.num_envs) + 1)
+    num_ages = min(ring.num_slots, -(-_CHUNK // ring.num_envs) + 1)
     lane = jnp.arange(ring.num_envs, dtype=jnp.int32)[None]
     row_age = jnp.arange(num_ages, dtype=jnp.int32)[:, None]
 
     def count_back(ring: RingState) -> jax.Array:
-        def look(loop: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            first, count = loop
+        def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            first, count = carry
             age = first + row_age
             slot = (ring.head[None] - 1 - age) % ring.num_slots
             stored = age < ring.size[None]
@@ -131,8 +132,8 @@ def has_usable(
 
         longest = jnp.max(ring.size)
         return lax.while_loop(
-            lambda loop: (loop[1] < number) & (loop[0] < longest),
-            look,
+            lambda carry: (carry[1] < number) & (carry[0] < longest),
+            step,
             (jnp.int32(0), jnp.int32(0)),
         )[1]
 
@@ -143,9 +144,9 @@ def has_usable(
 
 
 def _find(size: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns lane and age of the rows `number`, counted lane after lane."""
+    """Returns the lanes and ages of rows, numbered lane after lane."""
     end = jnp.cumsum(size, dtype=jnp.int32)
     lane = jnp.searchsorted(end, number, side="right", method="scan_unrolled")
-    # If the ring is empty, the search ends beyond the last lane.
+    # In an empty ring the search returns an index past the last lane.
     lane = jnp.minimum(lane, end.shape[0] - 1).astype(jnp.int32)
     return lane, end[lane] - 1 - number

@@ -1,4 +1,4 @@
-"""`shard`: shards a replay buffer over devices; each draws from its own lanes."""
+"""`shard`: shards a replay buffer over devices; each device samples local lanes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,30 +23,31 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
 
         buffer = buffers.shard(buffers.ReplayBuffer(capacity, num_envs), mesh)
 
-    The state is that of `buffer`, sharded over its lanes from `init` on, with the same
-    bits after `add`. `add` and samples stay on their device, except for the sum of one
-    number. Each device draws its share of a sample, `batch_size` divided by the number
-    of devices, evenly from its own rows, and the batch is sharded the same way. Every
-    stored row has the same chance if all devices hold the same number of rows. If not,
-    for instance after masked-out rows, a weight is the number of rows on the device
-    divided by the mean over devices: a weighted mean of losses is then that of an even
-    draw.
+    `init` shards the state over the lanes, and `add` writes the same bits as `buffer`
+    on one device. `add` needs no communication; sampling reduces a single number over
+    the devices. Each device samples `batch_size / num_devices` rows uniformly from the
+    lanes that it stores, and the batch is sharded in the same way.
 
-    The methods other than `add`, `sample`, `sample_sequences` and `can_sample` return
-    the same as on one device, but may gather the rows.
+    If all devices store the same number of rows, every stored row is equally likely.
+    Otherwise, for example after masked-out rows, `weights` is the number of rows on the
+    device divided by the mean over all devices. A loss averaged with these
+    weights has the same expectation as under uniform sampling.
+
+    `add`, `sample`, `sample_sequences` and `can_sample` never gather rows. All other
+    methods return the same result as on one device, but may gather rows.
 
     Args:
         buffer: a `ReplayBuffer` with `next_obs="stored"`.
-        mesh: the devices.
-        axis: the axis of the mesh that the lanes are sharded over.
+        mesh: mesh of devices.
+        axis: name of the mesh axis over which the lanes are sharded.
 
     Returns:
-        A buffer with the methods of `ReplayBuffer`. A `batch_size` must be a multiple
-        of the number of devices.
+        A buffer with the methods of `ReplayBuffer`. `batch_size` must be a multiple of
+        the number of devices.
 
     Raises:
-        ValueError: if the mesh lacks the axis, if `num_envs` is not a multiple of its
-            size, or if the buffer is of another kind.
+        ValueError: if the mesh lacks the axis, if `num_envs` is not a multiple of the
+            axis size, or if `buffer` is not a `ReplayBuffer` with `next_obs="stored"`.
     """
     mesh = checks.lane_mesh(mesh, axis)
     next_obs = getattr(buffer, "next_obs", None)
@@ -69,25 +70,25 @@ class _Sharded(ReplayBuffer):
 
     @property
     def _local(self) -> ReplayBuffer:
-        """The buffer of one device."""
+        """Buffer of one device."""
         num_envs = self._share("num_envs", self.num_envs)
         capacity = self.num_slots * num_envs
         return ReplayBuffer(capacity, num_envs, stack=self.stack)
 
     @property
-    def _where(self) -> tuple[Any, Any, RingState]:
-        """Sharded along the first axis, along the second, and a state."""
+    def _specs(self) -> tuple[Any, Any, RingState]:
+        """Partition specs for sharded first axes, sharded second axes, and a state."""
         first: Any = PartitionSpec(self.axis)
         second: Any = PartitionSpec(None, self.axis)
         return first, second, RingState(experience=second, head=first, size=first)
 
     def init(self, transition: ArrayTree, params: Any = None) -> RingState:
         state = jax.eval_shape(super().init, transition, params)
-        where = jax.tree.map(lambda x: NamedSharding(self.mesh, x), self._where[2])
-        return platform.blank_on(state, where)
+        sharding = jax.tree.map(lambda x: NamedSharding(self.mesh, x), self._specs[2])
+        return platform.blank_on(state, sharding)
 
     def _add(self, state: RingState, rows: ArrayTree, mask: jax.Array) -> RingState:
-        _, second, ring = self._where
+        _, second, ring = self._specs
         return self._map(self._local._add, (ring, second, second), ring)(
             state, rows, mask
         )
@@ -97,24 +98,24 @@ class _Sharded(ReplayBuffer):
 
     @jit_method()
     def _can_sample(self, state: RingState, batch_size: Any) -> jax.Array:
-        first, _, ring = self._where
+        first, _, ring = self._specs
 
-        def can(state: RingState, share: Any) -> jax.Array:
+        def can_sample(state: RingState, share: Any) -> jax.Array:
             return self._local._can_sample(state, share)[None]
 
-        where = ring, PartitionSpec()
-        return jnp.all(self._map(can, where, first)(state, batch_size))
+        in_specs = ring, PartitionSpec()
+        return jnp.all(self._map(can_sample, in_specs, first)(state, batch_size))
 
     def _draw_batch(
         self, state: RingState, key: chex.PRNGKey, options: SampleOptions
     ) -> Batch | Sequences:
-        """Draws on every device, with its own key and from its own rows."""
+        """Samples on every device from local rows, with one key per device."""
         share = self._share("batch_size", options.batch_size)
         options = options.replace(batch_size=share)
-        first, second, ring = self._where
-        where = first
+        first, second, ring = self._specs
+        out_specs = first
         if options.length is not None:
-            where = Sequences(
+            out_specs = Sequences(
                 experience=second,
                 mask=second,
                 indices=first,
@@ -127,20 +128,20 @@ class _Sharded(ReplayBuffer):
             device = lax.axis_index(self.axis)
             key = jax.random.fold_in(key, device)
             batch = self._local._draw_batch(state, key, options)
-            # Row numbers count the lanes of this device: convert them to all lanes.
+            # Convert local row numbers to row numbers over all lanes.
             slot, lane = jnp.divmod(batch.indices, state.num_envs)
             lane = lane + device * state.num_envs
-            # A row of a device that holds many rows is drawn too rarely: it weighs
-            # more.
-            held = jnp.sum(state.size).astype(jnp.float32)
-            even = lax.pmean(held, self.axis)
+            # Rows of a device with many rows are sampled too rarely, so their weight is
+            # above 1.
+            num_rows = jnp.sum(state.size).astype(jnp.float32)
+            mean_rows = lax.pmean(num_rows, self.axis)
             return batch.replace(
                 indices=slot * self.num_envs + lane,
-                weights=batch.weights * held / jnp.maximum(even, 1.0),
+                weights=batch.weights * num_rows / jnp.maximum(mean_rows, 1.0),
             )
 
-        every = PartitionSpec()
-        return self._map(draw, (ring, every, every), where)(state, key, options)
+        in_specs = ring, PartitionSpec(), PartitionSpec()
+        return self._map(draw, in_specs, out_specs)(state, key, options)
 
     def _map(
         self, fn: Callable[..., Any], in_specs: Any, out_specs: Any
@@ -150,11 +151,11 @@ class _Sharded(ReplayBuffer):
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            check_vma=False,  # the loops that write in place start from constants
+            check_vma=False,  # in-place write loops start from unvarying constants
         )
 
     def _share(self, name: str, number: int) -> int:
-        """Returns the part of one device."""
+        """Returns `number` per device; raises if the devices do not divide it."""
         num_devices = self.mesh.shape[self.axis]
         if checks.int_between(name, number) % num_devices:
             raise ValueError(

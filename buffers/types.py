@@ -1,4 +1,4 @@
-"""The containers: states of buffers, recorded steps, batches and sequences."""
+"""Containers of the package: buffer states, batches and sequences."""
 
 from typing import Any, Generic
 
@@ -12,14 +12,16 @@ ExperienceT = TypeVar("ExperienceT", default=Any)
 
 
 class FinalObs(struct.PyTreeNode, kw_only=True):
-    """The last observations of episodes, for rows that do not keep their successor.
+    """Side ring of final observations, used if rows do not store their successors.
 
     Attributes:
-        obs: `[F, ...]`, a ring of final observations.
-        row: `[F]` int32, the row that each is the successor of; -1 if none was written.
-        place: `[N, B]` int32, the index in `obs` of each row's final observation; -1 if
-            no episode ended at the row. It was evicted unless `row[place]` is the row.
-        head: `()` int32, the index in `obs` that is written next.
+        obs: `[F, ...]`, ring of final observations.
+        row: `[F]` int32, number of the row that ended with this observation; -1 for an
+            empty entry.
+        place: `[N, B]` int32, index in `obs` of the final observation of each row; -1
+            if no episode ended at the row. The observation was evicted if `row[place]`
+            is a different row.
+        head: `()` int32, index in `obs` of the next write.
     """
 
     obs: ArrayTree  # [F, ...]
@@ -32,13 +34,13 @@ class RingState(struct.PyTreeNode, kw_only=True):
     """A ring of rows per lane. Slot n of lane i is row number `n * B + i`.
 
     Attributes:
-        experience: `[N, B, ...]`, any pytree, in the dtypes it came in. The field
-            `mask` is not kept, nor `next_obs` with `next_obs="shared"`.
-        head: `[B]` int32, the slot that each lane writes next.
-        size: `[B]` int32, rows that each lane holds, at most N.
-        final_obs: final observations with `next_obs="shared"`, else `()`.
-        lost: `[B]` bool of an `EpisodeBuffer`, True where rows of an unfinished episode
-            have replaced the oldest ones, else `()`.
+        experience: `[N, B, ...]`, any pytree, in the dtypes of `init`. `mask` is not
+            stored, and `next_obs` is not stored with `next_obs="shared"`.
+        head: `[B]` int32, slot of the next write in each lane.
+        size: `[B]` int32, number of rows in each lane, at most N.
+        final_obs: side ring of final observations with `next_obs="shared"`, else `()`.
+        lost: `[B]` bool in an `EpisodeBuffer`, True if rows of an unfinished episode
+            have overwritten the oldest rows of the lane; else `()`.
     """
 
     experience: ArrayTree  # [N, B, ...]
@@ -49,30 +51,30 @@ class RingState(struct.PyTreeNode, kw_only=True):
 
     @property
     def ring(self) -> "RingState":
-        """This ring: every state of a buffer has one under this name."""
+        """The state itself: every buffer state has its ring in `ring`."""
         return self
 
     @property
     def num_slots(self) -> int:
-        """N, rows that a lane can hold."""
+        """N, capacity of a lane in rows."""
         return jax.tree.leaves(self.experience)[0].shape[0]
 
     @property
     def num_envs(self) -> int:
-        """B, lanes."""
+        """B, number of lanes."""
         return self.head.shape[0]
 
 
 class PrioritizedState(struct.PyTreeNode, kw_only=True):
-    """A ring whose rows have priorities.
+    """A ring of rows with priorities.
 
     Attributes:
-        ring: the rows.
-        priorities: sums of `priority ** alpha`, level by level: `[P]`, one number per
-            row and padding, then the sums of every eight entries of the level below.
-        max_priority: `()` float32, the largest priority seen, which new rows get.
-        num_rejected: `()` int32, priorities that were rejected because they were
-            negative, not finite or too large.
+        ring: ring of stored rows.
+        priorities: sum tree of `priority ** alpha`: `[P]` leaves, one per row plus
+            padding, then levels with the sums of each eight entries of the level below.
+        max_priority: `()` float32, largest priority so far; new rows get it.
+        num_rejected: `()` int32, number of rejected priorities: negative, not finite or
+            too large.
     """
 
     ring: RingState
@@ -82,16 +84,17 @@ class PrioritizedState(struct.PyTreeNode, kw_only=True):
 
 
 class EpisodicState(struct.PyTreeNode, kw_only=True):
-    """A ring of whole episodes, and after its head the rows of unfinished ones.
+    """A ring of complete episodes, followed by rows of unfinished episodes.
 
     Attributes:
-        ring: the visible rows.
-        pending: `[B]` int32, rows of the unfinished episode, written but not visible.
-        skipping: `[B]` bool, True where the current episode is skipped as too long.
-        last: `[B]`, the recorded ones of `episode_id` and `episode_length` of each
-            lane's last row, by name.
-        num_too_long: `()` int32, episodes that were longer than `max_length`.
-        num_abandoned: `()` int32, episodes that broke off without an ending.
+        ring: ring of visible rows.
+        pending: `[B]` int32, number of rows of the unfinished episode, which are
+            written after the head but not visible.
+        skipping: `[B]` bool, True if the current episode is skipped as too long.
+        last: `[B]` each, `episode_id` and `episode_length` of the last row of each
+            lane, by name, if recorded.
+        num_too_long: `()` int32, number of episodes longer than `max_length`.
+        num_abandoned: `()` int32, number of episodes interrupted without a flag.
     """
 
     ring: RingState
@@ -106,13 +109,14 @@ class Batch(struct.PyTreeNode, Generic[ExperienceT], kw_only=True):
     """A sample of `S` rows.
 
     Attributes:
-        experience: `[S, ...]`, the rows. With `n_step`, `reward` is the n-step return,
-            and `terminated`, `truncated` and `next_obs` are those of the last step in
-            it. With `stack`, `obs` and `next_obs` are `[S, K, ...]`, oldest first.
+        experience: `[S, ...]`, sampled transitions. With `n_step`, `reward` is the
+            n-step return, and `terminated`, `truncated` and `next_obs` belong to the
+            last step of that return. With `stack`, `obs` and `next_obs` are
+            `[S, K, ...]`, oldest first.
         indices: `[S]` int32, row numbers: slot n of lane i is `n * B + i`.
-        weights: `[S]` float32, importance weights; ones where rows are drawn evenly,
-            zeros where the buffer had no usable row (`can_sample` was False).
-        discount: `[S]` float32 with `n_step`, the factor of the value of `next_obs`:
+        weights: `[S]` float32, importance weights; ones for uniform sampling, zeros if
+            the buffer has no usable row (`can_sample` is False).
+        discount: `[S]` float32 with `n_step`, factor of the value of `next_obs`:
             `gamma ** steps * (1 - terminated)`. Else `()`.
     """
 
@@ -123,12 +127,12 @@ class Batch(struct.PyTreeNode, Generic[ExperienceT], kw_only=True):
 
 
 class Sequences(struct.PyTreeNode, Generic[ExperienceT], kw_only=True):
-    """A sample of `S` contiguous pieces of at most `L` steps, each of one episode.
+    """A sample of `S` sequences of at most `L` consecutive steps of one episode.
 
     Attributes:
-        experience: `[L, S, ...]`, time-major; the last row again where `mask` is False.
-        mask: `[L, S]` bool, False after the end of a piece.
-        indices: `[S]` int32, the numbers of the first rows.
+        experience: `[L, S, ...]`, time-major, padded with the last row of a sequence.
+        mask: `[L, S]` bool, False for padding.
+        indices: `[S]` int32, row numbers of the first steps.
         weights: `[S]` float32, as in `Batch`.
     """
 

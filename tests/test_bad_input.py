@@ -419,7 +419,7 @@ REFUSED = {
         lambda: stream(params={"w": 0.5}).set_params({"w": "0.5"}),
     ],
     "outside of `jit`": [lambda: jax.jit(lambda: next(stream()).trajectory)()],
-    "`state` must be one of a stream": [lambda: stream().restore({"carry": 3})],
+    "`state` must be the state of a stream": [lambda: stream().restore({"carry": 3})],
     "or a `HostCollector`": [lambda: rollout.Stream(MANY, key=KEY, steps_per_batch=8)],
     # Devices and checkpoints.
     "whose environments are in JAX": [lambda: rollout.shard(MANY, mesh())],

@@ -1,4 +1,4 @@
-"""Recorded data and buffers: `data` for arrays, `minari` for datasets of Minari."""
+"""Recorded data: `data` reads arrays, `minari` reads and writes Minari datasets."""
 
 from rollout.buffers.offline.data import from_data
 from rollout.buffers.offline.minari import from_minari, to_minari

@@ -1,4 +1,4 @@
-"""`from_data`: fills a buffer with recorded steps, dealing their episodes to lanes."""
+"""`from_data`: fills a buffer with recorded steps, assigning episodes to lanes."""
 
 import heapq
 from typing import Any
@@ -15,7 +15,7 @@ from rollout.envs.spaces import lost_in_cast
 from rollout.envs.types import ArrayTree
 from rollout.types import Transition
 
-_CHUNK_BYTES = 2**26  # of rows copied to the device at a time
+_CHUNK_BYTES = 2**26  # chunk size of copies to the device
 
 
 def from_data(
@@ -30,31 +30,32 @@ def from_data(
 ) -> ArrayTree:
     """Fills a buffer with recorded steps, on the host.
 
-    The rows are episodes one after another, each in the order of time; it ends where
-    a flag is set. After the last row the data breaks off, and rows added later do not
-    continue it. One lane keeps the order. With more lanes, whole episodes are dealt
-    out, the longest first, each to the lane with the fewest rows; within a lane they
-    keep their order.
+    The rows of an episode are consecutive and in time order, and an episode ends at a
+    row with a flag. If the last row has no flag, its episode is incomplete, and rows
+    that are added later do not continue it. A buffer with one lane keeps the order of
+    the rows. With more lanes, complete episodes are assigned to lanes, longest episode
+    first, each to the lane with the fewest rows. Episodes within a lane keep their
+    order.
 
     Args:
-        buffer: any buffer; if nothing is added later, `num_envs=1` is as good as more.
-        obs: `[K, ...]`, K rows as NumPy or jax arrays, 0 or more.
-        action: `[K, ...]`.
-        reward: `[K]`; it becomes float32.
+        buffer: any buffer. `num_envs=1` is sufficient if no rows are added later.
+        obs: `[K, ...]`, observations of K >= 0 rows, as NumPy or jax arrays.
+        action: `[K, ...]`, actions.
+        reward: `[K]`, rewards; converted to float32.
         terminated: `[K]` bool, or zeros and ones.
         truncated: `[K]` bool, or zeros and ones.
-        next_obs: `[K, ...]`, the true successors, like `obs`.
+        next_obs: `[K, ...]`, true successors, with the structure of `obs`.
 
     Returns:
-        The state. Its rows are a `rollout.types.Transition`, with `()` for what the
-        data does not have, and ids and lengths of the episodes, in dtypes that jax
-        keeps: without `jax_enable_x64`, 64 bits become 32.
+        The buffer state. Its rows are a `rollout.types.Transition` that also has the
+        ids and lengths of the episodes; unrecorded fields are `()`. Without
+        `jax_enable_x64`, 64-bit dtypes are converted to 32 bits.
 
     Raises:
-        ValueError: if an array is not as above or a number does not fit its dtype (the
-            message names the leaf); if the buffer is too small; or if, with
-            `next_obs="shared"`, a successor within an episode is not the observation
-            of the next row.
+        ValueError: if the shape or dtype of an array is invalid, or if a number does
+            not fit its dtype (the message names the leaf); if the buffer is too small;
+            or if, with `next_obs="shared"`, a successor within an episode differs from
+            the observation of the next row.
     """
     columns: dict[str, Any] = {
         "obs": _tree("obs", obs),
@@ -66,11 +67,11 @@ def from_data(
     }
     rows = _rows_of(columns)
     done, num_envs = rows.terminated | rows.truncated, buffer.num_envs
-    index = _deal(done, num_envs)
+    index = _assign_lanes(done, num_envs)
     if len(index) > buffer.num_slots:
         raise ValueError(
             f"`capacity` must be at least {len(index) * num_envs} for {len(done)} rows "
-            f"dealt to num_envs={num_envs} lanes, got {buffer.capacity}."
+            f"in num_envs={num_envs} lanes, got {buffer.capacity}."
         )
     if buffer.next_obs == "shared":
         check_successors(rows.obs, rows.next_obs, done)
@@ -81,34 +82,34 @@ def from_data(
     final_obs, num_ends = state.ring.final_obs, np.count_nonzero(done)
     if final_obs and final_obs.row.shape[0] < num_ends:
         raise ValueError(
-            f"`final_obs_capacity` must hold the ends of all {num_ends} episodes, got "
-            f"{final_obs.row.shape[0]}."
+            f"`final_obs_capacity` must be at least {num_ends}, the number of episode "
+            f"ends, got {final_obs.row.shape[0]}."
         )
     return _add(buffer, state, rows, index)
 
 
 def check_successors(obs: ArrayTree, next_obs: ArrayTree, done: Any) -> None:
-    """Checks that successors are the observations of the next rows.
+    """Checks that successors equal the observations of the next rows.
 
     Args:
-        obs: `[K, ...]` host arrays.
-        next_obs: `[K, ...]` host arrays.
-        done: `[K]` bool, True where an episode ended: any successor is right there.
+        obs: `[K, ...]` host arrays, observations.
+        next_obs: `[K, ...]` host arrays, successors.
+        done: `[K]` bool, True for the last row of an episode, which is not checked.
     """
-    later = jax.tree.leaves(next_obs)
-    for (path, leaf), after in zip(jax.tree.leaves_with_path(obs), later, strict=True):
-        here, there = after[:-1], leaf[1:]
-        same = (here == there) | ((here != here) & (there != there))  # NaN equals NaN
-        same = same.all(axis=tuple(range(1, same.ndim))) | done[:-1]
-        if not same.all():
+    successors = jax.tree.leaves(next_obs)
+    for (path, x), y in zip(jax.tree.leaves_with_path(obs), successors, strict=True):
+        got, want = y[:-1], x[1:]
+        is_equal = (got == want) | ((got != got) & (want != want))  # NaN equals NaN
+        is_equal = is_equal.all(axis=tuple(range(1, is_equal.ndim))) | done[:-1]
+        if not is_equal.all():
             raise ValueError(
                 f"`next_obs{keystr(path)}` must be the `obs` of the next row within an "
-                f"episode, got another one in row {np.argmin(same)}."
+                f"episode, got a different value in row {np.argmin(is_equal)}."
             )
 
 
 def _rows_of(columns: dict[str, Any]) -> Transition:
-    """Checks that columns match, `[K, ...]`, and marks their episodes."""
+    """Validates the columns, `[K, ...]`, and adds episode ids and lengths."""
     num_rows = len(np.atleast_1d(columns["reward"]))
     for name, value in columns.items():
         checks.leading_axes(f"`{name}` must have rows", value, (num_rows,))
@@ -117,7 +118,7 @@ def _rows_of(columns: dict[str, Any]) -> Transition:
                 f"`{name}` must be one number per row, got shape {value.shape}."
             )
     checks.same("`next_obs` must be like `obs`", columns["obs"], columns["next_obs"])
-    # A row is the first of its episode if the one before is done; cut for empty data.
+    # A row begins an episode if the previous row is done. The slice handles empty data.
     done = columns["terminated"] | columns["truncated"]
     first = np.concatenate([np.ones(1, bool), done[:-1]])[: len(done)]
     episode = np.cumsum(first) - 1
@@ -127,21 +128,21 @@ def _rows_of(columns: dict[str, Any]) -> Transition:
         "episode_length": step.astype(np.int32),
     }
     names = "episode_return", "extras", "info", "mask"
-    unknown: dict[str, Any] = dict.fromkeys(names, ())
-    return Transition(**columns, **unknown)
+    unrecorded: dict[str, Any] = dict.fromkeys(names, ())
+    return Transition(**columns, **unrecorded)
 
 
 def _tree(name: str, tree: ArrayTree) -> ArrayTree:
-    """Converts a tree to arrays."""
+    """Converts the leaves of a tree to arrays."""
     return jax.tree.map_with_path(
         lambda path, x: _array(f"`{name}{keystr(path)}`", x), tree
     )
 
 
 def _array(name: str, value: Any, dtype: Any = None) -> np.ndarray:
-    """Converts numbers to a dtype that jax keeps; raises if one does not fit."""
+    """Converts numbers to a dtype of jax; raises if a number does not fit."""
     value = np.asarray(value)
-    if not any(jnp.issubdtype(value.dtype, kind) for kind in (np.number, np.bool_)):
+    if not any(jnp.issubdtype(value.dtype, t) for t in (np.number, np.bool_)):
         raise ValueError(f"{name} must hold numbers, got {value.dtype}.")
     dtype = jax.dtypes.canonicalize_dtype(dtype or value.dtype)
     if value.dtype == dtype:
@@ -152,20 +153,20 @@ def _array(name: str, value: Any, dtype: Any = None) -> np.ndarray:
     return value.astype(dtype)
 
 
-def _deal(done: Any, num_envs: int) -> np.ndarray:
-    """Returns the row for each slot of each lane, `[T, B]`; -1 for none."""
+def _assign_lanes(done: Any, num_envs: int) -> np.ndarray:
+    """Returns the row of each slot of each lane, `[T, B]`; -1 for empty slots."""
     num_rows = len(done)
     end = np.flatnonzero(done) + 1
-    if num_rows and not done[-1]:  # the data breaks off in an episode
+    if num_rows and not done[-1]:  # the last episode is incomplete
         end = np.append(end, num_rows)
     length = np.diff(end, prepend=0)
-    # Each episode's lane: the longest first, each to the emptiest lane.
-    lanes, emptiest = np.zeros(len(length), int), [(0, n) for n in range(num_envs)]
+    # Assign the longest episodes first, each to the lane with the fewest rows.
+    lanes, heap = np.zeros(len(length), int), [(0, n) for n in range(num_envs)]
     for episode in np.argsort(-length, kind="stable"):
-        rows_held, lanes[episode] = emptiest[0]  # the root of a heap
-        rows_held += int(length[episode])
-        heapq.heapreplace(emptiest, (rows_held, int(lanes[episode])))
-    # Rows sorted by lane, in their order within it, numbered from 0 in each lane.
+        num_lane_rows, lanes[episode] = heap[0]
+        num_lane_rows += int(length[episode])
+        heapq.heapreplace(heap, (num_lane_rows, int(lanes[episode])))
+    # Sort the rows by lane, keep their order within a lane, and number them from 0.
     lane = np.repeat(lanes, length)
     order = np.argsort(lane, kind="stable")
     count = np.bincount(lane, minlength=num_envs)
@@ -178,14 +179,14 @@ def _deal(done: Any, num_envs: int) -> np.ndarray:
 def _add(
     buffer: ReplayBuffer, state: ArrayTree, rows: Transition, index: np.ndarray
 ) -> ArrayTree:
-    """Adds the rows of `index`, `[T, B]`, in chunks of one shape."""
+    """Adds the rows of `index`, `[T, B]`, in chunks of equal shape."""
     if not len(index):
         return state
     row_bytes = sum(
         x.dtype.itemsize * int(np.prod(x.shape[1:])) for x in jax.tree.leaves(rows)
     )
-    most = max(1, _CHUNK_BYTES // (row_bytes * index.shape[1]))
-    num_chunks = -(-len(index) // most)
+    max_length = max(1, _CHUNK_BYTES // (row_bytes * index.shape[1]))
+    num_chunks = -(-len(index) // max_length)
     length = -(-len(index) // num_chunks)
     add = jax.jit(buffer.add, donate_argnums=0)
     for first in range(0, len(index), length):

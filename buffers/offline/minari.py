@@ -1,7 +1,7 @@
-"""`from_minari`, `to_minari`: fill a buffer from a dataset of Minari, and write one.
+"""`from_minari` fills a buffer from a Minari dataset; `to_minari` writes a dataset.
 
-Minari is imported on first use. Its episodes have one observation more than steps:
-every successor except the last is the observation of the next step.
+Minari is imported on first use. An episode of Minari has one observation more than
+steps: every successor except the last is the observation of the next step.
 """
 
 import warnings
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 def from_minari(buffer: ReplayBuffer, dataset: "MinariDataset | str") -> ArrayTree:
-    """Fills a buffer with a dataset of Minari.
+    """Fills a buffer with a Minari dataset.
 
-    If the last step of an episode has no flag set, the recording stopped there: that
-    step counts as truncated. A flag before the last step ends an episode as well. Infos
+    If the last step of an episode has no flag set, the recording stopped there, and the
+    step is marked as truncated. A flag before the last step also ends an episode. Infos
     are not read.
 
     Args:
         buffer: any buffer.
-        dataset: the dataset, or the id of a local one. Its dict and tuple observations
+        dataset: Minari dataset, or id of a local dataset. Dict and tuple observations
             and actions become pytrees.
 
     Returns:
-        The state, as in `from_data`.
+        The buffer state, as in `from_data`.
 
     Raises:
         ModuleNotFoundError: if Minari is not installed.
@@ -59,31 +59,32 @@ def to_minari(
     action_space: "Space | None" = None,
     **metadata: Any,
 ) -> "MinariDataset":
-    """Writes the episodes of a buffer as a dataset of Minari.
+    """Writes the complete episodes of a buffer as a Minari dataset.
 
-    It writes every episode that has ended and is stored from its first row on, lane by
-    lane, the oldest first. The other `buffer.size(state) - dataset.total_steps`
-    transitions are left out. Images are kept as they are, not as JPEG.
+    Every episode that has ended and whose rows are all stored is written, lane by lane,
+    oldest episode first. The remaining `buffer.size(state) - dataset.total_steps`
+    transitions are omitted. Images are stored without JPEG compression.
 
     Args:
-        buffer: the buffer.
-        state: its state; rows with `obs`, `action`, `reward`, `terminated`,
+        buffer: buffer that created `state`.
+        state: buffer state whose rows have `obs`, `action`, `reward`, `terminated`,
             `truncated`, `next_obs` and `episode_length`.
-        dataset_id: a new name, "NAMESPACE/NAME-v0".
-        observation_space: a space of Gymnasium, by default boxes without bounds. An
-            `env` in the metadata has both spaces.
-        action_space: a space of Gymnasium, by default boxes without bounds.
-        metadata: other arguments of `minari.create_dataset_from_buffers`: `author`,
-            `author_email`, `code_permalink`, `algorithm_name`, `description`, `env`.
+        dataset_id: new dataset id, "NAMESPACE/NAME-v0".
+        observation_space: Gymnasium space, by default boxes without bounds. If the
+            metadata has an `env`, its spaces are the defaults.
+        action_space: Gymnasium space, by default boxes without bounds.
+        metadata: additional arguments of `minari.create_dataset_from_buffers`:
+            `author`, `author_email`, `code_permalink`, `algorithm_name`, `description`,
+            `env`.
 
     Returns:
-        The dataset, a `MinariDataset`.
+        A `MinariDataset`.
 
     Raises:
         ModuleNotFoundError: if Minari is not installed.
-        ValueError: if a field is missing, or is not made of dicts, tuples and arrays
-            in NumPy's dtypes; if there is no whole episode; or if a successor within
-            an episode is not the observation of the next row.
+        ValueError: if a field is missing or does not consist of dicts, tuples and
+            arrays with NumPy dtypes; if there is no complete episode; or if a successor
+            within an episode differs from the observation of the next row.
     """
     minari = load("minari")
     episodes = _whole_episodes(buffer, state)
@@ -93,11 +94,11 @@ def to_minari(
             spaces[0] if observation_space is None else observation_space
         )
         action_space = spaces[1] if action_space is None else action_space
-    kind = minari.data_collector.EpisodeBuffer
-    made = [
-        kind(
+    episode_type = minari.data_collector.EpisodeBuffer
+    episode_buffers = [
+        episode_type(
             observations=jax.tree.map(
-                lambda x, after: np.concatenate([x, after[-1:]]),
+                lambda x, successor: np.concatenate([x, successor[-1:]]),
                 steps["obs"],
                 steps["next_obs"],
             ),
@@ -109,12 +110,12 @@ def to_minari(
         for steps in episodes
     ]
     with warnings.catch_warnings():
-        # Most buffers here do not come from an environment of Gymnasium.
+        # Minari warns about environments that are not from Gymnasium.
         for message in ("`eval_env` is set to None", "env_spec is None"):
             warnings.filterwarnings("ignore", message=message, category=UserWarning)
         return minari.create_dataset_from_buffers(
             dataset_id,
-            made,
+            episode_buffers,
             observation_space=observation_space,
             action_space=action_space,
             **{"jpeg_encoding": False, **metadata},
@@ -122,7 +123,7 @@ def to_minari(
 
 
 def _steps(episode: Any) -> dict[str, ArrayTree]:
-    """Converts an episode of Minari to the arguments of `from_data`."""
+    """Converts a Minari episode to the arguments of `from_data`."""
     num_steps = len(episode.rewards)
     for path, leaf in jax.tree.leaves_with_path(episode.observations):
         if np.shape(leaf)[:1] != (num_steps + 1,):
@@ -133,7 +134,7 @@ def _steps(episode: Any) -> dict[str, ArrayTree]:
             )
     terminated = np.asarray(episode.terminations, bool)
     truncated = np.array(episode.truncations, bool)
-    truncated[-1:] |= ~terminated[-1:]  # a recording that stops without a flag
+    truncated[-1:] |= ~terminated[-1:]  # the recording stopped without a flag
     return {
         "obs": jax.tree.map(lambda x: x[:-1], episode.observations),
         "action": episode.actions,
@@ -145,32 +146,32 @@ def _steps(episode: Any) -> dict[str, ArrayTree]:
 
 
 def _whole_episodes(buffer: ReplayBuffer, state: ArrayTree) -> list[dict[str, Any]]:
-    """Reads the steps of all whole episodes, lane by lane, the oldest first."""
+    """Reads the steps of all complete episodes, lane by lane, oldest first."""
     needed = ("obs", "action", "reward", "terminated", "truncated", "episode_length")
     fields.need(state.ring.experience, needed, "`to_minari`")
     if not neighbours.has_next_obs(state.ring):
         raise ValueError("`to_minari` needs the field `next_obs` in the transition.")
-    dumped, mask = buffer.to_trajectory(state)  # in the order of time
-    columns = {name: fields.get(dumped, name) for name in (*needed, "next_obs")}
+    trajectory, mask = buffer.to_trajectory(state)
+    columns = {name: fields.get(trajectory, name) for name in (*needed, "next_obs")}
     rows, mask = jax.device_get((columns, mask))
     done, length = rows["terminated"] | rows["truncated"], rows["episode_length"]
     episodes = []
     for lane, last in np.argwhere((done & mask).T):
         first = last + 1 - length[last, lane]
-        at = slice(first, last + 1), lane
+        index = slice(first, last + 1), lane
         number = np.arange(1, length[last, lane] + 1)
-        # Whole if its rows are all there, numbered from 1 on.
-        if first >= 0 and mask[at].all() and np.array_equal(length[at], number):
-            steps = jax.tree.map(lambda x: x[at], rows)  # noqa: B023
-            check_successors(steps["obs"], steps["next_obs"], done[at])
+        # An episode is complete if all of its rows are stored, numbered from 1.
+        if first >= 0 and mask[index].all() and np.array_equal(length[index], number):
+            steps = jax.tree.map(lambda x: x[index], rows)  # noqa: B023
+            check_successors(steps["obs"], steps["next_obs"], done[index])
             episodes.append(steps)
     if not episodes:
-        raise ValueError("`state` must hold at least one whole episode, got none.")
+        raise ValueError("`state` must hold at least one complete episode, got none.")
     return episodes
 
 
 def _space(name: str, tree: ArrayTree) -> "Space":
-    """Returns Gymnasium's space without bounds for arrays `[K, ...]`."""
+    """Returns a Gymnasium space without bounds for arrays `[K, ...]`."""
     spaces = load("gymnasium.spaces")
     if isinstance(tree, dict):
         return spaces.Dict({key: _space(name, tree[key]) for key in tree})
@@ -178,7 +179,7 @@ def _space(name: str, tree: ArrayTree) -> "Space":
         return spaces.Tuple([_space(name, item) for item in tree])
     if not isinstance(tree, np.ndarray) or tree.dtype.kind not in "biuf":
         raise ValueError(
-            f"`{name}` must be made of dicts, tuples and arrays in NumPy's dtypes for "
+            f"`{name}` must consist of dicts, tuples and arrays with NumPy dtypes for "
             f"Minari, got {getattr(tree, 'dtype', type(tree).__name__)}."
         )
     bounds = {"b": (0, 1), "f": (-np.inf, np.inf)}.get(tree.dtype.kind)

@@ -1,8 +1,9 @@
 """`Stream`: batches for a training loop in Python.
 
-`stream` is the loop; `makers` make its batches, of environments in JAX and of others,
-by the pure functions of `batch`; `options` are those of a stream, and check themselves;
-`stream_stats` accumulates statistics, and `progress` shows the bar.
+`stream` implements the iterator. `makers` collects its batches, from environments in
+JAX and from host environments, with the pure functions of `batch`. `options` validates
+the options of a stream, `stream_stats` accumulates statistics, and `progress` displays
+a progress bar.
 """
 
 from rollout.stream.stream import Stream, StreamBatch

@@ -1,7 +1,7 @@
-"""Makes a batch of a stream: collects, cuts episodes, finds faults, summarizes.
+"""Builds a batch of a stream: collection, truncation, fault detection, statistics.
 
-`make_batch` does all of it for environments in JAX; for others `complete` does what
-follows the collection. Both are pure.
+`make_batch` implements all steps for environments in JAX. For host environments,
+`complete` implements the steps after the collection. Both functions are pure.
 """
 
 import functools
@@ -21,21 +21,21 @@ from rollout.stats import CollectStats, summarize
 from rollout.stream.options import Options
 from rollout.types import Carry, Episodes, Transition
 
-NO_FAULT = 2**31 - 1  # no entry of a batch has this number
+NO_FAULT = 2**31 - 1  # larger than every entry number of a batch
 
 
 class BatchResult(NamedTuple):
-    """A batch as the program returns it."""
+    """Outputs of the compiled program for one batch."""
 
     carry: Any  # after the batch
     output: ArrayTree  # the trajectory, or the result of `postprocess`
     episodes: Episodes | None
     stats: CollectStats
     window: EpisodeWindow  # after the batch
-    num_faulty: jax.Array  # () int32, episodes that were dropped
-    # For each checked field, the first entry that is not finite, or `NO_FAULT`.
+    num_faulty: jax.Array  # () int32, number of dropped episodes
+    # First nonfinite entry of each checked field, or `NO_FAULT`.
     faults: dict[str, jax.Array]  # () int32
-    fault_step: Any  # () int32, of the first one's episode, from 1; () if unchecked
+    fault_step: Any  # () int32, episode step of the first fault, or () if unchecked
 
 
 def make_batch(
@@ -47,17 +47,17 @@ def make_batch(
     window: EpisodeWindow,
     memory: ArrayTree,
 ) -> BatchResult:
-    """Makes a batch of `num_rows` rows, or of whole episodes.
+    """Collects a batch of `num_rows` rows, or of complete episodes.
 
-    `memory` is an earlier `output` that is no longer needed. It is donated and not
-    read, so that XLA writes the new one there: fresh memory is slow to touch for the
-    first time.
+    `memory` is an obsolete `output` of an earlier batch. It is donated but not
+    read, so that XLA reuses its memory for the new output: the first write to newly
+    allocated memory is slow.
     """
-    del memory  # only donated
+    del memory  # donated, not read
     episodes, num_faulty = None, jnp.int32(0)
     if options.episodes_per_batch is None:
         if options.at_batch_end == "reset":
-            # An episode without a step so far has lost nothing, and is kept.
+            # An episode without any step so far is already new: keep it.
             restarts = carry.episode.episode_length > 0
             roots = roots_of(collector, carry)
             start = episode_keys.next_episodes(collector.env, carry, roots)
@@ -75,7 +75,7 @@ def make_batch(
         if options.on_fault == "drop":
             trajectory, num_faulty = _drop(trajectory)
     else:
-        assert options.max_episode_steps is not None  # `Options` has checked it
+        assert options.max_episode_steps is not None  # validated by `Options`
         carry, episodes = collector.collect_episodes(
             carry,
             params,
@@ -86,7 +86,7 @@ def make_batch(
         trajectory, episodes = episodes.trajectory, episodes.replace(trajectory=())
     result = complete(options, carry, window, trajectory, episodes, num_faulty)
     if (sharding := sharding_of(collector.env)) and options.postprocess is None:
-        # Placed as `memory` is, so that a later batch can be written there.
+        # Use the sharding of `memory`, so that a later batch can reuse the memory.
         result = result._replace(output=sharding.place(result.output, lane_axis=1))
     return result
 
@@ -99,17 +99,17 @@ def complete(
     episodes: Episodes | None,
     num_faulty: jax.Array,
 ) -> BatchResult:
-    """Finds faults and computes the statistics of a batch, and its output."""
+    """Detects faults, and computes the statistics and the output of a batch."""
     faults, fault_step = {}, ()
     if options.check_finite and options.on_fault != "drop":
         size = trajectory.mask.size
-        # Entries are numbered row by row, so that the smallest number is the earliest.
+        # Number the entries row by row, so that the smallest number is the first fault.
         number = jnp.arange(size, dtype=jnp.int32).reshape(trajectory.mask.shape)
         faults = {
             name: jnp.where(bad & trajectory.mask, number, NO_FAULT).min()
             for name, bad in nonfinite.nonfinite(trajectory).items()
         }
-        # Several fields may fail in one entry; the message names all of them.
+        # Several fields can be nonfinite in one entry; the message names all of them.
         first: Any = functools.reduce(jnp.minimum, faults.values(), NO_FAULT)
         fault_step = jnp.max(
             trajectory.episode_length, where=number == first, initial=0
@@ -132,21 +132,21 @@ def complete(
 
 
 def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:
-    """Masks out faulty episodes; returns the trajectory, and the number of them.
+    """Masks out faulty episodes; returns the trajectory and the number of faults.
 
-    A faulty episode ends at the row that is not finite, so its rows in the batch are
-    that row and those before with the same id.
+    A faulty episode ends at its nonfinite row. Its rows in the batch are this row and
+    all earlier rows with the same id.
     """
     faulty = nonfinite.is_nonfinite(trajectory)
 
-    # Backwards in time: a row is dropped if the one after it, of the same episode, is.
-    def mark(later: tuple, row: tuple) -> tuple[tuple, jax.Array]:
+    # Scan backward in time: drop a row if the next row of its episode is dropped.
+    def mark(carry: tuple, row: tuple) -> tuple[tuple, jax.Array]:
         faulty, episode_id = row
-        faulty = faulty | (later[0] & (later[1] == episode_id))
+        faulty = faulty | (carry[0] & (carry[1] == episode_id))
         return (faulty, episode_id), faulty
 
     rows = faulty, trajectory.episode_id
     start = jnp.zeros_like(faulty[0]), trajectory.episode_id[-1]
     dropped = lax.scan(mark, start, rows, reverse=True)[1]
-    kept = trajectory.replace(mask=~dropped)
-    return mask_out(kept), jnp.sum(faulty, dtype=jnp.int32)
+    masked = trajectory.replace(mask=~dropped)
+    return mask_out(masked), jnp.sum(faulty, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""The options of a `Stream`, which check themselves."""
+"""Options of a `Stream`, validated on construction."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,10 +23,10 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a `Stream`; see there.
+    """Options of a `Stream`, which documents them.
 
     Raises:
-        ValueError: if an option is wrong, or clashes with another.
+        ValueError: if an option is invalid, or incompatible with another option.
     """
 
     num_envs: int
@@ -64,48 +64,48 @@ class Options:
             self._check_episodes()
         self._check_device()
 
-    def of_program(self) -> "Options":
-        """Returns those that the program of a batch reads, and defaults for others."""
+    def program_options(self) -> "Options":
+        """Returns the options with defaults for options that the program ignores."""
+        # Streams that differ only in ignored options share a program.
         unread: dict[str, Any] = {"total_steps": None, "device": None}
-        # Streams that differ in these share a program.
         unread |= {"prefetch": 0, "reuse_memory": False}
         if self.episodes_per_batch is None:
-            unread["steps_per_batch"] = self.num_envs  # it takes the number of rows
+            unread["steps_per_batch"] = self.num_envs  # `num_rows` is an argument
         return dataclasses.replace(self, **unread)
 
     def check_processes(self) -> None:
-        """Raises unless lanes in several processes support the options."""
+        """Raises if lanes in several processes do not support the options."""
         if self.prefetch:
             raise ValueError(
-                "`prefetch` must be 0 with lanes in several processes, which must run "
-                f"all programs in the same order, got {self.prefetch}."
+                "`prefetch` must be 0 with lanes in several processes, got "
+                f"{self.prefetch}: all processes must run programs in the same order."
             )
         if self.device == "host":
             raise ValueError(
-                '`device` must not be "host" with lanes in several processes: none '
-                "has all of them."
+                '`device` must not be "host" with lanes in several processes: no '
+                "process has all lanes."
             )
 
     def check_host(self) -> None:
-        """Raises unless environments that are not JAX support the options."""
+        """Raises if host environments do not support the options."""
         if self.on_fault == "drop":
             raise ValueError(
-                '`on_fault="drop"` is for environments in JAX; for others use '
-                '`HostCollector(on_fault="restart")`.'
+                '`on_fault="drop"` needs environments in JAX. For host environments '
+                'use `HostCollector(on_fault="restart")`.'
             )
         if self.reuse_memory:
             raise ValueError(
-                "`reuse_memory=True` is for environments in JAX: others write to "
-                "memory of the host."
+                "`reuse_memory=True` needs environments in JAX: host environments "
+                "write to host memory."
             )
 
     def _check_int(
         self, name: str, *, most: int | None = INT32_MAX, whole_rows: bool = False
     ) -> None:
-        if (given := getattr(self, name)) is None:
+        if (value := getattr(self, name)) is None:
             return
-        value = checks.int_between(name, given, most=most)
-        # Frozen, since options need a hash: equal ones share programs.
+        value = checks.int_between(name, value, most=most)
+        # The dataclass is frozen for its hash: equal options share programs.
         object.__setattr__(self, name, value)  # a Python int
         if whole_rows:
             checks.multiple(name, value, self.num_envs, f"num_envs={self.num_envs}")
@@ -117,25 +117,25 @@ class Options:
             )
         if self.total_steps is not None:
             raise ValueError(
-                "`total_steps` must not be given with `episodes_per_batch`, whose "
-                f"steps do not add up to a given number, got {self.total_steps}."
+                "`total_steps` must not be given with `episodes_per_batch`, because "
+                f"the length of episodes varies, got {self.total_steps}."
             )
         if self.on_fault == "drop":
             raise ValueError(
-                '`on_fault="drop"` must not be given with `episodes_per_batch`, whose '
-                "number of episodes is exact."
+                '`on_fault="drop"` must not be given with `episodes_per_batch`, which '
+                "returns an exact number of episodes."
             )
 
     def _check_device(self) -> None:
         device: Any = self.device
-        is_one = isinstance(device, jax.Device | jax.sharding.Sharding)
-        if device is not None and device != "host" and not is_one:
+        is_device = isinstance(device, jax.Device | jax.sharding.Sharding)
+        if device is not None and device != "host" and not is_device:
             raise ValueError(
                 '`device` must be None, "host", a `jax.Device` or a '
                 f"`jax.sharding.Sharding`, got {device!r}."
             )
         if self.reuse_memory and device is not None:
             raise ValueError(
-                "`reuse_memory=True` needs `device=None`, since the memory of a copy "
-                f"elsewhere cannot be reused, got {device!r}."
+                "`reuse_memory=True` needs `device=None`, because a copy on another "
+                f"device cannot reuse memory, got {device!r}."
             )

@@ -6,17 +6,17 @@ from rollout.stream.stream_stats import StreamStats
 
 
 class Bar:
-    """A tqdm bar of steps, their speed and the time left, made when first shown."""
+    """A tqdm bar with steps, speed and remaining time; created by the first `show`."""
 
     def __init__(self, total: int | None, *, is_on: bool) -> None:
         self._total, self._is_on, self._bar = total, is_on, None
 
     def show(self, steps: int, stats: StreamStats) -> None:
-        """Shows the number of steps so far, and the window's mean return."""
+        """Displays the number of steps and the mean return of recent episodes."""
         if not self._is_on:
             return
         if self._bar is None:
-            from tqdm import tqdm  # takes long to import
+            from tqdm import tqdm  # slow to import
 
             self._bar: Any = tqdm(
                 total=self._total, unit="step", unit_scale=True, dynamic_ncols=True
@@ -25,7 +25,7 @@ class Bar:
         self._bar.update(steps - self._bar.n)
 
     def close(self) -> None:
-        """Ends the bar and its line; the next batch begins another."""
+        """Closes the bar and its line; the next `show` creates a new bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -1,4 +1,4 @@
-"""`Stream`: yields batches to a training loop in Python."""
+"""`Stream`: an iterator over batches, for training loops in Python."""
 
 import numbers
 import threading
@@ -23,20 +23,20 @@ from rollout.stream.progress import Bar
 from rollout.stream.stream_stats import StreamStats
 from rollout.types import Carry, Episodes, ParamsT, Transition
 
-_NEWEST = -1  # version of parameters: those that are set when the batch begins
+_NEWEST = -1  # version of parameters to be read when the batch starts
 
 
 class StreamBatch(struct.PyTreeNode, kw_only=True):
     """A batch of a stream.
 
     Attributes:
-        trajectory: `[T, B, ...]`, all zero where its `mask` is False; with a
-            `postprocess`, its result.
+        trajectory: `[T, B, ...]`, zero in rows whose `mask` is False; with
+            `postprocess`, the result of that function.
         stats: statistics of the episodes that ended in the batch.
         steps: environment steps of the batch over all lanes.
-        params_version: version of the parameters it was made with: 0 for those of the
-            constructor, n for those of the n-th `set_params`.
-        episodes: with `episodes_per_batch` the episodes, `[N]`, else None.
+        params_version: version of the parameters that collected the batch: 0 for the
+            parameters of the constructor, n for the n-th `set_params`.
+        episodes: `[N]` episodes with `episodes_per_batch`, else None.
     """
 
     trajectory: Any  # [T, B, ...]
@@ -47,7 +47,7 @@ class StreamBatch(struct.PyTreeNode, kw_only=True):
 
 
 class Stream(Generic[ParamsT]):
-    """Yields batches with an exact number of environment steps, one after the other.
+    """An iterator over batches with an exact number of environment steps.
 
         with Stream(collector, key=key, params=params, steps_per_batch=4096,
                     total_steps=1_000_000) as stream:
@@ -55,60 +55,63 @@ class Stream(Generic[ParamsT]):
                 params = update(params, batch.trajectory)
                 stream.set_params(params)
 
-    A batch is `[T, B, ...]` with T = `steps_per_batch / num_envs` rows. The batches are
-    bit for bit the rows of `Collector.collect_steps`, unless an option below changes
-    them. Episodes continue from batch to batch, and an `episode_id` is never used
-    again. Streams with equal collectors and options share what is compiled.
+    A batch is `[T, B, ...]` with T = `steps_per_batch / num_envs` rows. The rows are
+    bitwise equal to the rows of `Collector.collect_steps`, unless an option changes
+    them. Episodes continue in the next batch, and every `episode_id` is unique. Streams
+    with equal collectors and options share compiled programs.
 
     Args:
-        collector: policy and environments.
-        key: one typed key; everything random derives from it.
-        params: whatever the policy takes as its parameters. They are copied, so that an
-            update may donate them.
-        steps_per_batch: environment steps of a batch over all lanes, T * B: a multiple
-            of `num_envs`.
-        episodes_per_batch: N, whole episodes per batch instead of steps, as those of
-            `Collector.collect_episodes`, with their rows: `[L, N, ...]` with L =
-            `max_episode_steps`, which must be given. The stream is endless; every batch
-            begins with new episodes and finishes them all. Not together with
-            `total_steps` or `on_fault="drop"`.
-        total_steps: steps after which the stream ends, a multiple of `num_envs`; None
-            for an endless one. The last batch has the steps that are left.
-        max_episode_steps: steps after which an episode is truncated, counted across
-            batches. If the environment ends it at that very step, both flags are set.
-        at_batch_end: `"continue"`: episodes go on in the next batch. `"reset"`: every
-            batch starts new episodes, and unfinished ones are given up without a mark.
-            `"truncate"`: the same, but the last step of every unfinished episode is
-            marked as `truncated`, also for the accumulators and `record_fn`; its
-            `next_obs` is the true successor. `info` does not see the mark.
+        collector: collector with the policy and the environments.
+        key: one typed key, the only source of randomness.
+        params: parameters of the policy. The stream copies them, so that an update may
+            donate the original.
+        steps_per_batch: environment steps of a batch over all lanes, T * B; must be a
+            multiple of `num_envs`.
+        episodes_per_batch: N, number of complete episodes per batch, instead of
+            `steps_per_batch`. A batch has the episodes of `Collector.collect_episodes`
+            and the trajectory `[L, N, ...]` with L = `max_episode_steps`, which is
+            required. Every batch starts and completes new episodes, and the stream is
+            infinite. Not supported with `total_steps` or `on_fault="drop"`.
+        total_steps: total number of environment steps of the stream, a multiple of
+            `num_envs`; None for an infinite stream. The last batch may be shorter.
+        max_episode_steps: time limit of an episode in steps, counted across batches.
+            The last step is marked as `truncated`. If the environment terminates at
+            the same step, both flags are set.
+        at_batch_end: treatment of unfinished episodes. `"continue"` continues them in
+            the next batch. `"reset"` discards them without setting a flag and starts
+            new episodes in every batch. `"truncate"` also starts new episodes, but
+            marks the last step of unfinished episodes as `truncated`. `record_fn` and
+            the accumulators observe this flag, `info` does not. `next_obs` is the true
+            successor.
         postprocess: pure function from the `Transition`, `[T, B, ...]`, to any pytree
-            of arrays. It is compiled into the program, and fields that it does not read
-            are not stored.
+            of arrays. The stream compiles it into the program of the batch and does not
+            store fields that it does not read.
         device: destination of the trajectory: a `jax.Device`, a
-            `jax.sharding.Sharding` of `[T, B, ...]`, or "host" (NumPy arrays; not if
-            lanes are sharded over several processes). None leaves it where it was
-            collected. The statistics are not moved.
-        prefetch: 1 begins the next batch before this one is returned, with the
-            parameters of that moment, so `params_version` lags by one; 0 begins it in
-            `next`: strictly on-policy, and required where lanes are sharded over
-            several processes.
-        reuse_memory: writes each batch to the memory of an earlier one, whose arrays
-            are deleted by the next call of `next`: reading them raises. Copy the values
-            that you keep; a NumPy view of an array stays valid, but prevents the reuse.
-            It pays for large batches, such as images: fresh memory is slow to touch for
-            the first time.
-        check_finite: raises `FloatingPointError` if a recorded value is not finite;
-            minus infinity is allowed in extras such as logits. The stream then stands
-            where it stood before that batch.
-        on_fault: "raise", or "drop": the episode ends there, its rows in this batch are
-            masked out and zero, the lane is reset, and the stream goes on. The masks
-            then add up to less than `steps`, and `stats.faulty_episodes` counts the
-            episodes.
-        progress: shows a bar on stderr: steps, their speed, the time left, and the mean
-            return of the last 100 episodes.
+            `jax.sharding.Sharding` of `[T, B, ...]`, or "host" for NumPy arrays (not
+            supported if lanes are sharded over several processes). None does not move
+            the trajectory. The statistics are never moved.
+        prefetch: number of batches collected in advance, 0 or 1. With 1, the next batch
+            starts before the current batch is returned, with the current parameters, so
+            `params_version` lags by one. With 0, the batch starts in `next`, which is
+            strictly on-policy, and required if lanes are sharded over several
+            processes.
+        reuse_memory: if True, writes each batch to the memory of an earlier batch. The
+            call of `next` deletes the arrays of the earlier batch, and reading them
+            raises. Copy all values that you keep. A NumPy view of an array stays valid
+            but prevents the reuse. The option speeds up large batches, for example
+            images, because the first write to newly allocated memory is slow.
+        check_finite: if True, raises `FloatingPointError` for a nonfinite recorded
+            value. Negative infinity is allowed in extras, for example in logits. The
+            error resets the stream to its position before the batch.
+        on_fault: reaction to a nonfinite value, "raise" or "drop". "drop" ends the
+            episode at this value, masks out and zeroes its rows in the batch, resets
+            the lane, and continues. The masks then sum to less than `steps`, and
+            `stats.faulty_episodes` counts the dropped episodes.
+        progress: if True, displays a progress bar on stderr with the steps, the speed,
+            the remaining time, and the mean return of the last 100 episodes.
 
     Raises:
-        ValueError: if an option is not as above, or clashes with another.
+        ValueError: if an option is invalid, or incompatible with another option.
     """
 
     def __init__(
@@ -152,17 +155,17 @@ class Stream(Generic[ParamsT]):
         )
         checks.boolean("progress", progress)
         checks.outside_of_jit("Stream")
-        make: Any = HostMaker if collector.is_host else JaxMaker
-        self._maker: JaxMaker | HostMaker = make(collector, options)
+        maker_type: Any = HostMaker if collector.is_host else JaxMaker
+        self._maker: JaxMaker | HostMaker = maker_type(collector, options)
         carry = collector.init(key)
-        self._at = Position(carry, StreamStats.create(carry))
-        self._params = _own(params), 0
+        self._position = Position(carry, StreamStats.create(carry))
+        self._params = _copy_params(params), 0
         self._must_stop, self._is_closed = False, False
-        self._inside, self._setting = threading.RLock(), threading.Lock()
+        self._next_lock, self._params_lock = threading.RLock(), threading.Lock()
         self._bar = Bar(total_steps, is_on=progress)
 
     def __enter__(self) -> Self:
-        """Closes the stream at the end of the `with` block."""
+        """Returns the stream, which is closed at the end of the `with` block."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -170,22 +173,22 @@ class Stream(Generic[ParamsT]):
         self.close()
 
     def __iter__(self) -> Iterator[StreamBatch]:
-        """Returns the stream itself, which yields the batches that are left."""
+        """Returns the stream, which yields the remaining batches."""
         return self
 
     def __next__(self) -> StreamBatch:
-        """Collects the next batch, or waits for it.
+        """Returns the next batch.
 
         Raises:
             StopIteration: after the last batch, and once after a `stop`.
-            FloatingPointError: with `check_finite`.
-            RuntimeError: if the stream is closed, or another thread is in `next`.
+            FloatingPointError: if `check_finite` detects a nonfinite value.
+            RuntimeError: if the stream is closed, or another thread runs `next`.
         """
-        # Another thread would read `_at` halfway through this call. The lock is
-        # reentrant: a handler of a signal in this thread may call `next`.
-        if not self._inside.acquire(blocking=False):
+        # The lock protects `_position` from other threads. It is reentrant, because a
+        # signal handler in this thread may call `next`.
+        if not self._next_lock.acquire(blocking=False):
             raise RuntimeError(
-                "`next` must be called by one thread at a time, got a second one."
+                "`next` must be called by one thread at a time, got a second thread."
             )
         try:
             if self._is_closed:
@@ -193,167 +196,170 @@ class Stream(Generic[ParamsT]):
             if self._must_stop:
                 self._must_stop = False
                 raise StopIteration
-            # Whatever ends this call early: the next one goes on from `_at`, with the
-            # batch that has begun.
-            before = self._at = self._begin(self._at, self._at.memory)
-            if before.pending is None:
+            # If this call raises, the next call resumes from `_position`, which has the
+            # pending batch.
+            start = self._position = self._begin(self._position, self._position.memory)
+            if start.pending is None:
                 raise StopIteration
-            batch, at = self._receive(before, before.pending)
+            batch, position = self._receive(start, start.pending)
             if self._options.prefetch and not self._must_stop:
-                at = self._begin(at, before.memory)
-            self._bar.show(at.steps, at.stats)
-            self._at = at
+                position = self._begin(position, start.memory)
+            self._bar.show(position.steps, position.stats)
+            self._position = position
         except BaseException:
             self._bar.close()
             raise
         finally:
-            self._inside.release()
+            self._next_lock.release()
         return batch
 
     def __len__(self) -> int:
-        """Returns the number of batches of the whole run, without a `stop`."""
+        """Returns the total number of batches, not counting a `stop`."""
         options = self._options
         if options.total_steps is None:
             raise TypeError("A stream without `total_steps` has no length.")
-        assert options.steps_per_batch is not None  # `Options` has checked it
+        assert options.steps_per_batch is not None  # validated by `Options`
         return -(-options.total_steps // options.steps_per_batch)
 
     @property
     def params(self) -> Any:
-        """The parameters of the last `set_params`."""
+        """Parameters of the last `set_params`, or of the constructor."""
         return self._params[0]
 
     @property
     def carry(self) -> Carry:
-        """The carry after the last batch, for `collector.freeze`."""
-        return self._at.carry
+        """Carry after the last batch, for example for `collector.freeze`."""
+        return self._position.carry
 
     @property
     def steps(self) -> int:
-        """Environment steps in all batches so far, also before a `restore`."""
-        return self._at.steps
+        """Environment steps of all batches so far, including those before `restore`."""
+        return self._position.steps
 
     @property
     def stats(self) -> StreamStats:
         """Statistics of the batches since `reset_stats`."""
-        return self._at.stats
+        return self._position.stats
 
     def reset_stats(self) -> None:
-        """Resets the statistics but for their window; ids and steps go on."""
-        at = self._at
-        stats = StreamStats.create(at.carry)._replace(window=at.stats.window)
-        self._at = at._replace(stats=stats)
+        """Resets the statistics, except for the window; ids and `steps` continue."""
+        start = self._position
+        stats = StreamStats.create(start.carry)._replace(window=start.stats.window)
+        self._position = start._replace(stats=stats)
 
     def compile(self) -> None:
-        """Compiles the program, which otherwise the first batch does."""
-        at = self._at._replace(params=self._params, memory=None)
-        self._maker.compile(self._num_rows(at), at)
+        """Compiles the program in advance; otherwise the first batch compiles it."""
+        start = self._position._replace(params=self._params, memory=None)
+        self._maker.compile(self._num_rows(start), start)
 
     def set_params(self, params: ParamsT) -> None:
-        """Sets the parameters for the batches that have not begun, from any thread.
+        """Sets the parameters of all batches that start later, from any thread.
 
         Args:
-            params: of the structure, shapes and dtypes of those before; copied.
+            params: new parameters with the structure, shapes and dtypes of the previous
+                parameters. The stream copies them.
 
         Raises:
-            ValueError: if structure, a shape or a dtype differs.
+            ValueError: if the structure, a shape or a dtype differs.
         """
-        new, what = _own(params), "`params` must keep structure, shapes and dtypes"
-        # Two threads that set at once must not give two parameters one version.
-        with self._setting:
+        new = _copy_params(params)
+        # The lock gives concurrent calls of several threads different versions.
+        with self._params_lock:
             old, version = self._params
-            checks.same(what, old, new)
+            checks.same("`params` must keep structure, shapes and dtypes", old, new)
             self._params = new, version + 1
 
     def stop(self) -> None:
-        """Ends the iteration after the current batch, which is still returned.
+        """Stops the iteration after the current batch, which is still returned.
 
-        Any thread or signal handler may call it. Iteration may continue afterwards.
+        Any thread or signal handler may call this method. A new loop over the stream
+        resumes the iteration.
         """
         self._must_stop = True
 
     def close(self) -> None:
-        """Ends the stream, after the batch that has begun; there are no more."""
+        """Closes the stream after the pending batch; later calls of `next` raise."""
         self._is_closed = True
         self._bar.close()
         self._maker.close()
 
     def state(self) -> dict[str, Any]:
-        """Returns the state from which `restore` goes on, as a pytree of arrays.
+        """Returns the state of the stream, from which `restore` resumes.
 
-        It is the state after the last batch that `next` returned, also if the next one
-        has begun, and contains the parameters. `checkpoint.save` writes it.
+        The state is a pytree of arrays for `checkpoint.save`. It has the position after
+        the last batch that `next` returned, even if the next batch has already started,
+        and the parameters.
 
-        The state of environments that are not JAX is in it if no other batch has begun
-        and if all of them have `save_state`.
+        The state includes the states of host environments if no batch is pending and
+        if all of these environments implement `save_state`.
         """
-        at, (params, version) = self._at, self._params
-        next_params, next_version = at.params or (params, _NEWEST)
+        position, (params, version) = self._position, self._params
+        next_params, next_version = position.params or (params, _NEWEST)
         state = {
-            "carry": at.carry,
-            # In 64 bits: steps of all lanes pass 2^31 within hours.
-            "counts": np.array((at.steps, version, next_version), np.int64),
+            "carry": position.carry,
+            # Use 64 bits: the steps of all lanes exceed 2^31 within hours.
+            "counts": np.array((position.steps, version, next_version), np.int64),
             "params": params,
-            "stats": jax.tree.map(np.asarray, at.stats),
+            "stats": jax.tree.map(np.asarray, position.stats),
         }
-        state |= self._maker.save(at.carry)
-        # Only a batch that begins in advance may have older parameters.
+        state |= self._maker.save(position.carry)
+        # Only prefetched batches can have older parameters.
         return state | ({"next_params": next_params} if self._options.prefetch else {})
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken, with the same bits.
+        """Resumes from a saved state, bitwise equal to an uninterrupted stream.
 
-        Environments that are not JAX and whose state could not be saved restart the
-        unfinished episodes, each with its own seed, and a warning says so.
+        Host environments whose state could not be saved restart their unfinished
+        episodes, with one seed per episode, and issue a warning.
 
         Args:
-            state: from a stream with the same collector and the same `prefetch`.
-                Other options, such as `total_steps`, and the environments' parameters
-                are those of this stream.
+            state: state of a stream with the same collector and the same `prefetch`.
+                All other options, for example `total_steps`, and the parameters of the
+                environments are taken from this stream.
 
         Raises:
-            ValueError: if it is not from a stream of the same kind; if the environments
-                have no `load_state`.
+            ValueError: if the structure, a shape or a dtype of `state` differs, or if
+                the environments do not implement `load_state`.
         """
-        what = "`state` must be one of a stream of the same kind"
-        checks.same(what, self.state(), state)
+        message = "`state` must be the state of a stream of the same kind"
+        checks.same(message, self.state(), state)
         steps, version, next_version = (int(x) for x in state["counts"])
         next_params = None
         if self._options.prefetch and next_version != _NEWEST:
-            next_params = _own(state["next_params"]), next_version
-        carry = self._maker.restore(state, self._at.carry)
-        # Not views of `state`, and numbers instead of arrays `[]`.
+            next_params = _copy_params(state["next_params"]), next_version
+        carry = self._maker.restore(state, self._position.carry)
+        # Copy instead of viewing `state`, and convert `[]` arrays to scalars.
         stats = jax.tree.map(lambda x: np.array(x)[()], state["stats"])
-        self._params = _own(state["params"]), version
-        self._at = Position(carry, stats, steps, params=next_params)
+        self._params = _copy_params(state["params"]), version
+        self._position = Position(carry, stats, steps, params=next_params)
 
-    def _begin(self, at: Position, memory: ArrayTree | None) -> Position:
-        """Begins the batch after `at`, if there is one and it has not begun."""
-        if at.pending is not None or not self._num_rows(at):
-            return at
-        at = at._replace(params=at.params or self._params)
-        given = at._replace(memory=memory)
-        return at._replace(pending=self._maker.begin(self._num_rows(at), given))
+    def _begin(self, start: Position, memory: ArrayTree | None) -> Position:
+        """Starts the batch after `start`, unless it is pending or the stream ends."""
+        if start.pending is not None or not self._num_rows(start):
+            return start
+        start = start._replace(params=start.params or self._params)
+        wait = self._maker.begin(self._num_rows(start), start._replace(memory=memory))
+        return start._replace(pending=wait)
 
-    def _receive(self, at: Position, wait: Wait) -> tuple[StreamBatch, Position]:
-        """Waits for the batch that has begun; returns it, and the position after it."""
+    def _receive(self, start: Position, wait: Wait) -> tuple[StreamBatch, Position]:
+        """Waits for the pending batch; returns the batch and the next position."""
         options = self._options
         try:
             result, seconds, version = wait()
             window = jax.tree.map(multihost.gather, result.window)
-            # One transfer for all that Python reads; the trajectory stays where it is.
-            small = result.stats, window, result.num_faulty
+            # Copy the statistics to the host in one transfer, but not the trajectory.
+            statistics = result.stats, window, result.num_faulty
             faults = result.faults, result.fault_step
-            (stats, window, num_faulty), faults = jax.device_get((small, faults))
+            (stats, window, num_faulty), faults = jax.device_get((statistics, faults))
             self._raise_fault(faults[0], faults[1], version)
             output = _placed(result.output, options.device)
-        except Exception:  # not Ctrl-C, after which the batch is still there
-            self._at = at._replace(pending=None, params=None)
+        except Exception:  # after Ctrl-C the batch is still pending
+            self._position = start._replace(pending=None, params=None)
             raise
         num_steps = int(stats.num_steps)
         if options.episodes_per_batch is None:
-            # Also those of dropped episodes.
-            num_steps = self._num_rows(at) * options.num_envs
+            # Count the steps of dropped episodes as well.
+            num_steps = self._num_rows(start) * options.num_envs
         batch = StreamBatch(
             trajectory=output,
             stats=result.stats,
@@ -361,27 +367,27 @@ class Stream(Generic[ParamsT]):
             params_version=version,
             episodes=result.episodes,
         )
-        after = Position(
+        position = Position(
             carry=result.carry,
-            stats=at.stats.add(
+            stats=start.stats.add(
                 stats,
                 window,
                 steps=num_steps,
                 seconds=seconds,
                 num_faulty=int(num_faulty),
             ),
-            steps=at.steps + num_steps,
+            steps=start.steps + num_steps,
             memory=output if options.reuse_memory else None,
         )
-        return batch, after
+        return batch, position
 
-    def _num_rows(self, at: Position) -> int:
-        """Returns the number of rows of the batch after `at`, 0 after the last one."""
+    def _num_rows(self, start: Position) -> int:
+        """Returns the number of rows of the next batch, 0 after the last batch."""
         options = self._options
-        # Of whole episodes the number of steps is not known ahead: any will do.
+        # The step count of complete episodes is unknown: use any number above 0.
         num_steps = options.steps_per_batch or options.num_envs
         if options.total_steps is not None:
-            num_steps = min(num_steps, max(0, options.total_steps - at.steps))
+            num_steps = min(num_steps, max(0, options.total_steps - start.steps))
         return num_steps // options.num_envs
 
     def _raise_fault(self, faults: dict[str, Any], step: Any, version: int) -> None:
@@ -390,32 +396,32 @@ class Stream(Generic[ParamsT]):
         if first == NO_FAULT:
             return
         options = self._options
-        names = [f"`{name}`" for name, at in faults.items() if at == first]
-        # The number counts along `[T, B]`, or `[L, N]` of whole episodes.
+        names = [f"`{name}`" for name, entry in faults.items() if entry == first]
+        # Entries are numbered along `[T, B]`, or `[L, N]` for complete episodes.
         column = first % (options.episodes_per_batch or options.num_envs)
-        where = "episode" if options.episodes_per_batch else "an episode in lane"
+        label = "episode" if options.episodes_per_batch else "an episode in lane"
         raise FloatingPointError(
-            f"{' and '.join(names)} must be finite with `check_finite`, got a value "
-            f"that is not, first at step {step} of {where} {column}, in a batch made "
+            f"{' and '.join(names)} must be finite with `check_finite`, got a "
+            f"nonfinite value, first at step {step} of {label} {column}, in a batch "
             f"with `params_version` {version}."
         )
 
 
-def _own(params: Any) -> Any:
-    """Copies parameters, as arrays."""
+def _copy_params(params: Any) -> Any:
+    """Copies parameters, and converts numbers to arrays."""
     for path, leaf in jax.tree.leaves_with_path(params):
         if not hasattr(leaf, "__array__") and not isinstance(leaf, numbers.Number):
             raise ValueError(
                 f"`params` must hold arrays and numbers only, got "
                 f"{checks.describe(leaf)} at {jax.tree_util.keystr(path) or 'the root'}"
-                "; keep functions and text in the policy, such as the second part of "
-                "`equinox.partition`."
+                ". Keep functions and text in the policy, for example the static part "
+                "of `equinox.partition`."
             )
     return copied(strong(params))
 
 
 def _placed(tree: ArrayTree, device: Destination) -> ArrayTree:
-    """Copies a batch to another device, if one is given."""
+    """Copies a batch to `device`, unless it is None."""
     if isinstance(device, jax.Device | jax.sharding.Sharding):
         return jax.block_until_ready(jax.device_put(tree, device))
     if device == "host":  # NumPy has no typed keys

@@ -15,19 +15,19 @@ _WINDOW = 100  # episodes
 
 
 class StreamStats(NamedTuple):
-    """Statistics of a stream since it began, or since `reset_stats`.
+    """Statistics of a stream since its start, or since `reset_stats`.
 
-    With `at_batch_end="reset"`, which gives up the longer episodes, all means favour
-    short ones.
+    `at_batch_end="reset"` discards long episodes more often than short episodes, so all
+    means are biased toward short episodes.
 
     Attributes:
-        collected: statistics of all episodes that ended.
-        window: the last 100 episodes.
-        batches: batches returned.
-        steps: environment steps over all lanes, also those of dropped episodes.
-        seconds: time from the beginning of each batch until `next` had it, without
-            compilation; with `prefetch=1` your own code runs in it, too.
-        faulty_episodes: episodes that `on_fault="drop"` dropped.
+        collected: statistics of all completed episodes.
+        window: moving window over the last 100 episodes.
+        batches: number of returned batches.
+        steps: environment steps over all lanes, including steps of dropped episodes.
+        seconds: total time from the start of each batch until `next` received it,
+            without compilation. With `prefetch=1` it includes the training code.
+        faulty_episodes: number of episodes dropped by `on_fault="drop"`.
     """
 
     collected: CollectStats
@@ -40,16 +40,16 @@ class StreamStats(NamedTuple):
     @classmethod
     def create(cls, carry: Carry) -> Self:
         """Returns the statistics before the first batch."""
-        # The types are those that `merge` returns: a state that is saved before the
-        # first batch has the structure of a later one.
+        # Use the types that `merge` returns, so that a state saved before the first
+        # batch has the structure of every later state.
         fields: Any = dataclasses.fields(CollectStats)
         counts: Any = {x.name: 0 for x in fields if x.name.startswith("num_")}
         sums: Any = dict.fromkeys(("total", "squared_deviations"), np.float64(0))
         sums |= {"count": np.int64(0), "low": np.float32(np.inf)}
-        none = Moments(**sums, high=-sums["low"])
+        zero = Moments(**sums, high=-sums["low"])
         names = by_name(carry.episode.accumulated, carry.episode.episode_id.shape)
         collected = CollectStats(
-            **counts, returns=none, lengths=none, accumulated=dict.fromkeys(names, none)
+            **counts, returns=zero, lengths=zero, accumulated=dict.fromkeys(names, zero)
         )
         return cls(collected, jax.device_get(EpisodeWindow.init(_WINDOW)))
 
@@ -62,7 +62,7 @@ class StreamStats(NamedTuple):
         seconds: float,
         num_faulty: int,
     ) -> Self:
-        """Adds a batch; `window` is that after it, on the host."""
+        """Adds a batch; `window` is the window after the batch, on the host."""
         return type(self)(
             collected=merge([self.collected, stats]),
             window=window,
@@ -73,7 +73,7 @@ class StreamStats(NamedTuple):
         )
 
     def __str__(self) -> str:
-        """Formats the window, the steps and their speed, and the number of faults."""
+        """Formats the window, the steps, the speed and the dropped episodes."""
         text = f"{self.window}, {plural(self.steps, 'step')}"
         if self.seconds:
             text += f", {self.steps / self.seconds:,.0f} per second"

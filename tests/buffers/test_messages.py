@@ -128,7 +128,7 @@ REFUSED = {
     f"must be at most {2**30}, got": [lambda: buffers.ReplayBuffer(2**30 + 1, 1)],
     "must be at most 10, got 11": [lambda: buffers.EpisodeBuffer(40, 4, max_length=11)],
     'be "stored" or "shared"': [lambda: buffers.ReplayBuffer(8, 4, next_obs="next")],
-    "goes with next_obs=": [lambda: buffers.ReplayBuffer(8, 4, final_obs_capacity=9)],
+    "needs next_obs=": [lambda: buffers.ReplayBuffer(8, 4, final_obs_capacity=9)],
     "`final_obs_capacity` must be an int of at least 4": [
         lambda: shared(40, 4, final_obs_capacity=3),
         lambda: shared(40, 4, final_obs_capacity=0),
@@ -140,8 +140,8 @@ REFUSED = {
     ],
     "`transition` must have at least one array": [init],
     "`terminated` must be": [lambda: init(terminated=jnp.zeros(B), truncated=FLAGS)],
-    "`params` must be given, as `init(": [lambda: buffer().init(learned())],
-    "`trajectory` must be like the rows of `init`: float32 of shape": [
+    "`params` must be given if the policy": [lambda: buffer().init(learned())],
+    "`trajectory` must match the transition of `init`: float32 of shape": [
         lambda: add([[1.0, 2.0]]),
         lambda: add(rows(reward=jnp.zeros((5, B, 1)))),
         lambda: add(rows(reward=jnp.zeros((5, B), int))),
@@ -163,18 +163,18 @@ REFUSED = {
     ],
     "`relabel_fn` must be a function": [lambda: sample(relabel_fn=3)],
     "must not be given with": [lambda: sample(n_step=2, gamma=1, relabel_fn=max)],
-    "the experience as it came": [lambda: sample(relabel_fn=lambda key, x, y: x.obs)],
+    "must keep structure, shapes": [lambda: sample(relabel_fn=lambda key, x, y: x.obs)],
     "`key` must be one typed key as `jax.random.key(seed)` makes it, got": [
         lambda: sample(0, 2),
         lambda: buffer().sample_sequences(filled()[1], jax.random.split(KEY), 2, 2),
         lambda: buffer().sample_episodes(filled()[1], None, 2, 5),
     ],
     # States and row numbers.
-    "`state` must be what `init` or `add` of a buffer returned": [
+    "`state` must be a buffer state, as returned by `init`": [
         lambda: buffer().sample(None, KEY, 2),
         lambda: buffer().add(trajectory(), filled()[1]),
     ],
-    "`state` must be of a buffer like this one": [
+    "`state` must come from a buffer with": [
         lambda: buffers.EpisodeBuffer(16, B).add(
             filled(buffers.EpisodeBuffer)[1], trajectory()
         ),
@@ -185,7 +185,7 @@ REFUSED = {
             jax.tree.map(lambda x: jnp.stack([x, x]), filled()[1]), trajectory()
         ),
     ],
-    "`indices` and `priorities` must be `[S]`, a number for each row, got shape (2,)": [
+    "`indices` and `priorities` must be `[S]`, one number per row, got shape (2,)": [
         lambda: update(jnp.ones(2, bool)),
         lambda: update(jnp.ones(1)),
     ],
@@ -243,7 +243,7 @@ REFUSED = {
         )
     ],
     "must be at least 6 for 5 rows": [lambda: from_data(capacity=5, num_envs=2)],
-    "the ends of all 2": [
+    "must be at least 2, the number of episode ends": [
         lambda: from_data(functools.partial(shared, final_obs_capacity=1))
     ],
 }

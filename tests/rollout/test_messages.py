@@ -225,7 +225,7 @@ MESSAGES = [
     *((functools.partial(record, x), f"must leave `{x}` as it is") for x in KEPT),
     (
         lambda: restore({"carry": make_collector("count", 2 * B).init(KEY)}),
-        "`state` must be one of a stream of the same kind",
+        "`state` must be the state of a stream of the same kind",
     ),
     (lambda: jax.jit(save)(ROWS), "`checkpoint.save` runs in Python, so it must"),
     (

@@ -256,7 +256,7 @@ def test_episodes_that_are_not_whole_are_left_out(datasets):
     made = buffers.offline.to_minari(buffer, state, "cut-v0", **datasets)
     assert made.total_episodes == 1
     empty = buffers.from_data(buffer, **make_data([]))
-    with pytest.raises(ValueError, match="`state` must hold at least one whole epi"):
+    with pytest.raises(ValueError, match="`state` must hold at least one complete "):
         buffers.offline.to_minari(buffer, empty, "none-v0", **datasets)
 
 
@@ -330,8 +330,8 @@ def test_what_minari_cannot_hold_is_refused(datasets):
     buffer = REPLAY(4, 1)
     listed = [np.zeros(3, np.int8)]
     for changed, message in (
-        ({"action": jnp.zeros(3, jnp.bfloat16)}, "`action` must be .* got bfloat16"),
-        ({"obs": listed, "next_obs": listed}, "`obs` must be made .*, got list"),
+        ({"action": jnp.zeros(3, jnp.bfloat16)}, "`action` must .* got bfloat16"),
+        ({"obs": listed, "next_obs": listed}, "`obs` must consist .*, got list"),
     ):
         state = buffers.from_data(buffer, **{**data, **changed})
         with pytest.raises(ValueError, match=message):

@@ -139,8 +139,8 @@ CASES = {
         (lambda: stream(host(2, Late)), "must step all environments together"),
         (lambda: stream(steps_per_batch=41), "`steps_per_batch` must be a multiple"),
         (lambda: stream(total_steps=41), "`total_steps` must be a multiple"),
-        (lambda: stream(reuse_memory=True), "`reuse_memory=True` is for"),
-        (lambda: stream(on_fault="drop", check_finite=True), '"drop"` is for'),
+        (lambda: stream(reuse_memory=True), "`reuse_memory=True` needs"),
+        (lambda: stream(on_fault="drop", check_finite=True), '"drop"` needs'),
     ),
     "what is for the other kind": (
         (lambda: in_jax().replace(env=HostCount(2)), "go into a `HostCollector`"),
