@@ -22,6 +22,7 @@ from rollout.envs.types import (
     LaneIndex,
     Lanes,
     VectorEnv,
+    at_episode,
     hash_of_types,
     strong,
 )
@@ -100,7 +101,7 @@ def _vectorize(env: Any, num_envs: int, auto_reset: str, *, each: bool) -> Vecto
     return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset, each=each)
 
 
-class _VectorizedEnv(BaseWrapper, kw_only=True):
+class _VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):
     """A `VectorEnv` made of one `Env` by `jax.vmap`."""
 
     env: Any  # an `Env`
@@ -202,9 +203,7 @@ def _reset(
     types: int, env: Any, key: chex.PRNGKey, number: jax.Array
 ) -> tuple[ArrayTree, ArrayTree]:
     del types  # unused: only for the cache
-    if hasattr(env, "at_episode"):
-        env = env.at_episode(number)
-    result = env.reset(key)
+    result = at_episode(env, number).reset(key)
     if type(result) is tuple and len(result) == 2:
         return result
     got = checks.describe(result)

@@ -20,7 +20,7 @@ from rollout.collector import Collector
 from rollout.envs import trees
 from rollout.envs.host.local_envs import LocalEnvs, close
 from rollout.envs.host.space_check import SpaceCheck
-from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
+from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv, check_host_env
 from rollout.envs.multi_agent import ACTING
 from rollout.envs.spaces import Space, as_space
 from rollout.envs.types import ArrayTree, Env, VectorEnv
@@ -110,7 +110,8 @@ def check_env(
         ValueError: if `env` is no such environment, or an option is not as above.
     """
     collects = hasattr(env, "collect_steps")
-    is_host = hasattr(env, "num_envs") and not hasattr(env, "reset_done")
+    many: Any = env
+    is_host = hasattr(many, "num_envs") and not isinstance(many, VectorEnv)
     if not is_host and not collects:
         checks.single(env)
     if num_steps is None:
@@ -119,7 +120,7 @@ def check_env(
     checks.int_between("seed", seed, least=0, most=None)
     found: dict[str, str] = {}
     if is_host:
-        checks.kind_of_env(env, is_host=True)
+        check_host_env(env)
         with _reporting(found):
             _check_host_env(found, env, num_steps, jax.random.key(seed))
         return tuple(EnvIssue(*item) for item in found.items())
@@ -398,7 +399,7 @@ class _Beyond(Exception):  # noqa: N818
     """Raised after a step beyond an ending, after which nothing can be played."""
 
 
-class _Watched:
+class _Watched(HostVectorEnv):
     """Host environments that are held to the contract at every call.
 
     Attributes:

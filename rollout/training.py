@@ -16,9 +16,9 @@ import numpy as np
 
 from rollout import checks
 from rollout.collector import Collector
+from rollout.envs.host.types import HostVectorEnv
 from rollout.envs.spaces import EnvSpec, env_spec
 from rollout.envs.types import ArrayTree, hash_of_types
-from rollout.envs.wrappers import normalize_obs
 from rollout.host.host_collector import HostCollector
 from rollout.policies import Greedy
 from rollout.types import Policy, Transition
@@ -159,7 +159,7 @@ class Agent:
         """Checks the shape of a single observation, and normalizes it as `env` does."""
         if isinstance(obs, list):
             obs = np.asarray(obs, self.spec.observation_space.dtype)
-        obs, expected = normalize_obs(self.env, obs), self._obs_shape
+        obs, expected = self.env.normalize_obs(obs), self._obs_shape
         if (shape := jax.tree.map(jnp.shape, obs)) != expected:
             raise ValueError(
                 f"`obs` must be a single observation, of shape {expected}, got {shape}."
@@ -225,7 +225,7 @@ def make_collector(env: Any, policy: Policy) -> Collector | HostCollector:
 
 def is_host_env(env: Any) -> bool:
     """Returns whether environments are not written in JAX."""
-    return not hasattr(env, "reset_done") and hasattr(env, "close")
+    return isinstance(env, HostVectorEnv)
 
 
 def scan_updates(

@@ -13,7 +13,6 @@ from rollout.envs.wrappers.history import History, NoRepeat
 from rollout.envs.wrappers.normalize import (
     NormalizeObs,
     NormalizeReward,
-    normalize_obs,
 )
 from rollout.envs.wrappers.observations import (
     AgentNumber,
@@ -46,5 +45,4 @@ __all__ = [
     "Trials",
     "TruncateOnNonFinite",
     "flatten_obs",
-    "normalize_obs",
 ]

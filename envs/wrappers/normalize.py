@@ -83,24 +83,6 @@ def outermost(env_state: ArrayTree) -> NormalizeState:
     )
 
 
-def normalize_obs(env: Any, obs: ArrayTree) -> ArrayTree:
-    """Normalizes raw observations as an environment does, if it does.
-
-    Args:
-        env: environments whose statistics are fixed, as by `Collector.freeze`, or that
-            normalize nothing.
-        obs: a single raw observation, or a batch of them.
-
-    Returns:
-        The observation that a policy in `env` receives.
-
-    Raises:
-        ValueError: if the statistics are not fixed.
-    """
-    normalize = getattr(env, "normalize_obs", None)
-    return obs if normalize is None else normalize(obs)
-
-
 class NormalizeObs(_Normalizer):
     """Normalises observations by the mean and variance of all observations so far.
 

@@ -162,7 +162,7 @@ def record_rows(
 def row_shape(collector: Any, width: int, params: Any) -> Transition:
     """Returns the shapes and dtypes of a `HostCollector`'s row, `[width, ...]`."""
     env, policy = collector.env, collector.policy
-    info = jax.tree.map(lambda x: x[:width], getattr(env, "info", {}))
+    info = jax.tree.map(lambda x: x[:width], env.info)
     seen: Any = View(width, as_space(env.action_space))
 
     def make(params: Any, key: chex.PRNGKey) -> Transition:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from rollout import checks
 from rollout.collector import Collector
-from rollout.envs.types import ArrayTree, sharding_of
+from rollout.envs.types import ArrayTree
 from rollout.inspection import accelerators, blocks
 from rollout.inspection.hlo import Frame
 from rollout.inspection.report import Memory, Report, find_loop
@@ -138,7 +138,7 @@ def _program(
         "num_steps", _NUM_STEPS if num_steps is None else num_steps
     )
     carry = jax.eval_shape(Collector.init, program, key)
-    sharding = sharding_of(program.env)
+    sharding = program.env.sharding
     if sharding is not None:
         carry = jax.tree.map(_shape, carry, sharding.shardings(carry))
     args = program, carry, params, num_steps

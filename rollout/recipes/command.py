@@ -12,6 +12,7 @@ import jax
 
 from rollout import envs
 from rollout.recipes.running import run
+from rollout.training import is_host_env
 
 
 def main(agent_class: Any, config: Any, num_envs: int) -> None:
@@ -53,7 +54,7 @@ def main(agent_class: Any, config: Any, num_envs: int) -> None:
         gamma = config.gamma if options.normalize else None
         make = functools.partial(make_env, options.env_id, gamma=gamma)
         env, eval_env = make(options.num_envs), None
-        if options.evaluate_every and not hasattr(env, "reset_done"):
+        if options.evaluate_every and is_host_env(env):
             eval_env = make(options.num_envs)
         name = f"{agent_class.__name__}-{options.env_id}".replace(":", "-").lower()
         _, evaluation = run(

@@ -18,7 +18,7 @@ import numpy as np
 
 from rollout import multihost, platform, programs
 from rollout.collector import Collector
-from rollout.envs.types import ArrayTree, sharding_of
+from rollout.envs.types import ArrayTree
 from rollout.host import ctrl_c
 from rollout.stream.batch import BatchResult, complete, make_batch
 from rollout.stream.options import Options
@@ -45,7 +45,7 @@ class JaxMaker:
     """Makes the batches of a `Collector`, each by one program."""
 
     def __init__(self, collector: Collector, options: Options) -> None:
-        sharding = sharding_of(collector.env)
+        sharding = collector.env.sharding
         self._is_multi_process = sharding is not None and sharding.mesh.is_multi_process
         if self._is_multi_process:
             options.check_processes()
@@ -244,7 +244,7 @@ def _host_program(options: Options) -> Any:
 
 def _blank(output: ArrayTree, collector: Collector) -> ArrayTree:
     """Makes memory for the first batch, whose `output` is known by its shapes."""
-    sharding, where = sharding_of(collector.env), None
+    sharding, where = collector.env.sharding, None
     if sharding and not isinstance(output, Transition):
         return ()  # where XLA puts the result of a `postprocess` is its choice
     if sharding:
