@@ -122,25 +122,59 @@ class Env(Protocol):
         ...
 
 
-class VectorEnv:
-    """Base of `B` environments side by side, `[B, ...]` everywhere; a pytree.
-
-    A subclass, usually a `flax.struct.PyTreeNode` too, has the spaces and `num_envs`
-    as fields or properties, and defines `reset`, `step` and `reset_done`. The other
-    members have defaults.
+class BaseVectorEnv:
+    """Base of `B` environments side by side, in JAX or on the host.
 
     Attributes:
-        num_envs: B, the number of lanes.
-        observation_space: space of one lane's observation.
-        action_space: space of one lane's action.
+        num_envs: B, the number of environments.
+        observation_space: space of one environment's observation.
+        action_space: space of one environment's action.
         learns: whether observations depend on statistics that are not fixed yet.
-        sharding: sharding of the lanes over devices; None without one.
     """
 
     num_envs: int
     observation_space: AnySpace
     action_space: AnySpace
     learns: bool = False
+
+    def freeze(self, env_state: ArrayTree) -> Self:
+        """Fixes what the environments learn, to evaluate with it.
+
+        Args:
+            env_state: `carry.env_state` of the same environments, in any number. Only
+                the statistics in it are read.
+
+        Returns:
+            The same environments, which use the statistics of `env_state` and never
+            change them; by default `self`, which learns nothing.
+        """
+        del env_state  # unused
+        return self
+
+    def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
+        """Normalizes raw observations as the environments do; by default not at all.
+
+        Args:
+            obs: one raw observation, or a batch of them.
+
+        Raises:
+            ValueError: if the environments have statistics that are not fixed.
+        """
+        return obs
+
+
+class VectorEnv(BaseVectorEnv):
+    """Base of `B` environments in JAX, called lanes, `[B, ...]` everywhere; a pytree.
+
+    A subclass, usually a `flax.struct.PyTreeNode` too, has the spaces and `num_envs`
+    as fields or properties, and defines `reset`, `step` and `reset_done`. The other
+    members, those of `BaseVectorEnv` included, have defaults: `learns` is False,
+    `freeze` returns the environments and `normalize_obs` the observations as they are.
+
+    Attributes:
+        sharding: sharding of the lanes over devices; None without one.
+    """
+
     sharding: Any = None
 
     def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
@@ -170,31 +204,6 @@ class VectorEnv:
             every other lane as it was, bit for bit.
         """
         raise NotImplementedError
-
-    def freeze(self, env_state: ArrayTree) -> Self:
-        """Fixes what the environments learn, to evaluate with it.
-
-        Args:
-            env_state: `carry.env_state` of the same environments, in any number. Only
-                the statistics in it are read.
-
-        Returns:
-            The same environments, which use the statistics of `env_state` and never
-            change them; by default `self`, which learns nothing.
-        """
-        del env_state  # unused
-        return self
-
-    def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
-        """Normalizes raw observations as the environments do; by default not at all.
-
-        Args:
-            obs: one raw observation, or a batch of them.
-
-        Raises:
-            ValueError: if the environments have statistics that are not fixed.
-        """
-        return obs
 
 
 def check_vector_env(env: Any) -> None:

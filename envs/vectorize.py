@@ -13,7 +13,7 @@ from rollout import checks
 from rollout.envs import auto_reset as auto_resets
 from rollout.envs import prng as env_keys
 from rollout.envs.joint import _Joint
-from rollout.envs.multi_agent import MultiAgentEnv, layout_of
+from rollout.envs.multi_agent import MultiAgentEnv, has_agents, layout_of
 from rollout.envs.types import (
     RESET,
     ArrayTree,
@@ -26,7 +26,7 @@ from rollout.envs.types import (
     hash_of_types,
     strong,
 )
-from rollout.envs.wrappers.wrapper import BaseWrapper, cast_step, has_agents
+from rollout.envs.wrappers.wrapper import BaseWrapper, cast_step
 
 
 def vectorize(

@@ -21,11 +21,10 @@ from rollout.envs import trees
 from rollout.envs.host.local_envs import LocalEnvs, close
 from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv, check_host_env
-from rollout.envs.multi_agent import ACTING
+from rollout.envs.multi_agent import ACTING, has_agents
 from rollout.envs.spaces import Space, as_space
 from rollout.envs.types import ArrayTree, Env, VectorEnv
 from rollout.envs.vectorize import vectorize
-from rollout.envs.wrappers.wrapper import has_agents
 from rollout.host.host_collector import HostCollector
 from rollout.nonfinite import nonfinite
 from rollout.policies import masks
@@ -109,7 +108,7 @@ def check_env(
     Raises:
         ValueError: if `env` is no such environment, or an option is not as above.
     """
-    collects = hasattr(env, "collect_steps")
+    collects = isinstance(env, Collector | HostCollector)
     many: Any = env
     is_host = hasattr(many, "num_envs") and not isinstance(many, VectorEnv)
     if not is_host and not collects:
@@ -457,9 +456,6 @@ class _Watched(HostVectorEnv):
         self._number += 1
         cut = self.cut & (self._number % 7 == 0)
         return step._replace(truncated=step.truncated | cut)
-
-    def close(self) -> None:
-        self.env.close()
 
 
 def _checksums(rows: Transition) -> np.ndarray:

@@ -1,6 +1,7 @@
 """`profile`: times the policy, the environment, the auto-reset and the recording."""
 
 import collections
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -8,14 +9,12 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
-import numpy as np
 from jax import lax
 
 from rollout import checks
 from rollout.collector import Collector
 from rollout.envs import trees
 from rollout.envs.host.host_wrapper import HostWrapper
-from rollout.envs.host.types import HostStep
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
 from rollout.kernel import episode_keys
@@ -113,6 +112,11 @@ def profile(
     return Profile(*parts, whole=whole, unexplained=whole - sum(parts))
 
 
+# The methods of host environments, by the part of a step that they belong to.
+_TIMED = {"reset": "auto_reset", "rebuild": "auto_reset"}
+_TIMED |= dict.fromkeys(("step", "send", "receive"), "env_step")
+
+
 class _TimedEnv(HostWrapper):
     """Host environments that add up the time in and between their calls."""
 
@@ -120,31 +124,16 @@ class _TimedEnv(HostWrapper):
         super().__init__(env)
         self.last = 0.0  # when the last call ended
         self.seconds = collections.defaultdict[str, float](float)
+        for name in _TIMED:
+            setattr(self, name, functools.partial(self._call, name))
 
-    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
-        return self._call("auto_reset", super().reset, seeds, mask)
-
-    def rebuild(self, mask: np.ndarray) -> None:
-        self._call("auto_reset", super().rebuild, mask)
-
-    def step(self, action: ArrayTree) -> HostStep:
-        return self._call("env_step", super().step, action)
-
-    def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
-        self._call("env_step", super().send, action, env_id)
-
-    def receive(
-        self, num_ready: int, timeout: float | None = None
-    ) -> tuple[HostStep, np.ndarray]:
-        return self._call("env_step", super().receive, num_ready, timeout)
-
-    def _call(self, part: str, method: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, name: str, *args: Any) -> Any:
         start = time.perf_counter()
-        result = method(*args)
+        result = getattr(self.env, name)(*args)
         # All that is not in the environments: the policy, and moving arrays to it.
         self.seconds["policy"] += start - self.last
         self.last = time.perf_counter()
-        self.seconds[part] += self.last - start
+        self.seconds[_TIMED[name]] += self.last - start
         return result
 
 

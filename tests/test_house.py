@@ -54,7 +54,7 @@ KINDS = {
     "sharding": {"envs.wrappers.wrapper", "envs.vectorize"},
     "training": {"envs.host.types"},
     "gif": {"envs.host.types", "envs.host.host_wrapper", "envs.render"},
-    "profiling": {"envs.host.types", "envs.host.host_wrapper"},
+    "profiling": {"envs.host.host_wrapper"},
     "cli": {"envs"},
 }
 

@@ -5,15 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from rollout.envs.host.types import AsyncHostVectorEnv, HostStep
+from rollout.envs.host.types import AsyncHostVectorEnv
 from rollout.envs.types import ArrayTree
 
 
 class HostWrapper(AsyncHostVectorEnv):
-    """Base of wrappers of a `HostVectorEnv`: passes everything on but `freeze`.
+    """Base of wrappers of a `HostVectorEnv`: passes all optional members on.
 
-    It can do what the wrapped environments can: `is_async`, `can_rebuild` and
-    `can_load` are copied from them.
+    A subclass defines `reset` and `step`, and `freeze` if it can wrap environments that
+    learn.
 
     Args:
         env: `B` environments side by side.
@@ -33,21 +33,11 @@ class HostWrapper(AsyncHostVectorEnv):
         """What is learnt of all environments; see `HostVectorEnv`."""
         return self.env.shared
 
-    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
-        """Starts an episode in some environments; see `HostVectorEnv`."""
-        return self.env.reset(seeds, mask)
-
-    def step(self, action: ArrayTree) -> HostStep:
-        """Takes one step in every environment, `[B, ...]`, and resets none."""
-        return self.env.step(action)
-
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Begins a step in some environments; see `AsyncHostVectorEnv`."""
         self.env.send(action, env_id)
 
-    def receive(
-        self, num_ready: int, timeout: float | None = None
-    ) -> tuple[HostStep, np.ndarray]:
+    def receive(self, num_ready: int, timeout: float | None = None) -> Any:
         """Waits for the first environments that answer; see `AsyncHostVectorEnv`."""
         return self.env.receive(num_ready, timeout)
 
@@ -64,7 +54,7 @@ class HostWrapper(AsyncHostVectorEnv):
         self.env.load(saved, obs)
 
     def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
-        """Normalizes raw observations; see `VectorEnv.normalize_obs`."""
+        """Normalizes raw observations; see `BaseVectorEnv.normalize_obs`."""
         return self.env.normalize_obs(obs)
 
     def restart(self, shared: ArrayTree) -> None:

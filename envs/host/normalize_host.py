@@ -120,9 +120,7 @@ class NormalizeHostEnv(HostWrapper):
         """Takes one step in every environment, `[B, ...]`, and resets none."""
         return self._take(self.env.step(action), slice(None))
 
-    def receive(
-        self, num_ready: int, timeout: float | None = None
-    ) -> tuple[HostStep, np.ndarray]:
+    def receive(self, num_ready: int, timeout: float | None = None) -> Any:
         """Waits for the first environments that answer; see `AsyncHostVectorEnv`."""
         result, env_id = super().receive(num_ready, timeout)
         return self._take(result, env_id), env_id

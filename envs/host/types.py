@@ -6,12 +6,12 @@ answer first.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rollout import checks
-from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.types import ArrayTree, BaseVectorEnv
 
 
 class HostStep(NamedTuple):
@@ -67,35 +67,27 @@ class EnvFault(RuntimeError):  # noqa: N818
         return f"environment {number} failed: {what}"
 
 
-class HostVectorEnv:
-    """Base of `B` environments side by side on the host, `[B, ...]` everywhere.
+class HostVectorEnv(BaseVectorEnv):
+    """Base of `B` environments on the host, `[B, ...]` everywhere.
 
-    A subclass has the spaces and `num_envs`, and defines `reset` and `step`. The other
-    members have defaults, those of environments that cannot be rebuilt, saved or drawn
-    and that learn nothing.
+    A subclass has the spaces and `num_envs` as attributes, and defines `reset` and
+    `step`. The other members, those of `BaseVectorEnv` included, have defaults for
+    environments that cannot be rebuilt, saved or drawn and that learn nothing.
 
     Attributes:
-        num_envs: B, the number of environments.
-        observation_space: space of one environment's observation.
-        action_space: space of one environment's action.
         is_async: whether the environments can also step one by one, as those of an
             `AsyncHostVectorEnv`.
         can_rebuild: whether `rebuild` is defined.
         can_load: whether `save` and `load` are defined.
-        learns: whether observations depend on statistics that are not fixed yet.
         shared: what is learnt of all environments, any pytree of arrays; it goes into
             `carry.env_state`.
         info: arrays like the `info` of a step, `[B, ...]`, so that
             `HostCollector.row_shape` knows them; `{}` if there is none.
     """
 
-    num_envs: int
-    observation_space: AnySpace
-    action_space: AnySpace
     is_async: bool = False
     can_rebuild: bool = False
     can_load: bool = False
-    learns: bool = False
     shared: ArrayTree = ()
     info: ArrayTree = {}  # noqa: RUF012 (never written to)
 
@@ -149,15 +141,6 @@ class HostVectorEnv:
             obs: `[B, ...]`, the observations at the `save`.
         """
         raise NotImplementedError
-
-    def freeze(self, env_state: ArrayTree) -> Self:
-        """Fixes what the environments learn; see `VectorEnv.freeze`."""
-        del env_state  # unused
-        return self
-
-    def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
-        """Normalizes raw observations; see `VectorEnv.normalize_obs`."""
-        return obs
 
     def restart(self, shared: ArrayTree) -> None:
         """Goes on with what `shared` was, or from the start if it is None."""

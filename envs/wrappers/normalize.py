@@ -10,11 +10,12 @@ from flax import struct
 
 from rollout import checks
 from rollout.envs import trees
+from rollout.envs.multi_agent import has_agents
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep, LaneIndex, Lanes, Shared
 from rollout.envs.wrappers import running_stats
 from rollout.envs.wrappers.running_stats import Statistics
-from rollout.envs.wrappers.wrapper import VectorWrapper, has_agents, with_names
+from rollout.envs.wrappers.wrapper import VectorWrapper, with_names
 
 NOT_FROZEN = (
     "`normalize_obs` needs fixed statistics, which `collector.freeze(carry).env` has."

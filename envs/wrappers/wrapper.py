@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from rollout import checks
+from rollout.envs.multi_agent import has_agents
 from rollout.envs.spaces import as_space
 from rollout.envs.types import (
     AnySpace,
@@ -313,11 +314,6 @@ class VectorWrapper(BaseWrapper, VectorEnv):
     ) -> Lanes:
         """Starts a new episode in the lanes whose episode is over."""
         return self.env.reset_done(key_fn, done, lanes)
-
-
-def has_agents(env: Any) -> bool:
-    """Returns whether an environment is one of several agents."""
-    return hasattr(env, "agents") and hasattr(env, "groups")
 
 
 def cast_step(result: EnvStep) -> EnvStep:

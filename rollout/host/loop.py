@@ -73,10 +73,8 @@ class Loop:
         env = self._env = collector.env
         _check(env, collector.num_ready, collector.on_fault)
         checks.int_between("max_restarts", collector.max_restarts, least=0)
-        self._num_ready, self._max_restarts = (
-            collector.num_ready,
-            collector.max_restarts,
-        )
+        self._num_ready = collector.num_ready
+        self._max_restarts = collector.max_restarts
         self._restarts = collector.on_fault == "restart"
         self.runner = PolicyRunner(collector.policy, env.action_space, env.num_envs)
         self._obs_check = SpaceCheck(env.observation_space)

@@ -67,7 +67,7 @@ def record(record_fn: RecordFn | None, transition: Transition) -> Transition:
     recorded = record_fn(transition)
     checks.kind("`record_fn` must return a `Transition`", recorded, Transition)
     for name, field in vars(recorded).items():
-        given = getattr(transition, name)
+        given = vars(transition)[name]
         # By identity: while jax traces, values cannot be compared.
         if name in _BOOKKEEPING and field is not given:
             raise ValueError(
