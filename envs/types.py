@@ -138,7 +138,7 @@ class BaseVectorEnv:
     learns: bool = False
 
     def freeze(self, env_state: ArrayTree) -> Self:
-        """Fixes what the environments learn, to evaluate with it.
+        """Fixes the statistics that the environments learn, to evaluate with them.
 
         Args:
             env_state: `carry.env_state` of the same environments, in any number. Only
@@ -146,16 +146,18 @@ class BaseVectorEnv:
 
         Returns:
             The same environments, which use the statistics of `env_state` and never
-            change them; by default `self`, which learns nothing.
+            change them. The default returns `self`.
         """
-        del env_state  # unused
         return self
 
     def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
-        """Normalizes raw observations as the environments do; by default not at all.
+        """Normalizes raw observations as the environments do.
 
         Args:
             obs: one raw observation, or a batch of them.
+
+        Returns:
+            The observations that a policy receives. The default returns `obs`.
 
         Raises:
             ValueError: if the environments have statistics that are not fixed.
@@ -166,10 +168,9 @@ class BaseVectorEnv:
 class VectorEnv(BaseVectorEnv):
     """Base of `B` environments in JAX, called lanes, `[B, ...]` everywhere; a pytree.
 
-    A subclass, usually a `flax.struct.PyTreeNode` too, has the spaces and `num_envs`
-    as fields or properties, and defines `reset`, `step` and `reset_done`. The other
-    members, those of `BaseVectorEnv` included, have defaults: `learns` is False,
-    `freeze` returns the environments and `normalize_obs` the observations as they are.
+    A subclass, usually also a `flax.struct.PyTreeNode`, has the spaces and `num_envs`
+    as fields or properties, and defines `reset`, `step` and `reset_done`. All other
+    members have defaults, for environments on one device that learn no statistics.
 
     Attributes:
         sharding: sharding of the lanes over devices; None without one.
@@ -231,7 +232,7 @@ def place(env: VectorEnv, tree: _Tree) -> _Tree:
 
 
 def at_episode(env: Any, number: jax.Array) -> Any:
-    """Returns the `Env` to reset for an episode, by its number; see `Env`."""
+    """Applies `Env.at_episode`, if the environment has it."""
     return env.at_episode(number) if hasattr(env, "at_episode") else env
 
 

@@ -253,11 +253,7 @@ def _find_own_randomness(fn: Any, *args: Any) -> str:
 
 
 def _play(
-    found: dict[str, str],
-    collector: Any,
-    params: Any,
-    key: Any,
-    num_steps: int,
+    found: dict[str, str], collector: Any, params: Any, key: Any, num_steps: int
 ) -> None:
     """Collects steps, and looks at what they recorded."""
     # In chunks, so that long probes of large observations fit in memory.

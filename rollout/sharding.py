@@ -20,14 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rollout import checks, multihost
 from rollout.collector import Collector
 from rollout.envs import trees
-from rollout.envs.types import (
-    ArrayTree,
-    EnvStep,
-    LaneIndex,
-    Lanes,
-    Shared,
-    VectorEnv,
-)
+from rollout.envs.types import ArrayTree, EnvStep, LaneIndex, Lanes, Shared, VectorEnv
 from rollout.envs.vectorize import _VectorizedEnv
 from rollout.envs.wrappers.wrapper import BaseWrapper
 from rollout.kernel.step_once import step_once

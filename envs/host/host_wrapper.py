@@ -10,10 +10,10 @@ from rollout.envs.types import ArrayTree
 
 
 class HostWrapper(AsyncHostVectorEnv):
-    """Base of wrappers of a `HostVectorEnv`: passes all optional members on.
+    """Base of wrappers of a `HostVectorEnv`: passes the optional members on.
 
-    A subclass defines `reset` and `step`, and `freeze` if it can wrap environments that
-    learn.
+    A subclass defines `reset` and `step`, and `freeze` if the wrapped environments may
+    learn statistics.
 
     Args:
         env: `B` environments side by side.
@@ -30,7 +30,7 @@ class HostWrapper(AsyncHostVectorEnv):
 
     @property
     def shared(self) -> ArrayTree:
-        """What is learnt of all environments; see `HostVectorEnv`."""
+        """Statistics of all environments; see `HostVectorEnv`."""
         return self.env.shared
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
@@ -50,7 +50,7 @@ class HostWrapper(AsyncHostVectorEnv):
         return self.env.save()
 
     def load(self, saved: Sequence[bytes], obs: ArrayTree) -> None:
-        """Puts every environment where it was at `save`; see `HostVectorEnv`."""
+        """Restores every environment; see `HostVectorEnv`."""
         self.env.load(saved, obs)
 
     def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
@@ -58,7 +58,7 @@ class HostWrapper(AsyncHostVectorEnv):
         return self.env.normalize_obs(obs)
 
     def restart(self, shared: ArrayTree) -> None:
-        """Goes on with what `shared` was, or from the start if it is None."""
+        """Restores the statistics; see `HostVectorEnv`."""
         self.env.restart(shared)
 
     def draw(self, number: int) -> np.ndarray:

@@ -71,16 +71,16 @@ class HostVectorEnv(BaseVectorEnv):
     """Base of `B` environments on the host, `[B, ...]` everywhere.
 
     A subclass has the spaces and `num_envs` as attributes, and defines `reset` and
-    `step`. The other members, those of `BaseVectorEnv` included, have defaults for
-    environments that cannot be rebuilt, saved or drawn and that learn nothing.
+    `step`. All other members have defaults, for environments that cannot be rebuilt,
+    saved or drawn and that learn no statistics.
 
     Attributes:
-        is_async: whether the environments can also step one by one, as those of an
-            `AsyncHostVectorEnv`.
+        is_async: whether `send` and `receive` are defined, as `AsyncHostVectorEnv` has
+            them.
         can_rebuild: whether `rebuild` is defined.
         can_load: whether `save` and `load` are defined.
-        shared: what is learnt of all environments, any pytree of arrays; it goes into
-            `carry.env_state`.
+        shared: statistics of all environments, any pytree of arrays, which
+            `carry.env_state` contains.
         info: arrays like the `info` of a step, `[B, ...]`, so that
             `HostCollector.row_shape` knows them; `{}` if there is none.
     """
@@ -128,22 +128,26 @@ class HostVectorEnv(BaseVectorEnv):
         raise NotImplementedError
 
     def save(self) -> list[bytes] | None:
-        """Returns `B` states, or None if an environment is faulty or has no state."""
+        """Saves every environment.
+
+        Returns:
+            `B` states, or None if an environment is faulty or cannot be saved.
+        """
         return None
 
     def load(self, saved: Sequence[bytes], obs: ArrayTree) -> None:
-        """Puts every environment where it was at `save`, also where they are faulty.
+        """Restores every environment, also the faulty ones.
 
         After an error all environments must be rebuilt and reset.
 
         Args:
             saved: the result of `save`.
-            obs: `[B, ...]`, the observations at the `save`.
+            obs: `[B, ...]`, the observations at the time of `save`.
         """
         raise NotImplementedError
 
     def restart(self, shared: ArrayTree) -> None:
-        """Goes on with what `shared` was, or from the start if it is None."""
+        """Restores the statistics from `shared`, or resets them if it is None."""
 
     def draw(self, number: int) -> np.ndarray:
         """Draws one environment as it is now, `[H, W, 3]` uint8.

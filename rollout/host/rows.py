@@ -19,12 +19,7 @@ from rollout.envs import trees
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree
 from rollout.kernel.policy_state import init_policy_state
-from rollout.kernel.recording import (
-    accumulate,
-    accumulate_nothing,
-    mask_out,
-    record,
-)
+from rollout.kernel.recording import accumulate, accumulate_nothing, mask_out, record
 from rollout.platform import to_host
 from rollout.policies import outputs
 from rollout.policies.outputs import View

@@ -11,13 +11,7 @@ import jax.numpy as jnp
 from rollout import checks
 from rollout.envs import trees
 from rollout.envs.types import ArrayTree, strong
-from rollout.types import (
-    Accumulator,
-    Accumulators,
-    RecordFn,
-    Transition,
-    check_policy,
-)
+from rollout.types import Accumulator, Accumulators, RecordFn, Transition, check_policy
 
 # What a `record_fn` must leave alone: statistics and returned episodes read these.
 _BOOKKEEPING = (

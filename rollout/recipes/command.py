@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from rollout import envs
-from rollout.envs.host import HostVectorEnv
 from rollout.envs.multi_agent import has_agents
 from rollout.recipes.running import run
 
@@ -55,7 +54,7 @@ def main(agent_class: Any, config: Any, num_envs: int) -> None:
         gamma = config.gamma if options.normalize else None
         make = functools.partial(make_env, options.env_id, gamma=gamma)
         env, eval_env = make(options.num_envs), None
-        if options.evaluate_every and isinstance(env, HostVectorEnv):
+        if options.evaluate_every and isinstance(env, envs.host.HostVectorEnv):
             eval_env = make(options.num_envs)
         name = f"{agent_class.__name__}-{options.env_id}".replace(":", "-").lower()
         _, evaluation = run(

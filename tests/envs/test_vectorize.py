@@ -49,7 +49,6 @@ def test_every_lane_has_parameters_of_its_own():
     np.testing.assert_array_equal(trajectory.episode_length, steps)
 
 
-@pytest.mark.usefixtures("key_reuse")
 class Ramp(struct.PyTreeNode, envs.types.VectorEnv):
     """Lanes of one's own that subclass the contract, with fields of its names."""
 
@@ -97,6 +96,7 @@ def test_a_class_of_ones_own_has_the_defaults_of_the_contract():
     assert normalized.num_envs == 3
 
 
+@pytest.mark.usefixtures("key_reuse")
 def test_lanes_with_equal_parameters_are_those_of_vectorize():
     each = of_each(np.full(4, 9), np.full(4, 5))
     same = envs.vectorize(CountEnv(min_length=9, max_length=9, limit=5), 4)
