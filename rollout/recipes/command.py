@@ -54,7 +54,7 @@ def main(agent_class: Any, config: Any, num_envs: int) -> None:
         gamma = config.gamma if options.normalize else None
         make = functools.partial(make_env, options.env_id, gamma=gamma)
         env, eval_env = make(options.num_envs), None
-        if options.evaluate_every and isinstance(env, envs.host.HostVectorEnv):
+        if options.evaluate_every and not isinstance(env, envs.types.VectorEnv):
             eval_env = make(options.num_envs)
         name = f"{agent_class.__name__}-{options.env_id}".replace(":", "-").lower()
         _, evaluation = run(
