@@ -31,16 +31,20 @@ def estimate(fn: Callable[..., Any], *args: Any) -> Work:
     return _of(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
-def _of(jaxpr: Any) -> Work:
-    def is_jaxpr(x: Any) -> bool:
-        return isinstance(x, core.ClosedJaxpr | core.Jaxpr)
+def inner_programs(eqn: Any) -> list[Any]:
+    """Returns the programs in an equation: of a scan, a `cond`, a jitted function."""
+    kinds = core.ClosedJaxpr, core.Jaxpr
+    # Primitives keep programs under many names: `jaxpr`, `branches`, `body_jaxpr`.
+    params = list(eqn.params.values())
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds))
+    return [getattr(x, "jaxpr", x) for x in leaves if isinstance(x, kinds)]
 
+
+def _of(jaxpr: Any) -> Work:
     operations, rounds, equations = 0.0, 0.0, len(jaxpr.eqns)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        # Primitives keep programs under many names: `jaxpr`, `branches`, `body_jaxpr`.
-        params = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
-        inner = [_of(getattr(x, "jaxpr", x)) for x in params if is_jaxpr(x)]
+        inner = list(map(_of, inner_programs(eqn)))
         equations += sum(part.equations for part in inner)
         if inner:
             # Loops multiply, and their rounds come one after the other. The costliest

@@ -228,6 +228,11 @@ def read_length(packed: jax.Array) -> jax.Array:
     return (packed >> len(Flag)).astype(jnp.int32)
 
 
+def has_agents(env: Any) -> bool:
+    """Returns whether an environment is one of several agents."""
+    return hasattr(env, "agents") and hasattr(env, "groups")
+
+
 def layout_of(env: Any) -> AgentLayout:
     """Returns the agents of an environment.
 
@@ -246,8 +251,7 @@ def layout_of(env: Any) -> AgentLayout:
             return layout
         inner = getattr(inner, "env", None)
     # Not the spaces: an adapter may compute them, and fail if groups are wrong.
-    names = ("agents", "groups")
-    if not all(hasattr(env, name) for name in names):
+    if not has_agents(env):
         raise ValueError(
             "`env` must have several agents, as a `MultiAgentEnv` or the lanes of one "
             f"by `rollout.envs.vectorize`, got {type(env).__name__}."

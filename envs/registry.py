@@ -162,12 +162,10 @@ def _quiet() -> Iterator[None]:
     started with, prints there, and leaves them so: a notebook would show no more
     output.
     """
-    names = ("stdout", "stderr", "__stdout__")
-    before = {name: getattr(sys, name) for name in names}
+    before = sys.stdout, sys.stderr, sys.__stdout__
     # Both: what is printed after JaxMARL has reset the stream goes nowhere, too.
     sys.stdout = sys.__stdout__ = io.StringIO()
     try:
         yield
     finally:
-        for name, stream in before.items():
-            setattr(sys, name, stream)
+        sys.stdout, sys.stderr, sys.__stdout__ = before

@@ -19,6 +19,7 @@ import numpy as np
 from rollout.envs.host.request_checks import frame
 from rollout.envs.optional_import import load
 from rollout.envs.types import ArrayTree, Env, EnvStep, VectorEnv
+from rollout.envs.vectorize import _VectorizedEnv
 from rollout.envs.wrappers.wrapper import Wrapper, WrapperState
 
 _INTERVAL = 100  # ms per frame, as in gymnax
@@ -121,9 +122,9 @@ def expose_lane_states(env: VectorEnv) -> tuple[VectorEnv, Env]:
     """
     around: Any = env
     inner: Any = getattr(around, "env", None)
-    if hasattr(inner, "reset_done"):  # lanes in a wrapper
+    if isinstance(inner, VectorEnv):  # lanes in a wrapper
         lanes, first = expose_lane_states(inner)
-    elif inner is not None and hasattr(around, "each"):
+    elif isinstance(around, _VectorizedEnv):
         lanes = expose_state(inner)
         first = jax.tree.map(lambda x: x[0], inner) if around.each else inner
     else:

@@ -592,8 +592,7 @@ def from_json(data: Any) -> AnySpace:
 
 def is_mask(path: Any) -> bool:
     """Returns whether a leaf at `path` is an entry of a dict, or a field, of `MASK`."""
-    last = path[-1] if path else None
-    return MASK in (getattr(last, "key", None), getattr(last, "name", None))
+    return jax.tree_util.keystr(path[-1:], simple=True) == MASK
 
 
 def get_action_mask(obs: ArrayTree) -> jax.Array | None:

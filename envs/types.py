@@ -13,7 +13,7 @@ reset key would then hold the keys of its own first steps (`split(key)[i]` is
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, Self
 from typing import Any as AnySpace
 from typing import Any as ArrayTree
 
@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from typing_extensions import TypeVar
+
+from rollout import checks
 
 # Which lanes, as an index into an array `[B]`: `[K]` int32 numbers, or all of them.
 LaneIndex = jax.Array | slice
@@ -120,36 +122,69 @@ class Env(Protocol):
         ...
 
 
-class VectorEnv(Protocol):
-    """`B` environments side by side, `[B, ...]` everywhere; a pytree like `Env`.
+class BaseVectorEnv:
+    """Base of `B` environments side by side, in JAX or on the host.
 
-    An implementation that learns running statistics also has `learns`, True until they
-    are fixed, and `freeze(env_state)`, which returns it with those of `env_state`; see
-    `Collector.freeze`.
+    Attributes:
+        num_envs: B, the number of environments.
+        observation_space: space of one environment's observation.
+        action_space: space of one environment's action.
+        learns: whether observations depend on statistics that are not fixed yet.
     """
 
-    @property
-    def num_envs(self) -> int:
-        """B, the number of lanes."""
-        ...
+    num_envs: int
+    observation_space: AnySpace
+    action_space: AnySpace
+    learns: bool = False
 
-    @property
-    def observation_space(self) -> AnySpace:
-        """Space of one lane's observation."""
-        ...
+    def freeze(self, env_state: ArrayTree) -> Self:
+        """Fixes the statistics that the environments learn, to evaluate with them.
 
-    @property
-    def action_space(self) -> AnySpace:
-        """Space of one lane's action."""
-        ...
+        Args:
+            env_state: `carry.env_state` of the same environments, in any number. Only
+                the statistics in it are read.
+
+        Returns:
+            The same environments, which use the statistics of `env_state` and never
+            change them. The default returns `self`.
+        """
+        return self
+
+    def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
+        """Normalizes raw observations as the environments do.
+
+        Args:
+            obs: one raw observation, or a batch of them.
+
+        Returns:
+            The observations that a policy receives. The default returns `obs`.
+
+        Raises:
+            ValueError: if the environments have statistics that are not fixed.
+        """
+        return obs
+
+
+class VectorEnv(BaseVectorEnv):
+    """Base of `B` environments in JAX, called lanes, `[B, ...]` everywhere; a pytree.
+
+    A subclass, usually also a `flax.struct.PyTreeNode`, has the spaces and `num_envs`
+    as fields or properties, and defines `reset`, `step` and `reset_done`. All other
+    members have defaults, for environments on one device that learn no statistics.
+
+    Attributes:
+        sharding: sharding of the lanes over devices; None without one.
+    """
+
+    sharding: Any = None
 
     def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode in every lane: `[B]` keys to `(state, obs)`."""
-        ...
+        raise NotImplementedError
 
     def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step in every lane, without auto-reset."""
-        ...
+        raise NotImplementedError
 
     def reset_done(
         self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
@@ -169,18 +204,36 @@ class VectorEnv(Protocol):
             `lanes` with new episode key, state and observation where `done`, and
             every other lane as it was, bit for bit.
         """
-        ...
+        raise NotImplementedError
 
 
-def sharding_of(env: Any) -> Any:
+def check_vector_env(env: Any) -> None:
+    """Raises unless `env` is a `VectorEnv`."""
+    checks.not_of_gymnasium(env)
+    # The placeholders with which jax builds pytrees have no `step`.
+    if not isinstance(env, VectorEnv) and hasattr(env, "step"):
+        raise ValueError(
+            "`env` must be many environments side by side in JAX, as "
+            f"`rollout.envs.vectorize` makes them of one, got {type(env).__name__}: "
+            "environments that step in NumPy go into a `HostCollector`, and "
+            "`rollout.envs.NormalizeHostEnv` normalises them; a class of your own must "
+            "subclass `rollout.envs.types.VectorEnv`."
+        )
+
+
+def sharding_of(env: VectorEnv) -> Any:
     """Returns the sharding of the lanes over devices, None without one."""
-    return getattr(env, "sharding", None)
+    return env.sharding
 
 
-def place(env: Any, tree: _Tree) -> _Tree:
+def place(env: VectorEnv, tree: _Tree) -> _Tree:
     """Keeps the lanes of a tree on their devices, if they are sharded."""
-    sharding = sharding_of(env)
-    return tree if sharding is None else sharding.place(tree)
+    return tree if env.sharding is None else env.sharding.place(tree)
+
+
+def at_episode(env: Any, number: jax.Array) -> Any:
+    """Applies `Env.at_episode`, if the environment has it."""
+    return env.at_episode(number) if hasattr(env, "at_episode") else env
 
 
 def hash_of_types(tree: ArrayTree) -> int:

@@ -13,7 +13,7 @@ from rollout import checks
 from rollout.envs import auto_reset as auto_resets
 from rollout.envs import prng as env_keys
 from rollout.envs.joint import _Joint
-from rollout.envs.multi_agent import MultiAgentEnv, layout_of
+from rollout.envs.multi_agent import MultiAgentEnv, has_agents, layout_of
 from rollout.envs.types import (
     RESET,
     ArrayTree,
@@ -22,10 +22,11 @@ from rollout.envs.types import (
     LaneIndex,
     Lanes,
     VectorEnv,
+    at_episode,
     hash_of_types,
     strong,
 )
-from rollout.envs.wrappers.wrapper import BaseWrapper, cast_step, has_agents
+from rollout.envs.wrappers.wrapper import BaseWrapper, cast_step
 
 
 def vectorize(
@@ -100,7 +101,7 @@ def _vectorize(env: Any, num_envs: int, auto_reset: str, *, each: bool) -> Vecto
     return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset, each=each)
 
 
-class _VectorizedEnv(BaseWrapper, kw_only=True):
+class _VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):
     """A `VectorEnv` made of one `Env` by `jax.vmap`."""
 
     env: Any  # an `Env`
@@ -202,9 +203,7 @@ def _reset(
     types: int, env: Any, key: chex.PRNGKey, number: jax.Array
 ) -> tuple[ArrayTree, ArrayTree]:
     del types  # unused: only for the cache
-    if hasattr(env, "at_episode"):
-        env = env.at_episode(number)
-    result = env.reset(key)
+    result = at_episode(env, number).reset(key)
     if type(result) is tuple and len(result) == 2:
         return result
     got = checks.describe(result)

@@ -53,26 +53,6 @@ def seconds(name: str, value: Any) -> float | None:
     return float(value)
 
 
-def kind_of_env(env: Any, *, is_host: bool) -> None:
-    """Raises if a JAX environment is given where a host one belongs, or vice versa."""
-    not_of_gymnasium(env)
-    missing = [x for x in ("num_envs", "step", "close") if not hasattr(env, x)]
-    if is_host and (hasattr(env, "reset_done") or missing):
-        raise ValueError(
-            "`env` must be a `HostVectorEnv`, such as `rollout.envs.from_gymnasium` "
-            f"makes, got {type(env).__name__}: environments in JAX go into a "
-            "`Collector`."
-        )
-    # The placeholders with which jax builds pytrees have no `step`.
-    if not is_host and hasattr(env, "step") and not hasattr(env, "reset_done"):
-        raise ValueError(
-            "`env` must be many environments side by side in JAX, as "
-            f"`rollout.envs.vectorize` makes them of one, got {type(env).__name__}: "
-            "environments that step in NumPy go into a `HostCollector`, and "
-            "`rollout.envs.NormalizeHostEnv` normalises them."
-        )
-
-
 def not_of_gymnasium(env: Any) -> None:
     """Raises for an environment of Gymnasium as it is."""
     modules = {kind.__module__.partition(".")[0] for kind in type(env).__mro__}
@@ -287,7 +267,7 @@ def collects_in_jax(value: Any) -> None:
 
 def statistics_are_fixed(collector: Any) -> None:
     """Raises if observations depend on what the environments still learn."""
-    if getattr(collector.env, "learns", False):
+    if collector.env.learns:
         raise ValueError(
             "`collector` must have normalising wrappers with the statistics of "
             f"training, got {type(collector.env).__name__} that learns them: pass "

@@ -10,7 +10,7 @@ import jax
 from flax import struct
 
 from rollout import checks, programs
-from rollout.envs.types import VectorEnv, hash_of_types
+from rollout.envs.types import VectorEnv, check_vector_env, hash_of_types
 from rollout.kernel import episodes, fold, step
 from rollout.kernel.carry import check_fits, roots_of
 from rollout.kernel.recording import checked_parts, mask_out
@@ -94,7 +94,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     _types: int = struct.field(pytree_node=False, default=0, repr=False)
 
     def __post_init__(self) -> None:
-        checks.kind_of_env(self.env, is_host=False)
+        check_vector_env(self.env)
         object.__setattr__(self, "accumulators", checked_parts(self))
         object.__setattr__(self, "_types", hash_of_types((self.env, self.policy)))
 
@@ -113,8 +113,8 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             ValueError: if `carry` has statistics of other wrappers or observations.
         """
         check_carry(carry)
-        freeze: Any = getattr(self.env, "freeze", None)
-        return self if freeze is None else self.replace(env=freeze(carry.env_state))
+        env = self.env.freeze(carry.env_state)
+        return self if env is self.env else self.replace(env=env)
 
     @_jit()
     def init(self, key: chex.PRNGKey) -> Carry:

@@ -20,12 +20,11 @@ from rollout.collector import Collector
 from rollout.envs import trees
 from rollout.envs.host.local_envs import LocalEnvs, close
 from rollout.envs.host.space_check import SpaceCheck
-from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
-from rollout.envs.multi_agent import ACTING
+from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv, check_host_env
+from rollout.envs.multi_agent import ACTING, has_agents
 from rollout.envs.spaces import Space, as_space
 from rollout.envs.types import ArrayTree, Env, VectorEnv
 from rollout.envs.vectorize import vectorize
-from rollout.envs.wrappers.wrapper import has_agents
 from rollout.host.host_collector import HostCollector
 from rollout.nonfinite import nonfinite
 from rollout.policies import masks
@@ -109,8 +108,9 @@ def check_env(
     Raises:
         ValueError: if `env` is no such environment, or an option is not as above.
     """
-    collects = hasattr(env, "collect_steps")
-    is_host = hasattr(env, "num_envs") and not hasattr(env, "reset_done")
+    collects = isinstance(env, Collector | HostCollector)
+    many: Any = env
+    is_host = hasattr(many, "num_envs") and not isinstance(many, VectorEnv)
     if not is_host and not collects:
         checks.single(env)
     if num_steps is None:
@@ -119,7 +119,7 @@ def check_env(
     checks.int_between("seed", seed, least=0, most=None)
     found: dict[str, str] = {}
     if is_host:
-        checks.kind_of_env(env, is_host=True)
+        check_host_env(env)
         with _reporting(found):
             _check_host_env(found, env, num_steps, jax.random.key(seed))
         return tuple(EnvIssue(*item) for item in found.items())
@@ -253,11 +253,7 @@ def _find_own_randomness(fn: Any, *args: Any) -> str:
 
 
 def _play(
-    found: dict[str, str],
-    collector: Any,
-    params: Any,
-    key: Any,
-    num_steps: int,
+    found: dict[str, str], collector: Any, params: Any, key: Any, num_steps: int
 ) -> None:
     """Collects steps, and looks at what they recorded."""
     # In chunks, so that long probes of large observations fit in memory.
@@ -398,7 +394,7 @@ class _Beyond(Exception):  # noqa: N818
     """Raised after a step beyond an ending, after which nothing can be played."""
 
 
-class _Watched:
+class _Watched(HostVectorEnv):
     """Host environments that are held to the contract at every call.
 
     Attributes:
@@ -456,9 +452,6 @@ class _Watched:
         self._number += 1
         cut = self.cut & (self._number % 7 == 0)
         return step._replace(truncated=step.truncated | cut)
-
-    def close(self) -> None:
-        self.env.close()
 
 
 def _checksums(rows: Transition) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 from rollout import checks
 from rollout.collector import Collector
 from rollout.envs import trees
+from rollout.envs.host.host_wrapper import HostWrapper
 from rollout.envs.host.types import HostStep
 from rollout.envs.render import (
     check_packages,
@@ -140,13 +141,6 @@ def _draw_on_host(
     collector: HostCollector, params: Any, key: chex.PRNGKey, max_episode_steps: int
 ) -> tuple[bytes, Episodes]:
     """Plays an episode in the first of some environments, which draws itself."""
-    if not hasattr(collector.env, "draw"):
-        raise ValueError(
-            "`collector.env` must have environments in this process that draw "
-            f"themselves, got {type(collector.env).__name__}: pass "
-            "`collector.replace(env=envs.from_gymnasium(make, 1, "
-            'render_mode="rgb_array"))`.'
-        )
     check_packages()
     filmed: Any = _Filmed(collector.env, max_episode_steps)
     exposed = collector.replace(
@@ -158,15 +152,13 @@ def _draw_on_host(
     return frames_to_gif(filmed.frames, _raw_rewards(returns, num)), episodes
 
 
-class _Filmed:
+class _Filmed(HostWrapper):
     """Draws the first of some environments, until its episode ends or is cut."""
 
     def __init__(self, env: Any, max_episode_steps: int) -> None:
-        self.env, self._max_steps, self._is_done = env, max_episode_steps, False
+        super().__init__(env)
+        self._max_steps, self._is_done = max_episode_steps, False
         self.frames: list[np.ndarray] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.env, name)
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         obs = self.env.reset(seeds, mask)

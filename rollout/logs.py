@@ -101,9 +101,9 @@ def _named(stats: Any) -> Any:
         named = {x: y for x, y in vars(stats).items() if x.startswith("num_")}
         for of, its in (("return", stats.returns), ("length", stats.lengths)):
             named |= {f"{of}_{name}": x for name, x in _moments(its).items()}
-        for name in ("ci_low", "ci_high"):
-            is_defined = np.greater(stats.returns.count, 1)
-            named[f"return_{name}"] = _Figure(getattr(stats.returns, name), is_defined)
+        is_defined = np.greater(stats.returns.count, 1)
+        named["return_ci_low"] = _Figure(stats.returns.ci_low, is_defined)
+        named["return_ci_high"] = _Figure(stats.returns.ci_high, is_defined)
         own = {f"{name}_mean": x.mean for name, x in stats.accumulated.items()}
         return named | {"accumulated": _figures(own, stats.num_episodes)}
     if isinstance(stats, Moments):

@@ -14,6 +14,7 @@ from jax import lax
 from rollout import checks
 from rollout.collector import Collector
 from rollout.envs import trees
+from rollout.envs.host.host_wrapper import HostWrapper
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
 from rollout.kernel import episode_keys
@@ -111,25 +112,28 @@ def profile(
     return Profile(*parts, whole=whole, unexplained=whole - sum(parts))
 
 
-class _TimedEnv:
+# The methods of host environments, by the part of a step that they belong to.
+_TIMED = {"reset": "auto_reset", "rebuild": "auto_reset"}
+_TIMED |= dict.fromkeys(("step", "send", "receive"), "env_step")
+
+
+class _TimedEnv(HostWrapper):
     """Host environments that add up the time in and between their calls."""
 
     def __init__(self, env: Any) -> None:
-        self.env, self.last = env, 0.0  # when the last call ended
+        super().__init__(env)
+        self.last = 0.0  # when the last call ended
         self.seconds = collections.defaultdict[str, float](float)
+        for name in _TIMED:
+            setattr(self, name, functools.partial(self._call, name))
 
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.env, name)
-        return functools.partial(self._call, name, value) if callable(value) else value
-
-    def _call(self, name: str, method: Any, *args: Any, **options: Any) -> Any:
+    def _call(self, name: str, *args: Any) -> Any:
         start = time.perf_counter()
-        result = method(*args, **options)
+        result = getattr(self.env, name)(*args)
         # All that is not in the environments: the policy, and moving arrays to it.
         self.seconds["policy"] += start - self.last
         self.last = time.perf_counter()
-        part = "auto_reset" if name in ("reset", "rebuild") else "env_step"
-        self.seconds[part] += self.last - start
+        self.seconds[_TIMED[name]] += self.last - start
         return result
 
 

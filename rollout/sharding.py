@@ -20,15 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rollout import checks, multihost
 from rollout.collector import Collector
 from rollout.envs import trees
-from rollout.envs.types import (
-    ArrayTree,
-    EnvStep,
-    LaneIndex,
-    Lanes,
-    Shared,
-    VectorEnv,
-    sharding_of,
-)
+from rollout.envs.types import ArrayTree, EnvStep, LaneIndex, Lanes, Shared, VectorEnv
+from rollout.envs.vectorize import _VectorizedEnv
 from rollout.envs.wrappers.wrapper import BaseWrapper
 from rollout.kernel.step_once import step_once
 from rollout.types import ActionT, ObsT, ParamsT
@@ -154,7 +147,7 @@ class LaneSharding(NamedTuple):
         )(whole, *lanes)
 
 
-class _ShardedEnv(BaseWrapper, kw_only=True):
+class _ShardedEnv(BaseWrapper, VectorEnv, kw_only=True):
     """A `VectorEnv` in which each device steps its own lanes."""
 
     env: Any  # made by `rollout.envs.vectorize` or `rollout.envs.vectorize_each`
@@ -200,13 +193,13 @@ class _ShardedEnv(BaseWrapper, kw_only=True):
 
 
 def _shard(env: Any, sharding: LaneSharding) -> VectorEnv:
-    if hasattr(env, "local"):
+    if isinstance(env, _VectorizedEnv):
         if not _is_absent(sharding.mesh):
             # Python numbers would be sent to every device with each call.
             spec = PartitionSpec(sharding.axis) if env.each else PartitionSpec()
             env = _device_put(env, NamedSharding(sharding.mesh, spec))
         return _ShardedEnv(env=env, sharding=sharding)
-    if sharding_of(env) is None and hasattr(env, "env"):  # a wrapper
+    if env.sharding is None and hasattr(env, "env"):  # a wrapper
         return env.replace(env=_shard(env.env, sharding))
     raise ValueError(
         "`collector.env` must be made by `rollout.envs.vectorize` or "

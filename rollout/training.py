@@ -16,9 +16,9 @@ import numpy as np
 
 from rollout import checks
 from rollout.collector import Collector
+from rollout.envs.host.types import HostVectorEnv
 from rollout.envs.spaces import EnvSpec, env_spec
 from rollout.envs.types import ArrayTree, hash_of_types
-from rollout.envs.wrappers import normalize_obs
 from rollout.host.host_collector import HostCollector
 from rollout.policies import Greedy
 from rollout.types import Policy, Transition
@@ -125,7 +125,8 @@ class Agent:
             ValueError: if `num_updates` is not an int of at least 1.
         """
         size: Any = self.config.num_updates if num_updates is None else num_updates
-        return scan_updates(self.update, state, size, is_host=is_host_env(self.env))
+        is_host = isinstance(self.env, HostVectorEnv)
+        return scan_updates(self.update, state, size, is_host=is_host)
 
     @property
     def num_initial_steps(self) -> int:
@@ -159,7 +160,7 @@ class Agent:
         """Checks the shape of a single observation, and normalizes it as `env` does."""
         if isinstance(obs, list):
             obs = np.asarray(obs, self.spec.observation_space.dtype)
-        obs, expected = normalize_obs(self.env, obs), self._obs_shape
+        obs, expected = self.env.normalize_obs(obs), self._obs_shape
         if (shape := jax.tree.map(jnp.shape, obs)) != expected:
             raise ValueError(
                 f"`obs` must be a single observation, of shape {expected}, got {shape}."
@@ -192,7 +193,7 @@ def jit_on_host(method: Callable[..., Any], **options: Any) -> Callable[..., Any
 
     @functools.wraps(method)
     def call(self: Agent, *args: Any) -> Any:
-        if is_host_env(self.env):
+        if isinstance(self.env, HostVectorEnv):
             return compiled(self.replace(env=self.spec), *args)
         return method(self, *args)
 
@@ -220,12 +221,8 @@ def make_collector(env: Any, policy: Policy) -> Collector | HostCollector:
     Raises:
         ValueError: if `env` is a single environment, or no environment.
     """
-    return (HostCollector if is_host_env(env) else Collector)(env=env, policy=policy)
-
-
-def is_host_env(env: Any) -> bool:
-    """Returns whether environments are not written in JAX."""
-    return not hasattr(env, "reset_done") and hasattr(env, "close")
+    kind: Any = HostCollector if isinstance(env, HostVectorEnv) else Collector
+    return kind(env=env, policy=policy)
 
 
 def scan_updates(

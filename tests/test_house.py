@@ -51,9 +51,10 @@ KINDS = {
     },
     "env_checker": {"envs"},
     "recommendation": {"envs.wrappers"},
-    "sharding": {"envs.wrappers.wrapper"},
-    "training": {"envs.wrappers"},
-    "gif": {"envs.host.types", "envs.render"},
+    "sharding": {"envs.wrappers.wrapper", "envs.vectorize"},
+    "training": {"envs.host.types"},
+    "gif": {"envs.host.types", "envs.host.host_wrapper", "envs.render"},
+    "profiling": {"envs.host.host_wrapper"},
     "cli": {"envs"},
 }
 

@@ -6,7 +6,8 @@
   `shared_memory` is the memory that they share.
 - `gymnasium` and `envpool` adapt those packages, and import them when first used;
   `gymnasium_actions` converts actions for them.
-- `normalize_host` normalises observations and rewards.
+- `host_wrapper` is the base of wrappers; `normalize_host` normalises observations and
+  rewards.
 - `space_check` finds observations and actions that are not finite or not in their
   space.
 - Shared by these: `arrays`, the arrays that environments write to; `request_checks`;

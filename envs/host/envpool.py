@@ -72,7 +72,7 @@ def from_envpool(
         return _EnvPool(pool, _names(pool, record_info))
 
 
-class _EnvPool:
+class _EnvPool(AsyncHostVectorEnv):
     """An EnvPool, which returns `batch_size` answers at a time."""
 
     def __init__(self, env: Any, names: tuple[str, ...]) -> None:

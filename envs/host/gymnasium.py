@@ -102,7 +102,7 @@ def from_gymnasium(
     return _VectorEnv(made, **info)
 
 
-class _VectorEnv:
+class _VectorEnv(HostVectorEnv):
     """A `HostVectorEnv` over a vector environment of gymnasium."""
 
     def __init__(

@@ -17,11 +17,11 @@ from rollout.envs.host.arrays import (
     writer,
 )
 from rollout.envs.host.gymnasium_actions import split_action
-from rollout.envs.host.types import EnvFault, HostStep
+from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
 from rollout.envs.types import ArrayTree
 
 
-class LocalEnvs:
+class LocalEnvs(HostVectorEnv):
     """Several environments in this process, a `HostVectorEnv` that can also `rebuild`.
 
     An exception of one environment makes that one faulty and leaves the others alone.
@@ -47,6 +47,8 @@ class LocalEnvs:
         ValueError: if `make_fns` is empty, an environment has the old interface of gym,
             their spaces differ, or a space has no arrays.
     """
+
+    can_rebuild = can_load = True
 
     def __init__(
         self,

@@ -10,7 +10,8 @@ import numpy as np
 
 from rollout import checks
 from rollout.envs.host.arrays import place_rows
-from rollout.envs.host.types import HostStep, HostVectorEnv
+from rollout.envs.host.host_wrapper import HostWrapper
+from rollout.envs.host.types import HostStep, HostVectorEnv, check_host_env
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree, Shared
 from rollout.envs.wrappers import running_stats
@@ -19,7 +20,7 @@ from rollout.envs.wrappers.running_stats import Statistics
 
 
 @dataclasses.dataclass(eq=False)
-class NormalizeHostEnv:
+class NormalizeHostEnv(HostWrapper):
     """Normalises observations and rewards of a `HostVectorEnv`.
 
     It does what `NormalizeReward` and `NormalizeObs` do in JAX, with one set of
@@ -55,13 +56,13 @@ class NormalizeHostEnv:
     statistics: tuple[Statistics, Statistics] | None = None
 
     def __post_init__(self) -> None:
-        checks.kind_of_env(self.env, is_host=True)
+        check_host_env(self.env)
+        super().__init__(self.env)
         checks.positive("epsilon", self.epsilon)
         if self.gamma is not None:
             checks.fraction("gamma", self.gamma)
         self.learns = self.statistics is None
         self.only = running_stats.names("only", self.only)
-        self.num_envs, self.action_space = self.env.num_envs, self.env.action_space
         self._space = as_space(self.env.observation_space, "env.observation_space")
         self._raw: ArrayTree = jax.tree.map(
             lambda x: np.zeros((self.num_envs, *x.shape), x.dtype),
@@ -119,28 +120,14 @@ class NormalizeHostEnv:
         """Takes one step in every environment, `[B, ...]`, and resets none."""
         return self._take(self.env.step(action), slice(None))
 
-    def close(self) -> None:
-        """Closes the environments."""
-        self.env.close()
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns what only some environments have, such as `rebuild` and `save`."""
-        # Else a copy that has no `env` yet, as pickle makes it, would ask for ever.
-        if name == "env" or name.startswith("_"):
-            raise AttributeError(name)
-        value = getattr(self.env, name)
-        return {"receive": self._receive, "load": self._load}.get(name, value)
-
-    def _receive(
-        self, num_ready: int, timeout: float | None = None
-    ) -> tuple[HostStep, np.ndarray]:
-        env: Any = self.env
-        result, env_id = env.receive(num_ready, timeout)
+    def receive(self, num_ready: int, timeout: float | None = None) -> Any:
+        """Waits for the first environments that answer; see `AsyncHostVectorEnv`."""
+        result, env_id = super().receive(num_ready, timeout)
         return self._take(result, env_id), env_id
 
-    def _load(self, saved: Any, obs: ArrayTree) -> None:
-        env: Any = self.env
-        env.load(saved, self._raw)  # raw observations are read only after a reset
+    def load(self, saved: Sequence[bytes], obs: ArrayTree) -> None:
+        """Puts every environment where it was at `save`; see `HostVectorEnv`."""
+        super().load(saved, self._raw)  # raw observations are read only after a reset
         self._obs = jax.tree.map(np.array, obs)
 
     def _take(self, result: HostStep, at: Any) -> HostStep:

@@ -5,12 +5,13 @@ its own seed. An `AsyncHostVectorEnv` can also step some of them, and returns th
 answer first.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollout.envs.types import AnySpace, ArrayTree
+from rollout import checks
+from rollout.envs.types import ArrayTree, BaseVectorEnv
 
 
 class HostStep(NamedTuple):
@@ -66,44 +67,29 @@ class EnvFault(RuntimeError):  # noqa: N818
         return f"environment {number} failed: {what}"
 
 
-@runtime_checkable
-class HostVectorEnv(Protocol):
-    """`B` environments side by side on the host, `[B, ...]` everywhere.
+class HostVectorEnv(BaseVectorEnv):
+    """Base of `B` environments on the host, `[B, ...]` everywhere.
 
-    An implementation that can go on after a fault also has `rebuild(mask)`, `[B]` bool,
-    which makes new ones in their place; each must be reset before its next step.
+    A subclass has the spaces and `num_envs` as attributes, and defines `reset` and
+    `step`. All other members have defaults, for environments that cannot be rebuilt,
+    saved or drawn and that learn no statistics.
 
-    An implementation whose state can be saved also has two methods. `save()` returns
-    `B` states as `bytes`, or None if an environment is faulty or cannot be saved.
-    `load(saved, obs)` takes the states and the observations `[B, ...]` at the `save`,
-    also where environments are faulty; after an error all must be rebuilt and reset.
-
-    An implementation that learns of all its environments also has `learns` and
-    `freeze`, as a `VectorEnv` has them; `shared`, any pytree of arrays, which goes into
-    `carry.env_state`; and `restart(shared)`, which goes on with it, or from the start
-    if it is None.
-
-    An implementation whose steps have an `info` also has `info`, arrays like these,
-    `[B, ...]`, so that `HostCollector.row_shape` knows them.
-
-    An implementation that can draw an environment also has `draw(number)`, which
-    returns `[H, W, 3]` uint8, the environment as it is now.
+    Attributes:
+        is_async: whether `send` and `receive` are defined, as `AsyncHostVectorEnv` has
+            them.
+        can_rebuild: whether `rebuild` is defined.
+        can_load: whether `save` and `load` are defined.
+        shared: statistics of all environments, any pytree of arrays, which
+            `carry.env_state` contains.
+        info: arrays like the `info` of a step, `[B, ...]`, so that
+            `HostCollector.row_shape` knows them; `{}` if there is none.
     """
 
-    @property
-    def num_envs(self) -> int:
-        """B, the number of environments."""
-        ...
-
-    @property
-    def observation_space(self) -> AnySpace:
-        """Space of one environment's observation."""
-        ...
-
-    @property
-    def action_space(self) -> AnySpace:
-        """Space of one environment's action."""
-        ...
+    is_async: bool = False
+    can_rebuild: bool = False
+    can_load: bool = False
+    shared: ArrayTree = ()
+    info: ArrayTree = {}  # noqa: RUF012 (never written to)
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments, each from its own seed.
@@ -121,23 +107,75 @@ class HostVectorEnv(Protocol):
         Raises:
             EnvFault: if some failed.
         """
-        ...
+        raise NotImplementedError
 
     def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[B, ...]`, and resets none."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Ends processes and frees memory; a second call does nothing."""
 
+    def rebuild(self, mask: np.ndarray) -> None:
+        """Makes new environments in place of some, to go on after a fault.
 
-@runtime_checkable
-class AsyncHostVectorEnv(HostVectorEnv, Protocol):
-    """A `HostVectorEnv` that can step some of its environments while others work.
+        Args:
+            mask: `[B]` bool, which to rebuild; each must be reset before its next step.
 
-    An implementation that returns a fixed number at a time has that number as
-    `batch_size`; only a reset of all its environments drops steps in flight.
+        Raises:
+            EnvFault: if some could not be made.
+        """
+        raise NotImplementedError
+
+    def save(self) -> list[bytes] | None:
+        """Saves every environment.
+
+        Returns:
+            `B` states, or None if an environment is faulty or cannot be saved.
+        """
+        return None
+
+    def load(self, saved: Sequence[bytes], obs: ArrayTree) -> None:
+        """Restores every environment, also the faulty ones.
+
+        After an error all environments must be rebuilt and reset.
+
+        Args:
+            saved: the result of `save`.
+            obs: `[B, ...]`, the observations at the time of `save`.
+        """
+        raise NotImplementedError
+
+    def restart(self, shared: ArrayTree) -> None:
+        """Restores the statistics from `shared`, or resets them if it is None."""
+
+    def draw(self, number: int) -> np.ndarray:
+        """Draws one environment as it is now, `[H, W, 3]` uint8.
+
+        Raises:
+            ValueError: if the environments draw nothing, as by default.
+        """
+        raise ValueError(
+            "`collector.env` must have environments in this process that draw "
+            f"themselves, got {type(self).__name__}: pass "
+            "`collector.replace(env=envs.from_gymnasium(make, 1, "
+            'render_mode="rgb_array"))`.'
+        )
+
+
+class AsyncHostVectorEnv(HostVectorEnv):
+    """Base of a `HostVectorEnv` that can step some environments while others work.
+
+    A subclass also defines `send` and `receive`.
+
+    Attributes:
+        batch_size: the number of environments that `receive` returns, if it is fixed:
+            then only a reset of all environments drops steps in flight. None for any
+            number.
     """
+
+    is_async: bool = True
+    batch_size: int | None = None
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Begins a step in some environments.
@@ -146,6 +184,7 @@ class AsyncHostVectorEnv(HostVectorEnv, Protocol):
             action: `[K, ...]`, one action for each of `K` of the `B` environments.
             env_id: `[K]` int, their numbers; none of them may be in flight.
         """
+        raise NotImplementedError
 
     def receive(
         self, num_ready: int, timeout: float | None = None
@@ -164,4 +203,16 @@ class AsyncHostVectorEnv(HostVectorEnv, Protocol):
             TimeoutError: if fewer answer within `timeout`. Nothing is lost: the next
                 call returns them.
         """
-        ...
+        raise NotImplementedError
+
+
+def check_host_env(env: Any) -> None:
+    """Raises unless `env` is a `HostVectorEnv`."""
+    checks.not_of_gymnasium(env)
+    if not isinstance(env, HostVectorEnv):
+        raise ValueError(
+            "`env` must be a `HostVectorEnv`, such as `rollout.envs.from_gymnasium` "
+            f"makes, got {type(env).__name__}: environments in JAX go into a "
+            "`Collector`, and a class of your own that steps in NumPy must subclass "
+            "`rollout.envs.host.types.HostVectorEnv`."
+        )

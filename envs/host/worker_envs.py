@@ -16,7 +16,7 @@ import numpy as np
 from rollout import checks
 from rollout.envs.host import request_checks, shared_memory
 from rollout.envs.host.arrays import assign, make_layout
-from rollout.envs.host.types import EnvFault, HostStep
+from rollout.envs.host.types import AsyncHostVectorEnv, EnvFault, HostStep
 from rollout.envs.host.worker_pool import WorkerHandle, WorkerPool
 from rollout.envs.types import ArrayTree
 
@@ -75,13 +75,15 @@ def make_worker_envs(
     return WorkerEnvs(_pack(make_fns), num_workers, timeout, info)
 
 
-class WorkerEnvs:
+class WorkerEnvs(AsyncHostVectorEnv):
     """Environments in worker processes: the result of `make_worker_envs`.
 
     It can `rebuild` environments, also those of a lost worker, and `save`. The arrays
     it returns are memory that the workers write to: those of `reset` may change where
     environments are in flight.
     """
+
+    can_rebuild = can_load = True
 
     def __init__(
         self,

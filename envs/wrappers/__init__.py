@@ -10,11 +10,7 @@ from rollout.envs.wrappers.actions import ActionRepeat, RescaleAction
 from rollout.envs.wrappers.endings import FixedLength, TimeLimit, TruncateOnNonFinite
 from rollout.envs.wrappers.flatten import FlattenObs, flatten_obs
 from rollout.envs.wrappers.history import History, NoRepeat
-from rollout.envs.wrappers.normalize import (
-    NormalizeObs,
-    NormalizeReward,
-    normalize_obs,
-)
+from rollout.envs.wrappers.normalize import NormalizeObs, NormalizeReward
 from rollout.envs.wrappers.observations import (
     AgentNumber,
     FrameStack,
@@ -46,5 +42,4 @@ __all__ = [
     "Trials",
     "TruncateOnNonFinite",
     "flatten_obs",
-    "normalize_obs",
 ]

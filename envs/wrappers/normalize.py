@@ -10,11 +10,12 @@ from flax import struct
 
 from rollout import checks
 from rollout.envs import trees
+from rollout.envs.multi_agent import has_agents
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep, LaneIndex, Lanes, Shared
 from rollout.envs.wrappers import running_stats
 from rollout.envs.wrappers.running_stats import Statistics
-from rollout.envs.wrappers.wrapper import VectorWrapper, has_agents, with_names
+from rollout.envs.wrappers.wrapper import VectorWrapper, with_names
 
 NOT_FROZEN = (
     "`normalize_obs` needs fixed statistics, which `collector.freeze(carry).env` has."
@@ -84,24 +85,6 @@ def outermost(env_state: ArrayTree) -> NormalizeState:
         "`env_state` must be the `carry.env_state` of a collector whose environments "
         "are wrapped as these, got one without statistics."
     )
-
-
-def normalize_obs(env: Any, obs: ArrayTree) -> ArrayTree:
-    """Normalizes raw observations as an environment does, if it does.
-
-    Args:
-        env: environments whose statistics are fixed, as by `Collector.freeze`, or that
-            normalize nothing.
-        obs: a single raw observation, or a batch of them.
-
-    Returns:
-        The observation that a policy in `env` receives.
-
-    Raises:
-        ValueError: if the statistics are not fixed.
-    """
-    normalize = getattr(env, "normalize_obs", None)
-    return obs if normalize is None else normalize(obs)
 
 
 class NormalizeObs(_Normalizer):

@@ -9,6 +9,7 @@ from flax import struct
 
 from rollout import checks
 from rollout.envs import trees
+from rollout.envs.multi_agent import has_agents
 from rollout.envs.spaces import (
     Box,
     Composite,
@@ -21,7 +22,7 @@ from rollout.envs.spaces import (
     space_of,
 )
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers.wrapper import Agent, ObsWrapper, has_agents
+from rollout.envs.wrappers.wrapper import Agent, ObsWrapper
 
 
 class FrameStack(ObsWrapper):

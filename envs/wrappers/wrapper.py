@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from rollout import checks
+from rollout.envs.multi_agent import has_agents
 from rollout.envs.spaces import as_space
 from rollout.envs.types import (
     AnySpace,
@@ -30,7 +31,8 @@ from rollout.envs.types import (
     LaneIndex,
     Lanes,
     VectorEnv,
-    sharding_of,
+    at_episode,
+    check_vector_env,
     strong,
 )
 
@@ -139,9 +141,8 @@ class Wrapper(BaseWrapper):
 
     def at_episode(self, number: jax.Array) -> Self:
         """Passes the number of the episode to the wrapped environment; see `Env`."""
-        at_episode = getattr(self.env, "at_episode", None)
         # The number may be a tracer: it becomes a leaf of the environment inside.
-        return self if at_episode is None else self.replace(env=at_episode(number))
+        return self.replace(env=at_episode(self.env, number))
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`."""
@@ -256,7 +257,7 @@ class ObsWrapper(Wrapper):
         return shown, memories
 
 
-class VectorWrapper(BaseWrapper):
+class VectorWrapper(BaseWrapper, VectorEnv):
     """Base of wrappers of a `VectorEnv`: passes everything on."""
 
     env: VectorEnv
@@ -264,7 +265,7 @@ class VectorWrapper(BaseWrapper):
     for_agents = "all"
 
     def __post_init__(self) -> None:
-        checks.kind_of_env(self.env, is_host=False)
+        check_vector_env(self.env)
         self._check_agents()
 
     @property
@@ -275,12 +276,12 @@ class VectorWrapper(BaseWrapper):
     @property
     def sharding(self) -> Any:
         """Sharding of the lanes, if `rollout.shard` made one; else None."""
-        return sharding_of(self.env)
+        return self.env.sharding
 
     @property
     def learns(self) -> bool:
         """Whether observations depend on statistics that are not fixed yet."""
-        return getattr(self.env, "learns", False)
+        return self.env.learns
 
     def freeze(self, env_state: ArrayTree) -> Self:
         """Fixes what the environments learn, to evaluate with it.
@@ -294,12 +295,11 @@ class VectorWrapper(BaseWrapper):
             change them, also after a `reset`. They accept carries of these.
         """
         # A wrapper that keeps no state of its own has the state of the wrapped one.
-        freeze = getattr(self.env, "freeze", None)
-        return self if freeze is None else self.replace(env=freeze(env_state))
+        return self.replace(env=self.env.freeze(env_state))
 
     def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
         """Normalises raw observations; see `NormalizeObs.normalize_obs`."""
-        return getattr(self.env, "normalize_obs", lambda obs: obs)(obs)
+        return self.env.normalize_obs(obs)
 
     def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode in every lane: `(state, obs)`."""
@@ -314,11 +314,6 @@ class VectorWrapper(BaseWrapper):
     ) -> Lanes:
         """Starts a new episode in the lanes whose episode is over."""
         return self.env.reset_done(key_fn, done, lanes)
-
-
-def has_agents(env: Any) -> bool:
-    """Returns whether an environment is one of several agents."""
-    return hasattr(env, "agents") and hasattr(env, "groups")
 
 
 def cast_step(result: EnvStep) -> EnvStep:

@@ -30,6 +30,7 @@ from rollout.collector import Collector
 from rollout.envs.host.envpool import from_envpool
 from rollout.envs.host.gymnasium import from_gymnasium
 from rollout.envs.host.types import EnvFault
+from rollout.envs.multi_agent import has_agents
 from rollout.envs.registry import SUITES, env_ids, make
 from rollout.envs.suites import from_gymnax
 from rollout.envs.vectorize import vectorize
@@ -131,7 +132,7 @@ def make_collector(run: Namespace) -> tuple[Any, Any]:
     is_id = not env_id or suite in SUITES
     one: Any = (make if is_id else _make_own)(run.env, **options)
     env = vectorize(one, run.num_envs)
-    if not hasattr(one, "agents"):
+    if not has_agents(one):
         policy = _random_policy(env.observation_space, env.action_space)
         return Collector(env=env, policy=policy), None
     seen, spaces = env.observation_spaces, env.action_spaces
@@ -145,11 +146,11 @@ def collect(run: Namespace) -> Result:
     """Collects `num_steps` steps of every lane, with a bar if stderr is a terminal."""
     start = time.perf_counter()
     collector, params = make_collector(run)
-    has_agents = hasattr(collector.env, "groups")
+    is_for_agents = has_agents(collector.env)
 
     def keep(trajectory: Transition) -> Any:
         """Keeps statistics only: the rows are not stored."""
-        return summarize_agents(trajectory) if has_agents else ()
+        return summarize_agents(trajectory) if is_for_agents else ()
 
     with Stream(
         collector,
@@ -168,7 +169,7 @@ def collect(run: Namespace) -> Result:
         kept = [batch.trajectory for batch in stream]
     return Result(
         stats=stream.stats.collected,
-        agents=merge(kept) if has_agents else None,
+        agents=merge(kept) if is_for_agents else None,
         num_rows=run.num_steps * run.num_envs,
         compile_time=compile_time,
         run_time=stream.stats.seconds,
@@ -179,15 +180,15 @@ def play(run: Namespace) -> Result:
     """Plays exactly `num_episodes` episodes of at most `max_episode_steps`."""
     start = time.perf_counter()
     made, params = make_collector(run)
-    has_agents = hasattr(made.env, "groups")
-    collector: Any = keep_agents(made, params) if has_agents else made
+    is_for_agents = has_agents(made.env)
+    collector: Any = keep_agents(made, params) if is_for_agents else made
     carry = collector.init(jax.random.key(run.seed))
 
     def program(collector: Any, carry: Any, params: Any) -> Any:
         end, episodes = collector.collect_episodes(
             carry, params, run.num_episodes, max_episode_steps=run.max_episode_steps
         )
-        metrics = summarize_agents(episodes) if has_agents else None
+        metrics = summarize_agents(episodes) if is_for_agents else None
         return summarize(episodes), metrics, end.step - carry.step
 
     if run.is_on_host:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rollout import checks
 from rollout.envs import trees
-from rollout.envs.host.types import HostVectorEnv
+from rollout.envs.host.types import HostVectorEnv, check_host_env
 from rollout.host.ctrl_c import held_back
 from rollout.host.episode_plan import EpisodePlan
 from rollout.host.latest_carry import LatestCarry
@@ -97,7 +97,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     def __post_init__(self) -> None:
         checks.outside_of_jit("HostCollector")
-        checks.kind_of_env(self.env, is_host=True)
+        check_host_env(self.env)
         self.accumulators = checked_parts(self)
         self._loop = Loop(self)
         self._record = recorder(self.accumulators, self.record_fn)
@@ -125,8 +125,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         The new collector has the same environments, like that of `replace`.
         """
         check_carry(carry)
-        freeze: Any = getattr(self.env, "freeze", None)
-        return self if freeze is None else self.replace(env=freeze(carry.env_state))
+        env = self.env.freeze(carry.env_state)
+        return self if env is self.env else self.replace(env=env)
 
     def close(self) -> None:
         """Closes the environments."""
@@ -149,9 +149,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def _start(self, key: chex.PRNGKey, shared: Any = None) -> None:
         """Takes the environments over, and forgets everything but what they share."""
         self._latest.take_over()
-        env: Any = self.env
-        if hasattr(env, "shared"):
-            env.restart(shared)
+        self.env.restart(shared)
         self._next_episode = 0
         self._accumulated = accumulate_nothing(self.accumulators, self.env.num_envs)
         self._loop.start(key)
@@ -292,10 +290,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         They are `b""` unless all environments have `save_state`, and `carry` is the
         latest one.
         """
-        env: Any = self.env
-        is_latest = self._latest.is_latest(carry)
-        saved = env.save() if is_latest and hasattr(env, "save") else None
-        return saved or [b""] * env.num_envs
+        saved = self.env.save() if self._latest.is_latest(carry) else None
+        return saved or [b""] * self.env.num_envs
 
     def restore(self, carry: Carry, saved: list[bytes]) -> Carry:
         """Continues from a carry, in this process or another.
@@ -313,8 +309,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 `recover` begins new episodes.
         """
         num_unfinished = np.count_nonzero(carry.episode.episode_length)
-        env: Any = self.env
-        is_saved = any(saved) and hasattr(env, "load")
+        is_saved = any(saved) and self.env.can_load
         if num_unfinished and not is_saved:
             warnings.warn(
                 "The state of the environments was not saved: "
@@ -327,7 +322,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             if is_saved:
                 self._loop.is_torn = True
                 self._latest.use_up()
-                env.load(saved, jax.tree.map(np.array, carry.obs))
+                self.env.load(saved, jax.tree.map(np.array, carry.obs))
             self._start(carry.key, carry.env_state[1])
             self._next_episode = int(carry.next_episode)
             if is_saved:
@@ -453,7 +448,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             "key": runner.key,
             "step": np.int32(runner.step),
             "next_episode": np.int32(self._next_episode),
-            "env_state": (self._latest.ticket, getattr(self.env, "shared", ())),
+            "env_state": (self._latest.ticket, self.env.shared),
             "obs": jax.tree.map(np.array, loop.obs),
             "policy_state": runner.restarted(loop.unseen, loop.episode_id),
             "episode": Episode(**episode),

@@ -73,10 +73,8 @@ class Loop:
         env = self._env = collector.env
         _check(env, collector.num_ready, collector.on_fault)
         checks.int_between("max_restarts", collector.max_restarts, least=0)
-        self._num_ready, self._max_restarts = (
-            collector.num_ready,
-            collector.max_restarts,
-        )
+        self._num_ready = collector.num_ready
+        self._max_restarts = collector.max_restarts
         self._restarts = collector.on_fault == "restart"
         self.runner = PolicyRunner(collector.policy, env.action_space, env.num_envs)
         self._obs_check = SpaceCheck(env.observation_space)
@@ -190,7 +188,7 @@ class Loop:
         """Sends actions to all lanes that wait; receives the first that answer."""
         waits = ~self._in_flight
         # Idle lanes keep waiting; but a fixed batch may need their answers to be full.
-        if self.plan is not None and not hasattr(self._env, "batch_size"):
+        if self.plan is not None and self._env.batch_size is None:
             waits &= self.plan.mask
         # All before waiting for a row, so that none stands still: usually the lanes of
         # the last row; at the start all, in several sends.
@@ -366,7 +364,7 @@ class Loop:
         self.is_torn = True
         # Until all lanes have begun: a fault at a reset is a fault of the next episode.
         while np.count_nonzero(self._begins):
-            if hasattr(env, "rebuild") and np.count_nonzero(self._failed):
+            if env.can_rebuild and np.count_nonzero(self._failed):
                 self._rebuild()
                 continue
             lane = np.flatnonzero(self._begins)
@@ -427,7 +425,7 @@ class Loop:
 def _check(env: Any, num_ready: Any, on_fault: Any) -> None:
     """Checks the options that need more of the environments than the contract."""
     checks.choice("on_fault", on_fault, ("raise", "restart"))
-    if on_fault == "restart" and not hasattr(env, "rebuild"):
+    if on_fault == "restart" and not env.can_rebuild:
         raise ValueError(
             '`on_fault="restart"` needs environments that can be rebuilt one by one, '
             "as those of `rollout.envs.make_worker_envs`, and of "
@@ -436,15 +434,14 @@ def _check(env: Any, num_ready: Any, on_fault: Any) -> None:
         )
     if num_ready is None:
         return
-    if not hasattr(env, "receive"):
+    if not env.is_async:
         raise ValueError(
             "`env` must be an `AsyncHostVectorEnv` for `num_ready`, as "
             f"`rollout.envs.make_worker_envs` makes it, got {type(env).__name__}."
         )
     checks.int_between("num_ready", num_ready, most=env.num_envs)
-    fixed = getattr(env, "batch_size", num_ready)
-    if fixed != num_ready:
+    if env.batch_size not in (None, num_ready):
         raise ValueError(
-            f"`num_ready` must be the `batch_size` of the environment, {fixed}, "
-            f"got {num_ready}."
+            f"`num_ready` must be the `batch_size` of the environment, "
+            f"{env.batch_size}, got {num_ready}."
         )

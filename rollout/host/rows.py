@@ -19,12 +19,7 @@ from rollout.envs import trees
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree
 from rollout.kernel.policy_state import init_policy_state
-from rollout.kernel.recording import (
-    accumulate,
-    accumulate_nothing,
-    mask_out,
-    record,
-)
+from rollout.kernel.recording import accumulate, accumulate_nothing, mask_out, record
 from rollout.platform import to_host
 from rollout.policies import outputs
 from rollout.policies.outputs import View
@@ -162,7 +157,7 @@ def record_rows(
 def row_shape(collector: Any, width: int, params: Any) -> Transition:
     """Returns the shapes and dtypes of a `HostCollector`'s row, `[width, ...]`."""
     env, policy = collector.env, collector.policy
-    info = jax.tree.map(lambda x: x[:width], getattr(env, "info", {}))
+    info = jax.tree.map(lambda x: x[:width], env.info)
     seen: Any = View(width, as_space(env.action_space))
 
     def make(params: Any, key: chex.PRNGKey) -> Transition:

@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from rollout import checks
 from rollout.collector import Collector
-from rollout.envs.types import ArrayTree, sharding_of
+from rollout.envs.cost_estimate import inner_programs
+from rollout.envs.types import ArrayTree
 from rollout.inspection import accelerators, blocks
 from rollout.inspection.hlo import Frame
 from rollout.inspection.report import Memory, Report, find_loop
@@ -138,7 +139,7 @@ def _program(
         "num_steps", _NUM_STEPS if num_steps is None else num_steps
     )
     carry = jax.eval_shape(Collector.init, program, key)
-    sharding = sharding_of(program.env)
+    sharding = program.env.sharding
     if sharding is not None:
         carry = jax.tree.map(_shape, carry, sharding.shardings(carry))
     args = program, carry, params, num_steps
@@ -218,7 +219,7 @@ def _read_dump(folder: str, kinds: tuple[str, ...]) -> str:
 
 def _callbacks(jaxpr: Any) -> Iterator[str]:
     """Yields the calls back into Python, with the lines that they come from."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for equation in jaxpr.eqns:
         if equation.primitive.name in _CALLBACKS:
             traceback = equation.source_info.traceback
             frames = [] if traceback is None else traceback.frames
@@ -226,10 +227,5 @@ def _callbacks(jaxpr: Any) -> Iterator[str]:
             source = blocks.find_source(lines)
             place = f"{source.file}:{source.line}" if source else "an unknown line"
             yield f"{place} ({equation.primitive.name})"
-        # Inner programs stand among the parameters: of a scan, a `cond`, a jitted
-        # function.
-        for value in equation.params.values():
-            inner = value if isinstance(value, tuple | list) else (value,)
-            for part in inner:
-                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                    yield from _callbacks(part)
+        for inner in inner_programs(equation):
+            yield from _callbacks(inner)

@@ -30,7 +30,7 @@ def check_fits(parts: Parts, carry: Carry) -> None:
     made = jax.eval_shape(parts.init, carry.key)  # from the cache after an `init`
     for name, expected in vars(made).items():
         what = f"`carry.{name}` must be as `init` of this collector makes it"
-        checks.same(what, expected, getattr(carry, name))
+        checks.same(what, expected, vars(carry)[name])
 
 
 def check_env_step(carry: Carry, result: EnvStep) -> EnvStep:

@@ -19,7 +19,7 @@ from flax import struct
 
 from rollout import platform
 from rollout.envs import trees
-from rollout.envs.types import ArrayTree, sharding_of
+from rollout.envs.types import ArrayTree
 from rollout.kernel import episode_keys
 from rollout.kernel.carry import roots_of
 from rollout.kernel.episode_keys import Start
@@ -68,7 +68,7 @@ def play(
     beyond the end.
     """
     env = parts.env
-    num_envs, sharding = env.num_envs, sharding_of(env)
+    num_envs, sharding = env.num_envs, env.sharding
     roots = roots_of(parts, carry)
     lane = jnp.arange(num_envs, dtype=jnp.int32)
     # An episode that this call gives up keeps its number: none is used twice.

@@ -11,13 +11,7 @@ import jax.numpy as jnp
 from rollout import checks
 from rollout.envs import trees
 from rollout.envs.types import ArrayTree, strong
-from rollout.types import (
-    Accumulator,
-    Accumulators,
-    RecordFn,
-    Transition,
-    check_policy,
-)
+from rollout.types import Accumulator, Accumulators, RecordFn, Transition, check_policy
 
 # What a `record_fn` must leave alone: statistics and returned episodes read these.
 _BOOKKEEPING = (
@@ -67,7 +61,7 @@ def record(record_fn: RecordFn | None, transition: Transition) -> Transition:
     recorded = record_fn(transition)
     checks.kind("`record_fn` must return a `Transition`", recorded, Transition)
     for name, field in vars(recorded).items():
-        given = getattr(transition, name)
+        given = vars(transition)[name]
         # By identity: while jax traces, values cannot be compared.
         if name in _BOOKKEEPING and field is not given:
             raise ValueError(

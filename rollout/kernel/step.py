@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rollout.envs import prng, trees
-from rollout.envs.types import RESET, ArrayTree, EnvStep, Lanes, place, sharding_of
+from rollout.envs.types import RESET, ArrayTree, EnvStep, Lanes, place
 from rollout.kernel import episode_keys, values
 from rollout.kernel.carry import check_env_step
 from rollout.kernel.episode_keys import Roots, Start
@@ -129,7 +129,7 @@ def advance(
 
 def act(parts: Parts, carry: Carry, params: Params, key: chex.PRNGKey) -> PolicyStep:
     """Applies the policy to the carry's observations, and checks its output."""
-    sharding = sharding_of(parts.env)
+    sharding = parts.env.sharding
     with prng.in_parts(sharding.num_devices if sharding else 1):
         state = carry.policy_state
         return outputs.act(parts.policy, parts.env, params, carry.obs, state, key)
@@ -146,7 +146,7 @@ def step_env(parts: Parts, carry: Carry, action: ArrayTree) -> EnvStep:
 
     step_keys = prng.fold_in(episode.key, episode.episode_length + 1)
     args = step_keys, carry.env_state, action
-    if sharding_of(env):  # it calls `step_once` itself, on every device
+    if env.sharding:  # it calls `step_once` itself, on every device
         return checked_step(*args)
     return step_once(checked_step, *args, counter=carry.step)
 

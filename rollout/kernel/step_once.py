@@ -97,7 +97,7 @@ def _constant_flags(step: Any) -> dict[str, jax.Array]:
     names = ("terminated", "truncated")
     leaves, structure = jax.tree.flatten(step.out_info)
     numbered = structure.unflatten(range(len(leaves)))
-    places = [getattr(numbered, name) for name in names]
+    places = numbered.terminated, numbered.truncated
     jaxpr, used_consts, used_inputs = partial_eval.dce_jaxpr_consts(
         step.jaxpr.jaxpr, [i in places for i in range(len(leaves))]
     )

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from rollout import envs
+from rollout.envs.multi_agent import has_agents
 from rollout.recipes.running import run
 
 
@@ -53,7 +54,7 @@ def main(agent_class: Any, config: Any, num_envs: int) -> None:
         gamma = config.gamma if options.normalize else None
         make = functools.partial(make_env, options.env_id, gamma=gamma)
         env, eval_env = make(options.num_envs), None
-        if options.evaluate_every and not hasattr(env, "reset_done"):
+        if options.evaluate_every and not isinstance(env, envs.types.VectorEnv):
             eval_env = make(options.num_envs)
         name = f"{agent_class.__name__}-{options.env_id}".replace(":", "-").lower()
         _, evaluation = run(
@@ -119,7 +120,7 @@ def make_env(env_id: str, num_envs: int, *, gamma: float | None = None) -> Any:
             return host_env
         return envs.NormalizeHostEnv(host_env, gamma=gamma)
     env = envs.make(env_id)
-    if hasattr(env, "agents"):
+    if has_agents(env):
         raise ValueError(f"`env_id` must be of one agent, got {env_id} with several.")
     env = envs.vectorize(env, num_envs)
     if gamma is None:

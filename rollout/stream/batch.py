@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rollout import nonfinite
-from rollout.envs.types import ArrayTree, sharding_of
+from rollout.envs.types import ArrayTree
 from rollout.episode_window import EpisodeWindow
 from rollout.kernel import episode_keys, fold, step
 from rollout.kernel.carry import roots_of
@@ -85,7 +85,7 @@ def make_batch(
         )
         trajectory, episodes = episodes.trajectory, episodes.replace(trajectory=())
     result = complete(options, carry, window, trajectory, episodes, num_faulty)
-    if (sharding := sharding_of(collector.env)) and options.postprocess is None:
+    if (sharding := collector.env.sharding) and options.postprocess is None:
         # Use the sharding of `memory`, so that a later batch can reuse the memory.
         result = result._replace(output=sharding.place(result.output, lane_axis=1))
     return result

@@ -18,7 +18,7 @@ import numpy as np
 
 from rollout import multihost, platform, programs
 from rollout.collector import Collector
-from rollout.envs.types import ArrayTree, sharding_of
+from rollout.envs.types import ArrayTree
 from rollout.host import ctrl_c
 from rollout.stream.batch import BatchResult, complete, make_batch
 from rollout.stream.options import Options
@@ -45,7 +45,7 @@ class JaxMaker:
     """Collects the batches of a `Collector`, each with one compiled program."""
 
     def __init__(self, collector: Collector, options: Options) -> None:
-        sharding = sharding_of(collector.env)
+        sharding = collector.env.sharding
         self._is_multi_process = sharding is not None and sharding.mesh.is_multi_process
         if self._is_multi_process:
             options.check_processes()
@@ -244,7 +244,7 @@ def _host_program(options: Options) -> Any:
 
 def _blank(output: ArrayTree, collector: Collector) -> ArrayTree:
     """Allocates memory for the first batch from the shapes of its `output`."""
-    sharding, shardings = sharding_of(collector.env), None
+    sharding, shardings = collector.env.sharding, None
     if sharding and not isinstance(output, Transition):
         return ()  # XLA chooses the sharding of the result of `postprocess`
     if sharding:

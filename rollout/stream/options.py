@@ -49,8 +49,8 @@ class Options:
         if self.max_episode_steps is not None:
             limit = checks.max_episode_steps(self.max_episode_steps)
             object.__setattr__(self, "max_episode_steps", limit)
-        for name in ("reuse_memory", "check_finite"):
-            checks.boolean(name, getattr(self, name))
+        checks.boolean("reuse_memory", self.reuse_memory)
+        checks.boolean("check_finite", self.check_finite)
         if self.postprocess is not None:
             checks.function("postprocess", self.postprocess)
         for name, choices in _CHOICES.items():

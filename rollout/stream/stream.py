@@ -134,10 +134,10 @@ class Stream(Generic[ParamsT]):
         progress: bool = False,
     ) -> None:
         checks.collects(collector)
-        if (num_ready := getattr(collector, "num_ready", None)) is not None:
+        if isinstance(collector, HostCollector) and collector.num_ready is not None:
             raise ValueError(
                 "`collector` must step all environments together, got "
-                f"num_ready={num_ready}: call `collect_steps` in your loop."
+                f"num_ready={collector.num_ready}: call `collect_steps` in your loop."
             )
         self._options = options = Options(
             num_envs=collector.env.num_envs,

@@ -30,6 +30,13 @@ LARGE = 2**53
 FEW = {"two": np.zeros((1, 3)), "one": np.zeros((1, 1))}
 
 
+class Duck:
+    """A vector environment that subclasses nothing."""
+
+    num_envs = B
+    reset = step = reset_done = close = print
+
+
 class Agents:
     """A `ChanceEnv` with some attributes or methods replaced."""
 
@@ -261,6 +268,8 @@ MESSAGES = [
     (lambda: normalize(()), "`info` must be a dict without the names raw_obs"),
     (lambda: normalize({"raw_obs": jnp.zeros(2)}), "raw_next_obs, got ['raw_obs']"),
     (lambda: envs.NormalizeObs(HostCount(2)), "`rollout.envs.NormalizeHostEnv` norm"),
+    (lambda: envs.NormalizeObs(Duck()), "must subclass `rollout.envs.types.VectorEnv`"),
+    (lambda: envs.NormalizeHostEnv(Duck()), "subclass `rollout.envs.host.types.Host"),
     (lambda: normalize({}, only="x"), "`only` must be names, such as"),
     (normalize_twice, "`info` must be a dict without the names raw_reward"),
     # `from_interactions`

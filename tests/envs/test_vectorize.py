@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CountEnv, quick_jit, raw
+from flax import struct
 from suite_checks import play
 
+import rollout
 from rollout import envs
 
 
@@ -45,6 +47,53 @@ def test_every_lane_has_parameters_of_its_own():
     )
     steps = (step - 1) % np.minimum(length, limit) + 1
     np.testing.assert_array_equal(trajectory.episode_length, steps)
+
+
+class Ramp(struct.PyTreeNode, envs.types.VectorEnv):
+    """Lanes of one's own that subclass the contract, with fields of its names."""
+
+    speed: jax.Array
+    num_envs: int = struct.field(pytree_node=False)
+    action_space: envs.Discrete = struct.field(
+        pytree_node=False, default=envs.Discrete(2)
+    )
+
+    @property
+    def observation_space(self):
+        return envs.Box(0.0, jnp.inf, (1,))
+
+    def reset(self, keys):
+        obs = jnp.zeros((self.num_envs, 1))
+        return obs, obs
+
+    def step(self, keys, state, action):
+        obs, no = state + self.speed, jnp.zeros(self.num_envs, bool)
+        return envs.EnvStep(
+            state=obs,
+            obs=obs,
+            reward=obs[:, 0],
+            terminated=obs[:, 0] >= 4,
+            truncated=no,
+        )
+
+    def reset_done(self, key_fn, done, lanes):
+        state = jnp.where(done[:, None], 0.0, lanes.state)
+        return lanes._replace(state=state, obs=state)
+
+
+def test_a_class_of_ones_own_has_the_defaults_of_the_contract():
+    env = Ramp(jnp.float32(2.0), num_envs=3)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    carry, rows = collector.collect_steps(collector.init(jax.random.key(0)), None, 4)
+    np.testing.assert_array_equal(rows.reward[:, 0], [2.0, 4.0, 2.0, 4.0])
+    assert collector.freeze(carry) is collector
+    assert not env.learns
+    assert env.sharding is None
+    assert env.normalize_obs(5) == 5
+    normalized = envs.NormalizeObs(env)
+    assert normalized.learns
+    assert normalized.num_envs == 3
 
 
 @pytest.mark.usefixtures("key_reuse")

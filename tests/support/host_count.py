@@ -12,7 +12,12 @@ from flax import struct
 import rollout
 from rollout import envs
 from rollout.envs import prng
-from rollout.envs.host.types import EnvFault, HostStep
+from rollout.envs.host.types import (
+    AsyncHostVectorEnv,
+    EnvFault,
+    HostStep,
+    HostVectorEnv,
+)
 from rollout.host import HostCollector
 
 
@@ -34,7 +39,7 @@ class SeedCount(CountEnv):
         return result.replace(info={"action": action})
 
 
-class HostCount:
+class HostCount(HostVectorEnv):
     """`B` counting environments in NumPy.
 
     Args:
@@ -48,6 +53,7 @@ class HostCount:
 
     observation_space = envs.Box(0.0, 1e6, (1,))
     action_space = envs.Discrete(3)
+    can_rebuild = True
 
     def __init__(
         self,
@@ -136,7 +142,7 @@ class HostCount:
         self.is_closed = True
 
 
-class Late(HostCount):
+class Late(HostCount, AsyncHostVectorEnv):
     """Counting environments that answer after a latency, in virtual time.
 
     Args:

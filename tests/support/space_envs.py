@@ -6,7 +6,7 @@ import gymnasium
 import jax
 import numpy as np
 
-from rollout.envs.host.types import HostStep
+from rollout.envs.host.types import HostStep, HostVectorEnv
 from rollout.envs.spaces import as_space
 
 LENGTH = 4  # steps of an episode
@@ -33,8 +33,8 @@ class Sampled(gymnasium.Env):
         return obs, 1.0, self.count == LENGTH, False, {}
 
 
-class Own:
-    """A `HostVectorEnv` that does the same, in spaces of any library."""
+class Own(HostVectorEnv):
+    """Environments of one's own, which do the same, in spaces of any library."""
 
     num_envs = 3
 
@@ -60,6 +60,3 @@ class Own:
     def show(self):
         keys = jax.vmap(lambda x, n: jax.random.fold_in(jax.random.key(x), n))
         return jax.tree.map(np.asarray, self.sample(keys(self.seeds, self.count)))
-
-    def close(self):
-        pass

@@ -12,7 +12,7 @@ from cases import in_one_program, quick_jit
 import rollout
 from rollout import envs
 from rollout.envs import prng
-from rollout.policies import EpsilonGreedy, uniform
+from rollout.policies import EpsilonGreedy, item_policy, uniform
 
 NUM_LANES = 6_000
 LANES = np.zeros((NUM_LANES, 1), np.float32)
@@ -229,7 +229,9 @@ def test_masks_of_numbers_are_masks(dtype):
     mask = np.tile([[0, 1, 0]], (NUM_LANES, 1)).astype(dtype)
     policies = [
         rollout.random_policy(space, action_mask_fn=lambda obs: mask),
-        item_policy(lambda params, obs: -np.float32(mask), action_mask_fn=lambda _: mask),
+        item_policy(
+            lambda params, obs: -np.float32(mask), action_mask_fn=lambda obs: mask
+        ),
     ]
     for policy in policies:
         step = quick_jit(policy.apply)(None, obs, (), KEY)
