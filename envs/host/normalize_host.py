@@ -98,7 +98,6 @@ class NormalizeHostEnv(HostWrapper):
 
     def restart(self, shared: NormalizeState | None) -> None:
         """Goes on with what `shared` was, or from the start if it is None."""
-        self._is_new = shared is None
         learnt = self._prior() if shared is None else shared.statistics.value
         self._statistics = self.statistics or learnt
         self._discounted[:] = 0.0 if shared is None else shared.memory
@@ -106,13 +105,9 @@ class NormalizeHostEnv(HostWrapper):
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments; see `HostVectorEnv`."""
         raw = self.env.reset(seeds, mask)
-        # Later first observations do not count, as in JAX: `NormalizeObs` learns of
-        # what a step returns, and at `init` of what there is to begin with.
-        if self._is_new:  # the first observations count
-            self._learn(jax.tree.map(lambda x: x[mask], raw), None)
-            self._is_new = False
-        fresh = jax.tree.map(lambda x: x[mask], self._normalize(raw))
-        place_rows(self._obs, mask, fresh)
+        raw = jax.tree.map(lambda x: x[mask], raw)
+        self._update(raw, None)
+        place_rows(self._obs, mask, self._normalize(raw))
         self._discounted[mask] = 0
         return self._obs
 
@@ -141,7 +136,7 @@ class NormalizeHostEnv(HostWrapper):
         self._discounted[at] = np.where(counts, discounted, before)
         if counts.any():
             raw = jax.tree.map(lambda x: x[counts], result.obs)
-            self._learn(raw, discounted[counts])
+            self._update(raw, discounted[counts])
         # By statistics that have this step in them, as Gymnasium's wrappers have it.
         obs, reward = self._normalize(result.obs), result.reward
         place_rows(self._obs, at, obs)
@@ -149,7 +144,7 @@ class NormalizeHostEnv(HostWrapper):
             reward = reward / np.sqrt(self._statistics[1].var + self.epsilon)
         return result._replace(obs=obs, reward=reward, raw_reward=result.total_reward)
 
-    def _learn(self, raw: ArrayTree, discounted: np.ndarray | None) -> None:
+    def _update(self, raw: ArrayTree, discounted: np.ndarray | None) -> None:
         """Updates the statistics, unless they are fixed."""
         if not self.learns:
             return

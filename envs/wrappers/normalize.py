@@ -31,14 +31,11 @@ class NormalizeState(struct.PyTreeNode):
             that the next action will be chosen from; of `NormalizeReward`, `[B]`
             float32, the discounted sum of the episode's rewards so far.
         statistics: the `Statistics` of observations or of these sums, of all lanes.
-        is_first: of `NormalizeObs`, `[B]` bool, True if `memory` is the first
-            observation of a later episode, which does not count yet; else `()`.
     """
 
     env_state: ArrayTree  # [B, ...]
     memory: ArrayTree  # [B, ...]
     statistics: Shared
-    is_first: ArrayTree = ()  # [B]
 
 
 class _Normalizer(VectorWrapper, kw_only=True):
@@ -92,12 +89,10 @@ class NormalizeObs(_Normalizer):
 
         obs = (raw - mean) / sqrt(var + epsilon)
 
-    One mean and one variance serve all lanes. Every observation counts exactly once:
-    the first ones at `reset`, and at each step the true successors, which are then
-    normalized with the new statistics. The observation of an auto-reset is normalized
-    with the current statistics, and counts in the next step, in which the policy acts
-    on it. No other lane changes, so within an episode `next_obs` is the next row's
-    `obs`, bit for bit.
+    One mean and one variance serve all lanes. Every observation counts exactly once,
+    before it is normalized: the true successors at each step, and the first
+    observations of episodes at their reset. A reset changes no observation of another
+    lane, so within an episode `next_obs` is the next row's `obs`, bit for bit.
 
     The statistics are shared, so the normalised observations of a lane depend on the
     observations and the number of the other lanes. Its raw observations do not, nor,
@@ -172,11 +167,8 @@ class NormalizeObs(_Normalizer):
         prior = running_stats.prior(
             raw_obs, self._num_axes, space=space, only=self.only
         )
-        statistics = self.statistics or running_stats.updated(
-            prior, raw_obs, self._num_axes
-        )
-        is_first = jnp.zeros(self.num_envs, bool)  # these count from now on
-        state = NormalizeState(env_state, raw_obs, Shared(statistics), is_first)
+        statistics = self._update(prior, raw_obs)
+        state = NormalizeState(env_state, raw_obs, Shared(statistics))
         return state, self._normalize(statistics, raw_obs)
 
     def step(
@@ -186,25 +178,14 @@ class NormalizeObs(_Normalizer):
         result = self.env.step(keys, state.env_state, action)
         # Update before normalizing: `next_obs` must be the next row's `obs`, bit for
         # bit.
-        statistics = self.statistics or running_stats.updated(
-            state.statistics.value,
-            result.obs,
-            self._num_axes,
-            first=state.memory,
-            is_first=state.is_first,
-        )
+        statistics = self._update(state.statistics.value, result.obs)
         raw, info = {"raw_obs": state.memory, "raw_next_obs": result.obs}, result.info
         if has_agents(self.env):
             info = info.replace(env=with_names(info.env, raw))
         else:
             info = with_names(info, raw)
         return result.replace(
-            state=NormalizeState(
-                result.state,
-                result.obs,
-                Shared(statistics),
-                jnp.zeros_like(state.is_first),
-            ),
+            state=NormalizeState(result.state, result.obs, Shared(statistics)),
             obs=self._normalize(statistics, result.obs),
             info=info,
         )
@@ -217,13 +198,12 @@ class NormalizeObs(_Normalizer):
         # The environment inside knows raw observations only.
         inner = lanes._replace(state=state.env_state, obs=state.memory)
         inner = self.env.reset_done(key_fn, done, inner)
-        fresh = self._normalize(state.statistics.value, inner.obs)
+        statistics = self._update(state.statistics.value, inner.obs, done)
+        initial_obs = self._normalize(statistics, inner.obs)
         return inner._replace(
-            state=state.replace(
-                env_state=inner.state, memory=inner.obs, is_first=state.is_first | done
-            ),
+            state=NormalizeState(inner.state, inner.obs, Shared(statistics)),
             # Other lanes keep their bits: their observations were normalized before.
-            obs=trees.select(done, fresh, lanes.obs),
+            obs=trees.select(done, initial_obs, lanes.obs),
         )
 
     @property
@@ -244,6 +224,11 @@ class NormalizeObs(_Normalizer):
             raise ValueError(NOT_FROZEN)
         raw = jax.tree.map(jnp.asarray, super().normalize_obs(obs))
         return self._normalize(self.statistics, raw)
+
+    def _update(self, old: Statistics, raw: ArrayTree, flag: Any = None) -> Statistics:
+        """Updates the statistics with the lanes in `flag`, unless they are fixed."""
+        num_axes = self._num_axes
+        return self.statistics or running_stats.updated(old, raw, num_axes, flag=flag)
 
     def _normalize(self, statistics: Statistics, raw: ArrayTree) -> ArrayTree:
         return statistics.normalize(raw, self.epsilon)

@@ -146,8 +146,7 @@ def updated(
     num_axes: int = 1,
     xp: Any = jnp,
     *,
-    first: ArrayTree = None,
-    is_first: Any = None,
+    flag: Any = None,
 ) -> Statistics:
     """Updates the statistics with the batch `value`, `[B, ...]`.
 
@@ -159,37 +158,28 @@ def updated(
         value: any pytree.
         num_axes: number of axes of the batch.
         xp: `jnp`, or NumPy for statistics of NumPy.
-        first: `[B, ...]`, more values; None for no more.
-        is_first: `[B]` bool, True for the rows of `first` that count.
+        flag: `[B]` bool, True for the lanes that count; None for all.
     """
-    num_rows = jax.tree.leaves(value)[0].shape[0]
-    num_new: Any = num_rows
-    if first is not None:
-        num_new = num_rows + xp.sum(is_first, dtype=np.float32)
+    num_new: Any = jax.tree.leaves(value)[0].shape[0]
+    if flag is not None:
+        num_new = xp.sum(flag, dtype=np.float32)
     count = old.count + num_new
     # Weights stay in [0, 1]; sums would grow with the count.
     kept, new = old.count / count, num_new / count
 
-    def update(mean: Any, var: Any, x: Any, more: Any) -> tuple[Any, Any]:
+    def update(mean: Any, var: Any, x: Any) -> tuple[Any, Any]:
         if mean is None:
             return None, None
-        x, more = x.astype(mean.dtype), more.astype(mean.dtype)
-        axes = tuple(range(num_axes))
-        if first is None:
+        x, axes = x.astype(mean.dtype), tuple(range(num_axes))
+        if flag is None:
             batch_mean, batch_var = xp.mean(x, axes), xp.var(x, axes)
         else:
-            flag = is_first.reshape(-1, *[1] * (x.ndim - 1))
-            num_values = num_new * math.prod(x.shape[1:num_axes])
-
-            def average(x: Any, more: Any) -> Any:
-                total = xp.sum(x, axes) + xp.sum(xp.where(flag, more, 0), axes)
-                return (total / num_values).astype(mean.dtype)
-
-            batch_mean = average(x, more)
-            batch_var = average(
-                xp.square(x - xp.expand_dims(batch_mean, axes)),
-                xp.square(more - xp.expand_dims(batch_mean, axes)),
-            )
+            is_counted = flag.reshape(-1, *[1] * (x.ndim - 1))
+            num_values = xp.maximum(num_new, 1) * math.prod(x.shape[1:num_axes])
+            total = lambda x: xp.sum(xp.where(is_counted, x, 0), axes)  # noqa: E731
+            batch_mean = total(x) / num_values
+            deviation = x - xp.expand_dims(batch_mean, axes)
+            batch_var = total(xp.square(deviation)) / num_values
         delta = batch_mean - mean
         new_var = kept * var + new * batch_var + xp.square(delta) * kept * new
         new_mean = mean + delta * new
@@ -198,9 +188,8 @@ def updated(
         return xp.where(is_finite, new_mean, mean), xp.where(is_finite, new_var, var)
 
     means, structure = jax.tree.flatten(old.mean, is_leaf=lambda x: x is None)
-    trees = old.var, value, value if first is None else first
-    others = map(structure.flatten_up_to, trees)
-    pairs = [update(*x) for x in zip(means, *others, strict=True)]
+    trees = structure.flatten_up_to(old.var), structure.flatten_up_to(value)
+    pairs = [update(*x) for x in zip(means, *trees, strict=True)]
     mean, var = (structure.unflatten(x) for x in zip(*pairs, strict=True))
     return Statistics(mean=mean, var=var, count=count)
 

@@ -195,7 +195,7 @@ def test_statistics_are_those_of_all_agents_of_a_group():
     # The observation of agent a after n steps is `10 n + a`.
     np.testing.assert_array_equal(raw["two"], 10 * (length - 1) + np.array([0, 2]))
     np.testing.assert_array_equal(raw_next["two"], 10 * length + np.array([0, 2]))
-    # First observations count once: at `reset`, or in the step that acts on them.
+    # First observations count once, at their reset.
     is_first = np.asarray(trajectory.first) & (np.arange(len(length)) > 0)[:, None]
     seen = [raw["two"][0].ravel(), raw_next["two"].ravel(), raw["two"][is_first]]
     seen = np.concatenate([np.ravel(x) for x in seen]).astype(np.float64)

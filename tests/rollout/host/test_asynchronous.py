@@ -150,12 +150,13 @@ def test_observations_are_normalised_as_they_are_served():
         assert mask[: mask.sum()].all()
         inside = ~row.first[1:]
         np.testing.assert_array_equal(row.obs[1:][inside], row.next_obs[:-1][inside])
-    # The raw observation is the number of the step; the first five are 0.
+    # The raw observation is the number of the step; first observations are 0.
     n = np.asarray(rows.episode_length, np.float64)
     np.testing.assert_array_equal(rows.episode_return, n * (n + 1) / 2)
     of_obs = collector.env.shared.statistics.value[0]
-    np.testing.assert_allclose(of_obs.count, n.size + 5, rtol=1e-5)
-    np.testing.assert_allclose(of_obs.mean[0], n.sum() / (n.size + 5), rtol=1e-4)
+    num_seen = n.size + 5 + rows.done.sum()
+    np.testing.assert_allclose(of_obs.count, num_seen, rtol=1e-5)
+    np.testing.assert_allclose(of_obs.mean[0], n.sum() / num_seen, rtol=1e-4)
 
 
 @pytest.mark.slow
