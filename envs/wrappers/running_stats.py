@@ -172,15 +172,14 @@ def updated(
             return None, None
         x, axes = x.astype(mean.dtype), tuple(range(num_axes))
         if flag is None:
-            batch_mean, batch_var = xp.mean(x, axes), xp.var(x, axes)
+            delta, batch_var = xp.mean(x, axes) - mean, xp.var(x, axes)
         else:
+            # Deviations from the old mean, which is close: one pass over the lanes.
             is_counted = flag.reshape(-1, *[1] * (x.ndim - 1))
+            x = xp.where(is_counted, x - xp.expand_dims(mean, axes), 0)
             num_values = xp.maximum(num_new, 1) * math.prod(x.shape[1:num_axes])
-            total = lambda x: xp.sum(xp.where(is_counted, x, 0), axes)  # noqa: E731
-            batch_mean = total(x) / num_values
-            deviation = x - xp.expand_dims(batch_mean, axes)
-            batch_var = total(xp.square(deviation)) / num_values
-        delta = batch_mean - mean
+            delta = xp.sum(x, axes) / num_values
+            batch_var = xp.sum(xp.square(x), axes) / num_values - xp.square(delta)
         new_var = kept * var + new * batch_var + xp.square(delta) * kept * new
         new_mean = mean + delta * new
         # One lane that is not finite makes the variance not finite, or NaN.
