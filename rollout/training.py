@@ -165,6 +165,15 @@ class Agent:
             raise ValueError(
                 f"`obs` must be a single observation, of shape {expected}, got {shape}."
             )
+        spaces = self.spec.observation_space.leaves()
+        for x, space in zip(jax.tree.leaves(obs), spaces, strict=False):
+            is_integer = jnp.issubdtype(space.dtype or float, jnp.integer)
+            if not is_integer or space.bounds is None or not checks.is_known(x):
+                continue
+            # A network would embed an integer outside of the space as another one.
+            x, (low, high) = np.asarray(x), space.bounds
+            if np.any((x < low) | (x > high) | (x % 1 != 0)):
+                raise ValueError(f"`obs` must be in {space}, got {checks.describe(x)}.")
         return obs
 
     @functools.cached_property

@@ -206,7 +206,7 @@ def leaf_writer(array: np.ndarray, name: str) -> WriteFn:
 
 
 def narrowed(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
-    """Casts to the dtype of a space; raises if it does not hold an integer."""
+    """Casts to the dtype of a space; raises if it cannot represent an integer."""
     if values.dtype == dtype:
         return values
     # "same_kind" also narrows int64 to int32, which would wrap: that is checked below.
@@ -220,6 +220,14 @@ def narrowed(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
             raise ValueError(
                 f"{name} must be from {low} to {high}, as numbers have 32 bits, got "
                 f"{most if most > high else least}"
+            )
+    if np.dtype(dtype).kind == "f" and values.dtype.kind in "iu" and values.size:
+        largest = 2 ** (np.finfo(dtype).nmant + 1)
+        value = max(int(values.max()), -int(values.min()))
+        if value > largest:
+            raise ValueError(
+                f"{name} must be integers of at most {largest}, as {dtype} rounds "
+                f"larger ones, got {value}"
             )
     return values.astype(dtype)
 

@@ -492,6 +492,16 @@ def test_equal_agents_of_host_environments_share_their_programs():
     assert "/jax/core/compile/backend_compile_duration" not in events
 
 
+def test_prediction_for_a_number_outside_of_the_space_raises():
+    spec = EnvSpec(envs.Discrete(3), envs.Discrete(2), 1)
+    agent = PPO(spec, CONFIG)
+    params = agent.init_learner(jax.random.key(0), np.zeros(1, np.int32)).params
+    assert agent.predict(params, 2) in (0, 1)
+    for obs in (3, -1, 1.5, np.int64(7)):
+        with pytest.raises(ValueError, match=r"`obs` must be in Discrete\(n=3"):
+            agent.predict(params, obs)
+
+
 def test_observations_and_environments_of_another_shape_raise():
     agent = PPO(envs.make_vec("CartPole-v1", 2), CONFIG)
     params = jax.eval_shape(agent.init, jax.random.key(0)).params

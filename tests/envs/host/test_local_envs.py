@@ -230,3 +230,24 @@ def test_integers_beyond_32_bits_do_not_wrap(first):
     assert not env.step(np.int32([1])).faulty.any()
     step = env.step(np.int32([1]))  # 2^31
     assert "as numbers have 32 bits, got 2147483648" in str(step.causes[0])
+
+
+class Rounded(Large):
+    """Observes integers of 64 bits in a space of floats."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+
+@pytest.mark.parametrize("first", [2**24 - 1, -(2**24) - 1])
+def test_integers_that_floats_would_round_are_faults(first):
+    env = LocalEnvs([functools.partial(Rounded, first)])
+    message = (
+        f"integers of at most 16777216, as float32 rounds larger ones, got {2**24 + 1}"
+    )
+    if first < 0:
+        with pytest.raises(EnvFault, match=message):
+            env.reset(START, ONE)
+        return
+    assert env.reset(START, ONE).tolist() == [[first] * 2]
+    assert not env.step(np.int32([1])).faulty.any()  # 2^24
+    assert message in str(env.step(np.int32([1])).causes[0])
