@@ -495,7 +495,9 @@ def test_equal_agents_of_host_environments_share_their_programs():
 def test_prediction_for_a_number_outside_of_the_space_raises():
     spec = EnvSpec(envs.Discrete(3), envs.Discrete(2), 1)
     agent = PPO(spec, CONFIG)
-    params = agent.init_learner(jax.random.key(0), np.zeros(1, np.int32)).params
+    params = quick_jit(agent.init_learner)(
+        jax.random.key(0), np.zeros(1, np.int32)
+    ).params
     assert agent.predict(params, 2) in (0, 1)
     for obs in (3, -1, 1.5, np.int64(7)):
         with pytest.raises(ValueError, match=r"`obs` must be in Discrete\(n=3"):
