@@ -206,6 +206,8 @@ MISTAKES = {
 }
 
 
+# What else such an environment does.
+FURTHER = {"a generator of NumPy": ("obs",), "space of actions": ("action",)}
 PLAYED = ("bounds of observations", "an ending without a flag")
 PLAYED += ("limits that terminate, too",)
 PLAYED += ("observations that are not finite", "rewards that are not finite")
@@ -220,8 +222,34 @@ def test_mistake_is_found_and_nothing_else(mistake):
     change, name, message = MISTAKES[mistake]
     env = struct.dataclass(type("Broken", (Toy,), change))()
     issues = rollout.check_env(env, num_steps=40)
-    assert [x.name for x in issues] == [name], issues
+    assert [x.name for x in issues] == [name, *FURTHER.get(mistake, ())], issues
     assert message in issues[0].message
+
+
+def test_issues_do_not_hide_others():
+    class Masked(Toy):
+        """Observes a mask of integers, and has four faults."""
+
+        observation_space = envs.spaces.Dict(
+            {
+                "x": envs.Box(0.0, 1.0, (1,)),
+                "action_mask": envs.Box(0, 1, (4,), np.int8),
+            }
+        )
+        action_space = envs.Discrete(4)
+
+        def reset(self, key):
+            return jnp.int32(0), self.observe(np.random.random())
+
+        def step(self, key, state, action):
+            obs = self.observe(5.0)
+            return envs.EnvStep(state=state, obs=obs, reward=0.0, terminated=False)
+
+        def observe(self, x):
+            return {"x": jnp.full(1, x), "action_mask": jnp.ones(4, jnp.int8)}
+
+    issues = rollout.check_env(struct.dataclass(Masked)(), num_steps=40)
+    assert [x.name for x in issues] == ["weak_type", "key", "obs", "ending"], issues
 
 
 class Shapeless(Toy):
