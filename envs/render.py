@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from rollout.envs.host.request_checks import frame
+from rollout.envs.joint import _JointState
 from rollout.envs.optional_import import load
 from rollout.envs.types import ArrayTree, Env, EnvStep, VectorEnv
 from rollout.envs.vectorize import _VectorizedEnv
@@ -67,7 +68,7 @@ def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
     chex.assert_rank(rewards, 1)
     chex.assert_tree_shape_prefix(states, (len(rewards) + 1,))
     # The drawing knows the state of the innermost environment only.
-    while isinstance(states, WrapperState):
+    while isinstance(states, WrapperState | _JointState):
         states = states.env_state
     states, rewards = jax.device_get((states, rewards))
     rows = [jax.tree.map(lambda x: x[t], states) for t in range(len(rewards) + 1)]  # noqa: B023

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agents import OneAgent
 from cases import CountEnv, WithCritic
 from flax import struct
 from PIL import Image
@@ -25,6 +26,27 @@ class Drawn(CountEnv):
     def render_frames(self, states):
         for state in states:
             yield np.full((40, 60, 3), 10 * state["n"], np.uint8)
+
+
+@struct.dataclass
+class DrawnPair(OneAgent):
+    """An environment of agents that draws its own states."""
+
+    def render_frames(self, states):
+        for state in states:
+            yield np.full((40, 60, 3), 10 * state["n"], np.uint8)
+
+
+def test_environment_of_agents_draws_its_own_states(tmp_path):
+    env = envs.vectorize(DrawnPair(CountEnv()), 2)
+    policy = rollout.random_policy(CountEnv().action_space)
+    policy = rollout.agents.policy_map(
+        {"all": policy}, rollout.agents.static_mapping("all"), env
+    )
+    collector = rollout.Collector(env, policy)
+    path = tmp_path / "a.gif"
+    episode = rollout.record_gif(collector, {"all": None}, KEY, path)
+    assert Image.open(path).n_frames == episode.episode_length.item() + 1
 
 
 class Counter(gymnasium.Env):
