@@ -33,7 +33,7 @@ def make_parser() -> ArgumentParser:
     kind("--inspect", choices=NAMES, help="report on an accelerator, run nothing")
     text = "longest episode, with --num-episodes (1000000) or --gif (1000)"
     add("--max-episode-steps", type=count, help=text)
-    add("--seed", type=int, default=0, help="seed of everything random (0)")
+    add("--seed", type=seed, default=0, help="seed of everything random (0)")
     text = "NAME=VALUE of the environment, VALUE a Python literal; repeatable"
     add("--env-param", type=parameter, action="append", default=[], help=text)
     add("--list-envs", action="store_true", help="print the known ids and exit")
@@ -62,6 +62,13 @@ def parse(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
     run.num_envs = run.num_envs or min(most_envs, num_episodes or most_envs)
     run.max_episode_steps = run.max_episode_steps or (1000 if run.gif else 1_000_000)
     return run
+
+
+def seed(text: str) -> int:
+    """Parses a seed; `jax.random.key` would truncate one of more than 32 bits."""
+    if not 0 <= int(text) < 2**32:
+        raise ArgumentTypeError(f"must be from 0 to 2^32 - 1, got {text}")
+    return int(text)
 
 
 def count(text: str) -> int:

@@ -3,8 +3,10 @@
 import argparse
 import dataclasses
 import functools
+import runpy
 import sys
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,10 @@ def main(agent_class: Any, config: Any, num_envs: int) -> None:
     options = parser.parse_args()
     config = config.replace(**{name: getattr(options, name) for name in numbers})
     try:
+        if not 0 <= options.seed < 2**32:  # `jax.random.key` would truncate it
+            raise ValueError(
+                f"`--seed` must be from 0 to 2^32 - 1, got {options.seed}."
+            )
         gamma = config.gamma if options.normalize else None
         make = functools.partial(make_env, options.env_id, gamma=gamma)
         env, eval_env = make(options.num_envs), None
@@ -95,31 +101,42 @@ def parse_bool(text: str) -> bool:
     return text.lower() == "true"
 
 
+def load_function(text: str) -> Callable[[], Any]:
+    """Loads a function from a file, `file.py:function`."""
+    path, _, name = text.rpartition(":")
+    sys.path.insert(0, str(Path(path).parent))
+    try:
+        return runpy.run_path(path)[name]
+    except (OSError, KeyError) as error:
+        raise ValueError(
+            "`env_id` must be an id, or a function in a file, as file.py:function, got "
+            f"{text}: {error}"
+        ) from error
+
+
 def make_env(env_id: str, num_envs: int, *, gamma: float | None = None) -> Any:
     """Makes environments, normalized or not.
 
     Args:
-        env_id: id of any suite, such as `"brax:hopper"`, or `gymnasium:` and an id.
+        env_id: id of any suite, such as `"brax:hopper"`, or `gymnasium:` and an id. In
+            place of an id, `file.py:function` names a function without arguments that
+            makes one environment.
         num_envs: number of parallel environments.
         gamma: discount, to normalize observations and rewards; None to leave them.
     """
     suite, _, name = env_id.partition(":")
-    if ".py:" in env_id:
-        raise ValueError(
-            f"`env_id` must be an id, got a file, {env_id}. Pass your own environment "
-            "to `rollout.recipes.run`."
-        )
     if suite == "gymnasium":
         import gymnasium
 
         make = functools.partial(gymnasium.make, name, render_mode="rgb_array")
+        make = load_function(name) if ".py:" in name else make
         info = make().reset(seed=0)[1]
         masks = {x: info[x] for x in ("action_mask",) if x in info} or None
         host_env: Any = envs.from_gymnasium(make, num_envs, observe_info=masks)
         if gamma is None:
             return host_env
         return envs.NormalizeHostEnv(host_env, gamma=gamma)
-    env = envs.make(env_id)
+    env = load_function(env_id)() if ".py:" in env_id else envs.make(env_id)
     if has_agents(env):
         raise ValueError(f"`env_id` must be of one agent, got {env_id} with several.")
     env = envs.vectorize(env, num_envs)

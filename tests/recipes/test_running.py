@@ -256,3 +256,48 @@ def test_command_trains_in_host_environments_and_resumes(tmp_path):
     agent, state = load(folder)
     assert agent.predict(state.params, np.zeros(4, np.float32)) in (0, 1)
     assert rollout.__version__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("env_id", "options", "message"),
+    [
+        ("gymnasium:mine.py:make", (), ""),
+        ("mine.py:make_jax", (), ""),
+        ("mine.py:nothing", (), "file.py:function, got mine.py:nothing: 'nothing'"),
+        ("none.py:make", (), "file.py:function, got none.py:make: [Errno 2]"),
+        (
+            "CartPole-v1",
+            ("--seed", str(2**32)),
+            "`--seed` must be from 0 to 2^32 - 1, got",
+        ),
+    ],
+)
+def test_command_takes_functions_in_files(tmp_path, env_id, options, message):
+    (tmp_path / "mine.py").write_text(
+        "import gymnasium\n"
+        "from rollout import envs\n"
+        "make = lambda: gymnasium.make('CartPole-v1')\n"
+        "make_jax = lambda: envs.make('CartPole-v1')\n"
+    )
+    sizes = [
+        "--num-envs",
+        "2",
+        "--num-steps",
+        "8",
+        "--num-minibatches",
+        "2",
+        "--num-updates",
+        "1",
+    ]
+    program = [sys.executable, "-m", "rollout.recipes.ppo", env_id, *sizes, *options]
+    result = subprocess.run(
+        [*program, "--num-eval-episodes", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == (2 if message else 0), result.stderr
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1 or not message

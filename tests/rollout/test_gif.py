@@ -46,7 +46,8 @@ def test_environment_of_agents_draws_its_own_states(tmp_path):
     collector = rollout.Collector(env, policy)
     path = tmp_path / "a.gif"
     episode = rollout.record_gif(collector, {"all": None}, KEY, path)
-    assert Image.open(path).n_frames == episode.episode_length.item() + 1
+    with Image.open(path) as image:
+        assert image.n_frames == episode.episode_length.item() + 1
 
 
 class Counter(gymnasium.Env):
