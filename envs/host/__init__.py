@@ -1,17 +1,18 @@
-"""Environments that are not JAX, behind one contract.
+"""Vector environments that step outside JAX, with one interface.
 
-- `types`: the contracts `HostVectorEnv` and `AsyncHostVectorEnv`.
-- `local_envs` steps environments in this process; `worker_envs` steps them in others:
-  `worker_process` is one of these, `worker_pool` starts, asks and ends all of them,
-  `shared_memory` is the memory that they share.
-- `gymnasium` and `envpool` adapt those packages, and import them when first used;
-  `gymnasium_actions` converts actions for them.
-- `host_wrapper` is the base of wrappers; `normalize_host` normalises observations and
-  rewards.
-- `space_check` finds observations and actions that are not finite or not in their
+- `types` defines the interfaces `HostVectorEnv` and `AsyncHostVectorEnv`.
+- `local_envs` steps environments in this process. `worker_envs` steps environments in
+  worker processes: `worker_process` is the loop of a worker, `worker_pool` manages all
+  workers, and `shared_memory` holds the arrays that they write to.
+- `gymnasium` and `envpool` adapt these packages and import them on first use;
+  `gymnasium_actions` converts actions to Gymnasium's format.
+- `host_wrapper` defines the base class of wrappers; `normalize_host` normalizes
+  observations and rewards.
+- `space_check` reports observations and actions that are not finite or outside their
   space.
-- Shared by these: `arrays`, the arrays that environments write to; `request_checks`;
-  `ownership`, who stepped an environment last; `exceptions`, for another process.
+- `arrays` defines the arrays that environments write to, `request_checks` validates
+  environments and calls, `ownership` records the last user of an environment, and
+  `exceptions` makes exceptions picklable.
 """
 
 from rollout.envs.host.types import (

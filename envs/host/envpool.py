@@ -1,8 +1,9 @@
 """`from_envpool`: adapts an EnvPool to `AsyncHostVectorEnv`.
 
-EnvPool resets by itself: the answer after an ending is the first observation of the
-next episode. Such an answer is no step, so `HostStep.mask` is False there. The flags of
-the answer before say where: EnvPool's `elapsed_step` goes on where a life was lost.
+EnvPool resets environments automatically: the result after the end of an episode is the
+first observation of the next episode. Such a result is not a step, so `HostStep.mask`
+is False there. The adapter recognizes these results by the flags of the previous
+result, because EnvPool's `elapsed_step` is not reset after the loss of a life.
 """
 
 import functools
@@ -29,31 +30,33 @@ def from_envpool(
     record_info: Iterable[str] = (),
     **options: Any,
 ) -> AsyncHostVectorEnv:
-    """Makes an `AsyncHostVectorEnv` of an EnvPool.
+    """Creates an EnvPool and adapts it to `AsyncHostVectorEnv`.
 
-    EnvPool seeds its generators once: `reset` ignores its seeds, and there is no state
-    to save. The first `reset` must be of all environments. A later `reset` of
-    environments whose episodes have all just ended leaves them to EnvPool, whose next
-    answer begins their episodes; any other `reset` starts episodes at once. With a
-    `batch_size` below B it must be of all environments, and drops answers in flight.
+    EnvPool seeds its generators only once: `reset` ignores its seeds, and states cannot
+    be saved. The first `reset` must include all environments. If the episodes of all
+    selected environments have just ended, a later `reset` does nothing, because EnvPool
+    resets them in its next result. Any other `reset` starts episodes immediately; with
+    a `batch_size` below B it must include all environments, and discards the steps in
+    flight.
 
-    EnvPool returns exactly `batch_size` answers at a time, and waits for them:
-    `num_ready` must equal it, and `timeout` does nothing. An ending at the time limit
-    counts as truncation only. 64-bit numbers become 32-bit ones.
+    EnvPool waits until exactly `batch_size` environments are ready: `num_ready` must
+    equal `batch_size`, and `timeout` has no effect. An episode that ends at the time
+    limit counts as truncated only. 64-bit numbers are converted to 32 bits.
 
     Args:
-        env: an id such as "CartPole-v1".
-        num_envs: B.
-        batch_size: number of answers returned at a time, from 1 to B, by default B,
-            which `step` needs.
-        seed: of all randomness.
-        record_info: names of EnvPool's info to keep, such as "lives".
-        **options: for `envpool.make`, such as `num_threads` or `max_episode_steps`.
+        env: id of the environment, for example "CartPole-v1".
+        num_envs: number of environments, B.
+        batch_size: number of environments that `receive` returns, from 1 to B. The
+            default is B, which `step` requires.
+        seed: seed for all random number generators.
+        record_info: names of EnvPool's info to record, for example "lives".
+        **options: arguments of `envpool.make`, for example `num_threads` or
+            `max_episode_steps`.
 
     Raises:
         ModuleNotFoundError: if EnvPool is not installed.
-        ValueError: if there is no such id or info, an option does not fit, or the
-            environment has several players.
+        ValueError: if the id or a name in `record_info` does not exist, an option is
+            invalid, or the environment has several players.
     """
     num_envs = checks.int_between("num_envs", num_envs)
     batch_size = num_envs if batch_size is None else batch_size
@@ -63,7 +66,7 @@ def from_envpool(
         "seed": checks.integer("seed", seed),
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # gymnasium warns of its own bounds
+        warnings.simplefilter("ignore")  # gymnasium warns about bounds of its spaces
         try:
             make = load("envpool").make
             pool = make(env, env_type="gymnasium", **counts, **options)
@@ -73,7 +76,7 @@ def from_envpool(
 
 
 class _EnvPool(AsyncHostVectorEnv):
-    """An EnvPool, which returns `batch_size` answers at a time."""
+    """An `AsyncHostVectorEnv` over an EnvPool, which returns fixed-size batches."""
 
     def __init__(self, env: Any, names: tuple[str, ...]) -> None:
         self.num_envs = int(env.config["num_envs"])
@@ -83,7 +86,7 @@ class _EnvPool(AsyncHostVectorEnv):
         specs, self.info = env.spec.state_array_spec, {}
         for name in names:
             spec = specs.get(f"info:{name}") or specs[name]
-            shape = [size for size in spec.shape if size >= 0]  # -1: of the one player
+            shape = [size for size in spec.shape if size >= 0]  # -1: the player axis
             self.info[name] = _narrow(np.zeros((self.num_envs, *shape), spec.dtype))
         self.observation_space = as_space(env.observation_space)
         self.action_space = as_space(env.action_space)
@@ -91,26 +94,27 @@ class _EnvPool(AsyncHostVectorEnv):
         self._action = Parts(self.action_space, "action")
         self._all = np.arange(self.num_envs, dtype=np.int32)
         self._obs: ArrayTree = None  # [B, ...], None before the first reset
-        self._ended = np.ones(self.num_envs, bool)  # EnvPool resets these next
+        self._ended = np.ones(self.num_envs, bool)  # the next result is a reset
         self._in_flight = np.zeros(self.num_envs, bool)
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
-        del seeds  # EnvPool is seeded once, when it is made
+        del seeds  # EnvPool is seeded once, at construction
         if self._obs is None:
             shape = (self.num_envs,)
             blank = [np.empty(shape + x.shape, x.dtype) for x in self._parts.spaces]
             self._obs = self._parts.unflatten(blank)
         elif self._ended[mask].all() and not self._in_flight[mask].any():
-            return self._obs  # the next answers of these are resets anyway
-        self._obs = self._parts.map(np.array, self._obs)  # the caller has the old one
+            return self._obs  # the next results of these environments are resets
+        # Copy: the caller may still hold the previous array.
+        self._obs = self._parts.map(np.array, self._obs)
         self._restart(np.flatnonzero(mask).astype(np.int32))
         return self._obs
 
     def step(self, action: ArrayTree) -> HostStep:
         if self.batch_size != self.num_envs:
             raise ValueError(
-                "`batch_size` must be `num_envs` for a step of all environments, got "
-                f"{self.batch_size} of {self.num_envs}: collect with `num_ready`."
+                "`batch_size` must be `num_envs` to step all environments, got "
+                f"{self.batch_size} of {self.num_envs}. Collect with `num_ready`."
             )
         self.send(action, self._all)
         return self.receive(self.batch_size)[0]
@@ -122,13 +126,13 @@ class _EnvPool(AsyncHostVectorEnv):
     def receive(
         self, num_ready: int, timeout: float | None = None
     ) -> tuple[HostStep, np.ndarray]:
-        del num_ready, timeout  # EnvPool has its `batch_size`, and waits
+        del num_ready, timeout  # EnvPool always waits for `batch_size` environments
         obs, reward, terminated, truncated, info = self._env.recv()
         env_id = info["env_id"]
-        at = slice(None) if len(env_id) == self.num_envs else env_id
-        # An answer is a reset exactly if the one before it was an ending. Its reward
-        # and its flags belong to no step.
-        mask = ~self._ended[at]
+        index = slice(None) if len(env_id) == self.num_envs else env_id
+        # A result is a reset if and only if the previous result ended an episode. The
+        # reward and flags of a reset do not belong to any step.
+        mask = ~self._ended[index]
         step = HostStep(
             obs=self._parts.map(_narrow, obs),
             reward=reward * mask,
@@ -138,37 +142,38 @@ class _EnvPool(AsyncHostVectorEnv):
             info={name: _narrow(info[name]) for name in self._names},
             mask=mask,
         )
-        self._ended[at] = step.terminated | step.truncated
-        self._in_flight[at] = False
+        self._ended[index] = step.terminated | step.truncated
+        self._in_flight[index] = False
         self._write(step.obs, env_id)
         return step, env_id
 
     def close(self) -> None:
         if self._env is not None:
             self._env.close()
-        self._env = None  # its threads end with it
+        self._env = None  # the destructor ends EnvPool's threads
 
     def _restart(self, env_id: np.ndarray) -> None:
-        """Resets these environments, `[K]` int32, at once."""
+        """Resets these environments, `[K]` int32, immediately."""
         is_all = env_id.size == self.num_envs
-        # All restart once those in flight have answered; their answers are dropped.
+        # Receive and discard all steps in flight before the reset.
         while is_all and (num := np.count_nonzero(self._in_flight)):
-            # EnvPool returns nothing before a batch is full: idle ones fill it.
-            more = self._all[~self._in_flight][: max(self.batch_size - num, 0)]
-            *_, info = self._env.reset(more) if more.size else self._env.recv()
-            self._in_flight[more] = True
+            # EnvPool returns only full batches: reset idle environments to fill them.
+            idle = self._all[~self._in_flight][: max(self.batch_size - num, 0)]
+            *_, info = self._env.reset(idle) if idle.size else self._env.recv()
+            self._in_flight[idle] = True
             self._in_flight[info["env_id"]] = False
         if self.batch_size == self.num_envs and not self._in_flight.any():
             batches = [env_id]
         elif is_all:
-            # Batches are full: the last one wraps around, and resets some twice.
+            # Batches must be full: the last batch wraps around and resets some
+            # environments twice.
             starts = range(0, self.num_envs, self.batch_size)
             batches = [np.roll(self._all, -x)[: self.batch_size] for x in starts]
         else:
             raise ValueError(
-                "`mask` must be True everywhere or only where an episode just ended, "
-                "since EnvPool with a `batch_size` restarts all environments or none, "
-                f"got {env_id.size} of {self.num_envs}."
+                "`mask` must be True everywhere, or only where an episode just ended, "
+                f"got {env_id.size} of {self.num_envs} environments. EnvPool with a "
+                "`batch_size` below `num_envs` can reset only all of them."
             )
         for batch in batches:
             obs, info = self._env.reset(batch)
@@ -176,25 +181,25 @@ class _EnvPool(AsyncHostVectorEnv):
         self._ended[env_id] = False
 
     def _write(self, obs: ArrayTree, env_id: np.ndarray) -> None:
-        if len(env_id) == self.num_envs:  # they are in order, so need no copy
+        if len(env_id) == self.num_envs:  # in order, so no copy is needed
             self._obs = obs
             return
         place_rows(self._obs, env_id, obs)
 
 
 def _names(env: Any, record_info: Iterable[str]) -> tuple[str, ...]:
-    """Returns the names of info to keep; raises if EnvPool does not have one."""
+    """Returns the names of info to record; raises if EnvPool lacks one of them."""
     if env.config.get("max_num_players", 1) > 1:
         raise ValueError(
-            "`env` must have one player in each environment, got up to "
-            f"{env.config['max_num_players']}."
+            "`env` must have one player per environment, got up to "
+            f"{env.config['max_num_players']} players."
         )
     parts = [x.partition("info:") for x in env.spec.state_array_spec]
-    known = {name for _, _, name in parts if name and "." not in name}
-    names, known = tuple(record_info), sorted(known | {"elapsed_step"})
+    fields = {name for _, _, name in parts if name and "." not in name}
+    names, fields = tuple(record_info), sorted(fields | {"elapsed_step"})
     for name in names:
-        if name not in known:
-            raise ValueError(f"`record_info` must be names of {known}, got {name!r}.")
+        if name not in fields:
+            raise ValueError(f"`record_info` must be names of {fields}, got {name!r}.")
     return names
 
 
@@ -202,5 +207,5 @@ _narrow_dtype = functools.cache(narrow)
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:
-    """Makes 64-bit numbers 32-bit ones, as JAX does."""
+    """Converts 64-bit numbers to 32 bits, like JAX."""
     return narrowed(x, _narrow_dtype(x.dtype), "an array of EnvPool")

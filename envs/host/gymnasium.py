@@ -1,6 +1,6 @@
-"""`from_gymnasium`: adapts environments of Gymnasium to `HostVectorEnv`.
+"""`from_gymnasium`: adapts Gymnasium environments to `HostVectorEnv`.
 
-gymnasium is imported only when a function here is called.
+Functions in this module import gymnasium when they are called.
 """
 
 import functools
@@ -38,36 +38,38 @@ def from_gymnasium(
     record_info: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> HostVectorEnv:
-    """Makes a `HostVectorEnv` of environments of Gymnasium.
+    """Adapts Gymnasium environments to `HostVectorEnv`.
 
-    A vector environment must have the autoreset mode DISABLED or NEXT_STEP. With
-    NEXT_STEP each environment resets itself in an extra step, where `HostStep.mask` is
-    False: a `reset` of some environments does nothing, and their seeds are not used. A
-    `reset` of all environments resets them in both modes. An exception in a vector
-    environment is raised, because nobody knows which of its environments failed.
+    A vector environment must use the autoreset mode DISABLED or NEXT_STEP. In the mode
+    NEXT_STEP, environments reset automatically in an extra step for which
+    `HostStep.mask` is False: a `reset` of some environments does nothing and ignores
+    their seeds. A `reset` of all environments takes effect in both modes. An exception
+    in a vector environment is raised to the caller, because the failed environment is
+    unknown.
 
     Args:
-        env: an id, for `num_envs` environments of `gymnasium.make`; a function that
-            makes one environment, or a vector environment if `num_envs` is None; or a
-            vector environment.
-        num_envs: B; None for a vector environment.
-        num_workers: number of processes for the environments, as in
-            `make_worker_envs`; None for this process.
-        observe_info: keys of `info` that become part of the observation, each with an
-            example, as in `LocalEnvs`.
-        record_info: keys of `info` that `HostStep.info` has, each with an example.
-        **options: for `gymnasium.make`, or for the function.
+        env: an id for `gymnasium.make`, a function that creates an environment, or a
+            vector environment. If `num_envs` is None, the function must create a vector
+            environment.
+        num_envs: number of environments, B; None for a vector environment.
+        num_workers: number of worker processes, as in `make_worker_envs`. None steps
+            the environments in this process.
+        observe_info: keys of `info` to include in the observation, each with an
+            example value, as in `LocalEnvs`.
+        record_info: keys of `info` to record in `HostStep.info`, each with an example
+            value.
+        **options: arguments of `gymnasium.make` or of the function.
 
     Returns:
-        A `LocalEnvs`, or with `num_workers` a `WorkerEnvs`, which says which
-        environment failed, and can rebuild and save each. For a vector environment one
-        that can neither rebuild nor save.
+        A `LocalEnvs`, or a `WorkerEnvs` if `num_workers` is set. Both report which
+        environment failed and support `rebuild` and `save`. The adapter of a vector
+        environment supports neither.
 
     Raises:
-        EnvFault: if an environment could not be made.
+        EnvFault: if an environment cannot be created.
         ModuleNotFoundError: if gymnasium is not installed.
-        ValueError: if `env`, `num_envs` or `num_workers` is not as above, the autoreset
-            mode is another one, or a space has no arrays.
+        ValueError: if `env`, `num_envs` or `num_workers` is invalid, the autoreset mode
+            is not supported, or a space does not consist of arrays.
     """
     gymnasium = load("gymnasium")
     info: Any = {"observe_info": observe_info, "record_info": record_info}
@@ -85,25 +87,25 @@ def from_gymnasium(
         make = functools.partial(env, **options) if options else env
     else:
         raise ValueError(
-            "`env` must be an id, a function that makes an environment or a vector "
-            f"environment of gymnasium, got {type(env).__name__}."
+            "`env` must be an id, a function that creates an environment or a "
+            f"gymnasium vector environment, got {type(env).__name__}."
         )
     if num_envs is not None:
         make_fns = [make] * checks.int_between("num_envs", num_envs)
         if num_workers is None:
             return LocalEnvs(make_fns, **info)
         return make_worker_envs(make_fns, num_workers, **info)
-    made = None if isinstance(env, str) else make()
-    if num_workers is not None or not isinstance(made, gymnasium.vector.VectorEnv):
+    result = None if isinstance(env, str) else make()
+    if num_workers is not None or not isinstance(result, gymnasium.vector.VectorEnv):
         raise ValueError(
             "`num_envs` must be given, except for a vector environment, got None for "
             f"{env!r}."
         )
-    return _VectorEnv(made, **info)
+    return _VectorEnv(result, **info)
 
 
 class _VectorEnv(HostVectorEnv):
-    """A `HostVectorEnv` over a vector environment of gymnasium."""
+    """A `HostVectorEnv` over a Gymnasium vector environment."""
 
     def __init__(
         self,
@@ -111,51 +113,51 @@ class _VectorEnv(HostVectorEnv):
         observe_info: Mapping[str, Any] | None,
         record_info: Mapping[str, Any] | None,
     ) -> None:
-        # In NEXT_STEP the step after an ending resets, and ignores its action.
+        # The step after an episode resets and ignores the action in NEXT_STEP mode.
         self._resets_itself = _mode(env) == "NEXT_STEP"
-        # `reset` of these takes a list of seeds, that of others one seed for all.
+        # These two classes accept a list of seeds; other classes accept a single seed.
         vector = load("gymnasium").vector
         lists = vector.SyncVectorEnv | vector.AsyncVectorEnv
-        self._seeds_each = isinstance(env.unwrapped, lists)
+        self._accepts_seeds = isinstance(env.unwrapped, lists)
         self._env, self.num_envs, self._is_closed = env, env.num_envs, False
         spaces = env.single_observation_space, env.single_action_space
         self._layout = make_layout(spaces, observe_info, record_info)
         self.observation_space = self._layout.obs.space
         self.action_space = self._layout.action.space
-        self._own = Parts(as_space(spaces[0]), "obs")
+        self._env_obs = Parts(as_space(spaces[0]), "obs")
         self._batch = batched_action(spaces[1])
         arrays = StepArrays(self._layout, self.num_envs)
-        # In an observation "info" comes before "obs".
-        shown = Parts(space_like(observe_info or {}), "info")
-        self._observed = list(zip(shown.paths, arrays.obs, strict=False))
+        # The leaves of "info" precede the leaves of "obs" in an observation.
+        info = Parts(space_like(observe_info or {}), "info")
+        self._observed = list(zip(info.paths, arrays.obs, strict=False))
         self._recorded = list(zip(self._layout.info.paths, arrays.info, strict=True))
         self.info = arrays.info_tree
-        self._every = np.ones(self.num_envs, bool)
-        self._ended = self._every.copy()
+        self._all = np.ones(self.num_envs, bool)
+        self._ended = self._all.copy()
         self._obs: ArrayTree = None
 
     def draw(self, number: int) -> np.ndarray:
-        """Draws one environment as it is now, `[H, W, 3]` uint8."""
+        """Renders the current state of one environment, `[H, W, 3]` uint8."""
         host_checks.closed(self._is_closed)
         return host_checks.drawn(self._env, number)
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         host_checks.closed(self._is_closed)
-        which, every = np.flatnonzero(mask), bool(np.all(mask))
-        if self._resets_itself and not every:
-            # The next `step` resets these, and returns their first observations.
-            going = np.flatnonzero(mask & ~self._ended)
-            if going.size:
+        env_ids, is_all = np.flatnonzero(mask), bool(np.all(mask))
+        if self._resets_itself and not is_all:
+            # The next `step` resets these environments and returns the observations.
+            unfinished = np.flatnonzero(mask & ~self._ended)
+            if unfinished.size:
                 raise ValueError(
-                    "`mask` must be True only where the episode is over, got "
-                    f"environment {going[0]}: the autoreset mode NEXT_STEP cannot cut "
-                    "an episode short, DISABLED can."
+                    "`mask` must be True only where the episode has ended, got "
+                    f"environment {unfinished[0]}: the autoreset mode NEXT_STEP cannot "
+                    "reset during an episode. Use DISABLED instead."
                 )
             return self._obs
-        # One seed for all is that of the first lane to reset: with the same lanes to
-        # reset the same episodes begin.
-        seed = seeds.tolist() if self._seeds_each else int(seeds[which[0]])
-        options = {} if every else {"options": {"reset_mask": np.array(mask)}}
+        # A single seed is the seed of the first environment in `mask`, so a reset of
+        # the same environments with the same seeds starts the same episodes.
+        seed = seeds.tolist() if self._accepts_seeds else int(seeds[env_ids[0]])
+        options = {} if is_all else {"options": {"reset_mask": np.array(mask)}}
         obs, info = self._env.reset(seed=seed, **options)
         self._ended = self._ended & ~mask
         return self._observe(obs, info, mask)
@@ -165,19 +167,19 @@ class _VectorEnv(HostVectorEnv):
         mask, action = None, self._batch(action)
         obs, reward, terminated, truncated, info = self._env.step(action)
         if self._resets_itself:
-            # Where the step before was an ending, this one was only the reset.
+            # After the end of an episode, this step only resets the environment.
             if np.count_nonzero(self._ended):
                 mask = ~self._ended
             self._ended = terminated | truncated
-        # What no environment returns is zero, and not what it was a step before.
+        # Set missing values to zero: the array still holds the previous step.
         for path, array in self._recorded:
-            array[~_read(array, info, path, self._every)] = 0
+            array[~_read(array, info, path, self._all)] = 0
         return HostStep(
-            obs=self._observe(obs, info, self._every),
+            obs=self._observe(obs, info, self._all),
             reward=np.asarray(reward).astype(np.float32, copy=False),
             terminated=terminated,
             truncated=truncated,
-            faulty=~self._every,
+            faulty=~self._all,
             info=self.info,
             mask=mask,
         )
@@ -190,18 +192,18 @@ class _VectorEnv(HostVectorEnv):
     def _observe(
         self, obs: ArrayTree, info: Mapping[str, Any], mask: np.ndarray
     ) -> ArrayTree:
-        """Casts an observation, and puts the arrays of info next to it."""
+        """Casts an observation and adds the arrays of `observe_info`."""
         for path, array in self._observed:
             missing = np.flatnonzero(mask & ~_read(array, info, path, mask))
             if missing.size:
                 raise ValueError(
-                    "`observe_info` must have keys of every `info`, got no "
-                    f"{path[0]!r} from environment {missing[0]}."
+                    "`observe_info` must have keys of every `info`, got an `info` "
+                    f"without {path[0]!r} from environment {missing[0]}."
                 )
-        pairs = zip(self._own.flatten(obs), self._own.spaces, strict=True)
-        own = [narrowed(np.asarray(x), space.dtype, "obs") for x, space in pairs]
-        shown = [array for _, array in self._observed]
-        self._obs = self._layout.obs.unflatten([*shown, *own])
+        pairs = zip(self._env_obs.flatten(obs), self._env_obs.spaces, strict=True)
+        leaves = [narrowed(np.asarray(x), space.dtype, "obs") for x, space in pairs]
+        infos = [array for _, array in self._observed]
+        self._obs = self._layout.obs.unflatten([*infos, *leaves])
         return self._obs
 
 
@@ -212,8 +214,8 @@ def _mode(env: Any) -> str:
     if name not in ("DISABLED", "NEXT_STEP"):
         raise ValueError(
             "`env` must have the autoreset mode DISABLED or NEXT_STEP, got "
-            f"{name or mode}: pass its class, or `vector_kwargs` of `gymnasium."
-            "make_vec`, autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED."
+            f"{name or mode}. Pass autoreset_mode=gymnasium.vector.AutoresetMode."
+            "DISABLED to its class, or in `vector_kwargs` of `gymnasium.make_vec`."
         )
     return name
 
@@ -221,16 +223,20 @@ def _mode(env: Any) -> str:
 def _read(
     array: np.ndarray, info: Mapping[str, Any], path: Sequence[str], mask: np.ndarray
 ) -> np.ndarray:
-    """Copies one array of info where `mask`; returns `[B]` bool, who has it of these.
+    """Copies one leaf of `info` into `array` for the environments that return it.
 
-    In a vector environment's info `_key` says who has `key`; all if it is absent.
+    In the info of a vector environment, `_key` marks the environments that return
+    `key`. If `_key` is absent, all environments return it.
+
+    Returns:
+        `[B]` bool, the environments in `mask` that return the leaf.
     """
     key = path[0]
-    have = mask & np.asarray(info.get(f"_{key}", key in info))
-    if have.any():
-        values = np.asarray(leaf_at(info, path))[have]
-        if values.dtype == object:  # gymnasium collects unknown types so
+    is_present = mask & np.asarray(info.get(f"_{key}", key in info))
+    if is_present.any():
+        values = np.asarray(leaf_at(info, path))[is_present]
+        if values.dtype == object:  # how gymnasium collects unknown types
             values = np.stack([np.asarray(value) for value in values])
         name = "info" + "".join(f"[{key!r}]" for key in path)
-        assign([array], have, [narrowed(values, array.dtype, name)], name)
-    return have
+        assign([array], is_present, [narrowed(values, array.dtype, name)], name)
+    return is_present

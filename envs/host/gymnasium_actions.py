@@ -1,4 +1,4 @@
-"""Converts actions of ours to Gymnasium's, batched or one by one."""
+"""Converts batched actions to Gymnasium's format, as a batch or one by one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,13 +11,16 @@ from rollout.envs.types import ArrayTree
 
 
 def batched_action(space: Any) -> Callable[[ArrayTree], Any]:
-    """Makes a function from `[B, ...]` actions to Gymnasium's, of one `space` each.
+    """Returns a function that converts `[B, ...]` actions to Gymnasium's dtypes.
 
-    It takes a tree with the structure of `as_space(space)`, and returns a copy in
-    Gymnasium's dtypes: environments keep actions, and some write to them.
+    The function takes a tree with the structure of `as_space(space)` and returns a
+    copy, because environments store actions and some write to them.
+
+    Args:
+        space: Gymnasium action space of a single environment.
     """
     parts, dtypes = Parts(as_space(space), "action"), []
-    # Of Gymnasium's own spaces: ours have at most 32 bits.
+    # Read dtypes from Gymnasium's spaces: `as_space` narrows them to 32 bits.
     for path in parts.paths:
         leaf = space
         for key in path:
@@ -34,13 +37,16 @@ def batched_action(space: Any) -> Callable[[ArrayTree], Any]:
 
 
 def split_action(space: Any) -> Callable[[ArrayTree], Sequence[Any]]:
-    """Makes a function that splits `[B, ...]` actions into `B` of Gymnasium's.
+    """Returns a function that splits `[B, ...]` actions into `B` Gymnasium actions.
 
-    Each is as `Env.step` takes it: a NumPy scalar for `Discrete`, else an array in the
-    dtype of the space, a dict or a tuple.
+    Each action is valid for `gymnasium.Env.step`: a NumPy scalar for `Discrete`, and
+    otherwise an array in the dtype of the space, a dict or a tuple.
+
+    Args:
+        space: Gymnasium action space of a single environment.
     """
     parts, batch = Parts(as_space(space), "action"), batched_action(space)
-    if isinstance(parts.space, Discrete):  # the usual case, kept fast
+    if isinstance(parts.space, Discrete):  # a fast path for the most common case
         return lambda action: list(batch(action))
 
     def split(action: ArrayTree) -> Sequence[Any]:

@@ -10,13 +10,13 @@ from rollout.envs.types import ArrayTree
 
 
 class HostWrapper(AsyncHostVectorEnv):
-    """Base of wrappers of a `HostVectorEnv`: passes the optional members on.
+    """Base class of wrappers of a `HostVectorEnv`; forwards all optional members.
 
-    A subclass defines `reset` and `step`, and `freeze` if the wrapped environments may
-    learn statistics.
+    A subclass defines `reset` and `step`, and also `freeze` if the wrapped environments
+    may update running statistics.
 
     Args:
-        env: `B` environments side by side.
+        env: the wrapped `B` environments.
     """
 
     def __init__(self, env: Any) -> None:
@@ -30,27 +30,27 @@ class HostWrapper(AsyncHostVectorEnv):
 
     @property
     def shared(self) -> ArrayTree:
-        """Statistics of all environments; see `HostVectorEnv`."""
+        """Running statistics over all environments; see `HostVectorEnv`."""
         return self.env.shared
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
-        """Begins a step in some environments; see `AsyncHostVectorEnv`."""
+        """Starts a step in some environments; see `AsyncHostVectorEnv`."""
         self.env.send(action, env_id)
 
     def receive(self, num_ready: int, timeout: float | None = None) -> Any:
-        """Waits for the first environments that answer; see `AsyncHostVectorEnv`."""
+        """Waits until some environments are ready; see `AsyncHostVectorEnv`."""
         return self.env.receive(num_ready, timeout)
 
     def rebuild(self, mask: np.ndarray) -> None:
-        """Makes new environments in place of some; see `HostVectorEnv`."""
+        """Replaces environments by new ones; see `HostVectorEnv`."""
         self.env.rebuild(mask)
 
     def save(self) -> list[bytes] | None:
-        """Saves every environment; see `HostVectorEnv`."""
+        """Saves the state of every environment; see `HostVectorEnv`."""
         return self.env.save()
 
     def load(self, saved: Sequence[bytes], obs: ArrayTree) -> None:
-        """Restores every environment; see `HostVectorEnv`."""
+        """Restores the state of every environment; see `HostVectorEnv`."""
         self.env.load(saved, obs)
 
     def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
@@ -58,11 +58,11 @@ class HostWrapper(AsyncHostVectorEnv):
         return self.env.normalize_obs(obs)
 
     def restart(self, shared: ArrayTree) -> None:
-        """Restores the statistics; see `HostVectorEnv`."""
+        """Restores the running statistics; see `HostVectorEnv`."""
         self.env.restart(shared)
 
     def draw(self, number: int) -> np.ndarray:
-        """Draws one environment as it is now, `[H, W, 3]` uint8."""
+        """Renders the current state of one environment, `[H, W, 3]` uint8."""
         return self.env.draw(number)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`LocalEnvs`: steps environments of Gymnasium's kind in this process, in turn."""
+"""`LocalEnvs`: steps Gymnasium environments sequentially in this process."""
 
 import contextlib
 import io
@@ -22,30 +22,30 @@ from rollout.envs.types import ArrayTree
 
 
 class LocalEnvs(HostVectorEnv):
-    """Several environments in this process, a `HostVectorEnv` that can also `rebuild`.
+    """Steps several environments in this process; supports `rebuild`, `save`, `load`.
 
-    An exception of one environment makes that one faulty and leaves the others alone.
+    An exception in one environment marks only this environment as faulty.
 
     Attributes:
-        num_envs: B.
-        observation_space, action_space: of one environment.
-        causes: the cause of each faulty environment, by its number.
+        num_envs: number of environments, B.
+        observation_space, action_space: spaces of a single environment.
+        causes: exception of each faulty environment, by index.
 
     Args:
-        make_fns: `B` functions that make one environment each, with the methods and
-            spaces of `gymnasium.Env`.
-        observe_info: keys of `info` that become part of the observation, each with an
-            example: `{"action_mask": np.ones(2, bool)}`. An observation is then
-            `{"obs": obs, "info": {key: value}}`; `reset` and every step must return
-            those keys.
-        record_info: keys of `info` that `HostStep.info` has, each with an example.
-            Where a step returns no such key, its value is zero.
-        first: number of the first environment, in messages.
+        make_fns: `B` functions, each of which creates one environment with the methods
+            and spaces of `gymnasium.Env`.
+        observe_info: keys of `info` to include in the observation, each with an
+            example value: `{"action_mask": np.ones(2, bool)}`. An observation is then
+            `{"obs": obs, "info": {key: value}}`. `reset` and every step must return
+            these keys.
+        record_info: keys of `info` to record in `HostStep.info`, each with an example
+            value. The recorded value is zero if a step does not return the key.
+        first: index of the first environment, for messages.
 
     Raises:
-        EnvFault: if an environment could not be made.
-        ValueError: if `make_fns` is empty, an environment has the old interface of gym,
-            their spaces differ, or a space has no arrays.
+        EnvFault: if an environment cannot be created.
+        ValueError: if `make_fns` is empty, an environment has the interface of gym
+            before 0.26, spaces differ, or a space does not consist of arrays.
     """
 
     can_rebuild = can_load = True
@@ -64,8 +64,8 @@ class LocalEnvs(HostVectorEnv):
         self.num_envs = len(self.make_fns)
         self._envs: list[Any] = []
         try:
-            for at in range(self.num_envs):
-                self._envs.append(self._make(at))
+            for index in range(self.num_envs):
+                self._envs.append(self._make(index))
             self.spaces = _spaces(self._envs[0])
             self.layout = make_layout(self.spaces, observe_info, record_info)
         except BaseException:
@@ -74,22 +74,22 @@ class LocalEnvs(HostVectorEnv):
         self.observation_space = self.layout.obs.space
         self.action_space = self.layout.action.space
         self.causes: dict[int, BaseException] = {}
-        self._observes = bool(observe_info)
+        self._is_dict = bool(observe_info)
         self._split = split_action(self.spaces[1])
-        self._steps = [env.step for env in self._envs]  # looked up once, not per step
+        self._steps = [env.step for env in self._envs]  # saves a lookup per step
         self.place(StepArrays(self.layout, self.num_envs))
 
     def draw(self, number: int) -> np.ndarray:
-        """Draws one environment as it is now, `[H, W, 3]` uint8.
+        """Renders the current state of one environment, `[H, W, 3]` uint8.
 
         Raises:
-            ValueError: if the environment draws no frames.
+            ValueError: if the environment does not render frames.
         """
         request_checks.closed(not self._envs)
         return request_checks.drawn(self._envs[number])
 
     def place(self, arrays: StepArrays) -> None:
-        """Makes the environments write to these arrays from now on."""
+        """Sets the arrays to which the environments write their results."""
         self._arrays, self.info = arrays, arrays.info_tree
         self._write_obs = writer(self.layout.obs, arrays.obs)
         self._results = arrays.reward, arrays.terminated, arrays.truncated
@@ -105,63 +105,63 @@ class LocalEnvs(HostVectorEnv):
         """Starts an episode in some environments; see `HostVectorEnv`.
 
         Raises:
-            EnvFault: if some failed, or had failed and were not rebuilt.
+            EnvFault: if an environment fails, or has failed and was not rebuilt.
         """
         request_checks.closed(not self._envs)
-        which = np.flatnonzero(mask).tolist()
-        # All are reset before the first fault is raised: the others must be ready.
-        for at in (x for x in which if x not in self.causes):
+        indices = np.flatnonzero(mask).tolist()
+        # Reset all environments before raising, so that all healthy ones are ready.
+        for index in (x for x in indices if x not in self.causes):
             try:
-                obs, info = self._envs[at].reset(seed=int(seeds[at]))
-                shown = {"obs": obs, "info": info} if self._observes else obs
-                self._write_obs(at, shown)
+                obs, info = self._envs[index].reset(seed=int(seeds[index]))
+                obs = {"obs": obs, "info": info} if self._is_dict else obs
+                self._write_obs(index, obs)
             except Exception as cause:
-                self.causes[at] = cause
-        causes = {at: self.causes[at] for at in which if at in self.causes}
+                self.causes[index] = cause
+        causes = {x: self.causes[x] for x in indices if x in self.causes}
         if causes:
             raise EnvFault(causes)
         return self._arrays.obs_tree
 
     def step(self, action: ArrayTree) -> HostStep:
-        """Takes one step in every environment, `[B, ...]`, and resets none."""
+        """Steps every environment with its action, `[B, ...]`, without resets."""
         request_checks.closed(not self._envs)
-        for at, one in zip(range(self.num_envs), self._split(action), strict=True):
-            self.advance(at, one)
+        for index, x in zip(range(self.num_envs), self._split(action), strict=True):
+            self.advance(index, x)
         return self._arrays.answer(self.causes)
 
     def rebuild(self, mask: np.ndarray) -> None:
-        """Rebuilds some environments; each must be reset before its next step.
+        """Replaces environments by new ones, which must be reset before the next step.
 
         Args:
-            mask: `[B]` bool, which to rebuild; at least one.
+            mask: `[B]` bool, the environments to rebuild, at least one.
 
         Raises:
-            EnvFault: if some could not be made; they stay faulty.
+            EnvFault: if an environment cannot be created; it remains faulty.
         """
         request_checks.closed(not self._envs)
         causes = {}
-        for at in np.flatnonzero(mask).tolist():
-            close(self._envs[at])
-            # A new environment can have other spaces, which is a `ValueError`.
+        for index in np.flatnonzero(mask).tolist():
+            close(self._envs[index])
+            # `_make` raises a `ValueError` if the spaces of the new environment differ.
             try:
-                env = self._make(at)
+                env = self._make(index)
             except (EnvFault, ValueError) as error:
-                causes[at] = self.causes[at] = error.__cause__ or error
+                causes[index] = self.causes[index] = error.__cause__ or error
             else:
-                self._envs[at], self._steps[at] = env, env.step
-                self.causes.pop(at, None)
+                self._envs[index], self._steps[index] = env, env.step
+                self.causes.pop(index, None)
         if causes:
             raise EnvFault(causes)
 
     def save(self) -> list[bytes] | None:
-        """Saves every environment; see `HostVectorEnv`."""
+        """Saves the state of every environment; see `HostVectorEnv`."""
         request_checks.closed(not self._envs)
-        saved = map(_saved, [] if self.causes else self._envs)
-        states = [x for x in saved if x is not None]
+        states = map(_save, [] if self.causes else self._envs)
+        states = [x for x in states if x is not None]
         return states if len(states) == self.num_envs else None
 
     def load(self, saved: Sequence[bytes], obs: ArrayTree) -> None:
-        """Puts every environment where it was at `save`; see `HostVectorEnv`.
+        """Restores the state of every environment; see `HostVectorEnv`.
 
         Raises:
             ValueError: if an environment has no `load_state`.
@@ -178,39 +178,39 @@ class LocalEnvs(HostVectorEnv):
         while self._envs:
             close(self._envs.pop())
 
-    def advance(self, at: int, action: Any) -> None:
-        """Takes one step in one environment, unless it is faulty."""
-        if at in self.causes:
+    def advance(self, index: int, action: Any) -> None:
+        """Steps one environment, unless it is faulty."""
+        if index in self.causes:
             return
         try:
-            result = self._steps[at](action)
+            result = self._steps[index](action)
             obs, reward, terminated, truncated, info = result
-            self._write_obs(at, {"obs": obs, "info": info} if self._observes else obs)
-            # Most environments return Python's own numbers, which need no checks. This
-            # runs once per environment and step.
+            self._write_obs(index, {"obs": obs, "info": info} if self._is_dict else obs)
+            # A fast path, because this runs once per environment and step: most
+            # environments return Python numbers, which need no checks.
             if type(reward) is float and type(terminated) is type(truncated) is bool:
                 rewards, terminations, truncations = self._results
-                rewards[at], terminations[at] = reward, terminated
-                truncations[at] = truncated
+                rewards[index], terminations[index] = reward, terminated
+                truncations[index] = truncated
             else:
                 for write, value in zip(self._write_results, result[1:4], strict=True):
-                    write(at, value)
+                    write(index, value)
             for path, array, write in self._records:
                 if path[0] in info:
-                    write(at, leaf_at(info, path))
+                    write(index, leaf_at(info, path))
                 else:
-                    array[at] = 0
+                    array[index] = 0
         except Exception as cause:
-            self.causes[at] = cause
+            self.causes[index] = cause
 
-    def _make(self, at: int) -> Any:
-        number = self._first + at
+    def _make(self, index: int) -> Any:
+        number = self._first + index
         try:
-            env = self.make_fns[at]()
+            env = self.make_fns[index]()
         except Exception as cause:
             raise EnvFault({number: cause}) from cause
         request_checks.new_interface(env)
-        first = self._envs[0] if self._envs else env  # the very first has no other
+        first = self._envs[0] if self._envs else env
         request_checks.same_spaces(_spaces(first), _spaces(env), number)
         return env
 
@@ -220,28 +220,29 @@ def _spaces(env: Any) -> tuple[Any, Any]:
 
 
 def close(env: Any) -> None:
-    """Closes one environment, whatever it says to that."""
-    with contextlib.suppress(Exception):  # it may be broken
+    """Closes one environment and ignores exceptions."""
+    with contextlib.suppress(Exception):  # the environment may be faulty
         env.close()
 
 
-def _saved(env: Any) -> bytes | None:
-    """Saves the arrays that an environment names; None if it has no `save_state`."""
-    if not hasattr(type(env), "save_state"):  # a wrapper forwards attributes
+def _save(env: Any) -> bytes | None:
+    """Serializes the arrays of `save_state`; returns None without this method."""
+    # Check the class: Gymnasium's wrappers forward attributes of the environment.
+    if not hasattr(type(env), "save_state"):
         return None
     file = io.BytesIO()
     for name, value in env.save_state().items():
-        # NumPy's own format without pickle: to load it runs no code.
+        # Use NumPy's format without pickle, so that loading runs no code.
         for array in (np.asarray(name), np.asarray(value)):
             np.lib.format.write_array(file, array, allow_pickle=False)
     return file.getvalue()
 
 
 def _load(env: Any, state: bytes) -> None:
-    """Puts an environment where it was at `save`, with its own settings.
+    """Restores the state of an environment from the bytes of `_save`.
 
     Raises:
-        ValueError: if it has no `load_state`.
+        ValueError: if the environment has no `load_state`.
     """
     if not hasattr(type(env), "load_state"):
         raise ValueError(
@@ -252,7 +253,7 @@ def _load(env: Any, state: bytes) -> None:
     while file.tell() < len(state):
         name = np.lib.format.read_array(file, allow_pickle=False)
         arrays[str(name)] = np.lib.format.read_array(file, allow_pickle=False)
-    # Gymnasium's wrappers refuse a step before a reset, and many environments make the
-    # arrays in it that `load_state` fills.
+    # Reset first: Gymnasium's wrappers raise if `step` precedes `reset`, and many
+    # environments allocate the arrays that `load_state` fills in `reset`.
     env.reset(seed=0)
     env.load_state(arrays)

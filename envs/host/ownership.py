@@ -1,4 +1,4 @@
-"""Notes who stepped environments last, so that none goes on in another's episode."""
+"""Records the last user of environments, so that stale users can be rejected."""
 
 import itertools
 from typing import Any
@@ -9,23 +9,23 @@ _NUMBERS = itertools.count(1)
 
 
 def new_user() -> int:
-    """Returns a number that no other user of environments in this process has."""
+    """Returns the id of a new user, unique in this process."""
     return next(_NUMBERS)
 
 
 def claim(env: Any, user: int) -> None:
-    """Notes that the episodes of these environments belong to this user from now on."""
-    object.__setattr__(_innermost(env), "_rollout_user", user)  # it may be frozen
+    """Records `user` as the owner of the current episodes of these environments."""
+    object.__setattr__(_innermost(env), "_rollout_user", user)  # also if it is frozen
 
 
 def is_claimed(env: Any, user: int) -> bool:
-    """Returns whether this user was the last to claim them."""
+    """Returns whether `user` is the owner of the current episodes."""
     return getattr(_innermost(env), "_rollout_user", None) == user
 
 
 def _innermost(env: Any) -> Any:
-    """Returns what is in all wrappers: several may be around the same."""
-    # A collector around a wrapper and one around its environment step the same one.
+    """Returns the environments inside all wrappers."""
+    # Collectors of a wrapper and of the wrapped object step the same environments.
     while isinstance(inner := getattr(env, "env", None), HostVectorEnv):
         env = inner
     return env

@@ -1,7 +1,7 @@
-"""Memory that worker processes share, and that nobody has to delete.
+"""Memory shared by worker processes, which needs no explicit cleanup.
 
-It is a file without a name: it disappears with the last process that has it open,
-however that process ends.
+The memory is an anonymous file. The operating system frees it when the last process
+that holds it ends, also after a crash.
 """
 
 import math
@@ -18,39 +18,39 @@ _ALIGN = 64  # bytes, a cache line
 
 
 def new(layout: Layout, num_envs: int) -> int:
-    """Makes a file for arrays of `num_envs` environments; returns its descriptor."""
-    places = _Places(None)  # a dry run of `arrays` measures the size
-    StepArrays(layout, num_envs, places.take)
-    # Not in /dev/shm, which containers often limit to 64 MiB.
+    """Creates a file for arrays of `num_envs` environments; returns its descriptor."""
+    allocator = _Allocator(None)  # a dry run of `arrays` measures the size
+    StepArrays(layout, num_envs, allocator.allocate)
+    # Do not use /dev/shm: containers often limit it to 64 MiB.
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("rollout")
     else:
-        with tempfile.TemporaryFile() as file:  # such as on macOS
+        with tempfile.TemporaryFile() as file:  # for example on macOS
             descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, max(places.end, 1))
+    os.ftruncate(descriptor, max(allocator.end, 1))
     return descriptor
 
 
 def arrays(
     layout: Layout, num_envs: int, descriptor: int, rows: slice = slice(None)
 ) -> StepArrays:
-    """Maps `rows` of such a file, which stays as long as one of the arrays lives."""
+    """Maps `rows` of the file of `new`; the mapping lives as long as the arrays."""
     memory = mmap.mmap(descriptor, 0)
-    return StepArrays(layout, num_envs, _Places(memory, rows).take)
+    return StepArrays(layout, num_envs, _Allocator(memory, rows).allocate)
 
 
-class _Places:
-    """Cuts arrays from a memory, one after the other."""
+class _Allocator:
+    """Allocates consecutive arrays in a block of memory."""
 
     def __init__(self, memory: mmap.mmap | None, rows: slice = slice(None)) -> None:
         self.memory, self.rows, self.end = memory, rows, 0
 
-    def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        # Each array begins a cache line: no two of them share one.
+    def allocate(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        # Align each array to a cache line, so that no two arrays share a cache line.
         start = self.end
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         self.end += -(-num_bytes // _ALIGN) * _ALIGN
-        # Processes take the arrays in the same order, and so find the same places.
+        # All processes allocate in the same order, so they compute the same offsets.
         if self.memory is None:
             return np.empty(0, dtype)
         return np.ndarray(shape, dtype, self.memory, start)[self.rows]

@@ -1,4 +1,4 @@
-"""`SpaceCheck`: finds observations and actions that are not in their space."""
+"""`SpaceCheck`: finds observations and actions outside their space."""
 
 import jax
 import numpy as np
@@ -10,12 +10,12 @@ _SPACES = {"obs": "observation_space", "action": "action_space"}
 
 
 class SpaceCheck:
-    """Finds elements that are not finite, or not in their space.
+    """Finds observations or actions that are not finite or outside their space.
 
     Args:
-        space: of one environment's element.
-        name: of the element in error messages.
-        slack: how far a float may be beyond a bound, in parts of that bound.
+        space: space of a single environment.
+        name: "obs" or "action", for error messages.
+        slack: tolerance for floats beyond a bound, relative to the bound.
     """
 
     def __init__(
@@ -26,19 +26,19 @@ class SpaceCheck:
         self._bounds = [_finite_bounds(leaf, slack) for leaf in space.leaves()]
 
     def find(self, value: ArrayTree) -> dict[int, ValueError]:
-        """Returns the error of each bad element, by its row; empty if all are good.
+        """Returns an error for each invalid row, by row index; empty if all are valid.
 
         Args:
-            value: `[K, ...]` leaves, those of `K` environments.
+            value: `[K, ...]` leaves, observations or actions of `K` environments.
         """
         leaves = [value] if isinstance(value, np.ndarray) else jax.tree.leaves(value)
         causes = {}
         if len(leaves) != len(self._bounds):
-            return causes  # a user-defined space without known leaves
+            return causes  # a user-defined space with unknown leaves
         for number, (leaf, bounds) in enumerate(zip(leaves, self._bounds, strict=True)):
             if bounds is None:  # every value of the dtype is inside
                 continue
-            # Bounds are finite, and a NaN compares as False: one test finds both.
+            # One test finds both errors: bounds are finite, and NaN compares as False.
             inside = (leaf >= bounds[0]) & (leaf <= bounds[1])
             if np.count_nonzero(inside) < inside.size:
                 path, _ = jax.tree.leaves_with_path(value)[number]
@@ -52,18 +52,18 @@ class SpaceCheck:
 def _explain(
     name: str, obs: np.ndarray, inside: np.ndarray, bounds: tuple[np.ndarray, ...]
 ) -> ValueError:
-    """Makes the error of an observation by its first bad value."""
+    """Returns an error that names the first invalid value of a row."""
     index = np.unravel_index(np.argmin(inside), inside.shape)
-    where = [int(x) for x in index] if index else ""
+    position = [int(x) for x in index] if index else ""
     low, high = (np.broadcast_to(x, obs.shape)[index] for x in bounds)
-    what = f"in [{low:g}, {high:g}]" if np.isfinite(obs[index]) else "finite"
-    return ValueError(f"`{name}{where}` must be {what}, got {obs[index]:g}")
+    rule = f"in [{low:g}, {high:g}]" if np.isfinite(obs[index]) else "finite"
+    return ValueError(f"`{name}{position}` must be {rule}, got {obs[index]:g}")
 
 
 def _finite_bounds(
     space: AnySpace, slack: float
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the bounds, clipped to the dtype's; None if every value is inside."""
+    """Returns the bounds clipped to the dtype, or None if every value is inside."""
     if space.bounds is None:
         return None
     dtype, (low, high) = np.dtype(space.dtype), map(np.asarray, space.bounds)
@@ -71,10 +71,10 @@ def _finite_bounds(
         return None
     if dtype.kind == "f" and slack:
         low, high = low - slack * np.abs(low), high + slack * np.abs(high)
-    # An infinite bound becomes the largest finite number: infinity is outside, too.
-    most = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
-    if dtype.kind != "f" and (low <= most.min).all() and (high >= most.max).all():
+    # Replace infinite bounds by the largest finite number, so that infinity is outside.
+    limits = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    if dtype.kind != "f" and (low <= limits.min).all() and (high >= limits.max).all():
         return None
-    low = np.maximum(low.astype(np.float64), most.min)
-    high = np.minimum(high.astype(np.float64), most.max)
+    low = np.maximum(low.astype(np.float64), limits.min)
+    high = np.minimum(high.astype(np.float64), limits.max)
     return low.astype(dtype), high.astype(dtype)

@@ -1,8 +1,8 @@
-"""The contracts of environments that are not JAX: NumPy in, NumPy out.
+"""Interfaces of vector environments that step outside JAX, on NumPy arrays.
 
-A `HostVectorEnv` is `B` environments side by side that reset only on request, each from
-its own seed. An `AsyncHostVectorEnv` can also step some of them, and returns those that
-answer first.
+A `HostVectorEnv` holds `B` environments that reset only on request, each with a
+separate seed. An `AsyncHostVectorEnv` can also step a subset of the environments, and
+returns the environments that are ready first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,22 +15,25 @@ from rollout.envs.types import ArrayTree, BaseVectorEnv
 
 
 class HostStep(NamedTuple):
-    """One step of `B` environments; after `receive`, of `num_ready` of the `B`.
+    """Result of a step of `B` environments, or of `num_ready` after `receive`.
 
-    The arrays may be views of memory that the next call writes to.
+    The arrays may be views of memory that the next call overwrites.
 
     Attributes:
-        obs: `[B, ...]`, true successors, also where an episode ended; any pytree.
-        reward: `[B]` float32.
-        terminated: `[B]` bool, the task itself ended.
-        truncated: `[B]` bool, cut from outside (time limit). Both flags may be set.
-        faulty: `[B]` bool, the environment failed: its other values are meaningless,
-            and it takes no step before `rebuild`, then `reset`.
-        info: `[B, ...]`, any pytree of arrays of one structure; `{}` if there is none.
-        mask: `[B]` bool, False where the environment took no step but reset itself:
-            `obs` is then the first of a new episode. None stands for True everywhere.
-        causes: the exception of each faulty environment, by its number.
-        raw_reward: `[B]` float32, what `episode_return` sums; None for `reward`.
+        obs: `[B, ...]` pytree, true successor observations, also at episode ends.
+        reward: `[B]` float32, reward for the action.
+        terminated: `[B]` bool, True if the task ended: do not bootstrap.
+        truncated: `[B]` bool, True if the episode was cut off, for example by a time
+            limit: bootstrap. Both flags may be set.
+        faulty: `[B]` bool, True if the environment failed. Ignore all other values of
+            this environment, and call `rebuild` and `reset` before its next step.
+        info: `[B, ...]` pytree of arrays with a constant structure; `{}` if empty.
+        mask: `[B]` bool, False if the environment reset automatically instead of
+            stepping: `obs` is then the first observation of a new episode. None is
+            equivalent to True everywhere.
+        causes: exception of each faulty environment, by index.
+        raw_reward: `[B]` float32, summands of `episode_return`; None if equal to
+            `reward`.
     """
 
     obs: ArrayTree  # [B, ...]
@@ -45,44 +48,43 @@ class HostStep(NamedTuple):
 
     @property
     def total_reward(self) -> np.ndarray:
-        """`[B]` float32, the reward that `episode_return` sums."""
+        """Reward that `episode_return` sums, `[B]` float32."""
         return self.reward if self.raw_reward is None else self.raw_reward
 
 
 class EnvFault(RuntimeError):  # noqa: N818
-    """Environments failed; at a `reset`, the others are reset all the same.
+    """Raised when environments fail. A `reset` still resets the healthy environments.
 
     Attributes:
-        causes: the exception of each that failed, by its number.
+        causes: exception of each failed environment, by index.
     """
 
     def __init__(self, causes: Mapping[int, BaseException], hint: str = "") -> None:
-        super().__init__(causes, hint)  # by which it is pickled, for another process
+        super().__init__(causes, hint)  # pickle restores from `args`
         self.causes = dict(causes)
 
     def __str__(self) -> str:
         number, cause = next(iter(self.causes.items()))
         more = f", and {len(self.causes) - 1} more" if len(self.causes) > 1 else ""
-        what = f"{type(cause).__name__}: {cause}{more}{self.args[1]}"
-        return f"environment {number} failed: {what}"
+        text = f"{type(cause).__name__}: {cause}{more}{self.args[1]}"
+        return f"environment {number} failed: {text}"
 
 
 class HostVectorEnv(BaseVectorEnv):
-    """Base of `B` environments on the host, `[B, ...]` everywhere.
+    """Base class of `B` environments on the host; all arrays are `[B, ...]`.
 
-    A subclass has the spaces and `num_envs` as attributes, and defines `reset` and
-    `step`. All other members have defaults, for environments that cannot be rebuilt,
-    saved or drawn and that learn no statistics.
+    A subclass sets the spaces and `num_envs` as attributes, and defines `reset` and
+    `step`. All other members are optional: by default environments cannot be rebuilt,
+    saved or rendered, and update no running statistics.
 
     Attributes:
-        is_async: whether `send` and `receive` are defined, as `AsyncHostVectorEnv` has
-            them.
+        is_async: whether `send` and `receive` are defined, see `AsyncHostVectorEnv`.
         can_rebuild: whether `rebuild` is defined.
         can_load: whether `save` and `load` are defined.
-        shared: statistics of all environments, any pytree of arrays, which
-            `carry.env_state` contains.
-        info: arrays like the `info` of a step, `[B, ...]`, so that
-            `HostCollector.row_shape` knows them; `{}` if there is none.
+        shared: running statistics over all environments, a pytree of arrays. It is part
+            of `carry.env_state`.
+        info: `[B, ...]` arrays with the structure, shapes and dtypes of
+            `HostStep.info`, which `HostCollector.row_shape` reads; `{}` if empty.
     """
 
     is_async: bool = False
@@ -92,116 +94,119 @@ class HostVectorEnv(BaseVectorEnv):
     info: ArrayTree = {}  # noqa: RUF012 (never written to)
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
-        """Starts an episode in some environments, each from its own seed.
+        """Starts an episode in some environments, each with a separate seed.
 
-        Drops the steps of these environments that are in flight.
+        Discards the steps of these environments that are in flight.
 
         Args:
-            seeds: `[B]` uint32; read where `mask`.
-            mask: `[B]` bool, which to reset; at least one.
+            seeds: `[B]` uint32 seeds; only the seeds where `mask` is True are used.
+            mask: `[B]` bool, the environments to reset, at least one.
 
         Returns:
-            `[B, ...]` observations, unchanged for the other environments. They may be
-            views of memory that the next call writes to.
+            `[B, ...]` observations, unchanged where `mask` is False. The arrays may be
+            views of memory that the next call overwrites.
 
         Raises:
-            EnvFault: if some failed.
+            EnvFault: if an environment fails.
         """
         raise NotImplementedError
 
     def step(self, action: ArrayTree) -> HostStep:
-        """Takes one step in every environment, `[B, ...]`, and resets none."""
+        """Steps every environment with its action, `[B, ...]`, without resets."""
         raise NotImplementedError
 
     def close(self) -> None:
         """Ends processes and frees memory; a second call does nothing."""
 
     def rebuild(self, mask: np.ndarray) -> None:
-        """Makes new environments in place of some, to go on after a fault.
+        """Replaces environments by new ones, to continue after a fault.
 
         Args:
-            mask: `[B]` bool, which to rebuild; each must be reset before its next step.
+            mask: `[B]` bool, the environments to rebuild. Each must be reset before its
+                next step.
 
         Raises:
-            EnvFault: if some could not be made.
+            EnvFault: if an environment cannot be created.
         """
         raise NotImplementedError
 
     def save(self) -> list[bytes] | None:
-        """Saves every environment.
+        """Saves the state of every environment.
 
         Returns:
-            `B` states, or None if an environment is faulty or cannot be saved.
+            `B` states, or None if an environment is faulty or does not support saving.
         """
         return None
 
     def load(self, saved: Sequence[bytes], obs: ArrayTree) -> None:
-        """Restores every environment, also the faulty ones.
+        """Restores the state of every environment, including faulty environments.
 
-        After an error all environments must be rebuilt and reset.
+        If `load` raises, rebuild and reset all environments before the next step.
 
         Args:
-            saved: the result of `save`.
-            obs: `[B, ...]`, the observations at the time of `save`.
+            saved: result of `save`, one state per environment.
+            obs: `[B, ...]` observations at the time of `save`.
         """
         raise NotImplementedError
 
     def restart(self, shared: ArrayTree) -> None:
-        """Restores the statistics from `shared`, or resets them if it is None."""
+        """Restores the running statistics from `shared`, or resets them if None."""
 
     def draw(self, number: int) -> np.ndarray:
-        """Draws one environment as it is now, `[H, W, 3]` uint8.
+        """Renders the current state of one environment, `[H, W, 3]` uint8.
 
         Raises:
-            ValueError: if the environments draw nothing, as by default.
+            ValueError: if the environments do not support rendering, as by default.
         """
         raise ValueError(
-            "`collector.env` must have environments in this process that draw "
-            f"themselves, got {type(self).__name__}: pass "
+            "`collector.env` must have environments in this process that render "
+            f"frames, got {type(self).__name__}. Pass "
             "`collector.replace(env=envs.from_gymnasium(make, 1, "
             'render_mode="rgb_array"))`.'
         )
 
 
 class AsyncHostVectorEnv(HostVectorEnv):
-    """Base of a `HostVectorEnv` that can step some environments while others work.
+    """Base class of a `HostVectorEnv` that steps environments asynchronously.
 
     A subclass also defines `send` and `receive`.
 
     Attributes:
-        batch_size: the number of environments that `receive` returns, if it is fixed:
-            then only a reset of all environments drops steps in flight. None for any
-            number.
+        batch_size: fixed number of environments that `receive` returns, or None if any
+            number is possible. With a fixed number, only a reset of all environments
+            discards steps in flight.
     """
 
     is_async: bool = True
     batch_size: int | None = None
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
-        """Begins a step in some environments.
+        """Starts a step in some environments without waiting for the results.
 
         Args:
-            action: `[K, ...]`, one action for each of `K` of the `B` environments.
-            env_id: `[K]` int, their numbers; none of them may be in flight.
+            action: `[K, ...]` actions for `K` of the `B` environments.
+            env_id: `[K]` int, indices of these environments, which must not be in
+                flight.
         """
         raise NotImplementedError
 
     def receive(
         self, num_ready: int, timeout: float | None = None
     ) -> tuple[HostStep, np.ndarray]:
-        """Waits for the first `num_ready` environments that answer.
+        """Waits until `num_ready` environments have finished their steps.
 
         Args:
-            num_ready: at least 1 and at most the number in flight.
-            timeout: seconds to wait, None for any time.
+            num_ready: number of environments to return, from 1 to the number of
+                environments in flight.
+            timeout: seconds to wait; None waits indefinitely.
 
         Returns:
-            Their answers, `[num_ready, ...]`, in the order of answering; and their
-            numbers, `[num_ready]` int32.
+            Tuple of the results, `[num_ready, ...]`, in order of completion, and the
+            indices of the environments, `[num_ready]` int32.
 
         Raises:
-            TimeoutError: if fewer answer within `timeout`. Nothing is lost: the next
-                call returns them.
+            TimeoutError: if fewer environments are ready within `timeout`. No result is
+                lost: the next call returns them.
         """
         raise NotImplementedError
 
@@ -211,8 +216,8 @@ def check_host_env(env: Any) -> None:
     checks.not_of_gymnasium(env)
     if not isinstance(env, HostVectorEnv):
         raise ValueError(
-            "`env` must be a `HostVectorEnv`, such as `rollout.envs.from_gymnasium` "
-            f"makes, got {type(env).__name__}: environments in JAX go into a "
-            "`Collector`, and a class of your own that steps in NumPy must subclass "
-            "`rollout.envs.host.types.HostVectorEnv`."
+            "`env` must be a `HostVectorEnv`, for example from `rollout.envs."
+            f"from_gymnasium`, got {type(env).__name__}. Use a `Collector` for JAX "
+            "environments, and subclass `rollout.envs.host.types.HostVectorEnv` for "
+            "custom environments in NumPy."
         )

@@ -1,4 +1,4 @@
-"""Starts worker processes, sends requests, reads replies, and ends lost workers."""
+"""Starts worker processes, sends requests, reads replies, and ends workers."""
 
 import collections
 import contextlib
@@ -14,35 +14,35 @@ from typing import Any, Self
 from rollout.envs.host import exceptions, request_checks, worker_process
 from rollout.envs.host.types import EnvFault
 
-_GRACE = 2.0  # seconds to close environments in, before a process is killed
-_PATIENCE = 0.5  # seconds, after which an exit of the process is noticed
-_UNTIMED = ("make", "share")  # to make environments may take any time
+_GRACE = 2.0  # seconds to close environments before a process is killed
+_POLL = 0.5  # seconds between checks for an exit of the main thread
+_UNTIMED = ("make", "share")  # no timeout for the creation of environments
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class WorkerHandle:
-    """One worker process, as the main process sees it.
+    """State of a worker process in the main process.
 
     Attributes:
-        number: of the worker, from 0.
-        ids: numbers of its environments.
-        process: None if it is lost, or was not started yet.
-        pipe: None if it is lost, or was not started yet.
-        asked: the method of its last request.
-        since: when its time for the next reply began.
-        owed: the replies that it owes, in their order: the number of an environment for
-            a step of that one, None for any other.
-        reply: `(result, error)`, its last reply that was not to such a step.
-        causes: those of its faulty environments, as its last reply has them.
+        number: index of the worker, from 0.
+        ids: indices of the worker's environments.
+        process: worker process; None before the start and after the worker is lost.
+        pipe: connection to the worker; None before the start and after it is lost.
+        method: method of the last request.
+        since: start of the timeout for the next reply, in seconds.
+        pending: expected replies in order. An entry is the index of an environment for
+            a step of a single environment, and None for any other request.
+        reply: `(result, error)` of the last request other than such a step.
+        causes: exception of each faulty environment according to the last reply.
     """
 
     number: int
     ids: range
     process: Any = None
     pipe: Any = None
-    asked: str = ""
+    method: str = ""
     since: float = 0.0
-    owed: collections.deque[int | None] = dataclasses.field(
+    pending: collections.deque[int | None] = dataclasses.field(
         default_factory=collections.deque
     )
     reply: tuple[Any, BaseException | None] = (None, None)
@@ -53,21 +53,21 @@ class WorkerHandle:
 
     @property
     def rows(self) -> slice:
-        """Its environments, as a slice of all."""
+        """The slice of the worker's environments in `[B, ...]` arrays."""
         return slice(self.ids.start, self.ids.stop)
 
 
 class WorkerPool:
-    """All worker processes.
+    """Manages all worker processes.
 
-    Every request stands in a `with` block of the pool. Where an interrupt cuts one
-    short, nobody knows which bytes were sent and read, so all workers are ended.
+    Every request must be inside a `with` block of the pool. If an interrupt leaves the
+    block, the bytes in the pipes are unknown, so the pool ends all workers.
 
     Attributes:
-        handles: one for each worker.
-        in_flight: environments that were sent and not received.
-        answered: those of them that have answered, in the order of their answers.
-        broken: the cause of each faulty environment, by its number, until `rebuild`.
+        handles: one `WorkerHandle` per worker.
+        in_flight: environments whose step was sent but not received.
+        ready: environments in flight whose step has finished, in order of completion.
+        broken: exception of each faulty environment, by index, until `rebuild`.
     """
 
     def __init__(
@@ -75,61 +75,62 @@ class WorkerPool:
     ) -> None:
         self.handles = [WorkerHandle(number=i, ids=ids) for i, ids in enumerate(groups)]
         self.in_flight: set[int] = set()
-        self.answered: collections.deque[int] = collections.deque()
+        self.ready: collections.deque[int] = collections.deque()
         self.broken: dict[int, BaseException] = {}
         self._timeout, self._context, self._owner = timeout, context, os.getpid()
-        self._is_closed, self._is_torn = False, False
-        # Pipes are registered once; `connection.wait` would register all in every call.
+        self._is_closed, self._is_busy = False, False
+        # Register each pipe once: `connection.wait` registers all pipes on every call.
         self._selector = selectors.DefaultSelector()
 
     @property
     def alive(self) -> list[WorkerHandle]:
-        """The workers that are not lost."""
+        """Handles of the workers that run."""
         return [handle for handle in self.handles if handle.pipe is not None]
 
     def __enter__(self) -> Self:
         request_checks.closed(self._is_closed)
-        # An interrupt may also come between here and the block, or in `__exit__`.
-        if self._is_torn:
-            self._give_up_all()
-        self._is_torn = True
+        # `_is_busy` is still set if an interrupt came just before the previous block
+        # or during `__exit__`.
+        if self._is_busy:
+            self._kill_all()
+        self._is_busy = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # An interrupt is no `Exception`.
-        if kind is not None and not issubclass(kind, Exception):
-            self._give_up_all()
-        self._is_torn = False
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        # `KeyboardInterrupt` is not a subclass of `Exception`.
+        if error is not None and not issubclass(error, Exception):
+            self._kill_all()
+        self._is_busy = False
 
     def start(self, handle: WorkerHandle) -> None:
-        """Starts a process."""
-        handle.pipe, theirs = self._context.Pipe()
+        """Starts the process of a worker."""
+        handle.pipe, child_pipe = self._context.Pipe()
         handle.process = self._context.Process(
-            target=worker_process.serve, args=(theirs,)
+            target=worker_process.serve, args=(child_pipe,)
         )
-        with theirs:
+        with child_pipe:
             handle.process.start()
-        # At exit multiprocessing joins the processes of this set, also in a fork of
-        # this process, which does not own them. `close` ends them, and a worker ends
-        # with the main process. It is not daemonic, so that environments may start
-        # processes.
+        # Remove the worker from this set: at exit multiprocessing joins the processes
+        # in the set, also in a fork of this process that does not own them. `close`
+        # ends workers, and workers end with the main process. Workers are not daemonic,
+        # so that environments may start processes.
         children: Any = vars(multiprocessing.process)["_children"]
         children.discard(handle.process)
         self._selector.register(handle.pipe, selectors.EVENT_READ, handle)
 
-    def ask(self, handle: WorkerHandle, method: str, *args: Any) -> None:
+    def request(self, handle: WorkerHandle, method: str, *args: Any) -> None:
         """Sends a request, unless the worker is lost."""
         if handle.pipe is None:
             return
-        if not handle.owed:  # else its time runs since the request or reply before
+        if not handle.pending:  # otherwise the timeout of another request runs
             handle.since = time.monotonic()
-        # Before it is sent: a reply that is not owed would count for another request.
-        handle.asked = method
-        handle.owed.append(handle.ids[args[0]] if method == "take_step_of" else None)
+        # Register the request before sending, so that replies match their requests.
+        handle.method = method
+        handle.pending.append(handle.ids[args[0]] if method == "take_step_of" else None)
         try:
             handle.pipe.send_bytes(pickle.dumps((method, args)))
         except OSError:
-            self.give_up(handle)
+            self.kill(handle)
 
     def gather(
         self, handles: Collection[WorkerHandle]
@@ -137,69 +138,67 @@ class WorkerPool:
         """Waits for the replies to a request.
 
         Returns:
-            Each worker that is not lost, with its result and the error that it raised.
+            `(handle, result, error)` of each worker that is not lost.
         """
-        # Replies come in the order of requests, so those to earlier steps come first.
-        while any(handle.owed for handle in handles):
+        # Replies arrive in the order of requests: results of earlier steps come first.
+        while any(handle.pending for handle in handles):
             self.read_replies()
         return [
             (handle, *handle.reply) for handle in handles if handle.pipe is not None
         ]
 
     def results(self, handles: Collection[WorkerHandle]) -> list[Any]:
-        """Waits for the results of a request, and raises the first error."""
-        found = self.gather(handles)
-        for _, _, error in found:
-            # Which environments are faulty is in `broken`, with other workers' ones.
+        """Waits for the results of a request and raises the first error."""
+        replies = self.gather(handles)
+        for _, _, error in replies:
+            # Skip `EnvFault`: `broken` records the faults of all workers.
             if error is not None and not isinstance(error, EnvFault):
                 raise error
-        return [result for _, result, _ in found]
+        return [result for _, result, _ in replies]
 
     def add_faults(self, handle: WorkerHandle) -> None:
-        """Notes the faulty environments of a worker that are not known as such."""
+        """Records new faults of a worker's environments."""
         self.broken = {**handle.causes, **self.broken}
 
     def read_replies(self, timeout: float | None = None) -> None:
-        """Waits for replies, at most `timeout` seconds; reads one of each worker."""
-        # Woken now and then, since the process may be at its exit meanwhile.
-        waits = [max(0.0, left) for _, left in self._time_left()]
-        waits += [_PATIENCE] if timeout is None else [_PATIENCE, timeout]
+        """Waits at most `timeout` seconds; reads at most one reply of each worker."""
+        # Wake up regularly, to detect that the main thread has ended.
+        timeouts = [max(0.0, seconds) for _, seconds in self._time_left()]
+        timeouts += [_POLL] if timeout is None else [_POLL, timeout]
         exceptions.raise_at_exit()
-        for key, _ in self._selector.select(min(waits)):
+        for key, _ in self._selector.select(min(timeouts)):
             self._read(key.data)
-        for handle, left in self._time_left():
-            if left <= 0:
+        for handle, seconds in self._time_left():
+            if seconds <= 0:
                 text = f"{handle} did not answer within {self._timeout} s"
-                self.give_up(handle, TimeoutError(text))
+                self.kill(handle, TimeoutError(text))
 
-    def give_up(self, handle: WorkerHandle, cause: BaseException | None = None) -> None:
-        """Ends a process; its environments are faulty, and answer so if in flight."""
+    def kill(self, handle: WorkerHandle, cause: BaseException | None = None) -> None:
+        """Kills a worker process and marks its environments as faulty."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(handle.pipe)
         if cause is None:
-            handle.process.join(_GRACE)  # its pipe may be closed a moment before
+            handle.process.join(_GRACE)  # the pipe may close before the process ends
             exit_code = handle.process.exitcode
             cause = RuntimeError(f"{handle} ended with exit code {exit_code}")
         self.broken.update(dict.fromkeys(handle.ids, cause))
         handle.causes = {}
-        # Nobody else will answer for these, and `receive` waits for them.
-        self.answered.extend(at for at in handle.owed if at is not None)
-        handle.owed.clear()
+        # Mark these environments as ready: otherwise `receive` would wait forever.
+        self.ready.extend(x for x in handle.pending if x is not None)
+        handle.pending.clear()
         _end(handle)
 
-    def drop_answers(self, numbers: Collection[int]) -> None:
-        """Drops the answers of these environments, which have stepped by now."""
-        self.in_flight.difference_update(numbers)
-        self.answered = collections.deque(
-            at for at in self.answered if at not in numbers
-        )
+    def discard_steps(self, env_ids: Collection[int]) -> None:
+        """Discards the results of these environments, whose steps have finished."""
+        self.in_flight.difference_update(env_ids)
+        self.ready = collections.deque(x for x in self.ready if x not in env_ids)
 
     def close(self) -> None:
         """Ends every process; a second call does nothing."""
-        if os.getpid() != self._owner:  # a fork has a copy of this
+        if os.getpid() != self._owner:  # a fork does not own the workers
             return
         self._is_closed, alive = True, self.alive
-        # All close their environments at the same time, and share the grace.
+        # All workers close their environments in parallel within the same deadline.
         for handle in alive:
             with contextlib.suppress(OSError):
                 handle.pipe.send_bytes(pickle.dumps(("close", ())))
@@ -208,40 +207,40 @@ class WorkerPool:
             _end(handle, max(0.0, end - time.monotonic()))
         self._selector.close()
 
-    def _give_up_all(self) -> None:
-        """Ends all workers, after an interrupt."""
+    def _kill_all(self) -> None:
+        """Ends all workers after an interrupt."""
         for handle in self.alive:
-            self.give_up(handle, RuntimeError(f"{handle} was interrupted"))
-        self.drop_answers(range(self.handles[-1].ids.stop))
+            self.kill(handle, RuntimeError(f"{handle} was interrupted"))
+        self.discard_steps(range(self.handles[-1].ids.stop))
 
     def _read(self, handle: WorkerHandle) -> None:
         try:
             result, error, handle.causes = pickle.loads(handle.pipe.recv_bytes())
         except (EOFError, OSError):
-            return self.give_up(handle)
-        except Exception as error:  # of a class that only the worker knows
-            return self.give_up(handle, error)
-        # Its time for the next reply begins with this one: it works on one at a time.
-        handle.since, at = time.monotonic(), handle.owed.popleft()
+            return self.kill(handle)
+        except Exception as error:  # such as a class unknown to this process
+            return self.kill(handle, error)
+        # A worker processes requests one by one: restart the timeout for the next one.
+        handle.since, env_id = time.monotonic(), handle.pending.popleft()
         self.add_faults(handle)
-        if at is None:
+        if env_id is None:
             handle.reply = result, error
         else:
-            self.answered.append(at)
+            self.ready.append(env_id)
 
     def _time_left(self) -> list[tuple[WorkerHandle, float]]:
-        """Returns the seconds that workers with a timeout may still take."""
+        """Returns the remaining seconds of each request with a timeout."""
         if self._timeout is None:
             return []
         end = self._timeout - time.monotonic()
-        timed = (x for x in self.handles if x.owed and x.asked not in _UNTIMED)
+        timed = (x for x in self.handles if x.pending and x.method not in _UNTIMED)
         return [(handle, handle.since + end) for handle in timed]
 
 
-def _end(handle: WorkerHandle, patience: float = 0.0) -> None:
-    # An interrupt may have left it half started.
+def _end(handle: WorkerHandle, timeout: float = 0.0) -> None:
+    # Suppress errors: an interrupt may have left the process partly started.
     with contextlib.suppress(AssertionError, AttributeError, ValueError):
-        handle.process.join(patience)
+        handle.process.join(timeout)
     with contextlib.suppress(AttributeError, ValueError):
         handle.process.kill()
         handle.process.join()

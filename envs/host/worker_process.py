@@ -1,8 +1,8 @@
-"""`serve`: the loop of a worker process, which steps its environments on request.
+"""`serve`: the main loop of a worker process, which steps environments on request.
 
-A request is `(method, arguments)`, a reply `(result, error, causes)`: what the method
-returned, or the exception that it raised; and those of all faulty environments, by
-their numbers. Each request gets one reply, in the same order.
+A request is `(method, arguments)`. A reply is `(result, error, causes)`: the result of
+the method or the exception that it raised, and the exceptions of all faulty
+environments by index. Each request gets one reply, in order.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def serve(pipe: connection.Connection) -> None:
-    """Obeys requests until `close`, or until the main process ends."""
+    """Handles requests until the request "close" or the end of the main process."""
     _end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends this one
-    envs: Any = None  # once they are made
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the workers
+    envs: Any = None  # set by the request "make"
     method = ""
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while method != "close":
@@ -43,18 +43,18 @@ def serve(pipe: connection.Connection) -> None:
                 else:
                     result = getattr(envs, method)(*args)
             except Exception as raised:
-                # To go on is safe: the environments of a method that failed are whole
-                # or in `causes`.
+                # Continuing is safe: after a failed method, each environment is either
+                # intact or in `causes`.
                 error = exceptions.portable(raised)
             causes = {}
             if envs is not None:
-                for at, cause in envs.causes.items():
-                    causes[envs.ids[at]] = exceptions.portable(cause)
+                for index, cause in envs.causes.items():
+                    causes[envs.ids[index]] = exceptions.portable(cause)
             pipe.send_bytes(pickle.dumps((result, error, causes)))
 
 
 class _Envs(LocalEnvs):
-    """The environments of a worker; its methods can be requested."""
+    """The environments of a worker; requests call its methods by name."""
 
     def __init__(
         self,
@@ -64,47 +64,46 @@ class _Envs(LocalEnvs):
         ids: range,
     ) -> None:
         self._pipe, self.ids = pipe, ids
-        # Workers of one fork server inherit the same state of these generators.
+        # Seed the generators: workers of a fork server inherit equal states.
         _seed_global_generators(random.getrandbits(31) + ids.start)
         super().__init__([pickle.loads(x) for x in make_fns], **info, first=ids.start)
 
     def share(self, num_envs: int) -> None:
-        """Moves the arrays to the memory whose descriptor comes after this message."""
-        # Only the main process knows all environments; the arrays of this worker are
-        # rows of those of all.
+        """Moves the arrays to the shared memory; its descriptor follows the request."""
+        # The arrays of this worker are rows of the shared `[B, ...]` arrays.
         descriptor = reduction.recv_handle(self._pipe)
         rows = slice(self.ids.start, self.ids.stop)
         arrays = shared_memory.arrays(self.layout, num_envs, descriptor, rows)
-        os.close(descriptor)  # the mapping stays
+        os.close(descriptor)  # the mapping remains valid
         self._actions = arrays.action
         self.place(arrays)
 
     def take_step(self) -> None:
-        """Takes a step in every environment, with the actions in the shared memory."""
+        """Steps every environment with the actions in the shared memory."""
         self.step(self.layout.action.unflatten(self._actions))
 
-    def take_step_of(self, at: int) -> None:
-        """Takes a step in one of them."""
-        # A batch of one, as `_split` takes a batch.
-        row = [array[at : at + 1] for array in self._actions]
+    def take_step_of(self, index: int) -> None:
+        """Steps a single environment with its action in the shared memory."""
+        # `_split` expects a batch: pass a batch of size one.
+        row = [array[index : index + 1] for array in self._actions]
         (action,) = self._split(self.layout.action.unflatten(row))
-        self.advance(at, action)
+        self.advance(index, action)
 
     def restart(self, seeds: np.ndarray, mask: np.ndarray) -> None:
-        """Resets some; the observations are in the shared memory."""
+        """Resets some environments and writes observations to the shared memory."""
         if mask.all():
             _seed_global_generators(int(seeds[0]))
         self.reset(seeds, mask)
 
 
 def _seed_global_generators(seed: int) -> None:
-    """Seeds the generators that Python and NumPy share in this process."""
+    """Seeds the global generators of Python and NumPy."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the main one ends, even in the middle of a step."""
+    """Ends this process when the main process ends, even during a step."""
     parent: Any = multiprocessing.parent_process()
 
     def wait() -> None:
@@ -112,6 +111,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-    # The thread needs the interpreter's lock, which a hanging step may hold.
+    # The thread needs the GIL, which a hanging step may hold: let the kernel end the
+    # process.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,12 +1,12 @@
-"""Adapters of suites of environments, one module per suite.
+"""Adapters of environment suites, one module per suite.
 
-Each module has `from_*`, which adapts an object of the suite, `ids`, and `make`, which
-`rollout.envs.make` calls. A suite is imported only when it is used. `physics` has the
-shared part of brax and Playground; `convert` checks objects of suites and converts
-their arrays.
+Each module defines `from_*`, which adapts an object of the suite, and the functions
+`ids` and `make`, which `rollout.envs.make` calls. Modules import a suite on first use.
+`physics` is the common adapter of brax and Playground. `convert` validates objects of
+suites and converts arrays.
 
-A new suite is imported here, which is how it is found. It needs an extra in
-`pyproject.toml` by its name, also in `suites`, and rows in `test_conformance.py`.
+To add a suite, import its module here. Also add an extra of the same name to
+`pyproject.toml`, include the extra in `suites`, and add rows to `test_conformance.py`.
 """
 
 from rollout.envs.suites.brax import from_brax

@@ -1,4 +1,4 @@
-"""`from_brax`: adapts any environment of brax to `Env`."""
+"""`from_brax`: adapts brax environments to `Env`."""
 
 from typing import Any
 
@@ -11,26 +11,26 @@ _LIMIT = 1000  # the default of `brax.envs.create`
 
 
 def from_brax(env: Any) -> Env:
-    """Makes an `Env` of an environment of brax.
+    """Adapts a brax environment to `Env`.
 
-    `done` is a termination, except where a custom environment sets
-    `info["truncation"]`. brax's time limit belongs to its wrapper, which is not used:
-    `TimeLimit` sets one, which `rollout.envs.make` puts on. Actions lie in
-    [-1, 1], as brax's own agents choose them; its environments scale them to their
-    actuators. `info` has brax's metrics.
+    `done` counts as termination, unless a custom environment sets
+    `info["truncation"]`. brax implements the time limit in a wrapper that is not used
+    here: `rollout.envs.make` adds a `TimeLimit` instead. Actions lie in [-1, 1], the
+    range of brax's agents; the environments scale them to the actuators. `info`
+    contains brax's metrics.
 
     Args:
-        env: the result of `brax.envs.get_environment`, or another `brax.envs.Env`
-            without the wrappers of `brax.envs.training`.
+        env: result of `brax.envs.get_environment`, or another `brax.envs.Env` without
+            the wrappers of `brax.envs.training`.
 
     Returns:
-        An `Env` whose state is brax's own, and whose leaves are those of `env.sys`, so
-        that with `vectorize_each` lanes differ in masses, gravity or gears. Values that
-        `env` computed from `sys` when it was made do not change.
+        An `Env` with the state of `env`. Its leaves are the leaves of `env.sys`, so
+        `vectorize_each` can vary masses, gravity or gears between lanes. Values that
+        `env` derived from `sys` at construction do not change.
 
     Raises:
         TypeError: if `env` lacks the methods of a `brax.envs.Env`.
-        ValueError: if `env` resets itself, counts its steps, or is a batch.
+        ValueError: if `env` resets automatically, counts steps or is batched.
     """
     return physics.adapt(env, model_field="sys", frame_field="pipeline_state")
 
@@ -41,6 +41,6 @@ def ids() -> tuple[str, ...]:
 
 
 def make(name: str, **options: Any) -> Env:
-    """Makes the environment of this name; options are arguments of its class."""
+    """Creates an environment by name; `options` are arguments of the class."""
     env = from_brax(load("brax.envs").get_environment(name, **options))
     return TimeLimit(env, _LIMIT)

@@ -1,4 +1,4 @@
-"""Checks the objects of other suites, and converts their arrays."""
+"""Validates objects of environment suites and converts their arrays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def check_methods(env: Any, suite: str, methods: Sequence[str]) -> None:
-    """Checks that an object has the methods, or other attributes, of a suite."""
+    """Raises if an object lacks required methods or attributes of a suite."""
     missing = [name for name in methods if not hasattr(env, name)]
     if missing:
         raise TypeError(
@@ -19,14 +19,14 @@ def check_methods(env: Any, suite: str, methods: Sequence[str]) -> None:
 
 
 def check_no_reset(env: Any) -> None:
-    """Raises if a suite's wrapper that resets is among the wrappers of `env`."""
+    """Raises if `env` is inside an auto-reset wrapper of a suite."""
     while env is not None:
         if "AutoReset" in type(env).__name__:
             raise ValueError(
-                "`env` must not reset itself, since the last observation would be "
-                f"lost, got {type(env).__name__}."
+                f"`env` must not reset itself, got {type(env).__name__}. Remove this "
+                "wrapper: it discards the last observation of every episode."
             )
-        # Where the wrappers of these suites hold what they wrap.
+        # Wrappers of these suites store the wrapped environment in `_env`.
         env = getattr(env, "_env", None)
 
 
@@ -36,9 +36,9 @@ def like(new: chex.Array, old: chex.Array) -> jax.Array:
 
 
 class Held:
-    """Holds an object of a suite as a static part of a pytree, equal to itself only.
+    """Holds an object as a static part of a pytree; compares by identity.
 
-    Some objects cannot be hashed, since they hold arrays.
+    Some environments are not hashable, because they contain arrays.
     """
 
     def __init__(self, value: Any) -> None:

@@ -1,7 +1,7 @@
-"""`from_craftax`: adapts Craftax or Craftax-Classic to `Env`.
+"""`from_craftax`: adapts Craftax and Craftax-Classic to `Env`.
 
-Craftax has the methods of gymnax, and merges its time limit into one flag. Its
-`is_terminal` without a limit says whether the task itself ended.
+Craftax has the methods of gymnax and merges termination and truncation into `done`. The
+adapter calls `is_terminal` without a time limit to determine whether the task ended.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,26 +22,26 @@ _IDS = (
     "Craftax-Classic-Pixels-v1",
 )
 _NO_LIMIT = np.iinfo(np.int32).max
-_PIXELS = 16  # of a block in a drawing
+_PIXELS = 16  # size of a block in rendered frames
 
 
 def from_craftax(env: Any, env_params: ArrayTree | None = None) -> Env:
-    """Makes an `Env` of Craftax or Craftax-Classic and its parameters.
+    """Adapts an environment of Craftax or Craftax-Classic to `Env`.
 
-    `info` is Craftax's own: the achievements of an episode where it ends, zero
-    elsewhere, and the discount.
+    `info` contains the discount and the achievements of the episode at its last step,
+    which are zero at all other steps.
 
     Args:
-        env: an environment of Craftax. Its `step` is not called, so it may reset
-            itself.
-        env_params: its parameters, by default `env.default_params`: they become the
-            leaves of the `Env`. `env_params.max_timesteps` is the time limit.
+        env: Craftax environment. It may reset automatically, because its `step` is not
+            called.
+        env_params: parameters of `env`, by default `env.default_params`. They become
+            the leaves of the `Env`. `env_params.max_timesteps` is the time limit.
 
     Returns:
-        An `Env` whose state is Craftax's own.
+        An `Env` with the state of `env`.
 
     Raises:
-        TypeError: if `env` lacks the methods of an environment of Craftax.
+        TypeError: if `env` lacks the methods of a Craftax environment.
     """
     needed = ("reset_env", "step_env", "is_terminal", "action_space", "default_params")
     check_methods(env, "Craftax", needed)
@@ -51,19 +51,19 @@ def from_craftax(env: Any, env_params: ArrayTree | None = None) -> Env:
 
 def ids() -> tuple[str, ...]:
     """Lists the ids of Craftax."""
-    load("craftax")  # raises if it is not installed
+    load("craftax")  # raises if Craftax is not installed
     return _IDS
 
 
 def make(name: str, **options: Any) -> Env:
-    """Makes the environment of this id; options are fields of its parameters."""
+    """Creates an environment by id; `options` are fields of the parameters."""
     suite = load("craftax.craftax_env")
     env = suite.make_craftax_env_from_name(name, auto_reset=False)
     return from_craftax(env, env.default_params.replace(**options))
 
 
 class _CraftaxEnv(_GymnaxEnv, kw_only=True):
-    """An `Env` over Craftax; the leaves are its parameters."""
+    """An `Env` over Craftax; the leaves are the parameters."""
 
     @property
     def draws(self) -> bool:
@@ -72,18 +72,19 @@ class _CraftaxEnv(_GymnaxEnv, kw_only=True):
     def _endings(
         self, done: jax.Array, state: ArrayTree
     ) -> tuple[jax.Array, jax.Array]:
-        """Splits Craftax's flag: without a limit, only the task's own end is left."""
-        # Both flags stay apart at the limit itself: an agent may die in its last step.
+        """Splits `done` into termination and truncation."""
+        # Remove the limit, so that only the end of the task is terminal. This also
+        # separates the flags at the limit: an agent may die in the last step.
         unlimited = self.env_params.replace(max_timesteps=_NO_LIMIT)
         terminated = self.env.is_terminal(state, unlimited)
         return terminated, done & ~terminated
 
     def render_frames(self, states: Sequence[Any]) -> Iterator[np.ndarray]:
-        """Draws states as Craftax does for human players, `[H, W, 3]` uint8 each."""
+        """Renders states as Craftax does for human players, `[H, W, 3]` uint8 each."""
         if ".craftax_classic." in type(self.env).__module__:
             from craftax.craftax_classic.renderer import make_craftax_pixel_renderer
         else:
             from craftax.craftax.renderer import make_craftax_pixel_renderer
-        draw = jax.jit(make_craftax_pixel_renderer(_PIXELS))
+        render = jax.jit(make_craftax_pixel_renderer(_PIXELS))
         for state in states:
-            yield np.asarray(draw(state)).astype(np.uint8)
+            yield np.asarray(render(state)).astype(np.uint8)

@@ -1,17 +1,17 @@
-"""`from_gymnax`: adapts any gymnax-style environment to `Env`.
+"""`from_gymnax`: adapts gymnax-style environments to `Env`.
 
-It distinguishes three kinds of environments by their methods and results:
+The adapter supports three interfaces:
 
-- gymnax 1.x: `step_env` returns `(obs, state, reward, terminated, info)` and
-  `is_truncated` says whether the time limit was reached. The class itself defines
-  `is_truncated`, or `is_terminated` and no `is_terminal`; methods that it inherits from
-  gymnax's base class say nothing about its `step_env`.
-- All others, as before gymnax 1.0: the fourth value merges the time limit into `done`.
-  If `params.max_steps_in_episode` and `state.time` exist, reaching the limit counts as
-  truncation, and `done` before it as termination.
+- gymnax 1.x: `step_env` returns `(obs, state, reward, terminated, info)`, and
+  `is_truncated` returns whether the time limit is reached. The adapter assumes this
+  interface if the class itself defines `is_truncated`, or `is_terminated` without
+  `is_terminal`. Methods inherited from gymnax's base class are not taken into account.
+- gymnax before 1.0: the fourth value is `done`, which includes the time limit. If
+  `params.max_steps_in_episode` and `state.time` exist, `done` counts as truncation at
+  the limit, and as termination before it.
 - `step_env` returns six values, including both flags.
 
-gymnax's own `step` is never called: it computes a reset at every step.
+The adapter never calls gymnax's `step`, which computes a reset at every step.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
 
 _BASE = "gymnax.environments.environment"  # the module of gymnax's base classes
 _LIMIT = "max_steps_in_episode"
-# gymnax's visualizer draws any other environment as an empty frame, without an error.
+# gymnax's visualizer renders all other environments as empty frames without an error.
 _BY_PYGAME = (
     "CartPole-v1",
     "Pendulum-v1",
@@ -57,26 +57,28 @@ def from_gymnax(
     limit_field: str | None = None,
     time_field: str | None = None,
 ) -> Env:
-    """Makes an `Env` of a gymnax-style environment and its parameters.
+    """Adapts a gymnax-style environment to `Env`.
 
     Args:
-        env: an object with `reset_env(key, params)`, `step_env(key, state, action,
+        env: object with `reset_env(key, params)`, `step_env(key, state, action,
             params)`, `action_space(params)` and `observation_space(params)`.
-        env_params: its parameters, a pytree: they become the leaves of the `Env`. By
-            default `env.default_params`.
-        limit_field: the name of the time limit in `env_params`, for environments that
-            merge the time limit into `done`. By default `max_steps_in_episode`, if the
-            class of the parameters defines it: that of gymnax's base class is no limit.
-        time_field: the name of the steps taken in the state, by default `time`.
+        env_params: pytree of the parameters of `env`, which become the leaves of the
+            `Env`. The default is `env.default_params`.
+        limit_field: name of the time limit in `env_params`, for environments whose
+            `done` includes the time limit. The default is `max_steps_in_episode` if the
+            class of the parameters defines it. The field inherited from gymnax's base
+            class does not count as a limit.
+        time_field: name of the step count in the state, by default `time`.
 
     Returns:
-        An `Env` that returns the true successor and keeps the two endings apart.
+        An `Env` that returns true successor observations and separates termination from
+        truncation.
 
     Raises:
         TypeError: if `env` lacks one of these methods.
-        ValueError: if `env_params` has no such `limit_field`; while tracing, if the
-            state has no such `time_field`, or a class from before gymnax 1.0 needs one
-            more line for gymnax's new `discount`.
+        ValueError: if `env_params` has no field `limit_field`. While tracing: if the
+            state has no field `time_field`, or if a class written for gymnax before 1.0
+            must define `is_terminated` for gymnax's `discount`.
     """
     needed = ("reset_env", "step_env", "action_space", "observation_space")
     if env_params is None:
@@ -99,14 +101,14 @@ def ids() -> tuple[str, ...]:
 
 
 def make(name: str, **env_params: Any) -> Env:
-    """Makes the environment of this id, with the parameters of `rollout.envs.make`."""
+    """Creates an environment by id; `env_params` are parameters and arguments."""
     env, params = _build(name)
-    found = inspect.getfullargspec(type(env))
-    arguments = [*found.args[1:], *found.kwonlyargs]
-    chosen = {key: env_params[key] for key in env_params if key in arguments}
-    # Built again: arguments of the constructor may change the default parameters.
-    if chosen:
-        env, params = _build(name, **chosen)
+    spec = inspect.getfullargspec(type(env))
+    arguments = [*spec.args[1:], *spec.kwonlyargs]
+    init_args = {key: env_params[key] for key in env_params if key in arguments}
+    # Build again: arguments of the constructor may change the default parameters.
+    if init_args:
+        env, params = _build(name, **init_args)
     fields = [field.name for field in dataclasses.fields(params)]
     unknown = sorted(set(env_params) - set(fields) - set(arguments))
     if unknown:
@@ -114,7 +116,7 @@ def make(name: str, **env_params: Any) -> Env:
             f"the parameters of {name} are {', '.join([*fields, *arguments])}; got "
             f"{', '.join(unknown)}."
         )
-    changes = {key: env_params[key] for key in env_params if key not in chosen}
+    changes = {key: env_params[key] for key in env_params if key not in init_args}
     for key, value in changes.items():
         _check_parameter(key, value, getattr(params, key))
     return from_gymnax(env, params.replace(**changes))
@@ -141,7 +143,7 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
         return strong((state, obs))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        # The true successor: gymnax's `step` would replace it by a reset.
+        # `step_env` returns the true successor; gymnax's `step` replaces it by a reset.
         try:
             result = self.env.step_env(self._cheap(key), state, action, self.env_params)
         except NotImplementedError as error:
@@ -152,7 +154,7 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
             raise ValueError(
                 f"`{type(self.env).__name__}` must define `is_terminated`, which "
                 "gymnax calls since 1.0, got only `is_terminal`: write `is_terminated "
-                "= is_terminal` below it. Endings at the time limit stay truncations."
+                "= is_terminal` below it. The time limit still counts as truncation."
             ) from error
         obs, next_state, reward, *flags, info = result
         if len(flags) == 2:
@@ -166,7 +168,7 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
                 f"{len(result)} values."
             )
         return EnvStep(
-            # With `jax_enable_x64` some environments return floats of twice the width.
+            # Some environments return float64 states with `jax_enable_x64`.
             state=jax.tree.map(like, next_state, state),
             obs=jax.tree.map(jnp.asarray, obs),
             reward=jnp.asarray(reward, jnp.float32),
@@ -178,7 +180,7 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
     def _endings(
         self, done: jax.Array, state: ArrayTree
     ) -> tuple[jax.Array, jax.Array]:
-        """Splits one flag into termination and truncation, by the new state."""
+        """Splits `done` into termination and truncation, based on the new state."""
         if self.limit_field is None and not _merges_time_limit(self.env):
             return done, self.env.is_truncated(state, self.env_params)
         limit_field, time_field = self.limit_field or _LIMIT, self.time_field or "time"
@@ -191,19 +193,19 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
         is_limited = self.limit_field is not None or _has_own_limit(self.env_params)
         if not has_time or not is_limited:
             return done, jnp.zeros((), bool)
-        # If the task also ended at this very step, the merged flag cannot say so.
+        # A termination in the last step before the limit is not detectable in `done`.
         time, limit = getattr(state, time_field), getattr(self.env_params, limit_field)
         truncated = jnp.asarray(time >= limit)
         return done & ~truncated, truncated
 
     @property
     def draws(self) -> bool:
-        """Whether gymnax draws it."""
+        """Whether gymnax can render the environment."""
         return self._name in _BY_PYGAME + _BY_MATPLOTLIB
 
     @property
     def frame_interval(self) -> int:
-        """Milliseconds from one frame to the next, as in gymnax."""
+        """Time between frames in milliseconds, as in gymnax."""
         return 50 if self._name in _BY_PYGAME else 100
 
     @property
@@ -212,25 +214,25 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
 
     @property
     def drawn_by(self) -> tuple[str, ...]:
-        """The packages that draw it."""
+        """Packages required for rendering."""
         pygame = ("pygame",) if self._name in _BY_PYGAME else ()
         return ("gymnasium", "matplotlib", "seaborn", *pygame)  # gymnax imports them
 
     def render_frames(self, states: Sequence[Any]) -> Iterator[np.ndarray]:
-        """Draws states, `[H, W, 3]` or `[H, W, 4]` uint8 each."""
+        """Renders states, `[H, W, 3]` or `[H, W, 4]` uint8 each."""
         if self._name in _BY_PYGAME:
             return _classic_frames(self._name, self.env_params, states)
         return _visualizer_frames(self.env, self.env_params, states)
 
     def _cheap(self, key: chex.PRNGKey) -> chex.PRNGKey:
-        # No draw of gymnax's own environments is slow with inline keys; those of other
-        # environments are unknown.
-        own = type(self.env).__module__.startswith("gymnax.")
-        return prng.inline(key) if own else key
+        # gymnax's environments call no sampler that is slow with inline keys. The
+        # samplers of other environments are unknown.
+        is_gymnax = type(self.env).__module__.startswith("gymnax.")
+        return prng.inline(key) if is_gymnax else key
 
 
 def _has_own_limit(env_params: Any) -> bool:
-    """Returns whether the parameters have a limit that gymnax's base class has not."""
+    """Returns whether the parameters define a limit outside gymnax's base class."""
     for cls in type(env_params).__mro__:
         if _LIMIT in vars(cls) or _LIMIT in vars(cls).get("__annotations__", {}):
             return not cls.__module__.startswith(_BASE)
@@ -238,17 +240,17 @@ def _has_own_limit(env_params: Any) -> bool:
 
 
 def _merges_time_limit(env: Any) -> bool:
-    """Returns whether one flag of `step_env` stands for both endings."""
+    """Returns whether `done` of `step_env` includes the time limit."""
     if not callable(getattr(env, "is_truncated", None)):
         return True
-    # Old code on the new base class has the method that was renamed, perhaps under both
-    # names, and inherits the rest.
+    # A class written for gymnax before 1.0 defines `is_terminal`, possibly also as
+    # `is_terminated`, and inherits `is_truncated` from the new base class.
     renamed = _defines(env, "is_terminated") and not _defines(env, "is_terminal")
     return not (renamed or _defines(env, "is_truncated"))
 
 
 def _defines(env: Any, name: str) -> bool:
-    """Returns whether a method is not the one of gymnax's base class."""
+    """Returns whether `env` overrides a method of gymnax's base class."""
     method = getattr(env, name, None)
     return method is not None and not method.__module__.startswith(_BASE)
 
@@ -268,26 +270,26 @@ def _build(name: str, **arguments: Any) -> tuple[Any, Any]:
 
 
 def _check_parameter(name: str, value: Any, default: Any) -> None:
-    """Checks that a parameter is a number or array like its default."""
-    kinds: Any = numbers.Real | np.ndarray | np.generic | jax.Array
-    if not isinstance(value, kinds):
+    """Raises unless a parameter is a number or array like the default value."""
+    types: Any = numbers.Real | np.ndarray | np.generic | jax.Array
+    if not isinstance(value, types):
         raise ValueError(f"`{name}` must be a number or array, got {value!r}.")
     if jnp.shape(value) != jnp.shape(default):
         raise ValueError(
             f"`{name}` must have shape {jnp.shape(default)}, got {jnp.shape(value)}."
         )
-    kinds = [jnp.result_type(x) for x in (value, default)]
-    if jnp.issubdtype(kinds[1], jnp.integer) and jnp.issubdtype(kinds[0], jnp.inexact):
+    dtype, target = (jnp.result_type(x) for x in (value, default))
+    if jnp.issubdtype(target, jnp.integer) and jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(f"`{name}` must be an integer, got {value!r}.")
 
 
 def _classic_frames(
     name: str, env_params: Any, states: Sequence[Any]
 ) -> Iterator[np.ndarray]:
-    """Draws classic control by the environment of Gymnasium that has the same name.
+    """Renders classic control with the Gymnasium environment of the same name.
 
-    gymnax's visualizer does so too, but makes a new one for every frame, and then has
-    matplotlib draw its picture, which is slow.
+    gymnax's visualizer also does this. It is slower, because it creates an environment
+    for every frame and plots the image with matplotlib.
     """
     import gymnasium
     from gymnax.visualize import vis_gym
@@ -310,7 +312,7 @@ def _classic_frames(
 def _visualizer_frames(
     env: Any, env_params: Any, states: Sequence[Any]
 ) -> Iterator[np.ndarray]:
-    """Draws frames by gymnax's visualizer, without its titles."""
+    """Renders frames with gymnax's visualizer, without titles."""
     import matplotlib.pyplot as plt
     from gymnax.visualize import Visualizer
 
@@ -319,7 +321,7 @@ def _visualizer_frames(
         visualizer.init()
         for t in range(len(states)):
             visualizer.update(t)
-            # gymnax numbers frames: it calls the state before step 1 "step 1".
+            # Remove gymnax's title: it labels the state before step 1 as "step 1".
             visualizer.ax.set_title("")
             visualizer.fig.canvas.draw()
             yield np.asarray(visualizer.fig.canvas.buffer_rgba())

@@ -1,12 +1,12 @@
-"""`from_jaxmarl`: adapts any environment of JaxMARL to `MultiAgentEnv`.
+"""`from_jaxmarl`: adapts JaxMARL environments to `MultiAgentEnv`.
 
-Every agent that has not ended acts at every step. JaxMARL merges the time limit into
-`dones`. If the environment has `max_steps` and its state counts the steps, an ending at
-the limit or past it counts as truncation, and an earlier one as termination. (MPE and
-SMAX end one step past their limit.)
+Every agent that is not done acts at every step. JaxMARL merges the time limit into
+`dones`. If the environment has `max_steps` and its state counts the steps, an episode
+that ends at or after the limit counts as truncated, and otherwise as terminated. (MPE
+and SMAX end one step after the limit.)
 
-JaxMARL's own `step` is never called: it resets the environment and loses the last
-observation.
+The adapter never calls JaxMARL's `step`, which resets the environment and discards the
+last observation.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from rollout.envs.optional_import import load
 from rollout.envs.suites.convert import check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree, strong
 
-# Time limits of the suite, and the counts of steps in its states that reach them.
+# Time limits of JaxMARL's environments, and the step counts in their states.
 _LIMITS = {"max_steps": ("step", "time", "t"), "num_outer_steps": ("outer_t",)}
 _MASKS = ("get_avail_actions", "get_legal_moves")  # the second is Hanabi's
 _WORLD = "world_state"
@@ -36,36 +36,36 @@ def from_jaxmarl(
     limit_field: str | None = None,
     time_field: str | None = None,
 ) -> MultiAgentEnv:
-    """Makes a `MultiAgentEnv` of an environment of JaxMARL.
+    """Adapts a JaxMARL environment to `MultiAgentEnv`.
 
-    An agent's observation is JaxMARL's own. If the environment has a mask of allowed
-    actions or a state of the world, it becomes a dict: "observation"; "action_mask",
-    `[n]` bool, for `n` discrete actions; "world_state", the same for every agent.
+    The adapter returns JaxMARL's observations. If the environment provides action masks
+    or a world state, an observation is a dict with the keys "observation";
+    "action_mask", `[n]` bool for `n` discrete actions; and "world_state", equal for all
+    agents.
 
-    Agents with equal spaces are one group. A single group is called "agents"; of
-    several, each is called like its agents without their numbers ("adversary" for
-    "adversary_0" and "adversary_1"), or like its first agent if these names are
-    ambiguous. Which policy an agent has is not a matter of groups: see
+    Agents with equal spaces form a group. A single group is named "agents". Several
+    groups are named after their agents without the numbers ("adversary" for
+    "adversary_0" and "adversary_1"), or after the first agent of each group if these
+    names are ambiguous. Groups do not determine the policy of an agent, see
     `rollout.agents.policy_map`.
 
     Args:
-        env: the result of `jaxmarl.make`, or any other object with `agents`,
-            `reset(key)`, `step_env(key, state, actions)`, `action_space(agent)` and
+        env: result of `jaxmarl.make`, or another object with `agents`, `reset(key)`,
+            `step_env(key, state, actions)`, `action_space(agent)` and
             `observation_space(agent)`.
-        limit_field: the name of the time limit in `env`, a number, or one of each agent
-            in a sequence or by name; by default `max_steps`, or `num_outer_steps` of
-            coin_game, if there is one.
-        time_field: the name of the steps taken in the state, or in its `state`; by
-            default `step`, `time` or `t`, or `outer_t` of coin_game.
+        limit_field: name of the time limit in `env`. The limit is a number, or a
+            sequence or mapping with one number per agent. The default is `max_steps` or
+            coin_game's `num_outer_steps`, if the environment has either.
+        time_field: name of the step count in the state, or in its field `state`. The
+            default is `step`, `time` or `t`, or coin_game's `outer_t`.
 
     Returns:
-        A `MultiAgentEnv` that returns the true successor and keeps the two endings
-        apart. Its state is JaxMARL's own.
+        A `MultiAgentEnv` that returns true successor observations and separates
+        termination from truncation. Its state is the state of `env`.
 
     Raises:
-        TypeError: if `env` lacks one of these methods, or is in one of JaxMARL's
-            wrappers.
-        ValueError: if there is no such `limit_field` or `time_field`.
+        TypeError: if `env` lacks one of these methods, or is a JaxMARL wrapper.
+        ValueError: if `limit_field` or `time_field` does not exist.
     """
     needed = ("agents", "reset", "step_env", "action_space", "observation_space")
     check_methods(env, "JaxMARL", needed)
@@ -89,12 +89,12 @@ def ids() -> tuple[str, ...]:
 
 
 def make(name: str, **options: Any) -> MultiAgentEnv:
-    """Makes the environment of this id; options are those of `jaxmarl.make`."""
+    """Creates an environment by id; `options` are arguments of `jaxmarl.make`."""
     return from_jaxmarl(load("jaxmarl").make(name, **options))
 
 
 class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
-    """A `MultiAgentEnv` over one of JaxMARL; it has no parameters."""
+    """A `MultiAgentEnv` over a JaxMARL environment, without parameters."""
 
     simultaneous = True
 
@@ -112,20 +112,20 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
 
     @property
     def observation_spaces(self) -> dict[str, AnySpace]:
-        found, observed = {}, self._observed()
+        group_spaces, shapes = {}, self._obs_shapes()
         for group, (agent, *_) in self.members:
-            own = spaces.as_space(self.env.observation_space(agent))
-            seen = jax.tree.map(  # of one agent
-                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), observed[group]
+            space = spaces.as_space(self.env.observation_space(agent))
+            shape = jax.tree.map(  # remove the agent axis
+                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes[group]
             )
-            parts = seen if self._has_parts else {"observation": seen}
-            if isinstance(own, spaces.Box):
-                # Overcooked declares a wrong shape, and several a wrong dtype.
-                given = parts["observation"]
-                own = own.replace(shape=given.shape, dtype=given.dtype)
-            parts = {**parts, "observation": own}
-            found[group] = spaces.space_of(parts) if self._has_parts else own
-        return found
+            parts = shape if self._has_parts else {"observation": shape}
+            if isinstance(space, spaces.Box):
+                # Overcooked declares a wrong shape, several environments a wrong dtype.
+                obs = parts["observation"]
+                space = space.replace(shape=obs.shape, dtype=obs.dtype)
+            parts = {**parts, "observation": space}
+            group_spaces[group] = spaces.space_of(parts) if self._has_parts else space
+        return group_spaces
 
     @property
     def action_spaces(self) -> dict[str, AnySpace]:
@@ -144,25 +144,25 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
     def step(
         self, key: chex.PRNGKey, state: ArrayTree, action: dict[str, jax.Array]
     ) -> MultiAgentStep:
-        places = {
+        index = {
             name: (group, i) for group, x in self.members for i, name in enumerate(x)
         }
         # Some environments read actions in the order of the agents.
-        chosen = {x: action[places[x][0]][places[x][1]] for x in self.agents}
-        # `step_env` returns the true successor; `step` would replace it by a reset.
+        actions = {x: action[index[x][0]][index[x][1]] for x in self.agents}
+        # `step_env` returns the true successor; `step` replaces it by a reset.
         obs, next_state, reward, dones, info = self.env.step_env(
-            self._cheap(key), state, chosen
+            self._cheap(key), state, actions
         )
-        # Some states begin with a Python number and continue with an array.
+        # Some leaves are Python numbers after `reset` and arrays after a step.
         next_state = jax.tree.map(like, next_state, state)
         done = jnp.stack([jnp.asarray(dones[name], bool) for name in self.agents])
         all_done = jnp.asarray(dones["__all__"], bool)
         at_limit = self._at_limit(next_state)
-        if at_limit.ndim:  # where each agent has its own, the last to end ends all
+        if at_limit.ndim:  # one limit per agent: the last agent ends the episode
             all_done &= ~done.all()
         return MultiAgentStep(
             state=next_state,
-            obs=jax.tree.map(like, self._observe(obs, next_state), self._observed()),
+            obs=jax.tree.map(like, self._observe(obs, next_state), self._obs_shapes()),
             acting=~done,
             reward=jnp.stack([jnp.float32(reward[name]) for name in self.agents]),
             terminated=done & ~at_limit,
@@ -174,18 +174,18 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
 
     @property
     def _has_parts(self) -> bool:
-        """Whether an observation is a dict, with a mask or a state of the world."""
+        """Whether an observation is a dict with an action mask or a world state."""
         return self.mask_method is not None or self.has_world
 
     def _cheap(self, key: chex.PRNGKey) -> chex.PRNGKey:
-        # MPE draws at every step, and is faster with inline keys. The draws of the
-        # others would make their programs large.
-        own = type(self.env).__module__.startswith("jaxmarl.environments.mpe.")
-        return prng.inline(key) if own else key
+        # MPE samples noise at every step, which is faster with inline keys. Inline keys
+        # would enlarge the compiled programs of all other environments.
+        is_mpe = type(self.env).__module__.startswith("jaxmarl.environments.mpe.")
+        return prng.inline(key) if is_mpe else key
 
     def _at_limit(self, state: ArrayTree) -> jax.Array:
         """Returns whether the time limit is reached, `()` or `[A]` bool."""
-        # Some environments count only the steps before this one, and pass the limit.
+        # Use `>=`: some environments exceed the limit by one step.
         if self.limit_field is None:
             return jnp.zeros((), bool)
         limit = getattr(self.env, self.limit_field)
@@ -196,7 +196,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
     def _observe(
         self, obs: Mapping[str, ArrayTree], state: ArrayTree
     ) -> dict[str, ArrayTree]:
-        """Stacks the observations of the agents of each group."""
+        """Stacks the observations of all agents in each group."""
         parts = {"observation": obs}
         if self.mask_method is not None:
             masks = getattr(self.env, self.mask_method)(state)
@@ -204,81 +204,79 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         if self.has_world:
             parts[_WORLD] = dict.fromkeys(self.agents, obs[_WORLD])
 
-        def see(agent: str) -> ArrayTree:
+        def select(agent: str) -> ArrayTree:
             if not self._has_parts:
                 return obs[agent]
             return {name: part[agent] for name, part in parts.items()}
 
         return {
-            group: jax.tree.map(lambda *x: jnp.stack(x), *map(see, names))
+            group: jax.tree.map(lambda *x: jnp.stack(x), *map(select, names))
             for group, names in self.members
         }
 
-    def _observed(self) -> dict[str, ArrayTree]:
-        """Returns the shapes and dtypes of the first observations."""
+    def _obs_shapes(self) -> dict[str, ArrayTree]:
+        """Returns the shapes and dtypes of the observations after `reset`."""
         key = jax.eval_shape(jax.random.key, 0)
         return jax.eval_shape(lambda key: self.reset(key)[1], key)
 
 
 def _group(env: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Groups agents with equal spaces, and names the groups."""
-    alike: list[tuple[AnySpace, list[str]]] = []
+    """Groups agents with equal spaces and names the groups."""
+    groups: list[tuple[AnySpace, list[str]]] = []
     for agent in env.agents:
         pair = env.observation_space(agent), env.action_space(agent)
         pair = tuple(map(spaces.as_space, pair))
-        # Spaces are no keys of a dict: bounds may be arrays, which have no hash.
-        same = next((names for other, names in alike if _are_equal(pair, other)), None)
-        if same is None:
-            alike.append((pair, [agent]))
+        # Spaces cannot be keys of a dict: array bounds are not hashable.
+        match = next((names for key, names in groups if _are_equal(pair, key)), None)
+        if match is None:
+            groups.append((pair, [agent]))
         else:
-            same.append(agent)
-    members = [tuple(names) for _, names in alike]
+            match.append(agent)
+    members = [tuple(names) for _, names in groups]
     if len(members) == 1:
         return (("agents", members[0]),)
-    # Groups are called like their agents without numbers, if no two names are equal.
+    # Name groups after their agents without numbers, if these names are unique.
     stems = [{name.rstrip("0123456789_") for name in names} for names in members]
-    begins = [stem.pop() if len(stem) == 1 else "" for stem in stems]
-    is_clear = len(set(begins)) == len(begins) and not {"", ACTING} & set(begins)
-    names = begins if is_clear else [x[0] for x in members]
+    prefixes = [stem.pop() if len(stem) == 1 else "" for stem in stems]
+    is_clear = len(set(prefixes)) == len(prefixes) and not {"", ACTING} & set(prefixes)
+    names = prefixes if is_clear else [x[0] for x in members]
     return tuple(zip(names, members, strict=True))
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    # Not `==`, which compares bounds that are arrays entry by entry.
-    (leaves, structure), (others, structure_of_other) = map(
-        jax.tree.flatten, (one, other)
-    )
-    is_alike = structure == structure_of_other
-    return is_alike and all(map(np.array_equal, leaves, others))
+def _are_equal(a: Any, b: Any) -> bool:
+    # `==` on spaces would compare array bounds elementwise.
+    (a_leaves, a_structure), (b_leaves, b_structure) = map(jax.tree.flatten, (a, b))
+    return a_structure == b_structure and all(map(np.array_equal, a_leaves, b_leaves))
 
 
 def _check_bare(env: Any) -> None:
-    """Refuses JaxMARL's wrappers, which change only the `step` that is never called."""
-    if any(kind.__name__ == "JaxMARLWrapper" for kind in type(env).__mro__):
+    """Raises for JaxMARL's wrappers, because the adapter never calls their `step`."""
+    if any(cls.__name__ == "JaxMARLWrapper" for cls in type(env).__mro__):
         raise TypeError(
             "`env` must be an environment of JaxMARL without its wrappers, got "
-            f"{type(env).__name__}. Instead of `LogWrapper` and its like use the "
-            "returns of `rollout.agents.summarize_agents`, and an `Accumulator` for "
-            "other figures; `rollout.envs.vectorize` stands for "
-            "`CTRolloutManager`, and observations have the `world_state`."
+            f"{type(env).__name__}. Instead of `LogWrapper` and similar wrappers, use "
+            "`rollout.agents.summarize_agents` for returns and an `Accumulator` for "
+            "other metrics. Instead of `CTRolloutManager`, use "
+            "`rollout.envs.vectorize`: observations contain the `world_state`."
         )
 
 
 def _find_mask(env: Any, state: ArrayTree) -> str | None:
     """Returns the name of the method that returns the agents' action masks, or None."""
-    kinds = {name: spaces.as_space(env.action_space(name)) for name in env.agents}
-    if not all(isinstance(kind, spaces.Discrete) for kind in kinds.values()):
+    action_spaces = [spaces.as_space(env.action_space(name)) for name in env.agents]
+    if not all(isinstance(space, spaces.Discrete) for space in action_spaces):
         return None
     for method in _MASKS:
         if not hasattr(env, method):
             continue
         try:
-            # The method of the base class raises.
+            # The method of the base class raises `NotImplementedError`.
             masks = jax.eval_shape(getattr(env, method), state)
         except NotImplementedError:
             continue
-        # JaxNav's masks have another length.
-        if all(np.shape(masks[name]) == (kinds[name].n,) for name in env.agents):
+        # JaxNav's masks do not have one entry per action.
+        pairs = zip(env.agents, action_spaces, strict=True)
+        if all(np.shape(masks[name]) == (space.n,) for name, space in pairs):
             return method
     return None
 
@@ -286,7 +284,7 @@ def _find_mask(env: Any, state: ArrayTree) -> str | None:
 def _find_limit(
     env: Any, state: ArrayTree, limit_field: str | None, time_field: str | None
 ) -> tuple[str | None, str | None]:
-    """Returns the names of the time limit and of the time, or None without a limit."""
+    """Returns the field names of the time limit and the step count, None if absent."""
     limits = _LIMITS
     if limit_field is not None:
         limits = {limit_field: _LIMITS.get(limit_field, _LIMITS["max_steps"])}
@@ -305,16 +303,16 @@ def _find_limit(
 
 
 def _time(state: ArrayTree, time_field: str) -> Any:
-    """Reads the steps taken from a state, or one that it wraps; None if not counted."""
+    """Reads the step count of a state or of the state that it wraps; None if absent."""
     while state is not None and not hasattr(state, time_field):
         state = getattr(state, "state", None)
     return getattr(state, time_field, None)
 
 
 def _arrays(info: Any) -> ArrayTree:
-    """Returns the info, or `{}` if it has leaves other than numbers."""
+    """Converts `info` to arrays; returns `{}` if a leaf is not numeric."""
     numbers = jax.Array | np.ndarray | np.generic | bool | int | float
     if not all(isinstance(x, numbers) for x in jax.tree.leaves(info)):
-        # Such as names: `jit` returns none.
+        # `jit` cannot return leaves such as strings.
         return {}
     return jax.tree.map(jnp.asarray, info)

@@ -1,8 +1,8 @@
-"""`from_jumanji`: adapts environments of Jumanji, of one agent or several.
+"""`from_jumanji`: adapts Jumanji environments, single-agent or multi-agent.
 
-The discount at the end of a Jumanji episode is 0 for a termination, and another one for
-a truncation. Several games return the discount 0 at their own time limit, which is then
-a termination. Jumanji's auto-reset wrappers are never used.
+The discount at the end of a Jumanji episode is 0 for termination and positive for
+truncation. Several games return the discount 0 at their time limit, which therefore
+counts as termination. The adapter does not use Jumanji's auto-reset wrappers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,26 +24,28 @@ _GROUP = "agents"
 
 
 def from_jumanji(env: Any) -> Env | MultiAgentEnv:
-    """Makes an `Env` of an environment of Jumanji, or a `MultiAgentEnv`.
+    """Adapts a Jumanji environment to `Env` or `MultiAgentEnv`.
 
-    The observation is Jumanji's own, most often a NamedTuple with an `action_mask`.
-    `info` has Jumanji's `extras`. The key of a step takes the place of `state.key`.
+    The adapter returns Jumanji's observations, usually a NamedTuple with an
+    `action_mask`. `info` contains Jumanji's `extras`. The key of each step replaces
+    `state.key`.
 
-    An environment with a reward per agent has the agents "agent_0", "agent_1", ..., in
-    one group, "agents". Leaves of the observation with an agent axis are split between
-    them; all get the rest. An agent whose discount is 0 has terminated.
+    If `env` has one reward per agent, the agents are "agent_0", "agent_1", ..., in a
+    single group "agents". Observation leaves with an agent axis are split among the
+    agents, and all other leaves are repeated for every agent. An agent terminates when
+    its discount is 0.
 
     Args:
-        env: the result of `jumanji.make`, or another environment of Jumanji without a
-            wrapper that resets.
+        env: result of `jumanji.make`, or another Jumanji environment without an
+            auto-reset wrapper.
 
     Returns:
-        An `Env`, or a `MultiAgentEnv` if `env` has a reward per agent, whose state is
-        Jumanji's own, without the key. It has no parameters.
+        An `Env`, or a `MultiAgentEnv` if `env` has one reward per agent. Its state is
+        the state of `env` without the key. It has no parameters.
 
     Raises:
-        TypeError: if `env` lacks the methods of an environment of Jumanji.
-        ValueError: if `env` resets itself.
+        TypeError: if `env` lacks the methods of a Jumanji environment.
+        ValueError: if `env` resets automatically.
     """
     needed = ("reset", "step", "observation_spec", "action_spec", "reward_spec")
     check_methods(env, "Jumanji", needed)
@@ -62,24 +64,24 @@ def ids() -> tuple[str, ...]:
 
 
 def make(name: str, **options: Any) -> Env | MultiAgentEnv:
-    """Makes the environment of this id; options are those of its constructor."""
+    """Creates an environment by id; `options` are arguments of the constructor."""
     return from_jumanji(load("jumanji").make(name, **options))
 
 
 class _Jumanji(struct.PyTreeNode, kw_only=True):
-    """The shared part of both adapters: resetting, stepping and drawing."""
+    """Common base of both adapters, which resets, steps and renders."""
 
     env: Any = struct.field(pytree_node=False)
 
     def begin(self, key: chex.PRNGKey) -> tuple[ArrayTree, Any]:
         state, timestep = self.env.reset(key)
-        # Without the key, which every step replaces: the carry need not hold it.
+        # Drop the key, which every step replaces, to keep it out of the carry.
         return strong((state.replace(key=()), timestep))
 
     def advance(
         self, key: chex.PRNGKey, state: Any, action: jax.Array
     ) -> tuple[ArrayTree, Any]:
-        # Without a wrapper, `timestep` has the true successor, also at an ending.
+        # `timestep` contains the true successor, because no wrapper resets.
         next_state, timestep = self.env.step(state.replace(key=key), action)
         return strong((next_state.replace(key=()), timestep))
 
@@ -89,15 +91,15 @@ class _Jumanji(struct.PyTreeNode, kw_only=True):
         return self._viewer() is not None
 
     def _viewer(self) -> Any:
-        # Games hold it under different names, and some have none.
+        # The attribute has different names in different games; some lack a viewer.
         names = "_viewer", "_env_viewer", "viewer"
         return next(filter(None, (getattr(self.env, x, None) for x in names)), None)
 
     def render_frames(self, states: Sequence[Any]) -> Iterator[np.ndarray]:
-        """Draws states with the viewer of Jumanji, `[H, W, 4]` uint8 each."""
+        """Renders states with Jumanji's viewer, `[H, W, 4]` uint8 each."""
         viewer = self._viewer()
         display = viewer._display
-        viewer._display = viewer._display_rgb_array  # by default it opens a window
+        viewer._display = viewer._display_rgb_array  # the default opens a window
         try:
             for state in states:
                 yield np.array(viewer.render(state))
@@ -107,7 +109,7 @@ class _Jumanji(struct.PyTreeNode, kw_only=True):
 
 
 class _JumanjiEnv(_Jumanji, kw_only=True):
-    """An `Env` over an environment of Jumanji with one reward."""
+    """An `Env` over a Jumanji environment with a single reward."""
 
     @property
     def observation_space(self) -> AnySpace:
@@ -135,7 +137,7 @@ class _JumanjiEnv(_Jumanji, kw_only=True):
 
 
 class _JumanjiAgents(_Jumanji, kw_only=True):
-    """A `MultiAgentEnv` over an environment of Jumanji with a reward per agent."""
+    """A `MultiAgentEnv` over a Jumanji environment with one reward per agent."""
 
     simultaneous = True
 
@@ -183,7 +185,7 @@ class _JumanjiAgents(_Jumanji, kw_only=True):
         num_agents = len(self.agents)
 
         def split(x: jax.Array) -> jax.Array:
-            # By shape: specs do not say which leaves belong to agents.
+            # Compare shapes, because specs do not mark leaves with an agent axis.
             if x.shape[:1] == (num_agents,):
                 return x
             return jnp.broadcast_to(x, (num_agents, *x.shape))
@@ -192,7 +194,7 @@ class _JumanjiAgents(_Jumanji, kw_only=True):
 
 
 def _to_action_space(spec: Any) -> AnySpace:
-    """Returns the space of a spec of actions; bounded integers can have masks."""
+    """Converts an action spec to a space; bounded integers support action masks."""
     space = _to_space(spec)
     if isinstance(space, Box) and jnp.issubdtype(space.dtype, jnp.integer):
         low, high = (np.broadcast_to(x, space.shape) for x in (space.low, space.high))
@@ -201,13 +203,13 @@ def _to_action_space(spec: Any) -> AnySpace:
 
 
 def _to_space(spec: Any, num_agents: int | None = None) -> AnySpace:
-    """Returns the space of a spec; that of one agent if `num_agents` is given."""
+    """Converts a spec to a space, for a single agent if `num_agents` is set."""
     parts = _to_parts(spec, num_agents)
     return parts if isinstance(parts, Space) else Composite(parts)
 
 
 def _to_parts(spec: Any, num_agents: int | None) -> Any:
-    """Returns the spaces of a spec, in the structure of its elements."""
+    """Converts a spec to a tree of spaces with the structure of the observations."""
     if not hasattr(spec, "dtype"):
         inner = {name: _to_parts(x, num_agents) for name, x in spec._specs.items()}
         return spec._constructor(**inner)
@@ -216,8 +218,8 @@ def _to_parts(spec: Any, num_agents: int | None) -> Any:
     if sizes is not None and num_agents is None:
         sizes = np.asarray(sizes)
         return MultiDiscrete(sizes, dtype) if shape else Discrete(int(sizes), dtype)
-    free = space_of(jax.ShapeDtypeStruct(shape, dtype))
-    bounds = getattr(spec, "minimum", free.low), getattr(spec, "maximum", free.high)
+    space = space_of(jax.ShapeDtypeStruct(shape, dtype))
+    bounds = getattr(spec, "minimum", space.low), getattr(spec, "maximum", space.high)
     low, high = map(np.asarray, bounds)
     if num_agents is not None and shape[:1] == (num_agents,):
         shape = shape[1:]

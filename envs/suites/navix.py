@@ -1,7 +1,7 @@
-"""`from_navix`: adapts any grid of navix 0.7 or 4 to `Env`.
+"""`from_navix`: adapts environments of navix 0.7 and 4 to `Env`.
 
-navix itself distinguishes termination from truncation. Its `_step` is `step` without
-the auto-reset.
+navix distinguishes termination from truncation. The adapter calls navix's `_step`,
+which is `step` without the auto-reset.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,29 +20,29 @@ from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
 
 
 def from_navix(env: Any) -> Env:
-    """Makes an `Env` of a grid of navix.
+    """Adapts a navix environment to `Env`.
 
-    The key of a step takes the place of `state.key`. Each adapter compiles its own
-    program, since navix's grids cannot be compared; `rollout.envs.make` returns the
-    same adapter again.
+    The key of each step replaces `state.key`. Every adapter is compiled separately,
+    because navix environments do not support comparison. `rollout.envs.make` returns
+    the same adapter for the same arguments.
 
     Args:
-        env: the result of `navix.make`, or another `navix.Environment`.
+        env: result of `navix.make`, or another `navix.Environment`.
 
     Returns:
-        An `Env` whose state is navix's `Timestep`, without observation, reward,
-        `info` and key. It has no parameters.
+        An `Env` whose state is navix's `Timestep` without observation, reward, `info`
+        and key. It has no parameters.
 
     Raises:
-        TypeError: if `env` lacks the methods of a grid of navix.
+        TypeError: if `env` lacks the methods of a navix environment.
     """
     check_methods(env, "navix", ("reset", "_step", "action_space"))
-    # navix 0.7 declares fewer values than occur.
-    seen = jax.eval_shape(env.reset, jax.eval_shape(jax.random.key, 0)).observation
+    # Infer the space from shapes: navix 0.7 declares bounds that are too narrow.
+    obs = jax.eval_shape(env.reset, jax.eval_shape(jax.random.key, 0)).observation
     actions = env.action_space
     return _NavixEnv(
         held=Held(env),
-        observation_space=space_of(seen),
+        observation_space=space_of(obs),
         action_space=Discrete(int(actions.maximum) + 1, jnp.dtype(actions.dtype)),
     )
 
@@ -53,12 +53,12 @@ def ids() -> tuple[str, ...]:
 
 
 def make(name: str, **options: Any) -> Env:
-    """Makes the grid of this id; options are those of `navix.make`."""
+    """Creates an environment by id; `options` are arguments of `navix.make`."""
     return from_navix(load("navix").make(name, **options))
 
 
 class _NavixEnv(struct.PyTreeNode, kw_only=True):
-    """An `Env` over a grid of navix."""
+    """An `Env` over a navix environment."""
 
     held: Held = struct.field(pytree_node=False)
     observation_space: AnySpace = struct.field(pytree_node=False)
@@ -70,7 +70,7 @@ class _NavixEnv(struct.PyTreeNode, kw_only=True):
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
         keyed = state.replace(state=state.state.replace(key=key))
-        # Not `step`: that resets, instead of stepping, after an ending.
+        # Do not call `step`, which resets instead of stepping after an episode end.
         timestep = self.held.value._step(keyed, action)
         return EnvStep(
             state=jax.tree.map(like, _slim(timestep), state),
@@ -82,15 +82,15 @@ class _NavixEnv(struct.PyTreeNode, kw_only=True):
         )
 
     def render_frames(self, states: Sequence[Any]) -> Iterator[np.ndarray]:
-        """Draws states, `[H, W, 3]` uint8 each."""
+        """Renders states, `[H, W, 3]` uint8 each."""
         from navix.observations import rgb
 
-        draw = jax.jit(rgb)
+        render = jax.jit(rgb)
         for state in states:
-            yield np.asarray(draw(state.state))
+            yield np.asarray(render(state.state))
 
 
 def _slim(timestep: Any) -> Any:
-    """Keeps the part of a timestep that the next step reads."""
-    # The carry of a scan holds the state: the rest would only be copied.
+    """Removes all fields of a timestep that the next step does not read."""
+    # The state is part of a scan carry: unused fields would be copied at every step.
     return timestep.replace(observation=(), action=(), reward=(), step_type=(), info={})

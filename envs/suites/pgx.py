@@ -1,7 +1,7 @@
 """`from_pgx`: adapts a game to `MultiAgentEnv`; `from_pgx_seat`: one seat to `Env`.
 
-The players act one after the other. A pgx state holds the observation and the allowed
-actions of the player whose turn it is, and of no other. pgx's auto-reset is never used.
+The players act in turn. A pgx state contains only the observation and the legal actions
+of the current player. The adapters do not use pgx's auto-reset.
 """
 
 from collections.abc import Callable
@@ -25,19 +25,20 @@ OpponentFn = Callable[[ArrayTree, dict[str, jax.Array], chex.PRNGKey], jax.Array
 
 
 def from_pgx(env: Any) -> MultiAgentEnv:
-    """Makes a `MultiAgentEnv` of a game of pgx.
+    """Adapts a pgx game to `MultiAgentEnv`.
 
-    The agents are "player_0", "player_1", ..., in one group, "players". All have the
-    observation of the player who acts next, `{"observation": ..., "action_mask": [n]
-    bool}`; at the end of a game nobody acts, but pgx still names a player, and so does
-    `acting`. Most games draw who begins. An action that is not allowed ends the game,
-    with pgx's penalty, and sets `info["illegal_action"]`, `()` bool.
+    The agents are "player_0", "player_1", ..., in a single group "players". All agents
+    receive the observation of the player who acts next, `{"observation": ...,
+    "action_mask": [n] bool}`. In the final state, pgx still defines a current player,
+    and `acting` is True for this player. Most games sample the first player. An illegal
+    action ends the game with pgx's penalty and sets `info["illegal_action"]`, `()`
+    bool.
 
     Args:
-        env: the result of `pgx.make`, or another `pgx.Env`.
+        env: result of `pgx.make`, or another `pgx.Env`.
 
     Returns:
-        A `MultiAgentEnv` whose state is pgx's own.
+        A `MultiAgentEnv` with the state of `env`.
 
     Raises:
         TypeError: if `env` lacks the methods of a `pgx.Env`.
@@ -48,24 +49,25 @@ def from_pgx(env: Any) -> MultiAgentEnv:
 def from_pgx_seat(
     env: Any, opponent: OpponentFn | None = None, opponent_params: ArrayTree = None
 ) -> Env:
-    """Makes an `Env` of one player's seat in a game of pgx.
+    """Adapts one player's seat in a pgx game to `Env`, with opponents inside the step.
 
-    The player is pgx's number 0; most games draw who begins. The others answer within a
-    step, so the reward of a step is the sum until it is that player's turn again, or
-    the game ends. The observation is `{"observation": ..., "action_mask": [n] bool}`,
-    always the player's own, also at the end. An action that is not allowed ends the
-    game, with pgx's penalty, and sets `info["illegal_action"]`, `()` bool.
+    The agent is pgx's player 0. Most games sample the first player. The opponents act
+    within a step, and the reward of the step is the agent's sum of rewards until its
+    next turn or the end of the game. The observation is always the agent's view,
+    `{"observation": ..., "action_mask": [n] bool}`, also in the final state. An illegal
+    action ends the game with pgx's penalty and sets `info["illegal_action"]`, `()`
+    bool.
 
     Args:
-        env: the result of `pgx.make`, or another `pgx.Env`.
-        opponent: `(params, obs, key) -> action`, chooses for the others, in one game:
-            `obs` is the observation of the player whose turn it is. By default it draws
-            an allowed action evenly.
-        opponent_params: the parameters of `opponent`. They are the leaves of the `Env`,
-            so `vectorize_each` makes a league, with another opponent in every lane.
+        env: result of `pgx.make`, or another `pgx.Env`.
+        opponent: function `(params, obs, key) -> action` that selects the action of the
+            current opponent in a single game. `obs` is the observation of this
+            opponent. The default samples legal actions uniformly.
+        opponent_params: parameters of `opponent`. They are the leaves of the `Env`, so
+            `vectorize_each` can assign a different opponent to every lane (a league).
 
     Returns:
-        An `Env` whose state is pgx's own.
+        An `Env` with the state of `env`.
 
     Raises:
         TypeError: if `env` lacks the methods of a `pgx.Env`.
@@ -73,7 +75,7 @@ def from_pgx_seat(
     return _PgxSeat(
         opponent_params=opponent_params,
         env=env,
-        opponent=opponent or _play_evenly,
+        opponent=opponent or _sample_uniformly,
         **_describe(env),
     )
 
@@ -84,9 +86,10 @@ def ids() -> tuple[str, ...]:
 
 
 def make(name: str, **options: Any) -> Env | MultiAgentEnv:
-    """Makes a game for all of its players, or with options of `from_pgx_seat` for one.
+    """Creates a game by id, as a `MultiAgentEnv` for all players.
 
-    A game of one player is an `Env`, too.
+    The result is an `Env` if `options` of `from_pgx_seat` are set or if the game has
+    one player.
     """
     game = load("pgx").make(name)
     is_seat = options or game.num_players == 1
@@ -94,15 +97,15 @@ def make(name: str, **options: Any) -> Env | MultiAgentEnv:
 
 
 class _Pgx(struct.PyTreeNode, kw_only=True):
-    """The shared part of both adapters: a game of pgx and its observations."""
+    """Common base of both adapters: a pgx game and the spaces of one player."""
 
     env: Any = struct.field(pytree_node=False)
-    observation_space: AnySpace = struct.field(pytree_node=False)  # of one player
+    observation_space: AnySpace = struct.field(pytree_node=False)
     action_space: Discrete = struct.field(pytree_node=False)
 
 
 class _PgxEnv(_Pgx, kw_only=True):
-    """A `MultiAgentEnv` over a game of pgx; it has no parameters."""
+    """A `MultiAgentEnv` over a pgx game, without parameters."""
 
     @property
     def agents(self) -> tuple[str, ...]:
@@ -129,8 +132,8 @@ class _PgxEnv(_Pgx, kw_only=True):
     def step(
         self, key: chex.PRNGKey, state: ArrayTree, action: dict[str, jax.Array]
     ) -> MultiAgentStep:
-        chosen = action[_GROUP][state.current_player]
-        next_state = self.env.step(state, chosen, key)
+        player_action = action[_GROUP][state.current_player]
+        next_state = self.env.step(state, player_action, key)
         none = jnp.zeros((len(self.agents),), bool)
         return MultiAgentStep(
             state=next_state,
@@ -141,21 +144,21 @@ class _PgxEnv(_Pgx, kw_only=True):
             truncated=none,
             episode_terminated=next_state.terminated,
             episode_truncated=next_state.truncated,
-            info={"illegal_action": ~state.legal_action_mask[chosen]},
+            info={"illegal_action": ~state.legal_action_mask[player_action]},
         )
 
     def _observe(self, state: ArrayTree) -> dict[str, ArrayTree]:
-        """Repeats the observation of the player who acts next for all players."""
-        # Only the observation of the player in turn is known; the others do not act.
+        """Repeats the observation of the current player for all players."""
+        # A state contains no other observations, and all other players do not act.
         repeat = lambda x: jnp.broadcast_to(x, (len(self.agents), *x.shape))  # noqa: E731
-        return {_GROUP: jax.tree.map(repeat, _seen(state, state.observation))}
+        return {_GROUP: jax.tree.map(repeat, _with_mask(state, state.observation))}
 
     def _turn(self, state: ArrayTree) -> jax.Array:
         return jnp.arange(len(self.agents)) == state.current_player
 
 
 class _PgxSeat(_Pgx, kw_only=True):
-    """An `Env` of one seat; the leaves are the parameters of the opponents."""
+    """An `Env` over one seat; the leaves are the parameters of the opponents."""
 
     opponent_params: ArrayTree
     opponent: OpponentFn = struct.field(pytree_node=False)
@@ -167,13 +170,13 @@ class _PgxSeat(_Pgx, kw_only=True):
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
         step_key, reply_key = jax.random.split(key)
-        # The others reply within this step: its successor is the seat's next turn.
-        moved = self.env.step(state, action, step_key)
-        next_state, reward = self._until_turn(moved, reply_key)
+        # Opponents reply within this step: the successor is the agent's next turn.
+        reply_state = self.env.step(state, action, step_key)
+        next_state, reward = self._until_turn(reply_state, reply_key)
         return EnvStep(
             state=next_state,
             obs=self._observe(next_state),
-            reward=moved.rewards[_SEAT].astype(jnp.float32) + reward,
+            reward=reply_state.rewards[_SEAT].astype(jnp.float32) + reward,
             terminated=next_state.terminated,
             truncated=next_state.truncated,
             info={"illegal_action": ~state.legal_action_mask[action]},
@@ -182,52 +185,52 @@ class _PgxSeat(_Pgx, kw_only=True):
     def _until_turn(
         self, state: ArrayTree, key: chex.PRNGKey
     ) -> tuple[ArrayTree, jax.Array]:
-        """Lets the others play until it is the player's turn, or the game ends."""
+        """Steps the opponents until the agent's turn or the end of the game."""
         if self.env.num_players == 1:
             return state, jnp.float32(0.0)
 
-        def goes_on(carry: tuple) -> jax.Array:
+        def is_reply(carry: tuple) -> jax.Array:
             state, _, _ = carry
             done = state.terminated | state.truncated
             return ~done & (state.current_player != _SEAT)
 
         def reply(carry: tuple) -> tuple:
             state, number, reward = carry
-            # A key for each reply, however many there are.
+            # Fold in the number of the reply, because the number of replies varies.
             action_key, step_key = jax.random.split(jax.random.fold_in(key, number))
-            obs = _seen(state, state.observation)
+            obs = _with_mask(state, state.observation)
             action = self.opponent(self.opponent_params, obs, action_key)
             state = self.env.step(state, action, step_key)
             return state, number + 1, reward + state.rewards[_SEAT].astype(jnp.float32)
 
         start = state, jnp.int32(0), jnp.float32(0.0)
-        state, _, reward = jax.lax.while_loop(goes_on, reply, start)
+        state, _, reward = jax.lax.while_loop(is_reply, reply, start)
         return state, reward
 
     def _observe(self, state: ArrayTree) -> dict[str, jax.Array]:
-        # Not `state.observation`: at the end of a game it is that of the next player in
-        # turn, and the true successor must be this seat's.
-        return _seen(state, self.env._observe(state, jnp.int32(_SEAT)))
+        # Do not use `state.observation`: in a final state it may be an opponent's view.
+        return _with_mask(state, self.env._observe(state, jnp.int32(_SEAT)))
 
 
 def _describe(env: Any) -> dict[str, Any]:
-    """Returns the spaces of a game, as fields of an adapter."""
+    """Returns the spaces of a game as keyword arguments of an adapter."""
     check_methods(env, "pgx", ("init", "step", "num_players"))
-    # Not `env.num_actions` and `env.observation_shape`: each computes a whole state.
+    # Trace `init` once: the properties `env.num_actions` and `env.observation_shape`
+    # each compute a full state.
     state = jax.eval_shape(env.init, jax.eval_shape(jax.random.key, 0))
     return {
-        "observation_space": space_of(_seen(state, state.observation)),
+        "observation_space": space_of(_with_mask(state, state.observation)),
         "action_space": Discrete(state.legal_action_mask.shape[0]),
     }
 
 
-def _seen(state: ArrayTree, observation: jax.Array) -> dict[str, jax.Array]:
+def _with_mask(state: ArrayTree, observation: jax.Array) -> dict[str, jax.Array]:
     return {"observation": observation, "action_mask": state.legal_action_mask}
 
 
-def _play_evenly(
+def _sample_uniformly(
     params: ArrayTree, obs: dict[str, jax.Array], key: chex.PRNGKey
 ) -> jax.Array:
     del params  # unused
-    # The logarithm of a flag: 0 of an allowed action, minus infinity of others.
+    # Logits are log(mask): 0 for legal and -inf for illegal actions.
     return jax.random.categorical(key, jnp.log(obs["action_mask"])).astype(jnp.int32)

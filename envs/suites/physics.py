@@ -1,9 +1,9 @@
-"""`adapt`: adapts an environment of brax or MuJoCo Playground to `Env`.
+"""`adapt`: adapts environments of brax and MuJoCo Playground to `Env`.
 
-Both suites have a `State` with the fields `obs`, `reward`, `done`, `metrics` and `info`
-and the state of the physics, and both keep the parameters of the physical model in an
-attribute of the environment. Their wrappers, which count steps and reset, are never
-used.
+Both suites have a `State` with the physics state and the fields `obs`, `reward`,
+`done`, `metrics` and `info`. Both store the parameters of the physical model in an
+attribute of the environment. The adapter does not use the wrappers of the suites, which
+count steps and reset.
 """
 
 import copy
@@ -23,43 +23,43 @@ from rollout.envs.spaces import Box, space_of
 from rollout.envs.suites.convert import check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
 
-# Modules of wrappers that reset, cut episodes or stack lanes.
+# Modules of wrappers that reset, truncate episodes or batch environments.
 _WRAPPERS = ("brax.envs.wrappers.", "mujoco_playground._src.wrapper")
 
 
 def adapt(env: Any, *, model_field: str, frame_field: str | None) -> Env:
-    """Makes an `Env` of an environment of one of the suites.
+    """Adapts an environment of brax or Playground to `Env`.
 
     Args:
-        env: the suite's environment, without the wrappers of its training.
-        model_field: the attribute of `env` that holds the physical model; if there is
-            none, the result has no leaves.
-        frame_field: the field of the suite's state that `env.render` takes, or None if
-            it takes the state.
+        env: environment of the suite, without training wrappers.
+        model_field: attribute of `env` that holds the physical model. The result has no
+            leaves if `env` has no such attribute.
+        frame_field: field of the state that `env.render` expects, or None if it expects
+            the complete state.
 
     Returns:
-        An `Env` whose state is the suite's own.
+        An `Env` with the state of `env`.
 
     Raises:
         TypeError: if `env` lacks a method.
-        ValueError: if `env` is wrapped for training.
+        ValueError: if `env` has a training wrapper.
     """
     check_methods(env, "brax or MuJoCo Playground", ("reset", "step", "action_size"))
     inner = env
     while inner is not None:
-        # The base class of Playground's wrappers is in the same module.
+        # Allow `Wrapper`, the base class in the same module, for custom wrappers.
         if any(
             cls.__module__.startswith(_WRAPPERS) and cls.__name__ != "Wrapper"
             for cls in type(inner).__mro__
         ):
             raise ValueError(
-                "`env` must be without the wrappers of the suite's training, since "
-                "`vectorize` and `TimeLimit` make lanes, resets and time limits, got "
-                f"{type(inner).__name__}."
+                "`env` must be without the suite's training wrappers, got "
+                f"{type(inner).__name__}. Use `rollout.envs.vectorize` and `TimeLimit` "
+                "for batches, resets and time limits."
             )
         inner = vars(inner).get("env")
     state = jax.eval_shape(env.reset, jax.eval_shape(lambda: jax.random.PRNGKey(0)))
-    # A custom environment need not have any physics.
+    # Custom environments may have no physical model.
     model = getattr(env, model_field, None)
     return _PhysicsEnv(
         model=jax.tree.map(jnp.asarray, model),
@@ -72,7 +72,7 @@ def adapt(env: Any, *, model_field: str, frame_field: str | None) -> Env:
 
 
 class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
-    """An `Env` over a suite's environment; the leaves are those of its model."""
+    """An `Env` over a brax or Playground environment; the model holds the leaves."""
 
     model: ArrayTree = struct.field(repr=False)  # more than a hundred arrays
     env: Any = struct.field(pytree_node=False)
@@ -87,17 +87,17 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
         return state, state.obs
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        # The suites write into the dicts of their argument: this makes new ones.
-        given = jax.tree.map(lambda x: x, state)
-        old, new = given.info.get("rng"), _raw(key)
+        # Copy the dicts of the state, because the suites write into them.
+        copied = jax.tree.map(lambda x: x, state)
+        old, new = copied.info.get("rng"), _raw(key)
         is_raw = isinstance(old, jax.Array) and old.dtype == new.dtype
         if is_raw and old.shape == new.shape:
-            given.info["rng"] = new
-        # Without the wrappers of training, `next_state` is never that of a reset.
+            copied.info["rng"] = new
+        # `next_state` is the true successor, because no training wrapper resets.
         env = _with_model(self.env, self.model_field, self.model)
-        next_state = env.step(given, action)
+        next_state = env.step(copied, action)
         next_state = jax.tree.map(like, next_state, state)
-        # `done` is set at limits, too, which brax's own wrapper marks like this.
+        # `done` is also True at time limits, which brax marks in `info`.
         truncated = jnp.asarray(next_state.info.get("truncation", False)).astype(bool)
         return EnvStep(
             state=next_state,
@@ -110,11 +110,11 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
 
     @property
     def draws(self) -> bool:
-        """Whether the environment has a model of MuJoCo, and draws it."""
+        """Whether the environment has a MuJoCo model and can render it."""
         return hasattr(self.env, "render") and self._mj_model() is not None
 
     def render_frames(self, states: Sequence[Any]) -> Sequence[np.ndarray]:
-        """Draws states, `[H, W, 3]` uint8 each, from the first camera of the model.
+        """Renders states, `[H, W, 3]` uint8 each, from the first camera of the model.
 
         Raises:
             RuntimeError: if OpenGL is missing.
@@ -127,37 +127,37 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
             return self.env.render(rows, camera=camera)
         except load("mujoco").FatalError as error:
             raise RuntimeError(
-                "Drawing needs OpenGL; without a screen, the environment "
-                'variable MUJOCO_GL must be "egl" or "osmesa" before mujoco is '
+                "Rendering needs OpenGL. Without a screen, set the environment "
+                'variable MUJOCO_GL to "egl" or "osmesa" before mujoco is '
                 f"imported: {error}"
             ) from error
 
     def _mj_model(self) -> Any:
-        of_brax = getattr(getattr(self.env, "sys", None), "mj_model", None)
-        return getattr(self.env, "mj_model", None) or of_brax
+        brax_model = getattr(getattr(self.env, "sys", None), "mj_model", None)
+        return getattr(self.env, "mj_model", None) or brax_model
 
 
 def _with_model(env: Any, field: str, model: ArrayTree) -> Any:
-    """Copies an environment and those it wraps, shallowly, with another model."""
+    """Copies an environment and all wrapped environments, and replaces the model."""
     if model is None:
         return env
-    other = copy.copy(env)
+    new_env = copy.copy(env)
     for name, value in vars(env).items():
-        # Some environments store one of their own methods, bound to the original.
+        # Rebind methods stored in attributes: they are bound to the original.
         if inspect.ismethod(value) and value.__self__ is env:
-            setattr(other, name, types.MethodType(value.__func__, other))
+            setattr(new_env, name, types.MethodType(value.__func__, new_env))
     if field in vars(env):
-        setattr(other, field, model)
+        setattr(new_env, field, model)
     if "env" in vars(env):
-        other.env = _with_model(env.env, field, model)
-    return other
+        new_env.env = _with_model(env.env, field, model)
+    return new_env
 
 
 def _raw(key: chex.PRNGKey) -> jax.Array:
-    """Returns the words of a key, as an old-style key of jax's default kind.
+    """Converts a typed key to an old-style key of jax's default implementation.
 
-    Several environments of the suites draw twice from one key; `jax_debug_key_reuse`
-    raises an error for that if the key is typed.
+    Several environments of the suites sample twice from one key, for which
+    `jax_debug_key_reuse` raises an error if the key is typed.
     """
     default = jax.eval_shape(lambda: jax.random.PRNGKey(0))
     words = jax.random.key_data(key)

@@ -1,4 +1,4 @@
-"""`from_playground`: adapts any environment of MuJoCo Playground to `Env`."""
+"""`from_playground`: adapts MuJoCo Playground environments to `Env`."""
 
 import subprocess
 from typing import Any
@@ -10,31 +10,29 @@ from rollout.envs.wrappers.endings import TimeLimit
 
 
 def from_playground(env: Any) -> Env:
-    """Makes an `Env` of an environment of MuJoCo Playground.
+    """Adapts a MuJoCo Playground environment to `Env`.
 
-    `done` is a termination. Playground's time limit belongs to its wrapper, which is
-    not used: `TimeLimit` sets one, which `rollout.envs.make` puts on. Actions lie in
-    [-1, 1], as the agents that Playground trains choose them. `info` has Playground's
-    metrics. A step draws from its own key, which replaces `info["rng"]` in
-    Playground's state.
+    `done` counts as termination. Playground implements the time limit in a wrapper that
+    is not used here: `rollout.envs.make` adds a `TimeLimit` instead. Actions lie in
+    [-1, 1], the range of Playground's agents. `info` contains Playground's metrics. The
+    key of each step replaces `info["rng"]` in Playground's state.
 
     Args:
-        env: the result of `mujoco_playground.registry.load`, or another `MjxEnv`
-            without the wrappers of its training, with `impl="jax"`.
+        env: result of `mujoco_playground.registry.load`, or another `MjxEnv` without
+            training wrappers, with `impl="jax"`.
 
     Returns:
-        An `Env` whose state is Playground's own, and whose leaves are those of
-        `env.mjx_model`, so that with `vectorize_each` lanes differ in masses, gravity
-        or gears. Values that `env` computed from its model when it was made do not
-        change.
+        An `Env` with the state of `env`. Its leaves are the leaves of `env.mjx_model`,
+        so `vectorize_each` can vary masses, gravity or gears between lanes. Values that
+        `env` derived from the model at construction do not change.
 
     Raises:
         TypeError: if `env` lacks the methods of an `MjxEnv`.
-        ValueError: if `env` resets itself, counts its steps, or is a batch, or if its
+        ValueError: if `env` resets automatically, counts steps or is batched, or if
             `impl` is not "jax".
     """
     impl = getattr(getattr(env, "mjx_model", None), "impl", None)
-    # With other `impl`s the lanes share contacts, so no lane can be reset alone.
+    # Other implementations share contacts between lanes, so a single lane cannot reset.
     if impl is not None and impl.value != "jax":
         raise ValueError(
             '`env` must be made with `config_overrides={"impl": "jax"}`, got impl='
@@ -49,11 +47,11 @@ def ids() -> tuple[str, ...]:
 
 
 def make(name: str, **options: Any) -> Env:
-    """Makes the environment of this name.
+    """Creates an environment by name.
 
-    Options are fields of its configuration, such as `sim_dt`, with dots for nested
-    fields (`**{"reward_config.scales.termination": -1.0}`). `impl` is "jax" by default.
-    Some environments download the model of their robot, which needs git.
+    `options` are fields of the configuration, for example `sim_dt`, with dots for
+    nested fields (`**{"reward_config.scales.termination": -1.0}`). `impl` is "jax" by
+    default. Some environments download a robot model, which requires git.
     """
     registry = load("mujoco_playground", "playground").registry
     config = registry.get_default_config(name)
@@ -69,14 +67,14 @@ def make(name: str, **options: Any) -> Env:
     try:
         env = from_playground(registry.load(name, config_overrides=options))
     except subprocess.CalledProcessError as error:
-        raise OSError(f"its robot must be downloaded with git: {error}") from error
+        raise OSError(f"the robot model needs a download by git: {error}") from error
     return TimeLimit(env, options.get("episode_length", config.episode_length))
 
 
 def _fields(config: Any, prefix: str = "") -> list[str]:
-    """Lists the names of a configuration's fields, with dots for nested ones."""
+    """Lists the field names of a configuration, with dots for nested fields."""
     names = []
     for name, value in config.items():
-        inside = hasattr(value, "items")
-        names += _fields(value, f"{prefix}{name}.") if inside else [prefix + name]
+        is_nested = hasattr(value, "items")
+        names += _fields(value, f"{prefix}{name}.") if is_nested else [prefix + name]
     return names

@@ -1,7 +1,7 @@
-"""`from_xminigrid`: adapts any grid of XLand-MiniGrid to `Env`.
+"""`from_xminigrid`: adapts XLand-MiniGrid environments to `Env`.
 
-The discount at the end of an episode is 0 for a termination, and 1 for a truncation.
-The suite's auto-reset wrappers are never used.
+The discount at the end of an episode is 0 for termination and 1 for truncation. The
+adapter does not use the auto-reset wrappers of XLand-MiniGrid.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,32 +20,33 @@ from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
 
 
 def from_xminigrid(env: Any, env_params: ArrayTree) -> Env:
-    """Makes an `Env` of a grid of XLand-MiniGrid and its parameters.
+    """Adapts an XLand-MiniGrid environment to `Env`.
 
-    The key of a step takes the place of `state.key`.
+    The key of each step replaces `state.key`.
 
     Args:
-        env: the first result of `xminigrid.make`, or such an environment in a wrapper
-            that changes the observation.
-        env_params: the second result. Its leaves are the leaves of the `Env`: the rules
-            of an XLand, `env_params.replace(ruleset=...)`, may vary from lane to lane.
+        env: first result of `xminigrid.make`, possibly inside a wrapper that changes
+            the observation.
+        env_params: second result of `xminigrid.make`. Its leaves are the leaves of the
+            `Env`, so the rules of XLand, `env_params.replace(ruleset=...)`, may vary
+            between lanes.
 
     Returns:
-        An `Env` whose state is that of the suite, without the key.
+        An `Env` whose state is the state of `env` without the key.
 
     Raises:
-        TypeError: if `env` lacks the methods of a grid of XLand-MiniGrid.
-        ValueError: if `env` resets itself.
+        TypeError: if `env` lacks the methods of an XLand-MiniGrid environment.
+        ValueError: if `env` resets automatically.
     """
     check_methods(env, "XLand-MiniGrid", ("reset", "step", "num_actions"))
     check_no_reset(env)
-    # Of what a reset returns: a wrapper of the suite may change it.
+    # Infer the space from `reset`, because a wrapper may change the observation.
     key = jax.eval_shape(jax.random.key, 0)
-    seen = jax.eval_shape(env.reset, env_params, key).observation
+    obs = jax.eval_shape(env.reset, env_params, key).observation
     return _XminigridEnv(
         env_params=env_params,
         env=env,
-        observation_space=space_of(seen),
+        observation_space=space_of(obs),
         action_space=Discrete(env.num_actions(env_params)),
     )
 
@@ -56,12 +57,12 @@ def ids() -> tuple[str, ...]:
 
 
 def make(name: str, **options: Any) -> Env:
-    """Makes the grid of this id; options are fields of its parameters."""
+    """Creates an environment by id; `options` are fields of the parameters."""
     return from_xminigrid(*load("xminigrid").make(name, **options))
 
 
 class _XminigridEnv(struct.PyTreeNode, kw_only=True):
-    """An `Env` over a grid; the leaves are the parameters of the suite."""
+    """An `Env` over an XLand-MiniGrid environment; the leaves are the parameters."""
 
     env_params: ArrayTree
     env: Any = struct.field(pytree_node=False)
@@ -73,7 +74,7 @@ class _XminigridEnv(struct.PyTreeNode, kw_only=True):
         return strong((timestep.state.replace(key=()), timestep.observation))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
-        # Without the suite's auto-reset, this is the true successor, also at an ending.
+        # `timestep` contains the true successor, because no wrapper resets.
         timestep = self.env.step(self.env_params, _timestep(state, key), action)
         is_terminal = timestep.discount == 0
         return EnvStep(
@@ -86,14 +87,14 @@ class _XminigridEnv(struct.PyTreeNode, kw_only=True):
         )
 
     def render_frames(self, states: Sequence[Any]) -> Iterator[np.ndarray]:
-        """Draws states, `[H, W, 3]` uint8 each."""
+        """Renders states, `[H, W, 3]` uint8 each."""
         for state in states:
             yield self.env.render(self.env_params, _timestep(state, ()))
 
 
 def _timestep(state: Any, key: chex.PRNGKey | tuple[()]) -> Any:
-    """Makes a time step of the suite; only its state is read."""
-    # The suite steps from one time step to the next; ours keeps the state alone.
+    """Wraps a state in a `TimeStep`, as `env.step` expects it."""
+    # `env.step` reads only the state, so all other fields are None.
     return load("xminigrid.types").TimeStep(
         state=state.replace(key=key),
         step_type=None,

@@ -292,7 +292,7 @@ MESSAGES = [
     (lambda: shard(2, 4), "got 2; the nearest are 4"),
     (lambda: shard(8, 2, "x"), "`axis` must be one of the mesh, x, got 'lanes'"),
     (lambda: shard(8, 2), "and not be sharded already, got _Sha"),
-    (lambda: draw_episode(on_host(), None, KEY, 9), "draw themselves, got HostCount"),
+    (lambda: draw_episode(on_host(), None, KEY, 9), "render frames, got HostCount"),
     (
         lambda: draw_episode(make_collector("count"), None, KEY, 9),
         "that its suite draws, or have `render_frames`",

@@ -211,7 +211,7 @@ FOUND = [
     (gym(obs=np.zeros(3, "f")), "gymnasium fault", "obs must have shape (2,)"),
     (gym(obs=np.zeros(2, "F")), "gymnasium fault", "obs must have dtype float32"),
     (gym(WithoutOptions), "gymnasium", "`options`"),  # has the first word
-    (in_vector("NEXT_STEP"), "contract", "NEXT_STEP cannot cut an episode short"),
+    (in_vector("NEXT_STEP"), "contract", "NEXT_STEP cannot reset during"),
     # All is well.
     *((x, "", "") for x in (HostCount, Toy, gym(), gym(PlaysOn))),
     (in_vector("DISABLED"), "", ""),

@@ -87,14 +87,11 @@ def send(env, action, env_id):
 
 
 MADE = (local, workers, vector)
-FUNCTIONS = "`make_fns` must be functions, one for each environment, such as"
-OTHER_SPACES = "of one action space, got Discrete(3, start=1), and Discrete(4) of"
+FUNCTIONS = "`make_fns` must be functions, one for each environment, for example"
+OTHER_SPACES = "with the same action space, got Discrete(3, start=1) and, for"
 NO_EXAMPLE = "must map keys of `info` to examples"
-CLOSED = "`env` must be open, got one after `close`"
-NOT_PICKLED = (
-    "`make_fns` must be picklable; `functools.partial` of a function at module level "
-    "takes options, and `pip install cloudpickle` allows lambdas. Got [<class"
-)
+CLOSED = "`env` must be open, got a closed environment"
+NOT_PICKLED = "`make_fns` must be picklable, got [<class"
 CALLS = [
     # `from_gymnasium`
     (lambda: envs.from_gymnasium("CartPole-v1"), "must be given, except for a vec"),
@@ -109,7 +106,7 @@ CALLS = [
         lambda: vector(num_envs=3),
         "`num_envs`, `num_workers` and options must be left out",
     ),
-    (lambda: vector("SAME_STEP"), "DISABLED or NEXT_STEP, got SAME_STEP: pass"),
+    (lambda: vector("SAME_STEP"), "DISABLED or NEXT_STEP, got SAME_STEP. Pass"),
     (lambda: vector(None), "the autoreset mode DISABLED or NEXT_STEP, got None"),
     (lambda: vector(observe_info={"third": 0}), "`observe_info` must have keys of"),
     (
@@ -130,7 +127,7 @@ CALLS = [
     (lambda: workers(Count), FUNCTIONS),
     (
         lambda: workers("CartPole-v1"),
-        FUNCTIONS + " `[make_one] * 8`, got 'CartPole-v1'",
+        FUNCTIONS + " `[make_env] * 8`, got 'CartPole-v1'",
     ),
     (lambda: workers(num_workers=0), "`num_workers` must be an int of at least 1"),
     (lambda: workers(num_workers=5), "`num_workers` must be at most 3, got 5"),
@@ -143,8 +140,8 @@ CALLS = [
     (lambda: send(idle(), [0], np.int32([0, 1])), "shape (2,), got shape (1,)"),
     (lambda: flying().receive(2), "`num_ready` must be at most 1, got 2"),
     # The interface of gym before 0.26
-    (lambda: local(OldGym), "`reset(seed=, options=)` calls its `seed`"),
-    (lambda: workers([OldGym]), "`reset(seed=, options=)` calls its `seed`"),
+    (lambda: local(OldGym), "`reset(seed=, options=)` calls the old `seed`"),
+    (lambda: workers([OldGym]), "`reset(seed=, options=)` calls the old `seed`"),
     # After `close`
     *((lambda make=x: ended(make).step(ACTION), CLOSED) for x in MADE),
     *((lambda make=x: ended(make).reset(SEEDS, EVERY), CLOSED) for x in MADE),

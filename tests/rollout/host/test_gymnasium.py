@@ -145,7 +145,11 @@ def test_collector_says_that_its_environment_is_closed(on_fault):
     carry = collector.init(jax.random.key(0))
     env.close()
 
-    with pytest.raises(ValueError, match="`env` must be open, got one after `close`"):
+    with pytest.raises(
+        ValueError, match="`env` must be open, got a closed environment"
+    ):
         collector.collect_steps(carry, None, 3)
-    with pytest.raises(ValueError, match="`env` must be open, got one after `close`"):
+    with pytest.raises(
+        ValueError, match="`env` must be open, got a closed environment"
+    ):
         collector.init(jax.random.key(0))

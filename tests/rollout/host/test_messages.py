@@ -101,7 +101,7 @@ CASES = {
         ),
     ),
     "HostCollector": (
-        (lambda: host(kind=CARTS), "environments in JAX go into a `Collector`"),
+        (lambda: host(kind=CARTS), "Use a `Collector` for JAX environments"),
         (lambda: host(on_fault="drop"), "`on_fault` must be"),
         (lambda: host(max_restarts=-1), "`max_restarts` must be"),
         (lambda: host(6, Late), "`num_ready` must be at most 5, got 6"),
