@@ -1,6 +1,7 @@
 """`from_data`: fills a buffer with recorded steps, assigning episodes to lanes."""
 
 import heapq
+from collections.abc import Iterator
 from typing import Any
 
 import chex
@@ -31,7 +32,9 @@ def from_data(
     """Fills a buffer with recorded steps, on the host.
 
     The rows of an episode are consecutive and in time order, and an episode ends at a
-    row with a flag. If the last row has no flag, its episode is incomplete, and rows
+    row with a flag. Without a flag, a row whose successor differs from the observation
+    of the next row is marked as `truncated`, so that no window of steps joins two
+    episodes. If the last row has no flag, its episode is incomplete, and rows
     that are added later do not continue it. A buffer with one lane keeps the order of
     the rows. With more lanes, complete episodes are assigned to lanes, longest episode
     first, each to the lane with the fewest rows. Episodes within a lane keep their
@@ -65,7 +68,7 @@ def from_data(
         "truncated": _array("`truncated`", truncated, bool),
         "next_obs": _tree("next_obs", next_obs),
     }
-    rows = _rows_of(columns)
+    rows = _rows_of(columns, marks_ends=buffer.next_obs != "shared")
     done, num_envs = rows.terminated | rows.truncated, buffer.num_envs
     index = _assign_lanes(done, num_envs)
     if len(index) > buffer.num_slots:
@@ -96,11 +99,8 @@ def check_successors(obs: ArrayTree, next_obs: ArrayTree, done: Any) -> None:
         next_obs: `[K, ...]` host arrays, successors.
         done: `[K]` bool, True for the last row of an episode, which is not checked.
     """
-    successors = jax.tree.leaves(next_obs)
-    for (path, x), y in zip(jax.tree.leaves_with_path(obs), successors, strict=True):
-        got, want = y[:-1], x[1:]
-        is_equal = (got == want) | ((got != got) & (want != want))  # NaN equals NaN
-        is_equal = is_equal.all(axis=tuple(range(1, is_equal.ndim))) | done[:-1]
+    for path, is_equal in _compare_successors(obs, next_obs):
+        is_equal |= done[:-1]
         if not is_equal.all():
             raise ValueError(
                 f"`next_obs{keystr(path)}` must be the `obs` of the next row within an "
@@ -108,7 +108,16 @@ def check_successors(obs: ArrayTree, next_obs: ArrayTree, done: Any) -> None:
             )
 
 
-def _rows_of(columns: dict[str, Any]) -> Transition:
+def _compare_successors(obs: ArrayTree, next_obs: ArrayTree) -> Iterator[Any]:
+    """Yields per leaf its path and `[K - 1]` bool, True if the next row continues it."""
+    successors = jax.tree.leaves(next_obs)
+    for (path, x), y in zip(jax.tree.leaves_with_path(obs), successors, strict=True):
+        got, want = y[:-1], x[1:]
+        is_equal = (got == want) | ((got != got) & (want != want))  # NaN equals NaN
+        yield path, is_equal.all(axis=tuple(range(1, is_equal.ndim)))
+
+
+def _rows_of(columns: dict[str, Any], *, marks_ends: bool) -> Transition:
     """Validates the columns, `[K, ...]`, and adds episode ids and lengths."""
     num_rows = len(np.atleast_1d(columns["reward"]))
     for name, value in columns.items():
@@ -118,6 +127,11 @@ def _rows_of(columns: dict[str, Any]) -> Transition:
                 f"`{name}` must be one number per row, got shape {value.shape}."
             )
     checks.same("`next_obs` must be like `obs`", columns["obs"], columns["next_obs"])
+    if marks_ends:
+        is_end = np.zeros(num_rows, bool)
+        for _, is_equal in _compare_successors(columns["obs"], columns["next_obs"]):
+            is_end[: len(is_equal)] |= ~is_equal
+        columns["truncated"] = columns["truncated"] | (is_end & ~columns["terminated"])
     # A row begins an episode if the previous row is done. The slice handles empty data.
     done = columns["terminated"] | columns["truncated"]
     first = np.concatenate([np.ones(1, bool), done[:-1]])[: len(done)]

@@ -184,6 +184,19 @@ def test_stored_successors_may_be_other_rows_and_shared_ones_may_be_nan():
     buffers.from_data(REPLAY(12, 1, **options("shared")), **data)
 
 
+def test_ends_without_a_flag_are_marked():
+    data = make_data([3, 1, 5])
+    marked = buffers.from_data(ONE, **data).experience
+    bare = {x: np.zeros_like(data[x]) for x in ("terminated", "truncated")}
+    state = buffers.from_data(ONE, **{**data, **bare}).experience
+    for name in ("episode_id", "episode_length"):
+        np.testing.assert_array_equal(getattr(state, name), getattr(marked, name))
+    ends = data["terminated"] | data["truncated"]
+    # The end of the last episode shows in no row.
+    np.testing.assert_array_equal(state.truncated[: len(ends) - 1, 0], ends[:-1])
+    assert not state.terminated.any()
+
+
 @pytest.fixture
 def datasets(tmp_path, monkeypatch):
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
