@@ -109,7 +109,7 @@ def check_successors(obs: ArrayTree, next_obs: ArrayTree, done: Any) -> None:
 
 
 def _compare_successors(obs: ArrayTree, next_obs: ArrayTree) -> Iterator[Any]:
-    """Yields per leaf its path and `[K - 1]` bool, True if the next row continues it."""
+    """Yields a path and `[K - 1]` bool per leaf, True if the next row continues it."""
     successors = jax.tree.leaves(next_obs)
     for (path, x), y in zip(jax.tree.leaves_with_path(obs), successors, strict=True):
         got, want = y[:-1], x[1:]
