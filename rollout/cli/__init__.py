@@ -1,5 +1,5 @@
 """The command line `python -m rollout`.
 
-`arguments` parses, `main` collects, draws or inspects, and handles errors, and `table`
-formats what was found.
+`arguments` parses the arguments, `main` runs the command and handles errors, and
+`table` formats the results.
 """

@@ -1,4 +1,4 @@
-"""The arguments of `python -m rollout`: parses and checks them."""
+"""Parses and checks the arguments of `python -m rollout`."""
 
 import ast
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -10,27 +10,27 @@ from rollout.inspection.accelerators import NAMES
 
 
 class _Parser(ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser that prints errors as one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 def make_parser() -> ArgumentParser:
-    """Makes the parser; defaults that depend on the kind of run come later."""
+    """Makes the parser. `parse` sets the defaults that depend on the type of run."""
     text = "Collects experience with the random policy and reports on it."
     parser = _Parser("python -m rollout", description=text, allow_abbrev=False)
     add = parser.add_argument
     text = "id, such as CartPole-v1, jumanji:Snake-v1, pgx:chess; or your own, "
     add("env", nargs="?", help=f"{text}module:Class or file.py:function")
     add("--num-envs", type=count, help="lanes (1024, of gymnasium: and envpool: 16)")
-    kind = parser.add_mutually_exclusive_group().add_argument
-    kind("--num-steps", type=count, default=1000, help="steps of every lane (1000)")
-    kind("--num-episodes", type=count, help="play exactly so many episodes instead")
-    kind("--gif", type=Path, help="play one episode and draw it as .gif")
+    mode = parser.add_mutually_exclusive_group().add_argument
+    mode("--num-steps", type=count, default=1000, help="steps of every lane (1000)")
+    mode("--num-episodes", type=count, help="play exactly so many episodes instead")
+    mode("--gif", type=Path, help="play one episode and draw it as .gif")
     text = "time the parts of a batch, and trace one to this folder"
-    kind("--profile", type=Path, help=text)
-    kind("--inspect", choices=NAMES, help="report on an accelerator, run nothing")
+    mode("--profile", type=Path, help=text)
+    mode("--inspect", choices=NAMES, help="report on an accelerator, run nothing")
     text = "longest episode, with --num-episodes (1000000) or --gif (1000)"
     add("--max-episode-steps", type=count, help=text)
     add("--seed", type=seed, default=0, help="seed of everything random (0)")
@@ -41,11 +41,11 @@ def make_parser() -> ArgumentParser:
 
 
 def parse(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
-    """Parses and checks the arguments, and sets the defaults of their kind of run.
+    """Parses and checks the arguments, and sets defaults for the type of run.
 
     Returns:
-        The arguments; also `is_on_host`, whether the environments are not JAX, and
-        their `title`.
+        The arguments, with two more attributes: `is_on_host`, True if Python steps the
+        environments, and `title`, the environment with its parameters.
     """
     run = parser.parse_args(argv)
     if run.list_envs:
@@ -54,8 +54,8 @@ def parse(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
         parser.error("the environment is missing; --list-envs prints the ids")
     if run.max_episode_steps and not (run.num_episodes or run.gif):
         parser.error("--max-episode-steps needs --num-episodes or --gif")
-    given = ", ".join(f"{name}={value!r}" for name, value in run.env_param)
-    run.title = f"{run.env} ({given})" if given else run.env
+    params = ", ".join(f"{name}={value!r}" for name, value in run.env_param)
+    run.title = f"{run.env} ({params})" if params else run.env
     run.is_on_host = run.env.startswith(("gymnasium:", "envpool:"))
     most_envs = 16 if run.is_on_host else 1024
     num_episodes = 1 if run.gif else run.num_episodes
@@ -72,7 +72,7 @@ def seed(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """Parses an int of at least 1; argparse says "invalid count value" of others."""
+    """Parses an int of at least 1; argparse prints "invalid count value" on errors."""
     if int(text) < 1:
         raise ArgumentTypeError(f"must be at least 1, got {text}")
     return int(text)
@@ -86,5 +86,5 @@ def parameter(text: str) -> tuple[str, Any]:
             return name, ast.literal_eval(literal)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         pass
-    must = "must be NAME=VALUE, VALUE a Python literal"
-    raise ArgumentTypeError(f"{must}, got {text!r}")
+    message = "must be NAME=VALUE, VALUE a Python literal"
+    raise ArgumentTypeError(f"{message}, got {text!r}")

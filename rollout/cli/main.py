@@ -1,8 +1,8 @@
 """The command line: `python -m rollout CartPole-v1` collects with the random policy.
 
-It collects a number of steps or exactly N episodes, and prints their statistics and the
-speed. Other options draw one episode, time the parts of a batch, or report how the
-steps would run on an accelerator.
+It collects a number of steps or exactly N episodes, and prints the statistics and the
+speed. Other options record one episode as a GIF, time the parts of a batch, or report
+how the steps would run on an accelerator.
 """
 
 import importlib
@@ -47,15 +47,15 @@ _PIPE_CLOSED = 141  # as a shell counts SIGPIPE
 _JaxError = jax.errors.JaxRuntimeError
 _ERRORS = (ValueError, ImportError, MemoryError, OSError, EnvFault, _JaxError)
 _NUM_BATCHES = 20
-_MAX_ROWS = 1 << 22  # of a batch, so that its memory does not grow with the run
+_MAX_ROWS = 1 << 22  # per batch, so that memory does not grow with the run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line, with the arguments of the process if `argv` is None.
 
     Returns:
-        The exit status: 0; 141 if the reader of stdout is gone, as a shell counts the
-            signal; 2 after an error, with one line on stderr.
+        The exit status: 0; 141 if the reader of stdout has closed the pipe, as a shell
+            counts the signal; 2 after an error, with one line on stderr.
     """
     parser = make_parser()
     run = parse(parser, argv)
@@ -67,28 +67,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _ERRORS as error:
         parser.error(str(error).partition("\n")[0])
     except Exception as error:
-        # A bug of ours, or of the environment: the traceback is what helps.
+        # A bug in this library or in the environment: show the traceback.
         if not run.env_param:
             raise
-        # A wrong value fails wherever the environment first uses it.
+        # An invalid parameter can raise any error in the environment.
         parser.error(f"{run.title} fails: {error}")
 
 
 def run_and_exit() -> NoReturn:
-    """Runs the command line as a process, and ends the process."""
-    # Ctrl-C ends it at once: XLA compiles for seconds without looking at Python's.
+    """Runs the command line and exits the process with its status."""
+    # Ctrl-C ends the process: XLA compiles for seconds without checking signals.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main())
 
 
 def _execute(run: Namespace) -> None:
-    """Executes a run, and prints its table."""
+    """Executes a run and prints the table of results."""
     if run.list_envs:
         _print(*env_ids("installed"), _OTHER_IDS)
     elif run.inspect:
         if not os.path.exists("/dev/nvidiactl"):
-            # With a GPU's compiler and no GPU jax would print a traceback.
+            # If only the compiler for GPUs is installed, jax would print a traceback.
             os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
         sizes = {"envs": run.num_envs, "steps": run.num_envs * run.num_steps}
         rows = [table.line(name, f"{size:,}") for name, size in sizes.items()]
@@ -103,20 +103,20 @@ def _execute(run: Namespace) -> None:
 
 
 def _print(*lines: object) -> None:
-    """Prints lines, and flushes stdout, which may be closed or full."""
+    """Prints lines and flushes stdout, which may be closed or full."""
     try:
         print(*lines, sep="\n", flush=True)
     except OSError:
-        # Python would try again at exit, and complain.
+        # Python would flush stdout again at exit and print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
 
 
 def make_collector(run: Namespace) -> tuple[Any, Any]:
-    """Makes the collector, and the parameters of its policy.
+    """Makes the collector and the parameters of its policy.
 
     Raises:
-        ValueError: if there are no such environments.
+        ValueError: if there is no such environment.
     """
     options = dict(run.env_param)
     suite, _, env_id = run.env.partition(":")
@@ -124,22 +124,22 @@ def make_collector(run: Namespace) -> tuple[Any, Any]:
         if suite == "envpool":
             env: Any = from_envpool(env_id, run.num_envs, seed=run.seed, **options)
         else:
-            own: Any = _find(env_id) if ".py:" in env_id else env_id
-            if run.gif and (own is env_id or _takes(own, "render_mode")):
+            source: Any = _find_factory(env_id) if ".py:" in env_id else env_id
+            if run.gif and (source is env_id or _accepts(source, "render_mode")):
                 options["render_mode"] = "rgb_array"
-            env = from_gymnasium(own, run.num_envs, **options)
+            env = from_gymnasium(source, run.num_envs, **options)
         return HostCollector(env=env, policy=random_policy(env.action_space)), None
     is_id = not env_id or suite in SUITES
-    one: Any = (make if is_id else _make_own)(run.env, **options)
-    env = vectorize(one, run.num_envs)
-    if not has_agents(one):
+    single_env: Any = (make if is_id else _make_custom)(run.env, **options)
+    env = vectorize(single_env, run.num_envs)
+    if not has_agents(single_env):
         policy = _random_policy(env.observation_space, env.action_space)
         return Collector(env=env, policy=policy), None
-    seen, spaces = env.observation_spaces, env.action_spaces
-    every = {x: _random_policy(seen[x], spaces[x]) for x in env.groups}
+    obs, action = env.observation_spaces, env.action_spaces
+    policies = {x: _random_policy(obs[x], action[x]) for x in env.groups}
     groups = {agent: x for x, names in env.groups.items() for agent in names}
-    policy = policy_map(every, static_mapping(groups), env)
-    return Collector(env=env, policy=policy), dict.fromkeys(every)
+    policy = policy_map(policies, static_mapping(groups), env)
+    return Collector(env=env, policy=policy), dict.fromkeys(policies)
 
 
 def collect(run: Namespace) -> Result:
@@ -148,8 +148,8 @@ def collect(run: Namespace) -> Result:
     collector, params = make_collector(run)
     is_for_agents = has_agents(collector.env)
 
-    def keep(trajectory: Transition) -> Any:
-        """Keeps statistics only: the rows are not stored."""
+    def reduce_batch(trajectory: Transition) -> Any:
+        """Reduces a batch to statistics, so that rows are not stored."""
         return summarize_agents(trajectory) if is_for_agents else ()
 
     with Stream(
@@ -158,18 +158,18 @@ def collect(run: Namespace) -> Result:
         params=params,
         steps_per_batch=num_rows(run) * run.num_envs,
         total_steps=run.num_steps * run.num_envs,
-        postprocess=keep,
+        postprocess=reduce_batch,
         device="host",
         prefetch=1,
         progress=sys.stderr.isatty(),
     ) as stream:
         stream.compile()
-        # Making the environments counts as compiling: it is what one waits for first.
+        # The time to create the environments counts as compile time.
         compile_time = time.perf_counter() - start
-        kept = [batch.trajectory for batch in stream]
+        metrics = [batch.trajectory for batch in stream]
     return Result(
         stats=stream.stats.collected,
-        agents=merge(kept) if is_for_agents else None,
+        agents=merge(metrics) if is_for_agents else None,
         num_rows=run.num_steps * run.num_envs,
         compile_time=compile_time,
         run_time=stream.stats.seconds,
@@ -179,9 +179,9 @@ def collect(run: Namespace) -> Result:
 def play(run: Namespace) -> Result:
     """Plays exactly `num_episodes` episodes of at most `max_episode_steps`."""
     start = time.perf_counter()
-    made, params = make_collector(run)
-    is_for_agents = has_agents(made.env)
-    collector: Any = keep_agents(made, params) if is_for_agents else made
+    base, params = make_collector(run)
+    is_for_agents = has_agents(base.env)
+    collector: Any = keep_agents(base, params) if is_for_agents else base
     carry = collector.init(jax.random.key(run.seed))
 
     def program(collector: Any, carry: Any, params: Any) -> Any:
@@ -195,19 +195,19 @@ def play(run: Namespace) -> Result:
         collector.compile(carry, params)
     else:
         program = jax.jit(program).lower(collector, carry, params).compile()
-    compiled = time.perf_counter()
+    end_of_compile = time.perf_counter()
     stats, metrics, steps = jax.device_get(program(collector, carry, params))
     return Result(
         stats=stats,
         agents=metrics,
         num_rows=int(steps) * run.num_envs,
-        compile_time=compiled - start,
-        run_time=time.perf_counter() - compiled,
+        compile_time=end_of_compile - start,
+        run_time=time.perf_counter() - end_of_compile,
     )
 
 
 def draw(run: Namespace) -> CollectStats:
-    """Draws the first episode that `play` would play, as a GIF."""
+    """Records the first episode that `play` would play, as a GIF."""
     collector, params = make_collector(run)
     key, max_episode_steps = jax.random.key(run.seed), run.max_episode_steps
     return summarize(
@@ -218,7 +218,7 @@ def draw(run: Namespace) -> CollectStats:
 def inspect(run: Namespace) -> inspection.Report:
     """Compiles `num_steps` steps of every lane for an accelerator."""
     if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
-        jax.config.update("jax_platforms", "cpu")  # does not look for accelerators
+        jax.config.update("jax_platforms", "cpu")  # do not initialize accelerators
     collector, params = make_collector(run)
     options = {"accelerator": run.inspect, "num_steps": run.num_steps}
     return inspection.inspect_program(
@@ -227,14 +227,14 @@ def inspect(run: Namespace) -> inspection.Report:
 
 
 def profile(run: Namespace) -> profiling.Profile:
-    """Times the parts of a batch, and traces one more."""
+    """Times the parts of a batch, and traces another batch."""
     collector, params = make_collector(run)
     key, size = jax.random.key(run.seed), num_rows(run)
-    found = profiling.profile(collector, params, key, size)
+    result = profiling.profile(collector, params, key, size)
     carry = collector.init(key)
     with jax.profiler.trace(run.profile):
         jax.block_until_ready(collector.collect_steps(carry, params, size))
-    return found
+    return result
 
 
 def num_rows(run: Namespace) -> int:
@@ -242,20 +242,20 @@ def num_rows(run: Namespace) -> int:
     return min(-(-run.num_steps // _NUM_BATCHES), max(1, _MAX_ROWS // run.num_envs))
 
 
-def _make_own(text: str, **options: Any) -> Any:
-    """Makes a user's own environment in JAX; adapts one of gymnax's kind."""
-    env = _find(text)(**options)
+def _make_custom(text: str, **options: Any) -> Any:
+    """Makes a user's JAX environment; adapts environments with gymnax's interface."""
+    env = _find_factory(text)(**options)
     return from_gymnax(env) if hasattr(env, "step_env") else env
 
 
-def _find(text: str) -> Callable[..., Any]:
-    """Finds what makes an environment, `module:Class` or `file.py:function`."""
-    where, _, name = text.rpartition(":")
-    is_file = where.endswith(".py")
-    sys.path.insert(0, str(Path(where).parent) if is_file else "")
+def _find_factory(text: str) -> Callable[..., Any]:
+    """Imports the class or function of `module:Class` or `file.py:function`."""
+    path, _, name = text.rpartition(":")
+    is_file = path.endswith(".py")
+    sys.path.insert(0, str(Path(path).parent) if is_file else "")
     try:
-        own = runpy.run_path(where) if is_file else vars(importlib.import_module(where))
-        return own[name]
+        names = runpy.run_path(path) if is_file else vars(importlib.import_module(path))
+        return names[name]
     except (ImportError, OSError, KeyError) as error:
         raise ValueError(
             "the environment must be one of --list-envs, module:Class or "
@@ -263,10 +263,10 @@ def _find(text: str) -> Callable[..., Any]:
         ) from error
 
 
-def _takes(fn: Callable[..., Any], name: str) -> bool:
-    """Returns whether a function takes an argument by name."""
-    kinds = signature(fn).parameters
-    return name in kinds or any(x.kind is x.VAR_KEYWORD for x in kinds.values())
+def _accepts(fn: Callable[..., Any], name: str) -> bool:
+    """Returns whether a function accepts a keyword argument."""
+    params = signature(fn).parameters
+    return name in params or any(x.kind is x.VAR_KEYWORD for x in params.values())
 
 
 def _random_policy(observation_space: Any, action_space: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Formats the lines of the table that `python -m rollout` prints of a run."""
+"""Formats the lines of the table that `python -m rollout` prints."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ class Result(NamedTuple):
 
     stats: CollectStats
     agents: Any  # an `AgentStats`; None for environments of one agent
-    num_rows: int  # steps of all lanes, idle and masked-out ones included
+    num_rows: int  # steps of all lanes, including idle and masked-out steps
     compile_time: float  # s
     run_time: float  # s
 
 
 def line(label: str, value: object) -> str:
-    """Formats a line of the table."""
+    """Formats one line of the table."""
     return f"{label:<19} {value}".rstrip()
 
 
@@ -57,7 +57,7 @@ def collected(run: Namespace, result: Result) -> Iterator[str]:
 
 
 def episodes(stats: CollectStats, agents: Any) -> Iterator[str]:
-    """Yields metrics of the episodes, and below each those of agents and policies."""
+    """Yields lines of metrics of episodes, followed by agents and policies."""
     if not stats.num_episodes:
         yield line("episodes", "0 (no episode ended in this window)")
         return

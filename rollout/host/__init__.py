@@ -1,10 +1,10 @@
-"""Collectors over environments that are not JAX, and collectors in other processes.
+"""Collectors for host environments, which are not JAX, and collectors in Ray actors.
 
-`host_collector` is the facade; `latest_carry` says which carry may begin a call; `loop`
-acts, steps and resets, with one compiled program of `policy_runner` for the policy;
-`seeds` draws the seeds of episodes, `episode_plan` assigns exactly N of them to lanes,
-`rows` holds rows, `served` sorts those of environments of different speed, and `ctrl_c`
-holds Ctrl-C back. `remote` runs collectors of either kind in actors of Ray.
+`host_collector` is the facade. `latest_carry` rejects stale carries. `loop` acts, steps
+and resets; `policy_runner` compiles the policy to one program. `seeds` derives the
+seeds of episodes, `episode_plan` assigns exactly N episodes to lanes, and `rows` stores
+transitions. `served` sorts the transitions of asynchronous environments by environment,
+and `ctrl_c` delays Ctrl-C. `remote` runs collectors of either kind in Ray actors.
 """
 
 from rollout.host.host_collector import HostCollector

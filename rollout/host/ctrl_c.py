@@ -1,4 +1,4 @@
-"""Holds Ctrl-C back where it must not cut a call short."""
+"""Delays Ctrl-C until a call can be interrupted without losing data."""
 
 import contextlib
 import signal
@@ -9,54 +9,54 @@ from typing import Any
 
 from rollout.envs.host.exceptions import raise_at_exit
 
-_PATIENCE = 0.05  # s, after which a pressed Ctrl-C is noticed
+_PATIENCE = 0.05  # s, polling interval: the maximum delay until Ctrl-C raises
 
 
 @contextlib.contextmanager
 def held_back() -> Iterator[Callable[[], None]]:
-    """Holds Ctrl-C back until the block ends, or until it calls what this yields.
+    """Delays Ctrl-C until the block ends, or until it calls the yielded function.
 
-    A second Ctrl-C comes through at once, for what the block waits for may hang. Other
-    threads than the main one receive no signals; what this yields ends them with
-    `SystemExit` where the process ends.
+    A second Ctrl-C raises at once, because the block may wait for something that hangs.
+    Only the main thread receives signals. In other threads, the yielded function raises
+    `SystemExit` when the process exits.
     """
     handler: Any = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
-    num_pressed = 0
+    num_presses = 0
 
-    def note(number: int, frame: Any) -> None:
-        nonlocal num_pressed
+    def on_press(number: int, frame: Any) -> None:
+        nonlocal num_presses
         del number, frame  # unused
-        num_pressed += 1
-        # The first waits for a place between two rows; who presses again will not wait.
-        if num_pressed > 1:
-            let_through()
+        num_presses += 1
+        # The first Ctrl-C waits for the block. The second raises at once.
+        if num_presses > 1:
+            raise_pending()
 
-    def let_through() -> None:
-        nonlocal num_pressed
+    def raise_pending() -> None:
+        nonlocal num_presses
         raise_at_exit()
-        # Set to 0 first: the handler may raise, and must not be called twice.
-        if num_pressed:
-            num_pressed = 0
+        # Reset the count first: the handler may raise, and must not be called twice.
+        if num_presses:
+            num_presses = 0
             handler(signal.SIGINT, None)  # usually raises `KeyboardInterrupt`
 
-    is_held = is_main and callable(handler)
-    if is_held:
-        signal.signal(signal.SIGINT, note)
+    is_delayed = is_main and callable(handler)
+    if is_delayed:
+        signal.signal(signal.SIGINT, on_press)
     try:
-        yield let_through
+        yield raise_pending
     finally:
-        if is_held:
-            if signal.getsignal(signal.SIGINT) is note:  # else `handler` set another
+        if is_delayed:
+            if signal.getsignal(signal.SIGINT) is on_press:  # else `handler` set it
                 signal.signal(signal.SIGINT, handler)
-            let_through()
+            raise_pending()
 
 
 class Calls:
-    """Calls in threads, one after another, for which Ctrl-C finds the caller waiting.
+    """A queue of calls in threads. Ctrl-C interrupts the caller, not the call.
 
-    A call that waits or checks at the exit of the process is given up. It is no pool of
-    `concurrent.futures`, whose threads cannot see that the process ends.
+    When the process exits, a call ends at its next wait or check for Ctrl-C. Threads of
+    a `concurrent.futures` pool would not notice that the process exits.
     """
 
     def __init__(self) -> None:
@@ -64,13 +64,13 @@ class Calls:
         self._last.set_result(None)
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> futures.Future[Any]:
-        """Calls `fn(*args)`, after the calls before it."""
-        with held_back():  # or the call could be unknown to the next one
-            before, future = self._last, futures.Future()
+        """Calls `fn(*args)` in a thread after all earlier calls have ended."""
+        with held_back():  # an interrupt could drop the call from the queue
+            previous, future = self._last, futures.Future()
 
             def run() -> None:
-                # A chain of threads is a queue: each waits for the call before its own.
-                futures.wait([before])
+                # The threads form a queue: each thread waits for the previous call.
+                futures.wait([previous])
                 try:
                     future.set_result(fn(*args))
                 except BaseException as error:
@@ -81,20 +81,20 @@ class Calls:
         return future
 
     def wait(self) -> None:
-        """Waits for the end of all calls; Ctrl-C raises here, and they go on."""
+        """Waits until all calls have ended. Ctrl-C raises here; the calls continue."""
         wait(self._last)
 
 
 def result(future: futures.Future[Any]) -> Any:
-    """Waits for the result of a call; Ctrl-C raises here, and the call goes on."""
+    """Returns the result of a call. Ctrl-C raises here; the call continues."""
     wait(future)
     return future.result()
 
 
 def wait(future: futures.Future[Any]) -> None:
-    """Waits for the end of a call; Ctrl-C raises here, and the call goes on."""
-    # Between two waits: inside of one, an interrupt could become another error, since
-    # the locks of Python's threads do not expect it.
+    """Waits until a call has ended. Ctrl-C raises here; the call continues."""
+    # Check between two waits: the locks of Python's threads do not expect an interrupt,
+    # which could surface as a different error.
     with held_back() as check:
         while not futures.wait([future], _PATIENCE).done:
             check()

@@ -1,8 +1,8 @@
-"""Assigns exactly N episodes to lanes, and collects their results.
+"""Assigns exactly N episodes to lanes and collects the results.
 
-The episodes, their order and their ids are those of `rollout.kernel.episodes`: the
-order in which they start decides which ones count. One that is lost to a fault is not
-played again, since the mean would then favour the episodes that do not fail.
+Episodes, order and ids are the same as in `rollout.kernel.episodes`: episodes count in
+the order in which they start. An episode lost to a fault is not replaced, since
+a replacement would bias the mean toward episodes that do not fail.
 """
 
 from typing import Any
@@ -20,27 +20,28 @@ _first_of = jax.jit(first_of)
 
 
 class EpisodePlan:
-    """Assigns `N` episodes to lanes, and collects their results.
+    """Assigns `N` episodes to lanes and collects the results.
 
     Args:
-        next_own: `[B]` int32, the ids of the lanes' own next episodes.
-        num_episodes: N.
-        first_queued: the position of the first one in the queue, from which a free
-            lane takes the next one; None if each lane plays its own next episodes.
-        min_steps: no episode starts after so many steps; None for all N.
-        max_length: of the rows of an episode; None to keep none.
+        next_ids: `[B]` int32, ids of the next per-lane episodes.
+        num_episodes: N, number of episodes to play.
+        first_queued: position of the first episode in the shared queue, from which free
+            lanes take episodes. None if every lane plays per-lane episodes instead.
+        min_steps: number of steps after which no further episode starts. None plays all
+            N episodes.
+        max_length: maximum number of stored steps per episode; None stores no steps.
 
     Attributes:
         num_episodes: N.
-        next_own: `[B]` int32, the own episodes that lanes begin afterwards.
-        num_used: positions of the queue that are used up so far.
-        num_steps: taken so far in lanes that are not idle; the caller counts them.
-        lost: ids of the episodes that were lost to a fault.
+        next_ids: `[B]` int32, ids of the per-lane episodes that begin after the plan.
+        num_used: number of queue positions used so far.
+        num_steps: number of steps so far in active lanes; the caller adds them.
+        lost_ids: ids of episodes lost to a fault.
     """
 
     def __init__(
         self,
-        next_own: np.ndarray,
+        next_ids: np.ndarray,
         num_episodes: int,
         *,
         first_queued: int | None = None,
@@ -48,17 +49,17 @@ class EpisodePlan:
         max_length: int | None = None,
     ) -> None:
         self._first_queued, self._min_steps = first_queued, min_steps
-        self._lane = np.arange(len(next_own), dtype=np.int32)
-        self._first_id = next_own
+        self._lane = np.arange(len(next_ids), dtype=np.int32)
+        self._first_id = next_ids
         is_queue = first_queued is not None
-        self.next_own = next_own if is_queue else next_own + np.int32(num_episodes)
-        self.num_used = min(len(next_own), num_episodes) if is_queue else 0
+        self.next_ids = next_ids if is_queue else next_ids + np.int32(num_episodes)
+        self.num_used = min(len(next_ids), num_episodes) if is_queue else 0
         self.num_episodes = self._num_wanted = num_episodes
-        self._num_started, self._num_done, self.num_steps = len(next_own), 0, 0
+        self._num_started, self._num_done, self.num_steps = len(next_ids), 0, 0
         # The first B episodes start in order, one in each lane.
-        self._index = self._lane.copy()  # [B], of the lanes' episodes; idle from N on
-        self.lost: list[int] = []
-        self._table: Any = None  # of `[N]` results
+        self._index = self._lane.copy()  # [B], index of the episode; idle from N on
+        self.lost_ids: list[int] = []
+        self._table: Any = None  # `[N]` results
         self._max_length, self._padded = max_length, None
 
     @property
@@ -68,44 +69,44 @@ class EpisodePlan:
 
     @property
     def mask(self) -> np.ndarray:
-        """`[B]` bool, the lanes that play one of the episodes."""
+        """`[B]` bool, True for lanes that play an assigned episode."""
         return self._index < self.num_episodes
 
     @property
     def episode_id(self) -> np.ndarray:
-        """`[B]` int32, the ids of the episodes that the lanes play."""
-        if self._first_queued is not None:  # ids of the queue count down from -1
+        """`[B]` int32, ids of the episodes that the lanes play."""
+        if self._first_queued is not None:  # queued ids count down from -1
             return np.int32(-1 - self._first_queued) - self._index
         return self._first_id + self._index - self._lane
 
     def index_of(self, episode_id: np.ndarray) -> np.ndarray:
-        """Returns the indices among the `N` of episodes with these ids."""
+        """Returns the indices of the episodes with these ids; N or more if idle."""
         if self._first_queued is not None:
             return -1 - self._first_queued - episode_id
-        lane = episode_id % len(self._lane)  # own ids are `n * B + lane`
+        lane = episode_id % len(self._lane)  # per-lane ids are `n * B + lane`
         return episode_id - self._first_id[lane] + lane
 
     def advance(self, ended: np.ndarray) -> None:
-        """Assigns the next episodes, in order, to the lanes whose episode is over."""
+        """Assigns the next episodes, in order, to the lanes whose episode has ended."""
         count = int(np.count_nonzero(ended))
         self._num_done += int(np.count_nonzero(ended & self.mask))
         if self._min_steps is not None and self.num_steps >= self._min_steps:
-            # Enough: these lanes become idle, and only started episodes are awaited.
+            # Enough steps: these lanes become idle, and only started episodes remain.
             self._num_wanted = min(self._num_wanted, self._num_started)
             self._index[ended] = self.num_episodes
         elif self._first_queued is not None:
-            # Lanes that end in the same row take the next episodes by their numbers, as
-            # in the kernel; idle lanes take numbers from N on, and so stay idle.
+            # Lanes that end in the same row take the next episodes in lane order, as in
+            # the kernel. Idle lanes take indices from N on, so they stay idle.
             self._index[ended] = self._num_started + np.arange(count, dtype=np.int32)
             self._num_started += count
             self.num_used = min(self._num_started, self.num_episodes)
-        else:  # episode n of lane b has the number n * B + b
+        else:  # episode n of lane b has the index n * B + b
             self._index[ended] += len(self._lane)
 
-    def note(self, block: RowBlock, rows: Transition) -> None:
-        """Records the episodes that end in a block, and pads its recorded rows."""
+    def record(self, block: RowBlock, rows: Transition) -> None:
+        """Stores the results of episodes that end in a block, and their padded rows."""
         ended = (block.terminated | block.truncated) & block.mask
-        # A cut at `max_episode_steps` is no ending of the episode's own.
+        # `truncated` excludes episodes that only `max_episode_steps` cut.
         truncated = block.truncated & ~block.cut
         result = {
             "episode_return": block.episode_return,
@@ -116,41 +117,42 @@ class EpisodePlan:
             "lane": block.lane,
             "accumulated": jax.device_get(rows.accumulated),
         }
-        place = self.index_of(block.episode_id[ended])
-        self._table = _place(self._table, (self.num_episodes,), place, result, ended)
+        index = self.index_of(block.episode_id[ended])
+        self._table = _write(self._table, (self.num_episodes,), index, result, ended)
         if self._max_length is not None:
-            # A step's column is its episode, its row its number in the episode.
+            # Row: number of the step in the episode. Column: index of the episode.
             mask, shape = block.mask, (self._max_length, self.num_episodes)
             index = self.index_of(block.episode_id[mask])
-            place, rows = (block.episode_length[mask] - 1, index), jax.device_get(rows)
-            self._padded = _place(self._padded, shape, place, rows, mask)
+            index, rows = (block.episode_length[mask] - 1, index), jax.device_get(rows)
+            self._padded = _write(self._padded, shape, index, rows, mask)
 
     def read(self) -> tuple[Episodes, Transition]:
-        """Returns the episodes, zero with `mask` False where they do not count.
+        """Returns the episodes, `[N]`, and their padded rows, `[max_length, N, ...]`.
 
-        Also returns their rows, `[max_length, N, ...]`, None if they are not padded.
+        Episodes that do not count are zero, with `mask` False. The rows are None if the
+        plan stores no steps.
         """
-        kept = np.ones(self.num_episodes, bool)
-        index = self.index_of(np.array(self.lost, np.int32))
-        kept[index[index < len(kept)]] = False  # an idle lane may fail, too
+        mask = np.ones(self.num_episodes, bool)
+        index = self.index_of(np.array(self.lost_ids, np.int32))
+        mask[index[index < len(mask)]] = False  # idle lanes can also fail
         num_steps = self._table["episode_length"].sum(dtype=np.int32)
-        episodes = Episodes(**self._table, num_steps=num_steps, mask=kept)
+        episodes = Episodes(**self._table, num_steps=num_steps, mask=mask)
         if self._min_steps is not None:
             episodes = _first_of(episodes, self._min_steps)
             self.num_used = int(episodes.mask.sum())
-            episodes = episodes.replace(mask=episodes.mask & kept)
+            episodes = episodes.replace(mask=episodes.mask & mask)
         for padded in jax.tree.leaves(self._padded):
             padded[:, ~np.asarray(episodes.mask)] = 0
         return jax.device_put((episodes, self._padded))
 
 
-def _place(
-    table: ArrayTree, shape: tuple[int, ...], place: Any, rows: ArrayTree, mask: Any
+def _write(
+    table: ArrayTree, shape: tuple[int, ...], index: Any, rows: ArrayTree, mask: Any
 ) -> ArrayTree:
-    """Writes the rows where `mask` to a table, which is made of `shape` at first."""
-    # `[T, B, ...]` become `[K, ...]`, and each of the K has a place.
+    """Writes the rows selected by `mask` to a table; None creates the table."""
+    # Flatten `[T, B, ...]` to `[K, ...]`: each of the K selected rows has an index.
     rows = jax.tree.map(lambda x: x[mask], rows)
     if table is None:
         table = jax.tree.map(lambda x: np.zeros(shape + x.shape[1:], x.dtype), rows)
-    place_rows(table, place, rows)
+    place_rows(table, index, rows)
     return table

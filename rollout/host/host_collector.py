@@ -1,4 +1,4 @@
-"""`HostCollector`: the methods of `Collector` over environments that are not JAX."""
+"""`HostCollector`: a `Collector` for host environments, which are not JAX."""
 
 import contextlib
 import dataclasses
@@ -36,52 +36,54 @@ from rollout.types import (
 
 Acc = TypeVar("Acc")
 
-_BLOCK = 64  # rows that are collected before they are folded
+_BLOCK = 64  # rows per fold
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class HostCollector(Generic[ParamsT, ObsT, ActionT]):
-    """Collects experience from environments that are not JAX.
+    """Collects the experience of a policy in host environments, which are not JAX.
 
-    The methods, the arguments and the results are those of `Collector`, but a loop in
+    Use it like a `Collector`: methods, arguments and results are the same. A loop in
     Python steps the environments, so no method works inside `jit`. The policy is one
-    jitted program, called once per step. A carry is valid for one call: afterwards the
-    environments have moved on. Its `policy_state` may be replaced, and nothing else.
+    jitted program, called once per step. A carry is valid for one call, because the
+    call changes the environments: older carries are stale and raise. Only
+    `policy_state` of a carry may be replaced.
 
-    `mask` is False where an environment only reset itself, and where an episode was
-    lost to a fault. Masked-out rows are zero.
+    `mask` is False for rows in which an environment only reset itself, and for rows of
+    episodes lost to a fault. Masked-out rows are zero.
 
-    With `num_ready` every row has the first so many of the `B` environments that
-    answered, in the order of their answers. The policy then acts for these, and they
-    step while the collector waits for the next ones. Trajectories are
-    `[T, num_ready, ...]`, a transition is an environment's answer to its last action,
-    and `info` is an `AsyncInfo`: `regroup_by_env` sorts transitions by environment.
-    Actions in flight at the end of a call are answered in the first rows of the next
-    one. The policy gets `[num_ready, ...]` observations, and a state of `B` lanes. The
-    speed of the environments decides which one is in which row, and so which random
-    numbers the policy draws for it. `collect_episodes` plays the first N episodes that
-    are *started*, so that fast or short ones are not favoured.
+    With `num_ready`, a row has the first `num_ready` of the `B` environments that
+    answer, in the order of their answers. The policy acts for these environments, and
+    they step while the collector waits for the next row. Trajectories are
+    `[T, num_ready, ...]`. A transition is an environment's answer to its last action.
+    `info` is an `AsyncInfo`; `regroup_by_env` sorts transitions by environment. Actions
+    in flight at the end of a call are answered in the first rows of the next call. The
+    policy receives `[num_ready, ...]` observations and the state of `B` lanes. The
+    speed of the environments decides which environment is in which row, and therefore
+    which random numbers the policy uses for it. `collect_episodes` plays the first N
+    episodes that are *started*, so fast or short episodes are not favored.
 
     Attributes:
-        env: `B` environments side by side.
-        policy: the policy that acts in them.
-        num_ready: number of environments in a row, at least 1 and at most B, None for
-            all in step. `env` must be an `AsyncHostVectorEnv`.
-        record_fn: maps a transition to its recorded fields, as in `Collector`.
-        accumulators: user-defined values that are accumulated per episode, as in
+        env: vector of `B` environments.
+        policy: policy that acts in the environments.
+        num_ready: number of environments per row, from 1 to B. `env` must be an
+            `AsyncHostVectorEnv`. None steps all environments together.
+        record_fn: function that maps a transition to its recorded fields, as in
             `Collector`.
-        on_fault: "raise" or "restart", where an environment fails: it raises, a worker
-            process dies or does not answer, an observation or a reward is not finite,
-            or an observation is outside of its space. "raise" raises
-            `rollout.envs.EnvFault`; "restart" masks out the episode from its first row
-            in this call on, counts it in `fault_stats`, logs the cause and rebuilds the
-            environment; the others go on.
-        max_restarts: how many times environments are rebuilt, over the life of the
-            collector; the next fault raises. Set it large for a long run.
-        is_host: whether Python steps the environments.
+        accumulators: custom values to accumulate per episode, by name, as in
+            `Collector`.
+        on_fault: "raise" or "restart", the reaction to a fault. A fault is an
+            environment that raises, a worker process that dies or does not answer, an
+            observation or a reward that is not finite, or an observation outside of its
+            space. "raise" raises `rollout.envs.EnvFault`. "restart" masks out all rows
+            of the episode in this call, counts the episode in `fault_stats`, logs the
+            cause and rebuilds the environment; all other environments continue.
+        max_restarts: maximum number of rebuilt environments over the life of the
+            collector; the next fault raises. Choose a large number for a long run.
+        is_host: True, since Python steps the environments.
 
     Raises:
-        ValueError: if an argument is not as above.
+        ValueError: if an argument is invalid.
     """
 
     is_host: ClassVar[bool] = True
@@ -103,26 +105,26 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         self._record = recorder(self.accumulators, self.record_fn)
         self._latest = LatestCarry(self.env)
         self._next_episode = 0
-        self._accumulated: Any = ()  # of every lane before the block of the loop
-        self._calling = threading.Lock()
+        self._accumulated: Any = ()  # values of all lanes before the loop's block
+        self._call_lock = threading.Lock()
 
     @property
     def fault_stats(self) -> FaultStats:
-        """Counts of faults and their costs so far."""
+        """Number of faults, lost steps and restarts so far."""
         return self._loop.stats
 
     def replace(self, **changes: Any) -> Self:
         """Returns a new collector with some arguments of the constructor changed.
 
-        The new one begins with `init`. It has the same environments unless `env` is
-        changed; from its `init` on, a carry of this collector then raises.
+        The new collector begins with `init`. It shares the environments unless `env` is
+        changed: after its `init`, carries of this collector are invalid.
         """
         return dataclasses.replace(self, **changes)
 
     def freeze(self, carry: Carry) -> Self:
         """Fixes the statistics of `NormalizeHostEnv`; see `Collector.freeze`.
 
-        The new collector has the same environments, like that of `replace`.
+        The new collector shares the environments, as the result of `replace` does.
         """
         check_carry(carry)
         env = self.env.freeze(carry.env_state)
@@ -136,8 +138,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """Starts the first episode of every lane; see `Collector.init`.
 
         Raises:
-            ValueError: as there.
-            envs.EnvFault: if an environment failed at its reset.
+            ValueError: as in `Collector.init`.
+            envs.EnvFault: if an environment failed in its reset.
         """
         checks.outside_of_jit("HostCollector")
         checks.typed_key(key)
@@ -147,7 +149,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             return self._carry()
 
     def _start(self, key: chex.PRNGKey, shared: Any = None) -> None:
-        """Takes the environments over, and forgets everything but what they share."""
+        """Claims the environments and resets all state except shared statistics."""
         self._latest.take_over()
         self.env.restart(shared)
         self._next_episode = 0
@@ -165,7 +167,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def row_shape(self, params: ParamsT) -> Transition[ObsT, ActionT]:
         """Returns the shapes and dtypes of a row; see `Collector.row_shape`.
 
-        The observation is taken to be as its space says, and `info` as that of `env`.
+        The shapes of `obs` come from the observation space, and of `info` from `env`.
         """
         return row_shape(self, self.num_ready or self.env.num_envs, params)
 
@@ -173,11 +175,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """Evaluates the critic at the current observations; see `Collector.value`.
 
         Raises:
-            ValueError: as there, or if `carry` is not that of the last call.
+            ValueError: as in `Collector.value`, or if `carry` is stale.
         """
         if not self.policy.has_value:
             raise ValueError(NO_VALUE)
-        with held_back():  # jax's caches make other errors of an interrupt
+        with held_back():  # an interrupt in jax's caches raises other errors
             self._latest.check(carry)
             return self._loop.runner.evaluate(params, carry.obs, carry.policy_state)
 
@@ -192,14 +194,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes `num_steps` steps in every lane; see `Collector.collect_steps`.
 
-        `max_episode_steps` and `at_batch_end` are those of `Stream`; the latter is
-        "continue" with `num_ready`.
+        `max_episode_steps` and `at_batch_end` are as in `Stream`. With `num_ready`,
+        `at_batch_end` must be "continue". Ctrl-C raises between two steps.
 
         Raises:
-            ValueError: as there, or if `carry` is not that of the last call.
-            envs.EnvFault: if an environment failed, and may not be rebuilt. The rows
-                until then are kept for `recover`, as after Ctrl-C, which raises between
-                two steps.
+            ValueError: as in `Collector.collect_steps`, or if `carry` is stale.
+            envs.EnvFault: if an environment failed and may not be rebuilt. `recover`
+                returns the rows collected before the fault, as after Ctrl-C.
         """
         num_steps = checks.int_between("num_steps", num_steps)
         if max_episode_steps is not None:
@@ -208,12 +209,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         checks.choice("at_batch_end", at_batch_end, choices)
         limit, loop = max_episode_steps or NO_LIMIT, self._loop
         with self._call(carry):
-            # Lanes that have just begun an episode need no other: they would be reset
-            # twice where the batch before ended with an ending.
+            # Skip lanes at the start of an episode: they are reset already if the last
+            # row of the previous batch ended an episode.
             if at_batch_end == "reset":
-                loop.begin(loop.next_own, loop.episode_length > 0)
+                loop.begin(loop.next_ids, loop.episode_length > 0)
             cut_last = at_batch_end == "truncate"
-            # One block, so that its memory is the trajectory.
+            # Use a single block: its memory is the trajectory.
             blocks = self._run(params, num_steps, num_steps, limit, cut_last=cut_last)
             ((_, trajectory),) = blocks
             return self._carry(), trajectory
@@ -229,7 +230,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Acc]:
         """Folds each of `num_steps` transitions into `acc`; see `Collector.fold_steps`.
 
-        Rows of a lost episode that were folded before the fault stay in `acc`.
+        `acc` keeps rows of a lost episode if they were folded before the fault.
         """
         num_steps = checks.int_between("num_steps", num_steps)
         checks.function("fn", fn, "acc", "transition")
@@ -251,7 +252,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Episodes]:
         """Plays exactly `num_episodes` episodes; see `Collector.collect_episodes`.
 
-        One that is lost to a fault counts, with `mask` False and all else zero.
+        An episode lost to a fault counts, with `mask` False and all other fields zero.
         """
         carry, _, episodes = self._play(
             carry,
@@ -274,39 +275,39 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         num_episodes: int,
         max_episode_steps: int | None = None,
     ) -> tuple[Carry, Acc, Episodes]:
-        """Folds each transition of `num_episodes`; see `Collector.fold_episodes`."""
+        """Plays episodes and folds each transition; see `Collector.fold_episodes`."""
         checks.function("fn", fn, "acc", "transition")
         return self._play(
             carry, params, num_episodes, max_episode_steps, fn=fn, acc=acc
         )
 
     def compile(self, carry: Carry, params: ParamsT) -> None:
-        """Compiles the program of the policy, which otherwise the first call does."""
+        """Compiles the program of the policy; otherwise the first call compiles it."""
         self._loop.runner.compile(params, carry.obs)
 
     def save(self, carry: Carry) -> list[bytes]:
-        """Returns the state of each environment at `carry`, or `B` empty ones.
+        """Returns the state of each environment at `carry`, for `restore`.
 
-        They are `b""` unless all environments have `save_state`, and `carry` is the
-        latest one.
+        All `B` states are `b""` unless every environment has `save_state` and `carry`
+        is the latest carry.
         """
         saved = self.env.save() if self._latest.is_latest(carry) else None
         return saved or [b""] * self.env.num_envs
 
     def restore(self, carry: Carry, saved: list[bytes]) -> Carry:
-        """Continues from a carry, in this process or another.
+        """Continues from a carry, for example of an earlier process.
 
         Args:
-            carry: of a collector of the same kind.
-            saved: the result of its `save`. If it is empty, unfinished episodes
-                restart, each with its own seed, and a warning says so.
+            carry: carry of a collector with the same environments and policy.
+            saved: result of `save` at this carry. If all states are empty, a warning is
+                issued and unfinished episodes restart with their original seeds.
 
         Returns:
-            The carry to go on with.
+            The carry for the next call.
 
         Raises:
-            ValueError: if environments have no `load_state`. After an error in here
-                `recover` begins new episodes.
+            ValueError: if environments have no `load_state`. After an error in this
+                method `recover` begins new episodes.
         """
         num_unfinished = np.count_nonzero(carry.episode.episode_length)
         is_saved = any(saved) and self.env.can_load
@@ -314,10 +315,10 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             warnings.warn(
                 "The state of the environments was not saved: "
                 f"{num_unfinished} unfinished episodes restart.",
-                stacklevel=4,  # of a `Stream`'s caller,
+                stacklevel=4,  # the caller of a `Stream`
             )
-        # Ctrl-C leaves only once environments and collector are at the same place. An
-        # error in here leaves them torn, so that `recover` begins new episodes.
+        # Ctrl-C raises once environments and collector are consistent. After an error
+        # they are inconsistent, so `recover` begins new episodes.
         with self._call():
             if is_saved:
                 self._loop.is_torn = True
@@ -333,38 +334,39 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def recover(
         self, carry: Carry | None = None
     ) -> tuple[Carry, Transition[ObsT, ActionT] | None]:
-        """Goes on where an error or Ctrl-C has cut a call short.
+        """Continues after an error or Ctrl-C has interrupted a call.
 
-        Environments that failed are rebuilt, if they can be, and lanes whose episode
-        cannot go on begin new ones; after a call for whole episodes all lanes do.
+        Failed environments are rebuilt if possible. Lanes whose episode cannot continue
+        begin a new episode; after a call for whole episodes, all lanes begin one.
 
         Args:
-            carry: that of the call, which may not have been cut short: this carry is
-                then returned as it is. None for the last call.
+            carry: carry that was passed to the call. If the call was not interrupted,
+                this carry is returned unchanged. None stands for the latest call.
 
         Returns:
-            The carry to go on with; and the transitions that the call had collected,
-            `[T, B, ...]`, for a fold or whole episodes only those that it had not
-            processed yet; None if there are none, or if the call had returned.
+            The carry for the next call, and the transitions that the call had
+            collected, `[T, B, ...]`. After a fold or a call for whole episodes, only
+            unprocessed transitions are returned. None if there are no transitions, or
+            if the call had returned.
 
         Raises:
-            ValueError: if `init` was not called yet.
+            ValueError: if `init` has not been called.
         """
         if carry is not None and not self._latest.is_used(carry):
             return carry, None
         if not self._latest.ticket:
-            raise ValueError("`recover` must follow `init`, which was not called yet.")
+            raise ValueError("`recover` must follow `init`. Call `init` first.")
         with self._call():
-            # Episodes that were begun are not played again, or their ids would return.
+            # Do not play started episodes again: their ids would repeat.
             if (plan := self._loop.plan) is not None:
-                self._next_episode += plan.num_used  # the next call takes later ones
-            # With new episodes if another collector has stepped `env`.
-            self._loop.recover(restart_all=not self._latest.is_mine)
+                self._next_episode += plan.num_used  # the next call plays later ids
+            # Begin new episodes if another collector has stepped `env`.
+            self._loop.recover(restart_all=not self._latest.is_owner)
             self._latest.take_over()
             block = self._loop.block
             if block is None or not block.num:
                 return self._carry(), None
-            rows = self._recorded(block)
+            rows = self._record_block(block)
             return self._carry(), jax.tree.map(lambda x: x[: block.num], rows)
 
     def _run(
@@ -376,36 +378,36 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         *,
         cut_last: bool = False,
     ) -> Iterator[tuple[RowBlock, Transition]]:
-        """Collects rows, up to `num_rows`, or until the assigned episodes have ended.
+        """Collects up to `num_rows` rows, or until the assigned episodes have ended.
 
-        Yields each block as soon as it is full, and its rows as they are recorded; the
-        other arguments are those of `Loop.play`.
+        Yields each block once it is full, together with its recorded rows. `limit` and
+        `cut_last` are as in `Loop.play`.
         """
         width = self.num_ready or self.env.num_envs
         for first in range(0, num_rows, block_size):
             if self._loop.is_done:
                 return
-            # The memory has the full size, so that one program records every block.
+            # Allocate the full size, so that one compiled program records every block.
             size = min(block_size, num_rows - first)
             block = RowBlock(width, size, block_size)
             self._loop.play(params, block, limit, cut_last=cut_last)
-            yield block, self._recorded(block)
+            yield block, self._record_block(block)
 
     @contextlib.contextmanager
     def _call(self, carry: Carry | None = None) -> Iterator[None]:
-        """Surrounds a call, which uses its carry up.
+        """Delays Ctrl-C during a call, and invalidates the carry that begins it.
 
-        Until the call returns, `recover` can go on where it stopped.
+        Until the call returns, `recover` can continue from the last complete row.
         """
         with held_back() as check:
-            if not self._calling.acquire(blocking=False):
+            if not self._call_lock.acquire(blocking=False):
                 raise RuntimeError(
                     "A collector over host environments makes one call at a time, and "
-                    "a batch of a `Stream` is running in another thread: close the "
-                    "stream first, or give each its own collector and environments."
+                    "a batch of a `Stream` is running in another thread. Close the "
+                    "stream first, or use a second collector with other environments."
                 )
             try:
-                # Checked before it is used up: a refused carry costs nothing.
+                # Validate the carry first: after an error the latest carry stays valid.
                 if carry is not None:
                     self._latest.check(carry)
                     self._loop.runner.state = carry.policy_state
@@ -413,30 +415,30 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 self._loop.check = check
                 yield
             finally:
-                self._calling.release()
-        # Ctrl-C at the end of the call leaves before this line, and loses nothing.
-        self._loop.block = self._latest.used = None
+                self._call_lock.release()
+        # Delayed Ctrl-C raises before this line, so that `recover` finds the rows.
+        self._loop.block = self._latest.used_ticket = None
 
-    def _recorded(self, block: RowBlock) -> Transition:
-        """Returns the transitions of a block, recorded once."""
-        # Once: the accumulators would count the rows again when `recover` reads them.
+    def _record_block(self, block: RowBlock) -> Transition:
+        """Returns the transitions of a block, and records them at the first call."""
+        # Record once: when `recover` reads the rows, accumulators would count twice.
         if block.trajectory is None:
             rows = block.read()
             if self.record_fn is None and not self.accumulators:
                 block.trajectory = jax.device_put(rows)
             else:
-                recorded = self._record(self._accumulated, rows, block.lane)
-                self._accumulated, block.trajectory = recorded
+                result = self._record(self._accumulated, rows, block.lane)
+                self._accumulated, block.trajectory = result
         return block.trajectory
 
     def _carry(self) -> Carry:
-        """Makes the carry for the next call."""
-        # The loop writes to its own arrays in place, so the carry gets copies.
+        """Returns the carry for the next call."""
+        # Copy arrays: the loop updates them in place.
         loop, runner = self._loop, self._loop.runner
         if self.accumulators:
-            nothing = accumulate_nothing(self.accumulators, self.env.num_envs)
+            initial = accumulate_nothing(self.accumulators, self.env.num_envs)
             has_begun: Any = loop.episode_length > 0
-            self._accumulated = trees.select(has_begun, self._accumulated, nothing)
+            self._accumulated = trees.select(has_begun, self._accumulated, initial)
         episode: dict[str, Any] = {
             "key": (),  # host episodes have a seed instead
             "episode_return": loop.episode_return.copy(),
@@ -450,7 +452,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             "next_episode": np.int32(self._next_episode),
             "env_state": (self._latest.ticket, self.env.shared),
             "obs": jax.tree.map(np.array, loop.obs),
-            "policy_state": runner.restarted(loop.unseen, loop.episode_id),
+            "policy_state": runner.reset_state(loop.is_first, loop.episode_id),
             "episode": Episode(**episode),
         }
         self._latest.carry = Carry(**carry)
@@ -469,7 +471,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         fn: Callable[[Any, Transition], Any] | None = None,
         acc: Any = None,
     ) -> tuple[Carry, Any, Episodes]:
-        """Plays assigned episodes, and folds their rows into `acc`."""
+        """Plays assigned episodes and folds their rows into `acc`."""
         num_episodes = checks.int_between("num_episodes", num_episodes)
         max_episode_steps = checks.max_episode_steps(
             max_episode_steps, return_trajectory
@@ -477,7 +479,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         loop = self._loop
         with self._call(carry):
             plan = EpisodePlan(
-                loop.next_unplayed if per_env else loop.next_own,
+                loop.next_unplayed if per_env else loop.next_ids,
                 num_episodes * (self.env.num_envs if per_env else 1),
                 first_queued=None if per_env else self._next_episode,
                 min_steps=min_steps,
@@ -487,13 +489,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             loop.begin(plan.episode_id)
             for block, rows in self._run(params, NO_LIMIT, _BLOCK, max_episode_steps):
                 acc = acc if fn is None else fold(fn, acc, rows, block.num)
-                plan.note(block, rows)
+                plan.record(block, rows)
             episodes, padded = plan.read()
             self._next_episode += plan.num_used
-            # Lanes are wherever the last episode has left them: each begins the next
-            # episode of its own.
-            next_own, loop.plan, loop.block = loop.next_own, None, None
-            loop.begin(next_own)
+            # Each lane is in the middle of an arbitrary episode: begin the lane's next
+            # episode.
+            next_ids, loop.plan, loop.block = loop.next_ids, None, None
+            loop.begin(next_ids)
             if return_trajectory:
                 episodes = episodes.replace(trajectory=padded)
             return self._carry(), acc, episodes

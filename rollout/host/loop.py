@@ -1,12 +1,12 @@
-"""Steps environments under a policy: act, step, and begin the episodes that follow.
+"""Steps environments under a policy: acts, steps, and begins the next episodes.
 
-It does in NumPy what `rollout.kernel.step` does in one program, which cannot call
-environments that are not JAX. The policy's state, accumulators and recorded fields are
-the kernel's.
+The loop is a NumPy version of `rollout.kernel.step`, which cannot call environments
+outside of JAX. It uses the kernel's functions for policy state, accumulators and
+recorded fields.
 
-Ctrl-C is held back and leaves at one place, between two rows, so the state may change
-piece by piece. Only a second Ctrl-C, or an error in the environments' own code, comes
-at any line: the state is then torn, and `recover` begins new episodes everywhere.
+Ctrl-C is delayed and raises only between two rows, so the loop may update its state in
+several lines. A second Ctrl-C, or an error in the code of an environment, may raise at
+any line: the state is then torn, and `recover` begins new episodes in all lanes.
 """
 
 import logging
@@ -28,19 +28,20 @@ from rollout.host.seeds import Seeds
 from rollout.platform import to_host
 from rollout.types import AsyncInfo, Carry
 
-NO_LIMIT = 2**31 - 1  # no episode has so many steps
+NO_LIMIT = 2**31 - 1  # steps, longer than any episode
 _ALL = slice(None)
 _LOG = logging.getLogger("rollout")
 
 
 class FaultStats(NamedTuple):
-    """Counts of faults and their costs, since the collector was made.
+    """Counts faults and lost steps since the collector was created.
 
     Attributes:
-        faulty_episodes: episodes that were given up.
-        lost_steps: steps of these that were masked out, the faulty ones included. A
-            call for episodes has only its last rows, at most 64, and counts those.
-        restarts: number of times an environment was rebuilt.
+        faulty_episodes: number of discarded episodes.
+        lost_steps: number of masked-out steps of discarded episodes, including the
+            faulty steps. A call for episodes stores only the last rows, at most 64, and
+            counts lost steps in these.
+        restarts: number of rebuilt environments.
     """
 
     faulty_episodes: int
@@ -49,24 +50,24 @@ class FaultStats(NamedTuple):
 
 
 class Loop:
-    """Steps `B` environments under a policy, and holds their state.
+    """Steps `B` environments under a policy, and holds the state of the lanes.
 
     Args:
-        collector: the `HostCollector`, whose environments, policy and options it reads.
+        collector: `HostCollector` that has the environments, the policy and options.
 
     Attributes:
-        is_torn: True while environments work: where an error leaves it True, nobody
-            knows what state they are in.
-        runner: calls the policy.
-        check: called between two rows; raises if Ctrl-C was pressed.
+        is_torn: True while environments step. If an error leaves it True, the state of
+            the environments is unknown.
+        runner: runs the policy.
+        check: function called between two rows; raises if Ctrl-C was pressed.
         stats: counts of faults so far.
-        obs: `[B, ...]`, perhaps the environments' own memory.
-        episode_id: `[B]` int32, the episodes that the lanes are in.
-        episode_return, episode_length: `[B]` float32 and int32, theirs so far.
-        unseen: `[B]` bool, True where the policy has not seen the episode yet.
-        plan: the episodes that were assigned, None while lanes play their own.
-        block: the rows of the current call, or of one that was cut short; None if
-            there are none.
+        obs: `[B, ...]` current observations, possibly in memory of the environments.
+        episode_id: `[B]` int32, ids of the current episodes.
+        episode_return, episode_length: `[B]` float32 and int32, return and length of
+            the current episodes so far.
+        is_first: `[B]` bool, True before the first action of an episode.
+        plan: assigned episodes; None while lanes play per-lane episodes.
+        block: rows of the running or interrupted call; None if there are none.
     """
 
     def __init__(self, collector: Any) -> None:
@@ -80,13 +81,13 @@ class Loop:
         self._obs_check = SpaceCheck(env.observation_space)
         self.check: Callable[[], None] = lambda: None
         self.stats = FaultStats(0, 0, 0)
-        self._everywhere = np.ones(env.num_envs, bool)
-        self._nowhere = ~self._everywhere
+        self._all_lanes = np.ones(env.num_envs, bool)
+        self._no_lanes = ~self._all_lanes
         self.is_torn = False
-        self._failed = self._nowhere.copy()  # [B] bool, to be rebuilt
+        self._failed = self._no_lanes.copy()  # [B] bool, lanes to rebuild
 
     def start(self, key: chex.PRNGKey) -> None:
-        """Prepares the first episode of every lane, which `begin` begins."""
+        """Prepares the first episode of every lane; `begin` resets the environments."""
         num_envs = self._env.num_envs
         self.runner.start(key)
         self._seeds = Seeds(key, num_envs)
@@ -95,14 +96,14 @@ class Loop:
         self.episode_id = np.arange(num_envs, dtype=np.int32)
         self.episode_return = np.zeros(num_envs, np.float32)
         self.episode_length = np.zeros(num_envs, np.int32)
-        # That of the environments without `num_ready`, since `step` returns all rows;
-        # else the loop's own, in which it replaces the rows of those that answer.
+        # Without `num_ready`, this is the array that `step` returned. With `num_ready`,
+        # the loop owns the array and replaces the rows of environments that answer.
         self.obs: ArrayTree = None
-        self.unseen = self._everywhere
-        self._begins = self._nowhere.copy()  # [B] bool, to be reset
-        # With `num_ready`: which environments step, `[B]` bool, and of these the
-        # observations, actions and extras, `[B, ...]`, until they answer.
-        self._in_flight = self._nowhere.copy()
+        self.is_first = self._all_lanes
+        self._must_reset = self._no_lanes.copy()  # [B] bool, lanes to reset
+        # Used with `num_ready`: `[B]` bool, environments in flight; `[B, ...]`, their
+        # observations, actions and extras.
+        self._in_flight = self._no_lanes.copy()
         self._sent: ArrayTree = None
 
     @property
@@ -111,92 +112,93 @@ class Loop:
         return self.plan is not None and self.plan.is_done
 
     @property
-    def next_own(self) -> np.ndarray:
-        """`[B]` int32, the ids of the lanes' own next episodes, after a plan's."""
+    def next_ids(self) -> np.ndarray:
+        """`[B]` int32, ids of the next per-lane episodes, after the plan if any."""
         if self.plan is not None:
-            return self.plan.next_own
+            return self.plan.next_ids
         return self.episode_id + np.int32(len(self.episode_id))
 
     @property
     def next_unplayed(self) -> np.ndarray:
-        """`[B]` int32, those ids, but that of the lane's own where it has no step."""
-        return np.where(self.episode_length > 0, self.next_own, self.episode_id)
+        """`[B]` int32, `next_ids`, or the current ids of lanes without a step."""
+        return np.where(self.episode_length > 0, self.next_ids, self.episode_id)
 
     def play(self, params: Any, block: RowBlock, limit: int, *, cut_last: bool) -> None:
-        """Fills a block, or as much of it as the assigned episodes take.
+        """Fills a block until it is full or the assigned episodes have ended.
 
-        Episodes are cut after `limit` steps; with `cut_last` the last row truncates
-        those that it does not end. After an error the block has the complete rows;
-        `recover` goes on.
+        Episodes are truncated after `limit` steps. With `cut_last`, the last row
+        truncates all episodes that do not terminate in it. After an error, the block
+        has the complete rows, and `recover` continues.
         """
         self.block = block
-        # Each round acts, steps, writes the row, and begins the episodes that follow: a
-        # row is whole, or not there, wherever a round is cut short.
-        take = self._step if self._num_ready is None else self._receive
+        # Each iteration acts, steps, writes a row, and begins the next episodes. If it
+        # is interrupted at any line, the block has the complete row or no row.
+        step_fn = self._step if self._num_ready is None else self._receive
         while block.num < block.size and not self.is_done:
             self.check()
-            result, lanes = take(params, block)
+            result, lanes = step_fn(params, block)
             is_last = cut_last and block.num == block.size - 1
             done = self._write(params, block, result, lanes, limit, is_last)
             self._advance(block, result, lanes, done)
             self.is_torn = False
-            if np.count_nonzero(self._begins):  # faster than `any`
+            if np.count_nonzero(self._must_reset):  # faster than `any`
                 self._reset()
 
     def begin(self, episode_id: np.ndarray, mask: np.ndarray | None = None) -> None:
-        """Begins the episodes with these ids, `[B]`, where `mask`, or in all lanes."""
-        self._mark(self._everywhere if mask is None else mask, episode_id)
+        """Begins the episodes with these ids, `[B]`, in all lanes or where `mask`."""
+        self._mark(self._all_lanes if mask is None else mask, episode_id)
         self._reset()
 
     def resume(self, carry: Carry, *, is_loaded: bool) -> None:
-        """Goes on from a carry, or restarts its episodes if `env` could not load it."""
+        """Continues from a carry; restarts its episodes unless `env` has loaded it."""
         self.runner.step, self.runner.state = int(carry.step), carry.policy_state
         self.episode_id = np.array(carry.episode.episode_id)
         self.episode_return = np.array(carry.episode.episode_return)
         self.episode_length = np.array(carry.episode.episode_length)
-        self.obs, self.unseen = jax.tree.map(np.array, carry.obs), self._nowhere
+        self.obs, self.is_first = jax.tree.map(np.array, carry.obs), self._no_lanes
         if is_loaded:
-            self._failed, self.is_torn = self._nowhere.copy(), False
+            self._failed, self.is_torn = self._no_lanes.copy(), False
         else:
             self.begin(self.episode_id)
 
     def recover(self, *, restart_all: bool) -> None:
-        """Goes on after an error.
+        """Continues after an error.
 
-        Environments that failed are rebuilt, and lanes whose episode cannot go on begin
-        new ones. With `restart_all`, or where episodes were assigned, all lanes do.
+        Failed environments are rebuilt, and lanes whose episode cannot continue begin a
+        new one. All lanes begin a new episode if `restart_all`, if the state is torn,
+        or if episodes were assigned.
         """
         if self.is_torn or self.plan is not None or restart_all:
-            next_own, self.plan = self.next_own, None
-            self._mark(self._everywhere, next_own)
+            next_ids, self.plan = self.next_ids, None
+            self._mark(self._all_lanes, next_ids)
         self._reset()
 
     def _step(self, params: Any, block: RowBlock) -> tuple[HostStep, slice]:
-        """Takes a step in all lanes."""
-        # From the block jax may read it without a copy: the environments' own memory
-        # changes while the program may still run.
+        """Takes one step in all lanes."""
+        # Pass the copy in the block: jax may alias it, while the environments overwrite
+        # the original before the program has ended.
         obs = block.write("obs", self.obs)
-        action, extras = self.runner.act(params, obs, self.unseen, self.episode_id)
-        self.unseen, self.is_torn = self._nowhere, True
+        action, extras = self.runner.act(params, obs, self.is_first, self.episode_id)
+        self.is_first, self.is_torn = self._no_lanes, True
         result = self._env.step(action)
         block.write("action", action)
-        # By slice: a row that was cut short may have left its extras behind.
+        # Assign a slice, which replaces the extras of an interrupted row.
         block.extras[block.num :] = [extras]
         return result, _ALL
 
     def _receive(self, params: Any, block: RowBlock) -> tuple[HostStep, np.ndarray]:
-        """Sends actions to all lanes that wait; receives the first that answer."""
-        waits = ~self._in_flight
-        # Idle lanes keep waiting; but a fixed batch may need their answers to be full.
+        """Sends actions to all waiting lanes and receives the first answers."""
+        is_waiting = ~self._in_flight
+        # Idle lanes get no action, unless a fixed batch size needs their answers.
         if self.plan is not None and self._env.batch_size is None:
-            waits &= self.plan.mask
-        # All before waiting for a row, so that none stands still: usually the lanes of
-        # the last row; at the start all, in several sends.
-        env_id = np.flatnonzero(waits).astype(np.int32)
+            is_waiting &= self.plan.mask
+        # Send all actions before receiving, so that no environment stands still.
+        # Usually these are the lanes of the last row; at the start, all lanes.
+        env_id = np.flatnonzero(is_waiting).astype(np.int32)
         num_ready = self._num_ready
         for first in range(0, len(env_id), num_ready):
             self._send(params, env_id[first : first + num_ready])
-        # Fewer are in flight where a plan ends.
+        # At the end of a plan, fewer environments are in flight.
         num_ready = min(num_ready, int(np.count_nonzero(self._in_flight)))
         self.is_torn = True
         result, lanes = self._env.receive(num_ready)
@@ -211,26 +213,26 @@ class Loop:
         return result._replace(info=info), lanes
 
     def _send(self, params: Any, env_id: np.ndarray) -> None:
-        """Sends actions to up to `num_ready` environments; calls the policy once."""
+        """Sends actions to up to `num_ready` environments, with one policy call."""
         num_envs, count = self._env.num_envs, len(env_id)
-        # Padded, so that one compiled program serves any number. The policy drops the
-        # state of the number beyond the last lane; as input any lane will do.
+        # Pad, so that one compiled program serves any number of lanes. The policy drops
+        # the state of lane B, which does not exist; padded observations are arbitrary.
         padded = np.full(self._num_ready, num_envs, np.int32)
         padded[:count] = env_id
-        at = np.minimum(padded, num_envs - 1)
-        obs = jax.tree.map(lambda x: x[at], self.obs)
-        decision = self.runner.act(params, obs, self.unseen, self.episode_id, padded)
-        chosen = jax.tree.map(lambda x: x[:count], (obs, *to_host(decision)))
+        index = np.minimum(padded, num_envs - 1)
+        obs = jax.tree.map(lambda x: x[index], self.obs)
+        decision = self.runner.act(params, obs, self.is_first, self.episode_id, padded)
+        rows = jax.tree.map(lambda x: x[:count], (obs, *to_host(decision)))
         if self._sent is None:
             self._sent = jax.tree.map(
-                lambda x: np.zeros((num_envs, *x.shape[1:]), x.dtype), chosen
+                lambda x: np.zeros((num_envs, *x.shape[1:]), x.dtype), rows
             )
-        place_rows(self._sent, env_id, chosen)
-        # A copy, since jax may still read the one that `act` was given.
-        self.unseen = self.unseen.copy()
-        self.unseen[env_id] = False
+        place_rows(self._sent, env_id, rows)
+        # Copy: jax may still read the array that was passed to `act`.
+        self.is_first = self.is_first.copy()
+        self.is_first[env_id] = False
         self.is_torn = True
-        self._env.send(chosen[1], env_id)
+        self._env.send(rows[1], env_id)
         self._in_flight[env_id] = True
         self.is_torn = False
 
@@ -243,30 +245,30 @@ class Loop:
         limit: int,
         is_last: bool,
     ) -> np.ndarray:
-        """Completes a row, and returns which lanes' episodes end with it."""
-        # `lanes` are lanes `[K]` of the `B`; the row has their answers in its first K
-        # columns.
+        """Writes a row; returns `[K]` bool, True for episodes that end with it."""
+        # `lanes` selects K of the B lanes; the first K columns of the row have their
+        # answers.
         row, columns, plan = block.num, slice(len(result.reward)), self.plan
         terminated, truncated = result.terminated, result.truncated
-        reward, stepped = result.total_reward, result.mask
-        if stepped is None:  # the usual case, kept fast
-            stepped = self._everywhere[lanes]
+        reward, step_mask = result.total_reward, result.mask
+        if step_mask is None:  # the usual case, kept fast
+            step_mask = self._all_lanes[lanes]
         else:
-            reward, self.unseen = np.where(stepped, reward, 0), self.unseen.copy()
-            self.unseen[lanes] |= ~stepped  # these only got their first observation
-        self.episode_length[lanes] += stepped
+            reward, self.is_first = np.where(step_mask, reward, 0), self.is_first.copy()
+            self.is_first[lanes] |= ~step_mask  # lanes that only reset
+        self.episode_length[lanes] += step_mask
         self.episode_return[lanes] += reward
-        # The mask of the row: neither lanes that only reset themselves nor idle ones.
-        mask = stepped if plan is None else stepped & plan.mask[lanes]
+        # Mask out lanes that only reset themselves, and idle lanes.
+        mask = step_mask if plan is None else step_mask & plan.mask[lanes]
         length = self.episode_length[lanes]
         if limit < NO_LIMIT:
             cut = mask & (length >= limit) & ~truncated
-            # An assigned episode that terminates at the limit is not cut, too.
+            # An assigned episode that terminates at the limit is not cut.
             cut = cut if plan is None else cut & ~terminated
             block.cut[row, columns], truncated = cut, truncated | cut
         if is_last:
             truncated = truncated | (mask & ~terminated)
-        # Copied, since the environments and the next row write to these arrays.
+        # Copy: the environments and the next row overwrite these arrays.
         block.reward[row, columns] = result.reward
         block.terminated[row, columns] = terminated
         block.truncated[row, columns] = truncated
@@ -277,69 +279,69 @@ class Loop:
         block.write("next_obs", result.obs)
         block.write("info", result.info)
         if self.runner.has_critic:
-            goes_on = truncated & ~terminated & mask
-            if row == 0 or np.count_nonzero(goes_on):  # the other rows are zero
+            bootstraps = truncated & ~terminated & mask
+            if row == 0 or np.count_nonzero(bootstraps):  # other rows stay zero
                 env_id = None if lanes is _ALL else np.resize(lanes, self._num_ready)
-                value = self.runner.values(params, result.obs, goes_on, env_id)
+                value = self.runner.values(params, result.obs, bootstraps, env_id)
                 block.write("final_value", value)
-        # From here on the row counts: `recover` returns it, whatever happens next.
+        # The row is complete: `recover` returns it even if the next line fails.
         block.num = row + 1
         return terminated | truncated
 
     def _advance(
         self, block: RowBlock, result: HostStep, lanes: Any, done: np.ndarray
     ) -> None:
-        """Moves on to the row after the one that `_write` has completed."""
+        """Prepares the next row after `_write`, and checks for faults."""
         if lanes is _ALL:
             self.obs, ended = result.obs, done
         else:
             place_rows(self.obs, lanes, result.obs)
-            ended = self._nowhere.copy()
+            ended = self._no_lanes.copy()
             ended[lanes] = done
-        # Values that are not finite, or not in their space, are faults like any other.
-        # Only after the row is written, which a fault masks out with its whole episode.
-        bad, reward = self._obs_check.find(result.obs), result.total_reward
+        # Non-finite values and values outside of the space are faults. Check after the
+        # row is written: a fault masks out all rows of its episode.
+        faults, reward = self._obs_check.find(result.obs), result.total_reward
         if not np.isfinite(reward).all():
-            wrong = ~np.isfinite(reward)
-            wrong = wrong if result.mask is None else wrong & result.mask
-            for column in np.flatnonzero(wrong).tolist():
-                what = f"`reward` must be finite, got {reward[column]}"
-                bad.setdefault(column, ValueError(what))
+            is_invalid = ~np.isfinite(reward)
+            is_invalid = is_invalid if result.mask is None else is_invalid & result.mask
+            for column in np.flatnonzero(is_invalid).tolist():
+                message = f"`reward` must be finite, got {reward[column]}"
+                faults.setdefault(column, ValueError(message))
         causes = result.causes
-        if bad:  # by column of the row, while causes go by lane
-            number = np.arange(len(ended))[lanes].tolist()
-            causes = {number[at]: cause for at, cause in bad.items()} | dict(causes)
+        if faults:  # the keys are columns of the row; the keys of `causes` are lanes
+            lane = np.arange(len(ended))[lanes].tolist()
+            causes = {lane[i]: cause for i, cause in faults.items()} | dict(causes)
         if self.plan is not None:
             self.plan.num_steps += int(np.count_nonzero(block.mask[block.num - 1]))
         self._end(ended, causes)
 
     def _end(self, ended: np.ndarray, causes: Mapping[int, BaseException]) -> None:
-        """Marks the lanes whose episodes have ended, or are lost to a fault.
+        """Ends finished and lost episodes, and marks their lanes for a reset.
 
         Args:
-            ended: `[B]` bool, lanes whose episode has ended by itself.
-            causes: by the number of the environment; their episodes are lost, and
-                their rows in the block masked out.
+            ended: `[B]` bool, True for lanes whose episode has ended without a fault.
+            causes: error of each failed environment, by index. The episodes are lost,
+                and their rows in the block are masked out.
         """
         step = 0
         if causes:
             step = int(self.episode_length[next(iter(causes))])
             failed = list(causes)
-            lost, num_episodes = self.episode_id[failed], len(failed)
+            lost_ids, num_episodes = self.episode_id[failed], len(failed)
             if self.plan is not None:
                 num_episodes = int(np.count_nonzero(self.plan.mask[failed]))
-                self.plan.lost += lost.tolist()
-            num_steps = 0 if self.block is None else self.block.mask_out(lost)
+                self.plan.lost_ids += lost_ids.tolist()
+            num_steps = 0 if self.block is None else self.block.mask_out(lost_ids)
             episodes, steps, restarts = self.stats
             self.stats = FaultStats(
                 episodes + num_episodes, steps + num_steps, restarts
             )
-            # A lost episode ends like any other, but its lane is rebuilt first. With
-            # `on_fault="raise"`, too: `recover` rebuilds it.
+            # The lane of a lost episode is rebuilt before it is reset. With
+            # `on_fault="raise"`, `recover` rebuilds it.
             self._failed[failed] = ended[failed] = True
         if np.count_nonzero(ended):
             if self.plan is None:
-                self._mark(ended, self.next_own)
+                self._mark(ended, self.next_ids)
             else:
                 self.plan.advance(ended)
                 self._mark(ended, self.plan.episode_id)
@@ -347,38 +349,38 @@ class Loop:
             self._report(causes, step)
 
     def _mark(self, mask: np.ndarray, episode_id: np.ndarray) -> None:
-        """Marks lanes, which `_reset` resets, for the episodes with these ids."""
-        # Ids and flags are new arrays, which a carry or jax may hold; length and return
-        # are copied where they leave.
+        """Assigns episode ids to lanes, and marks the lanes for `_reset`."""
+        # Create new ids and flags: a carry or jax may hold the old arrays. Lengths and
+        # returns are copied before they are passed on.
         self.episode_id = np.where(mask, episode_id, self.episode_id)
         self.episode_length[mask] = 0
         self.episode_return[mask] = 0
-        self.unseen = self.unseen | mask
-        self._begins = self._begins | mask
+        self.is_first = self.is_first | mask
+        self._must_reset = self._must_reset | mask
 
     def _reset(self) -> None:
-        """Rebuilds failed environments, and resets the lanes that begin an episode."""
+        """Rebuilds failed environments and resets the lanes that begin an episode."""
         env: Any = self._env
-        if self.is_torn:  # nobody knows which environments are whole
-            self._failed = self._everywhere.copy()
+        if self.is_torn:  # any environment may be inconsistent
+            self._failed = self._all_lanes.copy()
         self.is_torn = True
-        # Until all lanes have begun: a fault at a reset is a fault of the next episode.
-        while np.count_nonzero(self._begins):
+        # Repeat, because a fault in a reset discards the next episode.
+        while np.count_nonzero(self._must_reset):
             if env.can_rebuild and np.count_nonzero(self._failed):
                 self._rebuild()
                 continue
-            lane = np.flatnonzero(self._begins)
-            seeds = self._seeds.of(lane, self.episode_id[lane])
+            lane = np.flatnonzero(self._must_reset)
+            seeds = self._seeds.lookup(lane, self.episode_id[lane])
             try:
-                obs = env.reset(seeds, self._begins)
+                obs = env.reset(seeds, self._must_reset)
                 causes = self._obs_check.find(obs)
                 causes = {n: causes[n] for n in lane.tolist() if n in causes}
             except EnvFault as error:
                 obs, causes = None, error.causes
             if causes:
-                # Its seed may be the cause, so the next episode takes its place. The
-                # other lanes are reset once more, with the same seeds.
-                self._end(self._nowhere.copy(), causes)
+                # The seed may be the cause, so the lane begins the episode after it.
+                # All other lanes are reset again, with the same seeds.
+                self._end(self._no_lanes.copy(), causes)
                 continue
             if self._num_ready is None:
                 self.obs = obs
@@ -386,36 +388,37 @@ class Loop:
                 if self.obs is None:
                     self.obs = jax.tree.map(np.array, obs)
                 place_rows(self.obs, lane, [x[lane] for x in jax.tree.leaves(obs)])
-                self._in_flight &= ~self._begins  # a reset drops the step in flight
-            self._begins = self._nowhere
+                self._in_flight &= ~self._must_reset  # a reset cancels steps
+            self._must_reset = self._no_lanes
         self.is_torn = False
 
     def _rebuild(self) -> None:
-        """Rebuilds environments that failed, whatever `on_fault` says."""
-        # Counted before the attempt, so that one that fails at once is given up, too.
-        mask, self._failed = self._failed, self._nowhere.copy()
+        """Rebuilds failed environments, for any `on_fault`."""
+        # Count before the attempt, so that `max_restarts` also limits failed rebuilds.
+        mask, self._failed = self._failed, self._no_lanes.copy()
         restarts = self.stats.restarts + int(np.count_nonzero(mask))
         self.stats = self.stats._replace(restarts=restarts)
         try:
             self._env.rebuild(mask)
-        except EnvFault as error:  # a new environment failed at once
+        except EnvFault as error:  # the new environment also failed
             self._failed[list(error.causes)] = True
             self._report(error.causes)
 
     def _report(self, causes: Mapping[int, BaseException], step: int = 0) -> None:
-        """Logs faults; raises them unless environments are rebuilt.
+        """Logs faults; raises `EnvFault` unless the environments may be rebuilt.
 
         Args:
-            causes: by the number of the environment.
-            step: of the first one's episode, from 1; 0 at its start.
+            causes: error of each failed environment, by index.
+            step: number of the step, from 1, in the episode of the first failed
+                environment; 0 for a reset.
         """
         hint = f", at step {step} of its episode" if step else ""
         num_restarts = self.stats.restarts + len(causes)
-        is_over = self._restarts and num_restarts > self._max_restarts
-        if is_over:
+        is_exhausted = self._restarts and num_restarts > self._max_restarts
+        if is_exhausted:
             hint += f"; `max_restarts`={self._max_restarts} are used up"
-        if is_over or not self._restarts:
-            self.is_torn = False  # all that a fault changes has changed
+        if is_exhausted or not self._restarts:
+            self.is_torn = False  # the state is consistent
             raise EnvFault(causes, hint) from next(iter(causes.values()))
         for number, reason in causes.items():
             text = f"{type(reason).__name__}: {reason}"
@@ -423,21 +426,20 @@ class Loop:
 
 
 def _check(env: Any, num_ready: Any, on_fault: Any) -> None:
-    """Checks the options that need more of the environments than the contract."""
+    """Validates the options that only some environments support."""
     checks.choice("on_fault", on_fault, ("raise", "restart"))
     if on_fault == "restart" and not env.can_rebuild:
         raise ValueError(
             '`on_fault="restart"` needs environments that can be rebuilt one by one, '
-            "as those of `rollout.envs.make_worker_envs`, and of "
-            "`rollout.envs.from_gymnasium` with an id or a function, got "
-            f"{type(env).__name__}."
+            f"got {type(env).__name__}. Make them by `rollout.envs.make_worker_envs`, "
+            "or by `rollout.envs.from_gymnasium` with an id or a function."
         )
     if num_ready is None:
         return
     if not env.is_async:
         raise ValueError(
-            "`env` must be an `AsyncHostVectorEnv` for `num_ready`, as "
-            f"`rollout.envs.make_worker_envs` makes it, got {type(env).__name__}."
+            "`env` must be an `AsyncHostVectorEnv` for `num_ready`, got "
+            f"{type(env).__name__}. Make it by `rollout.envs.make_worker_envs`."
         )
     checks.int_between("num_ready", num_ready, most=env.num_envs)
     if env.batch_size not in (None, num_ready):

@@ -1,4 +1,4 @@
-"""Calls the policy as one compiled program at every step of the host loop."""
+"""Runs the policy as one compiled program at every step of the host loop."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from rollout.policies import outputs
 from rollout.policies.outputs import View
 from rollout.types import Policy
 
-_AHEAD = 256  # keys that are drawn at once
+_NUM_KEYS = 256  # keys computed at once
 
 
 class _Programs(NamedTuple):
@@ -32,89 +32,89 @@ class _Programs(NamedTuple):
 
 
 class PolicyRunner:
-    """A policy that acts on the host; its keys and its state stay on the device.
+    """Runs a policy on the host; keys and policy state stay on the device.
 
     Args:
-        policy: the policy.
-        action_space: of one lane.
-        num_envs: B, the number of lanes; a call may act for some of them.
+        policy: policy to run.
+        action_space: action space of a single lane.
+        num_envs: B, number of lanes; a call may act for a subset of the lanes.
 
     Attributes:
-        has_critic: whether `values` can be called.
-        key: the root key.
-        step: how often it has acted.
-        state: `[B, ...]`, on the device.
-        programs: the compiled functions, from `start` on.
+        has_critic: True if `values` can be called.
+        key: root key.
+        step: number of steps so far.
+        state: `[B, ...]` policy state, on the device.
+        programs: compiled functions, available after `start`.
     """
 
     def __init__(self, policy: Policy, action_space: AnySpace, num_envs: int) -> None:
         self.has_critic = policy.has_value
-        # The numbers of a policy are arguments of its programs, which other values of
-        # them share.
+        # The numbers of a policy are arguments of its programs, so policies that differ
+        # only in numbers share the programs.
         self._numbers, self._structure = jax.tree.flatten(policy)
         self._value_dtype: Any = None
         self._view: Any = View(num_envs, as_space(action_space, "env.action_space"))
-        # A policy may compute an action from the bounds, and round it.
+        # The slack permits rounding in actions computed from the bounds.
         self._check = SpaceCheck(action_space, "action", slack=4e-7)
 
     def start(self, key: chex.PRNGKey) -> None:
-        """Begins at step 0, with a typed root key."""
+        """Resets to step 0, with a typed root key."""
         impl = jax.random.key_impl(key)
         self.programs = _programs(self._structure, self._view, impl)
         self.key, self.step = key, 0
         self.state = self.programs.initial(self._numbers, key)
-        # Words of the keys are faster to pass to jit than typed keys. They are drawn
-        # ahead: in a small program two hashes would take most of the time.
+        # Raw key data is faster to pass to `jit` than typed keys. Compute many keys at
+        # once: in a small program two hashes would take most of the time.
         self._root = np.asarray(jax.random.key_data(key))
-        self._first, self._words = 0, self._root[:0]  # of step `first + k` in row k
+        self._first, self._words = 0, self._root[:0]  # row k: step `first + k`
 
     def act(
         self,
         params: Any,
         obs: ArrayTree,
-        unseen: np.ndarray,
+        is_first: np.ndarray,
         episode_id: np.ndarray,
         env_id: np.ndarray | None = None,
     ) -> tuple[ArrayTree, ArrayTree]:
-        """Chooses the actions.
+        """Runs the policy for one step.
 
         Args:
-            params: whatever the policy takes as its parameters.
-            obs: `[B, ...]`, NumPy; it must not be written to afterwards.
-            unseen: `[B]` bool, lanes that are at the start of an episode.
-            episode_id: `[B]` int32, the episodes they are in.
-            env_id: `[num_ready]` int32, the lanes to act for, which `obs` and the
-                result then have instead of all B. The number B is padding.
+            params: parameters of the policy.
+            obs: `[B, ...]` NumPy observations; do not write to them afterwards.
+            is_first: `[B]` bool, True for lanes at the start of an episode.
+            episode_id: `[B]` int32, ids of the current episodes.
+            env_id: `[num_ready]` int32, lanes to act for. `obs` and the result then
+                have `num_ready` rows instead of B. The value B is padding.
 
         Returns:
-            The actions, NumPy; and the extras, which stay on the device.
+            The actions, as NumPy arrays, and the extras, which stay on the device.
 
         Raises:
             ValueError: if an action is not in the action space.
         """
-        # Key n is the kernel's key of step n, however many are drawn at once.
+        # Key n equals the kernel's key of step n, for any `_NUM_KEYS`.
         row = self.step - self._first
         if not 0 <= row < len(self._words):
             self._words = np.asarray(_policy_keys(self.key, self.step))
             self._first, row = self.step, 0
-        # What is passed in every step costs time, so only what is needed.
+        # Omit unused arguments: every argument costs time in every step.
         lanes = ()
         if jax.tree.leaves(self.state):  # a stateless policy has nothing to restart
-            lanes = self._root, unseen, episode_id
+            lanes = self._root, is_first, episode_id
         state, action, extras = self.programs.act(
             self._numbers, params, self._words[row], self.state, obs, lanes, env_id
         )
         is_array = isinstance(action, jax.Array)  # the usual case, kept fast
         action = np.asarray(action) if is_array else to_host(action)
-        if bad := self._check.find(action):
-            row = min(bad)
+        if faults := self._check.find(action):
+            row = min(faults)
             lane = row if env_id is None else env_id[row]
             raise ValueError(
                 f"`policy.apply` must return actions of {self._view.action_space}, but "
-                f"in lane {lane} {bad[row]}. Count from `space.start` where it is not "
-                "0; clip or rescale in the environment, as "
-                "`gymnasium.wrappers.ClipAction` does, so that the log-probability "
-                "stays that of the action that was drawn."
+                f"in lane {lane} {faults[row]}. Count from `space.start`, which may be "
+                "nonzero. Clip or rescale in the environment, for example by "
+                "`gymnasium.wrappers.ClipAction`, so that the log-probability matches "
+                "the sampled action."
             )
         self.step, self.state = self.step + 1, state
         return action, extras
@@ -126,18 +126,18 @@ class PolicyRunner:
         flag: np.ndarray,
         env_id: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Evaluates the critic at observations where `flag`; 0 elsewhere.
+        """Evaluates the critic at observations whose `flag` is True; 0 elsewhere.
 
-        `env_id` is as in `act`, and `obs` and `flag` may be of fewer lanes.
+        `env_id` is as in `act`; `obs` and `flag` may have fewer rows than `env_id`.
         """
-        # Padded by repetition to the number that the program is compiled for.
+        # Repeat rows up to the size that the program is compiled for.
         num = len(flag)
         if env_id is not None:
             pad = lambda x: np.resize(x, (len(env_id), *x.shape[1:]))  # noqa: E731
             obs = jax.tree.map(pad, obs)
         args = self._numbers, params, obs, self.state, env_id
-        # Usually no lane is truncated, and the critic need not be called at all; the
-        # dtype of its zeros is asked for once.
+        # Usually no lane is truncated: skip the critic, and look up the dtype of its
+        # zeros once.
         if not np.count_nonzero(flag):
             if self._value_dtype is None:
                 self._value_dtype = jax.eval_shape(self.programs.value, *args).dtype
@@ -150,29 +150,29 @@ class PolicyRunner:
         return self.programs.value(self._numbers, params, obs, policy_state, None)
 
     def compile(self, params: Any, obs: ArrayTree) -> None:
-        """Compiles `act`: calls it, and goes back to where it was."""
-        # Called and not lowered: only a call fills the cache that later calls look in.
-        lane, before = np.arange(self._view.num_envs), (self.step, self.state)
+        """Compiles `act` by calling it, and restores the step and the state."""
+        # Call instead of lowering: only a call fills the cache of later calls.
+        lane, previous = np.arange(self._view.num_envs), (self.step, self.state)
         self.act(params, obs, np.ones(len(lane), bool), lane.astype(np.int32))
-        self.step, self.state = before
+        self.step, self.state = previous
 
-    def restarted(self, unseen: np.ndarray, episode_id: np.ndarray) -> ArrayTree:
-        """Returns the state, with that of an episode's start where `unseen`.
+    def reset_state(self, is_first: np.ndarray, episode_id: np.ndarray) -> ArrayTree:
+        """Returns the policy state, reset in lanes at the start of an episode.
 
-        `act` does so by itself; this is for states that a carry returns.
+        `act` resets the state itself; call this method for the state in a carry.
         """
-        if not jax.tree.leaves(self.state) or not unseen.any():
+        if not jax.tree.leaves(self.state) or not is_first.any():
             return self.state
         return self.programs.restart(
-            self._numbers, self._root, unseen, episode_id, self.state
+            self._numbers, self._root, is_first, episode_id, self.state
         )
 
 
 @programs.shared
 def _programs(structure: Any, view: Any, impl: Any) -> _Programs:
-    """Compiles the functions of policies of a structure, `jax.tree.structure`.
+    """Compiles the functions of policies with this `jax.tree.structure`.
 
-    The first argument of each is the numbers of the policy, its leaves.
+    The first argument of each function is the list of the policy's leaves.
     """
 
     def initial(numbers: list[Any], key: chex.PRNGKey) -> ArrayTree:
@@ -187,7 +187,7 @@ def _programs(structure: Any, view: Any, impl: Any) -> _Programs:
         episode_id: jax.Array,
         state: ArrayTree,
     ) -> ArrayTree:
-        """Returns the state of all lanes, of new episodes where `restarts`."""
+        """Returns the state of all lanes, reset in lanes that restart."""
         policy = jax.tree.unflatten(structure, numbers)
         root = jax.random.wrap_key_data(words, impl=impl)
         key = episode_keys.keys_of(root, episode_id)
@@ -204,18 +204,18 @@ def _programs(structure: Any, view: Any, impl: Any) -> _Programs:
     ) -> tuple[ArrayTree, ArrayTree, ArrayTree]:
         if lanes:
             state = restart(numbers, *lanes, state)
-        mine = state
+        lane_state = state
         if env_id is not None:
-            mine = jax.tree.map(lambda x: x[env_id], state)
+            lane_state = jax.tree.map(lambda x: x[env_id], state)
         key = jax.random.wrap_key_data(words, impl=impl)
-        seen = view._replace(num_envs=len(jax.tree.leaves(obs)[0]))
+        lane_view = view._replace(num_envs=len(jax.tree.leaves(obs)[0]))
         policy = jax.tree.unflatten(structure, numbers)
-        decision = outputs.act(policy, seen, params, obs, mine, key)
-        new = decision.state
-        if env_id is not None:  # `drop`: padding is beyond the last lane
+        decision = outputs.act(policy, lane_view, params, obs, lane_state, key)
+        new_state = decision.state
+        if env_id is not None:  # "drop" discards the padding
             put = lambda x, rows: x.at[env_id].set(rows, mode="drop")  # noqa: E731
-            new = jax.tree.map(put, state, new)
-        return new, decision.action, decision.extras
+            new_state = jax.tree.map(put, state, new_state)
+        return new_state, decision.action, decision.extras
 
     def value(
         numbers: list[Any],
@@ -237,7 +237,7 @@ def _programs(structure: Any, view: Any, impl: Any) -> _Programs:
 
 @jax.jit
 def _policy_keys(root: chex.PRNGKey, step: jax.Array) -> jax.Array:
-    """Returns the words of the keys of `_AHEAD` steps, from `step` on."""
-    steps = step + jnp.arange(_AHEAD, dtype=jnp.int32)
+    """Returns raw data of the keys of `_NUM_KEYS` steps, beginning at `step`."""
+    steps = step + jnp.arange(_NUM_KEYS, dtype=jnp.int32)
     key = episode_keys.at_step(episode_keys.policy_root(root), steps)
     return jax.random.key_data(key)

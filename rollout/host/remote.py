@@ -1,7 +1,8 @@
-"""`RayCollector`: batches from collectors in actors of Ray, on one machine or many.
+"""`RayCollector`: collects in Ray actors, on one machine or a cluster.
 
-Ray starts the processes, moves arrays, and reports lost actors. This module adds which
-parameters made a batch, a limit of one waiting batch per actor, and replacements.
+Ray starts the processes, transfers arrays, and reports lost actors. This module adds
+versions of the parameters, a limit of one waiting batch per actor, and replacements of
+lost actors.
 """
 
 import contextlib
@@ -31,17 +32,17 @@ _summarize = jax.jit(summarize)
 
 
 class RemoteBatch(struct.PyTreeNode, kw_only=True):
-    """A batch from one actor; the fields are those of a `StreamBatch`.
+    """A batch from one actor, with the fields of a `StreamBatch`.
 
     Attributes:
-        trajectory: `[T, B, ...]` of NumPy, read-only: it lies in Ray's object store,
-            and occupies memory there as long as one of its arrays is kept.
+        trajectory: `[T, B, ...]` read-only NumPy arrays in Ray's object store. The
+            trajectory occupies memory there while any of its arrays is referenced.
         stats: statistics of the episodes that ended in the batch.
         steps: environment steps of the batch over all lanes.
-        params_version: version of the parameters it was made with: 0 for the first
-            ones, n for those of the n-th `set_params`.
-        actor: number of the actor; a replacement has a new one. An `episode_id` is that
-            of one actor only, so one buffer may take the batches of all.
+        params_version: version of the parameters that collected the batch: 0 for the
+            initial parameters, n after the n-th `set_params`.
+        actor: number of the actor; a replacement has a new number. No two actors share
+            an `episode_id`, so one buffer may store the batches of all actors.
     """
 
     trajectory: Transition  # [T, B, ...]
@@ -52,14 +53,14 @@ class RemoteBatch(struct.PyTreeNode, kw_only=True):
 
 
 class RemoteStats(NamedTuple):
-    """Counts over all actors so far.
+    """Counts batches, steps and restarts over all actors so far.
 
     Attributes:
-        batches: batches returned.
-        steps: environment steps of these over all lanes.
-        stale_batches: batches dropped because of `max_policy_lag`.
-        lost_batches: batches lost with their actor.
-        restarts: actors started in place of lost ones.
+        batches: number of returned batches.
+        steps: environment steps of the returned batches, over all lanes.
+        stale_batches: number of batches dropped because of `max_policy_lag`.
+        lost_batches: number of batches lost with an actor.
+        restarts: number of actors started to replace lost actors.
     """
 
     batches: int = 0
@@ -72,7 +73,7 @@ class RemoteStats(NamedTuple):
 class RayCollector(
     Iterator[RemoteBatch], contextlib.AbstractContextManager["RayCollector"]
 ):
-    """Collects in actors of Ray, each with its own collector.
+    """Collects batches in Ray actors, with one collector per actor.
 
         with rollout.host.RayCollector(make_collector, key=key, params=params,
                                    num_actors=8, steps_per_batch=4096) as batches:
@@ -80,49 +81,51 @@ class RayCollector(
                 params = update(params, batch.trajectory)
                 batches.set_params(params)
 
-    Batches come in the order in which they are finished, so a slow actor delays no
-    other. An actor begins its next batch when its last one is returned, with the
-    parameters that are newest then: it works while you learn, and never has more than
-    one batch waiting. If one `set_params` follows every batch, a batch is therefore
-    about `num_actors` versions behind.
+    Batches arrive in the order in which they are finished, so a slow actor does not
+    delay the remaining actors. An actor begins its next batch when its previous batch
+    is returned, with the newest parameters at that time. Actors therefore collect while
+    the learner updates, and at most one batch per actor waits. If one `set_params`
+    follows every batch, a batch is about `num_actors` versions old.
 
-    An actor is lost if its process or its machine ends, or if it raises. Its batch and
-    its unfinished episodes are then lost too; another actor takes its place, with new
-    episodes. An error in an actor that has not returned a batch yet, in
-    `make_collector` or in the first batch, counts as a mistake and is raised here.
-    An actor that hangs is not lost: environments in `rollout.envs.make_worker_envs`
-    have a `timeout`.
+    An actor is lost if its process or its machine ends, or if it raises. The current
+    batch and unfinished episodes of the actor are lost with it, and a new actor with
+    new episodes replaces it. An error before an actor has returned its first batch, in
+    `make_collector` or while collecting, counts as a bug and is raised here. An actor
+    that hangs is not lost: set the `timeout` of `rollout.envs.make_worker_envs`.
 
-    The order of batches, and so the result of learning, depends on the actors' speed.
+    The order of batches depends on the speed of the actors, and therefore the result of
+    training does as well.
 
-    It is an iterator over `RemoteBatch`es. Without a `ray.init` before, Ray starts
-    itself, on this machine, and runs until the program ends.
+    The collector is an iterator over `RemoteBatch`es. If `ray.init` was not called, Ray
+    starts on this machine and runs until the program ends.
 
     Attributes:
         stats: counts over all actors so far, a `RemoteStats`.
 
     Args:
-        make_collector: makes the collector, in the actor: it does its own imports and
-            sets jax's options. It is sent by `cloudpickle`.
-        key: one typed key. Each actor, also a replacement, derives its own from it.
-        params: whatever the policy takes as its parameters.
-        num_actors: at least 1.
+        make_collector: function that creates the collector in the actor. The function
+            imports modules and sets jax's options; it is sent by `cloudpickle`.
+        key: one typed key. Every actor, including replacements, derives another key
+            from it.
+        params: parameters of the policy.
+        num_actors: number of actors, at least 1.
         steps_per_batch: environment steps of a batch over all lanes of an actor,
             rounded up to rows: T = ceil(steps_per_batch / num_envs).
-        max_policy_lag: drops and counts a batch whose parameters are more than so many
-            versions behind the newest when it would be returned. None keeps all, 0
-            those of the newest; below `num_actors` it drops many, see above.
-        total_steps: steps after which the iteration ends, None for an endless one. The
-            last batch is whole; dropped and lost batches do not count.
-        max_restarts: how many lost actors are replaced in all.
-        ray_options: resources of each actor, as `ray.remote` takes them: `num_cpus`,
-            `num_gpus`, `resources`, `runtime_env`. By default one CPU each. Where Ray
-            assigns no accelerator, jax runs on the CPU. Ray waits silently until
+        max_policy_lag: maximum number of versions between the newest parameters and the
+            parameters of a returned batch; older batches are dropped and counted. None
+            keeps all batches, 0 keeps batches of the newest version. Values below
+            `num_actors` drop many batches, see above.
+        total_steps: steps after which the iteration ends; None never ends it. The last
+            batch is complete; dropped and lost batches do not count.
+        max_restarts: maximum number of replaced actors in total.
+        ray_options: resources of each actor, as in `ray.remote`: `num_cpus`,
+            `num_gpus`, `resources`, `runtime_env`. The default is one CPU per actor. If
+            Ray assigns no accelerator, jax runs on the CPU. Ray waits silently until
             machines with these resources join.
 
     Raises:
         ImportError: if Ray is not installed.
-        ValueError: if an option is not as above.
+        ValueError: if an option is invalid.
     """
 
     def __init__(
@@ -155,18 +158,18 @@ class RayCollector(
         self._key, self._numbers = key, itertools.count()
         self._actors: dict[int, Any] = {}  # by number
         self._proven: set[int] = set()  # actors that have returned a batch
-        # By reference, the oldest first: actor, version of the parameters.
+        # By reference, oldest first: actor and version of the parameters.
         self._in_flight: dict[Any, tuple[int, int]] = {}
         self.stats = RemoteStats()
         self._setting, self._is_closed = threading.Lock(), False
         try:
-            # In NumPy, so that no actor needs the learner's devices to unpack it.
-            host = _on_host(params)
-            self._kind = jax.eval_shape(lambda x: x, host)
+            # Convert to NumPy: actors may lack the learner's devices.
+            tree = _on_host(params)
+            self._spec = jax.eval_shape(lambda x: x, tree)
             with warnings.catch_warnings():
-                # Ray may start with this, and forks only to execute another program.
+                # Ray may start here, and forks only to execute another program.
                 warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-                self._params = ray.put(host), 0
+                self._params = ray.put(tree), 0
             for _ in range(num_actors):
                 self._start()
         except BaseException:
@@ -178,10 +181,10 @@ class RayCollector(
         self.close()
 
     def __next__(self) -> RemoteBatch:
-        """Waits for the next batch, from whichever actor has one.
+        """Waits for the next batch of any actor.
 
         Raises:
-            StopIteration: after `total_steps`; the actors are then closed.
+            StopIteration: after `total_steps`, when the actors are closed.
             RuntimeError: if an actor raised before it had returned a batch, if more
                 than `max_restarts` were lost, or after `close`.
         """
@@ -200,7 +203,7 @@ class RayCollector(
                 continue
             number, version = self._in_flight[reference]
             self._proven.add(number)
-            # The actor's next batch first, so that it collects while this one is used.
+            # Begin the actor's next batch first: it collects while the caller updates.
             newest = self._begin(number)
             del self._in_flight[reference]  # last: Ctrl-C leaves no actor without work
             if self._max_lag is not None and newest - version > self._max_lag:
@@ -208,9 +211,9 @@ class RayCollector(
                 continue
             steps = int(np.size(trajectory.mask))
             if not isinstance(trajectory.episode_id, tuple):  # it is recorded
-                # As many actors as there can ever be; int32 may wrap around.
-                most = np.int32(self._num_actors + self._max_restarts)
-                episode_id = np.asarray(trajectory.episode_id) * most + np.int32(number)
+                # `size` is the maximum number of actors. int32 may wrap around.
+                size = np.int32(self._num_actors + self._max_restarts)
+                episode_id = np.asarray(trajectory.episode_id) * size + np.int32(number)
                 trajectory = trajectory.replace(episode_id=episode_id)
             self._count(batches=1, steps=steps)
             return RemoteBatch(
@@ -222,27 +225,27 @@ class RayCollector(
             )
 
     def set_params(self, params: Any) -> None:
-        """Sets the parameters for the batches that have not begun, from any thread.
+        """Sets the parameters for batches that begin later. Any thread may call it.
 
-        They are put into Ray's object store once, for all actors.
+        The parameters are put into Ray's object store once, for all actors.
 
         Args:
-            params: of the structure, shapes and dtypes of those before. They are
+            params: parameters with unchanged structure, shapes and dtypes. They are
                 copied, so that an update may donate them.
 
         Raises:
             RuntimeError: after `close`.
-            ValueError: if structure, a shape or a dtype differs.
+            ValueError: if the structure, a shape or a dtype differs.
         """
         if self._is_closed:
             raise RuntimeError("`set_params` must be called before `close`.")
-        new = _on_host(params)
-        checks.same("`params` must keep structure, shapes and dtypes", self._kind, new)
+        tree = _on_host(params)
+        checks.same("`params` must keep structure, shapes and dtypes", self._spec, tree)
         with self._setting:  # two threads must not set the same version
-            self._params = self._ray.put(new), self._params[1] + 1
+            self._params = self._ray.put(tree), self._params[1] + 1
 
     def close(self) -> None:
-        """Kills the actors; there are no more batches."""
+        """Kills the actors and discards unfinished batches."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -252,16 +255,16 @@ class RayCollector(
         self._actors.clear()
 
     def _start(self) -> None:
-        """Starts an actor, and its first batch."""
-        # Never twice: a replacement with the same key would play the same episodes.
+        """Starts an actor and its first batch."""
+        # Use each number once: a replacement with an old key would repeat its episodes.
         number = next(self._numbers)
         words = np.asarray(trees.unwrap_keys(jax.random.fold_in(self._key, number)))
         self._actors[number] = self._make_actor(*self._args, words)
         self._begin(number)
 
     def _begin(self, number: int) -> int:
-        """Begins a batch of an actor; returns the version of the parameters."""
-        # One read of both: another thread may call `set_params`.
+        """Begins a batch of an actor; returns the version of its parameters."""
+        # Read both at once: another thread may call `set_params`.
         params, version = self._params
         reference = self._actors[number].collect.remote(params)
         self._in_flight[reference] = number, version
@@ -269,13 +272,13 @@ class RayCollector(
 
     def _replace(self, number: int, error: Exception) -> None:
         """Replaces a lost actor."""
-        self._ray.kill(self._actors.pop(number))  # it may be alive, and have raised
+        self._ray.kill(self._actors.pop(number))  # an actor that raised is alive
         self._count(lost_batches=1)
         cause = getattr(error, "cause", None) or error
         has_raised = isinstance(error, self._ray.exceptions.RayTaskError)
         has_raised |= getattr(error, "actor_init_failed", False)
         reason = f"{type(cause).__name__}: {cause}"
-        # Before the first batch it is the user's code: a replacement would fail, too.
+        # Before the first batch, blame the user's code: a replacement would also fail.
         if has_raised and number not in self._proven:
             self.close()
             raise RuntimeError(f"Actor {number} raised {reason}") from error
@@ -289,13 +292,13 @@ class RayCollector(
         self._count(restarts=1)
         self._start()
 
-    def _count(self, **more: int) -> None:
+    def _count(self, **counts: int) -> None:
         old = self.stats._asdict()
-        self.stats = RemoteStats(**{x: old[x] + more.get(x, 0) for x in old})
+        self.stats = RemoteStats(**{x: old[x] + counts.get(x, 0) for x in old})
 
 
 class _Actor:
-    """Owns a collector, in its own process."""
+    """Collects batches in a separate process."""
 
     def __init__(
         self,
@@ -306,23 +309,23 @@ class _Actor:
     ) -> None:
         context = load("ray").get_runtime_context()
         if not any(context.get_accelerator_ids().values()):
-            # Accelerators of the machine are for others. No jax array may come before.
+            # Other processes own the accelerators. No jax array may exist yet.
             jax.config.update("jax_platforms", "cpu")
         self._make_collector, self._steps_per_batch = make_collector, steps_per_batch
         self._key: Any = impl, words
         self._collector: Any = None
 
     def collect(self, params: Any) -> tuple[Transition, CollectStats]:
-        """Collects a batch, and returns it in NumPy: one object for Ray."""
+        """Collects a batch and returns NumPy arrays, as one object of Ray."""
         collector = self._collector
-        if collector is None:  # not made before: Ray hides errors of `__init__`
+        if collector is None:  # created here: Ray hides errors in `__init__`
             collector = self._make_collector()
-            what = "`make_collector` must return a `Collector` or a `HostCollector`"
-            checks.kind(what, collector, Collector | HostCollector)
+            message = "`make_collector` must return a `Collector` or a `HostCollector`"
+            checks.kind(message, collector, Collector | HostCollector)
             impl, words = self._key
             self._carry = collector.init(jax.random.wrap_key_data(words, impl=impl))
             self._collector = collector
-        # A row has as many steps as it has columns.
+        # Every column of a row is one step.
         num_columns = getattr(collector, "num_ready", None) or collector.env.num_envs
         num_steps = -(-self._steps_per_batch // num_columns)
         self._carry, trajectory = collector.collect_steps(

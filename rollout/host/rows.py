@@ -1,7 +1,7 @@
-"""Stores rows of host transitions, and records them in one jitted call.
+"""Stores rows of host transitions and records them in one jitted call.
 
-A row has a column for each of the `B` lanes, or with `num_ready` for each environment
-that answered.
+A row has one column for each of the `B` lanes. With `num_ready`, it has one column for
+each environment that answered.
 """
 
 import functools
@@ -29,26 +29,26 @@ Acc = TypeVar("Acc")
 
 
 class RowBlock:
-    """Memory for rows of `[B, ...]`; the first row that is written fixes the shapes.
+    """Memory for rows `[B, ...]`; the first written row defines the shapes.
 
     Columns that a row does not write are masked out.
 
     Attributes:
         size: number of rows to write.
-        num: number of rows that are complete.
-        width: B.
-        extras: by row, what the policy returned, perhaps on the device until `read`.
-        lane: `[capacity, B]` int32, the lane of each column.
+        num: number of complete rows.
+        width: B, number of columns.
+        extras: extras of the policy, by row, possibly on the device until `read`.
+        lane: `[capacity, B]` int32, lane of each column.
         reward, terminated, truncated, mask, episode_id, episode_return,
-            episode_length: `[capacity, B]`, as `Transition` has them.
-        cut: `[capacity, B]` bool, True where `max_episode_steps` alone ended it.
-        trajectory: the rows as they are recorded, once they are.
+            episode_length: `[capacity, B]`, as in `Transition`.
+        cut: `[capacity, B]` bool, True if only `max_episode_steps` ended the episode.
+        trajectory: recorded rows; None until the rows are recorded.
     """
 
     def __init__(self, width: int, size: int, capacity: int | None = None) -> None:
         self.width, self.size, self.num = width, size, 0
-        # Zeros are pages that the system gives when they are written to: what a block
-        # does not fill costs nothing.
+        # The system allocates pages of `np.zeros` at the first write, so unused rows
+        # occupy no memory.
         self._shape = shape = capacity or size, width
         self.extras: list[ArrayTree] = []
         self.reward, self.episode_return = np.zeros((2, *shape), np.float32)
@@ -56,15 +56,15 @@ class RowBlock:
         self.terminated, self.truncated = np.zeros((2, *shape), bool)
         self.mask, self.cut = np.zeros((2, *shape), bool)
         self.lane = np.zeros(shape, np.int32) + np.arange(width, dtype=np.int32)
-        # By field: the tree's structure and its leaves.
+        # Structure and leaves of each field.
         self._trees: dict[str, tuple[Any, list[np.ndarray]]] = {}
         self.trajectory: Any = None
 
     def write(self, name: str, tree: ArrayTree, row: int | None = None) -> ArrayTree:
-        """Writes a field of a row, of the current one whose number is `num`.
+        """Writes a field of a row; the default is the current row, `num`.
 
         Returns:
-            The field as it is in the block, `[B, ...]`: not overwritten by later rows.
+            The field in the block, `[B, ...]`, which later rows do not overwrite.
         """
         row = self.num if row is None else row
         if name not in self._trees:
@@ -82,28 +82,28 @@ class RowBlock:
         return structure.unflatten(views)
 
     def mask_out(self, episode_ids: np.ndarray) -> int:
-        """Masks out the rows of some episodes; returns how many there were."""
-        # By id, since a lane may have several episodes in the block, and with
-        # `num_ready` its rows are in any column.
+        """Masks out the rows of some episodes; returns the number of these rows."""
+        # Match ids: a lane may have several episodes in the block, and with `num_ready`
+        # the rows of a lane may be in any column.
         mask, episode_id = self.mask[: self.num], self.episode_id[: self.num]
         rows = mask & np.isin(episode_id, episode_ids)
         mask[rows] = False
         return int(rows.sum())
 
     def read(self) -> Transition:
-        """Returns all rows, `[capacity, B, ...]`, not copied; masked-out ones zero."""
-        # All together, and only now: usually nothing waits for them any more.
+        """Returns all rows, `[capacity, B, ...]`, not copied; masked-out rows are 0."""
+        # Transfer all extras together and late: the device has usually computed them.
         for row, extras in enumerate(to_host(self.extras[: self.num])):
             self.write("extras", extras, row)
-        self.mask[self.num :] = False  # part of a row, which does not count
+        self.mask[self.num :] = False  # discard an incomplete row
         columns = "reward terminated truncated mask episode_id episode_return"
         fields = {x: getattr(self, x) for x in (*columns.split(), "episode_length")}
         for name, (structure, arrays) in self._trees.items():
             fields[name] = structure.unflatten(arrays)
-        rows, is_out = Transition(**fields), ~self.mask
-        if is_out[: self.num].any():
+        rows, is_masked = Transition(**fields), ~self.mask
+        if is_masked[: self.num].any():
             for array in jax.tree.leaves(rows):
-                array[is_out] = 0
+                array[is_masked] = 0
         return rows
 
 
@@ -117,27 +117,28 @@ def record_rows(
     """Updates the accumulators and applies `record_fn`, row by row.
 
     Args:
-        accumulators: values that are accumulated per episode.
-        record_fn: maps a transition to its recorded fields; None for all of it.
-        accumulated: the values before the first row, of all lanes.
-        rows: `[T, B, ...]`.
-        lane: `[T, B]` int32, the lane of each column.
+        accumulators: custom values to accumulate per episode, by name.
+        record_fn: function that maps a transition to its recorded fields; None records
+            all fields.
+        accumulated: values of all lanes before the first row.
+        rows: `[T, B, ...]` transitions.
+        lane: `[T, B]` int32, lane of each column.
 
     Returns:
-        The values after the last row; and the rows to record.
+        The values after the last row, and the recorded rows.
     """
-    nothing = accumulate_nothing(accumulators, lane.shape[1])
+    initial = accumulate_nothing(accumulators, lane.shape[1])
 
-    def step(accumulated: ArrayTree, now: tuple) -> tuple[ArrayTree, Transition]:
-        row, lane = now
+    def step(accumulated: ArrayTree, xs: tuple) -> tuple[ArrayTree, Transition]:
+        row, lane = xs
         if accumulators:
             old = jax.tree.map(lambda x: x[lane], accumulated)  # [B, ...] of the row
-            old = trees.select(row.first, nothing, old)
+            old = trees.select(row.first, initial, old)
             row = accumulate(accumulators, old, row)
-            # Masked-out rows get a lane beyond the last, and are dropped.
-            place = jnp.where(row.mask, lane, jnp.iinfo(lane.dtype).max)
+            # Masked-out rows get a lane that does not exist, so `drop` applies.
+            index = jnp.where(row.mask, lane, jnp.iinfo(lane.dtype).max)
             accumulated = jax.tree.map(
-                lambda x, new: x.at[place].set(new, mode="drop"),
+                lambda x, new: x.at[index].set(new, mode="drop"),
                 accumulated,
                 row.accumulated,
             )
@@ -145,9 +146,8 @@ def record_rows(
         if isinstance(row.info, AsyncInfo) and not isinstance(recorded.info, AsyncInfo):
             raise ValueError(
                 "`record_fn` must keep the `AsyncInfo` in `info` with `num_ready`, "
-                "which `regroup_by_env` reads, got "
-                f"{checks.describe(recorded.info)}: it may drop "
-                "the `info` in it."
+                f"got {checks.describe(recorded.info)}. `regroup_by_env` reads it. To "
+                "drop the infos of the environments, drop `info.info`."
             )
         return accumulated, mask_out(recorded)
 
@@ -158,17 +158,17 @@ def row_shape(collector: Any, width: int, params: Any) -> Transition:
     """Returns the shapes and dtypes of a `HostCollector`'s row, `[width, ...]`."""
     env, policy = collector.env, collector.policy
     info = jax.tree.map(lambda x: x[:width], env.info)
-    seen: Any = View(width, as_space(env.action_space))
+    view: Any = View(width, as_space(env.action_space))
 
-    def make(params: Any, key: chex.PRNGKey) -> Transition:
-        key, *pair = jax.random.split(key, 3)
-        obs_keys, episode_keys = (jax.random.split(x, width) for x in pair)
+    def make_row(params: Any, key: chex.PRNGKey) -> Transition:
+        key, *keys = jax.random.split(key, 3)
+        obs_keys, episode_keys = (jax.random.split(x, width) for x in keys)
         obs = jax.vmap(as_space(env.observation_space).sample)(obs_keys)
         state = init_policy_state(policy, episode_keys)
-        decision = outputs.act(policy, seen, params, obs, state, key)
+        decision = outputs.act(policy, view, params, obs, state, key)
         flag, number = jnp.zeros(width, bool), jnp.zeros(width, jnp.int32)
         reward = jnp.zeros(width, jnp.float32)
-        served = AsyncInfo(number, info, env.num_envs)
+        async_info = AsyncInfo(number, info, env.num_envs)
         row = Transition(
             obs=obs,
             action=decision.action,
@@ -181,17 +181,17 @@ def row_shape(collector: Any, width: int, params: Any) -> Transition:
             episode_return=reward,
             episode_length=number,
             extras=decision.extras,
-            info=info if collector.num_ready is None else served,
+            info=info if collector.num_ready is None else async_info,
             final_value=(
                 policy.value(params, obs, decision.state) if policy.has_value else ()
             ),
         )
         accumulators = collector.accumulators
-        nothing = accumulate_nothing(accumulators, env.num_envs)
+        initial = accumulate_nothing(accumulators, env.num_envs)
         rows = jax.tree.map(lambda x: x[None], (row, number))
-        return record_rows(accumulators, collector.record_fn, nothing, *rows)[1]
+        return record_rows(accumulators, collector.record_fn, initial, *rows)[1]
 
-    rows = jax.eval_shape(make, params, jax.random.key(0))
+    rows = jax.eval_shape(make_row, params, jax.random.key(0))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
 
 
@@ -205,10 +205,10 @@ def fold(
     fn: Callable[[Acc, Transition], Acc], acc: Acc, trajectory: Transition, num: int
 ) -> Acc:
     """Folds the first `num` rows of a trajectory into `acc`."""
-    # `num` is data, so that the last block of a call needs no program of its own.
-    known = programs.static(fn, acc)
-    run = _fold if known is None else _fold_jitted
-    return run(known or fn, acc, trajectory, num)
+    # `num` is not static, so that the last block of a call shares the program.
+    static_fn = programs.static(fn, acc)
+    run = _fold if static_fn is None else _fold_jitted
+    return run(static_fn or fn, acc, trajectory, num)
 
 
 def _fold(

@@ -1,4 +1,4 @@
-"""Rows of environments that answer at different speeds, sorted by `regroup_by_env`."""
+"""`regroup_by_env`: sorts the transitions of asynchronous environments."""
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +10,22 @@ from rollout.types import AsyncInfo, Transition
 def regroup_by_env(rows: Transition) -> Transition:
     """Sorts the rows of a `HostCollector` with `num_ready` by environment and time.
 
-    Targets that look ahead, such as `gae`, need it. Inside or outside of `jit`.
+    Call it before you compute targets that look ahead, such as `gae`. It works inside
+    and outside of `jit`.
 
     Args:
-        rows: `[T, num_ready, ...]`, in the order of the answers.
+        rows: `[T, num_ready, ...]` transitions, in the order of the answers.
 
     Returns:
-        `[T, B, ...]`: column b has the transitions of environment b in the order of
-        time, followed by masked-out rows of zeros; `info` is that of the environment.
+        `[T, B, ...]` transitions. Column b has the transitions of environment b in
+        order of time, followed by masked-out rows of zeros. `info` is the info of the
+        environment, without the `AsyncInfo`.
 
     Raises:
-        ValueError: if `rows` are not of a collector with `num_ready`.
+        ValueError: if `rows` are not from a collector with `num_ready`.
     """
-    what = "`rows` must be of a `HostCollector` with `num_ready`, with its `info`"
-    checks.kind(what, getattr(rows, "info", rows), AsyncInfo)
+    message = "`rows` must be of a `HostCollector` with `num_ready`, with its `info`"
+    checks.kind(message, getattr(rows, "info", rows), AsyncInfo)
     rows = _by_env(rows)
     return rows.replace(info=rows.info.info)
 
@@ -31,18 +33,18 @@ def regroup_by_env(rows: Transition) -> Transition:
 @jax.jit
 def _by_env(rows: Transition) -> Transition:
     num_rows, num_envs = rows.mask.shape[0], rows.info.num_envs
-    # Masked-out ones get a column beyond the last, where `put` drops them.
+    # Move masked-out rows to column B, which `put` drops.
     env_id = jnp.where(rows.mask, rows.info.env_id, num_envs).reshape(-1)
-    # T * num_ready rows become T * B: an environment may have answered in every row.
+    # The result needs T rows: an environment may have answered in every row.
     order = jnp.argsort(env_id, stable=True)  # stable: keeps the order of time
     env_id = env_id[order]
-    # The row of a transition: how far it is behind the first one of its environment.
+    # Row of a transition: its rank among the transitions of the environment.
     first = jnp.searchsorted(env_id, env_id, side="left")
-    place = (jnp.arange(env_id.size) - first, env_id)
+    index = (jnp.arange(env_id.size) - first, env_id)
 
     def put(leaf: jax.Array) -> jax.Array:
         leaf = leaf.reshape(-1, *leaf.shape[2:])[order]
         zeros = jnp.zeros((num_rows, num_envs, *leaf.shape[1:]), leaf.dtype)
-        return zeros.at[place].set(leaf, mode="drop")
+        return zeros.at[index].set(leaf, mode="drop")
 
     return jax.tree.map(put, rows)

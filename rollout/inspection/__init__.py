@@ -1,7 +1,7 @@
 """Compiles a program for an accelerator and reports its launches and waits.
 
-`compilation` compiles; `accelerators` describes the devices; `hlo` and `blocks` read
-the text that XLA writes; `report` counts and prints.
+`compilation` compiles the program, `accelerators` describes the devices, `hlo` and
+`blocks` parse the text that XLA writes, and `report` counts and prints.
 """
 
 from rollout.inspection.accelerators import devices

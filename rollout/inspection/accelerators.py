@@ -1,6 +1,6 @@
-"""`devices`: accelerators to compile for, present or absent.
+"""`devices`: makes devices of an accelerator, present or absent, to compile for.
 
-`accelerators.toml` describes each.
+`accelerators.toml` describes every accelerator.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from jax.experimental import topologies
 
 from rollout import checks
 
-# Let the compilers load without a device: no check of the CUDA libraries, no query of a
-# metadata server, no lock on unused chips.
+# These variables let the compilers load without a device: they disable the check of the
+# CUDA libraries, the query of a metadata server, and the lock on unused chips.
 _ABSENT_GPU = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 _ABSENT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -42,21 +42,21 @@ def find(accelerator: str) -> tuple[str, dict[str, Any]]:
     """Returns the canonical name and the description of an accelerator.
 
     Raises:
-        ValueError: if there is none of this name.
+        ValueError: if there is no accelerator of this name.
     """
     name = _ALIASES.get(accelerator, accelerator)
     if name not in ACCELERATORS:
-        known = ", ".join(NAMES)
-        raise ValueError(f"`accelerator` must be one of {known}, got {accelerator!r}.")
+        names = ", ".join(NAMES)
+        raise ValueError(f"`accelerator` must be one of {names}, got {accelerator!r}.")
     return name, ACCELERATORS[name]
 
 
 def devices(accelerator: str, num_devices: int = 1) -> list[Device]:
-    """Makes devices to compile programs for; no program can run on them.
+    """Makes devices to compile programs for. Programs cannot run on these devices.
 
-    Build a `jax.sharding.Mesh` of them, and use its shardings in the arguments of
-    `rollout.inspect_program`. The machine needs no such device, only the compiler: the
-    extra `accelerators`.
+    Build a `jax.sharding.Mesh` of the devices, and use its shardings in the arguments
+    of `rollout.inspect_program`. The machine needs only the compiler, from the extra
+    `accelerators`, and no such device.
 
     Args:
         accelerator: "h100", "a100" or "tpu-v5e" (also "v5e").
@@ -66,20 +66,20 @@ def devices(accelerator: str, num_devices: int = 1) -> list[Device]:
         The devices; the same objects for the same arguments.
 
     Raises:
-        ValueError: if there is no accelerator of this name, or if it cannot have that
-            many devices.
-        ImportError: if its compiler is not installed, or in another version than jax.
+        ValueError: if there is no accelerator of this name, or if `num_devices` is too
+            large for it.
+        ImportError: if the compiler is not installed, or does not match jax's version.
     """
-    name, found = find(accelerator)
+    name, description = find(accelerator)
     num_devices = checks.int_between("num_devices", num_devices)
-    make = _tpus if found["platform"] == "tpu" else _gpus
-    return list(make(name, num_devices))
+    make_fn = _tpus if description["platform"] == "tpu" else _gpus
+    return list(make_fn(name, num_devices))
 
 
 @functools.cache
 def _gpus(name: str, num_devices: int) -> tuple[Device, ...]:
     plugin = _require_compiler("jax-cuda12-plugin", "jax-cuda13-plugin")
-    make = functools.partial(
+    make_topology = functools.partial(
         topologies.get_topology_desc,
         platform="cuda",
         target_config=ACCELERATORS[name]["target_config"],
@@ -87,34 +87,34 @@ def _gpus(name: str, num_devices: int) -> tuple[Device, ...]:
     )
     with environment(_ABSENT_GPU):
         try:
-            found = make()
+            topology = make_topology()
         except NotImplementedError:
-            # jax has already started, without the plugin, since there is no driver.
+            # Without a driver, jax starts without the plugin: load the plugin now.
             version = plugin.removeprefix("jax-").removesuffix("-plugin")
             importlib.import_module(f"jax_plugins.xla_{version}").initialize()
-            found = make()
-    return tuple(found.devices)
+            topology = make_topology()
+    return tuple(topology.devices)
 
 
 @functools.cache
 def _tpus(name: str, num_devices: int) -> tuple[Device, ...]:
     data = ACCELERATORS[name]
-    # TPUs come in slices only: the smallest one with enough devices is taken.
+    # TPUs come in slices: take the smallest slice with enough devices.
     slices = {math.prod(map(int, x.split("x"))): x for x in data["layouts"]}
     sizes = [size for size in slices if size >= num_devices]
     if not sizes:
-        most = max(slices)
-        raise ValueError(f"`num_devices` must be at most {most}, got {num_devices}.")
+        limit = max(slices)
+        raise ValueError(f"`num_devices` must be at most {limit}, got {num_devices}.")
     _require_compiler("libtpu")
-    topology = f"{data['generation']}:{slices[min(sizes)]}"
+    layout = f"{data['generation']}:{slices[min(sizes)]}"
     with environment(_ABSENT_TPU):
-        found = topologies.get_topology_desc(topology, platform="tpu")
-    return tuple(found.devices[:num_devices])
+        topology = topologies.get_topology_desc(layout, platform="tpu")
+    return tuple(topology.devices[:num_devices])
 
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets those environment variables that are not set, for the time of a block."""
+    """Sets unset environment variables for the duration of a block."""
     added = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in added})
     try:
@@ -125,21 +125,22 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _require_compiler(*packages: str) -> str:
-    """Returns the one of these packages that is installed, in a version for jax.
+    """Returns the name of the installed compiler package, and checks its version.
 
     Raises:
-        ImportError: if none is, with the command that installs it.
+        ImportError: if no package is installed, or if the version does not match jax.
+            The message has the command that installs the package.
     """
     version = jax.__version__
-    line = f'pip install "jax-cuda12-plugin=={version}" "jax-cuda12-pjrt=={version}"'
+    hint = f'pip install "jax-cuda12-plugin=={version}" "jax-cuda12-pjrt=={version}"'
     if packages == ("libtpu",):
-        line = f'pip install "jax[tpu]=={version}"'
+        hint = f'pip install "jax[tpu]=={version}"'
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found = importlib.metadata.version(name)
-            if name != "libtpu" and found != version:  # libtpu counts on its own
+            installed = importlib.metadata.version(name)
+            if name != "libtpu" and installed != version:  # libtpu has other versions
                 raise ImportError(
-                    f"{name} {found} does not match jax {version}: {line}."
+                    f"{name} {installed} does not match jax {version}: {hint}."
                 )
             return name
-    raise ImportError(f"The compiler of this accelerator is not installed: {line}.")
+    raise ImportError(f"The compiler of this accelerator is not installed: {hint}.")

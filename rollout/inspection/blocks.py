@@ -1,4 +1,4 @@
-"""Reads XLA's text into `Block`s: thunk sequences of a GPU, schedules of a TPU."""
+"""Parses XLA's text into `Block`s: thunk sequences of a GPU, schedules of a TPU."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -20,28 +20,28 @@ _HOLDERS = ("kCommandBuffer", "kSequential", "kConcurrent", "kAsyncStart")
 _THUNK = re.compile(r"^( *)(\d+): (k\w+)")
 _SECTION = re.compile(r"^( *)(condition|body|\w*branch\w*):\s*$")
 _THUNK_NAME = re.compile(r'profile_annotation: "([^"]*)"\s*thunk_id: (\d+)')
-# The first match is the estimate of the kernel's cost model; the second, a bound.
+# The first match is the estimate of XLA's cost model; the second is a bound.
 _MICROSECONDS = re.compile(r'"exec_time_us":([\d.e+\-]+)')
 
-_OWN = f"{Path(__file__).parents[1]}/"
+_ROLLOUT = f"{Path(__file__).parents[1]}/"
 _INSPECTION = f"{Path(__file__).parent}/"
 _JAX = tuple(f"{Path(jax.__file__).parents[1] / x}/" for x in ("jax", "jaxlib"))
 
 
 def read_gpu(text: str, sequence: str, metadata: str) -> Block:
-    """Reads the launches of a GPU, in the order in which they run.
+    """Parses the launches of a GPU, in the order in which they run.
 
     Args:
-        text: the compiled program.
-        sequence: XLA's dump of its thunks, an indented list.
-        metadata: XLA's dump of the instructions that the thunks come from.
+        text: text of the compiled program.
+        sequence: XLA's dump of the program's thunks, an indented list.
+        metadata: XLA's dump that maps thunks to instructions.
     """
     module = Module(text)
     names = {int(number): name for name, number in _THUNK_NAME.findall(metadata)}
 
     def read(thunks: list[_Thunk], in_graph: bool) -> Iterator[dict[str, Any]]:
         for kind, number, _, sections in thunks:
-            # The text may not have the instruction.
+            # The text may lack the instruction.
             x = module.instructions.get(names.get(number, ""))
             inner = [thunk for _, part in sections for thunk in part]
             if kind in _HOLDERS:
@@ -63,7 +63,7 @@ def read_gpu(text: str, sequence: str, metadata: str) -> Block:
                 parts = read(inner, in_graph)
                 yield {"blocks": (_block("loop", parts, source, trips, asks_host),)}
             elif not kind.endswith("Done"):
-                # Such as kAllReduceStart, all-reduce-start in the text.
+                # For example kAllReduceStart, which is all-reduce-start in the text.
                 opcode = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind[1:]).lower()
                 time = _MICROSECONDS.search(x.text) if x else None
                 yield {
@@ -77,7 +77,7 @@ def read_gpu(text: str, sequence: str, metadata: str) -> Block:
 
 
 def read_tpu(text: str) -> Block:
-    """Reads the schedule of a TPU, with the cycles that its compiler estimates."""
+    """Parses the schedule of a TPU, with the compiler's estimates of cycles."""
     module = Module(text)
 
     def read(computation: str) -> Iterator[dict[str, Any]]:
@@ -86,7 +86,7 @@ def read_tpu(text: str) -> Block:
             if cycles:
                 yield {"cycles": cycles, "operations": ((module.op_name(x), cycles),)}
             yield {"collectives": _collectives(x.opcode)}
-            # Its answer, a `recv`, does not count.
+            # Count the `send` only, not the `recv` that answers it.
             is_sent = x.opcode == "send" and "is_host_transfer=true" in x.text
             if is_sent or x.opcode in ("infeed", "outfeed"):
                 yield {"callbacks": (_source(module, x, x.opcode),)}
@@ -106,49 +106,49 @@ def read_tpu(text: str) -> Block:
 
 
 def find_source(frames: list[Frame]) -> Frame | None:
-    """Finds the line to change, among those that an operation comes from.
+    """Finds the line of code that causes an operation, so that a user can change it.
 
-    That is the innermost line outside of jax. If that line is in this library, but was
-    called by foreign code that the library had called, such as an environment, it is
-    the line in the foreign code.
+    Usually this is the innermost line outside of jax. If that line is in this library
+    and was called by foreign code, such as an environment that the library had called,
+    the line in the foreign code is returned instead.
     """
-    own = [x for x in frames if not x.file.startswith(_JAX)]
-    for number, frame in enumerate(own):
-        if frame.file.startswith(_OWN):
+    candidates = [x for x in frames if not x.file.startswith(_JAX)]
+    for i, frame in enumerate(candidates):
+        if frame.file.startswith(_ROLLOUT):
             continue
-        outer = [x for x in own[number + 1 :] if not x.file.startswith(_INSPECTION)]
-        if number == 0 or any(x.file.startswith(_OWN) for x in outer):
+        outer = [x for x in candidates[i + 1 :] if not x.file.startswith(_INSPECTION)]
+        if i == 0 or any(x.file.startswith(_ROLLOUT) for x in outer):
             return frame
         break
-    return own[0] if own else None
+    return candidates[0] if candidates else None
 
 
 class _Thunk(NamedTuple):
-    """A unit of work of XLA's runtime for GPUs: a launch, or a container of others."""
+    """A unit of work of XLA's GPU runtime: a launch, or a container of thunks."""
 
     kind: str
     number: int
     indent: int
-    # By name, such as "body"; those of a command buffer have none.
+    # Thunks by section, such as "body"; a command buffer has one unnamed section.
     sections: list[tuple[str, list["_Thunk"]]]
 
 
 def _nest(sequence: str) -> list[_Thunk]:
-    """Reads an indented list of thunks."""
+    """Parses an indented list of thunks to a tree."""
     root = _Thunk("", 0, -1, [("", [])])
     stack = [root]
     for line in sequence.splitlines():
-        if found := _SECTION.match(line):
-            # The header of a condition is not indented, and follows its loop at once.
-            if found[2] != "condition":
-                while len(stack) > 1 and stack[-1].indent >= len(found[1]):
+        if match := _SECTION.match(line):
+            # The header of a condition is not indented and directly follows the loop.
+            if match[2] != "condition":
+                while len(stack) > 1 and stack[-1].indent >= len(match[1]):
                     stack.pop()
-            stack[-1].sections.append((found[2], []))
-        elif found := _THUNK.match(line):
-            indent = len(found[1])
+            stack[-1].sections.append((match[2], []))
+        elif match := _THUNK.match(line):
+            indent = len(match[1])
             while stack[-1].indent >= indent:
                 stack.pop()
-            thunk = _Thunk(found[3], int(found[2]), indent, [])
+            thunk = _Thunk(match[3], int(match[2]), indent, [])
             if not stack[-1].sections:
                 stack[-1].sections.append(("", []))
             stack[-1].sections[-1][1].append(thunk)
@@ -163,7 +163,7 @@ def _block(
     trips: int | None = None,
     asks_host: bool = False,
 ) -> Block:
-    """Makes a block with the summed costs, and the blocks, of its parts."""
+    """Makes a block that sums the costs, and concatenates the blocks, of its parts."""
     total: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
@@ -183,12 +183,12 @@ def _block(
 def _source(
     module: Module, x: Instruction | None, default: str
 ) -> tuple[str, str, int]:
-    """Returns the name of the jax function that made an instruction, file and line."""
+    """Returns the jax function that made an instruction, with its file and line."""
     if x is None:
         return default, "", 0
     name = x.op_name.rpartition("/")[2]
     frame = find_source(module.frames(x)) or Frame("", 0)
-    # jax compiles a scan to a `while`, too.
+    # jax compiles both loops and scans to `while`.
     return default if name in ("", "while") else name, frame.file, frame.line
 
 
@@ -198,24 +198,24 @@ def _collectives(opcode: str) -> tuple[str, ...]:
 
 
 def _trips(module: Module, x: Instruction | None) -> int | None:
-    """Finds the rounds of a loop, if XLA states them or it counts to a constant."""
+    """Returns the number of rounds of a loop; None if it depends on data."""
     if x is None:
         return None
-    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', x.text):
-        return int(known[1])
-    # The condition is `counter < constant`, where the counter is an item of the loop's
-    # tuple that starts at a constant and grows by one.
-    before = module.instructions.get(x.operands[0])
-    end, after = (module.root(x.attribute(name)) for name in ("condition", "body"))
-    if not (before and end and after and end.attribute("direction") == "LT"):
+    if match := re.search(r'known_trip_count":\{"n":"(\d+)"', x.text):
+        return int(match[1])
+    # XLA may not state the number. Compute it if the condition is `counter < constant`,
+    # and the counter is an item of the tuple that starts at a constant and grows by 1.
+    init = module.instructions.get(x.operands[0])
+    condition, body = (module.root(x.attribute(name)) for name in ("condition", "body"))
+    if not (init and condition and body and condition.attribute("direction") == "LT"):
         return None
-    if (before.opcode, end.opcode, after.opcode) != ("tuple", "compare", "tuple"):
+    if (init.opcode, condition.opcode, body.opcode) != ("tuple", "compare", "tuple"):
         return None
-    (_, counter), (_, limit) = (_operand(module, end, number) for number in (0, 1))
+    (_, counter), (_, limit) = (_operand(module, condition, i) for i in (0, 1))
     if isinstance(counter, int) or not counter or not isinstance(limit, int):
         return None
-    _, start = _operand(module, before, int(counter))
-    added, _ = _operand(module, after, int(counter))
+    _, start = _operand(module, init, int(counter))
+    added, _ = _operand(module, body, int(counter))
     if not isinstance(start, int) or added.opcode != "add":
         return None
     terms = {_operand(module, added, number)[1] for number in (0, 1)}
@@ -225,7 +225,7 @@ def _trips(module: Module, x: Instruction | None) -> int | None:
 def _operand(
     module: Module, x: Instruction, number: int
 ) -> tuple[Instruction, int | str]:
-    """Returns an operand; if it is a constant, its value, else its index in a tuple."""
+    """Returns an operand, and its value if constant, else its index in a tuple."""
     lines = module.computations[x.home]
     y = lines[x.operands[number]]
     while y.opcode in ("copy", "bitcast"):

@@ -1,7 +1,4 @@
-"""Compiles a program for an accelerator and reports its launches and waits.
-
-The accelerator may be absent.
-"""
+"""`inspect_program`: compiles for an accelerator, which may be absent, and reports."""
 
 import contextlib
 import tempfile
@@ -26,7 +23,7 @@ from rollout.inspection.report import Memory, Report, find_loop
 
 _NUM_STEPS = 128
 _CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print")
-# XLA's dumps of a GPU's program; it writes the first if its passes changed something.
+# XLA's dumps of a GPU's program. The first exists if a pass changed the sequence.
 _SEQUENCES = ("thunk_sequence_after_thunk_passes", "thunk_sequence")
 _METADATA = ("thunk_metadata",)
 
@@ -40,8 +37,8 @@ def inspect_program(
 ) -> Report:
     """Compiles a program for an accelerator and reports its launches and waits.
 
-    The program does not run, and the machine needs no accelerator, only its compiler,
-    from the extra `accelerators`.
+    The program does not run. The machine needs only the accelerator's compiler, from
+    the extra `accelerators`, and no accelerator.
 
         print(rollout.inspect_program(collector, params, key, accelerator="h100"))
         print(rollout.inspect_program(train_step, carry, params, accelerator="tpu-v5e"))
@@ -51,13 +48,14 @@ def inspect_program(
             `jax.jit` takes, jitted or not.
         *args: for a collector, the parameters of its policy, and a key, whose
             implementation decides the generator; for a function, its arguments. Only
-            shapes and dtypes of arrays matter, so `jax.ShapeDtypeStruct`s will do, with
-            or without a sharding over `rollout.inspection.devices`; static arguments
-            are passed on unchanged.
+            shapes and dtypes of arrays matter, so you can pass `jax.ShapeDtypeStruct`s,
+            with or without a sharding over `rollout.inspection.devices`. Static
+            arguments are passed on unchanged.
         accelerator: "h100", "a100" or "tpu-v5e" (also "v5e").
-        num_steps: T, steps of every lane; 128 if None. For a collector only.
-        num_devices: number of devices that the program runs on. None takes those of the
-            arguments' shardings, or one. Arguments without a sharding are replicated.
+        num_steps: T, steps of every lane; 128 if None. Only for a collector.
+        num_devices: number of devices that the program runs on. None takes the devices
+            of the arguments' shardings, or one device. Arguments without a sharding are
+            replicated.
 
     Returns:
         The launches, costs and memory, and the waits for the host with the lines that
@@ -74,12 +72,12 @@ def inspect_program(
     """
     name, data = accelerators.find(accelerator)
     fn, args, num_steps = _program(program, args, num_steps)
-    devices = _given_devices(args)
+    devices = _argument_devices(args)
     if num_devices is not None or not devices:
         devices = accelerators.devices(name, num_devices or 1)
     elif devices[0].platform != ("gpu" if data["platform"] == "cuda" else "tpu"):
         raise ValueError(
-            f"`accelerator` must be that of the arguments' shardings, which are on "
+            "`accelerator` must match the devices of the arguments' shardings, "
             f"{devices[0].device_kind}, got {accelerator!r}."
         )
     is_gpu = data["platform"] == "cuda"
@@ -87,16 +85,16 @@ def inspect_program(
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="rollout_inspect_") as folder:
         options = {"xla_dump_to": folder, **data["compiler_options"]}
-        with _nothing_cached():
+        with _without_cache():
             compiled: Any = lowered.compile(compiler_options=options)
         seconds = time.perf_counter() - start
         if is_gpu:
-            dumps = (_read_dump(folder, kinds) for kinds in (_SEQUENCES, _METADATA))
-            whole = blocks.read_gpu(compiled.as_text(), *dumps)
+            dumps = (_read_dump(folder, names) for names in (_SEQUENCES, _METADATA))
+            root = blocks.read_gpu(compiled.as_text(), *dumps)
         else:
-            whole = blocks.read_tpu(compiled.as_text())
-    loop = find_loop(whole, num_steps)
-    # An unrolled loop takes several steps a round; leftover steps run outside of it.
+            root = blocks.read_tpu(compiled.as_text())
+    loop = find_loop(root, num_steps)
+    # An unrolled loop takes several steps per round; the rest runs outside of it.
     steps_per_round = None if num_steps is None else num_steps // (loop.trips or 1)
     work, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     return Report(
@@ -114,7 +112,7 @@ def inspect_program(
         ),
         flops=work.get("flops"),
         bytes_moved=work.get("bytes accessed"),
-        program=whole,
+        program=root,
         loop=loop,
         steps_per_round=steps_per_round,
     )
@@ -130,8 +128,8 @@ def _program(
         checks.function("program", program)
         if num_steps is not None:
             raise ValueError(
-                "`num_steps` must be None for a function, whose steps are its own, got "
-                f"{num_steps!r}."
+                f"`num_steps` must be None for a function, got {num_steps!r}. Set the "
+                "number of steps in the function."
             )
         return program, args, None
     params, key = args
@@ -146,8 +144,8 @@ def _program(
     return Collector.collect_steps, args, num_steps
 
 
-def _given_devices(args: Any) -> list[accelerators.Device]:
-    """Returns the absent devices that arguments are sharded over, in their order."""
+def _argument_devices(args: Any) -> list[accelerators.Device]:
+    """Returns the absent devices of the arguments' shardings, in order."""
     shardings = filter(None, map(_absent_sharding, jax.tree.leaves(args)))
     sharding: Any = next(shardings, None)
     if hasattr(sharding, "mesh"):
@@ -156,31 +154,31 @@ def _given_devices(args: Any) -> list[accelerators.Device]:
 
 
 def _absent_sharding(leaf: Any) -> Sharding | None:
-    """Returns the sharding of a shape; None for an array, which is on a real device."""
+    """Returns the sharding of a `ShapeDtypeStruct`; None for arrays on real devices."""
     return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
 
 
 def _lower(
     fn: Any, args: Any, devices: list[accelerators.Device], *, allow_callbacks: bool
 ) -> Any:
-    """Lowers a function, with shapes and dtypes in place of arrays."""
-    # Shapes without a sharding would be compiled for the devices of this process.
+    """Lowers a function with abstract arguments."""
+    # Replicate explicitly: jax would compile for the devices of this process.
     mesh = Mesh(np.asarray(devices), ("devices",))
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
 
-    def make(leaf: Any) -> Any:
+    def to_shape(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
             return leaf  # Python numbers, and static arguments
-        return _shape(leaf, _absent_sharding(leaf) or everywhere)
+        return _shape(leaf, _absent_sharding(leaf) or replicated)
 
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    traced = jitted.trace(*jax.tree.map(make, args))
-    found = {} if allow_callbacks else dict.fromkeys(_callbacks(traced.jaxpr))
-    if found:
+    traced = jitted.trace(*jax.tree.map(to_shape, args))
+    callbacks = {} if allow_callbacks else dict.fromkeys(_callbacks(traced.jaxpr))
+    if callbacks:
         raise ValueError(
-            "`program` must not call back into Python on a GPU, which waits for the "
-            "host at every call: jax cannot compile it for an absent GPU, got calls at "
-            f"{', '.join(found)}. Remove them, or inspect the program for a TPU."
+            "`program` must not call back into Python on a GPU, got calls at "
+            f"{', '.join(callbacks)}. A GPU waits for the host at every call, and jax "
+            "cannot compile it for an absent GPU. Remove them, or inspect for a TPU."
         )
     return traced.lower()
 
@@ -192,40 +190,40 @@ def _shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 @contextlib.contextmanager
-def _nothing_cached() -> Iterator[None]:
-    """Keeps the program out of the persistent cache: jax could not read it again."""
-    # No program takes that long, so none is written.
+def _without_cache() -> Iterator[None]:
+    """Disables writes to the persistent cache: jax could not read the program."""
+    # No program takes that long, so jax writes no entry.
     name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
+    previous = getattr(jax.config, name)
     jax.config.update(name, float("inf"))
     try:
         with warnings.catch_warnings():
-            # The cache may have an entry that was compiled elsewhere.
+            # The cache may have an entry from another machine.
             message = "Error reading persistent compilation cache entry"
             warnings.filterwarnings("ignore", message)
             yield
     finally:
-        jax.config.update(name, before)
+        jax.config.update(name, previous)
 
 
-def _read_dump(folder: str, kinds: tuple[str, ...]) -> str:
-    """Reads XLA's dump of the program, the first of these kinds that exists."""
-    for kind in kinds:
-        # XLA also compiles smaller modules on the way; the program is the largest.
-        if found := list(Path(folder).glob(f"*.{kind}.txt")):
-            return max(found, key=lambda path: path.stat().st_size).read_text()
-    raise RuntimeError(f"XLA of jax {jax.__version__} has written no {kinds[-1]}.")
+def _read_dump(folder: str, names: tuple[str, ...]) -> str:
+    """Reads XLA's dump of the program: the first of these dumps that exists."""
+    for name in names:
+        # XLA also compiles smaller modules; the program is the largest module.
+        if paths := list(Path(folder).glob(f"*.{name}.txt")):
+            return max(paths, key=lambda path: path.stat().st_size).read_text()
+    raise RuntimeError(f"XLA of jax {jax.__version__} has written no {names[-1]}.")
 
 
 def _callbacks(jaxpr: Any) -> Iterator[str]:
-    """Yields the calls back into Python, with the lines that they come from."""
+    """Yields the callbacks into Python, each with its source line."""
     for equation in jaxpr.eqns:
         if equation.primitive.name in _CALLBACKS:
             traceback = equation.source_info.traceback
             frames = [] if traceback is None else traceback.frames
             lines = [Frame(x.file_name, x.line_num) for x in frames]
             source = blocks.find_source(lines)
-            place = f"{source.file}:{source.line}" if source else "an unknown line"
-            yield f"{place} ({equation.primitive.name})"
+            location = f"{source.file}:{source.line}" if source else "an unknown line"
+            yield f"{location} ({equation.primitive.name})"
         for inner in inner_programs(equation):
             yield from _callbacks(inner)

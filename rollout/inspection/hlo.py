@@ -25,18 +25,18 @@ class Instruction(NamedTuple):
     name: str
     opcode: str
     operands: tuple[str, ...]
-    text: str  # all after the first parenthesis
+    text: str  # text after the first parenthesis
     is_root: bool
-    home: str  # the computation that contains it
+    home: str  # name of the computation that contains it
 
     def attribute(self, name: str) -> str:
-        """Returns the number, word or computation that an attribute names, or ""."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.text)
-        return found[1] if found else ""
+        """Returns the value of an attribute, a number or a name; "" if absent."""
+        match = re.search(rf"\b{name}=%?([\w.\-]+)", self.text)
+        return match[1] if match else ""
 
     @property
     def branches(self) -> list[str]:
-        """The computations of a conditional, in the order of the predicate's values."""
+        """Computations of a conditional, in the order of the predicate's values."""
         if names := re.search(r"branch_computations=\{([^}]*)\}", self.text):
             return [x.strip().lstrip("%") for x in names[1].split(",")]
         named = [self.attribute(f"{x}_computation") for x in ("false", "true")]
@@ -44,18 +44,18 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """The name that jax gave the operation, with the scopes around it."""
-        found = re.search(r'op_name="([^"]*)"', self.text)
-        return found[1] if found else ""
+        """Name of the operation in jax, with the scopes around it."""
+        match = re.search(r'op_name="([^"]*)"', self.text)
+        return match[1] if match else ""
 
 
 class Module:
     """A compiled program.
 
     Attributes:
-        computations: the instructions of each computation by name, in running order.
-        instructions: the instructions of all computations, by name.
-        entry: the name of the computation that is the program.
+        computations: instructions of each computation by name, in running order.
+        instructions: instructions of all computations, by name.
+        entry: name of the program's main computation.
     """
 
     def __init__(self, text: str) -> None:
@@ -63,17 +63,17 @@ class Module:
         self.instructions: dict[str, Instruction] = {}
         self.entry, home = "", ""
         for line in text.splitlines():
-            if found := _COMPUTATION.match(line):
-                home = found[2]
+            if match := _COMPUTATION.match(line):
+                home = match[2]
                 self.computations[home] = {}
-                self.entry = home if found[1] else self.entry
-            elif found := _INSTRUCTION.match(line.strip()):
-                root, name, opcode, rest = found.groups()
-                # Up to the closing parenthesis: attributes after it have names, too.
+                self.entry = home if match[1] else self.entry
+            elif match := _INSTRUCTION.match(line.strip()):
+                root, name, opcode, rest = match.groups()
+                # Stop at the parenthesis: attributes after it also contain names.
                 operands = tuple(re.findall(r"%([\w.\-]+)", rest.partition(")")[0]))
                 x = Instruction(name, opcode, operands, rest, root is not None, home)
                 self.computations[home][name] = self.instructions[name] = x
-        # Tables: a number of a frame names a line and the frame that called it.
+        # In these tables, a frame has a line and the number of the calling frame.
         tables = text.partition("\nFunctionNames")
         files = dict(_FILE.findall(tables[0]))
         lines = {
@@ -81,7 +81,7 @@ class Module:
             for number, file, line in _LOCATION.findall(tables[2])
         }
         frames = _FRAME.findall(tables[2])
-        # XLA adds one to the number of a parent, so the outermost frame has 1.
+        # XLA adds 1 to the number of a parent, so outermost frames have parent 1.
         first = min((int(parent or 0) for _, _, parent in frames), default=0)
         self._frames = {
             int(number): (lines.get(location, Frame("", 0)), int(parent or 0) - first)
@@ -89,20 +89,20 @@ class Module:
         }
 
     def frames(self, x: Instruction) -> list[Frame]:
-        """Returns the lines that an instruction comes from, the innermost first."""
-        found, number = [], int(x.attribute("stack_frame_id") or 0)
-        while number in self._frames and len(found) < 1000:
+        """Returns the source lines of an instruction, the innermost first."""
+        frames, number = [], int(x.attribute("stack_frame_id") or 0)
+        while number in self._frames and len(frames) < 1000:
             frame, number = self._frames[number]
-            found.append(frame)
-        return found
+            frames.append(frame)
+        return frames
 
     def op_name(self, x: Instruction) -> str:
-        """Returns jax's name of an operation; of the last one in a nameless fusion."""
+        """Returns jax's name of an operation, or of the last operation in a fusion."""
         fused = self.computations.get(x.attribute("calls"), {})
         names = (y.op_name for y in reversed((*fused.values(), x)))
         return next(filter(None, names), "")
 
     def root(self, computation: str) -> Instruction | None:
-        """Returns the instruction whose value a computation returns."""
+        """Returns the instruction that computes the result of a computation."""
         lines = self.computations.get(computation, {}).values()
         return next((x for x in lines if x.is_root), None)

@@ -14,19 +14,19 @@ _SCOPES = ("policy", "env_step", "auto_reset", "bookkeeping")
 
 
 class Wait(NamedTuple):
-    """A place where the accelerator waits for the host.
+    """A line of code at which the accelerator waits for the host.
 
     Attributes:
-        cause: "while_loop" or "cond", whose predicate the host must read, or the name
+        cause: "while_loop" or "cond" if the host must read the predicate, or the name
             of a callback, such as "pure_callback".
-        file: the file of the calling line: in your code or an environment's if that
-            calls it, else in this library. "" if XLA has lost it.
-        line: the line in that file.
-        count: number of waits, at least.
-        per: "step" of a collector; "round" of a function's loop over time; "inner
-            round" of a loop inside it with an unknown number of rounds; or "program",
-            outside of the loop over time.
-        per_round: whether each round of this loop waits, too.
+        file: file of the calling line: your code or an environment if it calls the
+            function, else this library. "" if XLA has lost the file.
+        line: line in the file.
+        count: minimum number of waits.
+        per: unit of `count`: "step" of a collector; "round" of a function's loop over
+            time; "inner round" of an inner loop with an unknown number of rounds; or
+            "program", outside of the loop over time.
+        per_round: whether the accelerator also waits in each round of this loop.
     """
 
     cause: str
@@ -37,20 +37,20 @@ class Wait(NamedTuple):
     per_round: bool
 
     def __str__(self) -> str:
-        more = " + 1 per round of it" if self.per_round else ""
-        place = f"{self.file}:{self.line}" if self.file else "(line unknown)"
-        return f"{self.count:g} per {self.per}{more}   {place} {self.cause}"
+        suffix = " + 1 per round of it" if self.per_round else ""
+        location = f"{self.file}:{self.line}" if self.file else "(line unknown)"
+        return f"{self.count:g} per {self.per}{suffix}   {location} {self.cause}"
 
 
 class Memory(NamedTuple):
-    """Bytes on one device.
+    """Memory of a program on one device, in bytes.
 
     Attributes:
         arguments: bytes of the arguments.
-        outputs: bytes of the results, including those in memory of donated arguments.
-        aliased: bytes of the results in memory of donated arguments.
-        temporaries: bytes that the program needs while it runs.
-        capacity: bytes that the device has.
+        outputs: bytes of the results, including `aliased`.
+        aliased: bytes of the results that reuse memory of donated arguments.
+        temporaries: bytes that the program allocates while it runs.
+        capacity: bytes of memory of the device.
     """
 
     arguments: int
@@ -61,7 +61,7 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes taken at most."""
+        """Maximum number of bytes in use."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     @property
@@ -74,26 +74,27 @@ class Memory(NamedTuple):
 class Block:
     """A whole program, or a loop, conditional or branch in it.
 
-    The costs are those of one run of the block's own operations, without the blocks in
-    it. `total` adds those up.
+    The costs are costs of one run of the operations directly in the block. `total` adds
+    the costs of inner blocks.
 
     Attributes:
-        kind: the kind of block.
-        trips: number of rounds of a loop; None where that depends on data.
+        kind: kind of block.
+        trips: number of rounds of a loop; None if the number depends on data.
         asks_host: whether the host must read the predicate of the loop or conditional
-            before the device can go on.
+            before the device can continue.
         cause: name of the jax function that made the loop or conditional.
-        file: file of the line that called it.
-        line: the line in that file.
-        graph_launches: launches in CUDA graphs.
-        loose_launches: launches outside of CUDA graphs.
-        cycles: a TPU's cycles, as its compiler estimates them.
-        seconds: XLA's estimate for the kernels, without the launches; 0 if it has none.
+        file: file of the line that called the function.
+        line: line in the file.
+        graph_launches: number of launches in CUDA graphs.
+        loose_launches: number of launches outside of CUDA graphs.
+        cycles: cycles of a TPU, as the compiler estimates them.
+        seconds: XLA's estimate of the time in kernels, without launches; 0 if there is
+            no estimate.
         collectives: names of exchanges between devices, such as "all-reduce".
         callbacks: calls back into Python: name, file, line.
-        operations: every launch, or operation of a TPU: its name in jax, with the
-            scopes around it, and 1 for the launch, or its cycles.
-        blocks: the blocks in it, in the order in which they run.
+        operations: every launch of a GPU, or operation of a TPU: its name in jax with
+            the scopes around it, and 1 for a launch, or the number of cycles.
+        blocks: inner blocks, in the order in which they run.
     """
 
     kind: Kind
@@ -112,10 +113,11 @@ class Block:
     blocks: tuple["Block", ...] = ()
 
     def total(self, cost: Cost) -> float:
-        """Adds up a cost over one run of this block and the blocks in it.
+        """Sums a cost over one run of this block, including inner blocks.
 
         A conditional costs as much as its most expensive branch. An inner loop whose
-        number of rounds depends on data adds nothing: its own `total` is per round.
+        number of rounds depends on data adds nothing; call `total` of that loop for the
+        cost per round.
         """
         below = [block.total(cost) * block.rounds for block in self.blocks]
         inner = max(below, default=0) if self.kind == "conditional" else sum(below)
@@ -123,16 +125,16 @@ class Block:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds, at least."""
+        """Minimum number of rounds."""
         return (self.trips or 0) if self.kind == "loop" else 1
 
     @property
     def launches(self) -> int:
-        """Launches of its own, in CUDA graphs and outside of them."""
+        """Number of launches in this block, without inner blocks."""
         return self.graph_launches + self.loose_launches
 
     def walk(self) -> Iterator["Block"]:
-        """Yields this block and all blocks in it."""
+        """Yields this block and all inner blocks."""
         yield self
         for block in self.blocks:
             yield from block.walk()
@@ -140,22 +142,22 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """A program's behaviour on an accelerator; `print` shows it as a table.
+    """A program's behavior on an accelerator. Print the report to show it as a table.
 
     Attributes:
         accelerator: name of the accelerator.
-        description: the maker's name of the device.
+        description: name of the device, as the vendor calls it.
         num_devices: number of devices.
-        jax_version: version of the compiling jax.
+        jax_version: version of jax that compiled the program.
         compile_seconds: seconds taken to compile.
         memory: bytes on one device.
-        flops: arithmetic operations of one call, with one round of every loop, as XLA
-            counts them; None if it does not, as for an absent GPU.
-        bytes_moved: bytes read and written, likewise.
-        program: the whole program, as a tree of blocks.
-        loop: the loop over time, with the costs of one round: the outermost loop with
-            the most launches, or cycles; the program if there is no loop.
-        steps_per_round: steps of a collector in one round of `loop`; None for a
+        flops: XLA's count of arithmetic operations of one call, with one round of every
+            loop. None if XLA does not count them, for example for an absent GPU.
+        bytes_moved: XLA's count of bytes read and written, in the same way.
+        program: whole program, as a tree of blocks.
+        loop: loop over time, with the costs of one round: the outermost loop with the
+            most launches or cycles. The program if there is no loop.
+        steps_per_round: steps of a collector in one round of `loop`. None for a
             function, whose costs are per round.
     """
 
@@ -172,69 +174,66 @@ class Report:
     steps_per_round: int | None
 
     def per_step(self, cost: Cost) -> float:
-        """Returns a cost of the loop over time, per step (of a function, per round).
+        """Returns a cost of the loop over time, per step, or per round of a function.
 
         Args:
-            cost: "launches", of these "graph_launches" in CUDA graphs and
-                "loose_launches" outside of them; "cycles" of a TPU, as its compiler
-                estimates them; or "seconds" in kernels.
+            cost: "launches", the sum of "graph_launches" in CUDA graphs and
+                "loose_launches" outside of CUDA graphs; "cycles" of a TPU, as the
+                compiler estimates them; or "seconds" in kernels.
         """
         return self.loop.total(cost) / (self.steps_per_round or 1)
 
     @property
     def waits(self) -> tuple[Wait, ...]:
-        """Where the accelerator waits for the host, one for each line; none is best."""
-        found: Counter[tuple[Any, ...]] = Counter()
+        """Waits of the accelerator for the host, one per line; ideally none."""
+        counts: Counter[tuple[Any, ...]] = Counter()
 
         # The block runs `count` times per unit `per`.
         def visit(block: Block, per: str, count: int) -> None:
             is_inner_loop = block.kind == "loop" and block is not self.loop
-            # From here on counts are per round of the loop over time, whatever contains
-            # it.
+            # Counts inside the loop over time are per round of the loop.
             if block is self.loop:
                 per, count = self._unit, 1
-            # The host reads a predicate once per run of the loop, and once more per
-            # round.
+            # The host reads the predicate once per run of the loop, and once per round.
             if block.asks_host:
-                found[block.cause, block.file, block.line, per, is_inner_loop] += count
-            # Nobody knows how often it runs: what is in it is reported per round of its
-            # own.
+                counts[block.cause, block.file, block.line, per, is_inner_loop] += count
+            # The number of rounds is unknown: report waits per round of this loop.
             if is_inner_loop and block.trips is None:
                 per, count = "inner round", 1
             elif is_inner_loop:
                 count *= block.rounds
             for callback in block.callbacks:
-                found[*callback, per, False] += count
+                counts[*callback, per, False] += count
             for inner in block.blocks:
                 visit(inner, per, count)
 
         visit(self.program, "program", 1)
         steps = {"step": self.steps_per_round or 1}
         waits = [
-            Wait(cause, file, line, count / steps.get(per, 1), per, more)
-            for (cause, file, line, per, more), count in found.items()
+            Wait(cause, file, line, count / steps.get(per, 1), per, per_round)
+            for (cause, file, line, per, per_round), count in counts.items()
         ]
         order = ("step", "round", "inner round", "program")
         return tuple(sorted(waits, key=lambda wait: order.index(wait.per)))
 
     def by_scope(self) -> dict[str, float]:
-        """Counts the launches per step, or a TPU's cycles, by part of the step.
+        """Counts launches of a GPU, or cycles of a TPU, per step and part of the step.
 
-        A kernel that computes for several parts counts for the part of its last
-        operation. A loop whose number of rounds depends on data adds nothing.
+        A kernel that computes several parts counts for the part of its last operation.
+        A loop whose number of rounds depends on data adds nothing.
 
         Returns:
-            The count of each part, per step (of a function, per round): "policy",
-            "env_step", "auto_reset", "bookkeeping", "writing" the rows, and "other".
-            Your own function has these parts where it steps a collector, or where it
-            calls `jax.named_scope` with them.
+            The count of each part, per step, or per round of a function: "policy",
+            "env_step", "auto_reset", "bookkeeping", "writing" of rows, and "other". A
+            function has these parts if it steps a collector, or if it calls
+            `jax.named_scope` with their names.
         """
         parts: list[str] = [*_SCOPES, "writing", "other"]
         counts = dict.fromkeys(parts, 0.0)
         for name, count in _operations(self.loop):
             parts = name.split("/")
             scopes = [part for part in parts if part in _SCOPES]
-            # Rows are written outside of all scopes, by the scan itself.
+            # The scan writes rows, outside of all scopes.
             writes = "writing" if parts[-1] == "dynamic_update_slice" else "other"
             counts[scopes[-1] if scopes else writes] += count
         steps = self.steps_per_round or 1
@@ -242,7 +241,7 @@ class Report:
 
     @property
     def collectives_per_round(self) -> tuple[str, ...]:
-        """Collective operations in every round of the loop over time."""
+        """Names of collective operations in one round of the loop over time."""
         return tuple(name for x in self.loop.walk() for name in x.collectives)
 
     def __str__(self) -> str:
@@ -276,28 +275,28 @@ class Report:
 
     @property
     def _unit(self) -> Literal["step", "round", "program"]:
-        """The unit per which the loop over time is reported."""
+        """Unit of the costs of the loop over time."""
         if self.steps_per_round is not None:
             return "step"
         return "program" if self.loop is self.program else "round"
 
     def _tree(self, block: Block, indent: str = "") -> Iterator[str]:
-        """Yields a line for a block, and for each block in it."""
+        """Yields one line per block, for a block and all inner blocks."""
         rounds = mark = ""
         if block.kind == "loop":
             rounds = " x ?" if block.trips is None else f" x {block.trips:,}"
-        place = f" {Path(block.file).name}:{block.line}" if block.file else ""
+        location = f" {Path(block.file).name}:{block.line}" if block.file else ""
         if block is self.loop and block is not self.program:
             steps = self.steps_per_round or 1
             mark = f" <- {steps} {self._unit}{'s' * (steps > 1)}"
-        name = f"{indent}{block.cause or block.kind}{rounds}{place}"
+        name = f"{indent}{block.cause or block.kind}{rounds}{location}"
         yield f"{name}: {_describe(block)}{mark}"
         for inner in block.blocks:
             yield from self._tree(inner, f"{indent}  ")
 
 
 def find_loop(program: Block, num_steps: int | None = None) -> Block:
-    """Finds the loop over time, see `Report.loop`; a collector's has known rounds."""
+    """Finds the loop over time, `Report.loop`, of at most `num_steps` rounds."""
 
     def outermost(block: Block) -> Iterator[Block]:
         for inner in block.blocks:
@@ -317,7 +316,7 @@ def _size(block: Block) -> float:
 
 
 def _operations(block: Block) -> Iterator[tuple[str, int]]:
-    """Yields every operation of one run of a block, counted as by `Block.total`."""
+    """Yields every operation of one run of a block, counted as in `Block.total`."""
     yield from block.operations
     inner = block.blocks
     if block.kind == "conditional" and inner:
@@ -328,8 +327,8 @@ def _operations(block: Block) -> Iterator[tuple[str, int]]:
 
 
 def _describe(block: Block, num_steps: int = 1) -> str:
-    """Describes the costs of one run of a block, per step if it takes several."""
-    # Only a TPU's compiler estimates cycles, and it launches nothing.
+    """Describes the costs of one run of a block, divided by `num_steps`."""
+    # A TPU has cycles and no launches; a GPU has launches and no cycles.
     if cycles := block.total("cycles"):
         return f"{cycles / num_steps:,.0f} cycles"
     launches, loose = (

@@ -6,8 +6,8 @@
 - `running`: `run` trains with logs, evaluations and checkpoints; `load` reads them.
 - `command`: the command line of the agents.
 
-The extra `train` installs what they need: optax, and what draws curves and episodes.
-Recipes are for copying, so they may change in any release.
+The extra `train` installs the dependencies: optax, and packages for curves and GIFs.
+Recipes are meant to be copied, so they may change in any release.
 """
 
 from rollout.recipes.running import load, run

@@ -2,8 +2,8 @@
 
     python -m rollout.recipes.dqn CartPole-v1
 
-The order is the papers': config, network, rollout, targets, loss, update. It takes JAX
-and host environments. Copy this file and change it.
+The file follows the papers: config, network, rollout, targets, loss, update. It works
+with JAX and host environments. Copy this file and change it.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Config:
     learning_starts: int = 1024  # environment steps before the first update
     batch_size: int = 128
     learning_rate: float | optax.Schedule = 1e-3  # a schedule counts gradient steps
-    anneal_lr: bool = True  # decays a number by a cosine to 0 over `num_updates`
+    anneal_lr: bool = True  # cosine decay to 0; not applied to a schedule
     buffer_size: int = 100_000
     n_step: int = 3  # rewards in a target
     gamma: float = 0.99
@@ -58,7 +58,7 @@ class Config:
 
 
 class QNetwork(nn.Module):
-    """A multilayer perceptron: the value of every action."""
+    """A multilayer perceptron that outputs the value of every action."""
 
     num_actions: int
     observation_space: AnySpace
@@ -75,7 +75,7 @@ class QNetwork(nn.Module):
         return nn.Dense(self.num_actions)(x)
 
 
-# The buffer stores these. N-step returns need `episode_id` and `episode_length`.
+# Fields in the buffer. N-step returns need `episode_id` and `episode_length`.
 STORED_FIELDS = (
     "obs",
     "action",
@@ -91,7 +91,7 @@ Metrics = dict[str, jax.Array]
 
 
 class TrainState(struct.PyTreeNode):
-    """All state of a training, a pytree for `rollout.checkpoint`."""
+    """State of the training, a pytree that `rollout.checkpoint` can save."""
 
     params: ArrayTree
     target_params: ArrayTree
@@ -104,7 +104,7 @@ class TrainState(struct.PyTreeNode):
 
 
 class Batch(struct.PyTreeNode):
-    """Rows of the loss, `[M, ...]`."""
+    """Inputs of the loss, `[M, ...]`."""
 
     obs: ArrayTree
     action: jax.Array
@@ -117,7 +117,7 @@ def masked_values(network: Any, params: ArrayTree, obs: ArrayTree) -> jax.Array:
     values, action_mask = network.apply(params, obs), get_action_mask(obs)
     if action_mask is None:
         return values
-    # Without a valid action, the mask does not apply: one action must be chosen.
+    # Ignore a mask without a valid action: the policy must choose an action.
     is_valid = jnp.asarray(action_mask, bool)
     is_valid |= ~is_valid.any(-1, keepdims=True)
     return jnp.where(is_valid, values, -1e9)
@@ -136,7 +136,7 @@ class GreedyPolicy(rollout.Policy):
     def apply(
         self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
     ) -> rollout.PolicyStep:
-        """Chooses the actions."""
+        """Chooses the greedy actions."""
         action = masked_values(self.network, params, obs).argmax(-1)
         return rollout.PolicyStep(self.action_space.start + action, state)
 
@@ -150,7 +150,7 @@ class DQN(Agent):
         state, metrics = jax.jit(agent.train, donate_argnums=0)(state)
 
     In host environments, call `train` outside of `jit`. It donates the replay buffer of
-    `state`.
+    `state`, so use a state only once.
 
     Attributes:
         env: `B` environments with a `Discrete` action space, for example from
@@ -158,7 +158,7 @@ class DQN(Agent):
             `action_mask` of their observations restricts the actions.
         config: hyperparameters.
         network: a flax module that maps observations to the values of all actions,
-            `[..., n]`, as `QNetwork` does. None for a `QNetwork`.
+            `[..., n]`, as `QNetwork` does. None uses a `QNetwork`.
 
     Raises:
         ValueError: if the action space is not a `Discrete`.
@@ -187,7 +187,7 @@ class DQN(Agent):
 
     @functools.cached_property
     def policy(self) -> rollout.Policy:
-        """The policy that collects: epsilon-greedy, with a schedule."""
+        """The policy for collection, epsilon-greedy with a schedule."""
         config = self.config
         num_steps = config.num_updates * config.num_steps
         num_steps = max(1, int(num_steps * config.exploration_fraction))
@@ -201,7 +201,7 @@ class DQN(Agent):
 
     @functools.cached_property
     def eval_policy(self) -> rollout.Policy:
-        """The policy to evaluate: it takes the action of the highest value."""
+        """The policy for evaluation, which takes the action with the highest value."""
         return GreedyPolicy(self.model, self.spec.action_space)
 
     @functools.cached_property
@@ -228,11 +228,11 @@ class DQN(Agent):
         return optax.adam(schedule)
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes everything but the carry and the buffer."""
+        """Initializes the training state without the carry and the buffer."""
         params = self.model.init(key, obs)
         return TrainState(
             params=params,
-            # A copy, so that the state can be donated.
+            # Copy the parameters, so that the state can be donated.
             target_params=jax.tree.map(jnp.copy, params),
             opt_state=self.optimizer.init(params),
             buffer_state=(),
@@ -254,11 +254,11 @@ class DQN(Agent):
         )
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
-        """Collects a trajectory and learns from the buffer.
+        """Collects a trajectory and takes gradient steps on the replay buffer.
 
         Returns:
             The next state, and metrics, `()` each: `return_mean` of the last 100
-            episodes, and means over the minibatches of what `loss` returns.
+            episodes, and the metrics of `loss`, averaged over the minibatches.
         """
         carry, trajectory = self.collector.collect_steps(
             state.carry, state.params, self.config.num_steps
@@ -267,7 +267,7 @@ class DQN(Agent):
         state, metrics = self.learn(learner, state.buffer_state, trajectory)
         return state.replace(carry=carry), metrics
 
-    # The buffer is updated in place.
+    # Donate the buffer, so that it is updated in place.
     @functools.partial(jit_on_host, donate_argnames="buffer_state")
     def learn(
         self,
@@ -282,7 +282,7 @@ class DQN(Agent):
         window = state.window.add(trajectory)
         state = state.replace(buffer_state=buffer_state, window=window, key=key)
         sample_keys = jax.random.split(sample_key, num_gradients)
-        # Numbers of the gradient steps in the whole training, from 1.
+        # Numbers of the gradient steps since the start of the training, from 1.
         steps = state.num_updates * num_gradients + jnp.arange(1, num_gradients + 1)
         state, metrics = jax.lax.scan(self.gradient_step, state, (sample_keys, steps))
         metrics = jax.tree.map(jnp.mean, metrics)
@@ -317,7 +317,7 @@ class DQN(Agent):
         )
         buffer_state = state.buffer_state
         if config.prioritized:
-            # Above 0, so that every row can be sampled again.
+            # Keep priorities above 0, so that every row can be sampled again.
             priority = metrics["td_error"] + 0.01
             buffer_state = self.buffer.update_priorities(
                 buffer_state, sample.indices, priority

@@ -2,8 +2,8 @@
 
     python -m rollout.recipes.ppo CartPole-v1
 
-The order: config, network, policy, update (rollout, advantages, minibatches), loss.
-Copy this file and change it.
+The file contains config, network, policy, update (rollout, advantages, minibatches) and
+loss, in this order. Copy this file and change it.
 """
 
 import dataclasses
@@ -38,11 +38,11 @@ class Config:
     num_epochs: int = 4
     num_minibatches: int = 8
     learning_rate: float | optax.Schedule = 2.5e-3  # a schedule counts gradient steps
-    anneal_lr: bool = True  # decays a number linearly to 0; a schedule stays as it is
+    anneal_lr: bool = True  # linear decay to 0; not applied to a schedule
     gamma: float = 0.99
     gae_lambda: float = 0.95
     clip_eps: float = 0.2
-    clip_range_vf: float = math.inf  # of the value function; inf does not clip
+    clip_range_vf: float = math.inf  # clips the value function; inf does not clip
     vf_coef: float = 0.5
     ent_coef: float = 0.01
     max_grad_norm: float = 0.5
@@ -99,7 +99,7 @@ class ActorCritic(nn.Module):
 
 
 class TrainState(struct.PyTreeNode):
-    """All state of a training, a pytree for `rollout.checkpoint`."""
+    """State of the training, a pytree that `rollout.checkpoint` can save."""
 
     params: ArrayTree
     opt_state: optax.OptState
@@ -110,15 +110,15 @@ class TrainState(struct.PyTreeNode):
 
 
 class Batch(struct.PyTreeNode):
-    """Rows of the loss, `[M, ...]`; of a trajectory, `[T, B, ...]`."""
+    """Inputs of the loss: minibatch `[M, ...]`, or trajectory `[T, B, ...]`."""
 
     obs: ArrayTree
     raw_action: ArrayTree  # sampled action before postprocessing
     log_prob: jax.Array  # log-probability when the action was sampled
     value: jax.Array
     advantage: jax.Array
-    target: jax.Array  # of the value function
-    weight: jax.Array  # 1, or 0 for masked-out rows, which do not count
+    target: jax.Array  # target of the value function
+    weight: jax.Array  # 1 for valid rows, 0 for masked-out rows
 
 
 class Policy(rollout.Policy):
@@ -130,7 +130,7 @@ class Policy(rollout.Policy):
     def apply(
         self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
     ) -> rollout.PolicyStep:
-        """Samples actions, and records what the loss needs."""
+        """Samples actions and records the inputs of the loss in `extras`."""
         outputs, value = self.network.apply(params, obs)
         action_mask = get_action_mask(obs)
         raw_action = self.distribution.sample(outputs, key, action_mask)
@@ -167,7 +167,7 @@ class PPO(Agent):
             `rollout.envs.from_gymnasium` or otherwise.
         config: hyperparameters.
         network: a flax module that maps observations to `(outputs, value)`, as
-            `ActorCritic` does. None for an `ActorCritic`.
+            `ActorCritic` does. None uses an `ActorCritic`.
     """
 
     config: Config = Config()
@@ -190,7 +190,7 @@ class PPO(Agent):
 
     @functools.cached_property
     def policy(self) -> rollout.Policy:
-        """The policy that collects: it samples actions."""
+        """The policy for collection, which samples actions."""
         return Policy(self.model, self.distribution)
 
     @property
@@ -206,8 +206,8 @@ class PPO(Agent):
         return optax.flatten(optax.chain(clip, adam))
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes everything but the carry."""
-        # Under `vmap` one seed at a time: on jax 0.10, batched decompositions of
+        """Initializes the training state without the carry."""
+        # Run seeds one at a time under `vmap`: on jax 0.10, batched decompositions of
         # `orthogonal` deadlock on few CPU cores.
         params = jax.custom_batching.sequential_vmap(self.model.init)(key, obs)
         opt_state = self.optimizer.init(params)
@@ -215,7 +215,7 @@ class PPO(Agent):
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
-        """Collects a trajectory and learns from it.
+        """Collects a trajectory and takes gradient steps on it.
 
         Returns:
             The next state, and metrics, `()` each: `return_mean` of the last 100
@@ -233,9 +233,9 @@ class PPO(Agent):
     def learn(
         self, state: TrainState, trajectory: rollout.Transition, last_value: jax.Array
     ) -> tuple[TrainState, Metrics]:
-        """Takes the gradient steps of one update from a trajectory `[T, B, ...]`."""
+        """Takes the gradient steps of one update on a trajectory `[T, B, ...]`."""
         config, value = self.config, trajectory.extras["value"]
-        # V(next_obs), at a truncation of the episode's last observation.
+        # V(next_obs). At a truncation, `next_obs` is the episode's last observation.
         next_value = rollout.next_values(trajectory, value, last_value)
         advantage = rollout.gae(
             trajectory.reward,
@@ -279,7 +279,7 @@ class PPO(Agent):
     def minibatch_step(
         self, learner: tuple[ArrayTree, optax.OptState, jax.Array], batch: Batch
     ) -> tuple[Any, Metrics]:
-        """Takes one gradient step on a minibatch."""
+        """Takes one gradient step on a minibatch, unless `target_kl` has stopped it."""
         params, opt_state, stopped = learner
         batch = batch.replace(advantage=normalize(batch.advantage, batch.weight))
         size = self.config.microbatch_size

@@ -2,9 +2,9 @@
 
     python -m rollout.recipes.pqn CartPole-v1
 
-Q-learning with λ-returns and layer normalization, without a replay buffer or a target
-network. The order is the paper's: config, network, rollout, targets, loss, update. Copy
-this file and change it.
+PQN is Q-learning with λ-returns and layer normalization, without a replay buffer or a
+target network. The file follows the paper: config, network, rollout, targets, loss,
+update. Copy this file and change it.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Config:
     num_epochs: int = 4
     num_minibatches: int = 16
     learning_rate: float | optax.Schedule = 1e-3  # a schedule counts gradient steps
-    anneal_lr: bool = True  # decays a number linearly to 0 over `num_updates`
+    anneal_lr: bool = True  # linear decay to 0; not applied to a schedule
     gamma: float = 0.99
     lambda_: float = 0.95
     exploration_fraction: float = 0.2  # fraction of steps in which epsilon falls
@@ -57,7 +57,7 @@ class Config:
 
 
 class QNetwork(nn.Module):
-    """A multilayer perceptron with layer normalization: the value of every action."""
+    """A multilayer perceptron with layer normalization; outputs action values."""
 
     num_actions: int
     observation_space: AnySpace
@@ -78,7 +78,7 @@ Metrics = dict[str, jax.Array]
 
 
 class TrainState(struct.PyTreeNode):
-    """All state of a training, a pytree for `rollout.checkpoint`."""
+    """State of the training, a pytree that `rollout.checkpoint` can save."""
 
     params: ArrayTree
     opt_state: optax.OptState
@@ -89,7 +89,7 @@ class TrainState(struct.PyTreeNode):
 
 
 class Batch(struct.PyTreeNode):
-    """Rows of the loss, `[M, ...]`."""
+    """Inputs of the loss, `[M, ...]`."""
 
     obs: ArrayTree
     action: jax.Array
@@ -102,7 +102,7 @@ def masked_values(network: Any, params: ArrayTree, obs: ArrayTree) -> jax.Array:
     values, action_mask = network.apply(params, obs), get_action_mask(obs)
     if action_mask is None:
         return values
-    # Without a valid action, the mask does not apply: one action must be chosen.
+    # Ignore a mask without a valid action: the policy must choose an action.
     is_valid = jnp.asarray(action_mask, bool)
     is_valid |= ~is_valid.any(-1, keepdims=True)
     return jnp.where(is_valid, values, -1e9)
@@ -147,7 +147,7 @@ class PQN(Agent):
             `action_mask` of their observations restricts the actions.
         config: hyperparameters.
         network: a flax module that maps observations to the values of all actions,
-            `[..., n]`, as `QNetwork` does. None for a `QNetwork`.
+            `[..., n]`, as `QNetwork` does. None uses a `QNetwork`.
 
     Raises:
         ValueError: if the action space is not a `Discrete`.
@@ -176,7 +176,7 @@ class PQN(Agent):
 
     @functools.cached_property
     def policy(self) -> rollout.Policy:
-        """The policy that collects: epsilon-greedy, with a schedule."""
+        """The policy for collection, epsilon-greedy with a schedule."""
         config = self.config
         num_steps = config.num_updates * config.num_steps
         num_steps = max(1, int(num_steps * config.exploration_fraction))
@@ -194,7 +194,7 @@ class PQN(Agent):
 
     @functools.cached_property
     def eval_policy(self) -> rollout.Policy:
-        """The policy to evaluate: it takes the action of the highest value."""
+        """The policy for evaluation, which takes the action with the highest value."""
         return GreedyPolicy(self.model, self.spec.action_space)
 
     @property
@@ -211,7 +211,7 @@ class PQN(Agent):
         return optax.flatten(optax.chain(clip, optax.radam(schedule)))
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes everything but the carry."""
+        """Initializes the training state without the carry."""
         params = self.model.init(key, obs)
         return TrainState(
             params=params,
@@ -223,11 +223,11 @@ class PQN(Agent):
         )
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
-        """Collects a trajectory and learns from it.
+        """Collects a trajectory and takes gradient steps on it.
 
         Returns:
             The next state, and metrics, `()` each: `return_mean` of the last 100
-            episodes, and means over the minibatches of what `loss` returns.
+            episodes, and the metrics of `loss`, averaged over the minibatches.
         """
         carry, trajectory = self.collector.collect_steps(
             state.carry, state.params, self.config.num_steps
@@ -240,7 +240,7 @@ class PQN(Agent):
     def learn(
         self, state: TrainState, trajectory: rollout.Transition, last_value: jax.Array
     ) -> tuple[TrainState, Metrics]:
-        """Takes the gradient steps of one update from a trajectory `[T, B, ...]`."""
+        """Takes the gradient steps of one update on a trajectory `[T, B, ...]`."""
         config = self.config
         batch = Batch(
             obs=trajectory.obs,
@@ -276,8 +276,8 @@ class PQN(Agent):
 
             G_t = r_t + γ ((1 - λ) max_a Q(next_obs_t, a) + λ G_{t+1})
 
-        Q has the parameters that collected. Terminated steps do not bootstrap. At
-        truncated steps, and at the last one, max_a Q takes the place of G_{t+1}.
+        Q has the parameters of the collecting policy. Terminated steps do not
+        bootstrap. At truncated steps and at the last step, max_a Q replaces G_{t+1}.
 
         Args:
             trajectory: `[T, B, ...]`.

@@ -2,9 +2,8 @@
 
     python -m rollout.recipes.recurrent_ppo CartPole-v1
 
-Use it in environments whose observations hide part of the state. The order is the
-paper's: config, network, rollout, advantages, loss, update. Copy this file and change
-it.
+Use it in environments whose observations hide part of the state. The file follows the
+paper: config, network, rollout, advantages, loss, update. Copy this file and change it.
 """
 
 import dataclasses
@@ -37,20 +36,20 @@ class Config:
     num_updates: int = 60
     num_steps: int = 128  # steps per environment in each update
     num_epochs: int = 4
-    num_minibatches: int = 8  # of whole environments, so it divides their number
+    num_minibatches: int = 8  # of whole environments; divides their number
     learning_rate: float | optax.Schedule = 2.5e-3  # a schedule counts gradient steps
-    anneal_lr: bool = True  # decays a number linearly to 0; a schedule stays as it is
+    anneal_lr: bool = True  # linear decay to 0; not applied to a schedule
     gamma: float = 0.99
     gae_lambda: float = 0.95
     clip_eps: float = 0.2
-    clip_range_vf: float = math.inf  # of the value function; inf does not clip
+    clip_range_vf: float = math.inf  # clips the value function; inf does not clip
     vf_coef: float = 0.5
     ent_coef: float = 0.01
     max_grad_norm: float = 0.5
     target_kl: float | None = None  # skips minibatches after 1.5 times this KL
     cell: str = "GRUCell"  # name of a cell of `flax.linen`, or "OptimizedLSTMCell"
     memory_size: int = 64
-    hidden_layer_sizes: tuple[int, ...] = (64, 64)  # of actor and critic
+    hidden_layer_sizes: tuple[int, ...] = (64, 64)  # for actor and critic
     activation: str = "tanh"  # name of a function of `flax.linen`
 
     def replace(self, **changes: Any) -> Self:
@@ -83,10 +82,7 @@ class MLP(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """A recurrent cell, followed by a multilayer perceptron each for actor and critic.
-
-    The actor and the critic share the cell.
-    """
+    """A shared recurrent cell, followed by one perceptron each for actor and critic."""
 
     distribution: ActionDistribution
     observation_space: AnySpace
@@ -134,7 +130,7 @@ class ActorCritic(nn.Module):
 
 
 class TrainState(struct.PyTreeNode):
-    """All state of a training, a pytree for `rollout.checkpoint`."""
+    """State of the training, a pytree that `rollout.checkpoint` can save."""
 
     params: ArrayTree
     opt_state: optax.OptState
@@ -145,7 +141,7 @@ class TrainState(struct.PyTreeNode):
 
 
 class Batch(struct.PyTreeNode):
-    """Sequences of the loss, `[T, M, ...]`: all steps of `M` environments."""
+    """Input sequences of the loss, `[T, M, ...]`: all steps of `M` environments."""
 
     initial_memory: ArrayTree  # [1, M, ...], memory before the first step
     first: jax.Array  # True for the first step of an episode, which resets the memory
@@ -154,7 +150,7 @@ class Batch(struct.PyTreeNode):
     log_prob: jax.Array  # log-probability when the action was sampled
     value: jax.Array
     advantage: jax.Array
-    target: jax.Array  # of the value function
+    target: jax.Array  # target of the value function
     weight: jax.Array  # 1 for valid rows, 0 for masked-out rows
 
 
@@ -171,7 +167,7 @@ class Policy(rollout.Policy):
     def apply(
         self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
     ) -> rollout.PolicyStep:
-        """Samples actions, and records what the loss needs."""
+        """Samples actions and records the inputs of the loss in `extras`."""
         memory, (outputs, value) = self.network.apply(params, state, obs)
         action_mask = get_action_mask(obs)
         raw_action = self.distribution.sample(outputs, key, action_mask)
@@ -211,7 +207,7 @@ class RecurrentPPO(Agent):
         network: a flax module that maps `(memory, obs)` to `(memory, (outputs,
             value))`, with the methods `initialize_memory`, `encode` and `heads` of
             `ActorCritic`. The loss calls `encode` step by step, and `heads` once for
-            all steps. None for an `ActorCritic`.
+            all steps. None uses an `ActorCritic`.
     """
 
     config: Config = Config()
@@ -237,7 +233,7 @@ class RecurrentPPO(Agent):
 
     @functools.cached_property
     def policy(self) -> rollout.Policy:
-        """The policy that collects: it samples actions."""
+        """The policy for collection, which samples actions."""
         return Policy(self.model, self.distribution)
 
     @property
@@ -253,8 +249,8 @@ class RecurrentPPO(Agent):
         return optax.flatten(optax.chain(clip, adam))
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes everything but the carry."""
-        # Under `vmap` one seed at a time: on jax 0.10, batched decompositions of
+        """Initializes the training state without the carry."""
+        # Run seeds one at a time under `vmap`: on jax 0.10, batched decompositions of
         # `orthogonal` deadlock on few CPU cores.
         init = jax.custom_batching.sequential_vmap(self.model.init)
         params = init(key, self.model.initialize_memory(self.spec.num_envs), obs)
@@ -263,7 +259,7 @@ class RecurrentPPO(Agent):
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
-        """Collects a trajectory and learns from it.
+        """Collects a trajectory and takes gradient steps on it.
 
         Returns:
             The next state, and metrics, `()` each: `return_mean` of the last 100
@@ -288,7 +284,7 @@ class RecurrentPPO(Agent):
         last_value: jax.Array,
         initial_memory: ArrayTree,
     ) -> tuple[TrainState, Metrics]:
-        """Takes the gradient steps of one update from a trajectory `[T, B, ...]`."""
+        """Takes the gradient steps of one update on a trajectory `[T, B, ...]`."""
         config, value = self.config, trajectory.extras["value"]
         next_value = rollout.next_values(trajectory, value, last_value)
         advantage = rollout.gae(
@@ -353,7 +349,7 @@ class RecurrentPPO(Agent):
 
         The value loss has a factor of 0.5, and is clipped as in OpenAI's baselines.
 
-        Replays the memory from `initial_memory`, and resets it at episode starts.
+        The memory is recomputed from `initial_memory` and reset at episode starts.
 
         Args:
             params: parameters of the network.

@@ -31,11 +31,11 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers.running_stats import prior
 from rollout.training import make_collector
 
-NUM_CHUNKS = 20  # parts of a training without `evaluate_every`
+NUM_CHUNKS = 20  # parts of a training run without `evaluate_every`
 
 
 class Folder(NamedTuple):
-    """Files of a run."""
+    """Paths of the files of a run."""
 
     folder: Path
 
@@ -47,17 +47,17 @@ class Folder(NamedTuple):
     resume = property(lambda self: self.folder / "resume")
 
     def any_exist(self) -> bool:
-        """Returns whether the folder has a run."""
+        """Returns whether the folder contains a run."""
         tables = self.settings, self.metrics, self.evaluations
         return any(x.exists() for x in (*tables, self.best, self.last, self.resume))
 
 
 class Progress(NamedTuple):
-    """Argument of the callback of `run`, after each part of the training."""
+    """Argument of the callback of `run`, which runs after each part of the training."""
 
     steps: int  # environment steps so far
     state: Any  # `TrainState` of the agent
-    metrics: dict[str, np.ndarray]  # `[n]`, of the updates since the last call
+    metrics: dict[str, np.ndarray]  # `[n]`, one entry per update of this part
     evaluation: rollout.stats.CollectStats | None
 
 
@@ -79,28 +79,28 @@ def run(
     callback: Callable[[Progress], bool | None] | None = None,
     eval_env: Any = None,
 ) -> tuple[Any, rollout.stats.CollectStats]:
-    """Trains an agent, and writes logs, evaluations and checkpoints to a folder.
+    """Trains an agent and writes logs, evaluations and checkpoints to a folder.
 
-    The folder has:
+    The folder contains:
 
     - `agent.json`: class, config and spaces of the agent, for `load`;
     - `metrics.csv`: a row per update, and `evaluations.csv`: a row per evaluation;
     - `best` and `last`: parameters of the best evaluation and of the last update, for
       `load`, and `resume`: the whole state;
-    - `curve.png`, and `agent.gif` if the environment can be drawn;
+    - `curve.png`, and `agent.gif` if the environment can be rendered;
     - event files for TensorBoard, if the package `tensorboard` is installed.
 
-    Evaluations play `agent.eval_policy`, which takes the most likely action. So their
-    returns differ from the returns of the training.
+    Evaluations run `agent.eval_policy`, which takes the most likely action, so returns
+    of evaluations differ from returns during training.
 
-    A run that was killed and resumed gives the same files as an uninterrupted one, bit
-    for bit in JAX environments, and in host environments that can save their state.
-    Each resume adds a file of events. A run that its callback stopped continues.
+    A run that was killed and resumed gives the same files as an uninterrupted run, bit
+    for bit in JAX environments and in host environments that can save their state. Each
+    resume adds one event file. A run stopped by the callback can also be resumed.
 
     Args:
-        agent: an agent of `rollout.recipes`, or one with the same methods.
+        agent: an agent of `rollout.recipes`, or an agent with the same methods.
         key: one typed key: the source of all randomness.
-        folder: folder of this run; it must not have another run.
+        folder: folder of this run; it must not contain another run.
         evaluate_every: environment steps between evaluations, rounded up to whole
             updates; None evaluates once, at the end.
         num_eval_episodes: episodes per evaluation, at least 1.
@@ -110,22 +110,22 @@ def run(
             always be True. Settings must be equal, except `num_updates` and
             `target_return`. If the learning rate is annealed, it follows the schedule
             of the new `num_updates`.
-        callback: called with a `Progress` after each evaluation, and 20 times without
-            `evaluate_every`. The training stops if it returns False.
+        callback: function called with a `Progress` after each evaluation, or 20 times
+            without `evaluate_every`. The training stops if it returns False.
         eval_env: host environments for evaluations during the training. JAX
-            environments need none.
+            environments do not need them.
 
     Returns:
         The last `TrainState`, and the statistics of the last evaluation.
 
     Raises:
-        ValueError: if `folder` has a run and `resume` is False; if `resume` is True and
-            a setting or a file does not fit the run.
+        ValueError: if `folder` contains a run and `resume` is False, or if `resume` is
+            True and a setting or a file does not match the run.
     """
     if agent.collector.is_host and eval_env is None and evaluate_every is not None:
         raise ValueError(
             "`eval_env` must be given with `evaluate_every` for host environments: an "
-            "evaluation would end the episodes of the training. Make it as `env`."
+            "evaluation would end the episodes of the training. Create it like `env`."
         )
     checks.typed_key(key)
     files = Folder(Path(folder).expanduser())
@@ -159,7 +159,7 @@ def run(
         size = chunk_size(agent, evaluate_every, num_done)
         start = time.monotonic()
         state, metrics = train(state, size)
-        # Written here, so that an agent that cannot be trained leaves the folder free.
+        # Write the settings late: an agent that cannot be trained leaves no files.
         files.settings.write_text(json.dumps(settings, indent=1) + "\n")
         metrics = {name: np.asarray(x) for name, x in sorted(metrics.items())}
         seconds = time.monotonic() - start
@@ -196,25 +196,25 @@ def load(
     agent_class: Any = None,
     **fields: Any,
 ) -> tuple[Any, LoadedState]:
-    """Loads an agent of `run`, to predict without an environment.
+    """Loads an agent that `run` has saved, to predict without an environment.
 
         agent, state = load("runs/cartpole")
         action = agent.predict(state.params, obs)
 
-    Observations are normalized as in the training. Nothing in the folder is executed.
+    Observations are normalized as during training. No code in the folder is executed.
 
     Args:
         folder: folder of the run.
-        name: "best" or "last", the checkpoint.
-        agent_class: class of the agent, if it is not of `rollout.recipes`.
-        **fields: other fields of the agent, such as `network`, if they were not the
-            defaults.
+        name: checkpoint to load, "best" or "last".
+        agent_class: class of the agent, if the class is not part of `rollout.recipes`.
+        **fields: all fields of the agent besides `env` and `config`, such as `network`,
+            that differ from the defaults.
 
     Returns:
         The agent, and a state with `params`.
 
     Raises:
-        FileNotFoundError: if the folder has no run, or no such checkpoint.
+        FileNotFoundError: if the folder contains no run, or no such checkpoint.
         ValueError: if the agent has a class or fields that must be passed.
     """
     folder = Path(folder).expanduser()
@@ -229,7 +229,7 @@ def load(
             f"{field}, and `run` saves no code."
         )
     config_class = type(agent_class.__dataclass_fields__["config"].default)
-    # A dict stands for a schedule, whose code is not saved.
+    # A dict stands for a schedule; the code of schedules is not saved.
     numbers = {x: y for x, y in settings["config"].items() if not isinstance(y, dict)}
     lists = {x: tuple(y) for x, y in numbers.items() if isinstance(y, list)}
     config = config_class(**numbers | lists)
@@ -264,7 +264,7 @@ def shape_of_obs(space: AnySpace, num_envs: int) -> Any:
 
 
 def describe(agent: Any) -> dict[str, Any]:
-    """Returns what `load` needs to build the agent, as JSON."""
+    """Returns the settings from which `load` builds the agent, as JSON."""
     normalizer = obs_normalizer(agent.env)
     fields = {
         field.name: type(getattr(agent, field.name)).__qualname__
@@ -305,7 +305,7 @@ def obs_normalizer(env: Any) -> Any:
 
 
 def config_value(value: Any) -> Any:
-    """Returns a hyperparameter as JSON; of a function only the name."""
+    """Returns a hyperparameter as JSON; functions are replaced by their names."""
     if callable(value):
         return {"function": f"{value.__module__}.{value.__qualname__}"}
     return np.asarray(value).item() if isinstance(value, jax.Array) else value
@@ -325,13 +325,13 @@ def class_of(name: str) -> Any:
     if not re.fullmatch(r"rollout\.recipes\.[a-z0-9_]+", module):
         raise ValueError(
             f"`agent_class` must be passed to `load`: the agent is a {name}, which is "
-            "not of `rollout.recipes`."
+            "not part of `rollout.recipes`."
         )
     return getattr(importlib.import_module(module), class_name)
 
 
 def check_folder(files: Folder, settings: dict[str, Any], resume: bool) -> None:
-    """Raises unless the folder is free, or has a run of the same settings to resume."""
+    """Raises unless the folder is free, or has a run with equal settings to resume."""
     folder = files.folder
     if not files.any_exist():
         folder.mkdir(parents=True, exist_ok=True)
@@ -354,7 +354,7 @@ def check_folder(files: Folder, settings: dict[str, Any], resume: bool) -> None:
 
 
 def flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Puts the settings of the config beside the others, by their dotted names."""
+    """Flattens the settings: hyperparameters get dotted names, `config.name`."""
     config = {f"config.{name}": value for name, value in settings["config"].items()}
     return {name: x for name, x in settings.items() if name != "config"} | config
 
@@ -366,12 +366,12 @@ def chunk_size(agent: Any, evaluate_every: int | None, num_done: int) -> int:
     if evaluate_every is not None:
         steps_per_update = agent.env_steps(2) - agent.env_steps(1)
         size = max(1, -(-evaluate_every // steps_per_update))
-    # A resumed run has the same boundaries.
+    # Chunks end at the same updates in a resumed run.
     return min(size - num_done % size, num_updates - num_done)
 
 
 def save_policy(agent: Any, state: Any, path: Path, step: int) -> None:
-    """Saves what `load` reads, unless a killed process has saved the same already."""
+    """Saves the checkpoint for `load`, unless a killed process has saved it before."""
     normalizer = obs_normalizer(agent.freeze(state).env)
     statistics = None
     if normalizer is not None:
@@ -385,7 +385,7 @@ def save_policy(agent: Any, state: Any, path: Path, step: int) -> None:
 def resumable(
     agent: Any, state: Any, best_return: float, last_return: float
 ) -> dict[str, Any]:
-    """Returns what `restore` needs, with the states of host environments."""
+    """Returns the checkpoint for `restore`, with the states of host environments."""
     collector = agent.collector
     host = collector.save(state.carry) if collector.is_host else []
     returns = np.array([best_return, last_return], np.float64)
@@ -393,7 +393,7 @@ def resumable(
 
 
 def restore(agent: Any, state: Any, path: Path) -> tuple[Any, float, float]:
-    """Restores the state of a run, and its best and last return of evaluations."""
+    """Restores the state of a run, and the best and the last evaluation return."""
     if not checkpoint.steps(path):
         return state, -np.inf, -np.inf
     tree: Any = checkpoint.restore(path, resumable(agent, state, 0.0, 0.0))
@@ -406,7 +406,7 @@ def restore(agent: Any, state: Any, path: Path) -> tuple[Any, float, float]:
 
 
 def trim_tables(agent: Any, num_done: int, files: Folder) -> None:
-    """Checks the tables, and removes the rows after the checkpoint."""
+    """Validates the tables and removes the rows after the checkpoint."""
     steps = agent.env_steps(np.arange(1, num_done + 1)).tolist()
     for path in (files.metrics, files.evaluations):
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -430,7 +430,7 @@ def trim_tables(agent: Any, num_done: int, files: Folder) -> None:
 
 
 def append_rows(path: Path, columns: dict[str, Any]) -> None:
-    """Appends rows to a CSV file, after a header if it is new."""
+    """Appends rows to a CSV file; a new file begins with a header."""
     is_new = not path.exists() or not path.stat().st_size
     rows = zip(*(np.atleast_1d(x).tolist() for x in columns.values()), strict=True)
     with path.open("a", newline="") as file:
@@ -458,7 +458,7 @@ def evaluation_row(steps: Any, stats: rollout.stats.CollectStats) -> dict[str, A
 def progress_line(
     steps: Any, speed: Any, metrics: dict[str, Any], evaluation: Any
 ) -> str:
-    """Formats the line that is printed after each part of a training."""
+    """Formats the line of output after each part of the training."""
     text = f"{steps:>12,} steps, return {metrics['return_mean'][-1]:.6g}"
     if evaluation is not None:
         text += f", evaluation {float(evaluation.returns.mean):.6g}"
@@ -491,7 +491,7 @@ class TensorBoardWriter:
 
 
 def draw_curve(files: Folder) -> None:
-    """Draws the mean return over the environment steps."""
+    """Plots the mean return over the environment steps."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots()
@@ -510,7 +510,7 @@ def draw_curve(files: Folder) -> None:
 
 
 def draw_gif(agent: Any, state: Any, key: chex.PRNGKey, env: Any, path: Path) -> None:
-    """Draws an episode of `eval_policy`, if the environment can be drawn."""
+    """Renders an episode of `eval_policy`, if the environment can be rendered."""
     env = agent.env if env is None else env
     collector = make_collector(env, agent.eval_policy).freeze(state.carry)
     try:

@@ -2,7 +2,7 @@
 
     python -m rollout.recipes.sac Pendulum-v1
 
-The order is the paper's: config, networks, rollout, target, loss, update. Copy this
+The file follows the paper: config, networks, rollout, target, loss, update. Copy this
 file and change it.
 """
 
@@ -73,7 +73,7 @@ class MLP(nn.Module):
 
 
 class TrainState(struct.PyTreeNode):
-    """All state of a training, a pytree for `rollout.checkpoint`."""
+    """State of the training, a pytree that `rollout.checkpoint` can save."""
 
     params: dict[str, Any]  # "actor", "critic" [2, ...] and "log_alpha" ()
     target_params: ArrayTree  # parameters of the target critics, [2, ...]
@@ -86,11 +86,11 @@ class TrainState(struct.PyTreeNode):
 
 
 class Batch(struct.PyTreeNode):
-    """Rows of the loss, `[M, ...]`."""
+    """Inputs of the loss, `[M, ...]`."""
 
     obs: ArrayTree
     action: jax.Array  # [M, size], normalized
-    target: jax.Array  # of both critics
+    target: jax.Array  # target of both critics
     noise: jax.Array  # [M, size], standard normal, to sample actions of the actor
 
 
@@ -125,17 +125,17 @@ class SAC(Agent):
         state = agent.init(jax.random.key(0))
         state, metrics = jax.jit(agent.train)(state)
 
-    In host environments, call `train` outside of `jit`; it donates the buffer of
-    `state`, so use the state only once.
+    In host environments, call `train` outside of `jit`. It donates the replay buffer of
+    `state`, so use a state only once.
 
     Attributes:
         env: `B` environments with a `Box` of floats as action space, made by
             `rollout.envs.make_vec`, by `rollout.envs.from_gymnasium` or otherwise.
         config: hyperparameters.
         actor_network: a flax module that maps observations to the parameters of
-            `distribution`, `[..., num_params]`. None for an `MLP`.
+            `distribution`, `[..., num_params]`. None uses an `MLP`.
         critic_network: a flax module that maps observations and normalized actions to
-            `[..., 1]`. None for an `MLP`.
+            `[..., 1]`. None uses an `MLP`.
 
     Raises:
         ValueError: if the action space is not a `Box` of floats.
@@ -146,7 +146,7 @@ class SAC(Agent):
     critic_network: nn.Module | None = None
 
     def __post_init__(self) -> None:
-        TanhNormal(self.spec.action_space)  # raises for other spaces
+        TanhNormal(self.spec.action_space)  # raises if the space is no Box of floats
 
     @functools.cached_property
     def distribution(self) -> TanhNormal:
@@ -170,7 +170,7 @@ class SAC(Agent):
 
     @functools.cached_property
     def policy(self) -> rollout.Policy:
-        """The policy that collects: it samples actions."""
+        """The policy for collection, which samples actions."""
         return Policy(self.actor, self.distribution)
 
     @functools.cached_property
@@ -184,7 +184,7 @@ class SAC(Agent):
         return optax.adam(self.config.learning_rate)
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes everything but the carry and the buffer."""
+        """Initializes the training state without the carry and the buffer."""
         actor_key, *critic_keys = jax.random.split(key, 3)
         action = jnp.zeros((self.spec.num_envs, self.distribution.size))
         init_critics = jax.vmap(self.critic.init, (0, None, None))
@@ -216,11 +216,11 @@ class SAC(Agent):
         )
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
-        """Takes `num_steps` steps in every environment and learns after each of them.
+        """Alternates environment steps and gradient steps, `num_steps` times.
 
         Returns:
             The next state, and metrics, `()` each: `return_mean` of the last 100
-            episodes, and means over the gradient steps of what `loss` returns.
+            episodes, and the metrics of `loss`, averaged over gradient steps.
         """
         num_steps, is_host = self.config.num_steps, self.collector.is_host
         state, (trajectory, metrics) = scan_updates(
@@ -230,7 +230,7 @@ class SAC(Agent):
         return state.replace(window=window, num_updates=state.num_updates + 1), metrics
 
     def step(self, state: TrainState) -> tuple[TrainState, Any]:
-        """Takes one step in every environment and learns."""
+        """Takes one step in every environment, then the gradient steps."""
         carry, trajectory = self.collector.collect_steps(state.carry, state.params, 1)
         learner = state.replace(carry=(), buffer_state=(), window=())
         learner, buffer_state, metrics = self.learn(

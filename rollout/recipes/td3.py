@@ -2,7 +2,7 @@
 
     python -m rollout.recipes.td3 Pendulum-v1
 
-The order is the paper's: config, networks, rollout, target, losses, update. Copy this
+The file follows the paper: config, networks, rollout, target, losses, update. Copy this
 file and change it.
 """
 
@@ -81,11 +81,11 @@ class MLP(nn.Module):
 
 
 class TrainState(struct.PyTreeNode):
-    """All state of a training, a pytree for `rollout.checkpoint`."""
+    """State of the training, a pytree that `rollout.checkpoint` can save."""
 
     params: dict[str, Any]  # "actor", and "critic" [2, ...]
-    target_params: dict[str, Any]  # the same of the target networks
-    opt_state: dict[str, optax.OptState]  # of "actor" and of "critic"
+    target_params: dict[str, Any]  # "actor" and "critic" of the target networks
+    opt_state: dict[str, optax.OptState]  # for "actor" and for "critic"
     num_gradient_steps: jax.Array  # () int32
     buffer_state: ArrayTree
     carry: Any  # `rollout.Carry` of the collector
@@ -95,11 +95,11 @@ class TrainState(struct.PyTreeNode):
 
 
 class Batch(struct.PyTreeNode):
-    """Rows of the losses, `[M, ...]`."""
+    """Inputs of the losses, `[M, ...]`."""
 
     obs: ArrayTree
     action: jax.Array  # [M, size], normalized
-    target: jax.Array  # of both critics
+    target: jax.Array  # target of both critics
 
 
 class Policy(rollout.Policy):
@@ -112,16 +112,16 @@ class Policy(rollout.Policy):
     def apply(
         self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
     ) -> rollout.PolicyStep:
-        """Explores."""
+        """Chooses the actor's actions with exploration noise."""
         action = self.distribution.squash(self.network.apply(params["actor"], obs))
         action += self.exploration_noise * jax.random.normal(key, action.shape)
-        # Clips to the bounds.
+        # `postprocess` clips to the bounds.
         return rollout.PolicyStep(self.distribution.postprocess(action), state)
 
     def mode(
         self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
     ) -> rollout.PolicyStep:
-        """Adds no noise."""
+        """Chooses the actor's actions without noise."""
         action = self.distribution.squash(self.network.apply(params["actor"], obs))
         return rollout.PolicyStep(self.distribution.postprocess(action), state)
 
@@ -134,17 +134,17 @@ class TD3(Agent):
         state = agent.init(jax.random.key(0))
         state, metrics = jax.jit(agent.train)(state)
 
-    In host environments, call `train` outside of `jit`; it donates the buffer of
-    `state`, so use the state only once.
+    In host environments, call `train` outside of `jit`. It donates the replay buffer of
+    `state`, so use a state only once.
 
     Attributes:
         env: `B` environments with a `Box` of floats as action space, made by
             `rollout.envs.make_vec`, by `rollout.envs.from_gymnasium` or otherwise.
         config: hyperparameters.
         actor_network: a flax module that maps observations to unsquashed actions,
-            `[..., size]`. None for an `MLP`.
+            `[..., size]`. None uses an `MLP`.
         critic_network: a flax module that maps observations and normalized actions to
-            `[..., 1]`. None for an `MLP`.
+            `[..., 1]`. None uses an `MLP`.
 
     Raises:
         ValueError: if the action space is not a `Box` of floats.
@@ -155,11 +155,11 @@ class TD3(Agent):
     critic_network: nn.Module | None = None
 
     def __post_init__(self) -> None:
-        TanhNormal(self.spec.action_space)  # raises for other spaces
+        TanhNormal(self.spec.action_space)  # raises if the space is no Box of floats
 
     @functools.cached_property
     def distribution(self) -> TanhNormal:
-        """Scales actions; TD3 has no other use for the distribution."""
+        """The distribution that squashes and scales actions; TD3 does not sample it."""
         return TanhNormal(self.spec.action_space)
 
     @functools.cached_property
@@ -179,7 +179,7 @@ class TD3(Agent):
 
     @functools.cached_property
     def policy(self) -> rollout.Policy:
-        """The policy that collects: random actions first, then Gaussian noise."""
+        """The policy for collection: random actions first, then Gaussian noise."""
         noise, space = self.config.exploration_noise, self.spec.action_space
         policy = Policy(self.actor, self.distribution, noise)
         if not all(np.isfinite(x).all() for x in space.bounds):  # no uniform samples
@@ -188,7 +188,7 @@ class TD3(Agent):
 
     @functools.cached_property
     def eval_policy(self) -> rollout.Policy:
-        """The policy to evaluate: it adds no noise."""
+        """The policy for evaluation, without noise."""
         noise = self.config.exploration_noise
         return Greedy(Policy(self.actor, self.distribution, noise))
 
@@ -203,7 +203,7 @@ class TD3(Agent):
         return optax.adam(self.config.learning_rate)
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes everything but the carry and the buffer."""
+        """Initializes the training state without the carry and the buffer."""
         actor_key, *critic_keys = jax.random.split(key, 3)
         action = jnp.zeros((self.spec.num_envs, self.distribution.size))
         init_critics = jax.vmap(self.critic.init, (0, None, None))
@@ -235,11 +235,12 @@ class TD3(Agent):
         )
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
-        """Takes `num_steps` steps in every environment and learns after each of them.
+        """Alternates environment steps and gradient steps, `num_steps` times.
 
         Returns:
             The next state, and metrics, `()` each: `return_mean` of the last 100
-            episodes, and means over the gradient steps of what `critic_loss` returns.
+            episodes, and the metrics of `critic_loss`, averaged over gradient
+            steps.
         """
         num_steps, is_host = self.config.num_steps, self.collector.is_host
         state, (trajectory, metrics) = scan_updates(
@@ -249,7 +250,7 @@ class TD3(Agent):
         return state.replace(window=window, num_updates=state.num_updates + 1), metrics
 
     def step(self, state: TrainState) -> tuple[TrainState, Any]:
-        """Takes one step in every environment and learns."""
+        """Takes one step in every environment, then the gradient steps."""
         carry, trajectory = self.collector.collect_steps(state.carry, state.params, 1)
         learner = state.replace(carry=(), buffer_state=(), window=())
         learner, buffer_state, metrics = self.learn(
@@ -293,7 +294,7 @@ class TD3(Agent):
     def gradient_step(
         self, state: TrainState, buffer_state: ArrayTree, key: chex.PRNGKey
     ) -> tuple[TrainState, Metrics]:
-        """Updates the critics, and every `policy_delay` steps actor and targets."""
+        """Updates the critics, and the actor and targets every `policy_delay` steps."""
         sample_key, target_key = jax.random.split(key)
         sample = self.buffer.sample(buffer_state, sample_key, self.config.batch_size)
         experience = sample.experience

@@ -518,7 +518,7 @@ def test_collectives_of_a_mesh_of_absent_devices_are_told(accelerator):
     assert "all-reduce" in report.collectives_per_round
     assert report.loop.trips == T
     other = "a100" if accelerator == "v5e" else "v5e"
-    with pytest.raises(ValueError, match="`accelerator` must be that of the arguments"):
+    with pytest.raises(ValueError, match="`accelerator` must match the devices of the"):
         rollout.inspect_program(fn, x, accelerator=other)
 
 

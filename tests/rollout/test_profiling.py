@@ -33,7 +33,7 @@ def test_work_of_a_host_environment_shows_as_its_step():
     collector = rollout.HostCollector(env=env, policy=policy)
     carry = collector.init(KEY)
     profile = rollout.profile(collector, None, KEY, 5, num_repeats=2)
-    with pytest.raises(ValueError, match="another collector has stepped them"):
+    with pytest.raises(ValueError, match="another collector steps these"):
         collector.step(carry, None)
     assert 5 * 0.01 <= profile.env_step < profile.whole
     parts = profile.policy, profile.env_step, profile.auto_reset, profile.recording

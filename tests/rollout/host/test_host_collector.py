@@ -61,7 +61,7 @@ def test_policy_state_of_a_carry_may_be_replaced_and_nothing_else():
     changes["episode"] = carry.episode.replace(episode_length=np.zeros(4, np.int32))
     for name, value in changes.items():
         with pytest.raises(
-            ValueError, match=rf"`carry.{name}` must be as the last call"
+            ValueError, match=rf"`carry.{name}` must be as the latest call"
         ):
             host.collect_steps(carry.replace(**{name: value}), None, 1)
     host.collect_steps(jax.device_get(carry), None, 1)  # equal, in other arrays
@@ -127,11 +127,11 @@ def test_only_the_last_carry_is_taken():
     collector = on_host()
     first = collector.init(KEY)
     second, _ = collector.step(first, None)
-    with pytest.raises(ValueError, match="`carry` must be the one that the last call"):
+    with pytest.raises(ValueError, match="`carry` must be the result of the latest ca"):
         collector.step(first, None)
     collector.step(second, None)
     other = on_host()
-    with pytest.raises(ValueError, match="`carry` must be the one that the last call"):
+    with pytest.raises(ValueError, match="`carry` must be the result of the latest ca"):
         other.step(collector.init(KEY), None)
 
 
@@ -140,7 +140,7 @@ def test_carry_is_rejected_once_another_collector_has_stepped_the_environments()
     training, testing = (HostCollector(env=env, policy=POLICY) for _ in range(2))
     carry, _ = training.step(training.init(KEY), None)
     rollout.evaluate(testing, None, KEY, 3, max_episode_steps=6)
-    with pytest.raises(ValueError, match="another collector has stepped them"):
+    with pytest.raises(ValueError, match="another collector steps these"):
         training.step(carry, None)
     carry, _ = training.step(training.init(KEY), None)
     training.step(carry, None)
@@ -193,7 +193,7 @@ SPACES = {
     "bounds": (
         gymnasium.spaces.Box(1, 5, (2,)),
         lambda number: jnp.float32([[1, 5], [2, 2], [1, 1 - 9 * number]]),
-        r"in lane 2 `action\[1\]` must be in \[1, 5\], got -8\. .* clip or rescale in",
+        r"in lane 2 `action\[1\]` must be in \[1, 5\], got -8\. .* Clip or rescale in",
     ),
     "nan": (
         gymnasium.spaces.Box(-np.inf, np.inf, ()),
@@ -293,7 +293,7 @@ def test_normalising_host_collector_is_evaluated_with_fixed_statistics():
     want = rollout.evaluate(kernel.freeze(carries[0]), None, KEY, 9)
     assert stats.returns.mean == want.returns.mean
     chex.assert_trees_all_equal(judge.init(KEY).env_state[1].statistics, learnt)
-    with pytest.raises(ValueError, match="another collector has stepped them"):
+    with pytest.raises(ValueError, match="another collector steps these"):
         host.step(carries[1], None)
 
 
