@@ -85,6 +85,7 @@ def minibatch_of(agent: Any, carry: rollout.Carry, t: rollout.Transition) -> Any
         "advantage": t.reward,
         "target": t.reward,
         "weight": t.mask.astype(jnp.float32),
+        "acting": t.mask.astype(jnp.float32),
         **{name: t.extras[name] for name in ("raw_action", "log_prob", "value")},
     }
     if isinstance(agent, recurrent_ppo.RecurrentPPO):

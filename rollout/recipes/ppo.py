@@ -119,6 +119,7 @@ class Batch(struct.PyTreeNode):
     advantage: jax.Array
     target: jax.Array  # target of the value function
     weight: jax.Array  # 1 for valid rows, 0 for masked-out rows
+    acting: jax.Array  # 1, or 0 for rows without an action, which train the critic
 
 
 class Policy(rollout.Policy):
@@ -255,6 +256,7 @@ class PPO(Agent):
             advantage=advantage,
             target=value + advantage,
             weight=trajectory.mask.astype(jnp.float32),
+            acting=jnp.float32(getattr(trajectory, "acting", trajectory.mask)),
         )
         key, shuffle_key = jax.random.split(state.key)
         learner = state.params, state.opt_state, jnp.bool_(False)
@@ -319,13 +321,15 @@ class PPO(Agent):
         clipped_value = batch.value + jnp.clip(value - batch.value, -limit, limit)
         error, clipped_error = value - batch.target, clipped_value - batch.target
         value_loss = 0.5 * jnp.maximum(error**2, clipped_error**2)
-        entropy = self.distribution.entropy(outputs, mask)
-        loss = -surrogate + config.vf_coef * value_loss - config.ent_coef * entropy
+        policy_loss = -batch.acting * surrogate
+        entropy = batch.acting * self.distribution.entropy(outputs, mask)
+        loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
         metrics = {
-            "policy_loss": -surrogate,
+            "policy_loss": policy_loss,
             "value_loss": value_loss,
             "entropy": entropy,
-            "kl": ratio - 1 - log_ratio,  # estimator k3 of joschu.net/blog/kl-approx
+            # Estimator k3 of joschu.net/blog/kl-approx.
+            "kl": batch.acting * (ratio - 1 - log_ratio),
             "clip_fraction": jnp.float32(ratio != clipped_ratio),
         }
         return loss, metrics

@@ -44,7 +44,8 @@ def make_batch(num_rows: int = 64) -> Batch:
     floats = log_prob - 0.4 * log_ratio, value - 0.3 * noise, advantage, target
     weight = np.arange(num_rows) % 5 != 0
     obs = {"outputs": outputs, "value": np.float32(value)}
-    return Batch(obs, action, *map(np.float32, floats), np.float32(weight))
+    weights = np.float32(weight), np.ones(num_rows, np.float32)
+    return Batch(obs, action, *map(np.float32, floats), *weights)
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -271,6 +272,7 @@ def plain_batch(trajectory, last_value, numbers) -> Batch:
         advantage=advantage,
         target=value + advantage,
         weight=np.float32(trajectory.mask),
+        acting=np.float32(trajectory.mask),
     )
     return jax.tree.map(lambda x: x.reshape(T * B, *x.shape[2:]), batch)
 
@@ -516,3 +518,19 @@ def test_observations_and_environments_of_another_shape_raise():
             PPO(env, CONFIG).init(jax.random.key(0))
     with pytest.raises(ValueError, match="`key` must be one typed key"):
         agent.init(0)
+
+
+def test_rows_without_an_action_train_the_critic_only():
+    agent, batch = PPO(SPEC, CONFIG, Readout()), make_batch()
+    silent = batch.replace(acting=np.zeros_like(batch.acting))
+
+    @quick_jit
+    def losses(batch):
+        return agent.loss({}, batch)
+
+    loss, metrics = losses(silent)
+    np.testing.assert_array_equal(loss, CONFIG.vf_coef * metrics["value_loss"])
+    assert not np.any(metrics["entropy"])
+    acting = losses(batch.replace(acting=np.ones_like(batch.acting)))[1]
+    np.testing.assert_array_equal(acting["value_loss"], metrics["value_loss"])
+    assert np.any(acting["policy_loss"])

@@ -50,6 +50,7 @@ def make_batch(seed: int = 0) -> Batch:
         advantage=floats[2],
         target=floats[3],
         weight=np.float32(rng.random(shape) < 0.8),
+        acting=np.float32(rng.random(shape) < 0.7),
     )
 
 
@@ -77,6 +78,7 @@ def plain_loss(agent, params, batch):
         advantage=batch.advantage,
         target=batch.target,
         weight=batch.weight,
+        acting=batch.acting,
     )
     names = {field for field in vars(ppo.Config()) if hasattr(agent.config, field)}
     config = ppo.Config(**{name: getattr(agent.config, name) for name in names})
@@ -226,7 +228,9 @@ def test_update_takes_the_steps_of_a_plain_loop(key_reuse):
             mask=trajectory.mask,
             **numbers,
         )
-        rows = batch.replace(advantage=advantage, target=value + advantage)
+        rows = batch.replace(
+            advantage=advantage, target=value + advantage, acting=batch.weight
+        )
         params, optimizer, logs = state.params, agent.optimizer, []
         opt_state = optimizer.init(params)
         for key in jax.random.split(jax.random.split(state.key)[1], CONFIG.num_epochs):
