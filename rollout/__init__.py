@@ -1,37 +1,36 @@
 """Collects reinforcement-learning experience in JAX, as a pure function.
 
 A rollout is a fold over time of one pure step. `Collector` folds it; `random_policy`,
-`stateless_policy` and `recurrent_policy` make its policy, and `EpsilonGreedy`,
-`RandomWarmup` and those of `policies` make one explore; `summarize` computes
-statistics of the episodes that ended. Everything runs inside your own `jit`, or jitted
-from a notebook.
+`stateless_policy` and `recurrent_policy` make a policy; `policies` has wrappers for
+exploration, such as `EpsilonGreedy` and `RandomWarmup`; `summarize` computes statistics
+of finished episodes. All functions run inside an outer `jit`, or jitted from a
+notebook.
 
 `Stream` yields batches to a training loop in Python; `checkpoint` saves and restores
 it; `shard` shards the lanes over devices. `profile` times the parts of a step, and
 `inspect_program` reports the launches and waits of a program on an accelerator, which
 may be absent.
 
-This package exports what most programs need. `rollout.agents` has the rest for several
-agents: which policy controls which agent, and the transitions of each; `rollout.host`
-for environments that are not JAX; `rollout.recommendation` for items and users.
-`rollout.envs` has environments, and `rollout.buffers` replay buffers.
+This package exports the names that most programs need. `rollout.agents` is for several
+agents: it assigns policies to agents and returns the transitions of each agent.
+`rollout.host` is for environments outside of JAX, `rollout.recommendation` for items
+and users. `rollout.envs` has environments, and `rollout.buffers` has replay buffers.
 
 `types` has the contracts; `checks` and `nonfinite` check arguments and recorded values;
-`programs` lets equal objects share what is compiled, and `platform` chooses
-implementations by device; `stats`, `moments`, `episode_window`,
-`trajectories`, `targets` and `minibatches` compute on trajectories, and `logs` flattens
-statistics; `distributions` has distributions over actions, and `training` the interface
-of agents; `collector`, `evaluation`, `env_checker`, `profiling` and `checkpoint` have
-the functions of these names; `sharding` spreads lanes over devices and `multihost`
-compares the processes of one run; `gif` draws an episode.
-`policies`, `kernel`, `stream`, `inspection` and `cli` are packages that list their
-modules.
+`programs` shares compiled programs between equal objects, and `platform` chooses
+implementations by device; `stats`, `moments`, `episode_window`, `trajectories`,
+`targets` and `minibatches` compute on trajectories, and `logs` flattens statistics;
+`distributions` has distributions over actions, and `training` the interface of agents;
+`collector`, `evaluation`, `env_checker`, `profiling` and `checkpoint` have functions of
+the same name; `sharding` shards lanes over devices, and `multihost` compares the
+processes of one run; `gif` renders an episode. The packages `policies`, `kernel`,
+`stream`, `inspection` and `cli` list their modules.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# First: the checks of all packages import its contracts, and with them all of it.
+# Import `envs` first: the checks of all packages import its contracts.
 from rollout import envs as envs
 
 # isort: split
@@ -106,7 +105,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `buffers`, `inspection` and `recipes` when they are first read."""
+    """Imports `buffers`, `inspection` and `recipes` on first access."""
     if name == "inspect_program":
         return importlib.import_module("rollout.inspection").inspect_program
     if name not in ("buffers", "inspection", "recipes"):

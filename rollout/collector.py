@@ -1,4 +1,4 @@
-"""`Collector`: steps or whole episodes of a policy in environments written in JAX."""
+"""`Collector`: collects steps or whole episodes in environments written in JAX."""
 
 import dataclasses
 import functools
@@ -47,11 +47,11 @@ def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
         def call(
             self: Any, carry: Carry, params: Any, fn: Any, acc: Any, **options: Any
         ) -> Any:
-            # A function that may hold tracers must not become a key of the cache of
-            # `jit`: it would keep them alive. Then the fold is traced at every call.
-            known = programs.static(fn, self, carry, params, acc)
-            run = method if known is None else jitted
-            return run(self, carry, params, known or fn, acc, **options)
+            # A function that may hold tracers must not become a cache key of `jit`,
+            # which would keep them alive. The fold is then traced at every call.
+            static_fn = programs.static(fn, self, carry, params, acc)
+            run = method if static_fn is None else jitted
+            return run(self, carry, params, static_fn or fn, acc, **options)
 
         return call
 
@@ -62,22 +62,22 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     """Collects the experience of a policy in a vector of environments.
 
     A collector is a pytree whose leaves are the parameters of the environment and the
-    numbers of the policy, so your own jitted function may take it as an argument or
-    close over it. Every method is a pure function of its arguments, is jitted, and
-    gives the same bits inside your own `jit`.
+    numbers of the policy, so a jitted function may take it as an argument or close over
+    it. Every method is a pure function of the arguments, is jitted, and returns the
+    same bits inside an outer `jit`.
 
     Attributes:
-        env: `B` environments side by side.
-        policy: the policy that acts in them.
-        record_fn: maps each `Transition` to the one that is recorded. Pure. It may add
+        env: vector of `B` environments.
+        policy: the policy that chooses the actions.
+        record_fn: maps each `Transition` to the recorded transition. Pure. It may add
             to `extras`, cast `obs`, clip `reward` or drop a field by setting it to
             `()`. Every method returns recorded transitions; the policy and the running
-            totals never see them. It must leave the flags, `mask`, `episode_id`,
-            `episode_return`, `episode_length` and `accumulated` as they are.
+            totals never observe them. It must not change the flags, `mask`,
+            `episode_id`, `episode_return`, `episode_length` and `accumulated`.
         accumulators: custom values to accumulate per episode, by name, besides
             `episode_return` and `episode_length`; transitions, episodes and statistics
-            have them in `accumulated`.
-        is_host: whether Python steps the environments, as those of a `HostCollector`.
+            hold them in `accumulated`.
+        is_host: whether Python steps the environments, as in a `HostCollector`.
     """
 
     is_host: ClassVar[bool] = False
@@ -88,9 +88,9 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     record_fn: RecordFn[ObsT, ActionT] | None = struct.field(
         pytree_node=False, default=None
     )
-    # A mapping from names to `Accumulator`s, kept as `Accumulators`.
+    # A mapping from names to `Accumulator`s, stored as `Accumulators`.
     accumulators: Any = struct.field(pytree_node=False, default=())
-    # Tells classes of environments and policies apart; see `hash_of_types`.
+    # Distinguishes classes of environments and policies; see `hash_of_types`.
     _types: int = struct.field(pytree_node=False, default=0, repr=False)
 
     def __post_init__(self) -> None:
@@ -99,15 +99,15 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         object.__setattr__(self, "_types", hash_of_types((self.env, self.policy)))
 
     def freeze(self, carry: Carry) -> Self:
-        """Fixes the statistics of normalising wrappers, to evaluate with them.
+        """Fixes the statistics of normalizing wrappers. Use it before evaluation.
 
         Args:
-            carry: of a training with the same wrappers, with any number of lanes. Only
-                the statistics are read, and the collector begins with `init`.
+            carry: carry of a training run with the same wrappers and any number of
+                lanes. Only the statistics are read: start the collector with `init`.
 
         Returns:
-            A collector whose environments never change these statistics; this one if
-            its environments have none.
+            A collector whose environments never change these statistics, or this
+            collector if the environments have none.
 
         Raises:
             ValueError: if `carry` has statistics of other wrappers or observations.
@@ -121,8 +121,8 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         """Starts the first episode of every lane. Jitted.
 
         Args:
-            key: one typed key: the source of all randomness in the run. Its
-                implementation decides the generator.
+            key: one typed key: the source of all randomness in the run. The
+                implementation of the key selects the generator.
 
         Returns:
             The carry to pass to the other methods.
@@ -138,7 +138,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     def step(
         self, carry: Carry, params: ParamsT
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
-        """Takes one step in every lane and resets those whose episode ended. Jitted.
+        """Takes one step in every lane and resets the finished lanes. Jitted.
 
         Args:
             carry: the carry of `init` or of an earlier call.
@@ -154,7 +154,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         return step.step(self, carry, params, roots_of(self, carry))
 
     def row_shape(self, params: ParamsT) -> Transition[ObsT, ActionT]:
-        """Returns the shapes and dtypes of a row, `[B, ...]`; nothing is played.
+        """Returns the shapes and dtypes of a row, `[B, ...]`, without stepping.
 
         Args:
             params: parameters of the policy.
@@ -162,7 +162,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         Raises:
             ValueError: as `step` does.
         """
-        # By the jitted methods, so that what they trace is there for later calls, too.
+        # Trace the jitted methods, so that later calls reuse the cached traces.
         carry = jax.eval_shape(Collector.init, self, jax.random.key(0))
         return jax.eval_shape(Collector.step, self, carry, params)[1]
 
@@ -170,8 +170,8 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     def value(self, carry: Carry, params: ParamsT) -> Any:
         """Evaluates the policy's critic at the current observations. Jitted.
 
-        After a call of `collect_steps` these are the values of the observations that
-        follow its last row, the `last_value` of `next_values`.
+        Call it after `collect_steps` to compute `last_value` for `next_values`: the
+        values of the observations after the last row.
 
         Args:
             carry: the carry of `init` or of an earlier call.
@@ -195,17 +195,17 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes `num_steps` steps in every lane. Jitted.
 
-        Inside your own `jit` it is inlined, and a field of the trajectory that you do
-        not read costs no memory.
+        The call is inlined in an outer `jit`, where unused fields of the trajectory
+        cost no memory.
 
         Args:
-            carry: the carry of `init` or of an earlier call; it is not consumed.
+            carry: the carry of `init` or of an earlier call; it is not donated.
             params: parameters of the policy.
             num_steps: T, steps per lane, at least 1. Static: one trace per value.
 
         Returns:
-            The next carry, and the trajectory, `[T, B, ...]`. One call of T steps gives
-            the bits of two calls of T/2.
+            The next carry, and the trajectory, `[T, B, ...]`. One call of T steps
+            returns the same bits as two calls of T/2.
 
         Raises:
             ValueError: if `num_steps` is not an int of at least 1, or as `step` does.
@@ -230,9 +230,9 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         Args:
             carry: the carry of `init` or of an earlier call.
             params: parameters of the policy.
-            fn: `(acc, transition)` to the next `acc`, of unchanged structure, shapes
-                and dtypes; the transition is `[B, ...]`. Static: another function
-                object compiles again.
+            fn: maps `(acc, transition)` to the next `acc`, of unchanged structure,
+                shapes and dtypes; the transition is `[B, ...]`. Static: another
+                function object is compiled again.
             acc: the initial `acc`, any pytree of arrays.
             num_steps: steps per lane, at least 1.
 
@@ -266,40 +266,40 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Episodes]:
         """Plays exactly `num_episodes` new episodes. Jitted.
 
-        The lanes serve one queue: a lane whose episode is over takes the next one that
-        has not started, and the call ends when all have ended. Episodes count in the
-        order in which they start, so short ones are not favoured.
+        The lanes serve one queue: a finished lane takes the next episode that has not
+        started, and the call returns when all episodes have ended. Episodes count in
+        the order in which they start, so short episodes are not favored.
 
-        If the policy draws nothing, or only from an `EpisodeKey`, and keeps nothing
-        `Persistent`, episode k is the same whichever lane plays it and for any number
-        of lanes, and one call of N gives the episodes of two calls of N/2. The key that
-        a policy is called with is that of a step: with one that draws from it, such as
-        `random_policy`, episode k begins alike, and its actions depend on when it is
-        played.
+        Suppose that the policy samples nothing, or only from an `EpisodeKey`, and
+        stores nothing in `Persistent`. Then episode k does not depend on the lane or
+        the number of lanes, and one call of N returns the episodes of two calls of N/2.
+        The key argument of a policy belongs to a step: if the policy samples from it,
+        as `random_policy` does, episode k starts from the same state, but the actions
+        depend on when the episode is played.
 
         Args:
-            carry: the carry of `init` or of an earlier call. Its unfinished episodes
-                are given up.
+            carry: the carry of `init` or of an earlier call. Unfinished episodes are
+                discarded.
             params: parameters of the policy.
             num_episodes: N, at least 1. Static: one trace per value.
-            max_episode_steps: L, steps of an episode after which it is cut, at least 1;
-                None for 1,000,000, which ends the call if an episode never ends.
+            max_episode_steps: L, steps after which an episode is truncated, at least 1;
+                None for 1,000,000, which bounds the call if an episode never ends.
                 Required with `return_trajectory`.
-            min_steps: plays only the first episodes, in the order of their start, that
-                have this many steps together, at least 1; which ones does not depend on
-                the lanes. `Episodes.mask` is True for them; N is the most there can
-                be, and may be too few. None plays all N.
-            per_env: whether every lane plays N episodes of its own instead: the right
-                choice where lanes differ, as those of `rollout.envs.vectorize_each` do,
-                for a lane with short episodes would take more of the queue. There are
-                `N * B` episodes then: lane i's n-th (from 0) is in place `n * B + i`,
-                and from a fresh carry it has this number for `at_episode`. An episode
-                of the carry without a step is the first. Not with `min_steps`.
+            min_steps: total number of steps to play, at least 1: only the first
+                episodes, in the order of their start, that reach this total count, for
+                any number of lanes. `Episodes.mask` is True for them. N is the maximum
+                number of episodes, and may be too few. None plays all N.
+            per_env: whether every lane plays N episodes, without a queue. Use it if
+                lanes differ, as in `rollout.envs.vectorize_each`: a lane with short
+                episodes would take more of the queue. The call returns `N * B`
+                episodes: lane i's n-th (from 0) has the index `n * B + i`, and from a
+                fresh carry also this number for `at_episode`. An episode of the carry
+                without a step is the first. Not allowed with `min_steps`.
             return_trajectory: whether `episodes.trajectory` has all steps of the
-                episodes. Memory is that of L x N transitions.
+                episodes, which takes the memory of L x N transitions.
 
         Returns:
-            The next carry, every lane at the start of a new episode of its own; and the
+            The next carry, with every lane at the start of a new episode; and the
             episodes, `[N]`, in the order in which they started.
 
         Raises:
@@ -312,15 +312,15 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             max_episode_steps, return_trajectory
         )
         min_steps = checks.min_steps(min_steps, per_env)
-        # Without rows nothing is accumulated: episodes have their own table.
+        # `acc` stays empty without rows: `play` stores the results of the episodes.
         fn: Any = lambda acc, transition, index: acc  # noqa: E731
         acc: Any = ()
         if return_trajectory:
             row = self.row_shape(params)
-            # One column per episode; with `per_env` every lane plays N of them.
+            # One column per episode; with `per_env` every lane plays N episodes.
             number = num_episodes * (self.env.num_envs if per_env else 1)
             acc, fn = episodes.pad(row, number, max_episode_steps)
-        carry, rows, played = episodes.play(
+        carry, rows, result = episodes.play(
             self,
             carry,
             params,
@@ -333,10 +333,10 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             holds=not return_trajectory,
         )
         if not return_trajectory:
-            return carry, played
-        if min_steps is not None:  # others were started, and do not count
-            rows = mask_out(rows.replace(mask=rows.mask & played.mask[None]))
-        return carry, played.replace(trajectory=rows)
+            return carry, result
+        if min_steps is not None:  # mask out later episodes
+            rows = mask_out(rows.replace(mask=rows.mask & result.mask[None]))
+        return carry, result.replace(trajectory=rows)
 
     @_jit_fold("num_episodes", "max_episode_steps")
     def fold_episodes(
@@ -354,14 +354,14 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         Args:
             carry: the carry of `init` or of an earlier call.
             params: parameters of the policy.
-            fn: `(acc, transition)` to the next `acc`, of unchanged structure, shapes
-                and dtypes. The transition is `[B, ...]`; where its `mask` is False the
-                lane is idle: no reward, no flag. The step at which `max_episode_steps`
-                runs out is `truncated`. The episode at position e of the queue has the
-                `episode_id` `-1 - e`. Static, as in `fold_steps`.
+            fn: maps `(acc, transition)` to the next `acc`, of unchanged structure,
+                shapes and dtypes. The transition is `[B, ...]`; a lane with a False
+                `mask` is idle: no reward, no flag. The step at which
+                `max_episode_steps` runs out is `truncated`. The episode at position e
+                of the queue has the `episode_id` `-1 - e`. Static, as in `fold_steps`.
             acc: the initial `acc`, any pytree of arrays.
             num_episodes: N, at least 1.
-            max_episode_steps: steps of an episode after which it is cut, at least 1;
+            max_episode_steps: steps after which an episode is truncated, at least 1;
                 None for 1,000,000.
 
         Returns:

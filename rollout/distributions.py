@@ -2,7 +2,7 @@
 
 A network outputs an array of parameters, `[..., num_params]`. `ActionDistribution`
 turns it into actions, log-probabilities and entropies. Use it in a policy and in the
-loss of an agent of your own:
+loss of a custom agent:
 
     distribution = ActionDistribution(env.action_space)
     outputs = network.apply(params, obs)  # [B, distribution.num_params]
@@ -36,20 +36,20 @@ class ActionDistribution:
     Every integer of an action has a categorical distribution, and every float a
     Gaussian. Composite spaces, such as a `Dict`, have independent parts. A raw action
     has the structure of an action. Its integers count from 0 and its floats are
-    unbounded; `postprocess` turns it into an action of the space. Probabilities are
-    those of the raw action, so record the raw action for the loss.
+    unbounded; `postprocess` turns it into an action of the space. Probabilities
+    refer to the raw action, so record the raw action for the loss.
 
-    The parameters of all parts lie side by side: first logits and means in the order of
+    The parameters of all parts are concatenated: first logits and means in the order of
     `jax.tree.leaves`, then `num_log_stds` logarithms of standard deviations. A network
-    may output the last ones, or append them from a parameter that does not depend on
+    may output these logarithms, or append them from a parameter that does not depend on
     the observation.
 
     Attributes:
-        action_space: action space of a single environment: of `rollout.envs`,
+        action_space: action space of a single environment, from `rollout.envs`,
             Gymnasium or gymnax. Integer spaces must have finite bounds.
 
     Raises:
-        ValueError: if `action_space` is no space, or a part of it has no bounds.
+        ValueError: if `action_space` is not a space, or if a part has no bounds.
     """
 
     action_space: AnySpace
@@ -76,12 +76,12 @@ class ActionDistribution:
 
     @property
     def num_log_stds(self) -> int:
-        """Number of log standard deviations, the last of the parameters."""
+        """Number of log standard deviations, the last entries of the parameters."""
         return sum(part.num_outputs for part in self._parts if part.is_float)
 
     @property
     def num_mask_flags(self) -> int:
-        """Number of flags of an `action_mask`: values of all integers together."""
+        """Number of flags of an `action_mask`: one per value of every integer."""
         return sum(int(part.num_values.sum()) for part in self._parts)
 
     def sample(
@@ -96,15 +96,15 @@ class ActionDistribution:
             params: `[..., num_params]` float, output of a network.
             key: one typed key.
             action_mask: `[..., num_mask_flags]` bool or int, or any shape with as many
-                entries: True where a value of an integer is valid. Flags of all
-                integers lie side by side. An integer without a valid value is sampled
-                from all of its values. None if all values are valid.
+                entries: True if a value of an integer is valid. The flags of all
+                integers are concatenated. An integer without a valid value is sampled
+                from all values. None if all values are valid.
 
         Returns:
             The raw action, a pytree of `[..., *shape]` in the structure of an action.
 
         Raises:
-            ValueError: if `params` or `action_mask` has another size.
+            ValueError: if `params` or `action_mask` has the wrong size.
         """
         leaves = self._split(params, action_mask)
         keys = jax.random.split(key, len(leaves)) if len(leaves) > 1 else [key]
@@ -121,7 +121,7 @@ class ActionDistribution:
     def mode(
         self, params: jax.Array, action_mask: jax.Array | None = None
     ) -> ArrayTree:
-        """Returns the most likely raw action; arguments as of `sample`."""
+        """Returns the most likely raw action; arguments as in `sample`."""
         leaves = self._split(params, action_mask)
         pairs = zip(self._parts, leaves, strict=True)
         return self._structure.unflatten(
@@ -145,7 +145,7 @@ class ActionDistribution:
             action_mask: mask with which the action was sampled.
 
         Returns:
-            `[...]` float: a log-density where the action has floats.
+            `[...]` float: a log-density if the action has floats.
         """
         leaves, total = self._split(params, action_mask), jnp.zeros(())
         raw_leaves = self._structure.flatten_up_to(raw_action)
@@ -162,7 +162,7 @@ class ActionDistribution:
     def entropy(
         self, params: jax.Array, action_mask: jax.Array | None = None
     ) -> jax.Array:
-        """Computes the entropy in nats, `[...]`; arguments as of `sample`."""
+        """Computes the entropy in nats, `[...]`; arguments as in `sample`."""
         leaves, total = self._split(params, action_mask), jnp.zeros(())
         for part, leaf in zip(self._parts, leaves, strict=True):
             if part.is_float:
@@ -204,7 +204,7 @@ class ActionDistribution:
         return self._structure.unflatten(actions)
 
     def _split(self, params: jax.Array, action_mask: jax.Array | None) -> "list[_Leaf]":
-        """Splits the parameters into those of each part of an action."""
+        """Splits the parameters by parts of an action."""
         if params.shape[-1] != self.num_params:
             raise ValueError(
                 f"`params` must have shape [..., {self.num_params}] for "
@@ -227,13 +227,13 @@ class ActionDistribution:
                 leaves.append(_Leaf(mean=mean, log_std=log_std))
                 continue
             logits = values.reshape(*lanes, *part.shape, -1)
-            # Entries with fewer values than others have logits that are never valid.
+            # The extra logits of entries with fewer values are never valid.
             is_value = np.arange(logits.shape[-1]) < part.num_values[..., None]
             valid = _expand(is_value, logits.ndim)
             if mask is not None:
                 flag = start_flag + np.cumsum(is_value).reshape(is_value.shape) - 1
                 is_valid = mask[..., flag] & valid
-                # If no value is valid, the mask does not apply: one must be chosen.
+                # If no value is valid, ignore the mask: a value must be sampled.
                 is_valid |= valid & ~is_valid.any(-1, keepdims=True)
                 logits = jnp.where(is_valid, logits, _MASKED_LOGIT)
             elif not is_value.all():
@@ -262,7 +262,7 @@ class TanhNormal:
     """The squashed Gaussian of SAC, over the floats of a box.
 
     Attributes:
-        action_space: a `Box` of floats, of `rollout.envs`, Gymnasium or gymnax.
+        action_space: a `Box` of floats, from `rollout.envs`, Gymnasium or gymnax.
 
     Raises:
         ValueError: if `action_space` is not a `Box` of floats.
@@ -309,7 +309,7 @@ class TanhNormal:
         return self.transform_noise(params, jax.random.normal(key, mean.shape))
 
     def transform_noise(self, params: jax.Array, noise: jax.Array) -> jax.Array:
-        """Scales and shifts standard normal noise to unsquashed actions, as `sample`.
+        """Transforms standard normal noise to unsquashed actions, as `sample` does.
 
         Args:
             params: `[..., num_params]` float, output of a network.
@@ -337,7 +337,7 @@ class TanhNormal:
         log_slope = 2 * (math.log(2) - raw_action - jax.nn.softplus(-2 * raw_action))
         has_low, has_high = self._has_bounds(raw_action.ndim)
         if not (has_low & has_high).all():
-            # Log slopes of `from_low` and `to_high` of `squash`: log sigmoids.
+            # Log slopes of `from_low` and `to_high` in `squash`: log sigmoids.
             half_open = -jax.nn.softplus(jnp.where(has_low, -raw_action, raw_action))
             log_slope = jnp.where(has_low ^ has_high, half_open, log_slope)
             log_slope = jnp.where(has_low | has_high, log_slope, 0.0)
@@ -350,8 +350,8 @@ class TanhNormal:
             raw_action: `[..., size]` float.
 
         Returns:
-            `[..., size]` float: in [-1, 1] where both bounds are finite, at least -1
-            or at most 1 where one is, and any number where none is.
+            `[..., size]` float: in [-1, 1] between two finite bounds, at least -1 or at
+            most 1 for one finite bound, and any number without bounds.
         """
         has_low, has_high = self._has_bounds(raw_action.ndim)
         squashed = jnp.tanh(raw_action)
@@ -396,7 +396,7 @@ class TanhNormal:
         return mean, jnp.clip(log_std, -5, 2)
 
     def _has_bounds(self, ndim: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns bool arrays of `ndim` axes, the last one of size `size`."""
+        """Returns bool arrays of `ndim` axes, the last axis of size `size`."""
         has_low = np.isfinite(self._part.low).ravel()
         has_high = np.isfinite(self._part.high).ravel()
         return _expand(has_low, ndim), _expand(has_high, ndim)
@@ -432,8 +432,8 @@ def _describe_part(space: AnySpace) -> _Part:
     """Collects the facts about one leaf of an action space."""
     if space.bounds is None or space.shape is None:
         raise ValueError(
-            "`action_space` must have bounds in all parts, got a part without: "
-            f"{space!r}."
+            "`action_space` must have bounds in all parts, got a part without "
+            f"bounds: {space!r}."
         )
     low, high = (np.broadcast_to(np.asarray(x), space.shape) for x in space.bounds)
     if not jnp.issubdtype(space.dtype, jnp.floating):
@@ -445,7 +445,7 @@ def _describe_part(space: AnySpace) -> _Part:
         )
     low, high = low.astype(np.float32), high.astype(np.float32)
     has_low, has_high = np.isfinite(low), np.isfinite(high)
-    # -1 and 1 become the bounds; a missing bound is taken to be 2 away from the other.
+    # Map -1 and 1 to the bounds; place a missing bound at distance 2 from the other.
     first = np.where(has_low, low, np.where(has_high, high - 2, -1.0))
     last = np.where(has_high, high, np.where(has_low, low + 2, 1.0))
     scale = np.where(first < last, (last - first) / 2, 1.0).astype(np.float32)
@@ -455,7 +455,7 @@ def _describe_part(space: AnySpace) -> _Part:
 
 
 def _slice(params: jax.Array, start: int, size: int) -> jax.Array:
-    """Returns `size` parameters from `start` on, without a slice if these are all."""
+    """Returns `size` parameters from `start` on; does not slice the whole axis."""
     if params.shape[-1] == size:
         return params
     return params[..., start : start + size]

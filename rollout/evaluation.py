@@ -1,4 +1,4 @@
-"""`evaluate`: statistics of exactly N episodes, in one line."""
+"""`evaluate`: computes statistics of a policy over exactly N episodes."""
 
 from typing import Any
 
@@ -24,42 +24,42 @@ def evaluate(
 ) -> CollectStats:
     """Plays exactly `num_episodes` and summarizes them. Jitted for a `Collector`.
 
-    Which episodes count is settled before any of them ends, so the mean return is
-    unbiased and its confidence interval holds.
+    The set of episodes that count is fixed before any of them ends, so the mean return
+    is unbiased and the confidence interval holds.
 
-    An episode that a `HostCollector` with `on_fault="restart"` loses to a fault is one
-    of the N, and not in the statistics: `num_episodes` is then smaller, and the mean
+    A `HostCollector` with `on_fault="restart"` may lose some of the N episodes to
+    faults. The statistics then omit them: `num_episodes` is smaller, and the mean is
     biased, since long episodes fail more often.
 
-    The policy starts from its initial state: an `EpsilonGreedy` at the first value of
-    its schedule, a `RandomWarmup` with random actions. To evaluate without exploration,
-    wrap the policy in `rollout.policies.Greedy`.
+    The policy starts from the initial state: `EpsilonGreedy` uses the first value of
+    the schedule, and `RandomWarmup` samples random actions. To evaluate without
+    exploration, wrap the policy in `rollout.policies.Greedy`.
 
-    Lanes take episodes from one queue, the first ones first, so that N below `num_envs`
-    leaves lanes out. Where lanes differ, as those of `rollout.envs.vectorize_each`,
-    summarize `collect_episodes(per_env=True)`, which plays equally many in each.
+    Lanes take episodes from one queue in order, so some lanes play no episode if N is
+    below `num_envs`. If lanes differ, as in `rollout.envs.vectorize_each`, summarize
+    `collect_episodes(per_env=True)`, which plays N episodes in every lane.
 
-    With several agents the return is that of the team, and 0 in a zero-sum game:
-    `rollout.agents.evaluate_agents` has that of each agent and policy.
+    The return of several agents is the team's return, which is 0 in a zero-sum game:
+    `rollout.agents.evaluate_agents` returns statistics of each agent and policy.
 
-    Returns are those of raw rewards, also under `NormalizeReward`. Statistics of
-    `NormalizeObs` must be fixed, as by `collector.freeze(carry)`.
+    Returns are sums of raw rewards, also under `NormalizeReward`. Fix the statistics of
+    `NormalizeObs` first, for example by `collector.freeze(carry)`.
 
     Args:
-        collector: policy and environments; fastest with `num_envs` near
+        collector: policy and environments; fastest if `num_envs` is near
             `num_episodes`.
         params: parameters of the policy.
         key: one typed key: the source of all randomness.
         num_episodes: N, at least 1. Static: one trace per value.
-        max_episode_steps: steps of an episode after which it is cut, at least 1; cut
-            episodes count, and `num_unfinished` is their number.
+        max_episode_steps: steps after which an episode is truncated, at least 1;
+            truncated episodes count, and `num_unfinished` is their number.
 
     Returns:
         Statistics of the N episodes, each `()`.
 
     Raises:
         ValueError: if `key` is not one typed key, if `num_episodes` or
-            `max_episode_steps` is not an int of at least 1, if the environments learn
+            `max_episode_steps` is not an int of at least 1, if the environments update
             statistics, or as `Collector.step` does.
     """
     checks.typed_key(key)
@@ -77,7 +77,7 @@ def _evaluate(
     num_episodes: int,
     max_episode_steps: int,
 ) -> CollectStats:
-    _, num_nonfinite, played = collector.fold_episodes(
+    _, num_nonfinite, episodes = collector.fold_episodes(
         collector.init(key),
         params,
         _count,
@@ -85,10 +85,10 @@ def _evaluate(
         num_episodes=num_episodes,
         max_episode_steps=max_episode_steps,
     )
-    return summarize(played).replace(num_nonfinite=num_nonfinite)
+    return summarize(episodes).replace(num_nonfinite=num_nonfinite)
 
 
-# Here, and not inside: another function object would compile the fold again.
+# At module level: another function object would compile the fold again.
 def _count(num_nonfinite: jax.Array, row: Transition) -> jax.Array:
     return num_nonfinite + count_nonfinite(row)
 

@@ -15,7 +15,7 @@ from rollout.stats import CollectStats
 
 
 class _Figure(NamedTuple):
-    """A statistic that is defined only where there were enough episodes."""
+    """A statistic and whether there were enough episodes to define it."""
 
     value: Any
     is_defined: Any
@@ -29,15 +29,15 @@ def log_stats(
     Args:
         stats: a `CollectStats`, a `StreamStats`, an `EpisodeWindow`, an `AgentStats`, a
             mapping, or any of these nested; every leaf a number or a `()` array.
-        prefix: a group of names: "train" makes "train/return_mean" of "return_mean".
-        num_seeds: S, if the statistics are those of S runs, as `jax.vmap` makes them:
-            leaves may then be `[S]`. Each gives the mean over the seeds, and floats
-            with "_ci_low" and "_ci_high" behind their name the 95 % confidence interval
-            of that mean, in place of each seed's own.
+        prefix: group of names: "train" turns "return_mean" into "train/return_mean".
+        num_seeds: S, if `jax.vmap` returned statistics of S runs: leaves may then be
+            `[S]`. Each leaf is averaged over the seeds. For floats, entries with the
+            suffixes "_ci_low" and "_ci_high" hold the 95 % confidence interval of this
+            mean, and replace the intervals of single seeds.
 
     Returns:
-        Names to floats; a nested name is its path joined by "/". What no episode
-        defines, such as a mean before the first has ended, is left out, and seeds
+        Names to floats; a nested name is a path joined by "/". Values that no episode
+        defines, such as a mean before the first episode ends, are omitted. Seeds
         without such an episode do not count in the mean.
 
     Raises:
@@ -57,25 +57,25 @@ def log_stats(
         twice = sorted({x for x in paths if paths.count(x) > 1})
         raise ValueError(
             f"`stats` must have different names, got {twice[0]!r} twice. A nested name "
-            'is its path joined by "/".'
+            'is a path joined by "/".'
         )
     for name, (_, leaf) in zip(paths, leaves, strict=True):
         value, is_defined = leaf if isinstance(leaf, _Figure) else (leaf, True)
         _check(name, value, num_seeds)
         value = np.asarray(value)
         if value.ndim and name.endswith(("_ci_low", "_ci_high")):
-            continue  # of one seed's episodes
+            continue  # interval of a single seed
         is_float = value.dtype.kind not in "iub"
         value = value.astype(float)
-        # Only seeds in which there was an episode: NaN of one would hide all others.
+        # Skip seeds without an episode: a single NaN would hide all seeds.
         defined = value[np.broadcast_to(is_defined, value.shape)]
         if defined.size:
             flat[group + name] = float(defined.mean())
         if value.ndim and is_float and defined.size > 1:
-            one: Any = {"count": 1, "squared_deviations": 0.0}
-            # Moments of one value each: merged they have the spread between the seeds.
+            constants: Any = {"count": 1, "squared_deviations": 0.0}
+            # Merged moments of one value each have the deviation between the seeds.
             over_seeds = merge(
-                [Moments(**one, total=x, low=x, high=x) for x in defined]
+                [Moments(**constants, total=x, low=x, high=x) for x in defined]
             )
             flat[f"{group}{name}_ci_low"] = float(over_seeds.ci_low)
             flat[f"{group}{name}_ci_high"] = float(over_seeds.ci_high)
@@ -86,7 +86,7 @@ def _check(name: str, value: Any, num_seeds: int | None) -> None:
     """Checks that a leaf is a real number, or one per seed."""
     dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
     is_real = any(jnp.issubdtype(dtype, x) for x in (jnp.integer, jnp.floating, bool))
-    is_real |= type(value) is int  # NumPy has no dtype for a large one
+    is_real |= type(value) is int  # NumPy has no dtype for a large int
     if not is_real or np.shape(value) not in ((), (num_seeds,)):
         raise ValueError(
             "`stats` must have real scalars as leaves, or one for each of `num_seeds`, "
@@ -97,22 +97,22 @@ def _check(name: str, value: Any, num_seeds: int | None) -> None:
 def _named(stats: Any) -> Any:
     """Converts statistics to plain dicts of numbers and `_Figure`s."""
     if isinstance(stats, CollectStats):
-        # Counts are 0 and not undefined where no episode ended.
+        # Counts are 0, not undefined, if no episode ended.
         named = {x: y for x, y in vars(stats).items() if x.startswith("num_")}
-        for of, its in (("return", stats.returns), ("length", stats.lengths)):
-            named |= {f"{of}_{name}": x for name, x in _moments(its).items()}
+        for noun, moments in (("return", stats.returns), ("length", stats.lengths)):
+            named |= {f"{noun}_{name}": x for name, x in _moments(moments).items()}
         is_defined = np.greater(stats.returns.count, 1)
         named["return_ci_low"] = _Figure(stats.returns.ci_low, is_defined)
         named["return_ci_high"] = _Figure(stats.returns.ci_high, is_defined)
-        own = {f"{name}_mean": x.mean for name, x in stats.accumulated.items()}
-        return named | {"accumulated": _figures(own, stats.num_episodes)}
+        extra = {f"{name}_mean": x.mean for name, x in stats.accumulated.items()}
+        return named | {"accumulated": _figures(extra, stats.num_episodes)}
     if isinstance(stats, Moments):
         return {"count": stats.count, **_moments(stats)}
     if isinstance(stats, EpisodeWindow):
-        own = {f"{name}_mean": x.mean for name, x in stats.accumulated.items()}
+        extra = {f"{name}_mean": x.mean for name, x in stats.accumulated.items()}
         means = {"return_mean": stats.returns.mean, "length_mean": stats.lengths.mean}
         count = stats.num_episodes
-        figures = {"accumulated": _figures(own, count), **_figures(means, count)}
+        figures = {"accumulated": _figures(extra, count), **_figures(means, count)}
         return {"num_episodes": count, **figures}
     if dataclasses.is_dataclass(stats) and not isinstance(stats, type):
         stats = vars(stats)

@@ -1,7 +1,7 @@
-"""Gradient steps on shuffled minibatches of a trajectory, inside `jit` or outside.
+"""Takes gradient steps on shuffled minibatches of a trajectory, also inside `jit`.
 
-`permutation` draws the order of an epoch. `jax.random.permutation`, which sorts twice,
-would take a third of an update of PPO.
+`permutation` samples the order of an epoch. `jax.random.permutation`, which sorts
+twice, would take a third of an update of PPO.
 """
 
 import math
@@ -16,23 +16,23 @@ from rollout import checks, programs
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree
 
-_MOST_ROUNDS = 16
-_KEPT = 2.0**-10  # neighbours that stay neighbours because of the construction
+_MAX_ROUNDS = 16
+_SHARE = 2.0**-10  # of neighbors that the construction may leave adjacent
 
 
 def permutation(key: chex.PRNGKey, n: int) -> jax.Array:
-    """Draws a random order of the numbers from 0 to n - 1, without a sort.
+    """Samples a random order of the numbers from 0 to n - 1, without a sort.
 
-    Every number occurs exactly once. It is a Feistel network over a product of ranges:
-    with n = a * b and a number (x, y), x < a and y < b, each round adds a hash of one
-    coordinate and of a random word to the other, modulo its range. A round can be
-    undone, so the whole is a permutation for every key.
+    Every number occurs exactly once. The order is a Feistel network over a product of
+    ranges: with n = a * b and a number (x, y), x < a and y < b, each round adds a hash
+    of one coordinate and a random word to the other coordinate, modulo the range. Each
+    round is invertible, so the network is a permutation for every key.
 
-    Two numbers that differ in y alone keep their distance if the hashes agree in all
-    R / 2 rounds that move x, with chance a ** (-R / 2). R is the least even number with
-    which fewer than 2 ** -10 of the n pairs of neighbours do so: 8 for 8,192 and for
-    131,072, 6 for a million. Where n has no two factors for which 16 rounds suffice,
-    such as a prime, it is `jax.random.permutation`, which sorts.
+    Two numbers that differ only in y keep their distance if the hashes agree in all
+    R / 2 rounds that change x, with probability a ** (-R / 2). R is the least even
+    number for which fewer than 2 ** -10 of the n pairs of neighbors do so: 8 for 8,192
+    and for 131,072, 6 for a million. If 16 rounds do not suffice for any two factors of
+    n, for example if n is prime, `jax.random.permutation` sorts instead.
 
     Args:
         key: one typed key.
@@ -45,17 +45,17 @@ def permutation(key: chex.PRNGKey, n: int) -> jax.Array:
         ValueError: if `key` is not one typed key, or `n` not an int of at least 1.
 
     Source:
-        "Ciphers with Arbitrary Finite Domains" (Black & Rogaway, 2002), the generalised
+        "Ciphers with Arbitrary Finite Domains" (Black & Rogaway, 2002), the generalized
         Feistel construction; as a shuffle in "Bandwidth-Optimal Random Shuffling for
         GPUs", arXiv:2106.06161. The hash: `lowbias32`, from "Prospecting for Hash
         Functions" (Wellons, 2018).
     """
     checks.typed_key(key)
     n = checks.int_between("n", n)
-    # The most even factors: with a small one many rounds would be needed.
+    # Choose the most balanced factors: a small factor would need many rounds.
     a = next(a for a in range(math.isqrt(n), 0, -1) if n % a == 0)
-    b, rounds = n // a, math.inf if a == 1 else 2 * math.ceil(math.log(n / _KEPT, a))
-    if rounds > _MOST_ROUNDS:
+    b, rounds = n // a, math.inf if a == 1 else 2 * math.ceil(math.log(n / _SHARE, a))
+    if rounds > _MAX_ROUNDS:
         return jax.random.permutation(key, n)
     x, y = jnp.divmod(jnp.arange(n, dtype=jnp.uint32), b)
     words = prng.bits(key, (int(rounds) // 2, 2))
@@ -81,23 +81,23 @@ def scan_minibatches(
     num_epochs: int = 1,
     axis: int | None = None,
 ) -> tuple[Any, Any]:
-    """Scans an update over shuffled minibatches, with one in memory at a time.
+    """Scans an update over shuffled minibatches. Use it for the epochs of PPO.
 
         learner, losses = scan_minibatches(
             update, learner, key, (t, advantage), num_minibatches=4, num_epochs=4
         )
 
-    Every step is in exactly one minibatch of each epoch, and each epoch is shuffled
-    again. Masked-out steps come along, with their `mask`. Where lanes are sharded over
-    devices, call it under `jax.shard_map`, so that steps stay on their device:
-    docs/devices.md has the program.
+    One minibatch is in memory at a time. Every step is in exactly one minibatch of
+    each epoch, and each epoch is shuffled again. Minibatches include masked-out steps,
+    with their `mask`. If lanes are sharded over devices, call it under `jax.shard_map`,
+    so that steps stay on their device: docs/devices.md has an example.
 
     Args:
         update_fn: `(carry, minibatch) -> (carry, output)`, as the function of a
-            `jax.lax.scan`. Outside of `jit`, another function object compiles again.
+            `jax.lax.scan`. Outside of `jit`, another function object is compiled again.
             A minibatch is `tree` with leaves `[T * B / M, ...]`; with axis 1 `[T, B /
             M, ...]`, with axis 0 `[T / M, ...]`.
-        init: the first carry, such as `(params, opt_state)`.
+        init: the initial carry, such as `(params, opt_state)`.
         key: one typed key. The order of epoch e is `permutation(keys[e], items)` with
             `keys = jax.random.split(key, num_epochs)`.
         tree: any pytree of `[T, B, ...]`, such as `(trajectory, advantages)`.
@@ -105,17 +105,17 @@ def scan_minibatches(
             number of items to shuffle.
         num_epochs: E, at least 1.
         axis: None shuffles all `T * B` steps; 1 shuffles whole lanes, for recurrent
-            policies, where T may differ between leaves: pass an initial state
-            `[B, ...]` as `state[None]`, or its features are shuffled where there are B
-            of them; 0 shuffles the leading axis of any tree.
+            policies, and T may differ between leaves; 0 shuffles the leading axis of
+            any tree. With axis 1, pass an initial state `[B, ...]` as `state[None]`:
+            otherwise axis 1 of the state is a feature axis.
 
     Returns:
         The last carry, and the outputs `[E * M, ...]`.
 
     Raises:
         ValueError: if a count is not an int of at least 1, if `axis` is any other
-            value, if the leaves differ in the shuffled axes, or if these have no item
-            or a number of them that M does not divide.
+            value, if the leaves differ in the shuffled axes, or if the number of items
+            is 0 or no multiple of M.
     """
     checks.typed_key(key)
     num_minibatches = checks.int_between("num_minibatches", num_minibatches)
@@ -128,11 +128,10 @@ def scan_minibatches(
             f"`num_minibatches` must divide the {num_items} items, got "
             f"{num_minibatches}."
         )
-    # See `Collector.fold_steps`: a function that holds tracers must not stay in a
-    # cache.
-    known = programs.static(update_fn, init, key, tree)
-    scan: Any = _scan if known is None else _scan_jitted
-    fn = known or update_fn
+    # Never cache a function that holds tracers: see `Collector.fold_steps`.
+    static_fn = programs.static(update_fn, init, key, tree)
+    scan: Any = _scan if static_fn is None else _scan_jitted
+    fn = static_fn or update_fn
     return scan(fn, init, key, tree, num_minibatches, num_epochs, axis, num_items)
 
 
@@ -159,13 +158,12 @@ def mean_gradient(
         params: any pytree of float arrays.
         batch: a pytree of `[M, ...]`, or of `[T, M, ...]` for sequences.
         weight: `[M]` or `[T, M]`, at least 0. Rows of weight 0 do not count. They must
-            be finite, as masked-out rows are, which collectors set to zero.
+            be finite: collectors set masked-out rows to zero.
         microbatch_size: None differentiates all rows at once. A number accumulates the
-            gradients of microbatches of at least so many rows of the leading axis, as
-            many as divide it evenly: less memory, and on a CPU less time, since the
-            intermediate values of 256 rows fit into a cache. The loss of a row must
-            then not depend on other rows, as it does with batch normalization or a
-            mean over the batch.
+            gradients of equal microbatches of at least this many rows of the leading
+            axis. This takes less memory, and on a CPU less time, since the intermediate
+            values of 256 rows fit into a cache. The loss of a row must then not depend
+            on other rows, as it does with batch normalization or a mean over the batch.
 
     Returns:
         The gradient, of the structure of `params`, and the weighted means of `metrics`,
@@ -241,8 +239,8 @@ def _check_rows(name: str, value: Any, weight: jax.Array) -> None:
     if jnp.shape(value) != weight.shape:
         raise ValueError(
             f"`{name}` must have one value per row, of shape {weight.shape}, got shape "
-            f"{jnp.shape(value)}. Return the loss of every row: the mean is taken by "
-            "the caller."
+            f"{jnp.shape(value)}. Return the loss of every row: the caller computes "
+            "the mean."
         )
 
 
@@ -258,7 +256,7 @@ def _scan(
 ) -> tuple[Any, Any]:
     shuffle = jax.vmap(lambda key: permutation(key, num_items))
     order = shuffle(jax.random.split(key, epochs))
-    order = order.reshape(epochs * num_minibatches, -1)  # each epoch is cut in M
+    order = order.reshape(epochs * num_minibatches, -1)  # M minibatches per epoch
     if axis is None:
         tree = jax.tree.map(lambda x: jnp.reshape(x, (-1, *jnp.shape(x)[2:])), tree)
 
@@ -275,7 +273,7 @@ _scan_jitted = jax.jit(_scan, static_argnums=(0, 4, 5, 6, 7))
 def _add(x: jax.Array, y: jax.Array, n: int) -> jax.Array:
     """Returns (x + y) % n of uint32, where x < n."""
     total = x + y % n
-    return jnp.minimum(total, total - n)  # below 0 it wraps to a large one
+    return jnp.minimum(total, total - n)  # uint32 below 0 wraps around
 
 
 def _hash(x: jax.Array) -> jax.Array:
@@ -289,11 +287,11 @@ def _count_items(tree: ArrayTree, axis: int | None) -> int:
     first, last = (0, 2) if axis is None else (axis, axis + 1)
     counts = {jnp.shape(x)[first:last] for x in jax.tree.leaves(tree)}
     if len(counts) != 1 or len(min(counts)) != last - first or 0 in min(counts):
-        what = "`[T, ...]`" if axis == 0 else "`[T, B, ...]`"
+        axes = "`[T, ...]`" if axis == 0 else "`[T, B, ...]`"
         shapes = sorted({jnp.shape(x) for x in jax.tree.leaves(tree)})
         got = ", ".join(map(str, shapes)) or "none"
         raise ValueError(
-            f"`tree` must have leaves {what} with equal shuffled axes, not empty, got "
+            f"`tree` must have leaves {axes} with equal shuffled axes, not empty, got "
             f"{got}."
         )
     return math.prod(min(counts))

@@ -1,4 +1,4 @@
-"""Moments of values: count, mean, deviation, bounds, and a 95 % interval."""
+"""Computes moments of values: count, mean, deviation, bounds and a 95 % interval."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,16 +15,15 @@ from rollout.envs.types import ArrayTree
 class Moments(struct.PyTreeNode, kw_only=True):
     """Count, sum, squared deviations and bounds of some values; never NaN.
 
-    The mean and the other statistics are computed when they are read, as NumPy floats
-    or traced: NaN without any value.
+    The mean and all other statistics are computed on access, as NumPy floats or
+    tracers. They are NaN if there are no values.
 
     Attributes:
-        count: `()` int32, how many there are.
-        total: `()` float32, their sum.
-        squared_deviations: `()` float32, the sum of their squared deviations from
-            the mean.
-        low: `()` float32, the smallest, infinity if there is none.
-        high: `()` float32, the largest, minus infinity if there is none.
+        count: `()` int32, number of values.
+        total: `()` float32, sum of the values.
+        squared_deviations: `()` float32, sum of squared deviations from the mean.
+        low: `()` float32, smallest value, infinity if there are no values.
+        high: `()` float32, largest value, minus infinity if there are no values.
     """
 
     count: jax.Array  # ()
@@ -35,7 +34,7 @@ class Moments(struct.PyTreeNode, kw_only=True):
 
     @property
     def mean(self) -> jax.Array:
-        """`()` float32, the mean."""
+        """`()` float32, mean."""
         return self._derive(lambda xp, x, n: x.total / n)
 
     @property
@@ -45,19 +44,19 @@ class Moments(struct.PyTreeNode, kw_only=True):
 
     @property
     def min(self) -> jax.Array:
-        """`()` float32, the smallest."""
+        """`()` float32, smallest value."""
         return self._derive(lambda xp, x, n: x.low)
 
     @property
     def max(self) -> jax.Array:
-        """`()` float32, the largest."""
+        """`()` float32, largest value."""
         return self._derive(lambda xp, x, n: x.high)
 
     @property
     def ci_low(self) -> jax.Array:
         """`()` float32, lower end of the 95 % confidence interval of the mean.
 
-        By Student's t; NaN for fewer than two values.
+        Uses Student's t; NaN for fewer than two values.
         """
         return self._derive(lambda xp, x, n: x.total / n - _margin(xp, x, n), least=2)
 
@@ -65,7 +64,7 @@ class Moments(struct.PyTreeNode, kw_only=True):
     def ci_high(self) -> jax.Array:
         """`()` float32, upper end of the 95 % confidence interval of the mean.
 
-        By Student's t; NaN for fewer than two values.
+        Uses Student's t; NaN for fewer than two values.
         """
         return self._derive(lambda xp, x, n: x.total / n + _margin(xp, x, n), least=2)
 
@@ -80,7 +79,7 @@ class Moments(struct.PyTreeNode, kw_only=True):
     def _derive(self, fn: Callable[..., Any], least: int = 1) -> Any:
         """Computes a statistic; NaN for fewer than `least` values.
 
-        It is computed on the host unless traced: on the device its NaN would trip
+        Untraced statistics are computed on the host: a NaN on the device would trip
         `jax_debug_nans`.
         """
         xp = xp_of(self)
@@ -93,18 +92,18 @@ class Moments(struct.PyTreeNode, kw_only=True):
 def moments(
     value: jax.Array, flag: jax.Array, axis: int | None = None, xp: Any = jnp
 ) -> Moments:
-    """Computes the moments of `value` where `flag`, of the same shape, in float32.
+    """Computes the moments of the values with a True flag, in float32.
 
     Args:
-        value: any numbers.
-        flag: which of them count.
-        axis: the axis to reduce; None reduces all.
-        xp: `jnp`, or NumPy for arrays of which nothing is traced.
+        value: array of numbers.
+        flag: bool, True for values that count, of the same shape.
+        axis: the axis to reduce; None reduces all axes.
+        xp: `jnp`, or NumPy if no array is traced.
     """
     value, zero = value.astype(np.float32), np.float32(0)
     count = xp.sum(flag, axis=axis, dtype=np.int32, keepdims=True)
     total = xp.sum(xp.where(flag, value, zero), axis=axis, keepdims=True)
-    # Two passes: the difference of two large sums would lose the digits that matter.
+    # Two passes: the difference of two large sums would lose significant digits.
     mean = total / xp.maximum(count, 1).astype(total.dtype)
     with np.errstate(invalid="ignore"):  # infinity minus infinity
         deviation = xp.where(flag, value - mean, zero)
@@ -113,19 +112,19 @@ def moments(
         count=count.squeeze(axis),
         total=total.squeeze(axis),
         squared_deviations=xp.sum(deviation**2, axis=axis),
-        # Infinite where there is no value, so that merging takes those of the others.
+        # Infinite without values, so that merging ignores these bounds.
         low=xp.min(xp.where(flag, value, limit), axis=axis, initial=limit),
         high=xp.max(xp.where(flag, value, -limit), axis=axis, initial=-limit),
     )
 
 
 def moments_by_name(tree: ArrayTree, flag: jax.Array) -> dict[str, Moments]:
-    """Computes the moments of each leaf that has the shape of `flag`, by its path."""
+    """Computes the moments of each leaf that has the shape of `flag`, by path."""
     return {name: moments(x, flag) for name, x in by_name(tree, flag.shape).items()}
 
 
 def by_name(tree: ArrayTree, shape: tuple[int, ...]) -> dict[str, jax.Array]:
-    """Returns the leaves of this shape by their path, joined by "/"."""
+    """Returns the leaves of this shape by path, joined by "/"."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -137,7 +136,7 @@ def merge(parts: Sequence[Any]) -> Any:
     """Merges statistics of successive batches, on the host in float64.
 
     Args:
-        parts: statistics of each batch, at least one: any pytree of counts, sums and
+        parts: statistics of at least one batch: any pytree of counts, sums and
             `Moments`, such as a `CollectStats`.
 
     Returns:
@@ -145,13 +144,13 @@ def merge(parts: Sequence[Any]) -> Any:
     """
 
     def combine(*parts: Any) -> Any:
-        # Counts, as Python ints: those of a long run pass 2^31.
+        # Sum counts as Python ints: the counts of a long run exceed 2^31.
         if not isinstance(parts[0], Moments):
             return sum(np.asarray(x).item() for x in parts)
         sums = [(x.count, x.total, x.squared_deviations) for x in parts]
         count, total, squared = np.array(sums, float).T
-        # Deviations from the common mean: those in each part, and those of its mean.
-        with np.errstate(invalid="ignore"):  # of infinite values
+        # Add deviations within each part and deviations of the means of the parts.
+        with np.errstate(invalid="ignore"):  # infinite values
             between = total / np.maximum(count, 1) - total.sum() / max(count.sum(), 1)
             deviations = np.sum(squared + count * between**2)
         return Moments(
@@ -167,13 +166,13 @@ def merge(parts: Sequence[Any]) -> Any:
 
 
 def xp_of(tree: Any) -> Any:
-    """Returns `jnp` where something is traced, else NumPy."""
+    """Returns `jnp` if an array is traced, else NumPy."""
     # NumPy outside of `jit`: `jnp` would compile a program for each operation.
     return jnp if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)) else np
 
 
 def is_known(count: Any) -> bool:
-    """Returns whether statistics of this count are of one run, and not traced."""
+    """Returns whether a count is not traced and belongs to a single run."""
     return xp_of(count) is np and np.ndim(count) == 0
 
 
@@ -182,10 +181,10 @@ def _margin(xp: Any, x: Moments, n: Any) -> Any:
 
     Student's t at 97.5 % is from the Cornish-Fisher expansion, "Handbook of
     Mathematical Functions" (Abramowitz and Stegun), 26.7.5: within 3e-4 of the true
-    value from 5 degrees of freedom on.
+    value for at least 5 degrees of freedom.
     """
     freedom = xp.maximum(n - 1, 1)
-    z = 1.959964  # of the normal distribution
+    z = 1.959964  # quantile of the normal distribution
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,

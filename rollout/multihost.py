@@ -9,31 +9,31 @@ from jax.experimental import multihost_utils
 
 
 def compare(name: str, facts: dict[str, object]) -> None:
-    """Raises if facts differ between processes; each passes its own.
+    """Raises if the facts of any two processes differ. All processes must call it.
 
-    All processes wait for each other here.
+    Each call waits for all processes.
 
     Raises:
-        ValueError: in every process, if any two differ.
+        ValueError: in every process, if any two processes differ.
     """
     # Checksums, since processes exchange only arrays of equal shapes.
     words = [zlib.crc32(str(fact).encode()) for fact in facts.values()]
-    everyone = multihost_utils.process_allgather(np.array(words, np.uint32))
-    for number, (what, fact) in enumerate(facts.items()):
-        others = np.flatnonzero(everyone[:, number] != words[number])
-        if others.size:
+    all_words = multihost_utils.process_allgather(np.array(words, np.uint32))
+    for index, (label, fact) in enumerate(facts.items()):
+        mismatches = np.flatnonzero(all_words[:, index] != words[index])
+        if mismatches.size:
             raise ValueError(
-                f"`{name}` must be the same in all processes, got {what} {fact} here "
-                f"and another in process {others[0]}."
+                f"`{name}` must be the same in all processes, got {label} {fact} here "
+                f"and a different one in process {mismatches[0]}."
             )
 
 
 def is_elsewhere(x: Any) -> bool:
     """Returns whether a part of an array lies only in other processes."""
-    is_here = not isinstance(x, jax.Array) or x.is_fully_addressable
-    return not (is_here or x.is_fully_replicated)
+    is_local = not isinstance(x, jax.Array) or x.is_fully_addressable
+    return not (is_local or x.is_fully_replicated)
 
 
 def gather(x: Any) -> Any:
-    """Gathers an array as NumPy if it is elsewhere; all processes must call it."""
+    """Gathers an array as NumPy if parts are elsewhere; all processes must call it."""
     return multihost_utils.process_allgather(x, tiled=True) if is_elsewhere(x) else x

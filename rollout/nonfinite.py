@@ -1,4 +1,4 @@
-"""Finds NaN and infinities in transitions, by the one rule of the whole package.
+"""Finds NaN and infinity in transitions: the rule for all checks of the package.
 
 Observations, actions, rewards and final values must be finite. In extras, such as
 logits, minus infinity marks an invalid action, so only NaN and plus infinity count
@@ -14,17 +14,17 @@ _FIELDS = "obs", "action", "next_obs", "reward", "extras", "final_value", "accum
 
 
 def nonfinite(trajectory: Transition) -> dict[str, jax.Array]:
-    """Finds entries that are not finite, field by field.
+    """Finds the rows with NaN or infinity, by field.
 
     Args:
-        trajectory: `[T, B, ...]`, or a transition, `[B, ...]`; a field that is `()` is
+        trajectory: `[T, B, ...]`, or a transition, `[B, ...]`; empty fields, `()`, are
             skipped.
 
     Returns:
-        The names of its float fields, such as `extras.value`, to `[T, B]` bool.
+        The names of float fields, such as `extras.value`, to `[T, B]` bool.
     """
     fields = {name: getattr(trajectory, name) for name in _FIELDS}
-    found = {}
+    flags = {}
     for path, leaf in jax.tree.leaves_with_path(fields):
         # Integers and keys are always finite.
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -36,19 +36,19 @@ def nonfinite(trajectory: Transition) -> dict[str, jax.Array]:
         if field == "accumulated":
             bad = jnp.isnan(leaf)
         axes = range(trajectory.mask.ndim, leaf.ndim)
-        found[name] = jnp.any(bad, axis=tuple(axes))
-    return found
+        flags[name] = jnp.any(bad, axis=tuple(axes))
+    return flags
 
 
 def is_nonfinite(trajectory: Transition) -> jax.Array:
-    """Finds the rows in which something is not finite, `[T, B]` bool."""
+    """Finds the rows with NaN or infinity in any field, `[T, B]` bool."""
     return sum(nonfinite(trajectory).values(), jnp.zeros(trajectory.mask.shape, bool))
 
 
 def count_nonfinite(trajectory: Transition) -> jax.Array:
     """Counts the rows in which an action, reward or extra is not finite, `()` int32.
 
-    Skips the other fields: a program that reads none of them should not pay for them.
+    Skips all other fields, so that a program need not compute unused ones.
     """
     unread = {"obs": (), "next_obs": (), "final_value": (), "accumulated": ()}
     bad = is_nonfinite(trajectory.replace(**unread))

@@ -1,12 +1,13 @@
 """Chooses implementations by the platform of a program, with the same bits on each.
 
-The platform is that of the compiled program, never the default backend of the process.
+The platform is the target of the compiled program, never the default backend of the
+process.
 
-On a GPU launches count, and a loop of unknown length is costly: the host reads its
-predicate before every round, and the GPU waits for it. So there `steps_while` runs such
-a loop in blocks of steps, `choose` takes an equal implementation without loops, and
-`scan` computes several rows per iteration, which helps a TPU, too. On a CPU such loops
-cost little if they run few rounds, and code without them may compute more.
+On a GPU launches are costly, and so is a loop of unknown length: the host reads the
+predicate before every round, and the GPU waits. On a GPU `steps_while` therefore runs
+such a loop in blocks of steps, `choose` takes an equal implementation without loops,
+and `scan` computes several rows per iteration, which also helps a TPU. On a CPU such
+loops cost little if they run few rounds, and code without loops may compute more.
 `to_host` fetches results for a loop in Python, and `blank_on` makes zeros on devices.
 """
 
@@ -24,9 +25,9 @@ from rollout.envs import cost_estimate, trees
 from rollout.envs.types import ArrayTree
 
 BLOCK = 8  # steps between two reads of the predicate on a GPU
-# Equations of a step that is too large to unroll: it saves no launches, and XLA takes
-# three times as long to compile two of them. CartPole has 900, SMAX 10,000, an ant of
-# brax 29,000.
+# A step of this many equations is not unrolled: this would save no launches, and XLA
+# would take three times as long to compile two steps. CartPole has 900 equations, SMAX
+# 10,000, an ant of brax 29,000.
 _LARGE = 15_000
 
 _State = TypeVar("_State", bound=ArrayTree)
@@ -40,8 +41,8 @@ def choose(
 ) -> ArrayTree:
     """Applies `straight_fn` to `args` on a GPU, and `loop_fn` everywhere else.
 
-    Both must return the same bits. The platform is the one that the program is compiled
-    for, which may differ from the default platform of the process.
+    Both must return the same bits. The program is compiled for a platform that may
+    differ from the default platform of the process.
     """
     return lax.platform_dependent(
         *args, cuda=straight_fn, rocm=straight_fn, default=loop_fn
@@ -56,7 +57,7 @@ def write_if(
 ) -> ArrayTree:
     """Applies `write_fn` to `memory` if `flag`, `()` bool, in place.
 
-    It is a loop of zero or one round: a conditional would copy the memory.
+    This is a loop of zero or one round: a conditional would copy the memory.
     """
 
     def body(loop: tuple[jax.Array, ArrayTree]) -> tuple[jax.Array, ArrayTree]:
@@ -76,28 +77,28 @@ def scan(
 ) -> tuple[_State, _Row]:
     """Scans as `lax.scan` does, with the same bits, unrolled on accelerators.
 
-    A GPU pays for every launch and a TPU for every operation, however little it
-    computes; in an unrolled iteration those of several rows fuse. On a CPU one row at a
-    time is as fast and compiles faster. The platform is the one that the program is
-    lowered for, and `step` is traced once.
+    A GPU pays for every launch and a TPU for every operation, even for a small one; in
+    an unrolled iteration the operations of several rows fuse. On a CPU one row at a
+    time is as fast and compiles faster. The platform is the target of the program, and
+    `step` is traced once.
 
     Args:
-        step: as `lax.scan` takes it.
-        start: the first carry of `step`.
+        step: function to scan, as in `lax.scan`.
+        start: initial carry of `step`.
         rows: `[T, ...]`, inputs of `step`.
-        gpu: rows in one iteration on a GPU, unless `step` is large.
-        other: rows in one iteration on other accelerators; on a CPU it is one.
+        gpu: rows per iteration on a GPU, unless `step` is large.
+        other: rows per iteration on other accelerators; a CPU takes one.
         reverse: whether the last row comes first.
     """
     scan = functools.partial(lax.scan, step, reverse=reverse)
     config: Any = jax.config
-    if config.jax_disable_jit:  # someone debugs, with values instead of tracers
+    if config.jax_disable_jit:  # a user debugs, with values instead of tracers
         return scan(start, rows)
-    # This traces `step`, and the scans below take what JAX has then.
+    # This traces `step`, and the scans below reuse the trace.
     is_large = cost_estimate.estimate(scan, start, rows).equations >= _LARGE
     gpu = 1 if is_large else gpu
     unrolled = {n: functools.partial(scan, unroll=n) for n in {1, gpu, other}}
-    # JAX differentiates and transposes every branch, so no two are equal.
+    # JAX differentiates and transposes every branch, so make each branch only once.
     branches = {
         name: unrolled[n]
         for name, n in (("cpu", 1), ("cuda", gpu), ("rocm", gpu))
@@ -114,10 +115,10 @@ def steps_while(
     """Takes steps while `goes_on`; the result is the same on every platform.
 
     Args:
-        goes_on: the state to `()` bool, whether another step is due.
-        step: `(state, go)` to the next state. `go` is `()` bool; where it is False the
-            step lies beyond the end and must return the state unchanged, with `hold` or
-            otherwise.
+        goes_on: maps the state to `()` bool, True if another step is due.
+        step: maps `(state, go)` to the next state. `go` is `()` bool. If it is False
+            the step lies beyond the end and must return the state unchanged, for
+            example by `hold`.
         state: any pytree; it may hold typed keys.
     """
     # Jitted, so that both loops trace it once; inlined, since XLA:CPU rounds
@@ -142,12 +143,12 @@ def steps_while(
 
 @jax.custom_batching.custom_vmap
 def _always(flag: jax.Array) -> jax.Array:
-    """Returns True, so that XLA removes the selects of `hold`; `flag` under `vmap`."""
+    """Returns True, so that XLA removes the selects of `hold`; under `vmap` `flag`."""
     return jnp.ones_like(flag)
 
 
 @_always.def_vmap
-def _always_of_each(size: int, is_mapped: list, flag: jax.Array) -> tuple:
+def _always_batched(size: int, is_mapped: list, flag: jax.Array) -> tuple:
     del size
     return flag, is_mapped[0]
 
@@ -166,14 +167,14 @@ def dot_general(
     precision: Any = None,
     preferred_element_type: Any = None,
 ) -> jax.Array:
-    """Multiplies as `jax.lax.dot_general`, with a faster derivative on a CPU.
+    """Multiplies like `jax.lax.dot_general`, with a faster derivative on a CPU.
 
     Pass it to the layers of a network: `nn.Dense(64, dot_general=dot_general)`.
 
     The derivative by the kernel is a product of two matrices with as many rows as the
-    batch. If one of them has a multiple of 64 columns, its rows compete for the same
-    cache lines. So on a CPU a zero is appended to the contracted axis of both operands.
-    The result is the same up to rounding, and so are all derivatives.
+    batch. If the number of columns is a multiple of 64, rows compete for the same cache
+    lines. On a CPU the function therefore appends a zero to the contracted axis of both
+    operands. The result and all derivatives are the same up to rounding.
     """
 
     def multiply(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -200,9 +201,9 @@ def to_host(tree: ArrayTree) -> ArrayTree:
     """Converts arrays of jax to NumPy, on a CPU without a copy."""
     leaves, structure = jax.tree.flatten(tree)
     first = next((x for x in leaves if isinstance(x, jax.Array)), None)
-    # The parameters decide where they are, whatever jax's default device is.
+    # The devices of the arrays decide, not jax's default device.
     if first is not None and any(x.platform != "cpu" for x in first.devices()):
-        return jax.device_get(tree)  # begins all copies before it waits for one
+        return jax.device_get(tree)  # starts all copies before it waits
     return structure.unflatten([np.asarray(x) for x in leaves])
 
 

@@ -25,16 +25,16 @@ from rollout.types import Carry, ParamsT, Transition
 
 
 class Profile(NamedTuple):
-    """Seconds that `num_steps` steps of every lane take; printed, a table.
+    """Seconds that `num_steps` steps of every lane take. Print it to get a table.
 
     Attributes:
         policy: applying the policy.
         env_step: stepping the environments.
-        auto_reset: starting new episodes where the old ones ended.
+        auto_reset: starting new episodes in finished lanes.
         recording: writing the trajectory.
         whole: the whole collection, all parts together.
-        unexplained: `whole` minus the four parts. Negative where XLA fuses parts that
-            are timed apart here.
+        unexplained: `whole` minus the four parts. Negative if XLA fuses parts, which
+            are timed separately here.
     """
 
     policy: float
@@ -69,24 +69,25 @@ def profile(
     *,
     num_repeats: int = 5,
 ) -> Profile:
-    """Times policy, environment, auto-reset and recording, each as its own scan.
+    """Times policy, environment, auto-reset and recording, each as a separate scan.
 
-    Each part gets the observations, actions and endings of a real collection, which
-    runs first. The environments are stepped without being reset, so one that steps
-    faster or slower after its ending is timed wrongly. The parts are timed in turn, and
-    each reports the median of its times.
+    Each part receives the observations, actions and endings of a real collection, which
+    runs first. The environments are stepped without resets, so the time is wrong for an
+    environment that steps faster or slower after an ending. The parts are timed in
+    turn, and each part reports a median.
 
-    A `HostCollector` is timed in whole collections, at the calls of its environments:
-    `policy` is the time between them, moving arrays included, and `recording` that
-    after the last one. It resets the environments, so a carry from before is void.
+    A `HostCollector` is timed in whole collections, at the calls of the environments:
+    `policy` is the time between calls, including moving arrays, and `recording` the
+    time after the last call. Profiling resets the environments, so earlier carries
+    become invalid.
 
     Args:
         collector: policy and environments.
         params: parameters of the policy.
         key: one typed key: the source of all randomness.
-        num_steps: T, steps per lane, or rows with `num_ready`, at least 1. Takes the
-            memory of two trajectories.
-        num_repeats: how often each part is timed, at least 1; compiling is not timed.
+        num_steps: T, steps per lane, or rows with `num_ready`, at least 1. Profiling
+            takes the memory of two trajectories.
+        num_repeats: number of times per part, at least 1; compiling is not timed.
 
     Returns:
         Seconds per part.
@@ -102,23 +103,23 @@ def profile(
         return _profile_host(collector, params, key, num_steps, num_repeats)
     carry = collector.init(key)
     _, trajectory = collector.collect_steps(carry, params, num_steps)
-    given = _Given(collector, carry, params, trajectory)
+    inputs = _Given(collector, carry, params, trajectory)
     timed = _policy, _env_step, _auto_reset, _recording  # in the order of `Profile`
     programs: list[Callable[[_Given], Any]] = [jax.jit(part) for part in timed]
     programs.append(lambda _: collector.collect_steps(carry, params, num_steps))
-    # In turn, so that a slow moment of the machine hits all parts alike.
-    times = [[_time(x, given) for x in programs] for _ in range(num_repeats)]
-    *parts, whole = map(statistics.median, zip(*times, strict=True))
-    return Profile(*parts, whole=whole, unexplained=whole - sum(parts))
+    # Time the parts in turn, so that a slow moment of the machine hits all parts.
+    times = [[_time(x, inputs) for x in programs] for _ in range(num_repeats)]
+    *parts, total = map(statistics.median, zip(*times, strict=True))
+    return Profile(*parts, whole=total, unexplained=total - sum(parts))
 
 
-# The methods of host environments, by the part of a step that they belong to.
+# Methods of host environments, and the part of a step that each belongs to.
 _TIMED = {"reset": "auto_reset", "rebuild": "auto_reset"}
 _TIMED |= dict.fromkeys(("step", "send", "receive"), "env_step")
 
 
 class _TimedEnv(HostWrapper):
-    """Host environments that add up the time in and between their calls."""
+    """Host environments that add up the time in and between calls."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -130,7 +131,7 @@ class _TimedEnv(HostWrapper):
     def _call(self, name: str, *args: Any) -> Any:
         start = time.perf_counter()
         result = getattr(self.env, name)(*args)
-        # All that is not in the environments: the policy, and moving arrays to it.
+        # Time outside of the environments: the policy, and moving arrays to it.
         self.seconds["policy"] += start - self.last
         self.last = time.perf_counter()
         self.seconds[_TIMED[name]] += self.last - start
@@ -140,11 +141,11 @@ class _TimedEnv(HostWrapper):
 def _profile_host(
     collector: Any, params: Any, key: chex.PRNGKey, num_steps: int, num_repeats: int
 ) -> Profile:
-    """Times the calls of the environments, and what comes between and after them."""
+    """Times the calls of the environments, and the time between and after calls."""
     env = _TimedEnv(collector.env)
     timed = collector.replace(env=env)
     carry, times = timed.init(key), []
-    for _ in range(num_repeats + 1):  # the first one compiles
+    for _ in range(num_repeats + 1):  # the first round compiles
         env.seconds.clear()
         env.last = start = time.perf_counter()
         carry, trajectory = timed.collect_steps(carry, params, num_steps)
@@ -152,41 +153,41 @@ def _profile_host(
         end = time.perf_counter()
         parts = [env.seconds[name] for name in ("policy", "env_step", "auto_reset")]
         times.append([*parts, end - env.last, end - start])
-    *found, whole = map(statistics.median, zip(*times[1:], strict=True))
-    return Profile(*found, whole=whole, unexplained=whole - sum(found))
+    *medians, total = map(statistics.median, zip(*times[1:], strict=True))
+    return Profile(*medians, whole=total, unexplained=total - sum(medians))
 
 
-def _time(program: Callable[[_Given], Any], given: _Given) -> float:
-    # A first call, untimed, so that all parts reuse memory that was just freed.
-    jax.block_until_ready(program(given))
+def _time(program: Callable[[_Given], Any], inputs: _Given) -> float:
+    # Call once before timing, so that all parts reuse memory that was just freed.
+    jax.block_until_ready(program(inputs))
     start = time.perf_counter()
-    jax.block_until_ready(program(given))
+    jax.block_until_ready(program(inputs))
     return time.perf_counter() - start
 
 
-def _policy(given: _Given) -> Any:
-    collector, carry, params, trajectory = given
+def _policy(inputs: _Given) -> Any:
+    collector, carry, params, trajectory = inputs
     roots = roots_of(collector, carry)
 
     def step(state: Any, obs: ArrayTree) -> Any:
         carry, _ = state
-        seen = carry.replace(obs=obs)
+        input_carry = carry.replace(obs=obs)
         key = episode_keys.at_step(roots.policy, carry.step)
-        decision = act(collector, seen, params, key)
+        decision = act(collector, input_carry, params, key)
         carry = carry.replace(step=carry.step + 1, policy_state=decision.state)
-        # XLA cannot drop outputs in the carry, and does not stack them either.
+        # XLA cannot drop outputs in the carry, and does not stack them.
         return (carry, (decision.action, decision.extras)), None
 
     last = _last(trajectory.action), _last(trajectory.extras)
     return lax.scan(step, (carry, last), trajectory.obs)[0]
 
 
-def _env_step(given: _Given) -> Any:
-    collector, carry, _, trajectory = given
+def _env_step(inputs: _Given) -> Any:
+    collector, carry, _, trajectory = inputs
 
     def step(state: Any, action: ArrayTree) -> Any:
         carry, _ = state
-        # Steps have keys by their number in the episode, which must go on here, too.
+        # Step keys depend on the number of the step in the episode, so count it here.
         length = carry.episode.episode_length + 1
         result = step_env(collector, carry, action)
         carry = carry.replace(
@@ -202,8 +203,8 @@ def _env_step(given: _Given) -> Any:
     return lax.scan(step, start, trajectory.action)[0]
 
 
-def _auto_reset(given: _Given) -> Any:
-    collector, carry, _, trajectory = given
+def _auto_reset(inputs: _Given) -> Any:
+    collector, carry, _, trajectory = inputs
     roots = roots_of(collector, carry)
 
     def step(carry: Carry, done: jax.Array) -> tuple[Carry, None]:
@@ -213,15 +214,15 @@ def _auto_reset(given: _Given) -> Any:
     return lax.scan(step, carry, trajectory.done)[0]
 
 
-def _recording(given: _Given) -> Any:
-    rows = pack(given.trajectory)
+def _recording(inputs: _Given) -> Any:
+    rows = pack(inputs.trajectory)
 
     def step(row: ArrayTree, _: None) -> tuple[ArrayTree, ArrayTree]:
-        # Without the barrier jax would broadcast the row instead of writing rows.
+        # The barrier makes jax write rows: otherwise it would broadcast the row.
         row = trees.barrier(row)
         return row, row
 
-    return lax.scan(step, _last(rows), length=given.trajectory.reward.shape[0])[1]
+    return lax.scan(step, _last(rows), length=inputs.trajectory.reward.shape[0])[1]
 
 
 def _last(tree: ArrayTree) -> ArrayTree:

@@ -1,9 +1,9 @@
-"""Lets equal objects share compiled programs.
+"""Memoizes factories, so that equal objects share compiled programs.
 
-jax finds a compiled program by what it was made of: functions, and objects that hold
-functions. Two policies made by equal calls would hold two functions that jax cannot
-know to be the same. `shared` returns the first of equal objects; `static` is what a
-user's function becomes as a static argument of `jit`.
+jax looks up compiled programs by functions, and by objects that hold functions. Two
+policies from equal calls would hold two functions, which jax cannot identify. `shared`
+returns the first of equal objects; `static` converts a user's function to a static
+argument of `jit`.
 """
 
 import functools
@@ -21,26 +21,27 @@ from rollout import checks, multihost
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
-_MOST = 256  # objects of each kind that are kept
+_CACHE_SIZE = 256  # cached objects per factory
 
 
 def shared(make: Fn) -> Fn:
-    """Returns a function that makes one object for equal arguments.
+    """Memoizes a factory: calls with equal arguments return the same object.
 
-    Functions are equal if they are the same; arrays if they have the same type, shape,
-    dtype, bits and devices. The last 256 objects are kept. While jax traces, and for
-    arguments without a hash that are no pytrees, every call makes a new object.
+    Functions are equal if they are the same object; arrays are equal if they have the
+    same type, shape, dtype, bits and devices. The last 256 objects are cached. While
+    jax traces, and for arguments that have no hash and are no pytrees, every call
+    returns a new object.
     """
 
-    @functools.lru_cache(_MOST)
-    def made(call: "_Call") -> Any:
+    @functools.lru_cache(_CACHE_SIZE)
+    def cached(call: "_Call") -> Any:
         return make(*call.args, **call.options)
 
     @functools.wraps(make)
     def get(*args: Any, **options: Any) -> Any:
         if not checks.is_tracing():
             try:
-                return made(_Call(args, options))
+                return cached(_Call(args, options))
             except _NoHashError:
                 pass
         return make(*args, **options)
@@ -51,13 +52,14 @@ def shared(make: Fn) -> Fn:
 def static(fn: Any, *args: Any) -> Any:
     """Returns a user's function as a static argument of `jit`, or None.
 
-    None if it has no hash, or if it may read tracers, also by a bound method whose
-    object has others at the next call: they must not stay in the cache of `jit`.
+    Returns None if the function has no hash, or if it may read tracers, also through a
+    bound method whose object has new tracers at the next call: tracers must not stay in
+    the cache of `jit`.
 
     Args:
-        fn: the function. A method of an object with a hash becomes the first one of an
-            equal object.
-        *args: what `fn` will be called with.
+        fn: the function. A method of a hashable object is replaced by the first cached
+            method of an equal object.
+        *args: arguments of the call of `fn`.
     """
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
     if is_traced or checks.is_tracing():
@@ -69,12 +71,12 @@ def static(fn: Any, *args: Any) -> Any:
     if isinstance(fn, types.MethodType):
         try:
             return _method(fn.__func__, fn.__self__)
-        except TypeError:  # an object without a hash: the method has one by identity
+        except TypeError:  # an object without a hash: methods hash by identity
             pass
     return fn
 
 
-_method = functools.lru_cache(_MOST)(types.MethodType)
+_method = functools.lru_cache(_CACHE_SIZE)(types.MethodType)
 
 
 class _NoHashError(TypeError):
@@ -82,13 +84,13 @@ class _NoHashError(TypeError):
 
 
 class _Call:
-    """Arguments of a call, equal to others with the same values."""
+    """Arguments of a call, which are equal if their values are equal."""
 
     def __init__(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.args, self.options = args, options
         leaves, structure = jax.tree.flatten((args, options))
-        # jax 0.10 and 0.11 take trees for equal that differ in a class only, and give
-        # them other hashes.
+        # In jax 0.10 and 0.11, trees that differ only in a class compare equal but have
+        # different hashes.
         values = *map(_value, leaves), structure
         try:
             self._values = *values, hash(structure)
@@ -104,7 +106,7 @@ class _Call:
 
 
 def _value(leaf: Any) -> Any:
-    """Returns a value that only an equal leaf has."""
+    """Returns a hashable value that differs between unequal leaves."""
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         if (
             isinstance(leaf, Tracer)
@@ -112,9 +114,9 @@ def _value(leaf: Any) -> Any:
             or multihost.is_elsewhere(leaf)
         ):
             raise _NoHashError
-        # A digest is hashed and compared faster than the bits.
+        # Hashing and comparing a digest is faster than the bits.
         digest = hashlib.sha256(np.asarray(leaf).tobytes()).digest()
-        where = [getattr(leaf, name, None) for name in ("weak_type", "sharding")]
-        return type(leaf), leaf.shape, leaf.dtype, digest, *where
-    # By its text, 0.0 is not -0.0, and not 0 either.
+        placement = [getattr(leaf, name, None) for name in ("weak_type", "sharding")]
+        return type(leaf), leaf.shape, leaf.dtype, digest, *placement
+    # Compare floats by text: 0.0 differs from -0.0 and from 0.
     return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf

@@ -1,7 +1,8 @@
 """Evaluates recommendation policies in several settings, with the field's metrics.
 
-A setting is a `Collector`: the same policy where items may be repeated or not, and
-where users leave or stay. Metrics are folds over every step of exactly N episodes.
+A setting is a `Collector`. The settings share a policy, and differ in whether items may
+be repeated and whether users leave. Metrics are folds over every step of exactly N
+episodes.
 """
 
 import functools
@@ -26,14 +27,14 @@ from rollout.types import Transition
 
 
 class Catalogue(struct.PyTreeNode, kw_only=True):
-    """Tables about the items, for the metrics; None where unknown.
+    """Tables about the items, for the metrics; None if unknown.
 
     Attributes:
         features: `[I, F]` float32, features of each item, for the diversity.
         popularity: `[I]` float32, the share of users who know an item, above 0 and at
             most 1, for the novelty.
-        dominated: `[I]` bool, whether an item has one of the values that dominate a
-            feature, such as the most frequent categories.
+        dominated: `[I]` bool, whether an item has a value that dominates a feature,
+            such as the most frequent category.
     """
 
     features: Any = None  # [I, F]
@@ -44,7 +45,7 @@ class Catalogue(struct.PyTreeNode, kw_only=True):
 class RecommendationStats(struct.PyTreeNode, kw_only=True):
     """Metrics of exactly N episodes of recommendation.
 
-    Each is `()` float32, None if the `Catalogue` lacks the table that it needs.
+    Each metric is `()` float32, or None if the `Catalogue` lacks the table for it.
 
     Attributes:
         episodes: statistics of the episodes, as `summarize` returns them.
@@ -55,8 +56,8 @@ class RecommendationStats(struct.PyTreeNode, kw_only=True):
             pairs in an episode, then over episodes; 1 for an episode of one item.
         novelty: minus the natural logarithm of the popularity, averaged over
             recommendations: the self-information in nats.
-        dominated_share: share of recommendations that are `dominated`.
-        no_valid_action_share: share of recommendations where no item was left.
+        dominated_share: share of recommendations of `dominated` items.
+        no_valid_action_share: share of recommendations made when no item was left.
 
     Source:
         Click-through rate, coverages, dominated share: "EasyRL4Rec", arXiv:2402.15164,
@@ -76,14 +77,14 @@ class RecommendationStats(struct.PyTreeNode, kw_only=True):
     no_valid_action_share: jax.Array  # ()
 
 
-class _Shown(struct.PyTreeNode, kw_only=True):
+class _Sums(struct.PyTreeNode, kw_only=True):
     """Accumulated counts and sums of recommendations.
 
     Attributes:
-        counts: `[I]` int32, how often each item was recommended.
-        no_valid_action: `()` int32, how often no item was left.
+        counts: `[I]` int32, number of recommendations of each item.
+        no_valid_action: `()` int32, number of recommendations when no item was left.
         total: `[B, F]`, sum of the unit feature vectors in the current episode.
-        squares: `[B]`, sum of their squared lengths.
+        squares: `[B]`, sum of the squared lengths of these vectors.
         diversity: `()` float32, sum of the diversities of the episodes that ended.
     """
 
@@ -95,10 +96,10 @@ class _Shown(struct.PyTreeNode, kw_only=True):
 
 
 def recommendation_settings(env: Env, force_length: int = 10) -> dict[str, Env]:
-    """Makes the field's three settings from one environment.
+    """Makes the three usual settings from one environment.
 
     Args:
-        env: an environment whose users leave by themselves, such as
+        env: an environment whose users may leave, such as
             `rollout.envs.recommendation.RecommendationEnv`.
         force_length: X, recommendations per episode in the third setting.
 
@@ -131,9 +132,9 @@ def evaluate_settings(
     catalogue: Catalogue | None = None,
     max_episode_steps: int = checks.MAX_EPISODE_STEPS,
 ) -> dict[str, RecommendationStats]:
-    """Plays exactly `num_episodes` in each of several settings. Jitted, as one program.
+    """Plays exactly `num_episodes` in each setting. Jitted, as one program.
 
-    All settings get the same key, so episode number k has the same user in each.
+    All settings use the same key, so episode k has the same user in every setting.
 
     Args:
         settings: one collector per setting, by name; their actions are items, from 0.
@@ -141,14 +142,14 @@ def evaluate_settings(
         key: one typed key: the source of all randomness.
         num_episodes: N, at least 1. Static: one trace per value.
         catalogue: tables about the items.
-        max_episode_steps: steps of an episode after which it is cut, at least 1.
+        max_episode_steps: steps after which an episode is truncated, at least 1.
 
     Returns:
-        Statistics by setting; `log_stats` flattens them for loggers, with the names of
-        the settings as prefixes.
+        Statistics by setting; `log_stats` flattens them for loggers, with setting names
+        as prefixes.
 
     Raises:
-        ValueError: if an argument is not as above.
+        ValueError: if an argument does not match the description above.
     """
     checks.typed_key(key)
     num_episodes = checks.int_between("num_episodes", num_episodes)
@@ -157,7 +158,7 @@ def evaluate_settings(
     checks.kind("`settings` must be a dict", settings, Mapping)
     checks.kind("`catalogue` must be a `Catalogue`", catalogue, Catalogue)
     for name, collector in settings.items():
-        # jax reads beyond the end of a table without an error, so lengths are checked.
+        # Check lengths: jax reads beyond the end of a table without an error.
         _check(name, collector, catalogue)
     catalogue = jax.tree.map(
         jnp.asarray, catalogue, is_leaf=lambda x: isinstance(x, list)
@@ -177,53 +178,53 @@ def _evaluate(
     max_episode_steps: int,
 ) -> dict[str, RecommendationStats]:
     directions = jnp.zeros((1, 0))
-    if catalogue.features is not None:  # zero stays zero
+    if catalogue.features is not None:  # a zero vector stays zero
         length = jnp.linalg.norm(catalogue.features, axis=1, keepdims=True)
         directions = catalogue.features / jnp.where(length > 0.0, length, 1.0)
 
     def measure(collector: Collector) -> RecommendationStats:
         num_envs, num_items = collector.env.num_envs, collector.env.action_space.n
-        nothing = _Shown(
+        zeros = _Sums(
             counts=jnp.zeros(num_items, jnp.int32),
             no_valid_action=jnp.zeros((), jnp.int32),
             total=jnp.zeros((num_envs, directions.shape[1])),
             squares=jnp.zeros(num_envs),
             diversity=jnp.zeros(()),
         )
-        _, shown, played = collector.fold_episodes(
+        _, sums, episodes = collector.fold_episodes(
             collector.init(key),
             params,
-            lambda shown, row: _add(shown, row, directions),
-            nothing,
+            lambda sums, row: _add(sums, row, directions),
+            zeros,
             num_episodes=num_episodes,
             max_episode_steps=max_episode_steps,
         )
-        num_shown, num_different = jnp.sum(shown.counts), jnp.sum(shown.counts > 0)
+        num_shown, num_different = jnp.sum(sums.counts), jnp.sum(sums.counts > 0)
 
         def mean(table: jax.Array | None) -> jax.Array | None:
             """Averages a table over the recommendations."""
-            return None if table is None else jnp.sum(table * shown.counts) / num_shown
+            return None if table is None else jnp.sum(table * sums.counts) / num_shown
 
         popularity, has_features = catalogue.popularity, catalogue.features is not None
         return RecommendationStats(
-            episodes=summarize(played),
-            click_through_rate=jnp.sum(played.episode_return) / num_shown,
+            episodes=summarize(episodes),
+            click_through_rate=jnp.sum(episodes.episode_return) / num_shown,
             coverage=num_different / num_items,
             coverage_per_turn=num_different / num_shown,
-            diversity=shown.diversity / played.mask.size if has_features else None,
+            diversity=sums.diversity / episodes.mask.size if has_features else None,
             novelty=mean(None if popularity is None else -jnp.log(popularity)),
             dominated_share=mean(catalogue.dominated),
-            no_valid_action_share=shown.no_valid_action / num_shown,
+            no_valid_action_share=sums.no_valid_action / num_shown,
         )
 
     return {name: measure(collector) for name, collector in settings.items()}
 
 
-def _add(shown: _Shown, row: Transition, directions: jax.Array) -> _Shown:
+def _add(sums: _Sums, row: Transition, directions: jax.Array) -> _Sums:
     """Adds one recommendation of each lane."""
     item, direction = row.action, directions[row.action]
-    total = jnp.where(row.first[:, None], 0.0, shown.total) + direction
-    squares = jnp.where(row.first, 0.0, shown.squares) + jnp.sum(direction**2, axis=1)
+    total = jnp.where(row.first[:, None], 0.0, sums.total) + direction
+    squares = jnp.where(row.first, 0.0, sums.squares) + jnp.sum(direction**2, axis=1)
     # The squared length of the sum of unit vectors contains the cosines of all pairs.
     num = row.episode_length.astype(jnp.float32)
     cosine = (jnp.sum(total**2, axis=1) - squares) / jnp.maximum(num * (num - 1), 1)
@@ -231,12 +232,12 @@ def _add(shown: _Shown, row: Transition, directions: jax.Array) -> _Shown:
     no_valid_action = jnp.zeros_like(row.mask)
     if (action_mask := get_action_mask(row.obs)) is not None:
         no_valid_action = ~jnp.any(action_mask, axis=-1)
-    return shown.replace(
-        counts=shown.counts.at[item].add(row.mask),
-        no_valid_action=shown.no_valid_action + jnp.sum(no_valid_action & row.mask),
+    return sums.replace(
+        counts=sums.counts.at[item].add(row.mask),
+        no_valid_action=sums.no_valid_action + jnp.sum(no_valid_action & row.mask),
         total=total,
         squares=squares,
-        diversity=shown.diversity + jnp.sum(diversity),
+        diversity=sums.diversity + jnp.sum(diversity),
     )
 
 
@@ -244,9 +245,9 @@ def _check(name: str, collector: Collector, catalogue: Catalogue) -> None:
     """Checks that actions are items, and that the tables cover these items."""
     checks.collects_in_jax(collector)
     space = collector.env.action_space
-    what = f"`settings[{name!r}]` must have items as actions, a `Discrete` space"
+    rule = f"`settings[{name!r}]` must have items as actions, a `Discrete` space"
     if not isinstance(space, Discrete):
-        raise ValueError(f"{what}, got {type(space).__name__}.")
+        raise ValueError(f"{rule}, got {type(space).__name__}.")
     for field, table in vars(catalogue).items():
         if table is not None and np.shape(table)[:1] != (space.n,):
             raise ValueError(

@@ -1,8 +1,8 @@
-"""`shard`: one collector over many devices, with the same calls and the same bits.
+"""`shard`: runs a collector on many devices, with the same calls and the same bits.
 
 The policy, the recording and the totals are computed for all lanes, `[B, ...]`, and XLA
-partitions them: so a draw for all lanes is that of one device. The steps and resets of
-the environments are local, and `jax.shard_map` maps them over the devices.
+partitions them: samples for all lanes are the same as on one device. The steps and
+resets of the environments are local, and `jax.shard_map` maps them over the devices.
 """
 
 import zlib
@@ -36,55 +36,55 @@ def shard(
         collector = rollout.shard(collector, mesh)
 
     Every method works as on one device, with the same random numbers for any number of
-    devices. Carry and trajectories are sharded over their lanes, from `init` on, and
-    statistics cover all lanes. In your own `jit` the parameters may be replicated over
-    the same devices. An axis of the type Explicit is treated as Auto: your arrays in
-    that `jit` must be on a mesh of Auto axes.
+    devices. Carry and trajectories are sharded over lanes, starting with `init`, and
+    statistics cover all lanes. In an outer `jit` the parameters may be replicated over
+    the same devices. An axis of the type Explicit is treated as Auto: all arrays in
+    this `jit` must be on a mesh of Auto axes.
 
-    The bits are those of one device, except where XLA rounds differently, in the last
-    place: sums of floats over lanes, as in the statistics of `NormalizeObs`; anything
-    where a device has a single lane; and in the rows of `collect_episodes` outputs of a
-    network that are only recorded. Once states differ, choices and endings do too,
-    after enough steps.
+    The bits are the same as on one device, unless XLA rounds the last place
+    differently. This happens for sums of floats over lanes, as in the statistics of
+    `NormalizeObs`; if a device has a single lane; and for network outputs that
+    `collect_episodes` only records. Once states differ, actions and endings also
+    differ after enough steps.
 
-    Steps and streams wait for other devices only where they sum over all lanes: for
-    the statistics of `NormalizeObs` and `NormalizeReward`, or in the `fn` of
-    `fold_steps`. Whole episodes come from one queue, so there the devices exchange at
-    every step how many lanes are done, and each has all results.
+    Steps and streams wait for other devices only to sum over all lanes: for the
+    statistics of `NormalizeObs` and `NormalizeReward`, or in the `fn` of `fold_steps`.
+    Whole episodes come from one queue: at every step the devices exchange the number of
+    finished lanes, and each device has all results.
 
-    With `jax.distributed` the mesh may span several processes. Each runs the same
-    script, makes the same calls in the same order, and holds its own lanes. This call
-    waits for all of them and checks that they have as many lanes, on the same devices,
-    and the same environment parameters.
+    The mesh may span several processes of `jax.distributed`. Each process runs the same
+    script, makes the same calls in the same order, and holds the lanes of its devices.
+    This call waits for all processes and checks that they have as many lanes, on the
+    same devices, and the same environment parameters.
 
-    The devices may be absent ones, from `rollout.inspection.devices`: such a collector
-    is for `rollout.inspect_program`.
+    The mesh may have absent devices, from `rollout.inspection.devices`. Pass such a
+    collector to `rollout.inspect_program`.
 
     Args:
         collector: policy and environments, made by `rollout.envs.vectorize` or
-            `rollout.envs.vectorize_each`, with wrappers around them or not.
+            `rollout.envs.vectorize_each`, with or without wrappers.
         mesh: the devices.
-        axis: the axis of the mesh that the lanes are sharded over; they are replicated
-            along the others.
+        axis: axis of the mesh over which the lanes are sharded; lanes are replicated
+            along all other axes.
 
     Returns:
         A collector of the same lanes.
 
     Raises:
         ValueError: if `collector` is no `Collector` or `mesh` no `Mesh`; if the mesh
-            lacks the axis; if its size does not divide the number of lanes; if the
-            environment is of another kind or sharded already; if another process has
-            another collector or mesh; later, if a carry lies on other devices.
+            lacks the axis; if the size of the axis does not divide the number of lanes;
+            if the environment has another type or is sharded already; if processes
+            have different collectors or meshes; later, if a carry is on other devices.
     """
     checks.collects_in_jax(collector)
     mesh = checks.lane_mesh(mesh, axis)
     if mesh.is_multi_process and not _is_absent(mesh):
-        # Before the checks that may raise in one process alone.
+        # Compare before the checks below, which may raise in a single process.
         parts = trees.unwrap_keys((collector.env, collector.policy))
         leaves = jax.tree.leaves(parts)
-        here = [x for x in leaves if not multihost.is_elsewhere(x)]
-        # Bits and not values: NaN parameters are equal to themselves here.
-        bits = b"".join(np.asarray(x).tobytes() for x in here)
+        local_leaves = [x for x in leaves if not multihost.is_elsewhere(x)]
+        # Compare bits, not values: NaN parameters are then equal to themselves.
+        bits = b"".join(np.asarray(x).tobytes() for x in local_leaves)
         facts = {
             "jax": jax.__version__,
             "`num_envs`": collector.env.num_envs,
@@ -93,8 +93,8 @@ def shard(
         }
         multihost.compare("collector", facts)
     num_devices = mesh.shape[axis]
-    what = f"the {num_devices} devices of the axis {axis!r}"
-    checks.multiple("num_envs", collector.env.num_envs, num_devices, what)
+    devices = f"the {num_devices} devices of the axis {axis!r}"
+    checks.multiple("num_envs", collector.env.num_envs, num_devices, devices)
     return collector.replace(env=_shard(collector.env, LaneSharding(mesh, axis)))
 
 
@@ -106,49 +106,49 @@ class LaneSharding(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """Number of devices that the lanes are sharded over."""
+        """Number of devices over which the lanes are sharded."""
         return self.mesh.shape[self.axis]
 
     def place(self, tree: ArrayTree, *, lane_axis: int = 0) -> ArrayTree:
-        """Shards arrays over the devices; replicates scalars, and what is `Shared`."""
+        """Shards arrays over the devices; replicates scalars and `Shared` trees."""
         shardings = self.shardings(tree, lane_axis=lane_axis)
         return lax.with_sharding_constraint(tree, shardings)
 
     def replicate(self, tree: ArrayTree) -> ArrayTree:
         """Replicates a tree on every device."""
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return lax.with_sharding_constraint(tree, everywhere)
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        return lax.with_sharding_constraint(tree, replicated)
 
     def shardings(self, tree: ArrayTree, *, lane_axis: int = 0) -> ArrayTree:
         """Returns the sharding that `place` applies to each array of a tree."""
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        replicated = NamedSharding(self.mesh, PartitionSpec())
         over_lanes = PartitionSpec(*[None] * lane_axis, self.axis)
 
         def make(x: Any) -> ArrayTree:
             if isinstance(x, Shared):
-                return jax.tree.map(lambda _: everywhere, x)
-            return NamedSharding(self.mesh, over_lanes) if x.ndim else everywhere
+                return jax.tree.map(lambda _: replicated, x)
+            return NamedSharding(self.mesh, over_lanes) if x.ndim else replicated
 
         return jax.tree.map(make, tree, is_leaf=lambda x: isinstance(x, Shared))
 
     def map(self, fn: Callable[..., ArrayTree], whole: ArrayTree, *lanes: Any) -> Any:
-        """Calls `fn(whole, *lanes)` on each device, with its own lanes.
+        """Calls `fn(whole, *lanes)` on each device, with the lanes of the device.
 
-        Scalars among the lanes are replicated, as all of `whole` is.
+        All of `whole` is replicated, and so are scalars among the lanes.
         """
-        own, every = PartitionSpec(self.axis), PartitionSpec()
-        of_lanes = jax.tree.map(lambda x: own if jnp.ndim(x) else every, lanes)
+        over_lanes, whole_spec = PartitionSpec(self.axis), PartitionSpec()
+        specs = jax.tree.map(lambda x: over_lanes if jnp.ndim(x) else whole_spec, lanes)
         return jax.shard_map(
             fn,
             mesh=self.mesh,
-            in_specs=(every, *of_lanes),
-            out_specs=own,
+            in_specs=(whole_spec, *specs),
+            out_specs=over_lanes,
             check_vma=False,  # branches of `step_once` vary over different axes
         )(whole, *lanes)
 
 
 class _ShardedEnv(BaseWrapper, VectorEnv, kw_only=True):
-    """A `VectorEnv` in which each device steps its own lanes."""
+    """A `VectorEnv` in which each device steps a share of the lanes."""
 
     env: Any  # made by `rollout.envs.vectorize` or `rollout.envs.vectorize_each`
     sharding: LaneSharding = struct.field(pytree_node=False)
@@ -164,9 +164,9 @@ class _ShardedEnv(BaseWrapper, VectorEnv, kw_only=True):
         # `step_once` on each device, so that XLA compiles the step as on one device.
         def step(env: VectorEnv, *args: ArrayTree) -> EnvStep:
             leaves = jax.tree.leaves(trees.unwrap_keys(args[1:]))
-            # `step_once` needs any number that XLA does not know.
-            some = next(x for x in leaves if x.size)
-            counter = some.ravel()[0].astype(jnp.int32)
+            # `step_once` needs any number that is unknown to XLA.
+            leaf = next(x for x in leaves if x.size)
+            counter = leaf.ravel()[0].astype(jnp.int32)
             return step_once(env.step, *args, counter=counter)
 
         return self._map(step, keys, state, action)
@@ -182,20 +182,20 @@ class _ShardedEnv(BaseWrapper, VectorEnv, kw_only=True):
         num_local = self.num_envs // self.sharding.num_devices
 
         def local(env: Any, *args: ArrayTree) -> ArrayTree:
-            # Lanes keep their global numbers, from which their keys and ids derive.
+            # Keys and ids derive from global lane numbers.
             first_lane = lax.axis_index(self.sharding.axis) * num_local
             return fn(trees.barrier(env.local(num_local, first_lane)), *args)
 
         if not self.env.each:
             return self.sharding.map(local, self.env, *args)
-        # Each environment has its own parameters, which are sharded like its state.
+        # Environments with different parameters: shard the parameters like the state.
         return self.sharding.map(lambda _, *args: local(*args), (), self.env, *args)
 
 
 def _shard(env: Any, sharding: LaneSharding) -> VectorEnv:
     if isinstance(env, _VectorizedEnv):
         if not _is_absent(sharding.mesh):
-            # Python numbers would be sent to every device with each call.
+            # Put numbers on the devices once: otherwise each call would send them.
             spec = PartitionSpec(sharding.axis) if env.each else PartitionSpec()
             env = _device_put(env, NamedSharding(sharding.mesh, spec))
         return _ShardedEnv(env=env, sharding=sharding)
@@ -213,13 +213,13 @@ def _is_absent(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].client.runtime_type == "compile_only_runtime"
 
 
-def _device_put(tree: ArrayTree, where: NamedSharding) -> ArrayTree:
-    """Puts numbers and arrays on a mesh, with the types that `jit` gives them.
+def _device_put(tree: ArrayTree, sharding: NamedSharding) -> ArrayTree:
+    """Puts numbers and arrays on a mesh, with the types that `jit` assigns.
 
-    Over several processes `device_put` compares a Python float with the float32 that it
-    becomes, and so raises for most of them; it also raises for NaN and typed keys.
+    Over several processes `device_put` compares a Python float with the float32 value,
+    and so raises for most floats. It also raises for NaN and typed keys.
     """
-    if not where.mesh.is_multi_process:
-        return jax.device_put(tree, where)
+    if not sharding.mesh.is_multi_process:
+        return jax.device_put(tree, sharding)
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, jax.jit(list, out_shardings=where)(leaves))
+    return jax.tree.unflatten(structure, jax.jit(list, out_shardings=sharding)(leaves))

@@ -14,26 +14,25 @@ from rollout.types import Episodes, Transition, check_data, check_trajectory
 class CollectStats(struct.PyTreeNode, kw_only=True):
     """Statistics of the episodes that ended: `stats.returns.mean` is the mean return.
 
-    A window in which no episode ended has `num_episodes` 0 and NaN for every mean,
-    standard deviation, minimum and maximum: nothing that looks like data.
+    If no episode ended, `num_episodes` is 0, and every mean, standard deviation,
+    minimum and maximum is NaN.
 
     Attributes:
-        num_steps: `()` int32, environment steps over all lanes, idle rows not counted.
-        num_episodes: `()` int32, episodes that ended, also if they began before.
+        num_steps: `()` int32, environment steps over all lanes, without idle rows.
+        num_episodes: `()` int32, episodes that ended, including earlier starts.
         num_terminated: `()` int32, episodes that terminated.
         num_truncated: `()` int32, episodes that were only truncated, also by
             `max_episode_steps`.
-        num_unfinished: `()` int32, episodes that `max_episode_steps` cut: their return
-            and length cover the steps played.
+        num_unfinished: `()` int32, episodes that `max_episode_steps` truncated: return
+            and length cover the steps taken.
         num_nonfinite: `()` int32, rows with a NaN or infinity in the reward, the action
-            or the extras (minus infinity in logits and the like does not count): NaN
-            parameters show here, for a discrete policy if it records its log_prob or
-            logits. For `Episodes`, which have no rows, the episodes whose return is
-            NaN or infinite.
+            or the extras, except minus infinity in extras such as logits. Use it to
+            detect NaN parameters; a discrete policy must record log_prob or logits for
+            this. `Episodes` have no rows: counts episodes with a nonfinite return.
         returns: moments of the undiscounted returns.
         lengths: moments of the lengths in steps.
         accumulated: moments of each accumulated value that is one number per episode,
-            by its path in `accumulated`, joined by "/".
+            by path in `accumulated`, joined by "/".
     """
 
     num_steps: jax.Array  # ()
@@ -55,7 +54,7 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
         else:
             text = f"return {self.returns}, {plural(self.num_episodes, 'episode')}"
         if self.num_unfinished:
-            text += f", {self.num_unfinished:,} cut by `max_episode_steps`"
+            text += f", {self.num_unfinished:,} truncated by `max_episode_steps`"
         if self.num_nonfinite:
             text += f", {self.num_nonfinite:,} with NaN or infinity"
         return text
@@ -64,27 +63,26 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
 def summarize(data: Transition | Episodes) -> CollectStats:
     """Summarizes the episodes that ended in `data`, inside or outside of `jit`.
 
-    An episode that began in an earlier trajectory counts whole, where it ends. A window
-    favours short episodes, since more of them end in it: for an unbiased mean play
-    exactly N, with `collect_episodes` or `evaluate`.
+    An episode that spans several trajectories counts in the last one, with the full
+    return and length. A window favors short episodes, since more of them end in it: for
+    an unbiased mean play exactly N episodes, with `collect_episodes` or `evaluate`.
 
     Args:
         data: a trajectory, `[T, B, ...]` or with any other leading axes, whose
-            masked-out rows do not count; or `Episodes`. It is not consumed.
+            masked-out rows do not count; or `Episodes`. It is not donated.
 
     Returns:
         Statistics, each `()`.
 
     Raises:
-        ValueError: if `data` is neither.
+        ValueError: if `data` is neither a trajectory nor `Episodes`.
     """
     check_data(data)
     if isinstance(data, Episodes):
         ended, terminated, num_steps = present(data), data.terminated, data.num_steps
-        # Episodes have no rows in which a NaN could be found, but it ends up in their
-        # return.
-        is_cut, is_bad = ~data.finished, ~jnp.isfinite(data.episode_return)
-        num_unfinished, num_nonfinite = _count(is_cut & ended), _count(is_bad & ended)
+        # Episodes have no rows to search for NaN, but NaN propagates to the return.
+        is_open, is_bad = ~data.finished, ~jnp.isfinite(data.episode_return)
+        num_unfinished, num_nonfinite = _count(is_open & ended), _count(is_bad & ended)
     else:
         ended, terminated = data.done & data.mask, data.terminated & data.mask
         num_steps, num_unfinished = _count(data.mask), jnp.zeros((), jnp.int32)
@@ -103,8 +101,8 @@ def summarize(data: Transition | Episodes) -> CollectStats:
 
 
 def present(episodes: Episodes) -> jax.Array:
-    """Returns which of the episodes there are, `[N]` bool."""
-    # () stands for True: without `min_steps` all of them count.
+    """Returns which entries hold an episode that counts, `[N]` bool."""
+    # () stands for True: without `min_steps` all episodes count.
     is_any = isinstance(episodes.mask, tuple)
     return jnp.ones(episodes.terminated.shape, bool) if is_any else episodes.mask
 
@@ -116,13 +114,13 @@ def ended_episodes(trajectory: Transition) -> Episodes:
         trajectory: `[T, B, ...]`; masked-out rows do not count.
 
     Returns:
-        One entry per lane and step, `[T * B]`, ordered by time, then by lane; `mask` is
-        True where an episode ended, and elsewhere its return and length are those so
-        far. Outside of `jit`, `ended.episode_return[ended.mask]` is the list of
-        returns. `accumulated` is `()`.
+        One entry per lane and step, `[T * B]`, ordered by time, then by lane. `mask` is
+        True if an episode ended; all other entries hold the return and length so far.
+        Outside of `jit`, `ended.episode_return[ended.mask]` is the list of returns.
+        `accumulated` is `()`.
 
     Raises:
-        ValueError: if `trajectory` is no trajectory.
+        ValueError: if `trajectory` is not a trajectory.
     """
     check_trajectory(trajectory)
     lane = jnp.arange(trajectory.mask.shape[1], dtype=jnp.int32)[None]
@@ -140,7 +138,7 @@ def ended_episodes(trajectory: Transition) -> Episodes:
 
 
 def plural(count: Any, noun: str) -> str:
-    """Returns "1 step", "1,280 steps"."""
+    """Formats a count with a noun: "1 step", "1,280 steps"."""
     return f"{int(count):,} {noun}" + ("" if count == 1 else "s")
 
 

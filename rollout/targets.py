@@ -1,10 +1,10 @@
-"""Computes advantages and returns from arrays of a rollout, to learn from.
+"""Computes advantages and returns from the arrays of a rollout.
 
-All functions take arrays `[T, ...]` of one shape, time first: those of a `Transition`,
-of agents' rows, or of a rollout of your own. Each row bootstraps from the next one that
-is not masked out: an agent that waits for its turn has masked-out rows between its own.
-A row that ends an episode, and the last one, bootstraps from `next_value` instead,
-unless the task terminated there. All are jitted, so that a notebook may call them.
+All functions take arrays `[T, ...]` of one shape, time first, from a `Transition`, from
+the rows of agents, or from any other rollout. Each row bootstraps from the next row
+that is not masked out: an agent that waits for its turn has masked-out rows between its
+steps. The last row of an episode or of the arrays bootstraps from `next_value` instead,
+unless the task terminated. All functions are jitted, so that notebooks may call them.
 """
 
 import math
@@ -19,19 +19,19 @@ from rollout.types import Transition, check_trajectory
 Scalar = float | jax.Array  # (), may be traced
 _Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # see `_rows`
 
-# Rows of an iteration. Three launches of 16 rows are too few for XLA to make a CUDA
-# graph of them; 128 are a whole rollout, which needs no loop.
+# Rows per iteration. The three launches of 16 rows are too few for XLA to form a CUDA
+# graph; 128 rows are a whole rollout, which needs no loop.
 _ROWS_ON_GPU, _ROWS_ELSEWHERE = 128, 16
 
 
 def next_values(
     trajectory: Transition, value: jax.Array, last_value: jax.Array
 ) -> jax.Array:
-    """Computes V(next_obs) of every step from values that are already known.
+    """Computes V(next_obs) of every step from previously computed values.
 
-    Where a step does not end its episode, the value of its successor is that of the
-    next row. Only two kinds of values are computed apart: those of truncated steps,
-    `final_value`, and that of the observation after the last step.
+    If a step does not end an episode, V(next_obs) is V(obs) of the next row. Only two
+    kinds of values come from elsewhere: `final_value` at truncated steps, and
+    `last_value` of the observation after the last step.
 
         value, last_value = t.extras["value"], collector.value(carry, params)
         next_value = rollout.next_values(t, value, last_value)
@@ -39,29 +39,28 @@ def next_values(
     Args:
         trajectory: `[T, B, ...]` of a policy with a critic, `Policy.value`.
         value: `[T, B]` float, V(obs), as the policy recorded it.
-        last_value: `[B]` float, V(obs) of the carry after the last step; for the rows
-            of agents see `rollout.agents.last_values`.
+        last_value: `[B]` float, V(obs) of the carry after the last step; see
+            `rollout.agents.last_values` for the rows of agents.
 
     Returns:
-        `[T, B]` float, the `next_value` of the functions below: 0 where the task
-        terminated, arbitrary where `mask` is False.
+        `[T, B]` float, `next_value` for the functions below: 0 if the task terminated,
+        arbitrary if `mask` is False.
 
     Raises:
-        ValueError: if the trajectory has no `final_value`, or if a shape is not as
-            above.
+        ValueError: if the trajectory has no `final_value`, or if a shape differs.
     """
     check_trajectory(trajectory)
     if isinstance(trajectory.final_value, tuple):
         raise ValueError(
-            "`trajectory` must have `final_value`, got none: it is recorded where the "
-            "policy has a critic, as `stateless_policy(..., value_fn=...)`. Without "
-            "one, compute V(next_obs) from `next_obs`."
+            "`trajectory` must have `final_value`, got none: it is recorded if the "
+            "policy has a critic, as `stateless_policy(..., value_fn=...)`. Without a "
+            "critic, compute V(next_obs) from `next_obs`."
         )
     shape, final_value = trajectory.mask.shape, trajectory.final_value
     checks.shaped("`value` must be", value, shape)
     # A critic of several agents returns a dict by group, for rows of whole steps.
-    what = "`trajectory.final_value`, of `agent_transitions` if by group, must be"
-    checks.shaped(what, final_value, shape)
+    rule = "`trajectory.final_value` (of `agent_transitions` if by group) must be"
+    checks.shaped(rule, final_value, shape)
     checks.shaped("`last_value` must be", last_value, shape[1:])
     value = jnp.asarray(value)
     # `final_value` is 0 at terminations: there is nothing to bootstrap from.
@@ -85,26 +84,26 @@ def gae(
         δ_t = r_t + γ (1 - terminated_t) V(next_obs_t) - V(obs_t)
         A_t = δ_t + γ λ (1 - done_t) A_{t+1}
 
-    t + 1 is the next row that is not masked out, and γ is per row. Where V(next_obs) is
-    the V(obs) of the next row, the sum of A and V(obs) is the λ-return, the usual
+    Row t + 1 is the next row that is not masked out, and γ is per row. If V(next_obs)
+    equals V(obs) of the next row, the sum of A and V(obs) is the λ-return, the usual
     target of the value function.
 
     Args:
-        reward: `[T, B]`; integers count as floats.
+        reward: `[T, B]`; integers are converted to floats.
         value: `[T, B]` float, V(obs).
-        next_value: `[T, B]` float, V(next_obs): the value of the true successors.
+        next_value: `[T, B]` float, V(next_obs) of the true successors.
         terminated: `[T, B]` bool, the task ended.
-        truncated: `[T, B]` bool, the episode was cut, as by a time limit.
-        gamma: γ, discount per step, in [-1, 1]: negative where two players alternate,
-            and each has the other's loss.
+        truncated: `[T, B]` bool, the episode was cut off, as by a time limit.
+        gamma: γ, discount per step, in [-1, 1]: negative if two players of a zero-sum
+            game alternate.
         lambda_: λ, in [0, 1]: 0 for the one-step error, 1 for return minus value.
-        mask: `[T, B]` bool, False where there was no step; None for all.
+        mask: `[T, B]` bool, False for rows without a step; None for no such rows.
 
     Returns:
         `[T, B]` float, in discounted reward; 0 where `mask` is False.
 
     Raises:
-        ValueError: if `gamma` or `lambda_` is no number in its range, or if the shapes
+        ValueError: if `gamma` or `lambda_` is outside the range above, or if the shapes
             differ.
 
     Source:
@@ -133,7 +132,7 @@ def lambda_returns(
 
         G_t = r_t + γ (1 - terminated_t) ((1 - λ) V(next_obs_t) + λ G_{t+1})
 
-    with V(next_obs_t) for G_{t+1} in the last row of an episode or of the window.
+    V(next_obs_t) replaces G_{t+1} in the last row of an episode or of the window.
 
     Args:
         reward: as in `gae`.
@@ -169,7 +168,7 @@ def discounted_returns(
     next_value: jax.Array | None = None,
     mask: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes the discounted sum of the rewards from every step onwards.
+    """Computes the discounted sum of the rewards from every step onward.
 
         G_t = r_t + γ (1 - done_t) G_{t+1}
 
@@ -178,8 +177,8 @@ def discounted_returns(
         terminated: as in `gae`.
         truncated: as in `gae`.
         gamma: as in `gae`.
-        next_value: `[T, B]` float, V(next_obs), in place of the missing rewards where
-            an episode was truncated or goes on after the window; None counts them as 0.
+        next_value: `[T, B]` float, V(next_obs), replaces the missing rewards of an
+            episode that was truncated or continues after the window; None for 0.
         mask: as in `gae`.
 
     Returns:
@@ -213,31 +212,31 @@ def vtrace(
     clip_c_threshold: Scalar = 1.0,
     mask: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Corrects advantages and targets for actions of an older policy, by V-trace.
+    """Computes advantages and targets for actions of an older policy, by V-trace.
 
         ρ_t = min(ρ̄, π(a_t) / μ(a_t)), c_t = λ min(c̄, π(a_t) / μ(a_t))
         δ_t = ρ_t (r_t + γ (1 - terminated_t) V(next_obs_t) - V(obs_t))
         v_t = V(obs_t) + δ_t + γ c_t (1 - done_t) (v_{t+1} - V(obs_{t+1}))
         A_t = ρ_t (r_t + γ (1 - terminated_t) v_{t+1} - V(obs_t))
 
-    with V(next_obs_t) for v_{t+1} in the last row of an episode or of the window. Where
-    both policies are the same, v - V is the advantage of `gae`. Actors that lag behind,
-    as those of `Stream(prefetch=1)` and of Ray do, act by μ.
+    V(next_obs_t) replaces v_{t+1} in the last row of an episode or of the window. If
+    both policies are the same, v - V is the advantage of `gae`. Actors with older
+    parameters, as in `Stream(prefetch=1)` or with Ray, act by μ.
 
     Args:
         reward: as in `gae`.
-        value: as in `gae`, by the critic that learns.
-        next_value: likewise.
+        value: as in `gae`, from the learner's critic.
+        next_value: as in `gae`, from the learner's critic.
         terminated: as in `gae`.
         truncated: as in `gae`.
-        log_rhos: `[T, B]` float, log π(a) - log μ(a): of the policy that learns, minus
-            that of the policy that acted. No derivative passes through.
+        log_rhos: `[T, B]` float, log π(a) - log μ(a), for the learner's policy π and
+            the actor's policy μ. No derivative passes through.
         gamma: as in `gae`.
         lambda_: λ, in [0, 1].
         clip_rho_threshold: ρ̄, the largest ρ, at least 0: the critic learns the value of
-            μ if it is near 0, and that of π if it is infinite.
+            μ if ρ̄ is near 0, and the value of π if ρ̄ is infinite.
         clip_c_threshold: c̄, at least 0: the largest weight of later errors, which
-            changes the speed of learning and not what is learned.
+            changes the speed of convergence but not the fixed point.
         mask: as in `gae`.
 
     Returns:
@@ -245,7 +244,7 @@ def vtrace(
         reward; 0 where `mask` is False.
 
     Raises:
-        ValueError: as `gae` does, or if a threshold is no number of at least 0.
+        ValueError: as `gae` does, or if a threshold is not a number of at least 0.
 
     Source:
         "IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner
@@ -256,9 +255,9 @@ def vtrace(
     thresholds = clip_rho_threshold, clip_c_threshold
     checks.fraction("clip_rho_threshold", clip_rho_threshold, highest=math.inf)
     checks.fraction("clip_c_threshold", clip_c_threshold, highest=math.inf)
-    others = {"value": value, "next_value": next_value, "log_rhos": log_rhos}
-    rows = _rows(reward, terminated, truncated, mask, **others)
-    # The weights correct for who acted; the policy is not to learn through them.
+    arrays = {"value": value, "next_value": next_value, "log_rhos": log_rhos}
+    rows = _rows(reward, terminated, truncated, mask, **arrays)
+    # The weights are constant corrections: no gradient passes through them.
     ratio = jnp.exp(jax.lax.stop_gradient(jnp.asarray(log_rhos)))
     return _vtrace(
         rows, jnp.asarray(value), next_value, ratio, gamma, lambda_, *thresholds
@@ -268,12 +267,12 @@ def vtrace(
 def explained_variance(
     value: jax.Array, target: jax.Array, mask: jax.Array | None = None
 ) -> jax.Array:
-    """Computes 1 - Var(target - value) / Var(target), to judge a critic.
+    """Computes 1 - Var(target - value) / Var(target). Use it to judge a critic.
 
     Args:
         value: V(obs), an array of floats.
-        target: returns that the critic learns, of the same shape.
-        mask: bool, the rows that count; None for all.
+        target: returns that the critic is trained on, of the same shape.
+        mask: bool, rows that count; None for all rows.
 
     Returns:
         `()` float: 1 if the critic is perfect, 0 if it predicts a constant, and less
@@ -284,12 +283,12 @@ def explained_variance(
 
 
 def _rows(
-    reward: Any, terminated: Any, truncated: Any, mask: Any, **others: Any
+    reward: Any, terminated: Any, truncated: Any, mask: Any, **arrays: Any
 ) -> _Rows:
-    """Checks that all have one shape; returns reward, terminated, done and mask."""
+    """Checks that all shapes agree; returns reward, terminated, done and mask."""
     shape = jnp.shape(reward)
     named = {"reward": reward, "terminated": terminated, "truncated": truncated}
-    named |= others if mask is None else {**others, "mask": mask}
+    named |= arrays if mask is None else {**arrays, "mask": mask}
     for name, x in named.items():
         checks.shaped(f"`{name}` must be", x, shape)
     reward, terminated, truncated = map(jnp.asarray, (reward, terminated, truncated))
@@ -306,15 +305,15 @@ def _rows(
 @jax.jit
 def _next_values(rows: tuple[jax.Array, ...], last_value: jax.Array) -> jax.Array:
     done, mask, value, final_value = rows
-    # Without a loop, which would be launches outside of CUDA graphs.
-    known = jnp.concatenate([mask, jnp.ones_like(mask[:1])])
+    # An associative scan has no loop, whose launches would be outside of CUDA graphs.
+    is_valid = jnp.concatenate([mask, jnp.ones_like(mask[:1])])
     value = jnp.concatenate([value, last_value[None]])
 
-    def nearest(later: tuple, row: tuple) -> tuple:
-        return later[0] | row[0], jnp.where(row[0], row[1], later[1])
+    def nearest(following: tuple, row: tuple) -> tuple:
+        return following[0] | row[0], jnp.where(row[0], row[1], following[1])
 
-    _, later = jax.lax.associative_scan(nearest, (known, value), reverse=True)
-    return jnp.where(done, final_value, later[1:])
+    _, following = jax.lax.associative_scan(nearest, (is_valid, value), reverse=True)
+    return jnp.where(done, final_value, following[1:])
 
 
 @jax.jit
@@ -324,18 +323,18 @@ def _gae(
     error, _ = _errors(rows, next_value, gamma)
     error = error - value
     weight = jnp.asarray(gamma * lambda_, error.dtype)
-    return _sum_up(rows, error, weight, jnp.zeros_like(error))[0]
+    return _accumulate(rows, error, weight, jnp.zeros_like(error))[0]
 
 
 @jax.jit
 def _lambda_returns(
     rows: _Rows, next_value: jax.Array, gamma: Any, lambda_: Any
 ) -> jax.Array:
-    # `term` bootstraps from all of V: where there is a next row, λ of it gives way to
-    # that row's return.
-    term, instead = _errors(rows, next_value, gamma)
+    # `term` bootstraps from V alone. If there is a next row, its return replaces the
+    # share λ of V.
+    term, baseline = _errors(rows, next_value, gamma)
     weight = jnp.asarray(gamma * lambda_, term.dtype)
-    return _sum_up(rows, term, weight, instead)[0]
+    return _accumulate(rows, term, weight, baseline)[0]
 
 
 @jax.jit
@@ -353,44 +352,44 @@ def _vtrace(
     error, _ = _errors(rows, next_value, gamma)
     error, rho = error - value, jnp.minimum(ratio, clip_rho)
     weight = jnp.asarray(gamma * lambda_, error.dtype) * jnp.minimum(ratio, clip_c)
-    # The sum is v - V; `later` is that of the next row.
-    total, later = _sum_up(rows, rho * error, weight, jnp.zeros_like(error))
-    advantage = rho * (error + jnp.asarray(gamma, error.dtype) * later)
+    # The sum is v - V; `next_total` is v - V of the next row.
+    total, next_total = _accumulate(rows, rho * error, weight, jnp.zeros_like(error))
+    advantage = rho * (error + jnp.asarray(gamma, error.dtype) * next_total)
     return jnp.where(mask, advantage, 0.0), jnp.where(mask, value + total, 0.0)
 
 
 def _errors(
     rows: _Rows, next_value: jax.Array, gamma: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns r + γ V(next_obs), and V(next_obs), 0 where the task terminated."""
+    """Returns r + γ V(next_obs), and V(next_obs), which is 0 at terminations."""
     reward, terminated, _, mask = rows
-    # A masked-out row may hold anything.
-    after = jnp.where(terminated | ~mask, 0.0, next_value)
-    return reward + jnp.asarray(gamma, reward.dtype) * after, after
+    # Masked-out rows have arbitrary values.
+    bootstrap = jnp.where(terminated | ~mask, 0.0, next_value)
+    return reward + jnp.asarray(gamma, reward.dtype) * bootstrap, bootstrap
 
 
-def _sum_up(
-    rows: _Rows, term: jax.Array, weight: jax.Array, instead: jax.Array
+def _accumulate(
+    rows: _Rows, term: jax.Array, weight: jax.Array, baseline: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """x_t = term_t + weight_t (x of the next row - instead_t), and that x, `[T, ...]`.
+    """Returns x_t = term_t + weight_t (x_{t+1} - baseline_t), and x_{t+1}, `[T, ...]`.
 
-    `weight` may be a scalar. The next row is the next one of the same episode that is
-    not masked out; without one x_t is term_t, and x of the next row 0. Where `mask` is
+    `weight` may be a scalar. Row t + 1 is the next row of the same episode that is not
+    masked out. If there is no such row, x_t is term_t, and x_{t+1} is 0. If `mask` is
     False, x_t is 0.
     """
 
-    # Backwards in time. The carry is the next row that is not masked out: its x, and
-    # whether there is one; a masked-out row passes it on.
+    # Backward in time. The carry holds x of the next row that is not masked out, and
+    # whether this row exists; a masked-out row does not change the carry.
     def step(following: tuple, row: tuple) -> tuple:
-        later, is_there = following
-        term, own_weight, instead, done, mask = row
-        goes_on, scale = is_there & ~done, own_weight if weight.ndim else weight
-        here = term + jnp.where(goes_on, scale * (later - instead), 0.0)
-        out = jnp.where(mask, here, 0.0), jnp.where(goes_on, later, 0.0)
-        return (jnp.where(mask, here, later), is_there | mask), out
+        next_x, exists = following
+        term, row_weight, baseline, done, mask = row
+        has_next, scale = exists & ~done, row_weight if weight.ndim else weight
+        x = term + jnp.where(has_next, scale * (next_x - baseline), 0.0)
+        out = jnp.where(mask, x, 0.0), jnp.where(has_next, next_x, 0.0)
+        return (jnp.where(mask, x, next_x), exists | mask), out
 
     _, _, done, mask = rows
-    nothing = jnp.zeros_like(term[0]), jnp.zeros_like(mask[0])
-    inputs = term, weight if weight.ndim else (), instead, done, mask
+    start = jnp.zeros_like(term[0]), jnp.zeros_like(mask[0])
+    inputs = term, weight if weight.ndim else (), baseline, done, mask
     unroll = {"gpu": _ROWS_ON_GPU, "other": _ROWS_ELSEWHERE}
-    return platform.scan(step, nothing, inputs, **unroll, reverse=True)[1]
+    return platform.scan(step, start, inputs, **unroll, reverse=True)[1]

@@ -1,4 +1,4 @@
-"""Splits trajectories into episodes: one padded column per episode, or part of one."""
+"""Splits trajectories into padded columns: whole episodes or pieces of episodes."""
 
 from typing import NamedTuple
 
@@ -12,12 +12,12 @@ from rollout.types import Transition, check_trajectory
 class Pieces(NamedTuple):
     """The `N` pieces of episodes in a trajectory, each of at most `L` steps.
 
-    Ordered by lane, then by time.
+    Pieces are ordered by lane, then by time.
 
     Attributes:
         trajectory: `[L, N, ...]`, all zero after the end of a piece.
         mask: `[L, N]` bool, False after the end of a piece.
-        episode_id: `[N]` int32. The pieces of one episode in several batches share it.
+        episode_id: `[N]` int32, shared by the pieces of an episode in several batches.
         lane: `[N]` int32, the lane.
     """
 
@@ -28,11 +28,11 @@ class Pieces(NamedTuple):
 
 
 def split_trajectories(trajectory: Transition) -> Pieces:
-    """Splits a trajectory where episodes begin and end. On the host, not inside `jit`.
+    """Splits a trajectory at episode boundaries. Call it on the host, outside of `jit`.
 
     The number of pieces depends on the data, so this cannot be compiled. A piece begins
-    where its episode or the trajectory does: its first row is `first` only if the
-    episode began in this trajectory, and its last row is `done` only if it ended there.
+    at the start of an episode or of the trajectory. The first row is `first` only if
+    the episode began in this trajectory, and the last row is `done` only if it ended.
 
     Args:
         trajectory: `[T, B, ...]`; masked-out rows belong to no piece.
@@ -41,17 +41,17 @@ def split_trajectories(trajectory: Transition) -> Pieces:
         The pieces, as NumPy arrays; typed keys stay keys.
 
     Raises:
-        ValueError: if `trajectory` is no trajectory.
+        ValueError: if `trajectory` is not a trajectory.
     """
     check_trajectory(trajectory)
     lane, step = np.nonzero(np.asarray(trajectory.mask).T)  # lane by lane
     ids = np.asarray(trajectory.episode_id)[step, lane]
-    # Entries stand lane by lane here, so a piece ends where lane or id change.
+    # Entries are sorted by lane, so a piece ends when the lane or the id changes.
     is_new = np.ones(ids.shape, bool)
     is_new[1:] = (lane[1:] != lane[:-1]) | (ids[1:] != ids[:-1])
     piece = np.cumsum(is_new) - 1
     begin = np.flatnonzero(is_new)
-    row = np.arange(ids.size) - begin[piece] if ids.size else piece  # in its piece
+    row = np.arange(ids.size) - begin[piece] if ids.size else piece  # within the piece
     shape = int(row.max(initial=-1)) + 1, begin.size
 
     def gather(x: jax.Array) -> np.ndarray:

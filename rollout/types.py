@@ -19,47 +19,47 @@ Obs = ArrayTree  # [B, ...]
 PolicyState = ArrayTree  # [B, ...]
 
 # Types of a custom policy. A type checker infers them from `fn` of `stateless_policy`
-# or `recurrent_policy` and carries them on to `Transition`. The bound is for a
-# `lambda`: without it a checker takes its arguments for an `object`.
+# or `recurrent_policy` and passes them to `Transition`. Without the bound it would
+# infer `object` for the arguments of a `lambda`.
 ParamsT = TypeVar("ParamsT", bound=Any, default=Any)
 ObsT = TypeVar("ObsT", bound=Any, default=Any)
 ActionT = TypeVar("ActionT", bound=Any, default=Any)
 
 
 class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
-    """One step of every lane; stacked over time, a trajectory.
+    """One step of every lane, or a trajectory if stacked over time.
 
-    Shapes are those of a stacked trajectory, `T` steps of `B` lanes. A single
-    transition has no `T` axis.
+    Shapes are given for a trajectory of `T` steps of `B` lanes. A single transition has
+    no `T` axis.
 
     Attributes:
-        obs: `[T, B, ...]`, the observation the action was chosen from.
-        action: `[T, B, ...]`, the action that the policy chose. A wrapper such as
-            `rollout.envs.RescaleAction` may change it on its way to the environment.
+        obs: `[T, B, ...]`, observation from which the action was chosen.
+        action: `[T, B, ...]`, action that the policy chose. A wrapper such as
+            `rollout.envs.RescaleAction` may change it before the environment step.
         reward: `[T, B]` float32, reward for that action.
         terminated: `[T, B]` bool, the task ended here: do not bootstrap.
-        truncated: `[T, B]` bool, cut from outside (time limit): bootstrap from
-            `next_obs`. Both flags may be set; `terminated` then wins.
-        next_obs: `[T, B, ...]`, the true successor, also where the episode ended: never
-            the observation of a reset.
-        mask: `[T, B]` bool, False where the lane was idle: the row is masked out.
+        truncated: `[T, B]` bool, the episode was cut off, for example by a time limit:
+            bootstrap from `next_obs`. If both flags are set, `terminated` wins.
+        next_obs: `[T, B, ...]`, the true successor, even at the end of an episode:
+            never the observation of a reset.
+        mask: `[T, B]` bool, False if the lane was idle: the row is masked out.
         episode_id: `[T, B]` int32, never reused within a run.
-        episode_return: `[T, B]` float32, undiscounted sum of the episode's rewards,
-            this one included: where `done`, the return of the episode.
-        episode_length: `[T, B]` int32, steps of the episode, this one included.
+        episode_return: `[T, B]` float32, undiscounted sum of the episode's rewards
+            including this step: the return of the episode if `done`.
+        episode_length: `[T, B]` int32, steps of the episode including this step.
         extras: `[T, B, ...]`, returned by the policy along with the action.
         info: `[T, B, ...]`, returned by the environment along with the step.
-        accumulated: `[T, B, ...]` by name, the values of the collector's accumulators
-            for the episode, this step included; `()` if it has none.
-        final_value: `[T, B]` float, the value of `next_obs` where the episode was
-            `truncated` and not `terminated`, 0 elsewhere; `()` if the policy has no
-            `value`. With several agents it may be `[T, B, A_g]` by group, and is
-            also there where an agent alone was truncated.
+        accumulated: `[T, B, ...]` by name, values of the collector's accumulators for
+            the episode including this step; `()` without accumulators.
+        final_value: `[T, B]` float, value of `next_obs` if the episode was `truncated`
+            and not `terminated`, else 0; `()` if the policy has no `value`. With
+            several agents it may be `[T, B, A_g]` by group, and is also evaluated if
+            only one agent was truncated.
     """
 
-    # A new field is made by `kernel/step.py`, and on the host by `Loop` and the rows of
-    # `host/rows.py`. What outlives a call is in `Carry`, too, and on the host in
-    # `Loop.resume`, `HostCollector._carry` and `LatestCarry`.
+    # Set a new field in `kernel/step.py`, and on the host in `Loop` and `host/rows.py`.
+    # Add state that outlives a call to `Carry`, and on the host to `Loop.resume`,
+    # `HostCollector._carry` and `LatestCarry`.
     obs: ObsT  # [T, B, ...]
     action: ActionT  # [T, B, ...]
     reward: jax.Array  # [T, B]
@@ -82,7 +82,7 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
 
     @property
     def first(self) -> jax.Array:
-        """`[T, B]` bool, True where an episode begins: `episode_length == 1`."""
+        """`[T, B]` bool, True at the first step of an episode."""
         return self.episode_length == 1
 
 
@@ -92,16 +92,16 @@ FlagFn = Callable[[Transition], jax.Array]  # one step to `[B]` bool
 
 
 class Episode(struct.PyTreeNode, kw_only=True):
-    """The episode each lane is in.
+    """The current episode of each lane.
 
     Attributes:
-        key: `[B]` typed keys; an episode draws all its randomness from its key.
+        key: `[B]` typed keys, the source of all randomness of each episode.
         episode_return: `[B]` float32, undiscounted sum of rewards so far.
         episode_length: `[B]` int32, steps so far.
-        episode_id: `[B]` int32; lane i's n-th episode (from 0) is number `n * B + i`,
-            the one at position e of the queue of `collect_episodes` number `-1 - e`.
-            After 2^31 episodes of one kind its numbers run into those of the other,
-            and after 2^32 they repeat, and with them the episodes' randomness.
+        episode_id: `[B]` int32, `n * B + i` for lane i's n-th episode (from 0), and
+            `-1 - e` for position e in the queue of `collect_episodes`. After 2^31
+            episodes lane ids and queue ids overlap. After 2^32 episodes the ids and the
+            randomness of episodes repeat.
         accumulated: `[B, ...]` by name, values of the collector's accumulators so far.
     """
 
@@ -119,11 +119,11 @@ class Carry(struct.PyTreeNode, kw_only=True):
         key: `()` typed root key; it never changes.
         step: `()` int32, steps taken so far by every lane.
         next_episode: `()` int32, position of the next episode in the queue of
-            `collect_episodes`: how many it has started so far.
+            `collect_episodes`: the number of queue episodes started so far.
         env_state: `[B, ...]`, environment state.
-        obs: `[B, ...]`, observation to choose the next action from.
+        obs: `[B, ...]`, observation for the next action.
         policy_state: `[B, ...]`, recurrent state of the policy, `()` if it has none.
-        episode: the episode each lane is in.
+        episode: current episode of each lane.
     """
 
     key: chex.PRNGKey  # ()
@@ -138,8 +138,8 @@ class Carry(struct.PyTreeNode, kw_only=True):
 class Persistent(struct.PyTreeNode):
     """A part of a policy's state that survives the end of an episode.
 
-    Everything else in a policy's state is reset with the episode. Wrap a step count,
-    running statistics or a memory over several episodes in it.
+    The rest of a policy's state is reset with the episode. Use it for a step count,
+    running statistics or a memory over several episodes.
 
     Attributes:
         value: `[B, ...]`, any pytree.
@@ -151,12 +151,12 @@ class Persistent(struct.PyTreeNode):
 class EpisodeKey(struct.PyTreeNode):
     """A slot in a policy's state for the key of the lane's episode.
 
-    `policy.init` leaves it empty, and the kernel fills it with a new key per episode. A
-    policy that draws from it draws the same at every step of an episode, whichever lane
-    plays it: which opponent to meet, which head of an ensemble acts.
+    `policy.init` leaves it empty, and the kernel fills it with a new key per episode.
+    Samples from this key are the same at every step of an episode and in every lane.
+    Use it to choose an opponent, or a head of an ensemble, for a whole episode.
 
     Attributes:
-        value: `[B]` typed keys; None before the kernel has filled it.
+        value: `[B]` typed keys; None until the kernel fills it.
     """
 
     value: chex.PRNGKey | None = None  # [B]
@@ -169,18 +169,18 @@ class Episodes(struct.PyTreeNode, kw_only=True):
         episode_return: `[N]` float32, undiscounted sum of rewards.
         episode_length: `[N]` int32, steps.
         terminated: `[N]` bool, the task ended.
-        truncated: `[N]` bool, the environment's own time limit cut it.
-        finished: `[N]` bool, False where `max_episode_steps` ran out before the
-            environment ended the episode: return and length cover the steps played.
-        lane: `[N]` int32, the lane that played it.
-        num_steps: `()` int32, steps of all lanes that were not idle.
-        mask: `[N]` bool, False where there is no such episode, and everything else is
-            zero: only with `min_steps`, after the last one that counts.
-        accumulated: `[N, ...]` by name, the values of the collector's accumulators at
-            the end of each episode; `()` if it has none.
-        trajectory: `[L, N, ...]`, a `Transition` of step t of episode k at `[t, k]`,
-            all zero with `mask` False after the end of an episode. Only with
-            `return_trajectory`, else `()`.
+        truncated: `[N]` bool, the environment truncated the episode.
+        finished: `[N]` bool, False if `max_episode_steps` ran out before the
+            environment ended the episode: return and length cover the steps taken.
+        lane: `[N]` int32, the lane that played the episode.
+        num_steps: `()` int32, steps of all lanes, without idle steps.
+        mask: `[N]` bool, False for entries without an episode, whose other fields are
+            zero: only with `min_steps`, after the last episode that counts.
+        accumulated: `[N, ...]` by name, values of the collector's accumulators at the
+            end of each episode; `()` without accumulators.
+        trajectory: `[L, N, ...]`, a `Transition` with step t of episode k at `[t, k]`;
+            rows after the end of an episode are zero, and their `mask` is False. `()`
+            without `return_trajectory`.
     """
 
     episode_return: jax.Array  # [N]
@@ -196,7 +196,7 @@ class Episodes(struct.PyTreeNode, kw_only=True):
 
 
 class PerAgent(struct.PyTreeNode):
-    """A value that an accumulator keeps for every agent of a lane.
+    """A value that an accumulator stores for every agent of a lane.
 
     `Accumulator.init` returns it, and `update` takes and returns it.
 
@@ -208,12 +208,12 @@ class PerAgent(struct.PyTreeNode):
 
 
 class Accumulator(NamedTuple):
-    """A custom value that is accumulated per episode, batched over lanes.
+    """A custom value to accumulate per episode, batched over lanes.
 
     Attributes:
-        init: `num_envs` to `[B, ...]`, any pytree: the value before the first step. A
-            lane goes back to it with every new episode.
-        update: `(value, transition)` to the value after the step, of unchanged
+        init: maps `num_envs` to `[B, ...]`, any pytree: the value before the first
+            step. A lane is reset to it at the start of every episode.
+        update: maps `(value, transition)` to the value after the step, of unchanged
             structure, shapes and dtypes; the transition is `[B, ...]`. Pure.
     """
 
@@ -225,7 +225,7 @@ Accumulators = tuple[tuple[str, Accumulator], ...]  # by name, hashable
 
 
 class AsyncInfo(struct.PyTreeNode):
-    """`info` with `num_ready`: which environments answered.
+    """The `info` of a `HostCollector` with `num_ready`: which environments answered.
 
     Attributes:
         env_id: `[T, num_ready]` int32, the environment that answered.
@@ -239,11 +239,11 @@ class AsyncInfo(struct.PyTreeNode):
 
 
 class EnvIssue(NamedTuple):
-    """One mistake that `check_env` found; it prints as `name: message`.
+    """A mistake that `check_env` found; prints as `name: message`.
 
     Attributes:
         name: a name from the list in `check_env`.
-        message: the mistake, and the step of the episode where it showed.
+        message: the mistake, and the step of the episode at which it occurred.
     """
 
     name: str
@@ -259,7 +259,7 @@ class PolicyStep(NamedTuple, Generic[ActionT]):
     Attributes:
         action: `[B, ...]`, one action per lane, of the action space's shape and dtype.
         state: `[B, ...]`, the new recurrent state, of unchanged structure.
-        extras: any pytree `[B, ...]` to record along: log_prob, value, logits.
+        extras: any pytree `[B, ...]` to record with the step: log_prob, value, logits.
     """
 
     action: ActionT
@@ -280,8 +280,8 @@ NO_VALUE = (
 class Policy(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     """A policy, batched over environments.
 
-    `rollout.stateless_policy` and `rollout.recurrent_policy` make one from a function.
-    For options of its own, write a subclass:
+    `rollout.stateless_policy` and `rollout.recurrent_policy` make it from a function.
+    To add options, write a subclass:
 
         class Softmax(rollout.Policy):
             network: nn.Module = struct.field(pytree_node=False)
@@ -292,9 +292,9 @@ class Policy(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
                 return rollout.PolicyStep(jax.random.categorical(key, logits), state)
 
     A subclass is a frozen dataclass and a pytree. Numbers and arrays are leaves: they
-    may be traced, mapped by `jax.vmap`, and replaced without compiling again.
-    Functions, networks and spaces are static fields and need a hash. Equal policies
-    share compiled programs.
+    may be traced, mapped by `jax.vmap`, and replaced without recompiling.
+    Functions, networks and spaces are static fields and must be hashable. Equal
+    policies share compiled programs.
 
     `apply` is required. `init`, `mode` and `value` are optional.
     """
@@ -305,19 +305,19 @@ class Policy(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
 
     def __repr__(self) -> str:
         """Prints the fields that differ from their defaults, in one line."""
-        values = [
+        fields = [
             (x.name, getattr(self, x.name))
             for x in dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
             if x.repr and getattr(self, x.name) is not x.default
         ]
-        shown = ", ".join(f"{name}={_in_one_line(x)}" for name, x in values)
-        return f"{type(self).__name__}({shown})"
+        text = ", ".join(f"{name}={_in_one_line(x)}" for name, x in fields)
+        return f"{type(self).__name__}({text})"
 
     def init(self, num_envs: int) -> PolicyState:
         """Returns the state at the start of an episode.
 
         Collectors reset a lane to this state at every episode boundary, except for
-        parts in `Persistent`.
+        parts wrapped in `Persistent`.
 
         Args:
             num_envs: B, the number of environments.
@@ -346,14 +346,14 @@ class Policy(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     ) -> PolicyStep[ActionT]:
         """Chooses the most likely actions, for `rollout.policies.Greedy`.
 
-        The arguments and the structure of the result are those of `apply`.
+        The arguments and the result have the same structure as in `apply`.
         """
         raise ValueError(NO_MODE)
 
     def value(self, params: ParamsT, obs: ObsT, state: PolicyState) -> ArrayTree:
         """Evaluates the critic.
 
-        Collectors call it for the few lanes whose episode was truncated, and record the
+        Collectors call it only for lanes whose episode was truncated, and record the
         result in `final_value`. The value of an observation must not depend on the
         other observations.
 
@@ -379,7 +379,7 @@ class Policy(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
 
 
 def _in_one_line(value: Any) -> str:
-    """Prints a field of a policy: functions by name, large values by their class."""
+    """Formats a field of a policy: functions by name, large values by class."""
     if isinstance(value, Policy):
         return repr(value)
     if isinstance(value, tuple):
@@ -402,20 +402,20 @@ class Parts(Protocol):
 
 def check_policy(value: Any) -> None:
     """Raises `ValueError` unless the value is a policy."""
-    what = "`policy` must be a `Policy`, such as `stateless_policy` makes"
-    checks.kind(what, value, Policy)
+    rule = "`policy` must be a `Policy`, such as `stateless_policy` returns"
+    checks.kind(rule, value, Policy)
 
 
 def check_carry(value: Any) -> None:
     """Checks that a value is a carry, of any collector."""
-    what = "`carry` must be what `init` or an earlier call returned"
-    checks.kind(what, value, Carry)
+    rule = "`carry` must be a `Carry` from `init` or an earlier call"
+    checks.kind(rule, value, Carry)
 
 
 def check_trajectory(value: Any) -> None:
     """Checks that a value is a trajectory, `[T, B, ...]`."""
-    what = "`trajectory` must be a `Transition`, for a stream's batch its `trajectory`"
-    checks.kind(what, value, Transition)
+    rule = "`trajectory` must be a `Transition`, such as `batch.trajectory`"
+    checks.kind(rule, value, Transition)
     if value.mask.ndim != 2:
         raise ValueError(
             "`trajectory` must be `[T, B, ...]`, got a `mask` of shape "
@@ -424,12 +424,12 @@ def check_trajectory(value: Any) -> None:
     if isinstance(value.info, AsyncInfo):
         raise ValueError(
             "`trajectory` must have a column for each lane, got rows of a "
-            "`HostCollector` with `num_ready`, which `rollout.host.regroup_by_env` "
-            "sorts."
+            "`HostCollector` with `num_ready`. Call `rollout.host.regroup_by_env` "
+            "first."
         )
 
 
 def check_data(value: Any) -> None:
-    """Checks that a value is a trajectory or `Episodes`, as statistics take both."""
-    what = "`data` must be a trajectory, for a stream's batch its own, or `Episodes`"
-    checks.kind(what, value, Transition | Episodes)
+    """Checks that a value is a trajectory or `Episodes`: statistics accept both."""
+    rule = "`data` must be a trajectory, such as `batch.trajectory`, or `Episodes`"
+    checks.kind(rule, value, Transition | Episodes)

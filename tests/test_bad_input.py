@@ -224,7 +224,7 @@ REFUSED = {
         lambda: collector().collect_episodes(carry(), None, 2, return_trajectory=True),
         lambda: on_host().collect_episodes(None, None, 2, return_trajectory=True),
     ],
-    "`carry` must be what `init` or an earlier call returned": [
+    "`carry` must be a `Carry` from `init` or an earlier call": [
         lambda: collector().collect_steps(None, carry(), 2),
         lambda: collector().collect_episodes(None, None, 2, max_episode_steps=3),
         lambda: collector().collect_episodes(
@@ -240,7 +240,7 @@ REFUSED = {
             carry(), None, 2, max_episode_steps=3, min_steps=5, per_env=True
         )
     ],
-    "`carry.env_state` must be as `init` of this collector makes it": [
+    "`carry.env_state` must match the output of this collector's `init`": [
         lambda: make_collector("count", 8).step(carry(), None),
         lambda: make_collector("count", 8).collect_episodes(
             carry(), None, 2, max_episode_steps=3

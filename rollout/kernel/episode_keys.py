@@ -8,13 +8,13 @@ key; with `fold_in` written as a product,
     root QUEUE e       the e-th episode that `collect_episodes` serves, from 0
 
 so the key of lane i's n-th episode is `fold_in(fold_in(fold_in(root, ENV), i), n)`. An
-environment draws everything from the key of its episode: the reset, and step n from
-`fold_in(episode_key, n)`, counted from 1. A policy's draws for the whole episode come
-from `fold_in(episode_key, 2**32 - 1)`. No key is derived unless it is used, and a
-lane's stream does not depend on the number of lanes.
+environment derives all randomness from the key of the episode: the reset, and step n
+from `fold_in(episode_key, n)`, counted from 1. A policy's randomness for a whole
+episode comes from `fold_in(episode_key, 2**32 - 1)`. Keys are derived only when they
+are used, and the stream of a lane does not depend on the number of lanes.
 
-Lane i's n-th episode has the id `n * B + i`, the e-th of the queue `-1 - e`. Lanes on
-another device have the same ids and randomness as on one.
+Lane i's n-th episode has the id `n * B + i`, and the e-th episode of the queue has the
+id `-1 - e`. Ids and randomness do not depend on the number of devices.
 """
 
 from typing import Any, NamedTuple
@@ -29,16 +29,16 @@ from rollout.envs import prng, trees
 from rollout.envs.types import RESET, LaneIndex, VectorEnv
 from rollout.types import Carry
 
-# Fixed for good: with other numbers every draw of a stored run would change.
+# Never change these numbers: the randomness of every stored run would change.
 _POLICY, _ENV, _QUEUE = 0, 1, 2
-# Folded into an episode's key for a policy's draws; its reset has 0, step n has n.
+# Folded into an episode's key for the policy; the reset uses 0, and step n uses n.
 POLICY_EPISODE = np.uint32(2**32 - 1)
 
 
 class Roots(NamedTuple):
-    """Keys that other keys derive from, the same at every step of a call.
+    """Root keys of a call, the same at every step.
 
-    A fold hashes them once, before its loop over time.
+    A fold hashes them once, before the loop over time.
 
     Attributes:
         policy: `()` key, `root POLICY`.
@@ -50,11 +50,11 @@ class Roots(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The next episode of each lane; called with a lane index, it returns their keys.
+    """The next episode of each lane. Call it with lane indices to get episode keys.
 
     Attributes:
-        stream: the key that the episodes' keys derive from: `()` for the queue, `[B]`
-            for the lanes' own episodes.
+        stream: key that the episodes' keys derive from: `()` for the queue, `[B]` for
+            the streams of the lanes.
         episode_id: `[B]` int32, ids of the episodes.
         total: total number of lanes; None for episodes of the queue.
     """
@@ -63,25 +63,25 @@ class Start(NamedTuple):
     episode_id: jax.Array  # [B]
     total: Any  # (), also an int
 
-    def __call__(self, at: LaneIndex) -> chex.PRNGKey:
+    def __call__(self, lane_index: LaneIndex) -> chex.PRNGKey:
         """Returns the keys of the episodes of these lanes."""
-        episode_id = self.episode_id[at]
-        # Undoes the numbering of ids: -1 - e in the queue, n * B + i of a lane.
+        episode_id = self.episode_id[lane_index]
+        # Inverts the numbering of ids: -1 - e in the queue, n * B + i in a lane.
         if self.total is None:
             return prng.fold_in(self.stream, -1 - episode_id)
-        return prng.fold_in(self.stream[at], episode_id // self.total)
+        return prng.fold_in(self.stream[lane_index], episode_id // self.total)
 
-    def number(self, at: LaneIndex) -> jax.Array:
+    def number(self, lane_index: LaneIndex) -> jax.Array:
         """Returns the episodes' numbers, for `Env.at_episode`.
 
-        They are int32 from 0: in the queue, or over lanes.
+        The numbers are int32 and count from 0, in the queue or over all lanes.
         """
-        episode_id = self.episode_id[at]
+        episode_id = self.episode_id[lane_index]
         return jnp.where(episode_id < 0, -1 - episode_id, episode_id)
 
 
 def roots(root: chex.PRNGKey, num_envs: int) -> Roots:
-    """Hashes the keys that those of all steps derive from."""
+    """Hashes the root keys of a call."""
     lane = jnp.arange(num_envs, dtype=jnp.int32)
     return Roots(
         policy=policy_root(root), lane=prng.fold_in(prng.fold_in(root, _ENV), lane)
@@ -89,7 +89,7 @@ def roots(root: chex.PRNGKey, num_envs: int) -> Roots:
 
 
 def next_episodes(env: VectorEnv, carry: Carry, roots: Roots) -> Start:
-    """Returns the lanes' own next episodes."""
+    """Returns the next episode of every lane's stream."""
     return Start(roots.lane, carry.episode.episode_id + env.num_envs, env.num_envs)
 
 
@@ -99,17 +99,17 @@ def policy_root(root: chex.PRNGKey) -> chex.PRNGKey:
 
 
 def at_step(root: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:
-    """Returns the policy's key at a step, from `Roots.policy`; `[T]` of `[T]` steps."""
+    """Returns the policy's key at a step from `Roots.policy`; `[T]` for `[T]` steps."""
     if step.ndim and jax.random.key_impl(root) == "unsafe_rbg":
-        # A batched `fold_in` of this generator makes other keys than single ones.
+        # A batched `fold_in` of this generator returns other keys than single calls.
         return lax.map(lambda t: prng.fold_in(root, t), step)
     return prng.fold_in(root, step)
 
 
 def seeds(episode_key: chex.PRNGKey) -> jax.Array:
-    """Draws `[...]` uint32 seeds, with which host environments reset.
+    """Samples `[...]` uint32 seeds for the resets of host environments.
 
-    They come from the key that a reset in JAX draws from.
+    The seeds come from the key that a reset in JAX samples from.
     """
     reset_key = prng.fold_in(episode_key, RESET)
     words = jax.vmap(lambda key: prng.bits(key, ()))(reset_key.reshape(-1))
@@ -122,8 +122,8 @@ def queue(root: chex.PRNGKey) -> chex.PRNGKey:
 
 
 def keys_of(root: chex.PRNGKey, episode_id: jax.Array) -> chex.PRNGKey:
-    """Returns the keys of all lanes' episodes by id, `[B]`: their own, or queued."""
+    """Returns the keys of episodes by id, `[B]`, from lane streams or the queue."""
     num_envs = episode_id.size
-    own = prng.fold_in(roots(root, num_envs).lane, episode_id // num_envs)
-    queued = prng.fold_in(queue(root), -1 - episode_id)
-    return trees.select(episode_id < 0, queued, own)
+    lane_keys = prng.fold_in(roots(root, num_envs).lane, episode_id // num_envs)
+    queue_keys = prng.fold_in(queue(root), -1 - episode_id)
+    return trees.select(episode_id < 0, queue_keys, lane_keys)

@@ -1,13 +1,13 @@
 """Plays exactly N episodes: assigns them to lanes, and loops until all have ended.
 
-Episodes count in the order in which they start. To count those that end first would
-favour short ones. A lane whose episode ended takes the next one of the plan; a lane
-without one is idle. An idle lane plays on, so that its environment state stays valid,
-but its rows are masked out.
+Episodes count in the order in which they start. Counting the first episodes to end
+would favor short ones. A lane whose episode ended takes the next episode of the plan; a
+lane without an episode is idle. An idle lane keeps stepping, so that its environment
+state stays valid, but its rows are masked out.
 
-This folds the halves of `step` and not `step`, since which episode a lane takes depends
-on how many other lanes have ended: `advance` comes first, then the count, and `restart`
-at the next iteration, which also begins the first episodes.
+This module folds the two halves of `step`, since the next episode of a lane depends on
+how many other lanes have ended: `advance` comes first, then the count, and `restart` at
+the next iteration, which also starts the first episodes.
 """
 
 from collections.abc import Callable
@@ -31,19 +31,19 @@ Acc = TypeVar("Acc")
 
 
 class _Run(struct.PyTreeNode, kw_only=True):
-    """The state of the loop; episodes are numbered in the order of their start."""
+    """State of the loop; episodes are numbered in the order of their start."""
 
     carry: Carry
     acc: Any
-    index: jax.Array  # [B] int32, the lane's episode in the next step; idle from N on
-    restarts: jax.Array  # [B] bool, that episode starts with the next step
+    index: jax.Array  # [B] int32, episode of each lane in the next step; idle from N on
+    restarts: jax.Array  # [B] bool, True if that episode starts with the next step
     num_started: jax.Array  # () int32
-    num_done: jax.Array  # () int32, of the episodes that count
+    num_done: jax.Array  # () int32, only episodes that count
     num_wanted: jax.Array  # () int32, episodes to play
-    # Of the episodes that ended on each of D devices: length, flags and lane,
+    # Results of the episodes that ended on each of D devices: length, flags and lane,
     # [D, N, 3] int32; return and accumulated values, [D, N, ...].
     results: tuple[jax.Array, ArrayTree]
-    num_steps: jax.Array  # () int32, counted with `min_steps`
+    num_steps: jax.Array  # () int32, counted only with `min_steps`
 
 
 def play(
@@ -59,82 +59,82 @@ def play(
     min_steps: int | None = None,
     holds: bool = True,
 ) -> tuple[Carry, Acc, Episodes]:
-    """Plays episodes of the queue, or own ones of every lane.
+    """Plays episodes from the queue, or from every lane's stream.
 
-    The arguments are those of `Collector.fold_episodes` and `collect_episodes`, but
-    `fn` gets recorded transitions, and as its third argument `[B]` int32, the number of
-    each lane's episode among the N, or N and more in an idle lane. `holds` is False if
-    it ignores lanes where `mask` is False: then `acc` need not be held in the steps
+    The arguments match `Collector.fold_episodes` and `collect_episodes`, except that
+    `fn` receives recorded transitions and a third argument, `[B]` int32: the number of
+    each lane's episode among the N, at least N in an idle lane. `holds` is False if
+    `fn` ignores lanes with a False `mask`: then `acc` need not be held in the steps
     beyond the end.
     """
     env = parts.env
     num_envs, sharding = env.num_envs, env.sharding
     roots = roots_of(parts, carry)
     lane = jnp.arange(num_envs, dtype=jnp.int32)
-    # An episode that this call gives up keeps its number: none is used twice.
-    own_id = carry.episode.episode_id + num_envs  # of the lanes' next episodes
+    # A discarded episode keeps its number: no number is used twice.
+    new_id = carry.episode.episode_id + num_envs  # of the next episodes
     if per_env:
-        # An episode without a step so far is the first one: nothing of it is lost.
-        own_id = jnp.where(carry.episode.episode_length > 0, own_id, own_id - num_envs)
+        # An episode without a step is the first one, since it loses no data.
+        new_id = jnp.where(carry.episode.episode_length > 0, new_id, new_id - num_envs)
         number, num_queued = num_episodes * num_envs, 0
-        first_own_id, stream = own_id + number, roots.lane
+        resume_id, stream = new_id + number, roots.lane
     else:
         number = num_queued = num_episodes
-        first_own_id, stream = own_id, episode_keys.queue(carry.key)
+        resume_id, stream = new_id, episode_keys.queue(carry.key)
 
     def start(index: jax.Array) -> Start:
         if per_env:
-            return Start(stream, own_id + (index - lane), num_envs)
+            return Start(stream, new_id + (index - lane), num_envs)
         return Start(stream, -1 - (carry.next_episode + index), None)
 
     def at_limit(row: Transition) -> jax.Array:
         return row.episode_length >= max_episode_steps
 
-    # Restart, then advance: the other way round XLA would compile another restart, of
+    # Restart, then advance: in the other order XLA would compile a second restart, of
     # all lanes, before the first step.
     # Beyond the end every lane is idle, so results and counts do not change.
     def step(run: _Run, go: jax.Array) -> _Run:
         carry = restart(parts, run.carry, run.restarts & go, start(run.index))
         policy_key = episode_keys.at_step(roots.policy, carry.step)
-        carry, row, cut = advance(parts, carry, params, policy_key, at_limit)
+        carry, row, hit_limit = advance(parts, carry, params, policy_key, at_limit)
         mask = run.index < number
-        played = _mask_idle(row, mask, cut)
-        acc = fn(run.acc, record(parts.record_fn, played), run.index)
-        after = run.replace(
+        masked_row = _mask_idle(row, mask, hit_limit)
+        acc = fn(run.acc, record(parts.record_fn, masked_row), run.index)
+        next_run = run.replace(
             carry=platform.hold(go, carry, run.carry),
             acc=platform.hold(go, acc, run.acc) if holds else acc,
             restarts=row.done,
-            results=_write_results(run, row, cut, lane),
+            results=_write_results(run, row, hit_limit, lane),
         )
-        # All flags share one exchange between devices. `done` counts idle lanes too,
+        # All flags share one exchange between devices. `done` also counts idle lanes,
         # which take numbers from N on and so stay idle; `done & mask` counts episodes.
         flags = (row.done, row.done & mask) + (() if min_steps is None else (mask,))
-        before, total = _count(sharding, *flags)
+        offsets, totals = _count(sharding, *flags)
         if per_env:
             index = jnp.where(row.done, run.index + num_envs, run.index)
         else:
-            # Free lanes take episodes in the order of their numbers: the k-th of a
-            # device takes the k-th after those that earlier devices take.
-            first = run.num_started + before[:, 0]
+            # Free lanes take episodes in numerical order: the k-th free lane of a
+            # device takes the k-th episode after the episodes of earlier devices.
+            first = run.num_started + offsets[:, 0]
             rank = jnp.cumsum(_parts(row.done, first.size), axis=1, dtype=jnp.int32)
             # The barrier keeps XLA from fusing the sum into its consumers: with 2,048
             # lanes that takes a minute to compile for a GPU.
             rank = trees.barrier(rank)
-            taken = (first[:, None] + rank - 1).reshape(row.done.shape)
-            index = jnp.where(row.done, taken, run.index)
-        after = after.replace(
+            next_index = (first[:, None] + rank - 1).reshape(row.done.shape)
+            index = jnp.where(row.done, next_index, run.index)
+        next_run = next_run.replace(
             index=index,
-            num_started=run.num_started + total[0],
-            num_done=run.num_done + total[1],
+            num_started=run.num_started + totals[0],
+            num_done=run.num_done + totals[1],
         )
         if min_steps is None:
-            return after
-        # Once there are enough steps, no episode starts. Those that started before
-        # still play to their end: `first_of` may keep them.
-        num_steps = run.num_steps + total[2]
+            return next_run
+        # Once there are enough steps, no episode starts. Running episodes still play
+        # to their end: `first_of` may keep them.
+        num_steps = run.num_steps + totals[2]
         is_enough = num_steps >= min_steps
         started = jnp.minimum(run.num_wanted, run.num_started)
-        return after.replace(
+        return next_run.replace(
             index=jnp.where(row.done & is_enough, number, index),
             num_wanted=jnp.where(is_enough, started, run.num_wanted),
             num_steps=num_steps,
@@ -143,14 +143,12 @@ def play(
     episode = carry.episode
     row = jnp.zeros((num_envs, 3), jnp.int32), _values(episode)
     num_parts = sharding.num_devices if sharding else 1
-    # A table for each device, so that writing to it needs no exchange; `_read` adds
-    # them up.
+    # One table per device, so that a write needs no exchange; `_read` adds them up.
     results = trees.blank(row, (num_parts, number), skip=1)
     run = _Run(
         carry=carry,
         acc=acc,
-        # The first episodes go to the lanes in order; with N < B the last lanes are
-        # idle.
+        # Assign the first episodes to lanes in order; if N < B the last lanes are idle.
         index=lane,
         restarts=jnp.ones((num_envs,), bool),
         num_started=jnp.int32(num_envs),
@@ -160,21 +158,21 @@ def play(
         num_steps=jnp.int32(0),
     )
     run = platform.steps_while(lambda run: run.num_done < run.num_wanted, step, run)
-    # Afterwards every lane starts its own next episode, wherever the loop has left it.
-    everywhere = jnp.ones((num_envs,), bool)
-    after = Start(roots.lane, first_own_id, num_envs)
-    end = restart(parts, run.carry, everywhere, after)
-    played = _read(run.results)
+    # Finally every lane starts the next episode of its stream.
+    all_lanes = jnp.ones((num_envs,), bool)
+    start_after = Start(roots.lane, resume_id, num_envs)
+    end = restart(parts, run.carry, all_lanes, start_after)
+    episodes = _read(run.results)
     if min_steps is not None:
-        played = first_of(played, min_steps)
-        num_queued = jnp.sum(played.mask, dtype=jnp.int32)
-    return end.replace(next_episode=end.next_episode + num_queued), run.acc, played
+        episodes = first_of(episodes, min_steps)
+        num_queued = jnp.sum(episodes.mask, dtype=jnp.int32)
+    return end.replace(next_episode=end.next_episode + num_queued), run.acc, episodes
 
 
 def pad(
     row: Transition, num_episodes: int, max_length: int
 ) -> tuple[ArrayTree, Callable[[ArrayTree, Transition, jax.Array], ArrayTree]]:
-    """Makes the accumulator and the fold with which `play` records whole episodes.
+    """Returns the accumulator and the `fn` with which `play` records whole episodes.
 
     Returns:
         A zero trajectory `[L, N, ...]` with the dtypes of `row`, and a function that
@@ -182,11 +180,11 @@ def pad(
     """
 
     def write(padded: ArrayTree, row: Transition, index: jax.Array) -> ArrayTree:
-        # An idle lane writes to column N or beyond, out of bounds, which is dropped.
-        place = row.episode_length - 1, index
-        # Words, not keys: jax's checker of key reuse takes a scatter for a use of them.
+        # An idle lane writes to column N or beyond: XLA drops writes out of bounds.
+        position = row.episode_length - 1, index
+        # Scatter raw key data: the key-reuse checker treats a scatter as using keys.
         written = jax.tree.map(
-            lambda old, new: old.at[place].set(new, mode="drop"),
+            lambda old, new: old.at[position].set(new, mode="drop"),
             trees.unwrap_keys(padded),
             trees.unwrap_keys(row),
         )
@@ -201,11 +199,11 @@ def _parts(lanes: jax.Array, num_parts: int) -> jax.Array:
 
 
 def _count(sharding: Any, *flags: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Counts the lanes where a flag is set: the only exchange between devices.
+    """Counts the lanes with each flag: the only exchange between devices.
 
     Returns:
-        `[D, len(flags)]` int32, the counts on the devices before each, and
-        `[len(flags)]` int32, the totals.
+        `[D, len(flags)]` int32, the counts on all earlier devices, and `[len(flags)]`
+        int32, the totals.
     """
     num_parts = sharding.num_devices if sharding else 1
     replicate = sharding.replicate if sharding else lambda x: x
@@ -215,44 +213,44 @@ def _count(sharding: Any, *flags: jax.Array) -> tuple[jax.Array, jax.Array]:
     return so_far - counts, so_far[-1]
 
 
-def _mask_idle(row: Transition, mask: jax.Array, cut: jax.Array) -> Transition:
-    """Masks out idle lanes, and drops a truncation by `cut` where the task ended."""
+def _mask_idle(row: Transition, mask: jax.Array, hit_limit: jax.Array) -> Transition:
+    """Masks out idle lanes, and clears truncations by the limit if the task ended."""
     return row.replace(
         mask=mask,
         reward=jnp.where(mask, row.reward, 0.0),
         terminated=row.terminated & mask,
-        truncated=row.truncated & ~(cut & row.terminated) & mask,
+        truncated=row.truncated & ~(hit_limit & row.terminated) & mask,
         final_value=trees.select(mask, row.final_value, trees.blank(row.final_value)),
     )
 
 
 def _write_results(
-    run: _Run, row: Transition, cut: jax.Array, lane: jax.Array
+    run: _Run, row: Transition, hit_limit: jax.Array, lane: jax.Array
 ) -> tuple[jax.Array, ArrayTree]:
     """Writes the results of each episode that ended, for `_read`."""
-    truncated = row.truncated & ~cut  # by the environment itself
+    truncated = row.truncated & ~hit_limit  # by the environment
     flags = pack_flags(row.terminated, truncated, row.terminated | truncated)
-    # One scatter for all integers; the values are apart, for gradients pass through.
+    # One scatter for all integers. Values are separate, since gradients pass through.
     integers = row.episode_length, flags.astype(jnp.int32), lane
     num_parts, num_episodes = run.results[0].shape[:2]
-    # Idle lanes, whose index is N or more, write out of bounds, which is dropped.
-    where = _parts(jnp.where(row.done, run.index, num_episodes), num_parts)
+    # Idle lanes have an index of at least N: XLA drops their writes out of bounds.
+    index = _parts(jnp.where(row.done, run.index, num_episodes), num_parts)
 
     def write(table: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.vmap(lambda old, where, new: old.at[where].set(new, mode="drop"))(
-            table, where, _parts(new, num_parts)
+        return jax.vmap(lambda old, index, new: old.at[index].set(new, mode="drop"))(
+            table, index, _parts(new, num_parts)
         )
 
     new = jnp.stack(integers, axis=1), _values(row)
     return jax.tree.map(write, run.results, new)
 
 
-def _values(of: Episode | Transition) -> ArrayTree:
-    return of.episode_return, of.accumulated
+def _values(source: Episode | Transition) -> ArrayTree:
+    return source.episode_return, source.accumulated
 
 
 def _read(results: tuple[jax.Array, ArrayTree]) -> Episodes:
-    # Each episode was written on one device, and is zero on the others.
+    # Each episode was written on one device, and is zero on all other devices.
     table, values = jax.tree.map(
         lambda x: x[0] if len(x) == 1 else jnp.sum(x, axis=0, dtype=x.dtype), results
     )
@@ -271,13 +269,14 @@ def _read(results: tuple[jax.Array, ArrayTree]) -> Episodes:
     )
 
 
-def first_of(played: Episodes, min_steps: int) -> Episodes:
-    """Keeps the first episodes, in the order of their start, with `min_steps` together.
+def first_of(episodes: Episodes, min_steps: int) -> Episodes:
+    """Keeps the first episodes that have `min_steps` steps together.
 
-    Which ones does not depend on the lanes: others that were started do not count.
+    Episodes count in the order of their start, so the selection does not depend on the
+    lanes. Later episodes do not count, even if they were started.
     """
-    length = played.episode_length
+    length = episodes.episode_length
     mask = jnp.cumsum(length) - length < min_steps
-    kept = played.replace(mask=mask, num_steps=())
-    first = trees.select(mask, kept, trees.blank(kept))
+    counted = episodes.replace(mask=mask, num_steps=())
+    first = trees.select(mask, counted, trees.blank(counted))
     return first.replace(num_steps=jnp.sum(first.episode_length, dtype=jnp.int32))

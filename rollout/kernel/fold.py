@@ -1,4 +1,4 @@
-"""Folds `step` over T steps of every lane, in the way that suits each platform."""
+"""Folds `step` over T steps of every lane, in the form that suits each platform."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,8 +20,8 @@ from rollout.types import Carry, FlagFn, Parts, Transition
 Acc = TypeVar("Acc")
 Out = TypeVar("Out")
 
-# Steps in one iteration on a GPU: 2 save launches; 4 save few more, and take longer to
-# compile. On a TPU it stays 1: 2 save cycles only for large observations, and take more
+# Steps per iteration on a GPU: 2 save launches; 4 save few more, and take longer to
+# compile. A TPU takes 1: 2 save cycles only for large observations, and need more
 # memory.
 _GPU_UNROLL = 2
 
@@ -31,7 +31,7 @@ def collect_steps(
 ) -> tuple[Carry, Transition]:
     """Stacks `num_steps` recorded transitions, `[T, B, ...]`.
 
-    `ends` are the options of `scan_steps` for the ends of episodes.
+    `ends` holds the options of `scan_steps` that end episodes.
     """
 
     def stack(carry: Carry, acc: tuple[()], row: Transition) -> tuple[tuple[()], Any]:
@@ -40,7 +40,7 @@ def collect_steps(
     folded = scan_steps(parts, carry, params, num_steps, stack, (), **ends)
     carry, _, (rows, flags) = folded
     terminated, truncated = unpack_flags(flags, 2)
-    # No lane is ever idle here, so the mask is made after the loop.
+    # No lane is ever idle here, so the mask is created after the loop.
     mask = jnp.ones(flags.shape, bool)
     return carry, rows.replace(terminated=terminated, truncated=truncated, mask=mask)
 
@@ -61,7 +61,7 @@ def scan_steps(
 
     `fn` maps the carry before the step, `acc` and the row to the next `acc` and an
     output; the outputs are stacked, `[T, ...]`. Episodes are truncated after `limit`
-    steps, and with `cut_last` in the last row; `drop_fn` is that of `step`.
+    steps, and in the last row if `cut_last`; `drop_fn` is passed to `step`.
     """
     roots = roots_of(parts, carry)
     last = carry.step + num_steps - 1
@@ -69,37 +69,36 @@ def scan_steps(
     def body(
         state: tuple[Carry, Acc], policy_key: chex.PRNGKey
     ) -> tuple[tuple[Carry, Acc], Out]:
-        before, acc = state
+        carry, acc = state
 
-        def cut(row: Transition) -> jax.Array:
-            is_cut = jnp.zeros_like(row.truncated)
+        def truncate(row: Transition) -> jax.Array:
+            flag = jnp.zeros_like(row.truncated)
             if limit is not None:
-                is_cut = row.episode_length >= limit
-            # An episode that ends in the last row by itself keeps the flags that it
-            # has.
-            return is_cut | ((before.step == last) & ~row.done) if cut_last else is_cut
+                flag = row.episode_length >= limit
+            # An episode that ends by itself in the last row keeps its flags.
+            return flag | ((carry.step == last) & ~row.done) if cut_last else flag
 
-        # A CPU hashes a key in the loop faster than it reads one from memory. Elsewhere
-        # the keys of all steps are hashed at once, before, which saves launches.
+        # A CPU hashes a key in the loop faster than it reads one from memory. Other
+        # platforms hash the keys of all steps before the loop, which saves launches.
         with jax.named_scope("policy"):
             policy_key = lax.platform_dependent(
                 policy_key,
-                cpu=lambda _: episode_keys.at_step(roots.policy, before.step),
+                cpu=lambda _: episode_keys.at_step(roots.policy, carry.step),
                 default=lambda hashed: hashed,
             )
-        after, row = step(
+        next_carry, row = step(
             parts,
-            before,
+            carry,
             params,
             roots,
             policy_key=policy_key,
-            cut_fn=cut if cut_last or limit is not None else None,
+            cut_fn=truncate if cut_last or limit is not None else None,
             drop_fn=drop_fn,
         )
-        acc, output = fn(before, acc, row)
-        return (after, acc), output
+        acc, output = fn(carry, acc, row)
+        return (next_carry, acc), output
 
-    # Counted from the carry, not from 0: two calls of T/2 draw what one of T does.
+    # Count steps from the carry: two calls of T/2 then sample the same as one of T.
     steps = carry.step + jnp.arange(num_steps, dtype=jnp.int32)
     policy_keys = episode_keys.at_step(roots.policy, steps)
     (carry, acc), outputs = platform.scan(
@@ -113,7 +112,7 @@ def _writable(row: ArrayTree, counter: jax.Array) -> ArrayTree:
 
     XLA writes an unchanged array, such as an observation, by a copy. On a GPU a copy
     cannot be part of a CUDA graph, and splits the step into separate launches. A select
-    can; its predicate is always true, which XLA cannot know.
+    can be part of it. The predicate is always true, which XLA cannot know.
     """
     return platform.choose(
         lambda row: row,

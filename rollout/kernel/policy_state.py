@@ -1,4 +1,4 @@
-"""Starts the policy's state anew with every episode."""
+"""Resets the policy's recurrent state at episode boundaries."""
 
 from typing import Any
 
@@ -15,17 +15,17 @@ from rollout.types import EpisodeKey, Policy
 
 
 def init_policy_state(policy: Policy, episode_key: chex.PRNGKey) -> ArrayTree:
-    """Makes the state at the start of the episodes with these keys, `[B]`."""
+    """Returns the policy's state at the start of the episodes with these `[B]` keys."""
 
     def make(x: Any) -> ArrayTree:
         if isinstance(x, EpisodeKey):
             return EpisodeKey(prng.fold_in(episode_key, POLICY_EPISODE))
-        # Not weakly typed: the policy returns strong types, and a carry whose types
-        # change is traced twice.
+        # Strong types, like the policy's outputs: a carry whose types change is traced
+        # twice.
         return jnp.asarray(x, jnp.result_type(x))
 
-    made = policy.init(episode_key.size)
-    state = jax.tree.map(make, made, is_leaf=lambda x: isinstance(x, EpisodeKey))
+    initial = policy.init(episode_key.size)
+    state = jax.tree.map(make, initial, is_leaf=lambda x: isinstance(x, EpisodeKey))
     checks.leading_axes("`policy.init` must return leaves", state, episode_key.shape)
     return state
 
@@ -33,5 +33,5 @@ def init_policy_state(policy: Policy, episode_key: chex.PRNGKey) -> ArrayTree:
 def restart_policy_state(
     policy: Policy, state: ArrayTree, restarts: jax.Array, episode_key: chex.PRNGKey
 ) -> ArrayTree:
-    """Resets the state where `restarts`, except for its `Persistent` parts."""
+    """Resets the state in the lanes with `restarts`, except for `Persistent` parts."""
     return restart(restarts, init_policy_state(policy, episode_key), state)

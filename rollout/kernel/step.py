@@ -1,8 +1,8 @@
 """One step of every lane: a rollout is a fold over time of `step`, a pure function.
 
-`init` makes the first carry. In `step`, `advance` lets the policy act and steps the
-environments, and `restart` begins new episodes where the old ones ended. `fold` folds
-it over T steps, and `episodes` folds its two halves until N episodes are done.
+`init` creates the first carry. In `step`, `advance` applies the policy and steps the
+environments, and `restart` starts new episodes in the finished lanes. `fold` folds
+`step` over T steps, and `episodes` folds both halves until N episodes are done.
 """
 
 import chex
@@ -48,31 +48,31 @@ def step(
     cut_fn: FlagFn | None = None,
     drop_fn: FlagFn | None = None,
 ) -> tuple[Carry, Transition]:
-    """Takes one step in every lane, and starts new episodes where the old ones ended.
+    """Takes one step in every lane, and starts new episodes in the finished lanes.
 
     Args:
-        parts: environments, policy, accumulators, and what to record.
+        parts: environments, policy, accumulators and `record_fn`.
         carry: the carry of `init` or of an earlier step.
         params: parameters of the policy.
-        roots: the keys that others derive from, the same at every step.
-        policy_key: the policy's key at this step; None hashes it here.
-        cut_fn: where to truncate the episode, such as at a limit of steps.
-        drop_fn: where to give the episode up; it gets the recorded transition.
+        roots: root keys of the call, the same at every step.
+        policy_key: the policy's key at this step; None derives it from `roots`.
+        cut_fn: returns the lanes to truncate, for example at a limit of steps.
+        drop_fn: returns the lanes to discard; it receives the recorded transition.
 
     Returns:
         The next carry, and the recorded transition, `[B, ...]`.
     """
     if policy_key is None:
         policy_key = episode_keys.at_step(roots.policy, carry.step)
-    after, transition, _ = advance(parts, carry, params, policy_key, cut_fn)
+    next_carry, transition, _ = advance(parts, carry, params, policy_key, cut_fn)
     recorded = record(parts.record_fn, transition)
     if drop_fn is None and is_endless(transition):
-        return after, recorded
+        return next_carry, recorded
     restarts = transition.done
     if drop_fn is not None:
         restarts |= drop_fn(recorded)
-    start = episode_keys.next_episodes(parts.env, after, roots)
-    return restart(parts, after, restarts, start), recorded
+    start = episode_keys.next_episodes(parts.env, next_carry, roots)
+    return restart(parts, next_carry, restarts, start), recorded
 
 
 def advance(
@@ -82,7 +82,7 @@ def advance(
     policy_key: chex.PRNGKey,
     cut_fn: FlagFn | None = None,
 ) -> tuple[Carry, Transition, jax.Array]:
-    """Takes a step, resets none; also returns where only `cut_fn` cut, `[B]` bool."""
+    """Steps without resets; also returns which lanes only `cut_fn` truncated, `[B]`."""
     episode = carry.episode
     with jax.named_scope("policy"):
         decision = act(parts, carry, params, policy_key)
@@ -104,14 +104,14 @@ def advance(
             extras=decision.extras,
             info=result.info,
         )
-        is_cut = jnp.zeros_like(result.truncated)
+        is_forced = jnp.zeros_like(result.truncated)
         if cut_fn is not None:
-            cut = cut_fn(transition)
-            is_cut = cut & ~result.truncated
-            transition = transition.replace(truncated=result.truncated | cut)
-        # Only now: the accumulators see the final flags.
+            truncate = cut_fn(transition)
+            is_forced = truncate & ~result.truncated
+            transition = transition.replace(truncated=result.truncated | truncate)
+        # Accumulate last, so that accumulators observe the final flags.
         transition = accumulate(parts.accumulators, episode.accumulated, transition)
-        after = carry.replace(
+        next_carry = carry.replace(
             step=carry.step + 1,
             env_state=result.state,
             obs=result.obs,
@@ -123,12 +123,12 @@ def advance(
             ),
         )
     # Nothing is reset yet, so the new carry has the true successor.
-    final_value = values.final_value(parts, after, params, transition)
-    return after, transition.replace(final_value=final_value), is_cut
+    final_value = values.final_value(parts, next_carry, params, transition)
+    return next_carry, transition.replace(final_value=final_value), is_forced
 
 
 def act(parts: Parts, carry: Carry, params: Params, key: chex.PRNGKey) -> PolicyStep:
-    """Applies the policy to the carry's observations, and checks its output."""
+    """Applies the policy to the carry's observations, and validates the output."""
     sharding = parts.env.sharding
     with prng.in_parts(sharding.num_devices if sharding else 1):
         state = carry.policy_state
@@ -136,9 +136,9 @@ def act(parts: Parts, carry: Carry, params: Params, key: chex.PRNGKey) -> Policy
 
 
 def step_env(parts: Parts, carry: Carry, action: ArrayTree) -> EnvStep:
-    """Steps the environments, and resets none."""
-    # If the user's function closes over the collector, XLA folds its parameters as
-    # constants, and rounds differently than for a collector that is an argument.
+    """Steps the environments without resets."""
+    # If a function closes over the collector, XLA folds the parameters as constants,
+    # and rounds differently than for an argument. The barrier prevents that.
     env, episode = trees.barrier(parts.env), carry.episode
 
     def checked_step(*args: ArrayTree) -> EnvStep:
@@ -146,23 +146,23 @@ def step_env(parts: Parts, carry: Carry, action: ArrayTree) -> EnvStep:
 
     step_keys = prng.fold_in(episode.key, episode.episode_length + 1)
     args = step_keys, carry.env_state, action
-    if env.sharding:  # it calls `step_once` itself, on every device
+    if env.sharding:  # it calls `step_once` on every device
         return checked_step(*args)
     return step_once(checked_step, *args, counter=carry.step)
 
 
 def restart(parts: Parts, carry: Carry, restarts: jax.Array, start: Start) -> Carry:
-    """Starts the episodes of `start` in the lanes where `restarts`, `[B]` bool."""
+    """Starts the episodes of `start` in the lanes with `restarts`, `[B]` bool."""
     env, episode = parts.env, carry.episode
     with jax.named_scope("auto_reset"):
-        # `start` is a function of lanes: keys are derived only for those that restart.
+        # `start` maps lane indices to keys, so only restarted lanes derive keys.
         old = Lanes(episode_key=episode.key, state=carry.env_state, obs=carry.obs)
         new = trees.barrier(env).reset_done(start, restarts, old)
     with jax.named_scope("bookkeeping"):
         key, state = new.episode_key, carry.policy_state
         state = restart_policy_state(parts.policy, state, restarts, key)
-        begun = _begin(parts, key, start.episode_id)
-        episode = trees.select(restarts, begun, episode.replace(key=key))
+        new_episode = _begin(parts, key, start.episode_id)
+        episode = trees.select(restarts, new_episode, episode.replace(key=key))
         carry = carry.replace(
             env_state=new.state, obs=new.obs, policy_state=state, episode=episode
         )

@@ -24,18 +24,18 @@ def step_once(
     *,
     counter: jax.Array,
 ) -> EnvStep:
-    """Computes `step(step_keys, state, action)` once, apart from the code around it.
+    """Computes `step(step_keys, state, action)` once, isolated from surrounding code.
 
     XLA fuses a step into each of its consumers (the next state, the reward, the flags,
-    the recorded fields) and computes it once per consumer: slower, and with roundings
-    that depend on the consumer. `lax.optimization_barrier` keeps it in one piece, but
-    XLA:CPU before jaxlib 0.11 drops barriers before it fuses. There a conditional does
-    the same, whose predicate is always true, which XLA cannot know. On a TPU only the
-    inputs pass a barrier: a step that is fused with its consumers takes fewer cycles
-    there.
+    the recorded fields) and computes it once per consumer: slower, and with rounding
+    that depends on the consumer. `lax.optimization_barrier` keeps the step in one
+    piece, but XLA:CPU before jaxlib 0.11 drops barriers before it fuses. There a
+    conditional has the same effect: the predicate is always true, which XLA cannot
+    know. On a TPU only the inputs pass a barrier, since fusing a step with consumers
+    saves cycles.
 
-    If both flags depend on no argument, such as those of a task without an end, they
-    are constants, whose values may be read while tracing.
+    If both flags depend on no argument, as in a task without an end, they are
+    constants, whose values may be read while tracing.
 
     `counter` is any `()` int32 whose value is unknown at compile time.
     """
@@ -46,7 +46,7 @@ def step_once(
     def between_barriers(*operands: ArrayTree) -> EnvStep:
         keys, inputs = operands[0], trees.barrier(operands[1:])
         result = take(keys, *inputs)
-        # Outside the barrier XLA removes an `info` that nobody reads.
+        # Leave `info` outside the barrier, so that XLA removes an unused `info`.
         barred = lax.platform_dependent(
             result.replace(info=()), tpu=lambda result: result, default=trees.barrier
         )
@@ -56,7 +56,7 @@ def step_once(
         shapes = jax.eval_shape(take, *operands)
         hoisted, closed_over = masked_update.hoist(take, *operands)
 
-        # Words, since jax's checker of key reuse takes `custom_jvp` for a use of keys.
+        # Pass raw key data: the key-reuse checker treats `custom_jvp` as using keys.
         def always(closed_over: list, *words: ArrayTree) -> EnvStep:
             return hoisted(closed_over, *trees.wrap_keys(words, operands))
 
@@ -64,17 +64,17 @@ def step_once(
             _, state, _ = trees.wrap_keys(words, operands)
             return trees.blank(shapes.replace(state=())).replace(state=state)
 
-        # Differentiated it is no conditional, which would fill what the derivative
-        # reads with zeros in `never`: what is kept for it holds the step together, too.
+        # The derivative has no conditional, which would fill the residuals with zeros
+        # in `never`. The stored residuals also keep the step in one piece.
         @jax.custom_jvp
-        def apart(flag: jax.Array, *words: ArrayTree) -> EnvStep:
+        def isolated(flag: jax.Array, *words: ArrayTree) -> EnvStep:
             return lax.cond(flag, always, never, *words)
 
-        @apart.defjvp
+        @isolated.defjvp
         def _(primals: tuple, tangents: tuple) -> tuple[EnvStep, EnvStep]:
             return jax.jvp(always, primals[1:], tangents[1:])
 
-        return apart((counter | 1) != 0, closed_over, *trees.unwrap_keys(operands))
+        return isolated((counter | 1) != 0, closed_over, *trees.unwrap_keys(operands))
 
     operands = (step_keys, state, action)
     if jax.__version_info__ >= (0, 11):
@@ -87,19 +87,19 @@ def step_once(
 
 
 def is_endless(step: Any) -> bool:
-    """Returns whether both flags are known to be False while tracing."""
+    """Returns whether both flags are constant and False, also while tracing."""
     flags = step.terminated, step.truncated
     return not any(isinstance(x, Tracer) or np.asarray(x).any() for x in flags)
 
 
 def _constant_flags(step: Any) -> dict[str, jax.Array]:
-    """Returns both flags of a traced step if they depend on no argument, else none."""
+    """Returns both flags of a traced step if they are constant, else an empty dict."""
     names = ("terminated", "truncated")
     leaves, structure = jax.tree.flatten(step.out_info)
     numbered = structure.unflatten(range(len(leaves)))
-    places = numbered.terminated, numbered.truncated
+    flag_indices = numbered.terminated, numbered.truncated
     jaxpr, used_consts, used_inputs = partial_eval.dce_jaxpr_consts(
-        step.jaxpr.jaxpr, [i in places for i in range(len(leaves))]
+        step.jaxpr.jaxpr, [i in flag_indices for i in range(len(leaves))]
     )
     if any(used_consts) or any(used_inputs) or jaxpr.effects:
         return {}

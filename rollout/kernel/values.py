@@ -17,16 +17,16 @@ from rollout.types import Carry, Parts, Policy, Transition
 def final_value(
     parts: Parts, carry: Carry, params: Any, transition: Transition
 ) -> ArrayTree:
-    """Returns `Transition.final_value`; `carry` has the true successor."""
+    """Returns `Transition.final_value`; `carry` must hold the true successors."""
     if not parts.policy.has_value:
         return ()
     with jax.named_scope("final_value"):
-        goes_on = transition.truncated & ~transition.terminated
-        agents = getattr(transition.info, "agents", None)  # as of a `MultiAgentInfo`
+        bootstraps = transition.truncated & ~transition.terminated
+        agents = getattr(transition.info, "agents", None)  # of a `MultiAgentInfo`
         if (truncated := getattr(agents, "truncated", None)) is not None:
-            goes_on |= jnp.any(truncated, axis=-1)  # one of them may be cut alone
+            bootstraps |= jnp.any(truncated, axis=-1)  # an agent truncated alone
         inputs = carry.obs, carry.policy_state
-        return values_where(parts.env, parts.policy, params, *inputs, goes_on)
+        return values_where(parts.env, parts.policy, params, *inputs, bootstraps)
 
 
 def values_where(
@@ -37,12 +37,12 @@ def values_where(
     policy_state: ArrayTree,
     flag: jax.Array,
 ) -> ArrayTree:
-    """Computes the values of observations where a flag is set; 0 elsewhere.
+    """Evaluates the critic at the observations with a True flag; 0 elsewhere.
 
-    Truncations are rare, so a CPU computes `K` lanes at a time, mostly none, and a GPU
-    all lanes if a value is cheap, else none, `K` or all: `masked_update.by_platform`
-    has the rule, which is that of resets. Sharded lanes are computed on their devices.
-    No derivative passes through.
+    Truncations are rare, so a CPU evaluates `K` lanes at a time, mostly none. A GPU
+    evaluates all lanes if the critic is cheap, else none, `K` or all.
+    `masked_update.by_platform` has the rule, which also applies to resets. Each device
+    evaluates its lanes. No derivative passes through.
 
     Args:
         env: the environments.
@@ -53,7 +53,7 @@ def values_where(
         flag: `[B]` bool.
 
     Returns:
-        `[B]`, or by group `[B, A_g]`, of the dtype of the values.
+        `[B]`, or by group `[B, A_g]`, in the dtype of the critic's output.
     """
     compute = _values_where
     if (sharding := sharding_of(env)) is not None:
@@ -68,37 +68,37 @@ def values_where(
 
 def check_values(value: Any, obs: ArrayTree) -> None:
     """Checks that there is one float per observation, or one per agent by group."""
-    # A critic of one agent has no group: its value is named "" here.
-    want = {"": jax.tree.leaves(obs)[0].shape[:1]}
+    # The value of a single-agent critic has no group: name it "".
+    expected = {"": jax.tree.leaves(obs)[0].shape[:1]}
     if isinstance(value, Mapping):
         groups = obs if isinstance(obs, Mapping) else {}
-        want = {name: jax.tree.leaves(x)[0].shape[:2] for name, x in groups.items()}
+        expected = {name: jax.tree.leaves(x)[0].shape[:2] for name, x in groups.items()}
     for name, x in value.items() if isinstance(value, Mapping) else [("", value)]:
         is_float = jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating)
-        if not is_float or x.shape != want.get(name):
-            where = f" for the group {name!r}" if name else ""
+        if not is_float or x.shape != expected.get(name):
+            group = f" for the group {name!r}" if name else ""
             raise ValueError(
                 "A critic must return one float per observation, of shape "
-                f"{want.get(name, 'none')}{where}, got {checks.describe(x)}; it is "
-                "called with only those observations that need a value."
+                f"{expected.get(name, 'none')}{group}, got {checks.describe(x)}. "
+                "Collectors call it with any number of observations."
             )
 
 
 def _values_where(
-    whole: tuple[Policy, Any], inputs: tuple[ArrayTree, ArrayTree], flag: jax.Array
+    critic: tuple[Policy, Any], inputs: tuple[ArrayTree, ArrayTree], flag: jax.Array
 ) -> ArrayTree:
     # Jitted, so that the branches below trace it once for each number of lanes.
     @jax.jit
     def evaluate(
-        whole: tuple[Policy, Any], inputs: tuple[ArrayTree, ArrayTree]
+        critic: tuple[Policy, Any], inputs: tuple[ArrayTree, ArrayTree]
     ) -> ArrayTree:
-        policy, params = whole
+        policy, params = critic
         values = policy.value(params, *inputs)
         check_values(values, inputs[0])
         return values
 
-    def fn(at: LaneIndex) -> ArrayTree:
-        return evaluate(whole, jax.tree.map(lambda x: x[at], inputs))
+    def fn(lane_index: LaneIndex) -> ArrayTree:
+        return evaluate(critic, jax.tree.map(lambda x: x[lane_index], inputs))
 
-    nothing = trees.blank(jax.eval_shape(evaluate, whole, inputs))
-    return masked_update.by_platform(flag, fn, nothing)
+    zeros = trees.blank(jax.eval_shape(evaluate, critic, inputs))
+    return masked_update.by_platform(flag, fn, zeros)

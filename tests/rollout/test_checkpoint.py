@@ -374,7 +374,7 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_named(tmp_path):
     path.write_bytes(content[:-1])
     with pytest.raises(ValueError, match=r"Checkpoint 2 in .* is damaged"):
         checkpoint.restore(tmp_path, tree)
-    named = ("Checkpoint 2 in", "`step=1` is the one before")
+    named = ("Checkpoint 2 in", "`step=1` is the previous one")
     assert len(messages) > 100
     assert all(name in message for message in messages for name in named)
     chex.assert_trees_all_equal(checkpoint.restore(tmp_path, tree, step=1), tree)

@@ -168,12 +168,12 @@ MEMORY = rollout.recurrent_policy(
     lambda params, obs, state, key: (jnp.zeros(len(obs), jnp.int32), state), jnp.zeros
 )
 CARRY = [
-    ({"policy": MEMORY}, "`carry.policy_state` must be as `init` of this collector ma"),
+    ({"policy": MEMORY}, "`carry.policy_state` must match the output of this collecto"),
     ({"accumulators": COUNTED}, "float32 of shape (4,) at .accumulated['n'], got ano"),
-    ({"of": make_collector("CartPole-v1", B)}, "`carry.env_state` must be as `init`"),
+    ({"of": make_collector("CartPole-v1", B)}, "`carry.env_state` must match the"),
     (
         {"spoil_fn": lambda carry: carry.replace(obs=carry.obs[:, :0])},
-        "`carry.obs` must be as `init` of this collector makes it: float32 of shape (4",
+        "must match the output of this collector's `init`: float32 of shape (4",
     ),
     (
         {"spoil_fn": lambda x: x.replace(key=jax.random.key(0, impl="rbg"))},
@@ -216,11 +216,11 @@ MESSAGES = [
     (lambda: rollout.next_values(3, ROWS, ROWS[0]), "must be a `Transition`"),
     (
         lambda: rollout.next_values(next(make_stream()), ROWS, ROWS[0]),
-        "for a stream's batch its `tra",
+        "such as `batch.trajectory`",
     ),
     (
         lambda: step_with(record_fn=lambda t: t.replace(final_value=None, obs=None)),
-        "drop a",
+        "set a dropped",
     ),
     *((functools.partial(record, x), f"must leave `{x}` as it is") for x in KEPT),
     (
@@ -250,7 +250,7 @@ MESSAGES = [
     ),
     (
         lambda: next_values(),
-        "it is recorded where the policy has a critic",
+        "it is recorded if the policy has a critic",
     ),
     (
         lambda: next_values(last_value=ROWS, final_value=ROWS),
@@ -258,7 +258,7 @@ MESSAGES = [
     ),
     (
         lambda: add_to_window(next(make_stream())),
-        "for a stream's batch its own",
+        "such as `batch.trajectory`",
     ),
     (
         lambda: add_to_window(jax.tree.map(lambda x: x[0], collect("count")[1])),

@@ -95,7 +95,7 @@ def test_statistics_are_printed_in_one_line():
     assert one == "return 0.5, 1 episode"
     assert nothing == "no episode ended in 1,280 steps"
     assert cut.endswith(
-        ", 2 episodes, 1 cut by `max_episode_steps`, 1 with NaN or infinity"
+        ", 2 episodes, 1 truncated by `max_episode_steps`, 1 with NaN or infinity"
     )
 
 
