@@ -1,22 +1,24 @@
-"""Environments of any kind, behind one contract.
+"""Environments of all supported libraries with a common interface.
 
-`make` and `make_vec` make environments by id, of one agent or several, `from_gymnax`
-adapts any gymnax-style object, `vectorize` puts copies side by side with auto-reset.
-For a custom environment, write the two methods of `Env`, or of `MultiAgentEnv` for
-several agents. `render_gif` draws an episode. `from_gymnasium` and `make_worker_envs`
-make a `HostVectorEnv` of environments that are not JAX.
+`make` and `make_vec` create environments by id, with one agent or several.
+`from_gymnax` adapts any gymnax-style object. `vectorize` runs copies of an environment
+in parallel with auto-reset. To write a custom environment, implement the two methods of
+`Env`, or of `MultiAgentEnv` for several agents. `render_gif` renders an episode.
+`from_gymnasium` and `make_worker_envs` create a `HostVectorEnv` from environments that
+are not written in JAX.
 
-This package exports what most programs need. `rollout.envs.suites` adapts suites of
-environments, each imported only when used; `rollout.envs.host` has environments that
-are not JAX; `rollout.envs.wrappers` and `rollout.envs.spaces` have all wrappers and all
-spaces; `rollout.envs.recommendation` and `rollout.envs.ratings` have users and items;
-`rollout.envs.render` draws.
+This package exports the names that most programs need. `rollout.envs.suites` adapts
+suites of environments and imports each suite on first use. `rollout.envs.host` runs
+environments that are not written in JAX. `rollout.envs.wrappers` and
+`rollout.envs.spaces` contain all wrappers and all spaces.
+`rollout.envs.recommendation` and `rollout.envs.ratings` simulate users who rate items.
+`rollout.envs.render` renders episodes.
 
-`types` and `multi_agent` have the contracts, `registry` the ids; `vectorize` makes
-lanes, which `auto_reset` resets, and `joint` lets several agents act as one. Below
-them: `trees` works on pytrees, `prng` draws random numbers, `masked_update` computes
-something for few lanes, `cost_estimate` counts the operations of a reset, and
-`optional_import` imports suites.
+`types` and `multi_agent` define the contracts, and `registry` looks up ids.
+`vectorize` creates the lanes, `auto_reset` resets them, and `joint` presents several
+agents as a single one. The remaining modules are internal: `trees` works on pytrees,
+`prng` generates random numbers, `masked_update` updates a few of many lanes,
+`cost_estimate` counts the operations of a reset, and `optional_import` imports suites.
 """
 
 from rollout.envs import multi_agent as multi_agent

@@ -1,8 +1,9 @@
-"""Auto-resets: starts new episodes in the done lanes, in ways equal bit for bit.
+"""Auto-reset: starts new episodes in the done lanes.
 
-`"select"` resets all `B` lanes and keeps the result where a lane is done: the
-reference, without a loop. `"compact"` resets only done lanes, `K` at a time, in lane
-order. `"auto"` chooses by the platform that the program is lowered for:
+All methods return the same bits, for any number of done lanes. `"select"` resets all
+`B` lanes and selects the result in the done lanes: the reference method, without a
+loop. `"compact"` resets only done lanes, `K` at a time, in lane order. `"auto"` chooses
+by the platform that the program is lowered for:
 
 | platform | cheap reset | costly reset |
 |---|---|---|
@@ -10,8 +11,8 @@ order. `"auto"` chooses by the platform that the program is lowered for:
 | GPU | select | switch |
 | TPU and others | select | compact |
 
-`switch` resets no lane, up to `K` done ones, or all; see `rollout.envs.masked_update`,
-which has the rule for a cheap one. All ways are exact for any number of done lanes.
+`switch` resets no lane, up to `K` done lanes, or all lanes. See
+`rollout.envs.masked_update`, which also defines a cheap reset.
 """
 
 import functools
@@ -26,7 +27,7 @@ from rollout.envs.types import ArrayTree, Env, LaneIndex, Lanes
 
 
 def reset(
-    way: str,
+    method: str,
     env: Env,
     start_fn: Callable[[Env, LaneIndex], Lanes],
     done: jax.Array,
@@ -34,27 +35,28 @@ def reset(
 ) -> Lanes:
     """Starts new episodes in the done lanes.
 
-    A `while_loop` has no reverse-mode derivative. Derivatives pass through the lanes
-    that are not done; only `"select"` differentiates a reset with respect to `env`.
+    Derivatives pass through all lanes except the done lanes. A `while_loop` has no
+    reverse-mode derivative, so only `"select"` differentiates a reset with respect to
+    `env`.
 
     Args:
-        way: a name in `BY_NAME`.
-        env: parameters of the environments, which `start_fn` takes.
-        start_fn: maps an index of `K` lanes to fresh ones, `[K, ...]`.
+        method: a name in `BY_NAME`.
+        env: parameters of the environments, passed to `start_fn`.
+        start_fn: maps an index of `K` lanes to new lanes, `[K, ...]`.
         done: `[B]` bool, the lanes to reset.
-        lanes: the lanes as they are now.
+        lanes: the current lanes.
     """
-    if way == "select":
-        return BY_NAME[way](done, functools.partial(start_fn, env), lanes)
-    # Words, not keys: jax's checker of key reuse takes a loop or a branch that returns
-    # a key for a use of it.
+    if method == "select":
+        return BY_NAME[method](done, functools.partial(start_fn, env), lanes)
+    # Pass key words instead of typed keys: the key-reuse checker treats a key that a
+    # loop or a branch returns as consumed.
     words = trees.unwrap_keys(lanes)
-    # Nothing inside the reset depends on a differentiated value, so its `while_loop` is
-    # never transposed; `_attach` adds the derivative again, outside of the loop.
+    # The reset does not depend on differentiated values, so the `while_loop` is never
+    # transposed. `_attach` adds the derivative outside the loop.
     fixed_env, fixed_words = lax.stop_gradient((env, words))
-    replace = masked_update.merged(BY_NAME[way])
+    replace = masked_update.merged(BY_NAME[method])
     fresh = replace(
-        done, lambda at: trees.unwrap_keys(start_fn(fixed_env, at)), fixed_words
+        done, lambda lane: trees.unwrap_keys(start_fn(fixed_env, lane)), fixed_words
     )
     return trees.wrap_keys(_attach(fresh, words, done), lanes)
 
@@ -68,8 +70,8 @@ BY_NAME = {
 
 @jax.custom_jvp
 def _attach(fresh: ArrayTree, lanes: ArrayTree, done: jax.Array) -> ArrayTree:
-    """Returns `fresh`, with its derivative as a function of `lanes`."""
-    del lanes, done  # unused: only the derivative needs them
+    """Returns `fresh` and defines its derivative with respect to `lanes`."""
+    del lanes, done  # read only by the derivative
     return fresh
 
 
@@ -77,10 +79,10 @@ def _attach(fresh: ArrayTree, lanes: ArrayTree, done: jax.Array) -> ArrayTree:
 def _attach_jvp(primals: tuple, tangents: tuple) -> tuple:
     fresh, _, done = primals
 
-    # Identity in lanes that are not done, constant in those that were reset.
-    def through(x: jax.Array, tangent: jax.Array) -> jax.Array:
+    # Reset lanes are constant: set the tangent to zero. All other lanes keep it.
+    def mask_tangent(x: jax.Array, tangent: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return tangent  # of an integer: float0, which `select` does not take
+            return tangent  # an integer has a float0 tangent, which `select` rejects
         return trees.select(done, jnp.zeros_like(x), tangent)
 
-    return fresh, jax.tree.map(through, fresh, tangents[1])
+    return fresh, jax.tree.map(mask_tangent, fresh, tangents[1])

@@ -1,4 +1,4 @@
-"""Estimates the work of a function from its jaxpr, before anything is compiled."""
+"""Estimates the cost of a function from its jaxpr, without compiling it."""
 
 import math
 from collections.abc import Callable
@@ -7,18 +7,18 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-_HASH = 100  # operations that make one random word: twenty rounds of five
+_HASH = 100  # operations per random word: twenty rounds of five
 _HASHES = ("random_bits", "random_fold_in", "random_split", "random_seed")
 _SLICES = ("dynamic_slice", "gather", "slice")
 
 
 class Work(NamedTuple):
-    """Work of one call of a function.
+    """Cost of one call of a function.
 
     Attributes:
-        operations: elements that are computed, those of loops in every round.
-        rounds: rounds of loops, one after the other; infinite if unknown.
-        equations: operations of the program as it is written, each once.
+        operations: number of computed elements, counted in every round of a loop.
+        rounds: number of sequential loop rounds; infinite if unknown.
+        equations: number of equations in the jaxpr, inner jaxprs included.
     """
 
     operations: float
@@ -27,36 +27,36 @@ class Work(NamedTuple):
 
 
 def estimate(fn: Callable[..., Any], *args: Any) -> Work:
-    """Estimates the work of `fn(*args)`, which is traced and not run."""
-    return _of(jax.make_jaxpr(fn)(*args).jaxpr)
+    """Estimates the cost of `fn(*args)`; traces the function without running it."""
+    return _estimate_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
 def inner_programs(eqn: Any) -> list[Any]:
-    """Returns the programs in an equation: of a scan, a `cond`, a jitted function."""
-    kinds = core.ClosedJaxpr, core.Jaxpr
-    # Primitives keep programs under many names: `jaxpr`, `branches`, `body_jaxpr`.
+    """Returns the inner jaxprs of an equation, such as the body of a `scan`."""
+    jaxpr_types = core.ClosedJaxpr, core.Jaxpr
+    # Primitives store jaxprs under many names: `jaxpr`, `branches`, `body_jaxpr`.
     params = list(eqn.params.values())
-    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds))
-    return [getattr(x, "jaxpr", x) for x in leaves if isinstance(x, kinds)]
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, jaxpr_types))
+    return [getattr(x, "jaxpr", x) for x in leaves if isinstance(x, jaxpr_types)]
 
 
-def _of(jaxpr: Any) -> Work:
+def _estimate_jaxpr(jaxpr: Any) -> Work:
     operations, rounds, equations = 0.0, 0.0, len(jaxpr.eqns)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        inner = list(map(_of, inner_programs(eqn)))
-        equations += sum(part.equations for part in inner)
+        inner = list(map(_estimate_jaxpr, inner_programs(eqn)))
+        equations += sum(work.equations for work in inner)
         if inner:
-            # Loops multiply, and their rounds come one after the other. The costliest
-            # branch of a conditional counts, and the cheapest one of a choice by
-            # platform, since accelerators take the plain one.
+            # A loop multiplies the cost of its body by its length. A conditional costs
+            # as much as its most expensive branch. A choice by platform costs as much
+            # as its cheapest branch, since accelerators take the simple branch.
             loops = {"scan": eqn.params.get("length"), "while": math.inf}
             is_by_platform = eqn.params.get("branches_platforms") is not None
             branch = min if is_by_platform else max
-            total, times = branch if name == "cond" else sum, loops.get(name)
-            rounds_inside = total(part.rounds for part in inner)
-            rounds += times * max(1.0, rounds_inside) if times else rounds_inside
-            operations += (times or 1) * total(part.operations for part in inner)
+            total, length = branch if name == "cond" else sum, loops.get(name)
+            inner_rounds = total(work.rounds for work in inner)
+            rounds += length * max(1.0, inner_rounds) if length else inner_rounds
+            operations += (length or 1) * total(work.operations for work in inner)
             continue
         read, written = (
             [math.prod(getattr(x.aval, "shape", ())) for x in variables]
@@ -66,6 +66,6 @@ def _of(jaxpr: Any) -> Work:
             operations += _HASH * sum(written)
         elif name in _SLICES:
             operations += sum(written)
-        else:  # a product of matrices or a sum reads more than it writes
+        else:  # a matrix product or a sum reads more elements than it writes
             operations += max(sum(written), *read, 0)
     return Work(operations, rounds, equations)

@@ -1,8 +1,8 @@
-"""`_Joint`: lets the agents of one environment act together, as those of an `Env`.
+"""`_Joint`: converts a `MultiAgentEnv` to an `Env` with one joint action.
 
-All agents act as one, so steps, episodes, streams, checkpoints and devices work as with
-any environment. The bookkeeping of each agent is kept next to the environment's own
-state, and returned in `info.agents`.
+Steps, episodes, streams, checkpoints and sharding therefore work as with any `Env`. The
+statistics of each agent are stored next to the environment state and returned in
+`info.agents`.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ _FLAG = Box(0, 1, (), jnp.dtype(bool))
 
 
 class _JointState(struct.PyTreeNode, kw_only=True):
-    """State of one environment, with the bookkeeping of its `A` agents."""
+    """State of one environment and statistics of its `A` agents."""
 
     env_state: ArrayTree
     agent_return: jax.Array  # [A] float32
@@ -42,7 +42,7 @@ class _JointState(struct.PyTreeNode, kw_only=True):
 
 
 class _Joint(Wrapper):
-    """An `Env` in which all agents of one environment act together."""
+    """An `Env` whose action is the joint action of all agents."""
 
     env: MultiAgentEnv
     layout: AgentLayout = struct.field(pytree_node=False)
@@ -69,7 +69,7 @@ class _Joint(Wrapper):
         shape = (len(self.layout.agents),)
         if self.layout.simultaneous:
             acting = jnp.ones(shape, bool)
-        acting = self._each("acting", acting, bool)
+        acting = self._per_agent("acting", acting, bool)
         state = _JointState(
             env_state=env_state,
             agent_return=jnp.zeros(shape, jnp.float32),
@@ -79,16 +79,17 @@ class _Joint(Wrapper):
 
     def step(self, key: chex.PRNGKey, state: _JointState, action: ArrayTree) -> EnvStep:
         result = self.env.step(key, state.env_state, action)
-        what = "`env.step` must return a `rollout.envs.multi_agent.MultiAgentStep`"
-        checks.kind(what, result, MultiAgentStep)
-        reward = self._each("reward", result.reward, jnp.float32)
-        # Agents earn before they act and after their end, too.
+        condition = "`env.step` must return a `rollout.envs.multi_agent.MultiAgentStep`"
+        checks.kind(condition, result, MultiAgentStep)
+        reward = self._per_agent("reward", result.reward, jnp.float32)
+        # Agents also receive rewards before their first action and after their end.
         agent_return = state.agent_return + reward
-        flags = self._follow(state.packed, result)
+        flags = self._update_flags(state.packed, result)
         length = read_length(state.packed) + flags[Flag.ACTED].astype(jnp.int32)
         packed = pack_status(length, flags)
         has_terminated = flags[Flag.HAS_TERMINATED]
-        # Once every agent has ended the episode is over, whatever the environment says.
+        # The episode is over when every agent has ended, even if the environment does
+        # not set an episode flag.
         all_done = jnp.all(has_terminated | flags[Flag.WAS_TRUNCATED])
         all_terminated = jnp.all(has_terminated)
         return EnvStep(
@@ -110,27 +111,27 @@ class _Joint(Wrapper):
             ),
         )
 
-    def _follow(
+    def _update_flags(
         self, packed: jax.Array, result: MultiAgentStep
     ) -> dict[Flag, jax.Array]:
         """Updates the flags of every agent after a step."""
         acted = read_flag(packed, Flag.ACTS_NEXT)
         has_terminated = read_flag(packed, Flag.HAS_TERMINATED)
         was_truncated = read_flag(packed, Flag.WAS_TRUNCATED)
-        # An ending counts once: adapters may repeat the flags of agents already out.
-        is_left = ~(has_terminated | was_truncated)
-        terminated = self._each("terminated", result.terminated, bool) & is_left
-        truncated = self._each("truncated", result.truncated, bool) & is_left
-        goes_on = is_left & ~(terminated | truncated)
+        # Count an ending once: adapters may repeat the flags of agents that have ended.
+        was_active = ~(has_terminated | was_truncated)
+        terminated = self._per_agent("terminated", result.terminated, bool) & was_active
+        truncated = self._per_agent("truncated", result.truncated, bool) & was_active
+        is_active = was_active & ~(terminated | truncated)
         if self.layout.simultaneous:
-            acts_next = goes_on
+            acts_next = is_active
         else:
-            acts_next = self._each("acting", result.acting, bool) & goes_on
-        # In a game of turns the reward of a move comes during the turns of the others.
+            acts_next = self._per_agent("acting", result.acting, bool) & is_active
+        # In a turn-based game an agent is rewarded for a move while other agents act.
         answers = acted | read_flag(packed, Flag.WAITING)
         return {
             Flag.ACTS_NEXT: acts_next,
-            Flag.WAITING: answers & goes_on & ~acts_next,
+            Flag.WAITING: answers & is_active & ~acts_next,
             Flag.HAS_TERMINATED: has_terminated | terminated,
             Flag.WAS_TRUNCATED: was_truncated | truncated,
             Flag.ACTED: acted,
@@ -140,7 +141,7 @@ class _Joint(Wrapper):
         }
 
     def _observe(self, obs: Any, acting: jax.Array) -> dict[str, ArrayTree]:
-        """Checks that observations are stacked by group, and adds who acts next."""
+        """Checks that observations are stacked by group, and adds the acting agents."""
         names = {group.name for group in self.layout.groups}
         if not isinstance(obs, Mapping) or obs.keys() != names:
             got = sorted(obs) if isinstance(obs, Mapping) else type(obs).__name__
@@ -149,19 +150,19 @@ class _Joint(Wrapper):
                 f"{got}."
             )
         for group in self.layout.groups:
-            what = f"`obs` of the group {group.name!r} must have agents"
-            checks.leading_axes(what, obs[group.name], (len(group.members),))
+            condition = f"`obs` of the group {group.name!r} must have agents"
+            checks.leading_axes(condition, obs[group.name], (len(group.members),))
         return {**obs, ACTING: acting}
 
     def _stacked(self, spaces: Mapping[str, AnySpace]) -> dict[str, AnySpace]:
-        """Returns the space of all members of each group."""
+        """Returns the stacked space of every group, by name."""
         return {
             name: Repeated(as_space(spaces[name], name), len(members))
             for name, members, *_ in self.layout.groups
         }
 
-    def _each(self, name: str, value: Any, dtype: Any) -> jax.Array:
-        """Checks that there is one value per agent, and casts them."""
+    def _per_agent(self, name: str, value: Any, dtype: Any) -> jax.Array:
+        """Checks that an array has one value per agent, and casts it."""
         num_agents = len(self.layout.agents)
         if jnp.shape(value) != (num_agents,):
             raise ValueError(

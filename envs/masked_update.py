@@ -1,12 +1,16 @@
-"""Computes something, such as a reset, for the few lanes that need it.
+"""Applies a function only to the lanes that need it, for example resets.
 
-Each function here calls another one with lanes to compute, and writes the result to the
-lanes whose flag is set; the bits are the same. `select` computes all lanes. `rounds`
-computes `K` at a time, in a loop that runs no round if no flag is set: for a CPU, and
-for a TPU, which controls loops by itself. `switch` computes no lane, up to `K`, or all,
-whichever suffices: for a GPU, where a loop of unknown length waits for the host.
-`merged` makes either of the two fit for `vmap`. `by_platform` takes the one that suits
-the platform that the program is lowered for.
+Each update function calls `fn` with the indices of lanes and writes the result to the
+lanes whose flag is set. All update functions return the same bits:
+
+- `select` computes all lanes.
+- `rounds` computes `K` lanes at a time in a loop, which runs no round if no flag is
+  set. It suits CPUs, and TPUs, which control loops on the device.
+- `switch` computes no lane, up to `K` lanes, or all lanes. It suits GPUs, on which a
+  loop of unknown length waits for the host.
+
+`merged` adapts `rounds` or `switch` to `vmap`. `by_platform` chooses the update
+function for the platform that the program is lowered for.
 """
 
 import functools
@@ -21,158 +25,160 @@ from rollout.envs import cost_estimate, trees
 from rollout.envs.types import ALL_LANES, ArrayTree, LaneIndex
 
 _Fn = Callable[[LaneIndex], ArrayTree]
-_Way = Callable[[jax.Array, _Fn, ArrayTree], ArrayTree]
+_UpdateFn = Callable[[jax.Array, _Fn, ArrayTree], ArrayTree]
 
 _WORD = 32  # bits of a word of lane flags
-# Bounds of cheap work.
-_FEW_OPERATIONS = 5_000  # of one lane: a step of Breakout and its keys
-_FEW_IN_ALL = 30_000_000  # of all lanes together
+# Upper bounds of a cheap function.
+_FEW_OPERATIONS = 5_000  # per lane: a step of Breakout and the generation of its keys
+_FEW_IN_ALL = 30_000_000  # operations of all lanes together
 _FEW_ROUNDS = 8
 
 
 def select(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
-    """Calls `fn` with `ALL_LANES` and keeps the result where the flag is set.
+    """Computes all lanes and selects the result in lanes whose flag is set.
 
     Args:
-        flag: `[B]` bool, the lanes that are replaced.
-        fn: maps an index of `K` lanes to their new values, `[K, ...]`.
-        lanes: `[B, ...]`, the old values, which the others keep; it may hold typed
-            keys.
+        flag: `[B]` bool, the lanes to replace.
+        fn: maps an index of `K` lanes to new values, `[K, ...]`. It is called with
+            `ALL_LANES`.
+        lanes: `[B, ...]`, the old values; may contain typed keys.
 
     Returns:
-        `[B, ...]`, of the structure of `lanes`.
+        `[B, ...]`, a tree with the structure of `lanes`.
     """
     return trees.select(flag, fn(ALL_LANES), lanes)
 
 
 def rounds(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
-    """Replaces the lanes with a flag, `K` at a time, in lane order.
+    """Replaces the lanes whose flag is set, `K` at a time, in lane order.
 
     Args:
-        flag: `[B]` bool, the lanes that are replaced.
-        fn: maps the numbers of lanes, `[K]` int32, to their new values, `[K, ...]`. If
-            fewer lanes are left, the other numbers are arbitrary.
-        lanes: `[B, ...]`, the old values, which the others keep; words instead of typed
-            keys.
+        flag: `[B]` bool, the lanes to replace.
+        fn: maps `[K]` int32 lane numbers to new values, `[K, ...]`. If fewer than `K`
+            lanes remain, the unused lane numbers are arbitrary.
+        lanes: `[B, ...]`, the old values, with words instead of typed keys.
 
     Returns:
-        `[B, ...]`, of the structure of `lanes`.
+        `[B, ...]`, a tree with the structure of `lanes`.
     """
 
     def replace(state: tuple[jax.Array, ArrayTree]) -> tuple[jax.Array, ArrayTree]:
-        return _replace_some(state[0], fn, state[1])
+        return _replace_first(state[0], fn, state[1])
 
     return lax.while_loop(lambda state: jnp.any(state[0]), replace, (flag, lanes))[1]
 
 
 def switch(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
-    """Replaces no lane, replaces up to `K` lanes, or computes all and selects.
+    """Replaces no lane, replaces up to `K` lanes, or computes all lanes and selects.
 
     Args:
-        flag: `[B]` bool, the lanes that are replaced.
-        fn: maps an index of lanes, numbers as in `rounds` or all, to their new values.
-        lanes: as in `rounds`.
+        flag: `[B]` bool, the lanes to replace.
+        fn: maps lane numbers as in `rounds`, or `ALL_LANES`, to new values.
+        lanes: the old values, as in `rounds`.
 
     Returns:
-        `[B, ...]`, of the structure of `lanes`.
+        `[B, ...]`, a tree with the structure of `lanes`.
     """
 
-    def some(lanes: ArrayTree) -> ArrayTree:
-        return _replace_some(flag, fn, lanes)[1]
+    def replace_first(lanes: ArrayTree) -> ArrayTree:
+        return _replace_first(flag, fn, lanes)[1]
 
-    def every(lanes: ArrayTree) -> ArrayTree:
+    def select_all(lanes: ArrayTree) -> ArrayTree:
         return select(flag, fn, lanes)
 
     count = jnp.sum(flag, dtype=jnp.int32)
-    # 0: no lane, 1: up to K, 2: more.
+    # Branch 0: no lane; branch 1: up to K lanes; branch 2: more lanes.
     is_any, is_more = count > 0, count > _num_slots(flag)
     branch = is_any.astype(jnp.int32) + is_more.astype(jnp.int32)
-    return lax.switch(branch, (lambda lanes: lanes, some, every), lanes)
+    return lax.switch(branch, (lambda lanes: lanes, replace_first, select_all), lanes)
 
 
 def by_platform(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
-    """Takes `rounds` on a CPU, elsewhere `select` if `fn` is cheap.
+    """Chooses `rounds`, `select` or `switch` by the platform and the cost of `fn`.
 
-    If not, a GPU takes `switch`, and others `rounds`. Cheap are at most 5,000
-    operations, about a step of Breakout, or 30 million in all lanes together; on a GPU
-    there may also be no loop of more than 8 rounds. Operations are counted in the jaxpr
-    (`rollout.envs.cost_estimate`); a loop of unknown length is costly.
+    A CPU runs `rounds`. Other platforms run `select` if `fn` is cheap. If `fn` is
+    costly, a GPU runs `switch`, and a TPU or any other platform runs `rounds`.
+
+    A cheap `fn` has at most 5,000 operations, about a step of Breakout, or at most 30
+    million in all lanes together; on a GPU it also has no loop of more than 8 rounds.
+    Operations are counted in the jaxpr (`rollout.envs.cost_estimate`). A loop of
+    unknown length is costly.
 
     Args:
-        flag: `[B]` bool, the lanes that are replaced.
-        fn: as in `switch`.
-        lanes: as in `rounds`.
+        flag: `[B]` bool, the lanes to replace.
+        fn: computes new values, as in `switch`.
+        lanes: the old values, as in `rounds`.
 
     Returns:
-        `[B, ...]`, of the structure of `lanes`.
+        `[B, ...]`, a tree with the structure of `lanes`.
     """
-    # Traced for one lane, which stands for all of them.
+    # Trace `fn` for a single lane: all lanes have the same cost.
     work = cost_estimate.estimate(fn, jnp.zeros((1,), jnp.int32))
-    # Few lanes may do more each: what counts is the work of all together.
+    # The cost of all lanes together counts, so a few lanes may do more work each.
     is_cheap = work.operations <= max(_FEW_OPERATIONS, _FEW_IN_ALL / flag.size)
-    all_lanes, some, compact = (
-        functools.partial(way, flag, fn) for way in (select, switch, rounds)
+    all_lanes, switched, compact = (
+        functools.partial(update, flag, fn) for update in (select, switch, rounds)
     )
-    # On a GPU each round of a loop is a launch, and select runs it at every step.
-    gpu = all_lanes if is_cheap and work.rounds <= _FEW_ROUNDS else some
-    other = all_lanes if is_cheap else compact
-    return lax.platform_dependent(lanes, cpu=compact, cuda=gpu, rocm=gpu, default=other)
+    # On a GPU each round of a loop is a kernel launch, and `select` runs at every step.
+    gpu = all_lanes if is_cheap and work.rounds <= _FEW_ROUNDS else switched
+    tpu = all_lanes if is_cheap else compact
+    return lax.platform_dependent(lanes, cpu=compact, cuda=gpu, rocm=gpu, default=tpu)
 
 
-def merged(way: _Way) -> _Way:
-    """Lets `rounds` or `switch` take V members of B lanes under `vmap` as V * B lanes.
+def merged(update_fn: _UpdateFn) -> _UpdateFn:
+    """Adapts `rounds` or `switch` to `vmap`: V members of B lanes become V * B lanes.
 
-    `vmap` itself would run the loop for all lanes while one lane of one member needs
-    it, and every branch of the conditional. What `fn` closes over may differ between
-    members, as parameters of an environment do. It has no derivative: what is
-    differentiated must pass `stop_gradient` before.
+    Plain `vmap` would run the loop for all lanes while any lane of any member needs it,
+    and it would run every branch of the conditional. Values that `fn` closes over may
+    differ between members, for example environment parameters. The result has no
+    derivative: apply `stop_gradient` to differentiated values first.
     """
 
     def update(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
-        # Functions without closures, since `custom_vmap` takes no others.
-        one, of_one = hoist(
+        # `custom_vmap` rejects closures over mapped values, so pass them explicitly.
+        lane_fn, lane_consts = hoist(
             lambda lane: jax.tree.map(lambda x: x[0], fn(lane[None])), jnp.int32(0)
         )
-        run, of_run = hoist(lambda flag, lanes: way(flag, fn, lanes), flag, lanes)
+        run, run_consts = hoist(lambda flag, old: update_fn(flag, fn, old), flag, lanes)
 
         @jax.custom_batching.custom_vmap
         def call(
-            flag: jax.Array, lanes: ArrayTree, of_run: list, of_one: list
+            flag: jax.Array, lanes: ArrayTree, run_consts: list, lane_consts: list
         ) -> ArrayTree:
-            del of_one  # only for many members
-            return run(of_run, flag, lanes)
+            del lane_consts  # read only under `vmap`
+            return run(run_consts, flag, lanes)
 
         @call.def_vmap
         def call_merged(
-            size: int, mapped: list, flag: jax.Array, lanes: ArrayTree, *closed: list
+            size: int, mapped: list, flag: jax.Array, lanes: ArrayTree, *consts: list
         ) -> tuple[ArrayTree, ArrayTree]:
             num_lanes = flag.shape[-1]
 
-            # `[V, B, ...]`, or `[B, ...]` of all V members, to `[V * B, ...]`.
+            # Reshapes `[V, B, ...]` to `[V * B, ...]`; broadcasts a shared `[B, ...]`.
             def merge(x: jax.Array, is_mapped: bool) -> jax.Array:
                 x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
                 return x.reshape(-1, *x.shape[2:])
 
             flag, lanes = jax.tree.map(merge, (flag, lanes), tuple(mapped[:2]))
-            # Of what `fn` closes over, only some values differ between members.
-            of_one, axes = closed[1], [0 if x else None for x in mapped[3]]
+            # The values that `fn` closes over may be shared by all members.
+            lane_consts, axes = consts[1], [0 if x else None for x in mapped[3]]
 
-            def of_members(at: LaneIndex) -> ArrayTree:
-                number = jnp.arange(size * num_lanes, dtype=jnp.int32)[at]
+            def member_fn(index: LaneIndex) -> ArrayTree:
+                number = jnp.arange(size * num_lanes, dtype=jnp.int32)[index]
                 member, lane = jnp.divmod(number, num_lanes)
                 values = [
                     x if axis is None else x[member]
-                    for x, axis in zip(of_one, axes, strict=True)
+                    for x, axis in zip(lane_consts, axes, strict=True)
                 ]
-                return jax.vmap(one, (axes, 0))(values, lane)
+                return jax.vmap(lane_fn, (axes, 0))(values, lane)
 
             new = jax.tree.map(
                 lambda x: x.reshape(size, num_lanes, *x.shape[1:]),
-                update(flag, of_members, lanes),
+                update(flag, member_fn, lanes),
             )
             return new, jax.tree.map(lambda _: True, new)
 
-        return call(flag, lanes, of_run, of_one)
+        return call(flag, lanes, run_consts, lane_consts)
 
     return update
 
@@ -180,62 +186,65 @@ def merged(way: _Way) -> _Way:
 def hoist(
     fn: Callable[..., ArrayTree], *args: ArrayTree
 ) -> tuple[Callable[..., ArrayTree], list[jax.Array]]:
-    """Returns `fn` with what it closes over as its first argument, and those values.
+    """Converts the values that `fn` closes over to an explicit first argument.
 
-    They are words instead of typed keys. `custom_jvp` and `custom_vmap` take no
-    functions that close over what is differentiated or mapped.
+    Use it for `custom_jvp` and `custom_vmap`, which reject functions that close over
+    differentiated or mapped values.
+
+    Returns:
+        The converted function and the list of values. The list has words instead of
+        typed keys.
     """
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     structure, consts = jax.tree.structure(shape), jax.eval_shape(lambda: closed.consts)
 
     def hoisted(values: list[jax.Array], *args: ArrayTree) -> ArrayTree:
         values = trees.wrap_keys(values, trees.blank(consts))
-        whole = core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, values))
-        return structure.unflatten(whole(*jax.tree.leaves(args)))
+        flat_fn = core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, values))
+        return structure.unflatten(flat_fn(*jax.tree.leaves(args)))
 
     return hoisted, trees.unwrap_keys(closed.consts)
 
 
 def _num_slots(flag: jax.Array) -> int:
-    """Returns K, the number of lanes that are computed at once.
+    """Returns K, the number of lanes computed per round.
 
-    It is large enough that one round nearly always suffices, and small enough to cost
-    little. With one slot there is no scatter, and XLA:CPU compiles the loop to one
-    kernel.
+    K is so large that one round nearly always suffices, and so small that a round is
+    cheap. If K is 1, there is no scatter, and XLA:CPU compiles the loop to one kernel.
     """
     return max(1, flag.shape[0] // 16)
 
 
-def _replace_some(
+def _replace_first(
     flag: jax.Array, fn: _Fn, lanes: ArrayTree
 ) -> tuple[jax.Array, ArrayTree]:
-    """Replaces the first `K` lanes with a flag; returns the other flags, and lanes."""
+    """Replaces the first `K` lanes with a flag; returns remaining flags and lanes."""
     num_lanes, num_slots = flag.shape[0], _num_slots(flag)
-    lane, found = _first_true(flag, num_slots)
+    lane, is_used = _first_true(flag, num_slots)
     fresh = fn(lane)
-    # Slots that are left over write to lanes that do not exist, a different one each:
-    # `_write` promises XLA unique, ascending indices.
-    target = jnp.where(found, lane, num_lanes + jnp.arange(num_slots))
+    # Each unused slot writes to a different lane out of range, since `_write` promises
+    # XLA unique, ascending indices.
+    target = jnp.where(is_used, lane, num_lanes + jnp.arange(num_slots))
     lanes = jax.tree.map(lambda old, new: _write(old, target, new), lanes, fresh)
     return _write(flag, target, jnp.zeros((num_slots,), bool)), lanes
 
 
 def _write(old: jax.Array, lane: jax.Array, new: jax.Array) -> jax.Array:
-    """Writes `new[k]` to `old[lane[k]]`; drops it if there is no such lane."""
-    at = old.at[lane]
-    return at.set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+    """Writes `new[k]` to `old[lane[k]]`; discards it if the lane is out of range."""
+    rows = old.at[lane]
+    return rows.set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
 def _first_true(flag: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Finds the first `size` positions where `flag` is True.
 
-    `jnp.nonzero` costs a cumulative sum and a scatter over all lanes. Packing the flags
-    into words costs one small reduction; then each rank looks up its word and finds its
-    bit in five halvings.
+    `jnp.nonzero` costs a cumulative sum and a scatter over all lanes. This function
+    packs the flags into words, which costs one small reduction. Then it looks up the
+    word of each rank and finds the bit by a binary search in five steps.
 
     Returns:
-        `[size]` int32 positions, ascending and in range, and `[size]` bool, False where
-        no True was left.
+        `[size]` int32 positions, ascending and in range; and `[size]` bool, False for
+        positions beyond the last True.
     """
     num_words = -(-flag.shape[0] // _WORD)
     padding = num_words * _WORD - flag.shape[0]
@@ -243,19 +252,20 @@ def _first_true(flag: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     words = jnp.sum(bits << jnp.arange(_WORD, dtype=jnp.uint32)[None], axis=1)
     count = lax.population_count(words).astype(jnp.int32)
     number = jnp.arange(num_words)
-    # Flags before each word. A masked sum over pairs of words: unlike a cumulative sum,
-    # it fuses, and there are few words.
-    earlier = number[None, :] < number[:, None]
-    before = jnp.sum(jnp.where(earlier, count[None, :], 0), axis=1)
+    # Count the flags before each word with a masked sum over pairs of words: it fuses,
+    # unlike a cumulative sum, and the number of words is small.
+    precedes = number[None, :] < number[:, None]
+    offset = jnp.sum(jnp.where(precedes, count[None, :], 0), axis=1)
 
     rank = jnp.arange(size, dtype=jnp.int32)
-    # `before` ascends, so this is the last word with at most `rank` flags before it: an
-    # empty word has as many as the next one, and is passed over.
-    word_index = jnp.sum(before[None, :] <= rank[:, None], axis=1) - 1
+    # `offset` ascends, so this is the last word with at most `rank` flags before it. An
+    # empty word has the same offset as the next word and is skipped.
+    word_index = jnp.sum(offset[None, :] <= rank[:, None], axis=1) - 1
     position = word_index * _WORD + _select_bit(
-        words[word_index], rank - before[word_index]
+        words[word_index], rank - offset[word_index]
     )
-    # A rank with no flag left yields any position; it must be one that can be gathered.
+    # A rank beyond the last flag yields an arbitrary position: clip it, so that it can
+    # be gathered.
     position = jnp.minimum(position, flag.shape[0] - 1).astype(jnp.int32)
     return position, rank < jnp.sum(count)
 
@@ -263,7 +273,8 @@ def _first_true(flag: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
 def _select_bit(word: jax.Array, rank: jax.Array) -> jax.Array:
     """Finds the position of the rank-th set bit (from 0) of each word."""
     position = jnp.zeros_like(rank)
-    # Binary search: go on in the lower half if it holds the bit, else in the upper one.
+    # Binary search: continue in the lower half if it contains the bit, otherwise in the
+    # upper half.
     for half in (16, 8, 4, 2, 1):
         low = word & jnp.uint32((1 << half) - 1)
         num_low = lax.population_count(low).astype(jnp.int32)

@@ -1,9 +1,9 @@
-"""The contract `MultiAgentEnv`, for several agents in one environment, and its types.
+"""The `MultiAgentEnv` contract for environments with several agents.
 
-A `MultiAgentEnv` is one environment, a pure function of its state, in which some of its
-agents act at every step: all that have not ended (simultaneous), one after the other
-(turn-based), or any others. `vectorize` makes it a `VectorEnv`, whose `info` has
-the values of single agents.
+A `MultiAgentEnv` is a single environment and a pure function of its state. At every
+step all agents that have not ended act (simultaneous), or one agent acts (turn-based),
+or any other set of agents acts. `vectorize` converts it to a `VectorEnv` whose `info`
+contains the values of each agent.
 """
 
 import enum
@@ -18,39 +18,39 @@ from flax import struct
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 
-ACTING = "acting"  # the entry of `obs` with the agents that must act
+ACTING = "acting"  # entry of `obs`: which agents must act
 
-_MOST_ACTIONS = 2**24 - 1
+_MAX_ACTIONS = 2**24 - 1
 
 
 class Flag(enum.IntEnum):
-    """Facts about an agent after a step: bits of a word."""
+    """Bit positions of the flags of an agent after a step."""
 
     ACTS_NEXT = 0
-    WAITING = 1  # for the answer to an action
+    WAITING = 1  # the agent's last action has no result yet
     HAS_TERMINATED = 2
     WAS_TRUNCATED = 3
-    ACTED = 4  # this flag and the next three are about this step
+    ACTED = 4  # this flag and the next three flags describe the current step
     TERMINATED = 5
     TRUNCATED = 6
-    ANSWERS = 7  # an action of the agent
+    ANSWERS = 7  # the step contributes to the result of an action of the agent
 
 
 class MultiAgentStep(struct.PyTreeNode, kw_only=True):
-    """One step of a `MultiAgentEnv` of `A` agents.
+    """Result of one step of a `MultiAgentEnv` with `A` agents.
 
     Attributes:
         state: the next environment state, not reset.
-        obs: `{group: [A_g, ...]}`; an agent's observation is valid if it acts next or
-            ended with this step, and meaningless otherwise.
-        acting: `[A]` bool, the agents that must act next; at the end for all, those
-            whose observation is valid. If `simultaneous`, it is not read.
-        reward: `[A]` float32, also of agents that did not act.
-        terminated: `[A]` bool, the agent's own task ended here, for good.
-        truncated: `[A]` bool, the agent was cut from outside.
-        episode_terminated: `()` bool, the task of all ended here.
-        episode_truncated: `()` bool, the episode was cut from outside.
-        info: any pytree of arrays, `{}` if there is none.
+        obs: `{group: [A_g, ...]}`; an agent's observation is valid if the agent acts
+            next or ended at this step, and arbitrary otherwise.
+        acting: `[A]` bool, the agents that must act next; at the end of the episode,
+            the agents whose observation is valid. It is not read if `simultaneous`.
+        reward: `[A]` float32, also for agents that did not act.
+        terminated: `[A]` bool, the task of the agent ended permanently.
+        truncated: `[A]` bool, the agent was cut off, for example by a time limit.
+        episode_terminated: `()` bool, the task of all agents ended.
+        episode_truncated: `()` bool, the episode was cut off.
+        info: any pytree of arrays; `{}` if there is no info.
     """
 
     state: ArrayTree
@@ -65,24 +65,24 @@ class MultiAgentStep(struct.PyTreeNode, kw_only=True):
 
 
 class MultiAgentEnv(Protocol):
-    """ONE environment of `A` agents: pure, and it never resets itself.
+    """ONE environment with `A` agents: pure, and it never resets itself.
 
     An implementation is a pytree whose leaves are the environment's parameters. It may
-    have a class attribute `simultaneous`, True if every agent that has not ended acts
-    at every step: then no action waits for its answer, and per-agent transitions cost
-    no extra memory. It may have `at_episode`, as an `Env`.
+    define a class attribute `simultaneous`, True if every agent that has not ended acts
+    at every step. Every action then has an immediate result, and per-agent transitions
+    need no extra memory. It may define `at_episode`, as in `Env`.
     """
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """Every agent that can take part, in a fixed order."""
+        """Names of all possible agents, in a fixed order."""
         ...
 
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:
-        """Agents with equal spaces, stacked in one array: name to agents.
+        """Agents by group. A group has equal spaces and is stacked in one array.
 
-        Every agent is in one group.
+        Every agent belongs to exactly one group.
         """
         ...
 
@@ -99,13 +99,13 @@ class MultiAgentEnv(Protocol):
     def reset(
         self, key: chex.PRNGKey
     ) -> tuple[ArrayTree, dict[str, ArrayTree], jax.Array]:
-        """Starts an episode: `(state, obs, acting)`, as in `MultiAgentStep`."""
+        """Starts an episode; returns `(state, obs, acting)`, as in `MultiAgentStep`."""
         ...
 
     def step(
         self, key: chex.PRNGKey, state: ArrayTree, action: dict[str, jax.Array]
     ) -> MultiAgentStep:
-        """Takes one step. `action` is `{group: [A_g, ...]}`, read for acting agents."""
+        """Takes one step. `action` is `{group: [A_g, ...]}`, used for acting agents."""
         ...
 
 
@@ -113,10 +113,10 @@ class AgentGroup(NamedTuple):
     """Agents with equal spaces.
 
     Attributes:
-        name: of the group.
-        members: `A_g` positions in `AgentLayout.agents`.
-        shape: of the action of one agent; None if that has several parts.
-        dtype: of the action of one agent; None if that has several parts.
+        name: name of the group.
+        members: positions of the `A_g` agents in `AgentLayout.agents`.
+        shape: shape of one agent's action; None if the action has several parts.
+        dtype: dtype of one agent's action; None if the action has several parts.
     """
 
     name: str
@@ -126,11 +126,11 @@ class AgentGroup(NamedTuple):
 
 
 class AgentLayout(NamedTuple):
-    """The agents of an environment and their order; static, hashable.
+    """The agents of an environment and their order; static and hashable.
 
     Attributes:
-        agents: the names, in the order of every `[A]` array.
-        groups: the groups that they are stacked in.
+        agents: names of the agents, in the order of every `[A]` array.
+        groups: groups of agents whose values are stacked.
         simultaneous: whether every agent that has not ended acts at every step.
     """
 
@@ -140,13 +140,13 @@ class AgentLayout(NamedTuple):
 
 
 class AgentInfo(struct.PyTreeNode, kw_only=True):
-    """The values of single agents at a step, `[T, B, A]` in a trajectory.
+    """The values of each agent at a step, `[T, B, A]` in a trajectory.
 
     Attributes:
-        reward: float32, the agent's own reward at this step.
-        agent_return: float32, sum of its rewards in the episode so far.
-        packed: uint32, count and flags that the properties read.
-        layout: the agents.
+        reward: float32, reward of the agent at this step.
+        agent_return: float32, sum of the agent's rewards in the episode so far.
+        packed: uint32, packed count and flags, read by the properties.
+        layout: the agents and their groups.
     """
 
     reward: jax.Array  # [T, B, A]
@@ -156,9 +156,9 @@ class AgentInfo(struct.PyTreeNode, kw_only=True):
 
     @property
     def agent_length(self) -> jax.Array:
-        """`[T, B, A]` int32, actions that the agent has taken in the episode so far.
+        """`[T, B, A]` int32, number of the agent's actions in the episode so far.
 
-        The count stops at 2^24 - 1.
+        The count saturates at 2^24 - 1.
         """
         return read_length(self.packed)
 
@@ -169,37 +169,37 @@ class AgentInfo(struct.PyTreeNode, kw_only=True):
 
     @property
     def waiting(self) -> jax.Array:
-        """`[T, B, A]` bool, its last action has no answer yet after this step.
+        """`[T, B, A]` bool, the agent's last action has no result yet.
 
-        The agent neither acts next nor has ended, so it has no observation here.
+        The agent does not act next and has not ended, so its observation is not valid.
         """
         return read_flag(self.packed, Flag.WAITING)
 
     @property
     def terminated(self) -> jax.Array:
-        """`[T, B, A]` bool, its own task ended at this step."""
+        """`[T, B, A]` bool, the task of the agent ended at this step."""
         return read_flag(self.packed, Flag.TERMINATED)
 
     @property
     def truncated(self) -> jax.Array:
-        """`[T, B, A]` bool, it alone was cut from outside at this step."""
+        """`[T, B, A]` bool, the agent was truncated individually at this step."""
         return read_flag(self.packed, Flag.TRUNCATED)
 
     @property
     def unassigned_reward(self) -> jax.Array:
-        """`[T, B, A]` float32, the reward if it answers no action of the agent, else 0.
+        """`[T, B, A]` float32, reward that belongs to no action of the agent, else 0.
 
-        That is so before the agent's first action, and after its end.
+        Such rewards occur before the agent's first action and after its end.
         """
         return jnp.where(read_flag(self.packed, Flag.ANSWERS), 0.0, self.reward)
 
 
 class MultiAgentInfo(struct.PyTreeNode):
-    """The `info` of a step of several agents in the lanes of `vectorize`.
+    """The `info` of a multi-agent step in the lanes of `vectorize`.
 
     Attributes:
-        agents: the values of single agents.
-        env: the environment's own `info`.
+        agents: the values of each agent.
+        env: the `info` of the environment.
     """
 
     agents: AgentInfo
@@ -207,67 +207,69 @@ class MultiAgentInfo(struct.PyTreeNode):
 
 
 def pack_status(length: jax.Array, flags: dict[Flag, jax.Array]) -> jax.Array:
-    """Packs a count of 24 bits and the flags in one word.
+    """Packs a 24-bit count and the flags into one word.
 
-    XLA:CPU pays for every array that a step or a reset writes.
+    A step on XLA:CPU costs time for every array that it writes.
     """
-    # The count lies above the flags, so that one shift reads it.
-    word = jnp.minimum(length, _MOST_ACTIONS).astype(jnp.uint32) << len(Flag)
+    # The count occupies the bits above the flags, so one shift reads it.
+    word = jnp.minimum(length, _MAX_ACTIONS).astype(jnp.uint32) << len(Flag)
     for flag, value in flags.items():
         word |= value.astype(jnp.uint32) << int(flag)
     return word
 
 
 def read_flag(packed: jax.Array, flag: Flag) -> jax.Array:
-    """Reads a flag, bool, from words of `pack_status`."""
+    """Reads a flag as bool from the words of `pack_status`."""
     return (packed & (1 << int(flag))) != 0
 
 
 def read_length(packed: jax.Array) -> jax.Array:
-    """Reads the count, int32, from words of `pack_status`."""
+    """Reads the count as int32 from the words of `pack_status`."""
     return (packed >> len(Flag)).astype(jnp.int32)
 
 
 def has_agents(env: Any) -> bool:
-    """Returns whether an environment is one of several agents."""
+    """Returns whether an environment has the multi-agent interface."""
     return hasattr(env, "agents") and hasattr(env, "groups")
 
 
 def layout_of(env: Any) -> AgentLayout:
-    """Returns the agents of an environment.
+    """Returns the agents of an environment and their groups.
 
     Args:
-        env: a `MultiAgentEnv`, or a result of `vectorize` of one, wrapped or not.
+        env: a `MultiAgentEnv`, or a `VectorEnv` that `vectorize` created from one; it
+            may be wrapped.
 
     Raises:
-        ValueError: if it is neither, or if its groups contradict its agents.
+        ValueError: if `env` has no agents, or if the groups do not match the agents.
     """
-    # Wrappers and lanes hold the environment that `vectorize` joined, which was checked
-    # there.
+    # Wrappers and lanes contain the `_Joint` environment, whose layout `vectorize` has
+    # already validated.
     inner = env
     while inner is not None:
         layout = getattr(inner, "layout", None)
         if isinstance(layout, AgentLayout):
             return layout
         inner = getattr(inner, "env", None)
-    # Not the spaces: an adapter may compute them, and fail if groups are wrong.
+    # `has_agents` does not read the spaces: an adapter may compute them and fail if the
+    # groups are wrong.
     if not has_agents(env):
         raise ValueError(
-            "`env` must have several agents, as a `MultiAgentEnv` or the lanes of one "
-            f"by `rollout.envs.vectorize`, got {type(env).__name__}."
+            "`env` must have several agents, for example a `MultiAgentEnv` or a result "
+            f"of `rollout.envs.vectorize` for one, got {type(env).__name__}."
         )
     return _make_layout(env)
 
 
 def _make_layout(env: MultiAgentEnv) -> AgentLayout:
-    """Checks agents, groups and spaces, and returns their layout."""
+    """Validates agents, groups and spaces, and returns the layout."""
     agents, groups = tuple(env.agents), {x: tuple(y) for x, y in env.groups.items()}
     members = [agent for group in groups.values() for agent in group]
     is_partition = len(set(agents)) == len(agents) and sorted(members) == sorted(agents)
     if not agents or not is_partition or not all(groups.values()):
         raise ValueError(
-            "`env.groups` must have every agent in one group, and agents in each, got "
-            f"{groups} of the agents {agents}."
+            "`env.groups` must contain every agent in exactly one group and no empty "
+            f"group, got {groups} for the agents {agents}."
         )
     for name in ("observation_spaces", "action_spaces"):
         if set(getattr(env, name)) != set(groups):
@@ -277,14 +279,14 @@ def _make_layout(env: MultiAgentEnv) -> AgentLayout:
             )
     if ACTING in groups:
         raise ValueError(
-            f'`env.groups` must have other names than "{ACTING}", which is an entry of '
-            "`obs`."
+            f'`env.groups` must not contain the name "{ACTING}", which is reserved for '
+            "an entry of `obs`. Rename the group."
         )
-    made = []
+    layouts = []
     for group, names in groups.items():
         space = as_space(env.action_spaces[group], group)
         dtype = None if space.dtype is None else jnp.dtype(space.dtype)
-        at = tuple(map(agents.index, names))
-        made.append(AgentGroup(group, at, space.shape, dtype))
+        positions = tuple(map(agents.index, names))
+        layouts.append(AgentGroup(group, positions, space.shape, dtype))
     simultaneous = bool(getattr(env, "simultaneous", False))
-    return AgentLayout(agents=agents, groups=tuple(made), simultaneous=simultaneous)
+    return AgentLayout(agents=agents, groups=tuple(layouts), simultaneous=simultaneous)

@@ -1,19 +1,20 @@
-"""`load`: imports an optional package, or says which extra installs it."""
+"""`load`: imports an optional package, or names the extra that installs it."""
 
 import importlib
 from typing import Any
 
 
 def load(module: str, extra: str | None = None) -> Any:
-    """Imports a module of a package that an extra installs.
+    """Imports a module of an optional package.
 
     Args:
-        module: its name.
-        extra: the extra, by default the one called like the package.
+        module: name of the module.
+        extra: name of the extra that installs the package. The default is the name of
+            the package.
 
     Raises:
-        ModuleNotFoundError: if the package, or one that it needs, is not installed; the
-            message has the command that installs both.
+        ModuleNotFoundError: if the package or one of its dependencies is not installed;
+            the message contains the install command.
     """
     try:
         return importlib.import_module(module)

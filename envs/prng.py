@@ -1,20 +1,21 @@
-"""Cheap random keys: the same bits as jax.random, compiled straight-line.
+"""Fast random keys: the same bits as jax.random, compiled as straight-line code.
 
-On CPU, jax lowers threefry as a rolled loop of five iterations, a fusion boundary at
-every draw. The same twenty rounds written in `jnp` fuse with their readers, and the
-bits are equal. `inline` makes a key that draws this way, and `plain` undoes it.
+On CPU, jax lowers threefry to a rolled loop of five iterations, which is a fusion
+boundary at every sample. The same twenty rounds written in `jnp` fuse with the
+operations that read them, and the bits are equal. `inline` returns a key that samples
+in this way, and `plain` converts it back.
 
-A key of another implementation (`philox2x32`, `rbg`) passes through both unchanged:
-the caller's key decides the generator.
+A key of another implementation (`philox2x32`, `rbg`) passes through both functions
+unchanged: the caller's key determines the generator.
 
-An inline key is for draws of a known kind: `jax.random.poisson` raises an error if a
-key is not jax's own, and `jax.random.gamma` is slow on inline keys. So the kernel draws
-with inline keys itself and passes plain ones to policies and environments; an adapter
-that knows its environment's draws may inline them again.
+Inline keys do not support every distribution: `jax.random.poisson` raises an error for
+them, and `jax.random.gamma` is slow. The kernel therefore uses inline keys internally
+and passes plain keys to policies and environments. An adapter whose environment samples
+from supported distributions only may inline the keys again.
 
 Source:
     "Parallel random numbers: as easy as 1, 2, 3" (Salmon et al., SC 2011), Threefry-
-    2x32-20; the counter layout is that of `jax_threefry_partitionable`.
+    2x32-20, with the counter layout of `jax_threefry_partitionable`.
 """
 
 import contextlib
@@ -32,14 +33,17 @@ from jax.extend import random as extend_random
 from rollout.envs import trees
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # bits, in groups of four rounds
-_HALF = 512  # words of half a block of draws
+_HALF = 512  # words in half a block of random words
 _NUM_PARTS = contextvars.ContextVar("num_parts", default=1)
 _PARITY = np.uint32(0x1BD11BDA)  # a constant of Threefry's key schedule
 
 
 def inline(key: chex.PRNGKey) -> chex.PRNGKey:
-    """Wraps a threefry key so that its draws compile straight-line, bits unchanged."""
-    # Without partitionable counters jax itself lays out the bits in another order.
+    """Converts a threefry key to one that compiles to straight-line code.
+
+    The random bits are unchanged.
+    """
+    # If the counters are not partitionable, jax lays out the bits in another order.
     is_partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
     if _is_threefry(key) and is_partitionable:
         return jax.random.wrap_key_data(jax.random.key_data(key), impl=_INLINE)
@@ -47,62 +51,65 @@ def inline(key: chex.PRNGKey) -> chex.PRNGKey:
 
 
 def plain(key: chex.PRNGKey) -> chex.PRNGKey:
-    """Undoes `inline`: returns a key of jax's own threefry implementation."""
+    """Converts an inline key back to a key of jax's threefry implementation."""
     if jax.random.key_impl(key) == _INLINE:
         return jax.random.wrap_key_data(jax.random.key_data(key), impl="threefry2x32")
     return key
 
 
 def fold_in(key: chex.PRNGKey, data: jax.typing.ArrayLike) -> chex.PRNGKey:
-    """Folds integers into keys, elementwise, and computes each new key only once.
+    """Folds integers into keys elementwise and computes each new key only once.
 
     Args:
-        key: `[...]` typed keys.
-        data: `[...]` integers; `key` and `data` broadcast against each other, a
-            scalar against an array.
+        key: `[...]` typed keys, or a scalar key.
+        data: `[...]` integers, or a scalar integer. A scalar is broadcast to the shape
+            of the other argument.
 
     Returns:
-        `[...]` keys, equal to `jax.random.fold_in(key, data)` of each element.
+        `[...]` keys, equal to `jax.random.fold_in(key, data)` for each element.
     """
     data = jnp.asarray(data)
     fold = jax.random.fold_in
-    # One `vmap` for each axis; a side that has fewer axes is shared by the others.
+    # Apply one `vmap` per axis; a scalar argument is shared along all axes.
     for _ in range(max(key.ndim, data.ndim)):
         fold = jax.vmap(fold, (0 if key.ndim else None, 0 if data.ndim else None))
     folded = fold(inline(key), data)
-    # Without a barrier XLA copies the hash into every consumer of the key, and a chain
-    # of two into every element of a wide draw.
+    # The barrier keeps XLA from copying the hash into every consumer of the key, and a
+    # chain of two hashes into every element of a large sample.
     return plain(trees.barrier(folded))
 
 
 def bits(key: chex.PRNGKey, shape: tuple[int, ...]) -> jax.Array:
-    """Draws `shape` uint32 words; a draw with a longer leading axis begins with them.
+    """Samples `shape` uint32 words.
 
-    Threefry makes two words at once, and `jax.random.bits` combines them to one. Here
-    the first words are one half of a block and the second words the other half:
-    interleaving them in memory would cost more than the hashes.
+    A sample with a longer leading axis begins with the same words.
+
+    Threefry computes two words at once, and `jax.random.bits` combines them into one
+    word. This function returns both words: the first words fill one half of a block,
+    and the second words fill the other half. Interleaving the words in memory would
+    cost more than the hashes.
     """
     size = math.prod(shape)
     if not _is_threefry(key):
         return jax.random.bits(key, shape, jnp.uint32)
     words = jax.random.key_data(key)
-    # They are the first words of a block; the second words come after those.
+    # A sample of at most half a block needs only the first words.
     if size <= _HALF:
         return _hash(words, *_counters((size,)))[0].reshape(shape)
     parts = num_parts()
     if parts > 1 and size % (2 * _HALF * parts):
-        # A device's share ends within a block: every word is computed in its place.
-        block, at = jnp.divmod(lax.iota(jnp.uint32, size), np.uint32(2 * _HALF))
-        counter = block * np.uint32(_HALF) + at % np.uint32(_HALF)
+        # A device's part ends within a block: compute every word at its position.
+        block, position = jnp.divmod(lax.iota(jnp.uint32, size), np.uint32(2 * _HALF))
+        counter = block * np.uint32(_HALF) + position % np.uint32(_HALF)
         pair = _hash(words, jnp.zeros_like(counter), counter)
-        return jnp.where(at < _HALF, *pair).reshape(shape)
+        return jnp.where(position < _HALF, *pair).reshape(shape)
     pairs = _hash(words, *_counters((-(-size // (2 * _HALF)), _HALF)))
     return jnp.stack(pairs, axis=1).reshape(-1)[:size].reshape(shape)
 
 
 @contextlib.contextmanager
 def in_parts(number: int) -> Iterator[None]:
-    """Makes `bits` draw for lanes sharded over `number` devices, in equal shares."""
+    """Makes `bits` sample for lanes sharded equally over `number` devices."""
     token = _NUM_PARTS.set(number)
     try:
         yield
@@ -122,14 +129,14 @@ def draw(
     shape: tuple[int, ...],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Draws evenly between bounds: floats, integers of at most 32 bits, or flags.
+    """Samples uniformly between bounds: floats, integers of at most 32 bits, or bools.
 
     Args:
         key: one typed key.
         low: lowest values, finite, broadcast to `shape`.
         high: highest values, included, finite and at least `low`, broadcast to `shape`.
-        shape: of the draw; see `bits`.
-        dtype: of the draw; it must hold the bounds.
+        shape: shape of the sample; see `bits`.
+        dtype: dtype of the sample, in which the bounds must be representable.
     """
     if jnp.issubdtype(dtype, jnp.floating):
         return uniform(key, low, high, shape).astype(dtype)
@@ -137,14 +144,15 @@ def draw(
         jnp.broadcast_to(jnp.asarray(x).astype(dtype), shape).astype(jnp.uint32)
         for x in (low, high)
     )
-    # Words wrap, so `high - low` is right for bounds of either sign.
+    # Unsigned words wrap around, so `high - low` is correct for bounds of either sign.
     words, num = bits(key, (*shape, 2)), high - low + 1  # 0 stands for 2**32
-    # Two words are a fraction of 64 bits in [0, 1). Times `num`, its integer part is
-    # the offset: no division, no rejected draw, a bias of at most 2**-64 per value.
+    # Two words form a 64-bit fraction in [0, 1). The offset is the integer part of the
+    # fraction times `num`. This needs no division and no rejection, and the bias is at
+    # most 2**-64 per value.
     first, second = words[..., 0], words[..., 1]
-    whole, part = product(first, num)
-    carry = part + product(second, num)[0] < part  # the sum of two words overflowed
-    offset = jnp.where(num == 0, first, whole + carry.astype(jnp.uint32))
+    integer, remainder = product(first, num)
+    carry = remainder + product(second, num)[0] < remainder  # the sum overflowed
+    offset = jnp.where(num == 0, first, integer + carry.astype(jnp.uint32))
     return (low + offset).astype(jnp.int32).astype(dtype)
 
 
@@ -154,13 +162,13 @@ def uniform(
     high: jax.typing.ArrayLike,
     shape: tuple[int, ...],
 ) -> jax.Array:
-    """Draws float32 evenly between finite bounds, however far apart."""
+    """Samples float32 uniformly between finite bounds of any distance."""
     low, high = (
         jnp.broadcast_to(jnp.asarray(x).astype(jnp.float32), shape) for x in (low, high)
     )
-    # 24 bits: a float32 holds every multiple of 2**-24 in [0, 1) exactly.
+    # Use 24 bits: float32 represents every multiple of 2**-24 in [0, 1) exactly.
     unit = (bits(key, shape) >> 8).astype(jnp.float32) * jnp.float32(2**-24)
-    # Not `low + (high - low) * unit`: the difference may overflow.
+    # `low + (high - low) * unit` is not an option: the difference may overflow.
     return jnp.clip(low * (1.0 - unit) + high * unit, low, high)
 
 
@@ -169,11 +177,11 @@ def _is_threefry(key: chex.PRNGKey) -> bool:
 
 
 def _hash(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, ...]:
-    """Hashes the counters (high, low) by Threefry-2x32 with twenty rounds."""
+    """Hashes the counters (high, low) with twenty rounds of Threefry-2x32."""
     schedule = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
     x, y = high + schedule[0], low + schedule[1]
-    # Python unrolls the twenty rounds: in a `fori_loop` they would not fuse with the
-    # readers of the bits. After each four, two of the three key words are added.
+    # Python unrolls the twenty rounds: a `fori_loop` would not fuse with the operations
+    # that read the bits. Every four rounds, two of the three key words are added.
     for i in range(5):
         for rotation in _ROTATIONS[i % 2]:
             x = x + y
@@ -185,9 +193,9 @@ def _hash(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, .
 
 
 def product(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the high and the low word of the product of two words."""
-    # JAX has no 64-bit integers by default: long multiplication in digits of 16 bits,
-    # in which no sum overflows.
+    """Returns the high word and the low word of the product of two words."""
+    # JAX has no 64-bit integers by default, so multiply 16-bit digits: no sum of such
+    # products overflows.
     half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
     low, high = (x & mask), (x >> half)
     first = low * (y & mask)
@@ -199,8 +207,8 @@ def product(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _counters(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     size = math.prod(shape)
     if size >= 2**32:
-        raise ValueError(f"A draw must have fewer than 2**32 elements, got {shape}.")
-    # The high word of a counter is 0 below 2**32 draws.
+        raise ValueError(f"`shape` must have fewer than 2**32 elements, got {shape}.")
+    # The high word of a counter is 0 for fewer than 2**32 elements.
     low = lax.iota(jnp.uint32, size).reshape(shape)
     return jnp.zeros(shape, jnp.uint32), low
 
@@ -220,7 +228,7 @@ def _fold_in(key: jax.Array, data: jax.typing.ArrayLike) -> jax.Array:
 
 def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
     x, y = _hash(key, *_counters(shape))
-    # As jax puts two words together; otherwise the draws would be others.
+    # Combine two words in the same way as jax, so that the bits are equal.
     if bit_width == 64:
         return (x.astype(jnp.uint64) << np.uint64(32)) | y.astype(jnp.uint64)
     return (x ^ y).astype(f"uint{bit_width}")

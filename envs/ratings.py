@@ -1,7 +1,7 @@
-"""`from_interactions`: reads recorded feedback as tables for `RecommendationEnv`.
+"""`from_interactions`: converts recorded feedback to tables for `RecommendationEnv`.
 
-A log has one record for each rating. pandas turns it into a table of users and items,
-and an option says how unknown pairs are completed.
+A log has one record per rating. pandas converts it to a table of users and items, and
+an option determines the values of missing pairs.
 """
 
 import dataclasses
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 _MISSING = ("user_mean", "item_mean", "mask")
-_REAL: Any = numbers.Real  # a type checker knows no order of it
+_REAL: Any = numbers.Real  # `Any`: type checkers find no comparison of `numbers.Real`
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Interactions:
-    """Feedback of U users on I items: tables of NumPy, read from a log.
+    """Feedback of U users on I items: NumPy tables, read from a log.
 
     Attributes:
-        feedback: `[U, I]` float32, completed where it is not known.
+        feedback: `[U, I]` float32, with values for missing pairs filled in.
         known: `[U, I]` bool, True for pairs in the data.
-        users: `[U]`, the ids of users as pandas sorts them: user u is `users[u]`.
-        items: `[I]`, the ids of items as pandas sorts them: item i is `items[i]`.
-        popularity: `[I]` float32, the share of users with a known pair, in (0, 1].
-        num_dropped: number of dropped records by reason: "missing_id", else
+        users: `[U]`, the sorted ids of users: user u has the id `users[u]`.
+        items: `[I]`, the sorted ids of items: item i has the id `items[i]`.
+        popularity: `[I]` float32, fraction of users who rated the item, in (0, 1].
+        num_dropped: number of dropped records by reason: "missing_id", otherwise
             "nonfinite_feedback".
     """
 
@@ -53,77 +53,81 @@ def from_interactions(
     item: str = "item_id",
     feedback: str = "feedback",
 ) -> Interactions:
-    """Makes tables from a log of users, items and feedback.
+    """Converts a log of users, items and feedback to tables.
 
-    A record without a user or an item, or whose feedback is not finite in float32, is
-    dropped; a warning says how many. Users and items are those of the other records.
-    Ids are integers or text: in a CSV file a column whose ids are all written as
-    integers has integers, and any other, for instance with "007", has text. Of several
-    records of a pair the mean counts; for the last one pass a DataFrame after
-    `drop_duplicates(["user_id", "item_id"], keep="last")`. The tables are dense, with 5
-    bytes for each of U * I pairs.
+    A record is dropped if the user or the item is missing, or if the feedback is not
+    finite in float32. A warning reports the number of dropped records. The tables have
+    a row for every user and a column for every item in the remaining records.
+
+    Ids are integers or text. A column of a CSV file has integer ids if every id is
+    written as an integer, and otherwise text ids, for example because of "007". If a
+    pair has several records, the feedback is their mean. To use the last record
+    instead, pass a DataFrame after
+    `drop_duplicates(["user_id", "item_id"], keep="last")`. The tables are dense and
+    take 5 bytes for each of U * I pairs.
 
     Args:
-        data: the path of a CSV file, a DataFrame or a mapping with these columns; or a
-            tuple of columns, user, item and feedback.
-        missing: completes pairs that are not in the data: a finite number; the mean of
-            the user's known pairs, "user_mean", or of the item's, "item_mean"; or 0,
-            "mask", if `known` becomes the mask of the environment.
+        data: path of a CSV file, DataFrame or mapping with the columns below; or a
+            tuple of three columns: user, item and feedback.
+        missing: value for pairs without a record: a finite number; "user_mean", the
+            mean of the user's known pairs; "item_mean", the mean of the item's known
+            pairs; or "mask", which fills in 0, if `known` becomes the mask of the
+            environment.
         user: name of the column of users.
         item: name of the column of items.
-        feedback: name of the column of feedback, numbers.
+        feedback: name of the column of feedback, which contains numbers.
 
     Returns:
-        The tables, for `RecommendationEnv(tables.feedback)`, or with "mask" for
-        `RecommendationEnv(tables.feedback, known=tables.known)`.
+        The tables. Pass them to `RecommendationEnv(tables.feedback)`; if `missing` is
+        "mask", to `RecommendationEnv(tables.feedback, known=tables.known)`.
 
     Raises:
         ModuleNotFoundError: if pandas is not installed.
-        ValueError: if an argument is not as above, a column is missing, no record is
-            left, or ids are floats that are no integers, or so large that several ids
-            are one float.
+        ValueError: if an argument is invalid, a column is missing or no record remains;
+            or if ids are non-integer floats, or floats so large that different ids have
+            the same value.
     """
     number: Any = missing
     is_number = isinstance(missing, _REAL) and abs(number) <= _FLOAT32_MAX
     if not is_number and missing not in _MISSING:
-        one = f"a finite number or one of {', '.join(_MISSING)}"
-        raise ValueError(f"`missing` must be {one}, got {missing!r}.")
+        choices = f"a finite number or one of {', '.join(_MISSING)}"
+        raise ValueError(f"`missing` must be {choices}, got {missing!r}.")
     log = _read(data, {"user": user, "item": item, "feedback": feedback})
     with_ids = log.dropna(subset=["user", "item"])
-    # False of NaN, too.
+    # The comparison is also False for NaN.
     records = with_ids[with_ids["feedback"].abs() <= _FLOAT32_MAX]
     if records.empty:
-        what = "a record with a user, an item and finite feedback"
-        raise ValueError(f"`data` must have {what}, got none in {len(log)} records.")
+        condition = "have a record with a user, an item and finite feedback"
+        raise ValueError(f"`data` must {condition}, got none in {len(log)} records.")
     num_dropped = {
         "missing_id": len(log) - len(with_ids),
         "nonfinite_feedback": len(with_ids) - len(records),
     }
     if len(records) < len(log):
         counts = ", ".join(f"{x} {reason}" for reason, x in num_dropped.items() if x)
-        lost = f"{len(log) - len(records)} of {len(log)} records"
-        warnings.warn(f"`data` lost {lost}: {counts}.", stacklevel=2)
+        dropped = f"{len(log) - len(records)} of {len(log)} records"
+        warnings.warn(f"Dropped {dropped} of `data`: {counts}.", stacklevel=2)
     pairs = records.groupby(["user", "item"], observed=True)
     table = pairs["feedback"].mean().unstack()
-    known = table.notna().to_numpy()  # NaN if a pair is not in the data
-    # pandas leaves out the pairs that are not known.
+    mask = table.notna().to_numpy()  # NaN if a pair is not in the data
+    # The means of pandas ignore missing pairs.
     means: dict[Any, Any] = {
         "user_mean": table.mean(axis=1).to_numpy()[:, None],
         "item_mean": table.mean(axis=0).to_numpy(),
         "mask": 0.0,
     }
     return Interactions(
-        feedback=np.where(known, table, means.get(missing, missing)).astype(np.float32),
-        known=known,
+        feedback=np.where(mask, table, means.get(missing, missing)).astype(np.float32),
+        known=mask,
         users=table.index.to_numpy(),
         items=table.columns.to_numpy(),
-        popularity=known.mean(axis=0).astype(np.float32),
+        popularity=mask.mean(axis=0).astype(np.float32),
         num_dropped=num_dropped,
     )
 
 
 def _read(data: Any, names: dict[str, str]) -> Any:
-    """Reads the columns `names`, under their keys, with feedback in float64."""
+    """Reads the columns `names` and renames them to the keys; feedback is float64."""
     pandas = load("pandas", "recommend")
     if isinstance(data, str | os.PathLike):
         as_text = dict.fromkeys((names["user"], names["item"]), "string")
@@ -145,7 +149,7 @@ def _read(data: Any, names: dict[str, str]) -> Any:
     table: Any = data
     columns: dict[str, Any] = {key: table[name] for key, name in names.items()}
     for key in ("user", "item"):
-        if isinstance(columns[key], list | tuple):  # integers stay, if some are missing
+        if isinstance(columns[key], list | tuple):  # keeps integers if ids are missing
             columns[key] = pandas.array(columns[key])
     log = pandas.DataFrame(columns)
     column: Any = pandas.to_numeric(log["feedback"])
@@ -156,9 +160,9 @@ def _read(data: Any, names: dict[str, str]) -> Any:
 
 
 def _from_text(column: Any) -> Any:
-    """Converts ids of a CSV file: to integers if each is written as one."""
+    """Converts the ids of a CSV column to integers if all are written as integers."""
     texts = column.dropna()
-    # Not "007", whose zeros belong to it; 18 digits fit an int64.
+    # "007" remains text, since its zeros are significant. 18 digits fit into int64.
     is_integer = texts.str.fullmatch(r"\s*(0|-?[1-9]\d{0,17})(\.0*)?\s*")
     if not is_integer.all():
         return column
@@ -166,15 +170,16 @@ def _from_text(column: Any) -> Any:
 
 
 def _ids(name: str, column: Any) -> Any:
-    """Checks that no two ids of a column are the same float."""
+    """Checks that float ids of a column are distinct integers; converts them."""
     if column.dtype.kind != "f":
         return column
     ids = column.dropna().astype("float64")
-    most = 2 ** (np.finfo(str(column.dtype).lower()).nmant + 1)
-    wrong = ids[(ids % 1 != 0) | (ids.abs() >= most)]
-    if wrong.size:
+    limit = 2 ** (np.finfo(str(column.dtype).lower()).nmant + 1)
+    invalid = ids[(ids % 1 != 0) | (ids.abs() >= limit)]
+    if invalid.size:
         raise ValueError(
-            f"`{name}` must be integers or text, got the float {wrong.iloc[0]}: beyond "
-            f"{most} several ids are one float; read the column as text or `Int64`."
+            f"`{name}` must be integers or text, got the float {invalid.iloc[0]}: "
+            f"floats from {limit} cannot distinguish ids. Read the column as text or "
+            "`Int64`."
         )
     return column.astype("Int64")

@@ -1,13 +1,14 @@
-"""`RecommendationEnv`: recommends items to a user, one by one, until the user leaves.
+"""`RecommendationEnv`: recommends items to a simulated user until the user leaves.
 
-A user is drawn, the policy recommends items, and the reward is the user's feedback on
-each. Users leave when the items become monotonous; `LeaveByCategory` and
-`LeaveByDistance` are the rules of the field. The wrappers `NoRepeat`, `FixedLength` and
-`History`, and `rollout.recommendation`, do the rest.
+`reset` samples a user, the policy recommends items one by one, and the reward is the
+user's feedback on the item. Users leave when the items become monotonous;
+`LeaveByCategory` and `LeaveByDistance` implement rules from the literature. Related
+features are in the wrappers `NoRepeat`, `FixedLength` and `History`, and in
+`rollout.recommendation`.
 
 Source:
     "EasyRL4Rec: An Easy-to-use Library for Reinforcement Learning Based Recommender
-    Systems", arXiv:2402.15164, section 3.2, without the faults of its environments.
+    Systems", arXiv:2402.15164, section 3.2, with known bugs of EasyRL4Rec fixed.
 """
 
 from collections.abc import Callable
@@ -28,38 +29,38 @@ FeedbackFn = Callable[[jax.Array, jax.Array], jax.Array]  # user, item: () to ()
 
 
 class LeaveRule(Protocol):
-    """Decides when users leave; a pytree."""
+    """Determines when users leave. An implementation is a pytree."""
 
-    window: int  # W, number of earlier items that the rule reads
+    window: int  # W, number of previous items that the rule reads
 
     def leaves(self, item: jax.Array, last: jax.Array, mask: jax.Array) -> jax.Array:
         """Returns whether the user leaves after an item, `()` bool.
 
         Args:
-            item: `()` int32.
-            last: `[W]` int32, the items before it, in any order.
-            mask: `[W]` bool, False for missing ones at the start.
+            item: `()` int32, the recommended item.
+            last: `[W]` int32, the previous items, in any order.
+            mask: `[W]` bool, False for unfilled entries of `last`.
         """
         ...
 
 
 class LeaveByCategory(struct.PyTreeNode):
-    """A user leaves if too many of the last items share a category of the item.
+    """Makes users leave if too many previous items share a category with the item.
 
-    Categories count separately: the user leaves if more than `threshold` of the
-    `window` items before the item have the same one of its categories.
+    Categories are counted separately. The user leaves if, for any category of the
+    item, more than `threshold` of the `window` previous items have that category.
 
     Attributes:
         categories: `[I, C]` bool, the categories of each item.
-        window: W, items that count, an int of at least 1.
-        threshold: number of them that may share a category with the item, an int.
+        window: W, number of previous items to compare with, an int of at least 1.
+        threshold: number of previous items that may share a category, an int.
 
     Raises:
-        ValueError: if an argument is not as above.
+        ValueError: if an argument is invalid.
 
     Source:
-        The environments KuaiRec and KuaiRand of EasyRL4Rec, arXiv:2402.15164, as
-        published; not the leave model of KuaiSim, where bad feedback uses up patience.
+        The published environments KuaiRec and KuaiRand of EasyRL4Rec, arXiv:2402.15164.
+        The leave model of KuaiSim differs: bad feedback uses up the user's patience.
     """
 
     categories: Any  # [I, C]
@@ -85,18 +86,18 @@ class LeaveByCategory(struct.PyTreeNode):
 
 
 class LeaveByDistance(struct.PyTreeNode):
-    """A user leaves if the item is too close to one of the last items.
+    """Makes users leave if the item is too similar to a previous item.
 
-    That is, if the Euclidean distance of their features is below `threshold` for one of
-    the `window` items before it.
+    The user leaves if the Euclidean distance between the features of the item and of
+    any of the `window` previous items is below `threshold`.
 
     Attributes:
         features: `[I, F]` float32, finite, the features of each item.
-        window: W, items that count, an int of at least 1.
-        threshold: in the units of the features, a number.
+        window: W, number of previous items to compare with, an int of at least 1.
+        threshold: minimum distance, a number in the units of the features.
 
     Raises:
-        ValueError: if an argument is not as above.
+        ValueError: if an argument is invalid.
 
     Source:
         The environments Coat and Yahoo! R3 of EasyRL4Rec, arXiv:2402.15164.
@@ -112,8 +113,8 @@ class LeaveByDistance(struct.PyTreeNode):
             _check_table("features", self.features, "[I, F] of floats", "f")
             if not np.isfinite(np.asarray(self.features)).all():
                 raise ValueError(
-                    "`features` must be finite, since nobody would leave because of "
-                    f"such an item, got {self.features}."
+                    "`features` must be finite, got NaN or infinite entries. No user "
+                    "would ever leave because of such an item."
                 )
             object.__setattr__(self, "features", jnp.asarray(self.features))
 
@@ -133,9 +134,9 @@ class RecommendationState(struct.PyTreeNode, kw_only=True):
     """State of one user's session.
 
     Attributes:
-        user: `()` int32.
-        last: `[W]` int32, the last items, which the rule reads: that of turn t at
-            index t modulo W.
+        user: `()` int32, the user.
+        last: `[W]` int32, the last W items for the leave rule, a ring: the item of turn
+            t is at index t modulo W.
         turn: `()` int32, number of items recommended so far.
     """
 
@@ -145,38 +146,41 @@ class RecommendationState(struct.PyTreeNode, kw_only=True):
 
 
 class RecommendationEnv(struct.PyTreeNode):
-    """Users, one drawn for each episode, who rate the items they are shown.
+    """An environment in which a simulated user rates recommended items.
 
-    The action is an item; the reward is the feedback of the user. The observation is
+    `reset` samples a user for the episode. The action is an item; the reward is the
+    user's feedback on it. The observation is
     `{"user": () int32, "item": () int32, "action_mask": [I] bool}`: the user, the last
-    item, and the items that may be recommended: all, or those whose feedback is
-    `known`. Before the first item, `item` is the number I, which is no item. An episode
-    terminates when the user leaves and is truncated after `max_turn` items. The mask is
-    advice: an item outside it may be recommended, and its feedback counts.
+    item, and the items that may be recommended. The mask contains all items, or the
+    items with `known` feedback. Before the first recommendation `item` is I, which is
+    not a valid item. An episode terminates when the user leaves and is truncated after
+    `max_turn` items. The environment does not enforce the mask: the policy may
+    recommend an item outside the mask and receives its feedback.
 
-    An action that is no item has the reward NaN, which `num_nonfinite` counts; outside
-    `jit` it raises an error.
+    An invalid item has the reward NaN, which `num_nonfinite` counts. Outside `jit` it
+    raises an error.
 
     Attributes:
-        feedback: `[U, I]` float32, each user's feedback on each item; or a pure
-            function of user and item, `()` int32 each, that returns it, `()` float32.
-        leave: decides when users leave; None if they never do.
-        max_turn: items after which an episode is truncated, an int of at least 1.
-        random_first: whether the first `item` is random. No rule counts it.
-        num_users: U, needed if `feedback` is a function.
-        num_items: I, needed if `feedback` is a function.
-        known: `[U, I]` bool, the items in the mask of each user; None for all.
+        feedback: `[U, I]` float32, feedback of each user on each item; or a pure
+            function that maps user and item, both `()` int32, to `()` float32.
+        leave: rule that determines when users leave; None if users never leave.
+        max_turn: number of items after which an episode is truncated, an int of at
+            least 1.
+        random_first: whether the first `item` is random. Leave rules ignore it.
+        num_users: U, required if `feedback` is a function.
+        num_items: I, required if `feedback` is a function.
+        known: `[U, I]` bool, the items in the mask of each user; None for all items.
 
     Raises:
-        ValueError: if `feedback` is not `[U, I]` of finite floats, or an argument is
-            not as above; if `leave` is for another number of items.
+        ValueError: if `feedback` is not `[U, I]` of finite floats, if `leave` has
+            another number of items, or if another argument is invalid.
     """
 
     feedback: Any  # [U, I], or a FeedbackFn
     leave: LeaveRule | None = None
     max_turn: int = struct.field(pytree_node=False, default=100)
     random_first: bool = struct.field(pytree_node=False, default=False)
-    # Ints: None is replaced by the sizes of `feedback`.
+    # Ints: the sizes of `feedback` replace None.
     num_users: Any = struct.field(pytree_node=False, default=None)
     num_items: Any = struct.field(pytree_node=False, default=None)
     known: Any = None  # [U, I]
@@ -188,47 +192,46 @@ class RecommendationEnv(struct.PyTreeNode):
             checks.int_between("num_users", self.num_users)
             checks.int_between("num_items", self.num_items)
             if not isinstance(self.feedback, jax.tree_util.Partial):
-                # A function is no array: it becomes part of the structure.
+                # A function is not an array, so it becomes part of the tree structure.
                 self._set("feedback", jax.tree_util.Partial(self.feedback))
         elif _is_table(self.feedback):
             _check_table("feedback", self.feedback, "[U, I] of numbers", "biuf")
             if not np.isfinite(np.asarray(self.feedback, np.float32)).all():
                 raise ValueError(
-                    "`feedback` must be finite, got some that is not: "
-                    "`rollout.envs.ratings.from_interactions` completes missing "
-                    "feedback."
+                    "`feedback` must be finite, got NaN or infinite entries. Fill in "
+                    "missing feedback with `rollout.envs.ratings.from_interactions`."
                 )
             self._set("feedback", jnp.asarray(self.feedback, jnp.float32))
-            sizes, given = self.feedback.shape[-2:], (self.num_users, self.num_items)
-            if given not in ((None, None), sizes):
+            sizes, options = self.feedback.shape[-2:], (self.num_users, self.num_items)
+            if options not in ((None, None), sizes):
                 raise ValueError(
-                    "`num_users` and `num_items` must be left out where `feedback` is "
-                    f"an array, got {given}."
+                    "`num_users` and `num_items` must be omitted if `feedback` is an "
+                    f"array, got {options}."
                 )
             self._set("num_users", sizes[0])
             self._set("num_items", sizes[1])
-        # The tables of `from_interactions`, whole.
+        # The user passed the result of `from_interactions` instead of one table.
         elif hasattr(self.feedback, "feedback"):
             raise ValueError(
                 "`feedback` must be an array [U, I] or a function, got "
-                f"{type(self.feedback).__name__}: pass its `feedback`."
+                f"{type(self.feedback).__name__}. Pass the attribute `feedback`."
             )
         else:
-            return  # a placeholder that jax builds pytrees with
+            return  # jax builds pytrees with placeholders
         if _is_table(self.known):
             sizes = self.num_users, self.num_items
             _check_table("known", self.known, f"bool of shape {sizes}", "b", sizes)
             self._set("known", jnp.asarray(self.known))
         if self.leave is not None and not hasattr(self.leave, "window"):
             raise ValueError(
-                "`leave` must be a rule with `window` and `leaves`, such as "
+                "`leave` must be a rule with `window` and `leaves`, for example "
                 f"`LeaveByCategory`, got {type(self.leave).__name__}."
             )
-        of_rule = getattr(self.leave, "num_items", self.num_items)
-        if of_rule != self.num_items:
+        num_items = getattr(self.leave, "num_items", self.num_items)
+        if num_items != self.num_items:
             raise ValueError(
                 f"`leave` must be for the {self.num_items} items of `feedback`, got "
-                f"{of_rule}."
+                f"{num_items} items."
             )
 
     @property
@@ -248,12 +251,12 @@ class RecommendationEnv(struct.PyTreeNode):
         return Discrete(self.num_items)
 
     def reset(self, key: chex.PRNGKey) -> tuple[RecommendationState, ArrayTree]:
-        """Draws a user: `(state, obs)`."""
-        user = _draw(prng.fold_in(key, 0), self.num_users)
+        """Samples a user and starts an episode; returns `(state, obs)`."""
+        user = _sample(prng.fold_in(key, 0), self.num_users)
         item = jnp.int32(self.num_items)
         if self.random_first:
-            item = _draw(prng.fold_in(key, 1), self.num_items)
-        # Without a rule there is one slot, since a ring of none cannot be written.
+            item = _sample(prng.fold_in(key, 1), self.num_items)
+        # The ring has one slot if there is no rule, since `step` always writes an item.
         window = 1 if self.leave is None else self.leave.window
         state = RecommendationState(
             user=user, last=jnp.zeros(window, jnp.int32), turn=jnp.zeros((), jnp.int32)
@@ -263,12 +266,12 @@ class RecommendationEnv(struct.PyTreeNode):
     def step(
         self, key: chex.PRNGKey, state: RecommendationState, action: jax.Array
     ) -> EnvStep:
-        """Recommends an item.
+        """Recommends an item to the user.
 
         Raises:
-            ValueError: outside `jit`, if `action` is no item.
+            ValueError: outside `jit`, if `action` is not a valid item.
         """
-        del key  # unused: only the user is drawn
+        del key  # steps are deterministic: only `reset` samples
         is_item = (action >= 0) & (action < self.num_items)
         if checks.is_known(is_item) and not np.all(is_item):
             raise ValueError(
@@ -279,9 +282,9 @@ class RecommendationEnv(struct.PyTreeNode):
         window = state.last.shape[0]
         leaves = jnp.bool_(False)
         if self.leave is not None:
-            # `last` is a ring: until it is full, its first `turn` slots are filled.
-            is_there = jnp.arange(window) < state.turn
-            leaves = self.leave.leaves(item, state.last, is_there)
+            # The ring `last` fills from the front: the first `turn` slots are valid.
+            mask = jnp.arange(window) < state.turn
+            leaves = self.leave.leaves(item, state.last, mask)
         turn = state.turn + 1
         new = state.replace(
             last=state.last.at[state.turn % window].set(item), turn=turn
@@ -290,7 +293,7 @@ class RecommendationEnv(struct.PyTreeNode):
             feedback = jnp.asarray(self.feedback(state.user, item))
         else:
             feedback = self.feedback[state.user, item]
-        # Inside `jit` an action that is no item cannot raise: its reward shows it.
+        # An invalid item cannot raise an error inside `jit`, so the reward becomes NaN.
         reward = jnp.where(is_item, feedback, jnp.nan)
         return EnvStep(
             state=new,
@@ -302,28 +305,28 @@ class RecommendationEnv(struct.PyTreeNode):
         )
 
     def _observe(self, user: jax.Array, item: jax.Array) -> dict[str, jax.Array]:
-        every = jnp.ones(self.num_items, bool)
-        mask = every if self.known is None else self.known[user]
+        all_items = jnp.ones(self.num_items, bool)
+        mask = all_items if self.known is None else self.known[user]
         return {"user": user, "item": item, "action_mask": mask}
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
 
-def _draw(key: chex.PRNGKey, num: int) -> jax.Array:
+def _sample(key: chex.PRNGKey, num: int) -> jax.Array:
     return prng.draw(key, 0, num - 1, (), jnp.int32)
 
 
 def _is_table(x: Any) -> bool:
-    """Returns whether `x` is an array of values; jax also puts numbers there."""
+    """Returns whether `x` is an array with values; jax may also store numbers there."""
     return checks.is_known(x) and np.ndim(x) > 0
 
 
 def _check_table(
-    name: str, table: Any, what: str, kinds: str, sizes: Any = None
+    name: str, table: Any, expected: str, dtypes: str, sizes: Any = None
 ) -> None:
-    # Tables stacked for `vmap` over environments have one axis more.
+    # Tables stacked for `vmap` over environments have an additional axis.
     table = np.asarray(table)
-    fits = table.ndim >= 2 and 0 not in table.shape and table.dtype.kind in kinds
+    fits = table.ndim >= 2 and 0 not in table.shape and table.dtype.kind in dtypes
     if not fits or table.shape[-2:] != (sizes or table.shape[-2:]):
-        raise ValueError(f"`{name}` must be {what}, got {checks.describe(table)}.")
+        raise ValueError(f"`{name}` must be {expected}, got {checks.describe(table)}.")

@@ -1,4 +1,4 @@
-"""Environments by id: `make`, `make_vec` and the list `env_ids`."""
+"""Creates environments by id: `make`, `make_vec` and the list of ids `env_ids`."""
 
 import contextlib
 import difflib
@@ -17,38 +17,39 @@ from rollout.envs.wrappers.endings import TimeLimit
 
 _GYMNAX = "gymnax"
 _INSTALLED = "installed"
-_OTHERS = (
-    " Other suites' ids begin with the suite, as brax:ant does; `from_gymnasium` makes "
-    "those of Gymnasium, for a `HostCollector`."
+_HINT = (
+    " Ids of other suites begin with the suite name, for example brax:ant. Create "
+    "Gymnasium environments with `rollout.envs.from_gymnasium` and a `HostCollector`."
 )
-# The modules of `suites` that list ids and make environments; gymnax comes first.
+# The modules of `suites` that list ids and create environments; gymnax comes first.
 SUITES: dict[str, Any] = {_GYMNAX: gymnax}
 SUITES |= {name: x for name, x in vars(suites).items() if hasattr(x, "ids")}
 
 
 def env_ids(suite: str = _GYMNAX) -> tuple[str, ...]:
-    """Lists ids that `make` knows.
+    """Lists the environment ids that `make` accepts.
 
     Args:
-        suite: "gymnax", whose ids have no prefix, or another suite in the table of the
-            docs; ids are in the suite's own order. "installed" lists those of every
-            installed suite, and imports them all, which takes seconds.
+        suite: "gymnax", or another suite in the table of the docs. "installed" lists
+            the ids of all installed suites; it imports every suite, which takes
+            seconds.
 
     Returns:
-        The ids; those of suites other than gymnax are "suite:id".
+        The ids, in the order of the suite. Ids of suites other than gymnax have the
+        form "suite:id".
 
     Raises:
-        ValueError: if there is no such suite, or it is not installed.
+        ValueError: if the suite is unknown or not installed.
     """
     if suite == _INSTALLED:
-        found: list[str] = []
+        ids: list[str] = []
         for name in SUITES:
             with contextlib.suppress(ValueError):
-                found += env_ids(name)
-        return tuple(found)
+                ids += env_ids(name)
+        return tuple(ids)
     if suite not in SUITES:
-        known = ", ".join((_INSTALLED, *SUITES))
-        raise ValueError(f"`suite` must be one of {known}, got {suite!r}.")
+        choices = ", ".join((_INSTALLED, *SUITES))
+        raise ValueError(f"`suite` must be one of {choices}, got {suite!r}.")
     prefix = "" if suite == _GYMNAX else f"{suite}:"
     return tuple(prefix + name for name in _ids(suite))
 
@@ -56,37 +57,38 @@ def env_ids(suite: str = _GYMNAX) -> tuple[str, ...]:
 def make(
     env_id: str, *, max_episode_steps: int | None = None, **env_params: Any
 ) -> Any:
-    """Makes the environment `env_id` of gymnax, or of another installed suite.
+    """Creates an environment by id, from gymnax or another installed suite.
 
     Args:
-        env_id: an id of `env_ids()`, or the suite, a colon, and the suite's own id:
-            "brax:ant", "jumanji:Snake-v1", "jaxmarl:MPE_simple_spread_v3". A game of
-            pgx is one for all of its players; with an `opponent`, the seat of one.
-        max_episode_steps: steps after which `TimeLimit` truncates an episode. It
-            replaces the limit of brax (1,000) and of MuJoCo Playground
-            (`episode_length`). Where the environment itself has a limit, the shorter
-            one holds: to lengthen its episodes, set its own parameter.
-        **env_params: for gymnax, fields of the environment's parameters
-            (`max_steps_in_episode`) or arguments of its constructor
+        env_id: id from `env_ids()`. An id of another suite consists of the suite name,
+            a colon and the id within the suite: "brax:ant", "jumanji:Snake-v1",
+            "jaxmarl:MPE_simple_spread_v3". A game of pgx is a multi-agent environment
+            of all players; if `opponent` is set, it is the environment of one player.
+        max_episode_steps: number of steps after which `TimeLimit` truncates an episode.
+            It replaces the limit of brax (1,000) and of MuJoCo Playground
+            (`episode_length`). If the environment itself also has a limit, the shorter
+            limit applies; to lengthen episodes, set the environment's parameter.
+        **env_params: options of the environment. For gymnax, fields of the environment
+            parameters (`max_steps_in_episode`) or arguments of the constructor
             (`use_minimal_action_set`), by name. Values that gymnax derives from a
-            parameter when it builds the environment (`total_mass` from `masspole`) are
-            not computed again. For another suite, arguments of its own `make`; for
-            pgx, `opponent` and `opponent_params` of `from_pgx_seat`.
+            parameter in the constructor (`total_mass` from `masspole`) are not
+            recomputed. For another suite, arguments of the suite's `make`; for pgx,
+            `opponent` and `opponent_params` of `from_pgx_seat`.
 
     Returns:
-        An `Env` whose leaves are the environment's parameters; a `MultiAgentEnv` if it
-        has several agents.
+        An `Env` whose leaves are the environment's parameters; a `MultiAgentEnv` if the
+        environment has several agents.
 
     Raises:
         ValueError: if the id is unknown (the message names the nearest ids), if a
             parameter is unknown, if `max_episode_steps` is not an int of at least 1, if
             the suite is not installed (the message names the extra), or if the
-            environment cannot be built here.
+            constructor fails on this machine.
     """
     if not isinstance(env_id, str):
         raise ValueError(
-            "`env_id` must be an id, text such as those of `rollout.envs.env_ids()`, "
-            f"got {type(env_id).__name__}."
+            "`env_id` must be an id from `rollout.envs.env_ids()`, a string, got "
+            f"{type(env_id).__name__}."
         )
     *prefix, name = env_id.rsplit(":", 1)
     suite = prefix[0] if prefix else _GYMNAX
@@ -94,13 +96,13 @@ def make(
         *first, last = (f"{x}:" for x in SUITES)
         raise ValueError(
             f"`env_id` must begin with {', '.join(first)} or {last}, got "
-            f"{env_id!r}.{_OTHERS if suite == 'gymnasium' else ''}"
+            f"{env_id!r}.{_HINT if suite == 'gymnasium' else ''}"
         )
     ids = _ids(suite)
     if name not in ids:
-        near = difflib.get_close_matches(name, ids, n=3, cutoff=0.4)
-        nearest = f" The nearest are {', '.join(near)}." if near else ""
-        nearest += "" if prefix else _OTHERS
+        matches = difflib.get_close_matches(name, ids, n=3, cutoff=0.4)
+        nearest = f" The nearest are {', '.join(matches)}." if matches else ""
+        nearest += "" if prefix else _HINT
         raise ValueError(
             f"`env_id` must be one of the {len(ids)} ids of "
             f"`rollout.envs.env_ids({suite!r})`, got {env_id!r}.{nearest}"
@@ -108,7 +110,7 @@ def make(
     env = _build(suite, name, env_params)
     if max_episode_steps is None:
         return env
-    # The `make` of brax and of Playground puts a limit on, which this one replaces.
+    # Replace the `TimeLimit` that `make` of brax and of Playground applies.
     limit = checks.int_between("max_episode_steps", max_episode_steps)
     return TimeLimit(env.env if isinstance(env, TimeLimit) else env, limit)
 
@@ -121,32 +123,32 @@ def make_vec(
     max_episode_steps: int | None = None,
     **env_params: Any,
 ) -> VectorEnv:
-    """Makes `num_envs` environments `env_id` side by side.
+    """Creates `num_envs` parallel environments by id.
 
-    Short for `vectorize(make(env_id, ...), num_envs, auto_reset=auto_reset)`, with the
-    other arguments those of `make`.
+    Equivalent to `vectorize(make(env_id, ...), num_envs, auto_reset=auto_reset)`. The
+    remaining arguments are passed to `make`.
     """
     env = make(env_id, max_episode_steps=max_episode_steps, **env_params)
     return vectorize(env, num_envs, auto_reset=auto_reset)
 
 
-@programs.shared  # most of it is a static part of every trace
+@programs.shared  # equal environments share jit cache entries
 def _build(suite: str, name: str, options: dict[str, Any]) -> Any:
-    """Calls a suite, and explains why it made nothing."""
+    """Creates an environment of a suite, and explains errors."""
     env_id = name if suite == _GYMNAX else f"{suite}:{name}"
     try:
         return SUITES[suite].make(name, **options)
-    except (ImportError, OSError) as error:  # it needs another package, or a download
-        raise ValueError(f"{env_id} cannot be made here: {error}.") from error
+    except (ImportError, OSError) as error:  # a missing package, or a failed download
+        raise ValueError(f"{env_id} cannot be created here: {error}.") from error
     except TypeError as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
         is_limit = any(re.search("step|limit|length", key) for key in options)
         hint = " (`max_episode_steps` limits episodes)" if is_limit else ""
-        raise ValueError(f"{env_id} with {given} fails{hint}: {error}") from error
+        raise ValueError(f"{env_id} with {arguments} fails{hint}: {error}") from error
 
 
 def _ids(suite: str) -> tuple[str, ...]:
-    """Returns the suite's own ids, and imports it for that."""
+    """Imports a suite and returns its ids, without the prefix."""
     try:
         with _quiet():
             return SUITES[suite].ids()
@@ -156,16 +158,16 @@ def _ids(suite: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Drops the output of an import.
+    """Discards the output of an import, and restores the streams.
 
-    JaxMARL's import sets `sys.stdout` and `sys.stderr` to the streams that Python
-    started with, prints there, and leaves them so: a notebook would show no more
-    output.
+    Importing JaxMARL sets `sys.stdout` and `sys.stderr` to the original streams of
+    Python, prints to them and does not restore the previous streams. A notebook would
+    show no further output.
     """
-    before = sys.stdout, sys.stderr, sys.__stdout__
-    # Both: what is printed after JaxMARL has reset the stream goes nowhere, too.
+    streams = sys.stdout, sys.stderr, sys.__stdout__
+    # Replace both streams, to also discard output after JaxMARL resets `sys.stdout`.
     sys.stdout = sys.__stdout__ = io.StringIO()
     try:
         yield
     finally:
-        sys.stdout, sys.stderr, sys.__stdout__ = before
+        sys.stdout, sys.stderr, sys.__stdout__ = streams

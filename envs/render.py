@@ -1,8 +1,8 @@
-"""`render_gif`: draws an episode as an animated GIF, by the drawing code of its suite.
+"""`render_gif`: renders an episode as an animated GIF with the renderer of its suite.
 
-Adapters have `render_frames(states)`, which draws one state after the other as
-`[H, W, 3]` or `[H, W, 4]` uint8; so may a custom environment, also one inside an
-adapter. An adapter whose `draws` is False cannot draw what it holds.
+Adapters define `render_frames(states)`, which renders every state as `[H, W, 3]` or
+`[H, W, 4]` uint8. A custom environment may define the method, also inside an adapter.
+An adapter whose attribute `draws` is False cannot render the environment.
 """
 
 import contextlib
@@ -24,50 +24,50 @@ from rollout.envs.vectorize import _VectorizedEnv
 from rollout.envs.wrappers.wrapper import Wrapper, WrapperState
 
 _INTERVAL = 100  # ms per frame, as in gymnax
-_TITLE_HEIGHT, _LEAST_WIDTH, _MOST_WIDTH = 20, 200, 600  # pixels, of such a frame
+_TITLE_HEIGHT, _MIN_WIDTH, _MAX_WIDTH = 20, 200, 600  # pixels of a frame
 _NO_SCREEN = {"SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy"}
 
 
 def can_render(env: Env) -> bool:
-    """Returns whether `render_gif` can draw `env`.
+    """Returns whether `render_gif` supports `env`.
 
     Args:
-        env: an environment from `make` or an adapter, a custom one that has
-            `render_frames(states)`, also in an adapter, or a wrapper that holds one of
-            these in its attribute `env`.
+        env: an environment from `make` or an adapter; a custom environment that defines
+            `render_frames(states)`, also in an adapter; or a wrapper that stores such
+            an environment in its attribute `env`.
 
     Returns:
-        True if the suite has a drawing of it; the packages that draw need not be
+        True if there is a renderer, even if the packages that it needs are not
         installed.
     """
     return _draws(_innermost(env))
 
 
 def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
-    """Draws an episode of `T` steps as an animated GIF of `T + 1` frames.
+    """Renders an episode of `T` steps as an animated GIF of `T + 1` frames.
 
-    It opens no window and leaves no figure open. There are 20 frames per second in
-    classic control, 10 elsewhere.
+    The function opens no window and closes all figures. The GIF has 20 frames per
+    second for classic control and 10 for other suites.
 
     Args:
         env: an environment that `can_render` accepts.
-        states: `[T + 1, ...]`, states of `env`: before each step, and after the last.
-            `expose_state` records them.
+        states: `[T + 1, ...]`, states of `env` before each step and after the last
+            step, as recorded by `expose_state`.
         rewards: `[T]` float, rewards of the steps; titles show the return so far.
 
     Returns:
         The contents of the file, for `Path.write_bytes` or `IPython.display.Image`.
 
     Raises:
-        ValueError: if there is no drawing of `env`, or its `render_frames` returns
-            something else than a frame per state.
-        ModuleNotFoundError: if a package that draws is not installed.
-        AssertionError: if the shapes are not as above.
+        ValueError: if `env` cannot be rendered, or if `render_frames` does not return
+            one frame per state.
+        ModuleNotFoundError: if a package that the renderer needs is not installed.
+        AssertionError: if an argument has a wrong shape.
     """
     check_render(env)
     chex.assert_rank(rewards, 1)
     chex.assert_tree_shape_prefix(states, (len(rewards) + 1,))
-    # The drawing knows the state of the innermost environment only.
+    # The renderer takes states of the innermost environment, without wrapper states.
     while isinstance(states, WrapperState | _JointState):
         states = states.env_state
     states, rewards = jax.device_get((states, rewards))
@@ -79,10 +79,10 @@ def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
 
 
 def frames_to_gif(frames: Iterable[np.ndarray], rewards: Any) -> bytes:
-    """Makes an animated GIF of frames that an environment drew, 10 per second.
+    """Converts rendered frames to an animated GIF with 10 frames per second.
 
     Args:
-        frames: `T + 1` of them, `[H, W, 3]` or `[H, W, 4]` uint8.
+        frames: `T + 1` frames, `[H, W, 3]` or `[H, W, 4]` uint8.
         rewards: `[T]` float, rewards of the steps; titles show the return so far.
 
     Returns:
@@ -96,66 +96,66 @@ def frames_to_gif(frames: Iterable[np.ndarray], rewards: Any) -> bytes:
 
 
 def expose_state(env: Env) -> Env:
-    """Puts the state into `info`, so that a trajectory has it for `render_gif`.
+    """Adds the environment state to `info`, so that trajectories can be rendered.
 
     Args:
         env: any environment.
 
     Returns:
-        The same environment with the `info` `{"state", "next_state", "info"}`: the
+        The wrapped environment. Its `info` is `{"state", "next_state", "info"}`: the
         states before and after the step, and the info of `env`.
     """
     return _ExposedState(env)
 
 
 def expose_lane_states(env: VectorEnv) -> tuple[VectorEnv, Env]:
-    """Puts the states of all lanes into `info`, as `expose_state` does.
+    """Adds the states of all lanes to `info`, as `expose_state` does.
 
     Args:
-        env: an environment of `make_vec`, `vectorize` or `vectorize_each`, also sharded
-            or in a wrapper.
+        env: a result of `make_vec`, `vectorize` or `vectorize_each`; it may be sharded
+            or wrapped.
 
     Returns:
-        The same lanes with that `info`; and the environment of the first lane.
+        The wrapped lanes, and the environment of the first lane.
 
     Raises:
-        ValueError: if `env` is none of these.
+        ValueError: if `env` is not such a result.
     """
-    around: Any = env
-    inner: Any = getattr(around, "env", None)
+    outer: Any = env
+    inner: Any = getattr(outer, "env", None)
     if isinstance(inner, VectorEnv):  # lanes in a wrapper
         lanes, first = expose_lane_states(inner)
-    elif isinstance(around, _VectorizedEnv):
+    elif isinstance(outer, _VectorizedEnv):
         lanes = expose_state(inner)
-        first = jax.tree.map(lambda x: x[0], inner) if around.each else inner
+        first = jax.tree.map(lambda x: x[0], inner) if outer.each else inner
     else:
         raise ValueError(
-            "`env` must have lanes of one environment of one agent, as `make_vec` and "
-            f"`vectorize` make them, got {type(env).__name__}."
+            "`env` must have lanes of one environment of one agent, as returned by "
+            f"`make_vec` and `vectorize`, got {type(env).__name__}."
         )
-    return around.replace(env=lanes), first
+    return outer.replace(env=lanes), first
 
 
 def check_render(env: Env) -> None:
-    """Raises if `render_gif` cannot draw an environment here."""
-    inner: Any = _innermost(env)  # gymnax's environments have names
+    """Raises if `render_gif` cannot render an environment on this machine."""
+    inner: Any = _innermost(env)
     if not _draws(inner):
         raise ValueError(
-            "`env` must be one that its suite draws, or have `render_frames`, got "
+            "`env` must have a renderer in its suite or a method `render_frames`, got "
             f"{getattr(inner, 'name', type(inner).__name__)}."
         )
-    with no_screen():  # some packages look for one when they are imported
+    with no_screen():  # some packages look for a screen when they are imported
         check_packages(getattr(inner, "drawn_by", ()))
 
 
 def check_packages(drawn_by: tuple[str, ...] = ()) -> None:
-    """Raises if Pillow, which writes the frames, or a package that draws is missing."""
+    """Raises if Pillow or a package that the renderer needs is not installed."""
     for package in ("PIL", *drawn_by):
         load(package, "render")
 
 
 class _ExposedState(Wrapper):
-    """An `Env` whose `info` holds its states."""
+    """An `Env` whose `info` contains the states before and after the step."""
 
     for_agents = "all"
 
@@ -166,7 +166,7 @@ class _ExposedState(Wrapper):
 
 
 def _innermost(env: Any) -> Any:
-    """Returns the first environment, from the outside in, that draws; else the last."""
+    """Returns the outermost environment with a renderer, or else the innermost one."""
     inner = getattr(env, "env", None)
     return env if inner is None or _draws(env) else _innermost(inner)
 
@@ -176,60 +176,64 @@ def _draws(env: Any) -> bool:
 
 
 def _checked(name: str, frames: Iterable[Any], num: int) -> Iterator[np.ndarray]:
-    """Checks the frames of an environment, one for each of `num` states."""
-    what, drawn = f"`render_frames` of {name} must", 0
-    for drawn, pixels in enumerate(frames, 1):  # noqa: B007
-        yield frame(pixels, f"{what} return frames of")
-    if drawn != num:
-        raise ValueError(f"{what} return a frame of each state, {num}, got {drawn}.")
+    """Yields the frames of an environment; checks their shapes and that `num` exist."""
+    condition, count = f"`render_frames` of {name} must", 0
+    for count, pixels in enumerate(frames, 1):  # noqa: B007
+        yield frame(pixels, f"{condition} return frames of")
+    if count != num:
+        raise ValueError(f"{condition} return one frame per state, {num}, got {count}.")
 
 
-def _to_gif(drawn: Iterable[np.ndarray], rewards: Any, interval: int) -> bytes:
-    """Scales the frames to a common width, and puts a title above each."""
+def _to_gif(images: Iterable[np.ndarray], rewards: Any, interval: int) -> bytes:
+    """Scales images to a similar width, adds titles and encodes them as a GIF."""
     from PIL import Image, ImageDraw
 
-    # The return before each step and after the last.
+    # The return before each step and after the last step.
     returns = np.append(0.0, np.cumsum(rewards, dtype=np.float64))
     frames = []
-    for t, (pixels, total) in enumerate(zip(drawn, returns, strict=True)):
-        # Small grids are enlarged, and large pictures reduced, by whole factors.
-        larger = -(-_LEAST_WIDTH // pixels.shape[1])
-        pixels = pixels[..., :3].repeat(larger, 0).repeat(larger, 1)
-        picture = Image.fromarray(pixels).reduce(-(-pixels.shape[1] // _MOST_WIDTH))
+    for t, (pixels, total) in enumerate(zip(images, returns, strict=True)):
+        # Enlarge small grids and reduce large images by integer factors.
+        scale = -(-_MIN_WIDTH // pixels.shape[1])
+        pixels = pixels[..., :3].repeat(scale, 0).repeat(scale, 1)
+        picture = Image.fromarray(pixels).reduce(-(-pixels.shape[1] // _MAX_WIDTH))
         size = picture.width, picture.height + _TITLE_HEIGHT
         frame = Image.new("RGB", size, "white")
         frame.paste(picture, (0, _TITLE_HEIGHT))
         ImageDraw.Draw(frame).text((4, 4), f"step {t}, return {total:.2f}", "black")
-        # A byte per pixel: Pillow would keep all frames in full color until it saves.
+        # Store one byte per pixel, since Pillow holds all frames until it saves.
         frames.append(frame.quantize())
     file = io.BytesIO()
-    options = {"duration": interval, "loop": 0}  # loop 0: for ever
+    options = {"duration": interval, "loop": 0}  # loop 0 repeats forever
     frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], **options)
     return file.getvalue()
 
 
 @contextlib.contextmanager
 def no_screen() -> Iterator[None]:
-    """Lets pygame, matplotlib and Gymnasium draw without a screen, and restores all."""
+    """Lets pygame, matplotlib and Gymnasium render without a screen in a `with` block.
+
+    The previous settings are restored at the end of the block.
+    """
     try:
         import matplotlib
-    except ModuleNotFoundError:  # what draws itself may do without
+    except ModuleNotFoundError:  # some renderers do not need matplotlib
         matplotlib = None
     settings = dict(_NO_SCREEN)
-    if sys.platform == "linux" and "DISPLAY" not in os.environ:  # for its MuJoCo
+    if sys.platform == "linux" and "DISPLAY" not in os.environ:  # Gymnasium's MuJoCo
         settings["MUJOCO_GL"] = os.environ.get("MUJOCO_GL", "egl")
-    before = {name: os.environ.get(name) for name in settings}
+    previous = {name: os.environ.get(name) for name in settings}
     backend: Any = matplotlib and matplotlib.get_backend()
     os.environ.update(settings)
     if matplotlib:
-        # Its other backends open a window, or need one.
+        # All other backends of matplotlib open a window or need a screen.
         matplotlib.use("Agg")
     try:
         yield
     finally:
         if matplotlib:
-            matplotlib.use(backend, force=False)  # no error if it cannot be loaded
-        for name, value in before.items():
+            # `force=False` raises no error if the backend cannot be loaded.
+            matplotlib.use(backend, force=False)
+        for name, value in previous.items():
             if value is None:
                 del os.environ[name]
             else:

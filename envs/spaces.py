@@ -1,7 +1,7 @@
-"""Spaces of observations and actions; `as_space` converts those of other libraries.
+"""Spaces of observations and actions.
 
-`as_space` converts a user's space to a `Space`; all code after it reads the `leaves` of
-a space and their `bounds`, whatever library it came from.
+`as_space` converts spaces of other libraries to a `Space`. All other code reads the
+`leaves` of a space and their `bounds`, independently of the library.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from rollout import checks
 from rollout.envs import prng
 from rollout.envs.types import AnySpace, ArrayTree
 
-MASK = "action_mask"  # name of the part of an observation that is one
+MASK = "action_mask"  # name of the entry of an observation with the action mask
 
 
 class Space:
-    """The values that an observation or an action of ONE environment can take.
+    """The set of valid observations or actions of a single environment.
 
-    A custom space is a subclass with `sample` and `contains`, and with `shape` and
-    `dtype` if its elements are arrays.
+    A custom space is a subclass that defines `sample` and `contains`. If the elements
+    are arrays, it also defines `shape` and `dtype`.
 
     Attributes:
         shape: shape of one element; None if an element has several parts.
@@ -36,24 +36,24 @@ class Space:
     dtype: Any = None
 
     def __eq__(self, other: object) -> bool:
-        """Compares by value: class, options and every entry of the bounds."""
+        """Compares classes, options and every entry of the bounds."""
         return type(self) is type(other) and _value_of(self) == _value_of(other)
 
     def __hash__(self) -> int:
-        """Hashes the value, so that a space can be a static argument of `jax.jit`."""
+        """Hashes the compared values: a space can be a static argument of `jax.jit`."""
         return hash(_value_of(self))
 
     @property
     def bounds(self) -> tuple[Any, Any] | None:
-        """The lowest and the highest value of each entry; None if there are none."""
+        """Lowest and highest value of each entry; None if there are no bounds."""
         return None
 
     def leaves(self) -> list[AnySpace]:
-        """The spaces of the leaves of an element, in the order of `jax.tree.leaves`."""
+        """Returns the spaces of an element's leaves, in order of `jax.tree.leaves`."""
         return [self]
 
     def sample(self, key: chex.PRNGKey) -> Any:
-        """Draws one element at random."""
+        """Samples an element."""
         raise NotImplementedError
 
     def contains(self, x: Any) -> jax.Array:
@@ -62,18 +62,18 @@ class Space:
 
 
 class _Bounded(Space):
-    """Base of spaces with a lowest and a highest value of every entry."""
+    """Base class of spaces with a lowest and a highest value for every entry."""
 
     low: Any
     high: Any
 
     @property
     def bounds(self) -> tuple[Any, Any]:
-        """The lowest and the highest value of each entry."""
+        """Lowest and highest value of each entry."""
         return self.low, self.high
 
     def sample(self, key: chex.PRNGKey) -> jax.Array:
-        """Draws one element uniformly."""
+        """Samples an element uniformly."""
         return prng.draw(key, self.low, self.high, self.shape, self.dtype)
 
     def contains(self, x: jax.Array) -> jax.Array:
@@ -87,11 +87,11 @@ class Discrete(_Bounded, struct.PyTreeNode, eq=False):
     Attributes:
         n: number of elements, an int of at least 1.
         dtype: integer dtype of an element.
-        start: the smallest element, an int.
+        start: smallest element, an int.
 
     Raises:
-        ValueError: if `n` is not an int of at least 1, `start` is not an int, or
-            `dtype` is no integer dtype that holds every element.
+        ValueError: if `n` is not an int of at least 1, if `start` is not an int, or if
+            `dtype` is not an integer dtype that represents every element.
     """
 
     n: int = struct.field(pytree_node=False)
@@ -102,8 +102,8 @@ class Discrete(_Bounded, struct.PyTreeNode, eq=False):
     shape = ()
 
     def __post_init__(self) -> None:
-        # Ints of Python and dtypes of NumPy, so that equal spaces are equal and have a
-        # hash: they are static parts of programs.
+        # Convert to Python ints and NumPy dtypes: static fields need equality and a
+        # hash.
         object.__setattr__(self, "n", checks.int_between("n", self.n))
         object.__setattr__(self, "start", checks.integer("start", self.start))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
@@ -111,12 +111,12 @@ class Discrete(_Bounded, struct.PyTreeNode, eq=False):
 
     @property
     def low(self) -> int:
-        """The smallest element."""
+        """Smallest element."""
         return self.start
 
     @property
     def high(self) -> int:
-        """The largest element."""
+        """Largest element."""
         return self.start + self.n - 1
 
 
@@ -126,13 +126,13 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
     Attributes:
         low: lower bounds, broadcast to `shape`.
         high: upper bounds, broadcast to `shape`.
-        shape: shape of one element.
+        shape: shape of an element.
         dtype: dtype of an element: floats, integers of at most 32 bits, or bool.
 
     Raises:
-        ValueError: if `dtype` is none of these; if a bound is NaN, no value of `dtype`
-            or, unless it is an array of jax, does not broadcast to `shape`, or `low` is
-            above `high`; only if the values of the bounds are known.
+        ValueError: if `dtype` is another dtype; or, if the values of the bounds are
+            known, if a bound is NaN or not representable in `dtype`, if `low` is above
+            `high`, or if a bound (except a jax array) does not broadcast to `shape`.
     """
 
     low: jax.typing.ArrayLike
@@ -145,13 +145,13 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _shape(self.shape))
         dtype, bounds = narrow(self.dtype), (self.low, self.high)
-        kinds = jnp.floating, jnp.integer, jnp.bool_
-        if not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+        dtypes = jnp.floating, jnp.integer, jnp.bool_
+        if not any(jnp.issubdtype(dtype, x) for x in dtypes):
             raise ValueError(
-                f"`dtype` must be of floats, integers or flags, got {dtype}."
+                f"`dtype` must be a float, integer or bool dtype, got {dtype}."
             )
-        # Also made by jax, as a pytree of tracers or of placeholders: then there are no
-        # values to check.
+        # jax also builds pytrees of tracers or placeholders, which have no values to
+        # validate.
         for bound in bounds if checks.is_known(bounds) else ():
             self._check_bound(bound, dtype)
         if checks.is_known(bounds) and not np.all(
@@ -163,8 +163,8 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
 
     def _check_bound(self, bound: Any, dtype: np.dtype) -> None:
         shape, value = np.shape(bound), np.asarray(bound, np.float64)
-        # Padded by ones in front, each size must be 1 or that of the space. Bounds of
-        # jax may have more axes: stacked for `vmap` over environments.
+        # Compare the shapes from the last axis: each size must be 1 or equal. A jax
+        # array may have more axes if bounds are stacked for `vmap` over environments.
         sizes = zip(reversed(shape), reversed(self.shape), strict=False)
         fits = len(shape) <= len(self.shape) and all(a in (1, b) for a, b in sizes)
         if not fits and not isinstance(bound, jax.Array):
@@ -172,54 +172,57 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
                 f"`low` and `high` must broadcast to `shape`, {self.shape}, got a "
                 f"bound of shape {shape}."
             )
-        bad = lost_in_cast(value, dtype)
-        if bad.any():
+        is_lost = lost_in_cast(value, dtype)
+        if is_lost.any():
             raise ValueError(
                 "`low` and `high` must be values of `dtype`, got "
-                f"{value[bad][0]:g} and {dtype}."
+                f"{value[is_lost][0]:g} and {dtype}."
             )
 
     def sample(self, key: chex.PRNGKey) -> jax.Array:
-        """Draws one element, as Gymnasium does.
+        """Samples an element with the same distributions as Gymnasium.
 
-        An entry is uniform between two finite bounds, exponential beyond the only
-        finite bound, and normal if both bounds are infinite.
+        An entry is uniformly distributed if both bounds are finite, exponentially
+        distributed if one bound is finite, and normally distributed if no bound is
+        finite.
         """
         if not jnp.issubdtype(self.dtype, jnp.floating):
             return super().sample(key)
         is_known = checks.is_known(self.bounds)
-        xp = np if is_known else jnp  # known values stay out of the program
+        xp = np if is_known else jnp  # NumPy keeps known values out of the program
         low, high = (xp.broadcast_to(x, self.shape) for x in self.bounds)
         has_low, has_high = xp.isfinite(low), xp.isfinite(high)
         has_both = has_low & has_high
         if is_known and has_both.all():
             return super().sample(key)
-        # From `key` itself, as above: the bits must not depend on what is known.
+        # Sample with `key` itself, as `super().sample` does: the bits must not depend
+        # on whether the bounds are known.
         first, last = (xp.where(has_both, x, 0) for x in (low, high))
-        evenly = prng.draw(key, first, last, self.shape, self.dtype)
+        uniform = prng.draw(key, first, last, self.shape, self.dtype)
         tail_key, normal_key = prng.fold_in(key, jnp.arange(1, 3, dtype=jnp.int32))
         tail = jax.random.exponential(tail_key, self.shape, self.dtype)
         normal = jax.random.normal(normal_key, self.shape, self.dtype)
         low, high = (jnp.asarray(x, self.dtype) for x in (low, high))
-        beyond = [evenly, low + tail, high - tail]
-        return jnp.select([has_both, has_low, has_high], beyond, normal)
+        choices = [uniform, low + tail, high - tail]
+        return jnp.select([has_both, has_low, has_high], choices, normal)
 
 
 class MultiDiscrete(_Bounded, struct.PyTreeNode, eq=False):
-    """Arrays of integers, each entry with its own range.
+    """Arrays of integers with one range per entry.
 
     Entry i is one of `start[i]`, ..., `start[i] + nvec[i] - 1`.
 
     Attributes:
-        nvec: number of values of each entry, an array of ints of at least 1; kept as
+        nvec: number of values of each entry, an array of ints of at least 1; stored as
             tuples.
         dtype: integer dtype of an element.
-        start: the smallest value of each entry, an int or one for each.
+        start: smallest value of each entry, an int or an array with the shape of
+            `nvec`.
 
     Raises:
-        ValueError: if `nvec` is not an array of ints of at least 1, `start` is neither
-            an int nor one for each entry, or `dtype` is no integer dtype that holds
-            every element.
+        ValueError: if `nvec` is not an array of ints of at least 1, if `start` is
+            neither an int nor an array of ints with the same shape, or if `dtype` is
+            not an integer dtype that represents every element.
     """
 
     nvec: Any = struct.field(pytree_node=False)
@@ -238,27 +241,27 @@ class MultiDiscrete(_Bounded, struct.PyTreeNode, eq=False):
                 f"as many ints, got {self.nvec!r} and {self.start!r}."
             )
         start = np.broadcast_to(start, nvec.shape)
-        # Tuples, since arrays have no hash.
+        # Store tuples, since arrays have no hash.
         object.__setattr__(self, "nvec", _tuples(nvec.tolist()))
         object.__setattr__(self, "start", _tuples(start.tolist()))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-        # An element without entries has no bounds.
+        # An empty element has no bounds.
         if nvec.size:
             checks.holds(self.dtype, int(self.low.min()), int(self.high.max()))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one element, that of `nvec`."""
+        """Shape of an element, equal to the shape of `nvec`."""
         return np.shape(self.nvec)
 
     @property
     def low(self) -> np.ndarray:
-        """The smallest value of each entry."""
+        """Smallest value of each entry."""
         return np.asarray(self.start)
 
     @property
     def high(self) -> np.ndarray:
-        """The largest value of each entry."""
+        """Largest value of each entry."""
         return np.asarray(self.start) + np.asarray(self.nvec) - 1
 
 
@@ -287,10 +290,10 @@ class MultiBinary(_Bounded, struct.PyTreeNode, eq=False):
 
 
 class Repeated(Space, struct.PyTreeNode, eq=False):
-    """`num` elements of one space, stacked on a new leading axis of every leaf.
+    """Stacks of `num` elements of one space, with a new leading axis in every leaf.
 
     Attributes:
-        space: the space of each element.
+        space: space of each element.
         num: number of elements, an int of at least 1.
 
     Raises:
@@ -305,64 +308,64 @@ class Repeated(Space, struct.PyTreeNode, eq=False):
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Shape of all elements; None if an element has several parts."""
+        """Shape of the stack; None if an element has several parts."""
         return None if self.space.shape is None else (self.num, *self.space.shape)
 
     @property
     def dtype(self) -> jax.typing.DTypeLike | None:
-        """Dtype of an element; None if it has several parts."""
+        """Dtype of an element; None if an element has several parts."""
         return self.space.dtype
 
     @property
     def bounds(self) -> tuple[Any, Any] | None:
-        """The bounds of each element, without the leading axis."""
+        """Bounds of each element, without the leading axis."""
         return self.space.bounds
 
     def leaves(self) -> list[AnySpace]:
-        """The spaces of the leaves of an element, each repeated."""
+        """Returns the repeated spaces of an element's leaves."""
         return [Repeated(leaf, self.num) for leaf in self.space.leaves()]
 
     def sample(self, key: chex.PRNGKey) -> ArrayTree:
-        """Draws each element from its own key."""
-        # The first elements are those of a shorter repetition.
+        """Samples each element with a separate key."""
+        # Fold in the index, so that a smaller `num` gives the same first elements.
         number = jnp.arange(self.num, dtype=jnp.int32)
         return jax.vmap(self.space.sample)(prng.fold_in(key, number))
 
     def contains(self, x: ArrayTree) -> jax.Array:
-        """Returns whether every one is an element, `()` bool."""
+        """Returns whether every row is an element of `space`, `()` bool."""
         return jnp.all(jax.vmap(self.space.contains)(x))
 
 
 class Composite(Space, struct.PyTreeNode, eq=False):
-    """Pytrees in which every leaf, or every part, has its own space.
+    """Pytrees of elements of several spaces.
 
     Attributes:
-        spaces: the spaces, in the structure of an element.
+        spaces: pytree of spaces, with the structure of an element.
     """
 
     spaces: ArrayTree
 
     @property
     def parts(self) -> list[AnySpace]:
-        """The spaces, in the order of `jax.tree.leaves`."""
+        """Spaces of the parts, in the order of `jax.tree.leaves`."""
         return jax.tree.leaves(self.spaces, is_leaf=_is_space)
 
     @property
     def structure(self) -> Any:
-        """The structure of an element, every part taken as one leaf."""
+        """Tree structure of an element, with every part as a leaf."""
         return jax.tree.structure(self.spaces, is_leaf=_is_space)
 
     def leaves(self) -> list[AnySpace]:
-        """The spaces of the leaves of an element, in the order of `jax.tree.leaves`."""
+        """Returns the spaces of an element's leaves, in order of `jax.tree.leaves`."""
         return [leaf for part in self.parts for leaf in part.leaves()]
 
     def sample(self, key: chex.PRNGKey) -> Any:
-        """Draws every part from its own key."""
-        drawn = [
+        """Samples every part with a separate key."""
+        samples = [
             part.sample(prng.fold_in(key, number))
             for number, part in enumerate(self.parts)
         ]
-        return self.structure.unflatten(drawn)
+        return self.structure.unflatten(samples)
 
     def contains(self, x: Any) -> jax.Array:
         """Returns whether every part is an element of its space, `()` bool."""
@@ -371,14 +374,14 @@ class Composite(Space, struct.PyTreeNode, eq=False):
 
 
 class Dict(Composite, eq=False):
-    """Elements of several spaces, by name.
+    """Dicts of elements of several spaces.
 
     Attributes:
-        spaces: the spaces, by name.
+        spaces: spaces by name.
 
     Raises:
-        ValueError: if `spaces` is no dict of spaces that `as_space` takes, is empty, or
-            has names of several types, which jax cannot sort.
+        ValueError: if `spaces` is not a dict of spaces that `as_space` accepts, if it
+            is empty, or if names have different types, which jax cannot sort.
     """
 
     spaces: Mapping[str, AnySpace]
@@ -393,14 +396,14 @@ class Dict(Composite, eq=False):
 
 
 class Tuple(Composite, eq=False):
-    """Elements of several spaces, in order.
+    """Tuples of elements of several spaces.
 
     Attributes:
-        spaces: the spaces, in order.
+        spaces: spaces in order.
 
     Raises:
-        ValueError: if `spaces` is neither a tuple nor a list of spaces that `as_space`
-            takes, or is empty.
+        ValueError: if `spaces` is not a tuple or list of spaces that `as_space`
+            accepts, or if it is empty.
     """
 
     spaces: tuple[AnySpace, ...]
@@ -413,16 +416,16 @@ class Tuple(Composite, eq=False):
 
 @dataclasses.dataclass(frozen=True)
 class EnvSpec:
-    """The spaces of an environment, without the environment.
+    """The spaces of an environment.
 
-    A network can be built and an agent can predict from these alone.
+    Use it to build a network, or to predict with an agent, without the environment.
 
     Attributes:
-        observation_space: space of the observation of a single environment.
-        action_space: space of the action of a single environment.
+        observation_space: observation space of a single environment.
+        action_space: action space of a single environment.
         num_envs: number of parallel environments.
-        normalize_fn: maps raw observations to those that the policy receives; None if
-            they are equal. It does not count when specs are compared.
+        normalize_fn: maps raw observations to the policy's observations; None if they
+            are equal. Comparisons of specs ignore it.
     """
 
     observation_space: AnySpace
@@ -433,23 +436,23 @@ class EnvSpec:
     )
 
     def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
-        """Normalizes raw observations as the environment did."""
+        """Normalizes raw observations in the same way as the environment."""
         return obs if self.normalize_fn is None else self.normalize_fn(obs)
 
 
 def env_spec(env: Any) -> EnvSpec:
     """Returns the spaces and `num_envs` of a `VectorEnv` or a `HostVectorEnv`.
 
-    Bounds of observations that depend on traced parameters become infinite.
+    Observation bounds that depend on traced parameters become infinite.
 
     Raises:
-        ValueError: if `env` is a single environment, or no environment.
+        ValueError: if `env` is a single environment or not an environment.
     """
     names = "observation_space", "action_space", "num_envs"
     if missing := [name for name in names if not hasattr(env, name)]:
         raise ValueError(
-            "`env` must be parallel environments, such as "
-            "`rollout.envs.make_vec(env_id, num_envs)` makes them, got "
+            "`env` must be parallel environments, for example a result of "
+            "`rollout.envs.make_vec(env_id, num_envs)`, got "
             f"{checks.describe(env)} without `{missing[0]}`."
         )
 
@@ -458,7 +461,7 @@ def env_spec(env: Any) -> EnvSpec:
         return observation_space, as_space(env.action_space, "env.action_space")
 
     spaces = read()
-    if not checks.is_known(spaces):  # inside `jit`, where constants become tracers
+    if not checks.is_known(spaces):  # constants become tracers inside `jit`
         with jax.ensure_compile_time_eval():
             spaces = read()
     observation_space, action_space = spaces
@@ -470,29 +473,31 @@ def env_spec(env: Any) -> EnvSpec:
 
 
 def as_space(space: Any, name: str = "space") -> AnySpace:
-    """Converts a space of this package, Gymnasium, gymnax or JaxMARL to one of ours.
+    """Converts a space of Gymnasium, gymnax or JaxMARL to a `Space`.
 
-    It recognises spaces of other libraries by the names of their classes, and imports
-    none of them. By default jax has no 64-bit numbers, so ours have 32 bits.
+    The function identifies spaces of other libraries by class name and does not import
+    these libraries. jax has no 64-bit numbers by default, so 64-bit dtypes become
+    32-bit dtypes.
 
     Args:
-        space: a `Space`; a `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, `Dict` or
-            `Tuple` of such a library; or a dict or tuple of any of these.
-        name: of the space in error messages.
+        space: a `Space`, which is returned unchanged; a `Box`, `Discrete`,
+            `MultiDiscrete`, `MultiBinary`, `Dict` or `Tuple` of another library; or a
+            dict or tuple of such spaces.
+        name: name of the space in error messages.
 
     Returns:
-        The space of ours with the same elements, in numbers of at most 32 bits.
+        A `Space` with the same elements, with dtypes of at most 32 bits.
 
     Raises:
-        ValueError: if it is no such space, for instance `Text`, `Graph`, `Sequence` or
-            `OneOf` of Gymnasium, or has no parts.
+        ValueError: if the space is not supported, for example `Text`, `Graph`,
+            `Sequence` or `OneOf` of Gymnasium, or if it has no parts.
     """
     if isinstance(space, Space):
         return space
-    # By name: importing Gymnasium and gymnax to compare classes would take seconds.
-    kinds = [base.__name__ for base in type(space).__mro__]
-    kind = next((x for x in kinds if x in _KINDS), "")
-    parts = space.spaces if kind in ("Dict", "Tuple") else space
+    # Compare class names: importing Gymnasium and gymnax would take seconds.
+    names = [base.__name__ for base in type(space).__mro__]
+    class_name = next((x for x in names if x in _CLASS_NAMES), "")
+    parts = space.spaces if class_name in ("Dict", "Tuple") else space
     is_list = type(parts) in (tuple, list)
     if (is_list or isinstance(parts, Mapping)) and not parts:
         raise ValueError(f"`{name}` must have at least one part, got {space!r}.")
@@ -500,8 +505,8 @@ def as_space(space: Any, name: str = "space") -> AnySpace:
         return Dict({key: as_space(part, name) for key, part in parts.items()})
     if is_list:
         return Tuple(tuple(as_space(part, name) for part in parts))
-    if kind:
-        return _converted(kind, space)
+    if class_name:
+        return _convert(class_name, space)
     raise ValueError(
         f"`{name}` must be a Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple "
         "of `envs`, Gymnasium or gymnax, a dict or tuple of these, or a subclass of "
@@ -510,9 +515,9 @@ def as_space(space: Any, name: str = "space") -> AnySpace:
 
 
 def space_of(tree: ArrayTree) -> AnySpace:
-    """Returns the space of all trees of arrays with these shapes and dtypes.
+    """Returns the space of all pytrees with the structure, shapes and dtypes of `tree`.
 
-    A leaf of `tree` that is a space stays that space.
+    Leaves of type `Space` are returned unchanged.
     """
 
     def box(x: Any) -> AnySpace:
@@ -527,20 +532,20 @@ def space_of(tree: ArrayTree) -> AnySpace:
         return Box(low, high, x.shape, x.dtype)
 
     boxes = jax.tree.map(box, tree, is_leaf=_is_space)
-    # `tree` was one leaf.
+    # `tree` is a single leaf.
     if isinstance(boxes, Space):
         return boxes
     return Dict(boxes) if type(boxes) is dict else Composite(boxes)
 
 
 def to_json(space: AnySpace) -> Any:
-    """Describes a space for `json.dump`.
+    """Converts a space to a representation for `json.dump`.
 
     Args:
-        space: a space of this module, or a nesting of such spaces.
+        space: a space of this module, which may be nested.
 
     Returns:
-        Dicts and lists that `from_json` reads. None stands for a custom space, whose
+        Dicts and lists that `from_json` reads. A custom space becomes None, since its
         code is not saved.
     """
     match space:
@@ -571,8 +576,8 @@ def from_json(data: Any) -> AnySpace:
     """
     if data is None:
         raise ValueError("`data` must describe a space of `rollout.envs.spaces`.")
-    ((kind, args),) = data.items()
-    match kind:
+    ((class_name, args),) = data.items()
+    match class_name:
         case "Box":
             low, high, shape, dtype = args
             bounds = np.float64(low), np.float64(high)
@@ -591,32 +596,32 @@ def from_json(data: Any) -> AnySpace:
 
 
 def is_mask(path: Any) -> bool:
-    """Returns whether a leaf at `path` is an entry of a dict, or a field, of `MASK`."""
+    """Returns whether `path` leads to a dict entry or field with the name `MASK`."""
     return jax.tree_util.keystr(path[-1:], simple=True) == MASK
 
 
 def get_action_mask(obs: ArrayTree) -> jax.Array | None:
-    """Returns the entry `action_mask` of an observation, None if there is none."""
+    """Returns the entry `action_mask` of an observation; None if there is no mask."""
     leaves = jax.tree.leaves_with_path(obs)
     return next((x for path, x in leaves if is_mask(path)), None)
 
 
 def narrow(dtype: Any) -> np.dtype:
-    """Returns the dtype with at most 32 bits, as jax has it by default."""
+    """Converts a 64-bit dtype to 32 bits, as jax does by default."""
     return jnp.dtype(_NARROW.get(str(jnp.dtype(dtype)), dtype))
 
 
 def one_of(space: AnySpace | None) -> AnySpace | None:
-    """Returns the space of one element of a `Repeated`, any other as it is."""
+    """Returns the element space of a `Repeated`, and any other space unchanged."""
     while isinstance(space, Repeated):
         space = space.space
     return space
 
 
 def lost_in_cast(value: np.ndarray, dtype: Any) -> np.ndarray:
-    """Returns bool, True where a number is no value of `dtype`: of floats, too large.
+    """Returns a bool array, True for numbers not representable in `dtype`.
 
-    Floats are rounded to those of fewer digits.
+    A float is representable unless it overflows: a loss of digits is ignored.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         cast = value.astype(dtype)
@@ -626,9 +631,9 @@ def lost_in_cast(value: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def _value_of(space: Any) -> Any:
-    """Returns hashable data that exactly the equal spaces of one class share."""
+    """Returns hashable data: equal for two spaces of a class only if they are equal."""
     if isinstance(space, Box):
-        # Adding 0.0 turns -0.0 into 0.0, which compares equal and has other bytes.
+        # Adding 0.0 turns -0.0 into 0.0: both are equal but differ in their bytes.
         bounds = [np.broadcast_to(x, space.shape) + 0.0 for x in space.bounds]
         bounds = [x.astype(np.float64) for x in bounds]
         return space.shape, space.dtype, *(x.tobytes() for x in bounds)
@@ -645,10 +650,10 @@ def _is_space(x: object) -> bool:
 
 
 def _parts(spaces: Any, items: Iterable[tuple[Any, Any]]) -> dict[Any, AnySpace]:
-    """Converts the parts of a space, by name or number."""
+    """Converts the parts of a space to a dict by name or index."""
     if not spaces:
         raise ValueError(f"`spaces` must have at least one part, got {spaces!r}.")
-    return {at: as_space(part, f"spaces[{at!r}]") for at, part in items}
+    return {name: as_space(part, f"spaces[{name!r}]") for name, part in items}
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
@@ -661,24 +666,24 @@ def _tuples(x: int | list) -> int | tuple:
     return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
-def _converted(kind: str, space: Any) -> AnySpace:
-    """Converts a space of another library, in which its class is called `kind`."""
+def _convert(class_name: str, space: Any) -> AnySpace:
+    """Converts a space of another library by its class name."""
     dtype, start = narrow(space.dtype), getattr(space, "start", 0)
-    if kind == "Discrete":
+    if class_name == "Discrete":
         return Discrete(int(space.n), dtype, int(start))
-    if kind == "MultiBinary":
+    if class_name == "MultiBinary":
         return MultiBinary(tuple(space.shape), dtype)
-    if kind == "MultiDiscrete":
-        # Gymnasium's has `nvec`, JaxMARL's `num_categories`.
+    if class_name == "MultiDiscrete":
+        # Gymnasium has the attribute `nvec`, and JaxMARL `num_categories`.
         sizes = space.nvec if hasattr(space, "nvec") else space.num_categories
         return MultiDiscrete(np.asarray(sizes), dtype, np.asarray(start))
     low, high = space.low, space.high
-    # The shape in JaxMARL's Hanabi is a number.
+    # The shape of the box in JaxMARL's Hanabi is a number.
     shape = tuple(int(size) for size in np.atleast_1d(space.shape))
     if dtype != space.dtype:
         if dtype.kind in "iu":
             low, high = (np.clip(x, *_limits(dtype)) for x in (low, high))
-        with np.errstate(over="ignore"):  # beyond float32 there is no bound
+        with np.errstate(over="ignore"):  # bounds beyond float32 become infinite
             low, high = (np.asarray(x).astype(dtype) for x in (low, high))
     return Box(low, high, shape, dtype)
 
@@ -687,5 +692,5 @@ def _limits(dtype: np.dtype) -> tuple[int, int]:
     return np.iinfo(dtype).min, np.iinfo(dtype).max
 
 
-_KINDS = ("Box", "Dict", "Discrete", "MultiBinary", "MultiDiscrete", "Tuple")
+_CLASS_NAMES = ("Box", "Dict", "Discrete", "MultiBinary", "MultiDiscrete", "Tuple")
 _NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32"}

@@ -8,21 +8,21 @@ from jax import lax
 
 
 def barrier(tree: ArrayTree) -> ArrayTree:
-    """`lax.optimization_barrier` for trees that may hold typed keys.
+    """Applies `lax.optimization_barrier` to a tree that may contain typed keys.
 
-    jax's key-reuse checker counts a key that passes the barrier as used, so the words
-    of the keys pass it instead.
+    The key words pass the barrier instead of the keys: jax's key-reuse checker treats a
+    key that passes the barrier as consumed.
     """
     return wrap_keys(lax.optimization_barrier(unwrap_keys(tree)), tree)
 
 
 def unwrap_keys(tree: ArrayTree) -> ArrayTree:
-    """Replaces the typed keys in a tree by their words, uint32 arrays."""
+    """Replaces the typed keys in a tree with their words, uint32 arrays."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
 
 
 def wrap_keys(words: ArrayTree, tree: ArrayTree) -> ArrayTree:
-    """Undoes `unwrap_keys`: where `tree` has typed keys, so does the result."""
+    """Inverts `unwrap_keys`: converts words to keys if the leaf of `tree` is a key."""
 
     def wrap(x: jax.Array, old: jax.Array) -> jax.Array:
         if not _is_key(old):
@@ -33,28 +33,29 @@ def wrap_keys(words: ArrayTree, tree: ArrayTree) -> ArrayTree:
 
 
 def has_keys(tree: ArrayTree) -> bool:
-    """Returns whether a tree holds typed keys."""
+    """Returns whether a tree contains typed keys."""
     return any(_is_key(x) for x in jax.tree.leaves(tree))
 
 
 def blank(tree: ArrayTree, axes: tuple[int, ...] = (), *, skip: int = 0) -> ArrayTree:
-    """Makes zeros like a tree's leaves, with `axes` instead of the first `skip` axes.
+    """Returns a tree of zeros, with `axes` instead of the first `skip` axes of leaves.
 
-    Leaves may be `jax.ShapeDtypeStruct`s; a key becomes one whose words are zero.
+    Leaves may be `jax.ShapeDtypeStruct`s. A key becomes a key whose words are zero.
     """
     return jax.tree.map(lambda x: jnp.zeros((*axes, *x.shape[skip:]), x.dtype), tree)
 
 
 def select(flag: jax.Array, new: ArrayTree, old: ArrayTree) -> ArrayTree:
-    """Takes the lanes of `new` where `flag` and those of `old` elsewhere.
+    """Selects lanes from `new` if their flag is set, and otherwise from `old`.
 
     Args:
-        flag: `[B]` bool; `()` takes all of `new` or all of `old`.
-        new: `[B, ...]`, any pytree; it may hold typed keys.
-        old: `[B, ...]`, of the same structure and shapes; it decides the dtypes.
+        flag: `[B]` bool; a scalar `()` selects all of `new` or all of `old`.
+        new: `[B, ...]`, any pytree; may contain typed keys.
+        old: `[B, ...]`, a pytree with the same structure and shapes; it determines the
+            dtypes.
 
     Returns:
-        `[B, ...]`, of the structure of `old`.
+        `[B, ...]`, a pytree with the structure of `old`.
     """
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:

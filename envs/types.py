@@ -1,15 +1,15 @@
-"""The contracts `Env` and `VectorEnv`: all that the kernel may ask of an environment.
+"""The contracts `Env` and `VectorEnv`: the interface between environments and kernel.
 
-An `Env` is one environment, a pure function of its state; a `VectorEnv` is `B` of
-them side by side, called lanes. Neither resets itself: `VectorEnv.reset_done` is the
-auto-reset, separate from `step`, so that the true successor of every step stays
-visible.
+An `Env` is a single environment, a pure function of its state. A `VectorEnv` is `B`
+parallel environments, called lanes. Environments never reset themselves:
+`VectorEnv.reset_done` performs the auto-reset, separately from `step`, so that `step`
+returns the true successor.
 
-All randomness of an episode comes from its *episode key*: the reset draws from
-`fold_in(episode_key, RESET)` and step number n >= 1 from `fold_in(episode_key, n)`.
-The reset does not get the episode key itself, because an environment that splits its
-reset key would then hold the keys of its own first steps (`split(key)[i]` is
-`fold_in(key, i)`).
+All randomness of an episode comes from its *episode key*. The reset samples from
+`fold_in(episode_key, RESET)`, and step number n >= 1 samples from
+`fold_in(episode_key, n)`. The reset does not receive the episode key itself: since
+`split(key)[i]` is `fold_in(key, i)`, an environment that splits its reset key would
+obtain the keys of the first steps.
 """
 
 from collections.abc import Callable
@@ -25,17 +25,18 @@ from typing_extensions import TypeVar
 
 from rollout import checks
 
-# Which lanes, as an index into an array `[B]`: `[K]` int32 numbers, or all of them.
+# An index of lanes into an array `[B]`: `[K]` int32 lane numbers, or `ALL_LANES`.
 LaneIndex = jax.Array | slice
-ALL_LANES = slice(None)  # in order, without a gather
+ALL_LANES = slice(None)  # all lanes in order, without a gather
 
 RESET = 0  # folded into an episode key for the reset; steps count from 1
 
-# Other names of `Any`. `ArrayTree` is a pytree of arrays: no annotation can say which
-# structure it has, and with `chex.ArrayTree`, a union, a checker rejects all access to
-# a part. `AnySpace` is a `rollout.envs.spaces.Space`, or anything that
-# `rollout.envs.spaces.as_space` converts to one. They are imported under these names,
-# since pyright takes `a | b` of the values of an alias for a union of types.
+# `AnySpace` and `ArrayTree` are aliases of `Any`. `ArrayTree` is a pytree of arrays: no
+# annotation can express its structure, and type checkers reject every access to a part
+# of `chex.ArrayTree`, a union. `AnySpace` is a `rollout.envs.spaces.Space`, or any
+# object that `rollout.envs.spaces.as_space` converts to a space. The aliases are
+# imports, since pyright interprets `a | b` on values of an assigned alias as a union of
+# types.
 
 StateT = TypeVar("StateT", default=Any)
 ObsT = TypeVar("ObsT", default=Any)
@@ -45,20 +46,21 @@ _Tree = TypeVar("_Tree", bound=Any)
 class EnvStep(struct.PyTreeNode, Generic[StateT, ObsT], kw_only=True):
     """Result of one step of an environment.
 
-    Shapes are those of an `Env`; a `VectorEnv` returns the same with a leading `B`.
+    The shapes below describe an `Env`. A `VectorEnv` returns the same arrays with a
+    leading axis `B`.
 
     Attributes:
         state: the next environment state, not reset.
-        obs: the true successor observation, also where the episode ended.
+        obs: the true successor observation, also if the episode ended.
         reward: `()` float32, reward for the action.
-        terminated: `()` bool, the task itself ended: do not bootstrap.
-        truncated: `()` bool, cut from outside (time limit): bootstrap. Both flags may
-            be set; `terminated` then wins.
-        info: any pytree of arrays, `{}` if there is none.
-        raw_reward: `()` float32, what `episode_return` sums: the reward before a
-            wrapper of a `VectorEnv` scaled it; where a wrapper replaces a reward, for
-            instance one that is not finite, it replaces this too. None stands for
-            `reward`, and is the only value of an `Env`.
+        terminated: `()` bool, the task ended: do not bootstrap.
+        truncated: `()` bool, the episode was cut off, for example by a time limit:
+            bootstrap. If both flags are set, `terminated` takes precedence.
+        info: any pytree of arrays; `{}` if there is no info.
+        raw_reward: `()` float32, reward before a wrapper of a `VectorEnv` scaled it;
+            `episode_return` is the sum of raw rewards. A wrapper that replaces a
+            reward, for example a non-finite one, also replaces the raw reward. None
+            stands for `reward`; an `Env` always returns None.
     """
 
     state: StateT
@@ -71,10 +73,11 @@ class EnvStep(struct.PyTreeNode, Generic[StateT, ObsT], kw_only=True):
 
 
 class Shared(struct.PyTreeNode):
-    """A part of the state of a `VectorEnv` that belongs to all lanes together.
+    """Marks a part of the state of a `VectorEnv` as shared by all lanes.
 
-    Everything else in that state has the lane axis first. Wrap running statistics or a
-    counter of all lanes in it: on several devices it is replicated, and not sharded.
+    All other leaves of the state have the lane axis first. Use it for running
+    statistics or a global counter: on several devices the value is replicated instead
+    of sharded.
 
     Attributes:
         value: any pytree of arrays, without a lane axis.
@@ -84,7 +87,7 @@ class Shared(struct.PyTreeNode):
 
 
 class Lanes(NamedTuple):
-    """The part of `B` environments that an auto-reset replaces, `[B, ...]` each."""
+    """The values of `B` lanes that an auto-reset replaces, `[B, ...]` each."""
 
     episode_key: chex.PRNGKey  # [B]
     state: ArrayTree  # [B, ...]
@@ -94,13 +97,14 @@ class Lanes(NamedTuple):
 class Env(Protocol):
     """ONE environment: pure, and it never resets itself.
 
-    An implementation is a pytree whose leaves are the environment's
-    parameters, so that `jax.vmap` over parameters works.
+    An implementation is a pytree whose leaves are the environment's parameters, so that
+    `jax.vmap` over parameters works.
 
-    An environment that plays numbered levels or records may also have the method
-    `at_episode(number) -> Env`, `()` int32 from 0. Its result is reset in its place:
-    `number` is the position in the queue of `collect_episodes`, so that each level is
-    played once, and elsewhere it counts the episodes of all lanes, lane by lane.
+    An environment that plays numbered levels or records may also define the method
+    `at_episode(number) -> Env`, where `number` is `()` int32 and starts at 0. The
+    returned environment is then reset instead of the original environment. In
+    `collect_episodes` `number` is the position in the queue, so that each level is
+    played once. In other methods it counts the episodes of all lanes, lane by lane.
     """
 
     @property
@@ -114,22 +118,22 @@ class Env(Protocol):
         ...
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        """Starts an episode: `(state, obs)`, where gymnax has `(obs, state)`."""
+        """Starts an episode; returns `(state, obs)`, in the reverse order of gymnax."""
         ...
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        """Takes one step; `obs` and `state` are the true successor."""
+        """Takes one step; returns the true successor `obs` and `state`."""
         ...
 
 
 class BaseVectorEnv:
-    """Base of `B` environments side by side, in JAX or on the host.
+    """Base class of `B` parallel environments, in JAX or on the host.
 
     Attributes:
         num_envs: B, the number of environments.
         observation_space: space of one environment's observation.
         action_space: space of one environment's action.
-        learns: whether observations depend on statistics that are not fixed yet.
+        learns: whether observations depend on running (not fixed) statistics.
     """
 
     num_envs: int
@@ -138,15 +142,15 @@ class BaseVectorEnv:
     learns: bool = False
 
     def freeze(self, env_state: ArrayTree) -> Self:
-        """Fixes the statistics that the environments learn, to evaluate with them.
+        """Fixes the running statistics of the environments, for evaluation.
 
         Args:
-            env_state: `carry.env_state` of the same environments, in any number. Only
-                the statistics in it are read.
+            env_state: `carry.env_state` of the same environments, with any `num_envs`.
+                Only its statistics are read.
 
         Returns:
-            The same environments, which use the statistics of `env_state` and never
-            change them. The default returns `self`.
+            The same environments with the statistics of `env_state`, which are no
+            longer updated. The default returns `self`.
         """
         return self
 
@@ -157,29 +161,30 @@ class BaseVectorEnv:
             obs: one raw observation, or a batch of them.
 
         Returns:
-            The observations that a policy receives. The default returns `obs`.
+            The observations as a policy receives them. The default returns `obs`.
 
         Raises:
-            ValueError: if the environments have statistics that are not fixed.
+            ValueError: if the environments have running (not fixed) statistics.
         """
         return obs
 
 
 class VectorEnv(BaseVectorEnv):
-    """Base of `B` environments in JAX, called lanes, `[B, ...]` everywhere; a pytree.
+    """Base class of `B` parallel environments in JAX, called lanes.
 
-    A subclass, usually also a `flax.struct.PyTreeNode`, has the spaces and `num_envs`
-    as fields or properties, and defines `reset`, `step` and `reset_done`. All other
-    members have defaults, for environments on one device that learn no statistics.
+    All arrays have a leading axis `B`. A subclass is a pytree, usually a
+    `flax.struct.PyTreeNode`. It defines `num_envs` and the spaces as fields or
+    properties, and the methods `reset`, `step` and `reset_done`. All other members have
+    defaults for environments on one device without running statistics.
 
     Attributes:
-        sharding: sharding of the lanes over devices; None without one.
+        sharding: sharding of the lanes over devices; None if they are not sharded.
     """
 
     sharding: Any = None
 
     def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        """Starts an episode in every lane: `[B]` keys to `(state, obs)`."""
+        """Starts an episode in every lane; maps `[B]` keys to `(state, obs)`."""
         raise NotImplementedError
 
     def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
@@ -189,20 +194,21 @@ class VectorEnv(BaseVectorEnv):
     def reset_done(
         self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
     ) -> Lanes:
-        """Starts a new episode in the lanes whose episode is over.
+        """Starts new episodes in the done lanes.
 
         Args:
-            key_fn: maps `[K]` int32 lane numbers to their `[K]` new episode keys, so
-                that only a lane that is reset pays for its key, and `ALL_LANES` to
-                those of all lanes. Numbers may repeat; the key of a lane that is not
-                done is not used. The collector's `key_fn` has `number`, which maps
-                lanes to the numbers of their new episodes.
+            key_fn: maps `[K]` int32 lane numbers to `[K]` new episode keys, and
+                `ALL_LANES` to the new keys of all lanes, so that keys are computed only
+                for the lanes to reset. Lane numbers may repeat; keys of lanes where
+                `done` is False are not used. The `key_fn` of a collector has an
+                attribute `number`, a function that maps lanes to the numbers of their
+                new episodes.
             done: `[B]` bool, the lanes to reset.
-            lanes: the lanes as they are now.
+            lanes: the current lanes.
 
         Returns:
-            `lanes` with new episode key, state and observation where `done`, and
-            every other lane as it was, bit for bit.
+            `lanes` with a new episode key, state and observation in the done lanes. All
+            other lanes are unchanged, bit for bit.
         """
         raise NotImplementedError
 
@@ -210,45 +216,45 @@ class VectorEnv(BaseVectorEnv):
 def check_vector_env(env: Any) -> None:
     """Raises unless `env` is a `VectorEnv`."""
     checks.not_of_gymnasium(env)
-    # The placeholders with which jax builds pytrees have no `step`.
+    # jax builds pytrees with placeholders, which have no `step`.
     if not isinstance(env, VectorEnv) and hasattr(env, "step"):
         raise ValueError(
-            "`env` must be many environments side by side in JAX, as "
-            f"`rollout.envs.vectorize` makes them of one, got {type(env).__name__}: "
-            "environments that step in NumPy go into a `HostCollector`, and "
-            "`rollout.envs.NormalizeHostEnv` normalises them; a class of your own must "
-            "subclass `rollout.envs.types.VectorEnv`."
+            f"`env` must be a `VectorEnv`, got {type(env).__name__}. For an "
+            "environment in JAX, call `rollout.envs.vectorize(env, num_envs)` first. "
+            "Pass environments that step in NumPy to a `HostCollector`, and normalize "
+            "them with `rollout.envs.NormalizeHostEnv`. A custom class must subclass "
+            "`rollout.envs.types.VectorEnv`."
         )
 
 
 def sharding_of(env: VectorEnv) -> Any:
-    """Returns the sharding of the lanes over devices, None without one."""
+    """Returns the sharding of the lanes over devices; None if they are not sharded."""
     return env.sharding
 
 
 def place(env: VectorEnv, tree: _Tree) -> _Tree:
-    """Keeps the lanes of a tree on their devices, if they are sharded."""
+    """Constrains the lanes of a tree to their devices if the environment is sharded."""
     return tree if env.sharding is None else env.sharding.place(tree)
 
 
 def at_episode(env: Any, number: jax.Array) -> Any:
-    """Applies `Env.at_episode`, if the environment has it."""
+    """Applies `Env.at_episode` if the environment defines it."""
     return env.at_episode(number) if hasattr(env, "at_episode") else env
 
 
 def hash_of_types(tree: ArrayTree) -> int:
-    """Returns a hash of a tree's structure, to which the classes of its nodes count.
+    """Returns a hash of a tree's structure that includes the classes of its nodes.
 
-    jax 0.10 and 0.11 consider two trees equal if they differ only in the class of a
-    dataclass (`jax.tree_util.register_dataclass`). Their hashes differ, but the cache
-    of `jit` in jax 0.10 compares only a few bits of the hashes before it tests
-    equality. So all objects that hold an environment, such as a collector or the result
-    of `vectorize`, keep this hash as static data. Otherwise they would sometimes run
-    another environment's program.
+    jax 0.10 and 0.11 treat two trees as equal if they differ only in the class of a
+    dataclass (`jax.tree_util.register_dataclass`). The hashes of the trees differ, but
+    the jit cache of jax 0.10 compares only a few bits of the hashes before it tests
+    equality. Therefore all objects that contain an environment, for example a collector
+    or the result of `vectorize`, store this hash as static data. Otherwise `jit` could
+    run the program of another environment.
     """
     return hash(jax.tree.structure(tree))
 
 
 def strong(tree: ArrayTree) -> ArrayTree:
-    """Drops weak types, with which a scan traces its body twice or raises an error."""
+    """Drops weak types, which make a scan trace its body twice or raise an error."""
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)

@@ -1,4 +1,4 @@
-"""`vectorize`: puts `B` copies of an environment side by side, with auto-reset."""
+"""`vectorize`: runs `B` copies of an environment in parallel, with auto-reset."""
 
 import functools
 from collections.abc import Callable
@@ -32,61 +32,63 @@ from rollout.envs.wrappers.wrapper import BaseWrapper, cast_step
 def vectorize(
     env: Env | MultiAgentEnv, num_envs: int, *, auto_reset: str = "auto"
 ) -> VectorEnv:
-    """Puts `num_envs` copies of `env`, the lanes, side by side.
+    """Runs `num_envs` copies of `env`, called lanes, in parallel.
 
-    Rewards become float32, flags bool, and no leaf stays weakly typed.
+    Rewards are cast to float32, flags to bool, and weak types are dropped.
 
-    Of an environment of `A` agents, `obs` is `{group: [B, A_g, ...]}` with "acting",
-    `[B, A]` bool, True for agents that must act, and an action `{group: [B, A_g,
-    ...]}`. The reward is the sum over the agents, the flags are those of the episode,
-    and `info` is a `MultiAgentInfo`. The episode also ends when every agent has ended:
-    it is terminated if all of them terminated, else truncated.
+    For an environment with `A` agents, `obs` is `{group: [B, A_g, ...]}` with an
+    additional entry "acting", `[B, A]` bool, True for agents that must act. An action
+    is `{group: [B, A_g, ...]}`. The reward is the sum over the agents, the flags
+    describe the episode, and `info` is a `MultiAgentInfo`. The episode also ends when
+    every agent has ended: it is terminated if all agents terminated, and otherwise
+    truncated.
 
     Args:
-        env: the environment; its parameters are shared by all lanes.
+        env: the environment; all lanes share its parameters.
         num_envs: B, at least 1.
-        auto_reset: `"compact"` resets only the lanes that are done; `"select"` resets
-            every lane at every step and keeps the done ones; `"auto"` chooses by the
-            platform that the program is lowered for. All play the same episodes, bit
-            for bit; what is computed from them, such as normalised observations or the
-            values of a network, may be rounded otherwise.
+        auto_reset: `"compact"` resets only the done lanes; `"select"` resets every lane
+            at every step and selects the result in the done lanes; `"auto"` chooses by
+            the platform that the program is lowered for. All options play the same
+            episodes, bit for bit. Values computed from the episodes, such as normalized
+            observations or network outputs, may be rounded differently.
 
     Returns:
-        A `VectorEnv`: a pytree whose leaves are those of `env`. Of several agents it
-        has the `agents`, `groups`, `observation_spaces` and `action_spaces` of `env`.
+        A `VectorEnv`: a pytree with the leaves of `env`. For several agents it has the
+        `agents`, `groups`, `observation_spaces` and `action_spaces` of `env`.
 
     Raises:
-        ValueError: if `num_envs` is not a positive int or `auto_reset` is unknown. Of
-            several agents, if one is in two groups or none, or a group has no spaces,
-            or is called "acting"; while tracing, if observations are not stacked by
-            group, or a value per agent is not `[A]`.
+        ValueError: if `num_envs` is not a positive int or `auto_reset` is unknown. For
+            several agents, if an agent is in two groups or none, or if a group has no
+            spaces or the name "acting"; while tracing, if observations are not stacked
+            by group, or if a per-agent value is not `[A]`.
     """
     return _vectorize(env, num_envs, auto_reset, each=False)
 
 
 def vectorize_each(envs: Env | MultiAgentEnv, *, auto_reset: str = "auto") -> VectorEnv:
-    """Puts environments with different parameters side by side.
+    """Runs environments with different parameters in parallel.
 
     Args:
-        envs: environments of one kind as one pytree; every leaf has the leading axis B,
-            and lane i's parameters at index i: the result of `jax.vmap(make_env)(x)` or
-            of `jax.tree.map(lambda *x: jnp.stack(x), *envs)`.
-        auto_reset: as in `vectorize`.
+        envs: environments of the same class, stacked in a single pytree. Every leaf has
+            a leading axis B, and index i contains the parameters of lane i. Create it
+            with `jax.vmap(make_env)(x)` or
+            `jax.tree.map(lambda *x: jnp.stack(x), *envs)`.
+        auto_reset: auto-reset method, as in `vectorize`.
 
     Returns:
-        A `VectorEnv`; its spaces are those of lane 0.
+        A `VectorEnv` with the spaces of lane 0.
 
     Raises:
-        ValueError: as `vectorize`, and if the leaves do not have one leading axis, or
-            if there is no leaf.
+        ValueError: if the leaves do not have the same leading axis, if there is no
+            leaf, or for the reasons listed in `vectorize`.
     """
     checks.single(envs)
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(envs)]
     if () in shapes or len({shape[0] for shape in shapes}) != 1:
         raise ValueError(
-            "`envs` must have leaves with one leading axis, that of the lanes, got "
-            f"{', '.join(map(str, sorted(set(shapes)))) or 'no leaves'}: `vectorize` "
-            "puts equal environments side by side."
+            "`envs` must have leaves with the same leading axis, one per lane, got "
+            f"{', '.join(map(str, sorted(set(shapes)))) or 'no leaves'}. For equal "
+            "environments, call `vectorize`."
         )
     return _vectorize(envs, shapes[0][0], auto_reset, each=True)
 
@@ -96,13 +98,13 @@ def _vectorize(env: Any, num_envs: int, auto_reset: str, *, each: bool) -> Vecto
     checks.choice("auto_reset", auto_reset, tuple(auto_resets.BY_NAME))
     num_envs = checks.int_between("num_envs", num_envs)
     if has_agents(env):
-        # The agents of lane 0 stand for those of all: their names are no parameters.
+        # Read the agents of lane 0: names are not parameters, so all lanes are equal.
         env = _Joint(env, layout_of(jax.tree.map(lambda x: x[0], env) if each else env))
     return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset, each=each)
 
 
 class _VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):
-    """A `VectorEnv` made of one `Env` by `jax.vmap`."""
+    """A `VectorEnv` that maps an `Env` over lanes with `jax.vmap`."""
 
     env: Any  # an `Env`
     num_envs: int = struct.field(pytree_node=False)
@@ -112,7 +114,7 @@ class _VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):
     _types: int = struct.field(pytree_node=False, default=0, repr=False)
 
     def __post_init__(self) -> None:
-        # Static data: without it `jit` may take two classes of `env` for one.
+        # `jit` may treat two classes of `env` as equal without this static hash.
         object.__setattr__(self, "_types", hash_of_types(self.env))
 
     @property
@@ -122,13 +124,12 @@ class _VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):
     def local(self, num_envs: int, first_lane: jax.Array) -> Self:
         """Returns the lanes of one device.
 
-        Parameters per lane are already those of the device, `[num_envs, ...]`.
+        Per-lane parameters are already sharded: `[num_envs, ...]` on each device.
         """
         return self.replace(num_envs=num_envs, first_lane=first_lane)
 
     def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        # The first episode of a lane has the number of the lane, counted over all
-        # devices.
+        # The number of a lane's first episode is the lane number over all devices.
         number = jnp.arange(self.num_envs, dtype=jnp.int32)
         if self.first_lane is not None:
             number = number + self.first_lane
@@ -143,16 +144,16 @@ class _VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):
     def reset_done(
         self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
     ) -> Lanes:
-        every = jnp.arange(self.num_envs, dtype=jnp.int32)
+        lane_numbers = jnp.arange(self.num_envs, dtype=jnp.int32)
 
         def start(env: Env, lane: LaneIndex) -> Lanes:
             episode_key = key_fn(lane)
             if self.each:
-                # Only the parameters of the lanes that are reset.
+                # Gather the parameters of the lanes to reset.
                 env = jax.tree.map(lambda x: x[lane], env)
-            # A collector's `key_fn` numbers the episodes; for any other, a lane has its
-            # own number. `every` also makes numbers of `ALL_LANES`.
-            number = getattr(key_fn, "number", lambda lane: every[lane])(lane)
+            # The `key_fn` of a collector numbers the episodes; otherwise use the lane
+            # number. Indexing `lane_numbers` also converts `ALL_LANES` to numbers.
+            number = getattr(key_fn, "number", lambda lane: lane_numbers[lane])(lane)
             reset_key = env_keys.fold_in(episode_key, RESET)
             state, obs = self._reset(env, reset_key, number)
             return Lanes(episode_key=episode_key, state=state, obs=obs)
@@ -162,21 +163,21 @@ class _VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):
     def _reset(
         self, env: Env, reset_keys: chex.PRNGKey, number: jax.Array
     ) -> tuple[ArrayTree, ArrayTree]:
-        """Resets `[K]` lanes, which start the episodes `number`, `[K]` int32."""
+        """Resets `[K]` lanes; `number`, `[K]` int32, are the new episode numbers."""
         env, axes = self._lay_out(env, number.size)
         reset = functools.partial(_reset, self._types)
         return jax.vmap(reset, (axes, 0, 0))(env, reset_keys, number)
 
     def _lay_out(self, env: Env, num_lanes: int) -> tuple[Env, Env]:
-        """Returns the parameters of `num_lanes` lanes, and the mapped axis of each.
+        """Returns the parameters of `num_lanes` lanes and the mapped axis of each leaf.
 
-        A float that all lanes share is repeated here, once, and not by XLA at each use:
-        the way XLA divides by a number depends on the number of its uses, and that of
-        equal numbers on the number of devices.
+        Shared floats are repeated here once, instead of by XLA at each use. The way XLA
+        divides depends on how often the divisor is used, and the number of uses of
+        equal divisors depends on the number of devices.
         """
         if self.each:
             return env, jax.tree.map(lambda _: 0, env)
-        # Scalar floats get a lane axis; integers and arrays stay shared, unmapped.
+        # Scalar floats get a lane axis; integers and arrays remain shared and unmapped.
         axes = jax.tree.map(lambda x: 0 if _is_float(x) else None, env)
         repeated = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (num_lanes,)) if _is_float(x) else x, env
@@ -184,13 +185,13 @@ class _VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):
         return repeated, axes
 
 
-# A program may hold a step or a reset several times, one for each kind of platform.
-# Jitted, the environment's own code is traced once. For `types` see `hash_of_types`.
+# A program may contain a step or a reset several times, once for each platform. `jit`
+# makes jax trace the environment only once. For `types` see `hash_of_types`.
 @functools.partial(jax.jit, static_argnums=0)
 def _step(
     types: int, env: Env, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree
 ) -> EnvStep:
-    del types  # unused: only for the cache
+    del types  # only part of the cache key
     result = env.step(key, state, action)
     if isinstance(result, EnvStep):
         return result
@@ -202,7 +203,7 @@ def _step(
 def _reset(
     types: int, env: Any, key: chex.PRNGKey, number: jax.Array
 ) -> tuple[ArrayTree, ArrayTree]:
-    del types  # unused: only for the cache
+    del types  # only part of the cache key
     result = at_episode(env, number).reset(key)
     if type(result) is tuple and len(result) == 2:
         return result

@@ -272,12 +272,12 @@ REFUSED = {
         lambda: envs.FrameStack(MANY, 3),
         lambda: wrappers.ObservePrevious(MANY),
     ],
-    "`env` must be many environments side by side in JAX, as": [
+    "`env` must be a `VectorEnv`, got": [
         lambda: step_with(env=COUNT),
         lambda: envs.NormalizeObs(COUNT),
         lambda: envs.NormalizeReward(COUNT),
     ],
-    "got HostCount: environments that step": [
+    "got HostCount. For an environment in JAX, call": [
         lambda: envs.NormalizeObs(HostCount(2)),
         lambda: envs.NormalizeReward(HostCount(2)),
     ],
@@ -323,7 +323,7 @@ REFUSED = {
         lambda: envs.make("CartPole-v1", episode_length=200),
     ],
     "`gravity` must be a number": [lambda: envs.make("CartPole-v1", gravity="high")],
-    "`env_id` must be an id, text such as": [
+    "`env_id` must be an id from `rollout.envs.env_ids()`": [
         lambda: envs.make(None),
         lambda: envs.make(COUNT),
     ],

@@ -1,9 +1,10 @@
-"""Wrappers of one environment, and two that wrap many side by side.
+"""Wrappers of single environments, and two wrappers of vector environments.
 
-`wrapper` has the base classes; `actions`, `endings`, `rewards` and `observations` have
-wrappers that change these; `history` remembers the actions of an episode; `trials`
-plays several episodes as one; `flatten` makes one array of an observation. `normalize`
-wraps a `VectorEnv`, with the statistics of `running_stats`.
+`wrapper` contains the base classes. `actions`, `endings`, `rewards` and `observations`
+contain wrappers that change actions, endings, rewards and observations. `history`
+stores the actions of an episode, `trials` plays several episodes as one episode, and
+`flatten` converts an observation to a single array. `normalize` wraps a `VectorEnv` and
+uses the statistics of `running_stats`.
 """
 
 from rollout.envs.wrappers.actions import ActionRepeat, RescaleAction

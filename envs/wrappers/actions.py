@@ -19,27 +19,28 @@ _BOUNDS = ("clip", "tanh")
 class RescaleAction(Wrapper):
     """Maps actions in [-1, 1], or over the reals, to the environment's bounds.
 
-    The map from [-1, 1] to [low, high] is affine, and rounding never takes its result
-    out of the bounds. It is applied inside `step`, so the recorded action is the one
-    that the policy chose, not the one that the wrapped environment receives.
+    The map from [-1, 1] to [low, high] is affine, and rounding never moves the result
+    out of the bounds. The wrapper maps actions inside `step`: trajectories contain the
+    action of the policy, not the action that the wrapped environment receives.
 
     Attributes:
         env: an environment whose action space is a bounded box of floats.
-        bound: `"clip"`: the policy acts in [-1, 1], and values outside are clipped;
-            `"tanh"`: it acts over the reals, squashed by tanh. Drawing from that action
-            space (`rollout.random_policy`) covers the environment's box uniformly.
+        bound: `"clip"`: the policy acts in [-1, 1], and other values are clipped;
+            `"tanh"`: the policy acts over the reals, and tanh squashes the actions.
+            Samples of that action space (`rollout.random_policy`) cover the
+            environment's box uniformly.
 
     Raises:
-        ValueError: if `bound` is unknown, or if the action space is discrete, has no
-            `low` and `high`, is not of floats, or has a bound that is not finite. The
-            space is not checked if the parameters are unknown, for instance in `jit`.
+        ValueError: if `bound` is unknown; or if the action space is not a box of floats
+            with finite bounds. The space is not checked if the parameters are unknown,
+            for example inside `jit`.
     """
 
     bound: str = struct.field(pytree_node=False, default="clip")
 
     def _check(self) -> None:
         checks.choice("bound", self.bound, tuple(_BOUNDS))
-        # Inside `jit` the bounds are tracers, whose values nobody can check.
+        # The bounds are tracers without values inside `jit`.
         if not checks.is_known(self.env):
             return
         space = super().action_space
@@ -69,13 +70,13 @@ class RescaleAction(Wrapper):
         )
         squash = jnp.tanh if self.bound == "tanh" else lambda x: jnp.clip(x, -1.0, 1.0)
         weight = 0.5 * (squash(action) + 1.0)
-        # Not `low + (high - low) * weight`: the difference may overflow.
+        # `low + (high - low) * weight` is not an option: the difference may overflow.
         scaled = low * (1.0 - weight) + high * weight
         return self.env.step(key, state, jnp.clip(scaled, low, high))
 
 
 class TanhSpace(Space, struct.PyTreeNode):
-    """The reals, for actions that are squashed by tanh.
+    """The real numbers, for actions that tanh squashes.
 
     Attributes:
         shape: shape of one element.
@@ -86,8 +87,8 @@ class TanhSpace(Space, struct.PyTreeNode):
     dtype: jax.typing.DTypeLike = struct.field(pytree_node=False)
 
     def sample(self, key: chex.PRNGKey) -> jax.Array:
-        """Draws an element whose tanh is uniform in (-1, 1); it is always finite."""
-        # `arctanh` of 1 is infinite: draws end one rounding before it.
+        """Samples a finite element whose tanh is uniformly distributed in (-1, 1)."""
+        # Clip to the largest number below 1, since `arctanh` of 1 is infinite.
         largest = 1.0 - float(jnp.finfo(self.dtype).epsneg)
         uniform = jax.random.uniform(key, self.shape, self.dtype, -1.0, 1.0)
         return jnp.arctanh(jnp.clip(uniform, -largest, largest))
@@ -100,13 +101,13 @@ class TanhSpace(Space, struct.PyTreeNode):
 class ActionRepeat(Wrapper):
     """Repeats each action for up to `num_repeats` steps of the environment.
 
-    The reward is the sum, and an ending stops the repetition: state, observation,
-    flags and info are those of the last step taken. Inner step i (from 0) draws from
-    `fold_in(key, i)`.
+    The reward is the sum over the inner steps, and an ending stops the repetition.
+    State, observation, flags and info come from the last inner step. Inner step i (from
+    0) uses the key `fold_in(key, i)`.
 
     Attributes:
         env: the environment.
-        num_repeats: steps of the environment per action, an int of at least 1.
+        num_repeats: number of environment steps per action, an int of at least 1.
 
     Raises:
         ValueError: if `num_repeats` is not an int of at least 1.
@@ -123,13 +124,13 @@ class ActionRepeat(Wrapper):
         def step_env(number: jax.Array, state: ArrayTree) -> EnvStep:
             return cast_step(self.env.step(prng.fold_in(key, number), state, action))
 
-        def again(last: EnvStep, number: jax.Array) -> tuple[EnvStep, None]:
+        def repeat(last: EnvStep, number: jax.Array) -> tuple[EnvStep, None]:
             new = step_env(number, last.state)
-            # A step after an ending is computed and dropped: a scan has a fixed length.
+            # Discard steps after an ending: the scan has a fixed length.
             new = new.replace(reward=last.reward + new.reward)
             return trees.select(last.terminated | last.truncated, last, new), None
 
-        # The first step is outside of the scan: the carry has the types of its result.
+        # Take the first step outside the scan: the carry needs the types of a result.
         first = step_env(jnp.int32(0), state)
         numbers = jnp.arange(1, self.num_repeats, dtype=jnp.int32)
-        return lax.scan(again, first, numbers)[0]
+        return lax.scan(repeat, first, numbers)[0]

@@ -15,15 +15,15 @@ from rollout.envs.wrappers.wrapper import Wrapper, WrapperState, cast_step, with
 
 
 class TimeLimit(Wrapper):
-    """Truncates an episode after `num_steps` steps, if it has not ended before.
+    """Truncates episodes after `num_steps` steps.
 
-    The environment's own flags stay set: it may truncate earlier, and at the limit both
-    flags are set if it also terminates there. With several agents it truncates the
-    episode of all.
+    The flags of the environment remain set: episodes may end earlier, and both flags
+    are set if the environment terminates at the limit. For several agents the wrapper
+    truncates the episode of all agents.
 
     Attributes:
         env: the environment.
-        num_steps: limit in steps, an int of at least 1.
+        num_steps: maximum length of an episode in steps, an int of at least 1.
 
     Raises:
         ValueError: if `num_steps` is not an int of at least 1.
@@ -37,10 +37,10 @@ class TimeLimit(Wrapper):
         checks.int_between("num_steps", self.num_steps)
 
     def reset(self, key: chex.PRNGKey) -> tuple:
-        """Starts an episode: `(state, obs)`, or with several agents and `acting`."""
-        state, *shown = self.env.reset(key)
+        """Starts an episode; returns `(state, obs)`, and `acting` if multi-agent."""
+        state, *outputs = self.env.reset(key)
         memory = jnp.zeros((), jnp.int32)
-        return WrapperState(env_state=state, memory=memory), *shown
+        return WrapperState(env_state=state, memory=memory), *outputs
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:
         """Takes one step, and truncates at the limit."""
@@ -49,20 +49,21 @@ class TimeLimit(Wrapper):
         at_length = num_taken >= self.num_steps
         state = WrapperState(env_state=result.state, memory=num_taken)
         if isinstance(result, MultiAgentStep):
-            # The episode of all: flags of single agents would end those alone.
-            cut = result.episode_truncated | at_length
-            return result.replace(state=state, episode_truncated=cut)
-        # Its flags may be bools of Python.
+            # Set the flag of the episode: per-agent flags would end single agents only.
+            truncated = result.episode_truncated | at_length
+            return result.replace(state=state, episode_truncated=truncated)
+        # Convert the flags, which may be Python bools.
         result = cast_step(result)
         return result.replace(state=state, truncated=result.truncated | at_length)
 
 
 class FixedLength(Wrapper):
-    """Ends every episode after exactly `num_steps` steps, as a truncation.
+    """Truncates every episode after exactly `num_steps` steps.
 
-    The wrapper ignores the environment's own endings and keeps stepping it, so it must
-    go on after one, as `RecommendationEnv` does. `info` must be a dict, and gains
-    `left`, `()` bool, True if the environment ended by itself at this step or before.
+    The wrapper ignores the endings of the environment and continues to step it. The
+    environment must support steps after an ending, as `RecommendationEnv` does. `info`
+    must be a dict. The wrapper adds the entry `left`, `()` bool, True if the
+    environment ended at this step or before.
 
     Attributes:
         env: the environment.
@@ -78,7 +79,7 @@ class FixedLength(Wrapper):
         checks.int_between("num_steps", self.num_steps)
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        """Starts an episode: `(state, obs)`."""
+        """Starts an episode; returns `(state, obs)`."""
         state, obs = self.env.reset(key)
         memory = jnp.zeros((), jnp.int32), jnp.bool_(False)
         return WrapperState(env_state=state, memory=memory), obs
@@ -87,12 +88,12 @@ class FixedLength(Wrapper):
         """Takes one step.
 
         Raises:
-            ValueError: while tracing, if `info` is not a dict, or has a `left`.
+            ValueError: while tracing, if `info` is not a dict or contains `left`.
         """
         result = cast_step(self.env.step(key, state.env_state, action))
-        num_before, had_left = state.memory
-        num_taken = num_before + 1
-        # Once true it stays so: the user is away for the rest of the episode.
+        num_steps, had_left = state.memory
+        num_taken = num_steps + 1
+        # The flag stays set: the user is absent for the rest of the episode.
         has_left = had_left | result.terminated | result.truncated
         return result.replace(
             state=WrapperState(env_state=result.state, memory=(num_taken, has_left)),
@@ -103,18 +104,19 @@ class FixedLength(Wrapper):
 
 
 class TruncateOnNonFinite(Wrapper):
-    """Truncates an episode at a step whose observation or reward is not finite.
+    """Truncates an episode if an observation or a reward is not finite.
 
-    An environment that blows up then spoils only its own episode. The last finite
-    observation replaces the faulty one, the reward is 0, and the step is truncated, not
-    terminated. `info` must be a dict, and gains `faulty`, `()` bool.
+    A diverging simulation then affects only the current episode. The last finite
+    observation replaces the non-finite observation, the reward is 0, and the step is
+    truncated, not terminated. `info` must be a dict. The wrapper adds the entry
+    `faulty`, `()` bool.
 
     Attributes:
-        env: the environment. Wrappers that remember observations go around this one.
+        env: the environment. Apply wrappers that store observations after this wrapper.
     """
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        """Starts an episode: `(state, obs)`."""
+        """Starts an episode; returns `(state, obs)`."""
         state, obs = self.env.reset(key)
         return WrapperState(env_state=state, memory=obs), obs
 
@@ -122,14 +124,14 @@ class TruncateOnNonFinite(Wrapper):
         """Takes one step.
 
         Raises:
-            ValueError: while tracing, if `info` is not a dict, or has a `faulty`.
+            ValueError: while tracing, if `info` is not a dict or contains `faulty`.
         """
         result = cast_step(self.env.step(key, state.env_state, action))
         faulty = jnp.bool_(False)
         for x in jax.tree.leaves((result.obs, result.reward)):
             if jnp.issubdtype(x.dtype, jnp.floating):
                 faulty |= ~jnp.all(jnp.isfinite(x))
-        # The state stays faulty: the reset after the truncation replaces it.
+        # Keep the non-finite state: the reset after the truncation replaces it.
         obs = trees.select(faulty, state.memory, result.obs)
         return result.replace(
             state=WrapperState(env_state=result.state, memory=obs),

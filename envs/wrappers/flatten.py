@@ -1,4 +1,4 @@
-"""`flatten_obs`, `FlattenObs`: observations of any space as one array of floats."""
+"""`flatten_obs`, `FlattenObs`: convert observations of any space to a float array."""
 
 from typing import Any
 
@@ -23,23 +23,23 @@ from rollout.envs.wrappers.wrapper import Agent, ObsWrapper
 
 
 def flatten_obs(space: AnySpace, obs: ArrayTree) -> jax.Array:
-    """Makes one float32 array of each observation, for a network of dense layers.
+    """Flattens each observation to a float32 vector, for networks of dense layers.
 
-    The parts of a `Dict` or `Tuple` are flattened and put one after another, in the
-    order of `jax.tree.leaves`. A `Discrete` part becomes one-hot, and so does each
-    entry of a `MultiDiscrete`; flags and other numbers become floats. An entry
-    `action_mask` of a `Dict` or NamedTuple is left out; see
-    `rollout.envs.spaces.get_action_mask`.
+    The parts of a `Dict` or `Tuple` are flattened and concatenated in the order of
+    `jax.tree.leaves`. A `Discrete` part and each entry of a `MultiDiscrete` part are
+    one-hot encoded; bools and other numbers become floats. An entry `action_mask` of a
+    `Dict` or NamedTuple is omitted; see `rollout.envs.spaces.get_action_mask`.
 
     Args:
-        space: the space of one observation.
-        obs: `[..., *shape]`, one observation or a batch of them.
+        space: space of a single observation.
+        obs: `[..., *shape]`, an observation or a batch of observations.
 
     Returns:
-        `[..., n]` float32.
+        `[..., n]` float32, the flat observations.
 
     Raises:
-        ValueError: if the space has a part of another kind, or `obs` other parts.
+        ValueError: if a part of the space cannot be flattened, or if the parts of `obs`
+            do not match the space.
     """
     spaces, leaves = as_space(space).leaves(), jax.tree.leaves_with_path(obs)
     if len(leaves) != len(spaces):
@@ -54,24 +54,24 @@ def flatten_obs(space: AnySpace, obs: ArrayTree) -> jax.Array:
 
 
 class FlattenObs(ObsWrapper):
-    """Shows every observation as one float32 array, as `flatten_obs` makes it.
+    """Flattens every observation to a float32 vector with `flatten_obs`.
 
-    An entry `action_mask` stays as it is: the observation is then `{"obs": array,
-    "action_mask": mask}`.
+    If the observation has an entry `action_mask`, the mask is unchanged and the
+    observation becomes `{"obs": array, "action_mask": mask}`.
 
     Attributes:
         env: the environment.
 
     Raises:
-        ValueError: where its space is read, also while tracing, if the environment's
-            has a part that `flatten_obs` does not take.
+        ValueError: when `observation_space` is read, also while tracing, if the space
+            has a part that `flatten_obs` does not support.
     """
 
     def space(self, agent: Agent) -> AnySpace:
-        """Space of `obs`: a box, or a dict of one and the mask."""
-        # Paths say which leaf is a mask; spaces alone have no names.
-        seen = eval_reset(self.env, lambda state, obs: obs)
-        paths = [path for path, _ in jax.tree.leaves_with_path(seen)]
+        """Space of `obs`: a box, or a dict of a box and the mask."""
+        # Masks are identified by their path, which a list of spaces does not contain.
+        shapes = eval_reset(self.env, lambda state, obs: obs)
+        paths = [path for path, _ in jax.tree.leaves_with_path(shapes)]
         pairs = list(zip(paths, agent.observation_space.leaves(), strict=True))
         bounds = [_bounds(part) for path, part in pairs if not is_mask(path)]
         lows, highs = zip(*bounds, strict=True)
@@ -89,7 +89,7 @@ class FlattenObs(ObsWrapper):
 
 
 def _sizes(space: AnySpace) -> np.ndarray | None:
-    """Returns the number of values of each entry that becomes one-hot, else None."""
+    """Returns the size of each one-hot encoding; None if the space has no encoding."""
     space = one_of(space)
     if isinstance(space, Discrete):
         return np.array([space.n])
@@ -99,18 +99,18 @@ def _sizes(space: AnySpace) -> np.ndarray | None:
 def _flat(space: AnySpace, x: jax.Array) -> jax.Array:
     if space.shape is None or space.bounds is None:
         raise ValueError(
-            "`env.observation_space` must be made of Box, Discrete, MultiDiscrete and "
+            "`env.observation_space` must consist of Box, Discrete, MultiDiscrete and "
             f"MultiBinary to be flattened, got {space!r}."
         )
     x, sizes = jnp.asarray(x), _sizes(space)
     lead = x.shape[: x.ndim - len(space.shape)]
     if sizes is None:
         return x.reshape(*lead, -1).astype(jnp.float32)
-    # A range may begin elsewhere than at 0.
+    # Subtract the lowest value: the range of an entry need not begin at 0.
     low = jnp.broadcast_to(jnp.asarray(space.bounds[0], x.dtype), space.shape)
     index = (x - jnp.expand_dims(low, range(len(lead)))).reshape(*lead, -1, len(sizes))
     hot = [
-        # All zeros of a number outside of its range.
+        # A number out of range is encoded as zeros.
         jax.nn.one_hot(index[..., i], n, dtype=jnp.float32)
         for i, n in enumerate(sizes.tolist())
     ]
@@ -118,7 +118,7 @@ def _flat(space: AnySpace, x: jax.Array) -> jax.Array:
 
 
 def _bounds(space: AnySpace) -> tuple[Any, Any]:
-    """Returns the bounds of a part after it is flattened, `[n]` each."""
+    """Returns the bounds of a flattened part, `[n]` each."""
     flat = jax.eval_shape(lambda: _flat(space, jnp.zeros(space.shape, space.dtype)))
     if _sizes(space) is not None:
         return np.zeros(flat.shape, np.float32), np.ones(flat.shape, np.float32)

@@ -1,4 +1,4 @@
-"""`NoRepeat`, `History`: wrappers that remember the actions of an episode."""
+"""`NoRepeat`, `History`: wrappers that store the actions of an episode."""
 
 from typing import Any
 
@@ -14,21 +14,23 @@ from rollout.envs.wrappers.wrapper import Agent, ObsWrapper
 
 
 class NoRepeat(ObsWrapper):
-    """Masks out actions already taken in the episode, such as items already shown.
+    """Masks out actions of previous steps, for example recommended items.
 
-    If the observation is a dict with an `action_mask`, that must be `[n]` bool, as with
-    `RecommendationEnv`, and actions already taken become False in it. Any other
-    observation becomes `{"obs": obs, "action_mask": mask}`. The environment takes
-    masked actions too: an `item_policy` and an `action_mask_fn` obey the mask. An
-    episode may go on after every action was taken. The `item` of a first observation
-    that is a dict counts as taken, such as that of `random_first`.
+    If the observation is a dict with an entry `action_mask`, the entry must be `[n]`
+    bool, as in `RecommendationEnv`. The wrapper then sets the mask of previous actions
+    to False. Any other observation becomes `{"obs": obs, "action_mask": mask}`. If the
+    first observation is a dict with an entry `item`, for example because of
+    `random_first`, that item is also masked out.
+
+    The environment still accepts masked actions. To obey the mask, use an `item_policy`
+    or an `action_mask_fn`. An episode may continue after every action is masked out.
 
     Attributes:
         env: an environment with discrete actions.
 
     Raises:
-        ValueError: if the action space is not discrete; while tracing, if there is a
-            `action_mask` that is not `[n]` bool.
+        ValueError: if the action space is not discrete; while tracing, if an entry
+            `action_mask` is not `[n]` bool.
     """
 
     def _check(self) -> None:
@@ -47,31 +49,31 @@ class NoRepeat(ObsWrapper):
         return Dict({"obs": space, "action_mask": mask})
 
     def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
-        """Masks out the actions that were taken."""
+        """Masks out the actions of previous steps."""
         start, num = agent.action_space.start, agent.action_space.n
         if memory is not None:
-            # Before the environment's own mask is applied, which may change from step
-            # to step.
+            # Store the mask without the environment's mask, which may change at every
+            # step.
             mask = memory.at[agent.action - start].set(False)
         else:
             mask = jnp.ones(num, bool)
-            # The item that a user sees before the first action, if there is one.
+            # Mask out the item that precedes the first action, if there is an item.
             if isinstance(obs, dict) and "item" in obs:
                 mask = mask & (jnp.arange(num) != obs["item"] - start)
         return _with_mask(obs, mask), mask
 
 
 class History(ObsWrapper):
-    """Shows the last actions and rewards of the episode, in the order of time.
+    """Adds the last actions and rewards of the episode to the observation.
 
-    The observation becomes `{"obs": obs, "actions": actions, "rewards": rewards,
-    "length": length}`: the last `window` actions, `[window, ...]`, with their rewards,
-    `[window]` float32; the first `length`, `()` int32, are valid and the others zero.
-    It serves policies without memory.
+    Use it for policies without memory. The observation becomes `{"obs": obs, "actions":
+    actions, "rewards": rewards, "length": length}`, with the last `window` actions,
+    `[window, ...]`, and their rewards, `[window]` float32, oldest first. The first
+    `length`, `()` int32, entries are valid, and the remaining entries are zero.
 
     Attributes:
         env: the environment.
-        window: number of actions to show, an int of at least 1.
+        window: number of actions in the observation, an int of at least 1.
 
     Raises:
         ValueError: if `window` is not an int of at least 1.
@@ -103,17 +105,17 @@ class History(ObsWrapper):
             }
             return {"obs": obs, **memory}, memory
         length = memory["length"]
-        # Valid rows come first; a full window moves by one row, and drops the oldest.
-        is_full, at = length == self.window, jnp.minimum(length, self.window - 1)
+        # Valid rows come first. A full window shifts by one row: it drops the oldest.
+        is_full, index = length == self.window, jnp.minimum(length, self.window - 1)
 
         def append(old: jax.Array, new: jax.Array) -> jax.Array:
-            moved = jnp.where(is_full, jnp.roll(old, -1, axis=0), old)
-            return moved.at[at].set(jnp.asarray(new, old.dtype))
+            shifted = jnp.where(is_full, jnp.roll(old, -1, axis=0), old)
+            return shifted.at[index].set(jnp.asarray(new, old.dtype))
 
         memory = {
             "actions": jax.tree.map(append, memory["actions"], agent.action),
             "rewards": append(memory["rewards"], agent.reward),
-            "length": at + 1,
+            "length": index + 1,
         }
         return {"obs": obs, **memory}, memory
 
@@ -121,11 +123,11 @@ class History(ObsWrapper):
 def _with_mask(obs: ArrayTree, mask: jax.Array) -> dict[str, ArrayTree]:
     if not isinstance(obs, dict) or "action_mask" not in obs:
         return {"obs": obs, "action_mask": mask}
-    kinds = [(jnp.shape(x), jnp.result_type(x)) for x in (obs["action_mask"], mask)]
-    if kinds[0] != kinds[1]:
+    types = [(jnp.shape(x), jnp.result_type(x)) for x in (obs["action_mask"], mask)]
+    if types[0] != types[1]:
         raise ValueError(
             f"`action_mask` in the observation must be bool of shape {mask.shape}, one "
-            f"for each action, got {checks.describe(obs['action_mask'])}: rename it if "
-            "it is no mask of actions."
+            f"for each action, got {checks.describe(obs['action_mask'])}. If it is not "
+            "a mask of actions, rename it."
         )
     return {**obs, "action_mask": obs["action_mask"] & mask}

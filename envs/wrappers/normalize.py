@@ -1,4 +1,4 @@
-"""`NormalizeObs`, `NormalizeReward`: normalise by running statistics of all lanes."""
+"""`NormalizeObs`, `NormalizeReward`: normalize by running statistics of all lanes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -18,7 +18,7 @@ from rollout.envs.wrappers.running_stats import Statistics
 from rollout.envs.wrappers.wrapper import VectorWrapper, with_names
 
 NOT_FROZEN = (
-    "`normalize_obs` needs fixed statistics, which `collector.freeze(carry).env` has."
+    "`normalize_obs` needs fixed statistics: call it on `collector.freeze(carry).env`."
 )
 
 
@@ -27,10 +27,10 @@ class NormalizeState(struct.PyTreeNode):
 
     Attributes:
         env_state: `[B, ...]`, state of the wrapped environment.
-        memory: of `NormalizeObs`, `[B, ...]`, the wrapped environment's observation
-            that the next action will be chosen from; of `NormalizeReward`, `[B]`
-            float32, the discounted sum of the episode's rewards so far.
-        statistics: the `Statistics` of observations or of these sums, of all lanes.
+        memory: for `NormalizeObs`, `[B, ...]`, the current raw observation; for
+            `NormalizeReward`, `[B]` float32, the discounted sum of rewards in the
+            episode so far.
+        statistics: `Statistics` of the observations or discounted sums of all lanes.
     """
 
     env_state: ArrayTree  # [B, ...]
@@ -39,7 +39,7 @@ class NormalizeState(struct.PyTreeNode):
 
 
 class _Normalizer(VectorWrapper, kw_only=True):
-    """Base of both: learns the statistics, or uses fixed ones."""
+    """Base class of both wrappers, with running or fixed statistics."""
 
     epsilon: float = struct.field(pytree_node=False, default=1e-8)
     statistics: Statistics | None = None
@@ -49,80 +49,82 @@ class _Normalizer(VectorWrapper, kw_only=True):
         checks.positive("epsilon", self.epsilon)
 
     def freeze(self, env_state: ArrayTree) -> Self:
-        """Fixes the statistics, also those of wrappers inside; see `Collector.freeze`.
+        """Fixes the statistics, also in wrapped environments; see `Collector.freeze`.
 
         Raises:
-            ValueError: if `env_state` is not that of the same wrappers in the same
-                order, around environments of the same observations.
+            ValueError: if `env_state` does not belong to the same wrappers in the same
+                order, around environments with the same observations.
         """
         state = outermost(env_state)
         new = state.statistics.value
-        # Traced only: the wrapped environments may be many.
-        own = self._shapes()[0].statistics.value
-        what = "`env_state` must have statistics of the same wrappers in the same order"
-        checks.same(what, own, new)
+        # Trace the reset without running it, since there may be many environments.
+        old = self._shapes()[0].statistics.value
+        text = "`env_state` must have statistics of the same wrappers in the same order"
+        checks.same(text, old, new)
         inner = super().freeze(state.env_state)
-        # Leaves: environments frozen at other times run the same program.
+        # The statistics are leaves, so every frozen environment runs the same program.
         return inner.replace(statistics=new)
 
     def _shapes(self) -> tuple[Any, Any]:
-        """Returns the shapes and dtypes of a reset: `(state, obs)`."""
+        """Returns the shapes and dtypes of `(state, obs)` of a reset."""
         return jax.eval_shape(
             lambda: self.reset(jax.random.split(jax.random.key(0), self.num_envs))
         )
 
 
 def outermost(env_state: ArrayTree) -> NormalizeState:
-    """Finds the state of the outermost normalising wrapper."""
+    """Returns the state of the outermost normalizing wrapper."""
     is_state = lambda x: isinstance(x, NormalizeState)  # noqa: E731
     for state in jax.tree.leaves(env_state, is_leaf=is_state):
         if is_state(state):
             return state
     raise ValueError(
-        "`env_state` must be the `carry.env_state` of a collector whose environments "
-        "are wrapped as these, got one without statistics."
+        "`env_state` must be the `carry.env_state` of a collector with the same "
+        "wrappers, got a state without statistics."
     )
 
 
 class NormalizeObs(_Normalizer):
-    """Normalises observations by the mean and variance of all observations so far.
+    """Normalizes observations by the mean and variance of all observations so far.
 
         obs = (raw - mean) / sqrt(var + epsilon)
 
-    One mean and one variance serve all lanes. Every observation counts exactly once,
-    before it is normalized: the true successors at each step, and the first
-    observations of episodes at their reset. A reset changes no observation of another
-    lane, so within an episode `next_obs` is the next row's `obs`, bit for bit.
+    All lanes share one mean and one variance. Every observation updates the statistics
+    exactly once, before it is normalized: the true successors at each step, and the
+    first observations of episodes at their reset. A reset does not change any other
+    lane, so within an episode `next_obs` equals the next row's `obs`, bit for bit.
 
-    The statistics are shared, so the normalised observations of a lane depend on the
-    observations and the number of the other lanes. Its raw observations do not, nor,
-    under the same actions, do its dynamics. Every step of every lane counts, also in
-    masked-out rows. To evaluate, fix them by `Collector.freeze`.
+    Normalized observations of a lane depend on the observations and the number of all
+    lanes, because the statistics are shared. Raw observations, and the dynamics under
+    the same actions, are independent of other lanes. Every step of every lane updates
+    the statistics, also in masked-out rows. For evaluation, fix the statistics with
+    `Collector.freeze`.
 
-    If an entry of a batch is NaN or infinite, or beyond 1.8e19, whose square is no
-    float32, the statistics of that entry do not change. `info` must be a dict, and
-    gains `raw_obs` and `raw_next_obs`, the observation the action was chosen from and
-    the true successor, not normalised. Inside `jit` they cost nothing if they are not
-    read.
+    If an entry of a batch is NaN, infinite or beyond 1.8e19, whose square overflows
+    float32, the statistics of that entry do not change. `info` must be a dict. The
+    wrapper adds the entries `raw_obs` and `raw_next_obs`: the current observation and
+    the true successor before normalization. They cost nothing inside `jit` if they are
+    not read.
 
     Attributes:
-        env: `B` environments side by side, made by `vectorize`. Observations may be a
-            pytree: its floats and images are normalised, to float32 from integers.
-            Other integers are if `only` names them, or if they are all there is.
-            Flags, `Discrete`, `MultiDiscrete`, `MultiBinary` and an entry `action_mask`
-            stay as they are. All agents of a group share their statistics;
-            they must be simultaneous.
-        only: names of the parts of the observation to normalise, such as
-            `("position", "sensors/speed")`; None for floats and images. The others
-            stay as they are.
-        epsilon: added to the variance, above 0, in squared units of the observation.
-        statistics: fixed statistics, set by `freeze`; None if they are learnt.
+        env: `B` parallel environments from `vectorize`. Observations may be a pytree:
+            floats and images are normalized, and integers become float32. Other
+            integers are normalized if `only` names them, or if the observation has a
+            single leaf. Bools, `Discrete`, `MultiDiscrete`, `MultiBinary` and an entry
+            `action_mask` are unchanged. Several agents must be simultaneous; all agents
+            of a group share the statistics.
+        only: names of the parts of the observation to normalize, for example
+            `("position", "sensors/speed")`; None for floats and images. All remaining
+            parts are unchanged.
+        epsilon: constant added to the variance, above 0, in squared units of the
+            observation.
+        statistics: fixed statistics, set by `freeze`; None for running statistics.
 
     Raises:
-        ValueError: if `env` is a single environment or one of agents that take turns,
-            or `epsilon` is not above 0; while tracing, if `only` names no part of the
-            observation that is a number, or if `info` is not a dict or already has one
-            of the names.
+        ValueError: if `env` is a single environment or has turn-based agents, or if
+            `epsilon` is not above 0; while tracing, if `only` contains a name that does
+            not belong to a numeric part, or if `info` is not a dict or already contains
+            an added entry.
 
     Source:
         "Updating formulae and a pairwise algorithm for computing sample variances"
@@ -140,14 +142,14 @@ class NormalizeObs(_Normalizer):
 
     @property
     def observation_space(self) -> AnySpace:
-        """Space of one lane's observation: unbounded where it is normalised."""
+        """Space of one lane's observation; normalized parts are unbounded."""
         state, obs = self._shapes()
         space, mean = as_space(self.env.observation_space), state.statistics.value.mean
         return running_stats.normalized_space(space, mean, obs)
 
     @property
     def observation_spaces(self) -> dict[str, AnySpace]:
-        """Space of one agent's observation, by group: unbounded where normalised."""
+        """Space of one agent's observation, by group; unbounded if normalized."""
         state, obs = self._shapes()
         mean = state.statistics.value.mean
         return {
@@ -157,11 +159,11 @@ class NormalizeObs(_Normalizer):
 
     @property
     def learns(self) -> bool:
-        """Whether observations depend on statistics that are not fixed yet."""
+        """Whether observations depend on running (not fixed) statistics."""
         return self.statistics is None or super().learns
 
     def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, ArrayTree]:
-        """Starts an episode in every lane, and the statistics: `(state, obs)`."""
+        """Starts an episode in every lane and initializes the statistics."""
         env_state, raw_obs = self.env.reset(keys)
         space = as_space(self.env.observation_space)
         prior = running_stats.prior(
@@ -176,8 +178,8 @@ class NormalizeObs(_Normalizer):
     ) -> EnvStep:
         """Takes one step in every lane, without auto-reset."""
         result = self.env.step(keys, state.env_state, action)
-        # Update before normalizing: `next_obs` must be the next row's `obs`, bit for
-        # bit.
+        # Update the statistics before normalizing: `next_obs` must equal the next row's
+        # `obs`, bit for bit.
         statistics = self._update(state.statistics.value, result.obs)
         raw, info = {"raw_obs": state.memory, "raw_next_obs": result.obs}, result.info
         if has_agents(self.env):
@@ -193,32 +195,34 @@ class NormalizeObs(_Normalizer):
     def reset_done(
         self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
     ) -> Lanes:
-        """Starts a new episode in the lanes whose episode is over."""
+        """Starts new episodes in the done lanes."""
         state = lanes.state
-        # The environment inside knows raw observations only.
+        # The wrapped environment takes raw observations.
         inner = lanes._replace(state=state.env_state, obs=state.memory)
         inner = self.env.reset_done(key_fn, done, inner)
         statistics = self._update(state.statistics.value, inner.obs, done)
         initial_obs = self._normalize(statistics, inner.obs)
         return inner._replace(
             state=NormalizeState(inner.state, inner.obs, Shared(statistics)),
-            # Other lanes keep their bits: their observations were normalized before.
+            # Keep the normalized observations of all other lanes, bit for bit.
             obs=trees.select(done, initial_obs, lanes.obs),
         )
 
     @property
     def _num_axes(self) -> int:
-        """Leading axes that share statistics: lanes, and the agents of a group."""
+        """Number of leading axes that share statistics: lanes and agents of a group."""
         return 2 if has_agents(self.env) else 1
 
     def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
-        """Normalises raw observations of frozen environments, such as one of a robot.
+        """Normalizes raw observations with fixed statistics.
+
+        Use it for observations from another source, for example a real robot.
 
         Args:
-            obs: one observation of the wrapped environment, or a batch of them.
+            obs: an observation of the wrapped environment, or a batch of observations.
 
         Raises:
-            ValueError: if the statistics are not fixed, or `obs` has another shape.
+            ValueError: if the statistics are not fixed, or if `obs` has a wrong shape.
         """
         if self.statistics is None:
             raise ValueError(NOT_FROZEN)
@@ -235,25 +239,25 @@ class NormalizeObs(_Normalizer):
 
 
 class NormalizeReward(_Normalizer):
-    """Divides rewards by the standard deviation of the discounted returns seen so far.
+    """Divides rewards by the standard deviation of the discounted sums of rewards.
 
         reward = raw / sqrt(var(R) + epsilon),   R_t = γ R_{t-1} + raw_t
 
-    within an episode. The mean is not subtracted, so the sign of a reward stays.
-    `episode_return`, and with it all statistics, are those of raw rewards. The
-    statistics are shared as in `NormalizeObs`. `info` must be a dict, and gains
-    `raw_reward`, `[B]` float32.
+    The sum R is reset at the start of each episode. The mean is not subtracted, so
+    rewards keep their sign. `episode_return` and all episode statistics are sums of raw
+    rewards. All lanes share the variance, as in `NormalizeObs`. `info` must be a dict.
+    The wrapper adds the entry `raw_reward`, `[B]` float32.
 
     Attributes:
-        env: `B` environments side by side, made by `vectorize`.
-        gamma: γ, the learner's discount per step, in [0, 1].
-        epsilon: added to the variance, above 0, in squared reward.
-        statistics: fixed statistics, set by `freeze`; None if they are learnt.
+        env: `B` parallel environments from `vectorize`.
+        gamma: γ, discount per step of the learner, in [0, 1].
+        epsilon: constant added to the variance, above 0, in squared reward.
+        statistics: fixed statistics, set by `freeze`; None for running statistics.
 
     Raises:
-        ValueError: if `env` is a single environment, if `gamma` is outside [0, 1] or
-            `epsilon` not above 0; while tracing, if `info` is not a dict or already has
-            a `raw_reward`.
+        ValueError: if `env` is a single environment, if `gamma` is outside [0, 1], or
+            if `epsilon` is not above 0; while tracing, if `info` is not a dict or
+            already contains `raw_reward`.
 
     Source:
         "Implementation Matters in Deep Policy Gradients" (Engstrom et al.), section 3,
@@ -269,7 +273,7 @@ class NormalizeReward(_Normalizer):
         checks.fraction("gamma", self.gamma)
 
     def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, ArrayTree]:
-        """Starts an episode in every lane, and the statistics: `(state, obs)`."""
+        """Starts an episode in every lane and initializes the statistics."""
         env_state, obs = self.env.reset(keys)
         discounted = jnp.zeros((self.num_envs,), jnp.float32)
         statistics = self.statistics or running_stats.prior(discounted)
@@ -280,11 +284,11 @@ class NormalizeReward(_Normalizer):
     ) -> EnvStep:
         """Takes one step in every lane, without auto-reset."""
         result = self.env.step(keys, state.env_state, action)
-        # The return so far, not the one to come, which nobody knows at this step.
+        # Accumulate past rewards: the return of future rewards is not available yet.
         discounted = self.gamma * state.memory + result.reward
         old = state.statistics.value
         statistics = self.statistics or running_stats.updated(old, discounted)
-        # What a wrapper inside scaled is not the raw reward.
+        # If a wrapped environment scales rewards, `raw_reward` has the raw reward.
         raw = result.reward if result.raw_reward is None else result.raw_reward
         return result.replace(
             state=NormalizeState(result.state, discounted, Shared(statistics)),
@@ -296,10 +300,10 @@ class NormalizeReward(_Normalizer):
     def reset_done(
         self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
     ) -> Lanes:
-        """Starts a new episode in the lanes whose episode is over."""
+        """Starts new episodes in the done lanes."""
         state = lanes.state
         inner = self.env.reset_done(key_fn, done, lanes._replace(state=state.env_state))
-        # The sum belongs to the episode, the statistics to all of them.
+        # Reset the sum at episode boundaries, but keep the statistics.
         discounted = jnp.where(done, 0.0, state.memory)
         return inner._replace(
             state=state.replace(env_state=inner.state, memory=discounted)

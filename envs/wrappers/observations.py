@@ -26,15 +26,15 @@ from rollout.envs.wrappers.wrapper import Agent, ObsWrapper
 
 
 class FrameStack(ObsWrapper):
-    """Shows the last `num_frames` observations on a new leading axis, oldest first.
+    """Stacks the last `num_frames` observations on a new leading axis, oldest first.
 
-    At the start of an episode the first frame is repeated. The observation may be a
-    pytree; an entry `action_mask` of it is the newest one. The space of a box is a
-    `Box` with broadcast bounds; that of any other space has independent frames. With
-    several agents each sees frames of its own.
+    The first frame of an episode is repeated. The observation may be a pytree. An entry
+    `action_mask` is not stacked: it is the mask of the newest frame. A `Box` becomes a
+    `Box` with broadcast bounds; any other space becomes a `Repeated`. For several
+    agents the frames of each agent are stacked separately.
 
     Attributes:
-        env: the environment; one of several agents must be simultaneous.
+        env: the environment; several agents must be simultaneous.
         num_frames: number of frames, an int of at least 1.
 
     Raises:
@@ -53,36 +53,37 @@ class FrameStack(ObsWrapper):
         return _stacked(agent.observation_space, self.num_frames)
 
     def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
-        """Adds the newest frame, and drops the oldest one."""
+        """Adds the newest frame and drops the oldest frame."""
         new = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
-        # The first frame of an episode repeats; `memory` is None there.
+        # Repeat the first frame of an episode, when `memory` is None.
         parts = (new,) * self.num_frames
         if memory is not None:
             parts = jax.tree.map(lambda x: x[1:], memory), new
         frames = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-        shown = jax.tree.map_with_path(
+        stacked = jax.tree.map_with_path(
             lambda path, x: x[-1] if is_mask(path) else x, frames
         )
-        return shown, frames
+        return stacked, frames
 
 
 class TransformObs(ObsWrapper):
-    """Shows `fn(obs)` instead of `obs`.
+    """Replaces every observation with `fn(obs)`.
 
         padded = TransformObs(env, lambda obs: jnp.pad(obs, (0, 2)), group="prey")
 
     Attributes:
         env: the environment.
-        fn: a pure function of one observation, any pytree to any pytree; with several
-            agents, of one agent's.
-        observation_space: space of the result of `fn`, a pytree such as `Box`; with
-            several agents, by group. By default an unbounded box of its shape and
-            dtype.
-        group: with several agents, the only group that `fn` changes; None for all.
+        fn: pure function that maps an observation, any pytree, to any pytree. For
+            several agents it maps the observation of a single agent.
+        observation_space: space of the result of `fn`, a pytree such as `Box`; for
+            several agents, a space per group. The default is an unbounded box with the
+            shape and dtype of the result.
+        group: name of the group to transform; None for all groups. It applies to
+            environments with several agents.
 
     Raises:
-        ValueError: if there is no such `group`; while tracing, if `fn` returns another
-            shape than that of `observation_space`.
+        ValueError: if `group` is unknown; while tracing, if the shape of the result of
+            `fn` differs from `observation_space`.
     """
 
     fn: Callable[[ArrayTree], ArrayTree] = struct.field(pytree_node=False)
@@ -101,12 +102,12 @@ class TransformObs(ObsWrapper):
             )
         space = self.observation_space
         if space is None:
-            every = Agent(self.env)
-            # Traced and not run: the shapes of a start are those of every step.
+            agent = Agent(self.env)
+            # Trace a reset without running it: steps have the same observation shapes.
             shapes = eval_reset(
-                self.env, lambda _, obs, *__: self._show_each(every, obs, None)[0]
+                self.env, lambda _, obs, *__: self._show_each(agent, obs, None)[0]
             )
-            if groups:  # of one agent
+            if groups:  # drop the agent axis
                 shapes = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes
                 )
@@ -115,37 +116,39 @@ class TransformObs(ObsWrapper):
         object.__setattr__(self, "observation_space", space)
 
     def space(self, agent: Agent) -> AnySpace:
-        """Space of what the agent sees."""
+        """Space of the agent's transformed observation."""
         space: Any = self.observation_space
         if agent.group is None:
             return space
         return space.spaces.get(agent.group, agent.observation_space)
 
     def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
-        """Applies `fn`, if it changes the agent's group."""
+        """Applies `fn` if the wrapper transforms the agent's group."""
         if self.group not in (None, agent.group):
             return obs, ()
-        shown = self.fn(obs)
+        result = self.fn(obs)
         space = None if self.observation_space is None else self.space(agent)
-        if isinstance(space, Box | Discrete) and jnp.shape(shown) != space.shape:
+        if isinstance(space, Box | Discrete) and jnp.shape(result) != space.shape:
             raise ValueError(
                 f"`fn` must return the shape of `observation_space`, {space.shape}, "
-                f"got {checks.describe(shown)}."
+                f"got {checks.describe(result)}."
             )
-        return shown, ()
+        return result, ()
 
 
 class AgentNumber(ObsWrapper):
-    """Shows every agent which one it is, for policies that several agents share.
+    """Adds the identity of the agent to the observation, for shared policies.
 
-    A dict observation gains `agent`; any other becomes `{"obs": obs, "agent": agent}`.
-    `agent` is one-hot, `[A]` float32, in the order of `env.agents`.
+    The wrapper adds the entry `agent` to a dict observation. Any other observation
+    becomes `{"obs": obs, "agent": agent}`. `agent` is one-hot, `[A]` float32, in the
+    order of `env.agents`.
 
     Attributes:
-        env: the environment, of several agents.
+        env: an environment with several agents.
 
     Raises:
-        ValueError: if `env` has one agent; while tracing, if there is an `agent`.
+        ValueError: if `env` has a single agent; while tracing, if the observation
+            already has an entry `agent`.
     """
 
     for_agents = "all"
@@ -154,11 +157,11 @@ class AgentNumber(ObsWrapper):
         if not has_agents(self.env):
             raise ValueError(
                 "`env` must be a `MultiAgentEnv` for `AgentNumber`, got "
-                f"{type(self.env).__name__}, of one agent."
+                f"{type(self.env).__name__} with a single agent."
             )
 
     def space(self, agent: Agent) -> AnySpace:
-        """Space of what the agent sees, with its number."""
+        """Space of the agent's observation with its one-hot number."""
         space: Any = agent.observation_space
         number = Box(0.0, 1.0, (len(self.agents),))
         return Dict(
@@ -166,23 +169,23 @@ class AgentNumber(ObsWrapper):
         )
 
     def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
-        """Adds the number of the agent."""
+        """Adds the one-hot number of the agent."""
         number = jax.nn.one_hot(agent.number, len(self.agents), dtype=jnp.float32)
         return {**_by_name(obs, obs), "agent": number}, ()
 
 
 class ObserveInfo(ObsWrapper):
-    """Puts the `info` of the last step next to the observation.
+    """Adds the `info` of the last step to the observation.
 
-    A policy sees only `obs`: this wrapper shows it an action mask that the environment
-    returns in `info`. The observation becomes `{"obs": obs, "info": fn(info)}`.
+    Use it if a policy needs values from `info`, for example an action mask. The
+    observation becomes `{"obs": obs, "info": fn(info)}`.
 
     Attributes:
         env: the environment.
-        fn: a pure function of the info of the step that led to the observation.
-        initial: a pure function of the environment's `(state, obs)` that replaces `fn`
-            at the start of an episode, before the first step; it returns the same
-            structure, shapes and dtypes.
+        fn: pure function of the info of the step that returned the observation.
+        initial: pure function of the environment's `(state, obs)` at the start of an
+            episode, when there is no info. It returns the same structure, shapes and
+            dtypes as `fn`.
     """
 
     fn: Callable[[Any], ArrayTree] = struct.field(pytree_node=False)
@@ -199,17 +202,17 @@ class ObserveInfo(ObsWrapper):
 
     def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Adds the info of the last step."""
-        # There is no `info` before the first step.
+        # `info` does not exist before the first step.
         is_first = memory is None
         info = self.initial(agent.state, obs) if is_first else self.fn(agent.info)
         return {"obs": obs, "info": jax.tree.map(jnp.asarray, info)}, ()
 
 
 class ObserveState(ObsWrapper):
-    """Shows the environment's state, for policies that plan with the environment.
+    """Adds the environment state to the observation, for planning policies.
 
-    The observation becomes `{"obs": obs, "state": state}`, so that a search, such as
-    those of mctx, can begin where the lane is. Keep the state out of what is recorded:
+    The observation becomes `{"obs": obs, "state": state}`, so that a search, for
+    example with mctx, can start from the current state. Do not record the state:
 
         def record(t):
             return t.replace(obs=t.obs["obs"], next_obs=t.next_obs["obs"])
@@ -222,7 +225,7 @@ class ObserveState(ObsWrapper):
     """
 
     def space(self, agent: Agent) -> AnySpace:
-        """Space of `obs`, and an unbounded one of the state."""
+        """Space of `obs`; the state is unbounded."""
         space = space_of(
             eval_reset(self.env, lambda state, obs: trees.unwrap_keys(state))
         )
@@ -234,17 +237,17 @@ class ObserveState(ObsWrapper):
 
 
 class ObservePrevious(ObsWrapper):
-    """Shows the last action and reward, and starts of episodes, in the observation.
+    """Adds the last action, the last reward and a start flag to the observation.
 
     The observation becomes `{"obs": obs, "action": action, "reward": reward, "first":
-    first}`, the input of recurrent policies that learn to learn. At the start of an
-    episode the action is zero in every entry, the reward 0 and `first` True: what
-    followed the last action of the episode before is not shown, so a policy that is to
-    learn over several episodes of one task takes `Trials`. With several agents each
-    sees its own.
+    first}`, the input of recurrent meta-learning policies. At the start of an episode
+    every entry of the action is zero, the reward is 0 and `first` is True. The action
+    and reward of the previous episode are not included: use `Trials` for policies that
+    adapt over several episodes of one task. For several agents each agent observes only
+    its action and reward.
 
     Attributes:
-        env: the environment; one of several agents must be simultaneous.
+        env: the environment; several agents must be simultaneous.
 
     Source:
         "RL²: Fast Reinforcement Learning via Slow Reinforcement Learning", section
@@ -258,14 +261,14 @@ class ObservePrevious(ObsWrapper):
         return space_with_previous(agent)
 
     def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
-        """Adds the last step; zeros at the start of an episode."""
+        """Adds the last action and reward; zeros at the start of an episode."""
         return with_previous(agent, obs, jnp.bool_(agent.reward is None)), ()
 
 
 def _stacked(space: AnySpace, num: int) -> AnySpace:
     """Returns the space of `num` elements, stacked on a new leading axis."""
     if isinstance(space, Composite):
-        # Masks are about the newest frame alone.
+        # Masks are not stacked: only the newest mask is valid.
         spaces = jax.tree.map_with_path(
             lambda path, part: part if is_mask(path) else _stacked(part, num),
             space.spaces,
@@ -280,15 +283,15 @@ def _stacked(space: AnySpace, num: int) -> AnySpace:
 
 
 def first_of(space: AnySpace) -> ArrayTree:
-    """Returns zeros like an element."""
-    # The shape of a key only: `check_env` takes a key for a draw of the environment's
-    # own.
+    """Returns zeros with the structure, shapes and dtypes of an element."""
+    # Use an abstract key: `check_env` would treat a real key as a sample of the
+    # environment.
     key = jax.eval_shape(jax.random.key, 0)
     return trees.blank(jax.eval_shape(space.sample, key))
 
 
 def _by_name(tree: Any, otherwise: Any) -> dict[str, Any]:
-    """Returns the entries of a dict, or `{"obs": otherwise}`; none may be `agent`."""
+    """Returns the entries of a dict without `agent`, or else `{"obs": otherwise}`."""
     if not isinstance(tree, Mapping):
         return {"obs": otherwise}
     if "agent" in tree:
@@ -297,7 +300,7 @@ def _by_name(tree: Any, otherwise: Any) -> dict[str, Any]:
 
 
 def space_with_previous(agent: Agent) -> AnySpace:
-    """Returns the space of what `with_previous` returns; the reward is unbounded."""
+    """Returns the space of the result of `with_previous`; the reward is unbounded."""
     return Dict(
         {
             "obs": agent.observation_space,
@@ -311,7 +314,7 @@ def space_with_previous(agent: Agent) -> AnySpace:
 def with_previous(
     agent: Agent, obs: ArrayTree, first: jax.Array
 ) -> dict[str, ArrayTree]:
-    """Shows an observation with the step before it, zeros if there is none."""
+    """Adds the previous action and reward to an observation; zeros at the start."""
     action, reward = agent.action, agent.reward
     if reward is None:
         action, reward = first_of(agent.action_space), jnp.float32(0)
@@ -319,5 +322,5 @@ def with_previous(
 
 
 def eval_reset(env: Any, fn: Callable[..., ArrayTree]) -> ArrayTree:
-    """Returns the shapes and dtypes of `fn(state, obs)` at a start of an episode."""
+    """Returns the shapes and dtypes of `fn(state, obs)` at the start of an episode."""
     return jax.eval_shape(lambda: fn(*env.reset(jax.random.key(0))))

@@ -15,12 +15,12 @@ from rollout.envs.wrappers.wrapper import Wrapper
 
 
 class TransformReward(Wrapper):
-    """Returns `fn(reward)` instead of `reward`, with several agents of each.
+    """Replaces every reward with `fn(reward)`, for several agents the reward of each.
 
     Attributes:
         env: the environment.
-        fn: a pure function of the reward, `()` float32, that returns a scalar; cast to
-            float32.
+        fn: pure function that maps a reward, `()` float32, to a scalar, which is cast
+            to float32.
     """
 
     fn: Callable[[jax.Array], jax.Array] = struct.field(pytree_node=False)
@@ -33,7 +33,7 @@ class TransformReward(Wrapper):
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:
         """Takes one step."""
         result = self.env.step(key, state, action)
-        # `fn` is of one reward; several agents have one each.
+        # `fn` takes a single reward, so map it over the rewards of several agents.
         fn = jax.vmap(self.fn) if isinstance(result, MultiAgentStep) else self.fn
         reward = fn(jnp.asarray(result.reward, jnp.float32))
         return result.replace(reward=jnp.asarray(reward, jnp.float32))

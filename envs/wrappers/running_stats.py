@@ -1,4 +1,4 @@
-"""Running mean and variance of batches, for the normalising wrappers."""
+"""Running mean and variance of batches, for the normalizing wrappers."""
 
 import math
 from collections.abc import Collection
@@ -24,13 +24,13 @@ _PRIOR_COUNT = 1e-4  # as Gymnasium's RunningMeanStd
 
 
 class Statistics(struct.PyTreeNode, kw_only=True):
-    """Mean and variance of every entry of a value; no lane axis.
+    """Mean and variance of every entry of a value, without a lane axis.
 
     Attributes:
-        mean: `[...]` float, in the structure of one lane's value.
+        mean: `[...]` float, mean, in the structure of one lane's value.
         var: `[...]` float, population variance, in the same structure.
-        count: `()` float32, values seen. After 2^24 batches it no longer grows, and the
-            newest batches weigh a little more than the old ones.
+        count: `()` float32, number of values. The count saturates after 2^24 batches;
+            new batches then have a slightly larger weight than old batches.
     """
 
     mean: ArrayTree
@@ -40,19 +40,18 @@ class Statistics(struct.PyTreeNode, kw_only=True):
     def normalize(
         self, raw: ArrayTree, epsilon: float = 1e-8, xp: Any = jnp
     ) -> ArrayTree:
-        """Normalises values; leaves without statistics stay as they are.
+        """Normalizes values; leaves without statistics are unchanged.
 
         Args:
-            raw: one value, or a batch with any number of axes before those of the
-                statistics.
-            epsilon: added to the variance.
-            xp: `jnp`, or NumPy for statistics of NumPy.
+            raw: one value, or a batch with any number of leading axes.
+            epsilon: constant added to the variance.
+            xp: array module: `jnp`, or NumPy for NumPy statistics.
 
         Returns:
-            `(raw - mean) / sqrt(var + epsilon)`, in the dtypes of `NormalizeObs`.
+            `(raw - mean) / sqrt(var + epsilon)`, with the dtypes of `NormalizeObs`.
 
         Raises:
-            ValueError: if the last axes of a leaf are not those of its mean.
+            ValueError: if the last axes of a leaf differ from the shape of its mean.
         """
 
         def normalize(mean: jax.Array, var: jax.Array, x: jax.Array) -> jax.Array:
@@ -61,19 +60,19 @@ class Statistics(struct.PyTreeNode, kw_only=True):
             axes = tuple(range(x.ndim - mean.ndim))
             if x.shape[len(axes) :] != mean.shape:
                 raise ValueError(
-                    f"`raw` must have the shape {mean.shape} of its mean in the last "
+                    f"`raw` must have the shape {mean.shape} of the mean in the last "
                     f"axes, got {x.shape}."
                 )
-            centred = x.astype(mean.dtype) - xp.expand_dims(mean, axes)
+            centered = x.astype(mean.dtype) - xp.expand_dims(mean, axes)
             scale = xp.expand_dims(xp.sqrt(var + epsilon), axes)
-            return (centred / scale).astype(float_dtype(x))
+            return (centered / scale).astype(float_dtype(x))
 
         trees = self.mean, self.var, raw
         return jax.tree.map(normalize, *trees, is_leaf=lambda x: x is None)
 
 
 def names(name: str, value: Any) -> tuple[str, ...] | None:
-    """Checks an option that names parts of a tree; None stands for all of it."""
+    """Validates an option with names of parts of a tree; None stands for all parts."""
     if value is None:
         return None
     if isinstance(value, str) or not all(isinstance(x, str) for x in value):
@@ -91,26 +90,26 @@ def prior(
     only: Collection[str] | None = None,
     xp: Any = jnp,
 ) -> Statistics:
-    """Returns the statistics before the first batch, like `value`, `[B, ...]`.
+    """Returns the initial statistics for values like `value`, `[B, ...]`.
 
-    A leaf without statistics has None in their place. Flags, `Discrete`,
-    `MultiDiscrete`, `MultiBinary` and an `action_mask` never have any: they number or
-    mark things. Other integers have if they are an image, if `only` names them, or if
-    they are all there is.
+    Leaves without normalization have statistics None. Bools, `Discrete`,
+    `MultiDiscrete`, `MultiBinary` and an `action_mask` never have statistics, because
+    they are labels rather than quantities. Other integers have statistics if they are
+    an image, if `only` names them, or if the value has a single leaf.
 
     Args:
-        value: any pytree.
-        num_axes: how many of the first axes are those of the batch.
-        space: the space of one entry of the batch; None for floats.
+        value: any pytree of batches.
+        num_axes: number of leading batch axes.
+        space: space of one entry of the batch; None for floats.
         only: names of the parts that have statistics; None for floats and images.
-        xp: `jnp`, or NumPy for statistics of NumPy.
+        xp: array module: `jnp`, or NumPy for NumPy statistics.
 
     Raises:
-        ValueError: if `only` has a name of which no leaf can have statistics.
+        ValueError: if `only` contains a name for which no leaf can have statistics.
     """
     leaves, structure = jax.tree.flatten_with_path(value)
     spaces = _spaces(space, len(leaves))
-    numbers, chosen = [], []
+    numeric, shapes = [], []
     for (path, x), part in zip(leaves, spaces, strict=True):
         name, part = (
             jax.tree_util.keystr(path, simple=True, separator="/"),
@@ -118,23 +117,23 @@ def prior(
         )
         is_wanted = len(leaves) == 1 or _is_float(x) or _is_image(part)
         if only is not None:
-            # A name stands for all below it; the slash tells "speed" from "speeds".
+            # A name selects its whole subtree; "speed/" does not match "speeds/".
             is_wanted = f"{name}/".startswith(tuple(f"{x}/" for x in only))
-        # What numbers or marks something is not measured.
-        marks = isinstance(part, Discrete | MultiDiscrete | MultiBinary)
-        is_number = x.dtype != bool and not marks and not is_mask(path)
-        numbers += [name] if is_number else []
-        # Half precision is too coarse for statistics.
+        # Labels and flags are not quantities, so they are not normalized.
+        is_label = isinstance(part, Discrete | MultiDiscrete | MultiBinary)
+        is_number = x.dtype != bool and not is_label and not is_mask(path)
+        numeric += [name] if is_number else []
+        # Half precision is not precise enough for statistics.
         dtype = jnp.promote_types(float_dtype(x), jnp.float32)
-        chosen.append((x.shape[num_axes:], dtype) if is_number and is_wanted else None)
+        shapes.append((x.shape[num_axes:], dtype) if is_number and is_wanted else None)
     for name in only or ():
-        if not any(f"{path}/".startswith(f"{name}/") for path in numbers):
+        if not any(f"{path}/".startswith(f"{name}/") for path in numeric):
             raise ValueError(
-                "`only` must name parts of the observation that are numbers, "
-                f"{', '.join(numbers) or 'of which there are none'}, got {name}."
+                "`only` must name numeric parts of the observation "
+                f"({', '.join(numeric) or 'none'}), got {name}."
             )
     mean, var = (
-        structure.unflatten([kind and xp.full(kind[0], x, kind[1]) for kind in chosen])
+        structure.unflatten([leaf and xp.full(leaf[0], x, leaf[1]) for leaf in shapes])
         for x in (0.0, 1.0)
     )
     return Statistics(mean=mean, var=var, count=xp.float32(_PRIOR_COUNT))
@@ -150,22 +149,22 @@ def updated(
 ) -> Statistics:
     """Updates the statistics with the batch `value`, `[B, ...]`.
 
-    The first `num_axes` axes belong to the batch, of which only B counts. An entry that
-    is not finite in some lane keeps its mean and variance.
+    The count grows by the number of rows B, also if the batch has more axes. The mean
+    and variance of an entry are unchanged if a value of the batch is not finite.
 
     Args:
-        old: statistics so far.
-        value: any pytree.
-        num_axes: number of axes of the batch.
-        xp: `jnp`, or NumPy for statistics of NumPy.
-        flag: `[B]` bool, True for the lanes that count; None for all.
+        old: current statistics.
+        value: any pytree of batches.
+        num_axes: number of leading batch axes.
+        xp: array module: `jnp`, or NumPy for NumPy statistics.
+        flag: `[B]` bool, True for the lanes to include; None for all lanes.
     """
     num_new: Any = jax.tree.leaves(value)[0].shape[0]
     if flag is not None:
         num_new = xp.sum(flag, dtype=np.float32)
     count = old.count + num_new
-    # Weights stay in [0, 1]; sums would grow with the count.
-    kept, new = old.count / count, num_new / count
+    # Use weights in [0, 1], since sums would grow with the count.
+    w_old, w_new = old.count / count, num_new / count
 
     def update(mean: Any, var: Any, x: Any) -> tuple[Any, Any]:
         if mean is None:
@@ -174,15 +173,15 @@ def updated(
         if flag is None:
             delta, batch_var = xp.mean(x, axes) - mean, xp.var(x, axes)
         else:
-            # Deviations from the old mean, which is close: one pass over the lanes.
+            # Deviations from the old mean, which is close, need one pass over lanes.
             is_counted = flag.reshape(-1, *[1] * (x.ndim - 1))
             x = xp.where(is_counted, x - xp.expand_dims(mean, axes), 0)
             num_values = xp.maximum(num_new, 1) * math.prod(x.shape[1:num_axes])
             delta = xp.sum(x, axes) / num_values
             batch_var = xp.sum(xp.square(x), axes) / num_values - xp.square(delta)
-        new_var = kept * var + new * batch_var + xp.square(delta) * kept * new
-        new_mean = mean + delta * new
-        # One lane that is not finite makes the variance not finite, or NaN.
+        new_var = w_old * var + w_new * batch_var + xp.square(delta) * w_old * w_new
+        new_mean = mean + delta * w_new
+        # A single non-finite value makes the variance NaN or infinite.
         is_finite = xp.isfinite(new_var)
         return xp.where(is_finite, new_mean, mean), xp.where(is_finite, new_var, var)
 
@@ -196,13 +195,15 @@ def updated(
 def normalized_space(
     space: AnySpace, mean: ArrayTree, obs: ArrayTree, num_axes: int = 1
 ) -> AnySpace:
-    """Returns the space of normalised observations: leaves without a mean keep theirs.
+    """Returns the space of normalized observations.
+
+    The space of a leaf without a mean is unchanged.
 
     Args:
-        space: the space of one raw observation.
+        space: space of one raw observation.
         mean: `mean` of the `Statistics` of the observations.
-        obs: normalised observations, or their shapes and dtypes, `[B, ...]`.
-        num_axes: how many of the first axes are those of the batch.
+        obs: `[B, ...]`, normalized observations, or their shapes and dtypes.
+        num_axes: number of leading batch axes.
     """
     leaves, structure = jax.tree.flatten(obs)
     means = structure.flatten_up_to(mean)
@@ -218,9 +219,9 @@ def normalized_space(
 
 
 def _spaces(space: AnySpace | None, num_leaves: int) -> list[AnySpace | None]:
-    """Returns the space of each leaf; None where it is not known."""
+    """Returns the space of each leaf; None if the space is unknown."""
     spaces = [] if space is None else space.leaves()
-    # A space of the user's own may not know its leaves.
+    # A custom space may not define `leaves`.
     return spaces if len(spaces) == num_leaves else [None] * num_leaves
 
 
@@ -235,5 +236,5 @@ def _is_image(space: AnySpace | None) -> bool:
 
 
 def float_dtype(x: jax.Array) -> jnp.dtype:
-    """Returns the dtype of a normalised leaf."""
+    """Returns the dtype of a normalized leaf."""
     return x.dtype if _is_float(x) else jnp.dtype(jnp.float32)

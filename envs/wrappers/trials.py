@@ -1,4 +1,4 @@
-"""`Trials`: several episodes of one task in a row, for policies that learn to learn."""
+"""`Trials`: plays several episodes of one task in a row, for meta-learning policies."""
 
 from typing import Self
 
@@ -17,19 +17,22 @@ from rollout.envs.wrappers.wrapper import Agent, Wrapper, WrapperState, cast_ste
 class Trials(Wrapper):
     """Plays `num_episodes` episodes of one task as one episode, a trial.
 
-    Every episode of a trial starts with the key of the trial, so whatever `reset` draws
-    is the task: the chances of a bandit, a goal, a maze. The next trial has another
-    one. The observation is `{"obs": obs, "action": action, "reward": reward, "first":
-    first}`, with the last action and reward also after an episode of the trial has
-    ended, where `first` is True: with a recurrent policy, whose memory lasts for the
-    trial, that is RL².
+    All episodes of a trial use the same reset key. The values that `reset` samples are
+    therefore the task of the trial, for example the probabilities of a bandit, a goal
+    or a maze. The next trial has a different task.
 
-    The trial ends as its last episode does; endings of the others are no endings here.
-    A trial resets the environment in every step, and keeps the reset where it is due.
+    The observation becomes `{"obs": obs, "action": action, "reward": reward, "first":
+    first}`. `first` is True at the start of each episode of the trial. The last action
+    and reward are zero only at the start of the trial. Combine the wrapper with a
+    recurrent policy, whose memory lasts for a trial, to implement RL².
+
+    A trial has the ending of its last episode and hides the endings of its previous
+    episodes. The wrapper resets the environment at every step and uses the result only
+    if an episode has ended.
 
     Attributes:
         env: the environment.
-        num_episodes: episodes of a trial, an int of at least 1.
+        num_episodes: number of episodes per trial, an int of at least 1.
 
     Raises:
         ValueError: if `num_episodes` is not an int of at least 1.
@@ -40,7 +43,7 @@ class Trials(Wrapper):
     """
 
     num_episodes: int = struct.field(pytree_node=False)
-    number: jax.Array | None = None  # () int32 of the trial, see `at_episode`
+    number: jax.Array | None = None  # () int32, number of the trial, see `at_episode`
 
     def _check(self) -> None:
         checks.int_between("num_episodes", self.num_episodes)
@@ -55,26 +58,26 @@ class Trials(Wrapper):
         return super().at_episode(number).replace(number=number)
 
     def reset(self, key: chex.PRNGKey) -> tuple[WrapperState, ArrayTree]:
-        """Starts a trial: `(state, obs)`, without a previous step."""
+        """Starts a trial without a previous step; returns `(state, obs)`."""
         state, obs = self.env.reset(key)
-        # The key of the reset, as words: every episode of the trial begins with it,
-        # which the checker of key reuse takes for a mistake.
+        # Store the words of the reset key: every episode of the trial reuses the key,
+        # which the key-reuse checker would report.
         memory = jax.random.key_data(key), jnp.int32(0), self.number
         state = WrapperState(env_state=state, memory=memory)
         return state, with_previous(Agent(self.env), obs, jnp.bool_(True))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        """Takes one step, into the trial's next episode where one has ended."""
-        words, num_before, number = state.memory
-        # An environment of numbered levels stays at the one of the trial.
+        """Takes one step; starts the next episode of the trial if an episode ends."""
+        words, num_episodes, number = state.memory
+        # An environment with numbered levels keeps the level of the trial.
         env = self.env if number is None else super().at_episode(number).env
         result = cast_step(self.env.step(key, state.env_state, action))
-        ended = result.terminated | result.truncated
-        num_ended = num_before + ended.astype(jnp.int32)
-        # Endings of the others are hidden: a policy's memory must outlive them.
+        done = result.terminated | result.truncated
+        num_ended = num_episodes + done.astype(jnp.int32)
+        # Hide the endings of earlier episodes: the policy's memory must survive them.
         is_last = num_ended >= self.num_episodes
-        begins = ended & ~is_last
-        # Also across an ending within the trial, where the first step is no first one.
+        begins = done & ~is_last
+        # Pass the last action and reward also to the first step of the next episode.
         agent = Agent(self.env, action=action, reward=result.reward)
         start = jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
         env_state, obs = trees.select(

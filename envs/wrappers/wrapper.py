@@ -1,16 +1,17 @@
 """`Wrapper` and `VectorWrapper`: the base classes of all wrappers.
 
-A wrapper is an `Env` around an `Env`, pure, and a pytree like it. It changes
-observations, actions, rewards or endings, never the contract: `obs` and `state` of a
-step are the true successor, and the two endings stay apart. Wrappers go around ONE
-environment, before `vectorize`, and around each other in any order:
+A wrapper is an `Env` that contains an `Env`: it is pure and a pytree. A wrapper changes
+observations, actions, rewards or endings, but not the contract: `step` returns the true
+successor, and termination and truncation are separate flags. Wrappers apply to ONE
+environment, before `vectorize`, and can be nested in any order:
 
     env = TimeLimit(ActionRepeat(make("Pendulum-v1"), 4), 50)
 
-Some also go around a `MultiAgentEnv`, before `vectorize`; others refuse it. One that
-changes observations is an `ObsWrapper`, written for one agent.
+Some wrappers also support a `MultiAgentEnv`, before `vectorize`; all other wrappers
+raise an error. A wrapper that changes observations subclasses `ObsWrapper` and handles
+a single agent.
 
-Counts and functions are static: another value, or a new lambda, is traced again.
+Counts and functions are static: a new value or a new lambda causes a new trace.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,11 +39,11 @@ from rollout.envs.types import (
 
 
 class WrapperState(struct.PyTreeNode, kw_only=True):
-    """State of a wrapper that remembers something.
+    """State of a stateful wrapper.
 
     Attributes:
         env_state: state of the wrapped environment.
-        memory: the wrapper's own state, any pytree of arrays.
+        memory: state of the wrapper, any pytree of arrays.
     """
 
     env_state: ArrayTree
@@ -50,10 +51,10 @@ class WrapperState(struct.PyTreeNode, kw_only=True):
 
 
 class BaseWrapper(struct.PyTreeNode):
-    """Base of all wrappers: has the spaces and the agents of the wrapped environment.
+    """Base class of all wrappers. It delegates spaces and agents to the environment.
 
-    A subclass that serves several agents sets `for_agents`: "all"; or "simultaneous" if
-    they must act at every step.
+    A subclass that supports several agents sets `for_agents` to "all", or to
+    "simultaneous" if all agents must act at every step.
     """
 
     env: Any
@@ -63,18 +64,18 @@ class BaseWrapper(struct.PyTreeNode):
     def _check_agents(self) -> None:
         acts = self.simultaneous or self.for_agents == "all"
         if has_agents(self.env) and not (self.for_agents and acts):
-            kind = (
+            agents = (
                 "whose agents act at every step" if self.for_agents else "of one agent"
             )
             raise ValueError(
-                f"`env` must be an environment {kind} for `{type(self).__name__}`, got "
-                f"{type(self.env).__name__} with {len(self.env.agents)}, "
+                f"`env` must be an environment {agents} for `{type(self).__name__}`, "
+                f"got {type(self.env).__name__} with {len(self.env.agents)} agents, "
                 f"simultaneous={self.simultaneous}."
             )
 
     @property
     def _one(self) -> Any:
-        """An environment that has the spaces of the wrapped one."""
+        """An environment with the spaces of a single wrapped environment."""
         return self.env
 
     @property
@@ -87,16 +88,16 @@ class BaseWrapper(struct.PyTreeNode):
         """Space of one environment's `action`."""
         return as_space(self._one.action_space, "env.action_space")
 
-    # Of an environment of several agents.
+    # The following properties require an environment with several agents.
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """Names of the agents."""
+        """Names of all agents."""
         return self.env.agents
 
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:
-        """Agents with equal spaces, by group."""
+        """Names of the agents in each group."""
         return self.env.groups
 
     @property
@@ -116,15 +117,15 @@ class BaseWrapper(struct.PyTreeNode):
 
 
 class Wrapper(BaseWrapper):
-    """Base of wrappers of one environment: passes everything on.
+    """Base class of wrappers of single environments. The default methods delegate.
 
-    A subclass with options checks them in `_check`.
+    A subclass with options validates them in `_check`.
     """
 
     env: Any  # an `Env`, or a `MultiAgentEnv` if `for_agents`
 
     def __post_init__(self) -> None:
-        # A placeholder that jax builds pytrees with has no `step`.
+        # jax builds pytrees with placeholders, which have no `step`.
         if not hasattr(self.env, "step"):
             return
         checks.single(self.env)
@@ -132,24 +133,24 @@ class Wrapper(BaseWrapper):
         self._check()
 
     def _check(self) -> None:
-        """Raises `ValueError` if an option is not as it must be.
+        """Raises `ValueError` if an option is invalid.
 
-        It is called with other leaves than the user's, too: tracers, or the zeros of a
-        `vmap` in which nothing is mapped. So values are checked by `checks.is_known`,
-        and zeros must pass.
+        jax also calls it with leaves other than the user's values: with tracers, or
+        with zeros in a `vmap` without mapped arguments. Validate values only if
+        `checks.is_known` is True, and accept zeros.
         """
 
     def at_episode(self, number: jax.Array) -> Self:
-        """Passes the number of the episode to the wrapped environment; see `Env`."""
-        # The number may be a tracer: it becomes a leaf of the environment inside.
+        """Passes the episode number to the wrapped environment; see `Env`."""
+        # The number may be a tracer, so it becomes a leaf of the wrapped environment.
         return self.replace(env=at_episode(self.env, number))
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        """Starts an episode: `(state, obs)`."""
+        """Starts an episode; returns `(state, obs)`."""
         return self.env.reset(key)
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        """Takes one step; `obs` and `state` are the true successor."""
+        """Takes one step; returns the true successor `obs` and `state`."""
         return self.env.step(key, state, action)
 
 
@@ -158,12 +159,12 @@ class Agent(NamedTuple):
 
     Attributes:
         env: the wrapped environment.
-        group: the group of the agent; None if it is the only agent.
-        number: `()` int32, its position in `env.agents`.
-        action: its action in the last step; None at the start of an episode.
-        reward: `()` float32, its reward in the last step; None at the start.
-        state: the state of `env`.
-        info: that of the last step; None at the start of an episode.
+        group: group of the agent; None in an environment with a single agent.
+        number: `()` int32, position of the agent in `env.agents`.
+        action: action of the agent in the last step; None at the start of an episode.
+        reward: `()` float32, reward of the agent in the last step; None at the start.
+        state: state of `env`.
+        info: info of the last step; None at the start of an episode.
     """
 
     env: Any
@@ -176,7 +177,7 @@ class Agent(NamedTuple):
 
     @property
     def observation_space(self) -> AnySpace:
-        """Space of what the agent sees without the wrapper."""
+        """Space of the agent's observation before the wrapper."""
         env, group = self.env, self.group
         space = env.observation_spaces[group] if group else env.observation_space
         return as_space(space, "env.observation_space")
@@ -190,23 +191,24 @@ class Agent(NamedTuple):
 
 
 class ObsWrapper(Wrapper):
-    """Base of wrappers that change observations, written for one agent.
+    """Base class of wrappers that change observations, written for a single agent.
 
-    With several agents, `show` is called once per group, mapped over its members by
+    For several agents `show` is called once per group and mapped over the members with
     `jax.vmap`.
     """
 
     def space(self, agent: Agent) -> AnySpace:
-        """Space of what the agent sees."""
+        """Returns the space of the agent's new observation."""
         raise NotImplementedError
 
     def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
-        """Returns what the agent sees instead of `obs`, and the new memory.
+        """Returns the agent's new observation and the new memory.
 
         Args:
             agent: the agent, with its last action and reward.
-            obs: what it sees without the wrapper.
-            memory: what the last call in the episode returned; None at its start.
+            obs: observation of the agent before the wrapper.
+            memory: memory returned by the previous call in the episode; None at the
+                start of an episode.
         """
         raise NotImplementedError
 
@@ -221,7 +223,7 @@ class ObsWrapper(Wrapper):
         return {group: self.space(Agent(self.env, group)) for group in self.groups}
 
     def reset(self, key: chex.PRNGKey) -> tuple:
-        """Starts an episode: `(state, obs)`, or with several agents and `acting`."""
+        """Starts an episode; returns `(state, obs)`, and `acting` if multi-agent."""
         state, obs, *acting = self.env.reset(key)
         obs, memory = self._show_each(Agent(self.env, state=state), obs, None)
         return WrapperState(env_state=state, memory=memory), obs, *acting
@@ -230,35 +232,35 @@ class ObsWrapper(Wrapper):
         """Takes one step."""
         result = self.env.step(key, state.env_state, action)
         reward = jnp.asarray(result.reward, jnp.float32)
-        every = Agent(self.env, None, 0, action, reward, result.state, result.info)
-        obs, memory = self._show_each(every, result.obs, state.memory)
+        agent = Agent(self.env, None, 0, action, reward, result.state, result.info)
+        obs, memory = self._show_each(agent, result.obs, state.memory)
         state = WrapperState(env_state=result.state, memory=memory)
         return result.replace(state=state, obs=obs)
 
-    def _show_each(self, every: Agent, obs: Any, memory: Any) -> tuple[Any, Any]:
-        """Calls `show` for each agent; `every` has the actions and rewards of all."""
+    def _show_each(self, agent: Agent, obs: Any, memory: Any) -> tuple[Any, Any]:
+        """Calls `show` for each agent; `agent` has the stacked actions and rewards."""
         if not has_agents(self.env):
-            return self.show(every, obs, memory)
-        # Groups differ in their spaces, so each is mapped over by itself. The reward is
-        # one array of all agents, `[A]`, of which a group takes its members.
-        shown, memories = {}, {}
+            return self.show(agent, obs, memory)
+        # Groups have different spaces, so each group has a separate `vmap`. The reward
+        # is one array `[A]` of all agents, so gather the members of the group.
+        results, memories = {}, {}
         for group, members in self.groups.items():
 
-            def show(obs: Any, memory: Any, own: Any, group: str = group) -> tuple:
-                return self.show(every._replace(group=group, **own), obs, memory)
+            def show(obs: Any, memory: Any, attrs: Any, group: str = group) -> tuple:
+                return self.show(agent._replace(group=group, **attrs), obs, memory)
 
             number = jnp.asarray([self.agents.index(x) for x in members], jnp.int32)
-            own: dict[str, Any] = {"number": number}
+            attrs: dict[str, Any] = {"number": number}
             if memory is not None:
-                own |= {"action": every.action[group], "reward": every.reward[number]}
-            # At a start there is no memory, and `None` has no axis to map.
-            made = jax.vmap(show)(obs[group], memory and memory[group], own)
-            shown[group], memories[group] = made
-        return shown, memories
+                attrs |= {"action": agent.action[group], "reward": agent.reward[number]}
+            # Memory is None at the start of an episode, and None has no mapped axis.
+            result = jax.vmap(show)(obs[group], memory and memory[group], attrs)
+            results[group], memories[group] = result
+        return results, memories
 
 
 class VectorWrapper(BaseWrapper, VectorEnv):
-    """Base of wrappers of a `VectorEnv`: passes everything on."""
+    """Base class of wrappers of a `VectorEnv`. The default methods delegate."""
 
     env: VectorEnv
 
@@ -275,34 +277,35 @@ class VectorWrapper(BaseWrapper, VectorEnv):
 
     @property
     def sharding(self) -> Any:
-        """Sharding of the lanes, if `rollout.shard` made one; else None."""
+        """Sharding of the lanes from `rollout.shard`; None if they are not sharded."""
         return self.env.sharding
 
     @property
     def learns(self) -> bool:
-        """Whether observations depend on statistics that are not fixed yet."""
+        """Whether observations depend on running (not fixed) statistics."""
         return self.env.learns
 
     def freeze(self, env_state: ArrayTree) -> Self:
-        """Fixes what the environments learn, to evaluate with it.
+        """Fixes the running statistics of the environments, for evaluation.
 
         Args:
-            env_state: `carry.env_state` of the same wrappers, around any number of
-                environments. Only the statistics in it are read.
+            env_state: `carry.env_state` of the same wrappers, with any `num_envs`. Only
+                its statistics are read.
 
         Returns:
-            The same environments, which use the statistics of `env_state` and never
-            change them, also after a `reset`. They accept carries of these.
+            The same environments with the statistics of `env_state`, which are no
+            longer updated, also after a `reset`. The returned environments accept
+            carries of the original environments.
         """
-        # A wrapper that keeps no state of its own has the state of the wrapped one.
+        # A stateless wrapper has the state of the wrapped environment.
         return self.replace(env=self.env.freeze(env_state))
 
     def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
-        """Normalises raw observations; see `NormalizeObs.normalize_obs`."""
+        """Normalizes raw observations; see `NormalizeObs.normalize_obs`."""
         return self.env.normalize_obs(obs)
 
     def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        """Starts an episode in every lane: `(state, obs)`."""
+        """Starts an episode in every lane; returns `(state, obs)`."""
         return self.env.reset(keys)
 
     def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
@@ -312,7 +315,7 @@ class VectorWrapper(BaseWrapper, VectorEnv):
     def reset_done(
         self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
     ) -> Lanes:
-        """Starts a new episode in the lanes whose episode is over."""
+        """Starts new episodes in the done lanes."""
         return self.env.reset_done(key_fn, done, lanes)
 
 
@@ -320,8 +323,8 @@ def cast_step(result: EnvStep) -> EnvStep:
     """Casts the reward to float32 and the flags to bool, and drops weak types."""
     if result.raw_reward is not None:
         raise ValueError(
-            "`env.step` must leave `raw_reward` as None, got one of a single "
-            "environment: only wrappers of a `VectorEnv` have it."
+            "`env.step` must leave `raw_reward` as None, got a value. Only wrappers of "
+            "a `VectorEnv` may set it."
         )
     return EnvStep(
         state=strong(result.state),
@@ -334,7 +337,7 @@ def cast_step(result: EnvStep) -> EnvStep:
 
 
 def with_names(info: ArrayTree, added: dict[str, ArrayTree]) -> dict[str, ArrayTree]:
-    """Adds values to the `info` of a step, a dict that has none of these names."""
+    """Adds entries to the `info` of a step, a dict without entries of these names."""
     if not isinstance(info, dict) or added.keys() & info.keys():
         got = sorted(info) if isinstance(info, dict) else type(info).__name__
         raise ValueError(

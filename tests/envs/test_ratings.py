@@ -73,7 +73,7 @@ def test_rows_that_do_not_count_are_dropped_with_one_warning(tmp_path):
     path = tmp_path / "ratings.csv"
     rows = ["5,b,1", ",b,2", "5,,", "6,a,inf", "6,c,", "7,c,1e300", "7,a,4", "5,b,3"]
     path.write_text("\n".join(["user_id,item_id,feedback", *rows]))
-    message = "5 of 8 records: 2 .*id, 3 .*feedback"
+    message = "5 of 8 records of `data`: 2 .*id, 3 .*feedback"
     with pytest.warns(UserWarning, match=message) as caught:
         tables = from_interactions(path, missing=0)
     assert [x.filename for x in caught] == [__file__]
@@ -137,7 +137,7 @@ def test_masked_item_may_be_recommended_unless_no_item_is_shown_twice():
 LARGE = 2**53
 
 
-@pytest.mark.filterwarnings("ignore:`data` lost .* missing_id")
+@pytest.mark.filterwarnings("ignore:Dropped .* missing_id")
 @pytest.mark.parametrize(
     ("users", "ids"),
     [

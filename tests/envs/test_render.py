@@ -94,7 +94,7 @@ def test_an_environment_can_be_rendered_where_gymnax_draws_it(env_id):
         frames, _ = open_frames(envs.render_gif(env, states, np.zeros(1)))
         assert len(frames) == 2
     else:
-        with pytest.raises(ValueError, match="one that its suite draws, or"):
+        with pytest.raises(ValueError, match="have a renderer in its suite or"):
             envs.render_gif(env, states, np.zeros(1))
 
 

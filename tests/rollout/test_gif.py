@@ -291,7 +291,7 @@ class Short(Drawn):
     ("kind", "message"),
     [
         (Pale, r"of Pale must return frames of \[H, W, 3\] uint8, got float32"),
-        (Short, r"of Short must return a frame of each state, 3, got 2\."),
+        (Short, r"of Short must return one frame per state, 3, got 2\."),
     ],
 )
 def test_drawings_that_are_no_frames_are_named(kind, message):

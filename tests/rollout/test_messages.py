@@ -295,7 +295,7 @@ MESSAGES = [
     (lambda: draw_episode(on_host(), None, KEY, 9), "render frames, got HostCount"),
     (
         lambda: draw_episode(make_collector("count"), None, KEY, 9),
-        "that its suite draws, or have `render_frames`",
+        "in its suite or a method `render_frames`",
     ),
     (lambda: rollout.record_gif(ROWS, None, KEY, "a.gif"), "`collector` must be a `C"),
     (

@@ -55,5 +55,5 @@ def test_missing_download_is_reported(monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr(suite.registry, "load", load)
-    with pytest.raises(ValueError, match="Go1Getup cannot be made here: no network"):
+    with pytest.raises(ValueError, match="Go1Getup cannot be created here: no network"):
         envs.make("playground:Go1Getup")

@@ -132,7 +132,9 @@ def test_space_without_bounds_is_refused():
             return jnp.int32(0)
 
     odd = envs.TransformObs(CountEnv(), lambda obs: jnp.int32(0), Odd())
-    with pytest.raises(ValueError, match=r"made of Box, Discrete, .* to be flattened"):
+    with pytest.raises(
+        ValueError, match=r"consist of Box, Discrete, .* to be flattened"
+    ):
         _ = FlattenObs(odd).observation_space
     two = spaces.Dict({"a": envs.Discrete(2), "b": envs.Discrete(3)})
     with pytest.raises(ValueError, match=r"have the 2 parts of .*, got \['a'\]"):

@@ -321,7 +321,7 @@ def test_parts_that_only_leaves_out_stay_as_they_are():
         raw_obs, obs = start(KEYS)
     assert (obs["n"].dtype, obs["odd"][1].dtype) == ("float32", "float32")
     chex.assert_trees_all_equal(obs["odd"][::2], raw_obs["odd"][::2])
-    with pytest.raises(ValueError, match=r"are numbers, n, odd/1, odd/2, got speed"):
+    with pytest.raises(ValueError, match=r"\(n, odd/1, odd/2\), got speed"):
         jax.eval_shape(envs.NormalizeObs(inner, only=["n", "speed"]).reset, KEYS)
 
 
@@ -363,7 +363,7 @@ def test_what_numbers_or_marks_things_is_not_normalised(only, want):
     unbounded = {x: envs.Box(-np.inf, np.inf, MARKED[x].shape) for x in want}
     assert env.observation_space.spaces == MARKED | unbounded
     for name in ("action_mask", "mask", "place", "places"):
-        with pytest.raises(ValueError, match="numbers, number, pixels, speed, got"):
+        with pytest.raises(ValueError, match=r"\(number, pixels, speed\), got"):
             jax.eval_shape(envs.NormalizeObs(env.env, only=[name]).reset, KEYS)
 
 

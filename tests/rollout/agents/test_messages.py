@@ -103,7 +103,7 @@ CASES = [
     (lambda: mapped(drawn, groups={"x": ["some"]}), f"{GROUPS} {{'x': ['some']}}"),
     (lambda: mapped(drawn, groups={"x": []}), f"{GROUPS} {{'x': []}}"),
     (lambda: mapped(groups={"x": ["all"]}), "of a mapping function (none) to"),
-    (lambda: agents.policy_map({"x": policy()}, MAPPING, SINGLE), "several agents, as"),
+    (lambda: agents.policy_map({"x": policy()}, MAPPING, SINGLE), "several agents, fo"),
     (lambda: mapped(env=SINGLE), "of several agents, got float32 of shape (4, 1)"),
     # population
     (lambda: agents.Population("x", 2), "stateless_policy` makes, got str 'x'"),

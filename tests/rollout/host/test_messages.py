@@ -143,7 +143,7 @@ CASES = {
         (lambda: stream(on_fault="drop", check_finite=True), '"drop"` needs'),
     ),
     "what is for the other kind": (
-        (lambda: in_jax().replace(env=HostCount(2)), "go into a `HostCollector`"),
+        (lambda: in_jax().replace(env=HostCount(2)), "to a `HostCollector`"),
         (lambda: rollout.shard(collector(), jax.make_mesh((2,), ("lanes",))), IN_JAX),
     ),
     "RayCollector": (
