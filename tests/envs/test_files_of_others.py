@@ -173,7 +173,7 @@ def test_environment_that_was_not_adapted_is_told_by_what(env, adapter):
 
 
 def test_old_gym_is_refused_with_what_to_put_around_it():
-    with pytest.raises(ValueError, match=r"got OldGym of gym before 0.26.*around it"):
+    with pytest.raises(ValueError, match=r"got OldGym of gym before 0.26.*Wrap it in"):
         envs.from_gymnasium(OldGym, B)
 
 
@@ -231,7 +231,7 @@ def test_class_in_the_style_of_brax_may_draw_itself():
 def test_environment_in_the_style_of_brax_without_physics_is_not_drawn():
     env = WALKS["brax"]()
     assert not envs.render.can_render(env)
-    with pytest.raises(ValueError, match=r"have `render_frames`, got Point"):
+    with pytest.raises(ValueError, match=r"method `render_frames`, got Point"):
         rollout.record_gif(at_random(envs.vectorize(env, B)), None, KEY, "a.gif")
 
 

@@ -106,7 +106,7 @@ CASES = [
     (lambda: agents.policy_map({"x": policy()}, MAPPING, SINGLE), "several agents, fo"),
     (lambda: mapped(env=SINGLE), "of several agents, got float32 of shape (4, 1)"),
     # population
-    (lambda: agents.Population("x", 2), "stateless_policy` makes, got str 'x'"),
+    (lambda: agents.Population("x", 2), "stateless_policy` returns, got str 'x'"),
     (lambda: agents.Population(policy(), 0), "`size` must be an int of at least 1"),
     (lambda: league(np.zeros(6)), "with the leading axes (5,), got float32"),
     # agent_transitions

@@ -25,7 +25,8 @@ CASES = [
     # Counts.
     ([*RUN, "--num-envs=0"], "argument --num-envs: must be at least 1, got 0"),
     ([*RUN, "--num-steps=many"], "--num-steps: invalid count value: 'many'"),
-    ([*RUN, "--seed=1.5"], "argument --seed: invalid int value: '1.5'"),
+    ([*RUN, "--seed=1.5"], "argument --seed: invalid seed value: '1.5'"),
+    ([*RUN, f"--seed={2**32}"], "argument --seed: must be from 0 to 2^32 - 1, got"),
     # Parameters of the environment.
     ([*RUN, "--env-param=gravity"], "a Python literal, got 'gravity'"),
     ([*RUN, "--env-param==1"], "must be NAME=VALUE, VALUE a Python"),

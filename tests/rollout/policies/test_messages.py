@@ -108,7 +108,7 @@ MASKED = (
 FLOATS = "`action_space` must have a float dtype"
 EPSILON, LEAST = "`epsilon` must be in [0, 1]", "must be at least 0 and finite"
 PROCESS = "`theta` * `dt` below 2, or the noise grows without bound, got"
-INNER_FLAG = "`no_valid_action` must be one flag per lane: bool of shape (4,)"
+INNER_FLAG = "`no_valid_action` must be one bool per lane: bool of shape (4,)"
 CASES = [
     # What a policy returns.
     (lambda: collect(policy(jnp.zeros(B))), f"{ACTIONS} float32 of shape (4,)"),
