@@ -269,7 +269,7 @@ def statistics_are_fixed(collector: Any) -> None:
     """Raises if observations depend on what the environments still learn."""
     if collector.env.learns:
         raise ValueError(
-            "`collector` must have normalising wrappers with the statistics of "
+            "`collector` must have normalizing wrappers with the statistics of "
             f"training, got {type(collector.env).__name__} that learns them: pass "
             "`collector.freeze(carry)` with the carry of the training."
         )

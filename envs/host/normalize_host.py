@@ -1,4 +1,4 @@
-"""`NormalizeHostEnv`: normalises host environments by running statistics."""
+"""`NormalizeHostEnv`: normalizes host environments by running statistics."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from rollout.envs.wrappers.running_stats import Statistics
 
 @dataclasses.dataclass(eq=False)
 class NormalizeHostEnv(HostWrapper):
-    """Normalises observations and rewards of a `HostVectorEnv`.
+    """Normalizes observations and rewards of a `HostVectorEnv`.
 
     It does what `NormalizeReward` and `NormalizeObs` do in JAX, with one set of
     statistics for all environments, in this process or in workers. The statistics are
@@ -35,7 +35,7 @@ class NormalizeHostEnv(HostWrapper):
         env: `B` environments side by side.
         gamma: the learner's discount per step, in [0, 1], for the scale of the rewards;
             None leaves rewards as they are.
-        only: names of the parts of the observation to normalise, as `NormalizeObs` has
+        only: names of the parts of the observation to normalize, as `NormalizeObs` has
             it; None for floats and images, `()` for none.
         epsilon: added to variances, above 0.
         statistics: fixed statistics, set by `freeze`; None if they are learnt.
@@ -71,7 +71,7 @@ class NormalizeHostEnv(HostWrapper):
         self._discounted = np.zeros(self.num_envs, np.float32)
         self.restart(None)
         self._obs = jax.tree.map(np.array, self._normalize(self._raw))
-        # Unbounded where it is normalised.
+        # Unbounded where it is normalized.
         mean = self._statistics[0].mean
         self.observation_space = running_stats.normalized_space(
             self._space, mean, self._obs
@@ -85,7 +85,7 @@ class NormalizeHostEnv(HostWrapper):
         return dataclasses.replace(self, statistics=new)
 
     def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
-        """Normalises raw observations, in JAX; see `NormalizeObs.normalize_obs`."""
+        """Normalizes raw observations, in JAX; see `NormalizeObs.normalize_obs`."""
         if self.statistics is None:
             raise ValueError(NOT_FROZEN)
         raw = jax.tree.map(jnp.asarray, obs)
@@ -126,7 +126,7 @@ class NormalizeHostEnv(HostWrapper):
         self._obs = jax.tree.map(np.array, obs)
 
     def _take(self, result: HostStep, at: Any) -> HostStep:
-        """Learns from a step of the environments `at`, and normalises it."""
+        """Learns from a step of the environments `at`, and normalizes it."""
         # A lane that failed has no observation, one that reset itself no reward.
         counts = ~result.faulty
         if result.mask is not None:
