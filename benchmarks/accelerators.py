@@ -41,7 +41,7 @@ NUM_STEPS, FEW_STEPS = 128, 16
 LARGE = 2**31  # bytes of `[T, B, ...]` observations; larger ones use FEW_STEPS
 
 
-def recorded(t: rollout.Transition) -> tuple[Any, ...]:
+def recorded_fields(t: rollout.Transition) -> tuple[Any, ...]:
     """Selects the fields that PureJaxRL's loop records."""
     flags, totals = (t.terminated, t.truncated), (t.episode_return, t.episode_length)
     return t.obs, t.action, t.reward, flags, t.extras, totals
@@ -57,7 +57,7 @@ def loop_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
             for policy in args.policies:
                 case = Case(env_id, num_envs, policy, num_steps)
                 params, pair = jax.eval_shape(make_policy(case)[1], KEY), []
-                for init, run in (our_loop(case, recorded), gymnax_loop(case)):
+                for init, run in (our_loop(case, recorded_fields), gymnax_loop(case)):
                     carry = jax.eval_shape(init, KEY)
                     options = {"accelerator": accelerator}
                     result = rollout.inspect_program(run, carry, params, **options)

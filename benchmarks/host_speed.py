@@ -77,7 +77,7 @@ TASKS: dict[str, tuple[str, MakeEnv, int]] = {
 }
 
 
-class Slow(gymnasium.Env):
+class SlowEnv(gymnasium.Env):
     """An environment with exponentially distributed step times."""
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (4,))
@@ -151,7 +151,7 @@ class Network:
         return program
 
 
-def numpy() -> VectorEnv:
+def numpy_cartpole() -> VectorEnv:
     """Makes Gymnasium's CartPole that steps all environments as one NumPy array."""
     mode = "vector_entry_point"
     return gymnasium.make_vec("CartPole-v1", NUM_ENVS, vectorization_mode=mode)
@@ -205,8 +205,8 @@ def loop_rows(args: Namespace) -> Iterator[dict[str, str]]:
     sync = functools.partial(SyncVectorEnv, [make_cartpole] * NUM_ENVS, **DISABLED)
     cartpoles = {
         "one array": {
-            "plain": network.plain_loop(numpy(), resets=False),
-            "`HostCollector`": host(envs.from_gymnasium(numpy())),
+            "plain": network.plain_loop(numpy_cartpole(), resets=False),
+            "`HostCollector`": host(envs.from_gymnasium(numpy_cartpole())),
         },
         "`SyncVectorEnv`": {
             "plain": network.plain_loop(sync(), resets=True),
@@ -231,10 +231,10 @@ def loop_rows(args: Namespace) -> Iterator[dict[str, str]]:
 
 def waiting_rows(args: Namespace) -> Iterator[dict[str, str]]:
     """Times eight slow workers: rows of all workers, or of `num_ready` workers."""
-    network = Network(Slow)
+    network = Network(SlowEnv)
     collectors = {
         num_ready: network.collector(
-            envs.make_worker_envs([Slow] * 8, 8),
+            envs.make_worker_envs([SlowEnv] * 8, 8),
             num_ready=None if num_ready == 8 else num_ready,
         )
         for num_ready in (8, 4, 2, 1)
@@ -261,7 +261,7 @@ def peer_rows(args: Namespace) -> Iterator[dict[str, str]]:
     network = Network(make_cartpole)
     host_envs = {
         "`HostCollector`": envs.from_gymnasium("CartPole-v1", NUM_ENVS),
-        "one array": envs.from_gymnasium(numpy()),
+        "one array": envs.from_gymnasium(numpy_cartpole()),
     }
     programs = {x: network.collect(network.collector(y)) for x, y in host_envs.items()}
     rates: dict[str, list[float]] = {}

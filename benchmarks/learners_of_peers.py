@@ -202,7 +202,7 @@ def make_rejax(env_id: str, config: PPOSettings | DQNSettings) -> Learner:
     return make(env_id, config)
 
 
-def _quiet(algorithm: Any) -> Any:
+def _without_evals(algorithm: Any) -> Any:
     """Disables evaluations during training, which the other libraries do not have."""
     return algorithm.replace(eval_callback=lambda *_: (), skip_initial_evaluation=True)
 
@@ -222,7 +222,7 @@ def _rejax_ppo(env_id: str, config: PPOSettings) -> Learner:
     is_robot = env_id.startswith("brax:")
     make_env = _make_robot if is_robot else make_one_flag
     env, env_params = make_env(env_id)
-    algorithm = _quiet(
+    algorithm = _without_evals(
         rejax.PPO.create(
             env=env,
             env_params=env_params,
@@ -267,7 +267,7 @@ def _rejax_dqn(env_id: str, config: DQNSettings) -> Learner:
         activation=linen.relu,
         action_dim=env.num_actions,
     )
-    algorithm = _quiet(
+    algorithm = _without_evals(
         rejax.DQN.create(
             env=env,
             env_params=env_params,

@@ -103,7 +103,7 @@ def makers(folder: Path | None) -> Makers:
     return fns
 
 
-def timed(fn: Callable[[], Any]) -> tuple[Any, float]:
+def time_call(fn: Callable[[], Any]) -> tuple[Any, float]:
     """Returns the result of `fn()` and its CPU seconds, summed over all threads."""
     start = time.process_time()
     result = jax.block_until_ready(fn())
@@ -139,9 +139,9 @@ def run(
                 learner = learners[name] = make(*task)
                 evaluators[name] = make_evaluator(learner, task[0])
                 lowered = jax.jit(learner.train).lower(key)
-                programs[name], values["compile"] = timed(lowered.compile)
+                programs[name], values["compile"] = time_call(lowered.compile)
             program = functools.partial(programs[name], key)
-            result, seconds = timed(program)
+            result, seconds = time_call(program)
             params = learners[name].params(result)
             stats = rollout.evaluate(evaluators[name], params, eval_key, NUM_EPISODES)
             values["seconds"][str(seed)] = seconds

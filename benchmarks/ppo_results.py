@@ -2,7 +2,7 @@
 
 Trains five seeds of every task and evaluates the final parameters in 1,000 episodes
 (robots: 100), with actions sampled as in training. On brax, also trains PureJaxRL's
-script with the same settings. With `--details`, trains every task again for each
+script with the same settings. With `--details`, trains the tasks again for each
 changed detail.
 
     pip install ".[brax,mujoco,bench]" optax scipy

@@ -93,7 +93,7 @@ def six_of(t: rollout.Transition) -> tuple[Any, ...]:
     return t.obs, t.action, t.reward, t.done, *totals
 
 
-def everyones_loop(case: Case) -> Loop:
+def purejaxrl_loop(case: Case) -> Loop:
     """Makes `gymnax loop`; its info is reduced to episode return and length."""
     init, run = gymnax_loop(case)
 
@@ -121,7 +121,7 @@ def measure_loops(case: Case, repeats: int) -> tuple[dict[str, str], dict[str, s
     params = make_policy(case)[1](jax.random.key(1))
     loops = {
         "rollout": our_loop(case, six_of),
-        "gymnax loop": everyones_loop(case),
+        "gymnax loop": purejaxrl_loop(case),
         "bare loop": bare_loop(case),
         "all fields": our_loop(case, lambda t: t.replace(extras=())),
     }

@@ -28,7 +28,7 @@ BATCH = NUM_ENVS * NUM_STEPS
 CARTPOLE, BREAKOUT = "CartPole-v1", "Breakout-MinAtar"
 
 
-def stream(env_id: str, *, delay: float = 0.0, **options: Any) -> Program:
+def stream_loop(env_id: str, *, delay: float = 0.0, **options: Any) -> Program:
     """Makes a program that waits for the next batch and then sleeps for `delay`."""
     options = {"key": jax.random.key(0), "steps_per_batch": BATCH, **options}
     batches, stats = rollout.Stream(lanes(env_id, NUM_ENVS), **options), ()
@@ -43,7 +43,7 @@ def stream(env_id: str, *, delay: float = 0.0, **options: Any) -> Program:
     return step
 
 
-def bare(env_id: str) -> Program:
+def bare_loop(env_id: str) -> Program:
     """Makes one iteration of a plain loop around `collect_steps`."""
     collector = lanes(env_id, NUM_ENVS)
     carry = collector.init(jax.random.key(0))
@@ -61,34 +61,34 @@ def bare(env_id: str) -> Program:
     return step
 
 
-def ahead(repeats: int) -> tuple[Program, Program]:
+def prefetch_pair(repeats: int) -> tuple[Program, Program]:
     """Makes streams for a loop that works on the host as long as a collection takes."""
     size = {"steps_per_batch": 16 * BATCH}  # `sleep` is accurate for delays of 0.1 s
-    alone = measure({"": stream(CARTPOLE, **size)}, repeats, warmup=4)[""].wall
-    return tuple(stream(CARTPOLE, prefetch=x, delay=alone, **size) for x in (1, 0))
+    alone = measure({"": stream_loop(CARTPOLE, **size)}, repeats, warmup=4)[""].wall
+    return tuple(stream_loop(CARTPOLE, prefetch=x, delay=alone, **size) for x in (1, 0))
 
 
 PAIRS: dict[str, Callable[[int], tuple[Program, Program]]] = {
-    "`prefetch=1` / `prefetch=0`, own work as long as a collection": ahead,
+    "`prefetch=1` / `prefetch=0`, own work as long as a collection": prefetch_pair,
     "`reuse_memory=True` / `reuse_memory=False`, Breakout": lambda _: (
-        stream(BREAKOUT, reuse_memory=True),
-        stream(BREAKOUT),
+        stream_loop(BREAKOUT, reuse_memory=True),
+        stream_loop(BREAKOUT),
     ),
     "stream / a bare loop with statistics": lambda _: (
-        stream(CARTPOLE),
-        bare(CARTPOLE),
+        stream_loop(CARTPOLE),
+        bare_loop(CARTPOLE),
     ),
     "stream with `reuse_memory=True` / a bare loop with statistics": lambda _: (
-        stream(CARTPOLE, reuse_memory=True),
-        bare(CARTPOLE),
+        stream_loop(CARTPOLE, reuse_memory=True),
+        bare_loop(CARTPOLE),
     ),
     "`check_finite` / none, CartPole": lambda _: (
-        stream(CARTPOLE, check_finite=True),
-        stream(CARTPOLE),
+        stream_loop(CARTPOLE, check_finite=True),
+        stream_loop(CARTPOLE),
     ),
     "`check_finite` / none, Breakout": lambda _: (
-        stream(BREAKOUT, check_finite=True),
-        stream(BREAKOUT),
+        stream_loop(BREAKOUT, check_finite=True),
+        stream_loop(BREAKOUT),
     ),
 }
 

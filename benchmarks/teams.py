@@ -157,7 +157,7 @@ def measure(run: Callable[[], Any]) -> dict[str, Any]:
     return {"curve": curve, "s": seconds, "compile": compiling, "bytes": nbytes}
 
 
-def last(curve: list[float]) -> float:
+def final_value(curve: list[float]) -> float:
     """Computes the mean over the last tenth of a curve."""
     return statistics.mean(curve[-len(curve) // 10 :])
 
@@ -171,7 +171,7 @@ def table(results: dict[str, Any]) -> str:
     for task, by_maker in results.items():
         cells = []
         for maker in ("ours", "theirs"):
-            ends = [[last(x["curve"])] for x in by_maker.get(maker, {}).values()]
+            ends = [[final_value(x["curve"])] for x in by_maker.get(maker, {}).values()]
             mean, half = curves.band(ends) if ends else ([], [])
             cells.append(f"{mean[0]:.2f} ± {half[0]:.2f}" if ends else "")
         ratios = ["", "", ""]
@@ -249,7 +249,7 @@ def main() -> None:
                 if str(seed) not in stored:
                     stored[str(seed)] = measure(run)
                     curve = stored[str(seed)]["curve"]
-                    print(task, maker, seed, f"{last(curve):.2f}", flush=True)
+                    print(task, maker, seed, f"{final_value(curve):.2f}", flush=True)
                     args.file.write_text(json.dumps(done))
     print(table(done))
     if args.plot:
