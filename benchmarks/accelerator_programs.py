@@ -1,7 +1,7 @@
-"""Programs of the parts of the library, for `accelerators.py` to compile.
+"""Programs of the library that `accelerators.py` compiles.
 
-Each maker returns `(program, arguments, options)` of `rollout.inspect_program`.
-Arguments are shapes; nothing is computed.
+Each function returns `(program, arguments, options)` for `rollout.inspect_program`.
+Arguments are shapes: nothing is computed.
 """
 
 import functools
@@ -29,10 +29,10 @@ from rollout.stream.batch import make_batch
 ENV_ID, NUM_ENVS, NUM_STEPS = "CartPole-v1", 2048, 128
 CONFIG = recipes.PUREJAXRL.replace(num_updates=1, num_envs=NUM_ENVS)
 CAPACITY, BATCH_SIZE, NUM_EPISODES, NUM_ACTIONS = 2**20, 256, 4096, 512
-DEAR = 200  # steps that a reset costs
+RESET_STEPS = 200  # environment steps per reset
 RESETS = ("flat", "loop")
 AUTO_RESETS = ("auto", "compact", "select", "switch")
-Made = tuple[Any, tuple[Any, ...], dict[str, Any]]
+ProgramSpec = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def _collector(env: Any = ENV_ID, policy: Any = None, **options: Any) -> Any:
@@ -48,7 +48,7 @@ def _rows(collector: Any, params: Any = None) -> Any:
     return jax.eval_shape(collect, collector, _carry(collector), params)[1]
 
 
-def _steps(collector: Any, params: Any = None) -> Made:
+def _steps(collector: Any, params: Any = None) -> ProgramSpec:
     return collector, (params,), {"num_steps": NUM_STEPS}
 
 
@@ -57,20 +57,20 @@ def _network_policy() -> tuple[Any, Any]:
     return jax.eval_shape(init, KEY), policy
 
 
-def ppo() -> Made:
-    """An update of `rollout/recipes/ppo.py`, four epochs of four minibatches."""
+def ppo() -> ProgramSpec:
+    """One update of `rollout/recipes/ppo.py` with four epochs of four minibatches."""
     env = envs.make_vec(ENV_ID, NUM_ENVS)
     agent = PPO(env, Config(num_updates=1, num_minibatches=4))
     return agent.update, (jax.eval_shape(agent.init, KEY),), {}
 
 
-def ppo_purejaxrl(folder: Path) -> Made:
-    """PureJaxRL's script, a training of one update."""
+def ppo_purejaxrl(folder: Path) -> ProgramSpec:
+    """A training run of one update with PureJaxRL's script."""
     return learners_of_peers.make_purejaxrl(ENV_ID, CONFIG, folder).train, (KEY,), {}
 
 
-def gae() -> Made:
-    """Advantages alone."""
+def gae() -> ProgramSpec:
+    """Advantage estimation without the rest of the update."""
     params, policy = _network_policy()
     trajectory = _rows(_collector(policy=policy), params)
     t, value = trajectory, trajectory.extras["value"]
@@ -78,8 +78,8 @@ def gae() -> Made:
     return fn, (t.reward, value, value, t.terminated, t.truncated), {}
 
 
-def collect_episodes() -> Made:
-    """Exactly N episodes."""
+def collect_episodes() -> ProgramSpec:
+    """Collection of exactly N episodes."""
     collector = _collector()
 
     def fn(carry: Any) -> Any:
@@ -89,8 +89,8 @@ def collect_episodes() -> Made:
     return fn, (_carry(collector),), {}
 
 
-def evaluate() -> Made:
-    """Statistics of exactly N episodes."""
+def evaluate() -> ProgramSpec:
+    """Evaluation: statistics of exactly N episodes."""
     collector = _collector()
 
     def fn(key: jax.Array) -> Any:
@@ -101,8 +101,8 @@ def evaluate() -> Made:
     return fn, (KEY,), {}
 
 
-def stream_fill() -> Made:
-    """A batch of a `Stream`."""
+def stream_fill() -> ProgramSpec:
+    """One batch of a `Stream`."""
     collector = _collector()
     size = {"steps_per_batch": NUM_ENVS * NUM_STEPS, "check_finite": True}
     stream = rollout.Stream(collector, key=jax.random.key(0), **size)
@@ -111,14 +111,14 @@ def stream_fill() -> Made:
     return jax.jit(make_batch, static_argnums=(0, 1)), arguments, {}
 
 
-def _buffer(kind: Any, method: str, **options: Any) -> Made:
-    """A method of a buffer, whose state is donated where it is replaced."""
-    buffer = kind(capacity=CAPACITY, num_envs=NUM_ENVS, **options)
-    row = jax.tree.map(lambda x: x.update(shape=x.shape[1:]), _rows(_collector()))
-    state = jax.eval_shape(buffer.init, row)
+def _buffer(buffer_type: Any, method: str, **options: Any) -> ProgramSpec:
+    """A method of a buffer. Methods that return a new state donate the old one."""
+    buffer = buffer_type(capacity=CAPACITY, num_envs=NUM_ENVS, **options)
+    t = jax.tree.map(lambda x: x.update(shape=x.shape[1:]), _rows(_collector()))
+    state = jax.eval_shape(buffer.init, t)
     if method == "add":
-        add = jax.jit(lambda s, row: buffer.add(s, row), donate_argnums=0)
-        return add, (state, row), {}
+        add = jax.jit(lambda s, t: buffer.add(s, t), donate_argnums=0)
+        return add, (state, t), {}
     if method == "sample":
         return lambda s, key: buffer.sample(s, key, BATCH_SIZE), (state, KEY), {}
     indices = jax.ShapeDtypeStruct((BATCH_SIZE,), jnp.int32)
@@ -129,8 +129,8 @@ def _buffer(kind: Any, method: str, **options: Any) -> Made:
     return update, (state, indices, priorities), {}
 
 
-def masked_random() -> Made:
-    """A random policy that obeys a mask, once."""
+def masked_random() -> ProgramSpec:
+    """One call of a random policy with an action mask."""
     action_mask_fn = lambda obs: obs  # noqa: E731
     policy = rollout.random_policy(
         envs.Discrete(NUM_ACTIONS), action_mask_fn=action_mask_fn
@@ -139,19 +139,19 @@ def masked_random() -> Made:
     return lambda mask, key: policy.apply(None, mask, (), key), (mask, KEY), {}
 
 
-def _wrapped(wrap: Callable[[Any], Any]) -> Made:
-    """Steps of one environment that is wrapped."""
+def _wrapped(wrap: Callable[[Any], Any]) -> ProgramSpec:
+    """Collection of steps with a wrapper around a single environment."""
     return _steps(_collector(wrap(envs.make(ENV_ID))))
 
 
-def _wrapped_vector(wrap: Callable[[Any], Any]) -> Made:
-    """Steps of lanes that are wrapped."""
+def _wrapped_vector(wrap: Callable[[Any], Any]) -> ProgramSpec:
+    """Collection of steps with a wrapper around a vectorized environment."""
     collector = _collector()
     return _steps(collector.replace(env=wrap(collector.env)))
 
 
-def recurrent() -> Made:
-    """A GRU of 64."""
+def recurrent() -> ProgramSpec:
+    """Collection of steps with a GRU policy of 64 units."""
     cell, size = nn.GRUCell(64), 4
     state = jnp.zeros((1, 64))
     weights = jax.eval_shape(cell.init, KEY, state, jnp.zeros((1, size)))
@@ -165,23 +165,23 @@ def recurrent() -> Made:
     return _steps(_collector(policy=policy), params)
 
 
-def _exploring(wrap: Callable[[Any, Any], Any]) -> Made:
-    """A policy that explores around the network's."""
+def _exploring(wrap: Callable[[Any, Any], Any]) -> ProgramSpec:
+    """Collection of steps with an exploration wrapper around the network policy."""
     params, policy = _network_policy()
     policy = wrap(policy, envs.make(ENV_ID).action_space)
     return _steps(_collector(policy=policy), params)
 
 
-def agent_transitions() -> Made:
-    """Makes the transitions of each of two agents that take turns."""
+def agent_transitions() -> ProgramSpec:
+    """Transitions per agent of a two-player turn-based game."""
     env = envs.make_vec("pgx:tic_tac_toe", num_envs=NUM_ENVS)
     action_mask_fn = lambda obs: obs["action_mask"]  # noqa: E731
     policy = rollout.random_policy(
         env.action_spaces["players"], action_mask_fn=action_mask_fn
     )
-    seats = rollout.agents.static_mapping({"player_0": "one", "player_1": "one"})
-    seated = rollout.agents.policy_map({"one": policy}, seats, env)
-    collector = rollout.Collector(env=env, policy=seated)
+    mapping = rollout.agents.static_mapping({"player_0": "one", "player_1": "one"})
+    policy_map = rollout.agents.policy_map({"one": policy}, mapping, env)
+    collector = rollout.Collector(env=env, policy=policy_map)
     params, carry = {"one": None}, _carry(collector)
     make = functools.partial(rollout.agents.Pending.init, collector)
     pending = jax.eval_shape(make, carry, params)
@@ -189,14 +189,14 @@ def agent_transitions() -> Made:
     return rollout.agents.agent_transitions, (pending, rows), {}
 
 
-def recommendation() -> Made:
-    """Users who are shown no item twice, by a random policy."""
+def recommendation() -> ProgramSpec:
+    """A random recommendation policy that never repeats an item for a user."""
     collector = recommendation_speed.make_collector(NUM_ACTIONS, NUM_ENVS)
     return _steps(collector.replace(record_fn=None))
 
 
 _make_buffer = functools.partial(functools.partial, _buffer)
-PROGRAMS: dict[str, Callable[[], Made]] = {
+PROGRAMS: dict[str, Callable[[], ProgramSpec]] = {
     "ppo": ppo,
     "gae": gae,
     "collect_episodes": collect_episodes,
@@ -228,13 +228,13 @@ PROGRAMS: dict[str, Callable[[], Made]] = {
 }
 
 
-class DearReset(Wrapper):
-    """An environment whose reset takes 200 of its steps, side by side or in a loop."""
+class CostlyReset(Wrapper):
+    """An environment whose reset runs 200 steps, batched by `vmap` or in a loop."""
 
-    kind: str = struct.field(pytree_node=False)
+    mode: str = struct.field(pytree_node=False)
 
     def reset(self, key: jax.Array) -> tuple[Any, Any]:
-        """Starts an episode after 200 steps of which nothing is kept but the noise."""
+        """Resets, then runs 200 steps and adds a trace of their observations."""
         state, obs = self.env.reset(key)
 
         def step(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
@@ -242,18 +242,18 @@ class DearReset(Wrapper):
             result = self.env.step(key, state, action)
             return result.state, result.obs
 
-        step_keys = jax.random.split(key, DEAR)
-        if self.kind == "loop":
-            _, seen = jax.lax.scan(step, state, step_keys)
+        step_keys = jax.random.split(key, RESET_STEPS)
+        if self.mode == "loop":
+            _, noise = jax.lax.scan(step, state, step_keys)
         else:
-            _, seen = jax.vmap(step, (None, 0))(state, step_keys)
-        return state, obs + 1e-6 * seen.mean(axis=0)
+            _, noise = jax.vmap(step, (None, 0))(state, step_keys)
+        return state, obs + 1e-6 * noise.mean(axis=0)
 
 
-def dear_reset(kind: str, num_envs: int, way: str) -> Any:
-    """A collector over environments whose resets are dear."""
-    # "auto" takes this way where it is best; it has no name of its own.
+def costly_reset(mode: str, num_envs: int, strategy: str) -> Any:
+    """Makes a collector over environments with an expensive reset."""
+    # "auto" selects `switch` if it is fastest; it has no public name.
     auto_reset.BY_NAME.setdefault("switch", masked_update.switch)
-    env = DearReset(envs.make(ENV_ID), kind)
-    vector = envs.vectorize(env, num_envs, auto_reset=way)
+    env = CostlyReset(envs.make(ENV_ID), mode)
+    vector = envs.vectorize(env, num_envs, auto_reset=strategy)
     return rollout.Collector(env=vector, policy=rollout.random_policy(env.action_space))

@@ -1,23 +1,23 @@
-"""Counts launches on accelerators, beside those of the loop of PureJaxRL.
+"""Counts kernel launches on accelerators, for this library and for PureJaxRL.
 
-Compiled ahead of time by `rollout.inspect_program`, for accelerators that may be
-absent: launches and waits for the host on a GPU, cycles on a TPU. Nothing runs. Tables
-    of
+`rollout.inspect_program` compiles ahead of time, also for absent accelerators, and
+counts launches and host waits on a GPU or cycles on a TPU. Nothing runs. The tables of
 `docs/accelerators.md`:
 
-- `loops`: `collect_steps` next to PureJaxRL's loop, which records the same;
-- `programs`: what else the library is made of, see `accelerator_programs.py`;
-- `resets`: every `auto_reset` where a reset costs as much as 200 steps.
+- `loops`: `collect_steps` next to PureJaxRL's loop, which records the same fields;
+- `programs`: other programs of the library, see `accelerator_programs.py`;
+- `resets`: every `auto_reset` option, for resets that cost as much as 200 steps.
 
     python benchmarks/accelerators.py --accelerator h100      # all tables
     python benchmarks/accelerators.py --tables loops --envs CartPole-v1
     python benchmarks/accelerators.py --tables programs --programs gae ppo
     python benchmarks/accelerators.py --tables programs --purejaxrl FOLDER
 
-The folder has PureJaxRL's `ppo.py`, of which a training of one update is compiled; see
-`learning_compared.py`.
+The folder contains PureJaxRL's `ppo.py`; the script compiles a training run of one
+update. `learning_compared.py` says how to install PureJaxRL.
 
-It needs the extra `accelerators`, and `JAX_PLATFORMS=cpu` where there is no device.
+The script needs the extra `accelerators`, and `JAX_PLATFORMS=cpu` on a machine without
+an accelerator.
 """
 
 import functools
@@ -38,17 +38,17 @@ from rollout.inspection import Block, Report
 
 NUM_ENVS = (2048, 65536)
 NUM_STEPS, FEW_STEPS = 128, 16
-LARGE = 2**31  # bytes of the observations of a trajectory, from which T is FEW_STEPS
+LARGE = 2**31  # bytes of `[T, B, ...]` observations; larger ones use FEW_STEPS
 
 
-def recorded(t: rollout.Transition) -> tuple[Any, ...]:
-    """Reads what PureJaxRL's loop records."""
+def recorded_fields(t: rollout.Transition) -> tuple[Any, ...]:
+    """Selects the fields that PureJaxRL's loop records."""
     flags, totals = (t.terminated, t.truncated), (t.episode_return, t.episode_length)
     return t.obs, t.action, t.reward, flags, t.extras, totals
 
 
 def loop_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
-    """One row per environment, policy and number of lanes: ours / PureJaxRL's."""
+    """Compares `collect_steps` and PureJaxRL per environment, policy and num_envs."""
     for num_envs in args.num_envs:
         for env_id in args.envs:
             obs = jax.eval_shape(envs.make(env_id).reset, KEY)[1]
@@ -57,27 +57,27 @@ def loop_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
             for policy in args.policies:
                 case = Case(env_id, num_envs, policy, num_steps)
                 params, pair = jax.eval_shape(make_policy(case)[1], KEY), []
-                for init, run in (our_loop(case, recorded), gymnax_loop(case)):
+                for init, run in (our_loop(case, recorded_fields), gymnax_loop(case)):
                     carry = jax.eval_shape(init, KEY)
                     options = {"accelerator": accelerator}
-                    found = rollout.inspect_program(run, carry, params, **options)
-                    pair.append(costs_of(found, num_steps))
+                    result = rollout.inspect_program(run, carry, params, **options)
+                    pair.append(costs_of(result, num_steps))
                 cells = {x: " / ".join(costs[x] for costs in pair) for x in pair[0]}
                 setting = {accelerator: f"`{env_id}`", "Policy": policy}
                 yield {**setting, "Lanes": f"{num_envs:,}", **cells}
 
 
-def costs_of(found: Report, num_steps: int) -> dict[str, str]:
-    """The costs of the loop over time, per step of every lane; see `likely`."""
-    loop = found.loop
+def costs_of(result: Report, num_steps: int) -> dict[str, str]:
+    """Computes the costs of one step of all lanes in the loop over time."""
+    loop = result.loop
     times = (loop.trips or 1) / num_steps
-    if "tpu" in found.accelerator:
+    if "tpu" in result.accelerator:
         return {"Thousand cycles": f"{times * likely(loop, 'cycles') / 1e3:,.1f}"}
     graph, loose = (
         times * likely(loop, x) for x in ("graph_launches", "loose_launches")
     )
-    unit = "round" if found.steps_per_round is None else "step"
-    waits = sum(wait.count for wait in found.waits if wait.per == unit)
+    unit = "round" if result.steps_per_round is None else "step"
+    waits = sum(wait.count for wait in result.waits if wait.per == unit)
     return {
         "Launches": f"{graph:.4g} + {loose:.4g}",
         "us in kernels": f"{1e6 * times * likely(loop, 'seconds'):.2f}",
@@ -86,52 +86,52 @@ def costs_of(found: Report, num_steps: int) -> dict[str, str]:
 
 
 def likely(block: Block, cost: str) -> float:
-    """A cost of a step in which few lanes are done.
+    """Estimates a cost of a step in which few lanes are done.
 
-    A loop whose number of rounds depends on data runs once; of the three branches of a
-    conditional around a reset the second one is taken.
+    Counts one round of a loop whose number of rounds depends on data, and the second of
+    the three branches of the conditional around a reset.
     """
-    below = [
+    costs = [
         likely(inner, cost) * ((inner.trips or 1) if inner.kind == "loop" else 1)
         for inner in block.blocks
     ]
     if block.kind == "conditional":
-        few = below[1] if len(below) == 3 else max(below, default=0.0)
-        return getattr(block, cost) + few
-    return getattr(block, cost) + sum(below)
+        branch = costs[1] if len(costs) == 3 else max(costs, default=0.0)
+        return getattr(block, cost) + branch
+    return getattr(block, cost) + sum(costs)
 
 
 def program_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
-    """One row per program, with its loops that lie in no other."""
+    """Inspects every program; a row lists the outermost loops."""
 
-    def told(block: Block) -> str:
+    def text(block: Block) -> str:
         if "tpu" in accelerator:
             return f"{block.total('cycles') / 1e3:,.1f} thousand cycles"
         totals = (block.total(x) for x in ("graph_launches", "loose_launches"))
         return " + ".join(f"{x:.4g}" for x in totals)
 
-    made = {name: programs.PROGRAMS[name] for name in args.programs}
+    makers = {name: programs.PROGRAMS[name] for name in args.programs}
     if args.purejaxrl[0]:
         folder = Path(args.purejaxrl[0])
-        made["ppo_purejaxrl"] = functools.partial(programs.ppo_purejaxrl, folder)
-    for name, make in made.items():
+        makers["ppo_purejaxrl"] = functools.partial(programs.ppo_purejaxrl, folder)
+    for name, make in makers.items():
         program, inputs, options = make()
-        found = rollout.inspect_program(
+        result = rollout.inspect_program(
             program, *inputs, accelerator=accelerator, **options
         )
-        loops = (f"{x.trips or '?'} x ({told(x)})" for x in outermost(found.program))
+        loops = (f"{x.trips or '?'} x ({text(x)})" for x in outermost(result.program))
         yield {
             f"{accelerator}, {programs.NUM_ENVS:,} lanes": name,
             "Loops: rounds x costs of one": ", ".join(loops) or "-",
-            "In all": told(found.program),
-            "us in kernels": f"{1e6 * found.program.total('seconds'):,.0f}",
-            "MB": f"{found.memory.total / 1e6:,.1f}",
-            "Waits for the host": "; ".join(map(str, found.waits)) or "none",
+            "In all": text(result.program),
+            "us in kernels": f"{1e6 * result.program.total('seconds'):,.0f}",
+            "MB": f"{result.memory.total / 1e6:,.1f}",
+            "Waits for the host": "; ".join(map(str, result.waits)) or "none",
         }
 
 
 def outermost(block: Block) -> Iterator[Block]:
-    """The loops that lie in no other."""
+    """Yields the outermost loops of a block."""
     for child in block.blocks:
         if child.kind == "loop":
             yield child
@@ -140,20 +140,20 @@ def outermost(block: Block) -> Iterator[Block]:
 
 
 def reset_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
-    """One row per kind of dear reset, with every way to reset."""
+    """Inspects every `auto_reset` option with both expensive resets."""
     for num_envs in args.num_envs:
-        for kind in programs.RESETS:
-            row = {"Reset": f"{kind}, {accelerator}", "Lanes": f"{num_envs:,}"}
+        for mode in programs.RESETS:
+            row = {"Reset": f"{mode}, {accelerator}", "Lanes": f"{num_envs:,}"}
             for auto_reset in programs.AUTO_RESETS:
-                collector = programs.dear_reset(kind, num_envs, auto_reset)
-                report = rollout.inspect_program(
+                collector = programs.costly_reset(mode, num_envs, auto_reset)
+                result = rollout.inspect_program(
                     collector,
                     None,
                     jax.random.key(0),
                     accelerator=accelerator,
                     num_steps=NUM_STEPS,
                 )
-                costs = costs_of(report, NUM_STEPS)
+                costs = costs_of(result, NUM_STEPS)
                 row[auto_reset] = ", ".join(
                     f"{y} {x.lower()}" for x, y in costs.items()
                 )
@@ -161,7 +161,7 @@ def reset_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
 
 
 def main() -> None:
-    """Makes the tables."""
+    """Prints the tables."""
     tables = {"loops": loop_rows, "programs": program_rows, "resets": reset_rows}
     options = {"accelerator": ("h100",), "tables": tuple(tables), "envs": ENVS}
     options |= {"num_envs": NUM_ENVS, "policies": POLICIES}

@@ -1,7 +1,7 @@
-"""Draws the chart of `docs/accelerators.md` from its JSON file, and makes its table.
+"""Draws the chart of `docs/accelerators.md` from its JSON file, and formats its table.
 
-Nothing is compiled or typed here: `accelerators.py` replaces its tables with
-`--json docs/accelerators.json`, and `tables.py` writes that of the page.
+All numbers come from the JSON file: `accelerators.py --json docs/accelerators.json`
+updates it, and `tables.py` writes the table of the page.
 
     python benchmarks/accelerators_page.py
 """
@@ -39,27 +39,27 @@ NOTES = {
 
 
 def rows(data: dict[str, Any], table: str) -> list[dict[str, str]]:
-    """The rows of a table with as many lanes as the page shows."""
+    """Returns the rows of a table whose number of lanes is `LANES`."""
     columns = data[table]["columns"]
-    found = [dict(zip(columns, row, strict=True)) for row in data[table]["rows"]]
-    return [row for row in found if row["Lanes"] == LANES]
+    dicts = [dict(zip(columns, row, strict=True)) for row in data[table]["rows"]]
+    return [row for row in dicts if row["Lanes"] == LANES]
 
 
 def table_of(data: dict[str, Any]) -> str:
-    """The table of the page, in Markdown."""
+    """Formats the table of the page in Markdown."""
     head = (
         "| Environment | Policy | H100: launches | us in kernels | TPU v5e: kilocycles"
     )
     lines = [f"{head} |", f"{'|---' * 5}|"]
-    both = rows(data, "loops, h100"), rows(data, "loops, tpu-v5e")
-    for gpu, tpu in zip(*both, strict=True):
+    tables = rows(data, "loops, h100"), rows(data, "loops, tpu-v5e")
+    for gpu, tpu in zip(*tables, strict=True):
         cells = gpu["h100"], gpu["Policy"], gpu["Launches"], gpu["us in kernels"]
         lines.append(f"| {' | '.join([*cells, tpu['Thousand cycles']])} |")
     return "\n".join(lines)
 
 
 def launches(data: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """Launches in graphs and loose, here and in PureJaxRL, by setting."""
+    """Returns launches `(in graphs, loose)` of both loops by setting."""
     return {
         f"{row['h100'].strip('`')}, {row['Policy']}": [
             tuple(float(x) for x in cell.split("+"))
@@ -70,23 +70,23 @@ def launches(data: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Draws two bars for each setting, of launches in graphs and then loose ones."""
-    found = launches(data)
+    """Plots two stacked bars per setting: launches in CUDA graphs, then loose ones."""
+    settings = launches(data)
     figure = Figure(figsize=(8.0, 4.6), layout="constrained")
     axes = figure.subplots()
-    for maker, name in enumerate(("here", "PureJaxRL's loop")):
-        heights = [y + 0.4 * maker for y in range(len(found))]
-        pairs = [pair[maker] for pair in found.values()]
+    for loop, name in enumerate(("here", "PureJaxRL's loop")):
+        heights = [y + 0.4 * loop for y in range(len(settings))]
+        pairs = [pair[loop] for pair in settings.values()]
         starts = [0.0] * len(pairs)
-        for part, kind in enumerate(COLORS):
-            widths = [pair[part] for pair in pairs]
+        for i, group in enumerate(COLORS):
+            widths = [pair[i] for pair in pairs]
             if any(widths):
-                style = {"color": COLORS[kind][maker], "label": f"{name}, {kind}"}
+                style = {"color": COLORS[group][loop], "label": f"{name}, {group}"}
                 axes.barh(heights, widths, 0.36, starts, **style)
             starts = [x + y for x, y in zip(starts, widths, strict=True)]
         for y, total in zip(heights, starts, strict=True):
             axes.text(total + 0.4, y, f"{total:g}", va="center", fontsize=8)
-    axes.set_yticks([y + 0.2 for y in range(len(found))], list(found))
+    axes.set_yticks([y + 0.2 for y in range(len(settings))], list(settings))
     axes.invert_yaxis()
     axes.set_title(f"Launches per step of {LANES} lanes on an H100")
     axes.grid(axis="x", color="#dde3e9")
@@ -101,7 +101,7 @@ def draw(data: dict[str, Any]) -> Figure:
 def main() -> None:
     """Writes the chart."""
     data = json.loads(DATA.read_text())
-    # Text stays text, and the same data gives the same file.
+    # Keep text as SVG text and make the file a deterministic function of the data.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "rollout"}):
         draw(data).savefig(CHART, metadata={"Date": None})
 

@@ -1,16 +1,16 @@
-"""How fast are several agents, one agent, and many members of a population?
+"""How fast are multi-agent environments, single agents and populations of policies?
 
-Medians of single runs in random order, in one process:
+Reports medians of single runs in random order, in one process:
 
-- `spread`: MPE simple_spread under the random policy, against JaxMARL's own loop: its
-  `LogWrapper` around its auto-reset `step`, vmapped in a `lax.scan`, one key split per
-  environment and step, and one draw of all actions. Both return the observations,
-  actions and rewards of every agent, the flag and the returns of finished episodes.
-- `one`: an environment as one of one agent against the plain kernel; both return eight
-  fields of the transition, or (`full`) every field.
-- `population`: the agents of 512 lanes of two, with a network of two layers of 64: one
-  policy for all, or P members of which each agent plays one, against the same members
-  with the parameters gathered per agent.
+- `spread`: MPE simple_spread under the random policy, against the loop of JaxMARL:
+  `LogWrapper` around the auto-reset `step`, vmapped in a `lax.scan`, with one key split
+  per environment and step. All actions are sampled at once. Both programs return the
+  observations, actions and rewards of every agent, the flag and the episode returns.
+- `one`: an environment as a multi-agent environment with a single agent, against the
+  plain kernel; both return eight fields of the transition, or (`full`) every field.
+- `population`: 512 lanes with two agents each and a network of two layers of 64. All
+  agents share one policy, or each agent is assigned one of P members; the baseline
+  gathers the parameters of a member per agent.
 
     python benchmarks/agents_speed.py
     python benchmarks/agents_speed.py --tables population --repeats 50
@@ -41,7 +41,7 @@ from rollout.recipes import ppo
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from agents import OneAgent
 
-with contextlib.redirect_stdout(io.StringIO()):  # it says which parts are missing
+with contextlib.redirect_stdout(io.StringIO()):  # prints missing extras
     import jaxmarl
     from jaxmarl.wrappers.baselines import LogWrapper
 
@@ -60,36 +60,36 @@ NETWORK = ppo.ActorCritic(
 
 
 @struct.dataclass
-class Still:
-    """Agents whose observations are drawn once, so that policies are what costs."""
+class StaticAgents:
+    """Agents with nearly constant observations, so that policies dominate the time."""
 
     agents = tuple(f"agent_{i}" for i in range(NUM_AGENTS))
     simultaneous = True
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
-        """All in one."""
+        """One group that contains all agents."""
         return {"agents": self.agents}
 
     @property
     def observation_spaces(self) -> dict[str, envs.spaces.Space]:
-        """Of one agent."""
+        """Observation space of a single agent."""
         return {"agents": envs.Box(-10.0, 10.0, (OBS_SIZE,))}
 
     @property
     def action_spaces(self) -> dict[str, envs.spaces.Space]:
-        """Of one agent."""
+        """Action space of a single agent."""
         return {"agents": envs.Discrete(NUM_ACTIONS)}
 
     def reset(self, key: jax.Array) -> tuple[Any, dict[str, Any], jax.Array]:
-        """Starts an episode of 25 steps."""
+        """Begins an episode of 25 steps."""
         obs = jax.random.normal(key, (NUM_AGENTS, OBS_SIZE))
         return (jnp.int32(0), obs), {"agents": obs}, jnp.ones(NUM_AGENTS, bool)
 
     def step(
         self, key: jax.Array, state: Any, action: dict[str, jax.Array]
     ) -> envs.multi_agent.MultiAgentStep:
-        """Adds a little of the action to the observation."""
+        """Adds the scaled action to the observation."""
         number, obs = state[0] + 1, state[1]
         obs = obs + 1e-3 * action["agents"][:, None].astype(jnp.float32)
         none = jnp.zeros(NUM_AGENTS, bool)
@@ -106,7 +106,7 @@ class Still:
 
 
 def spread_programs(num_envs: int) -> dict[str, Program]:
-    """Ours and JaxMARL's loop, with the same things returned."""
+    """Makes `collect_steps` and JaxMARL's loop, which return the same fields."""
     with contextlib.redirect_stdout(io.StringIO()):
         game = jaxmarl.make("MPE_simple_spread_v3")
     env = envs.vectorize(envs.suites.from_jaxmarl(game), num_envs)
@@ -124,24 +124,24 @@ def spread_programs(num_envs: int) -> dict[str, Program]:
         env_state, obs, key = state
         key, action_key, step_key = jax.random.split(key, 3)
         shape = num_agents, num_envs
-        drawn = jax.random.randint(action_key, shape, 0, NUM_ACTIONS)
-        action = {name: drawn[i] for i, name in enumerate(game.agents)}
+        actions = jax.random.randint(action_key, shape, 0, NUM_ACTIONS)
+        action = {name: actions[i] for i, name in enumerate(game.agents)}
         step_keys = jax.random.split(step_key, num_envs)
         result = jax.vmap(logged.step)(step_keys, env_state, action)
         next_obs, env_state, reward, done, info = result
         stack = lambda x: jnp.stack([x[name] for name in game.agents], axis=1)  # noqa: E731
-        row = (
+        outputs = (
             stack(obs),
-            drawn.T,
+            actions.T,
             stack(reward),
             done["__all__"],
             info["returned_episode_returns"],
             info["returned_episode_lengths"],
         )
-        return (env_state, next_obs, key), row
+        return (env_state, next_obs, key), outputs
 
     @jax.jit
-    def theirs(state: tuple) -> Any:
+    def jaxmarl_loop(state: tuple) -> Any:
         return lax.scan(step, state, length=NUM_STEPS)
 
     reset_keys = jax.random.split(jax.random.key(0), num_envs)
@@ -150,12 +150,12 @@ def spread_programs(num_envs: int) -> dict[str, Program]:
     return {
         "ours": steps(collector, NUM_STEPS, read=read),
         "full": steps(collector, NUM_STEPS),
-        "jaxmarl": functools.partial(theirs, start),
+        "jaxmarl": functools.partial(jaxmarl_loop, start),
     }
 
 
 def one_programs(env_id: str, num_envs: int) -> dict[str, Program]:
-    """An environment plainly, and as one of one agent."""
+    """Makes collectors of an environment with and without the multi-agent interface."""
     agent = envs.vectorize(OneAgent(envs.make(env_id)), num_envs)
     policy = rollout.random_policy(agent.action_space)
     programs = {}
@@ -168,15 +168,15 @@ def one_programs(env_id: str, num_envs: int) -> dict[str, Program]:
     return programs
 
 
-def draw(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
+def sample_action(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
     """Samples actions from the network's logits."""
     return jax.random.categorical(prng.inline(key), NETWORK.apply(params, obs)[0])
 
 
 def population_programs(size: int) -> dict[str, Program]:
-    """One policy for all, members in blocks, and members gathered per agent."""
-    env = envs.vectorize(Still(), NUM_LANES)
-    policy = rollout.stateless_policy(draw)
+    """Makes programs with one policy, with a population and with gathered members."""
+    env = envs.vectorize(StaticAgents(), NUM_LANES)
+    policy = rollout.stateless_policy(sample_action)
     init_key = jax.random.key(1)
     init = lambda key: NETWORK.init(key, jnp.zeros((1, OBS_SIZE)))  # noqa: E731
     league = jax.vmap(init)(jax.random.split(init_key, size))
@@ -185,11 +185,11 @@ def population_programs(size: int) -> dict[str, Program]:
         return jax.random.randint(key, (len(agents),), 0, size)
 
     def gather(params: Any, obs: tuple, state: Any, key: jax.Array) -> Any:
-        # The member stands in the state, where the mapping draws it in the others.
-        own = jax.tree.map(lambda x: x[state], params)
-        one = lambda params, obs, key: draw(params, obs[None], key)[0]  # noqa: E731
+        # The policy state stores the member index; `Population` uses a mapping instead.
+        member = jax.tree.map(lambda x: x[state], params)
+        act_one = lambda params, obs, key: sample_action(params, obs[None], key)[0]  # noqa: E731
         agent_keys = prng.fold_in(key, jnp.arange(obs.shape[0]))
-        return jax.vmap(one)(own, obs, agent_keys), state
+        return jax.vmap(act_one)(member, obs, agent_keys), state
 
     members = jax.random.randint(init_key, (NUM_LANES * NUM_AGENTS,), 0, size)
     gathered = rollout.recurrent_policy(gather, lambda num: members)
@@ -202,9 +202,9 @@ def population_programs(size: int) -> dict[str, Program]:
     }
     read = lambda t: (t.obs["agents"], t.action["agents"], t.reward)  # noqa: E731
     programs = {}
-    for name, (each, assign, params) in cases.items():
-        seats = rollout.agents.policy_map({"it": each}, assign, env)
-        collector = rollout.Collector(env=env, policy=seats)
+    for name, (member_policy, mapping_fn, params) in cases.items():
+        policy_map = rollout.agents.policy_map({"it": member_policy}, mapping_fn, env)
+        collector = rollout.Collector(env=env, policy=policy_map)
         programs[name] = steps(collector, NUM_STEPS, {"it": params}, read)
     return programs
 
@@ -212,22 +212,22 @@ def population_programs(size: int) -> dict[str, Program]:
 def spread_rows(args: Namespace) -> Iterator[dict[str, str]]:
     """Times simple_spread."""
     for num_envs in SPREAD_ENVS:
-        taken = measure(spread_programs(num_envs), args.repeats)
-        ours, full, theirs = (taken[x].wall for x in ("ours", "full", "jaxmarl"))
+        timing = measure(spread_programs(num_envs), args.repeats)
+        ours, full, peer = (timing[x].wall for x in ("ours", "full", "jaxmarl"))
         yield {
             "lanes": f"{num_envs:,}",
             "`rollout`, env steps/s": f"{num_envs * NUM_STEPS / ours:,.0f}",
-            "`rollout` / JaxMARL's loop": f"{theirs / ours:.2f}",
-            "every field, also `next_obs` / JaxMARL's loop": f"{theirs / full:.2f}",
+            "`rollout` / JaxMARL's loop": f"{peer / ours:.2f}",
+            "every field, also `next_obs` / JaxMARL's loop": f"{peer / full:.2f}",
         }
 
 
 def one_rows(args: Namespace) -> Iterator[dict[str, str]]:
-    """Times environments of one agent."""
+    """Times environments with a single agent."""
     for env_id, num_envs in itertools.product(ONE_IDS, ONE_ENVS):
-        taken = measure(one_programs(env_id, num_envs), args.repeats)
-        ratio = taken["agent"].wall / taken["plain"].wall
-        full = taken["agent_full"].wall / taken["plain_full"].wall
+        timing = measure(one_programs(env_id, num_envs), args.repeats)
+        ratio = timing["agent"].wall / timing["plain"].wall
+        full = timing["agent_full"].wall / timing["plain_full"].wall
         yield {
             "environment": f"`{env_id}`",
             "lanes": f"{num_envs:,}",
@@ -239,12 +239,12 @@ def one_rows(args: Namespace) -> Iterator[dict[str, str]]:
 def population_rows(args: Namespace) -> Iterator[dict[str, str]]:
     """Times populations."""
     for size in SIZES:
-        taken = measure(population_programs(size), args.repeats)
-        one, blocks, gather = (taken[x].wall for x in ("one", "blocks", "gather"))
+        timing = measure(population_programs(size), args.repeats)
+        shared, blocks, gather = (timing[x].wall for x in ("one", "blocks", "gather"))
         yield {
             "members": f"{size}",
-            "one policy, ms": f"{1e3 * one:.0f}",
-            "time, members / one policy": f"{blocks / one:.2f}",
+            "one policy, ms": f"{1e3 * shared:.0f}",
+            "time, members / one policy": f"{blocks / shared:.2f}",
             "time, gathered / members": f"{gather / blocks:.1f}",
         }
 

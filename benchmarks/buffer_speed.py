@@ -1,16 +1,16 @@
-"""How fast are add and sample, against flashbax, inside one compiled loop?
+"""How fast are add and sample inside a compiled loop, compared with flashbax?
 
-A step adds `rows` transitions and samples 256; a prioritised one also updates the
-priorities of the sample. The loop is a `lax.scan` with a donated state, and hands every
-sample on in its carry, so that all of it is made. Times are medians, interleaved in one
-process, in microseconds a step.
+A step adds `rows` transitions and samples 256. A step with priorities also updates the
+priorities of the sample. The loop is a `lax.scan` with a donated state. Its carry holds
+the sample, so that XLA cannot eliminate any part of it. Times are medians of runs in
+turn in one process, in microseconds per step.
 
-- flashbax `flat`, `trajectory` (pieces of two) and `prioritised flat`: they keep no
-  `next_obs` and take the next row for it, also where that begins a new episode;
-- flashbax `item`: keeps `obs` and `next_obs`;
-- `stored`, `shared` and `prioritized`: `ReplayBuffer` with either way of the
-  successor, and `PrioritizedReplayBuffer`. `shared` has room for the final observations
-  of a twentieth of the rows.
+- flashbax `flat`, `trajectory` (sequences of two) and `prioritised flat`: these buffers
+  store no `next_obs` and use the next row, even if it begins a new episode;
+- flashbax `item`: stores `obs` and `next_obs`;
+- `stored`, `shared` and `prioritized`: `ReplayBuffer` with `next_obs="stored"` or
+  `"shared"`, and `PrioritizedReplayBuffer`. `shared` has capacity for the final
+  observations of 5 % of the rows.
 
     python benchmarks/buffer_speed.py
     python benchmarks/buffer_speed.py --cases 1 --repeats 5
@@ -29,7 +29,7 @@ from harness import Timing, arguments, measure, report
 from rollout import buffers
 
 SAMPLE = 256
-DONE_RATE = 0.02  # episodes of fifty steps
+DONE_RATE = 0.02  # episodes of 50 steps on average
 BETA = 0.4
 
 VECTOR = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -45,7 +45,7 @@ CASES = [
 
 
 def make_rows(rows: int, obs: jax.ShapeDtypeStruct) -> dict[str, jax.Array]:
-    """Makes one step of transitions, `[B, ...]`."""
+    """Makes the transitions of one step, `[B, ...]`."""
     return {
         "obs": jnp.ones((rows, *obs.shape), obs.dtype),
         "action": jnp.zeros((rows,), jnp.int32),
@@ -55,16 +55,16 @@ def make_rows(rows: int, obs: jax.ShapeDtypeStruct) -> dict[str, jax.Array]:
     }
 
 
-def ours(
-    kind: str, capacity: int, rows: int, step: dict[str, jax.Array]
+def make_rollout(
+    name: str, capacity: int, rows: int, step: dict[str, jax.Array]
 ) -> tuple[Any, Callable]:
-    """An empty state, and a step of this library."""
+    """Makes an empty state and a step function for a buffer of this library."""
     step = {**step, "next_obs": step["obs"]}
-    if kind == "prioritized":
+    if name == "prioritized":
         buffer = buffers.PrioritizedReplayBuffer(capacity, rows)
-    elif kind == "shared":
+    elif name == "shared":
         buffer = buffers.ReplayBuffer(
-            capacity, rows, next_obs=kind, final_obs_capacity=capacity // 20
+            capacity, rows, next_obs=name, final_obs_capacity=capacity // 20
         )
     else:
         buffer = buffers.ReplayBuffer(capacity, rows)
@@ -72,7 +72,7 @@ def ours(
     def run(state: Any, key: jax.Array, done: jax.Array, step: Any) -> Any:
         rows = {**step, "next_obs": step["obs"], "terminated": done}
         state = buffer.add(state, rows)
-        if kind != "prioritized":
+        if name != "prioritized":
             return state, buffer.sample(state, key, SAMPLE)
         batch = buffer.sample(state, key, SAMPLE, beta=BETA)
         return buffer.update_priorities(
@@ -82,16 +82,16 @@ def ours(
     return buffer.init(step), run
 
 
-def theirs(
-    kind: str, capacity: int, rows: int, step: dict[str, jax.Array]
+def make_flashbax(
+    name: str, capacity: int, rows: int, step: dict[str, jax.Array]
 ) -> tuple[Any, Callable]:
-    """An empty state, and a step of flashbax."""
+    """Makes an empty state and a step function for a buffer of flashbax."""
     options = {"add_sequences": False, "add_batch_size": rows}
-    if kind == "flat":
+    if name == "flat":
         buffer = flashbax.make_flat_buffer(capacity, 1, SAMPLE, **options)
-    elif kind == "prioritised flat":
+    elif name == "prioritised flat":
         buffer = flashbax.make_prioritised_flat_buffer(capacity, 1, SAMPLE, **options)
-    elif kind == "item":
+    elif name == "item":
         buffer = flashbax.make_item_buffer(
             capacity, 1, SAMPLE, add_sequences=False, add_batches=True
         )
@@ -99,18 +99,18 @@ def theirs(
         buffer = flashbax.make_trajectory_buffer(
             rows, SAMPLE, 2, 1, 2, max_size=capacity
         )
-    both = kind == "item"
-    example = {**step, "next_obs": step["obs"]} if both else step
+    has_next_obs = name == "item"
+    example = {**step, "next_obs": step["obs"]} if has_next_obs else step
     state = buffer.init(jax.tree.map(lambda x: x[0], example))
 
     def run(state: Any, key: jax.Array, done: jax.Array, step: Any) -> Any:
         rows = {**step, "terminated": done}
-        rows = {**rows, "next_obs": step["obs"]} if both else rows
-        if kind == "trajectory":
+        rows = {**rows, "next_obs": step["obs"]} if has_next_obs else rows
+        if name == "trajectory":
             rows = jax.tree.map(lambda x: x[:, None], rows)
         state = buffer.add(state, rows)
         batch = buffer.sample(state, key)
-        if kind == "prioritised flat":
+        if name == "prioritised flat":
             priorities = batch.probabilities + 0.1
             state = buffer.set_priorities(state, batch.indices, priorities)
         return state, batch
@@ -119,12 +119,12 @@ def theirs(
 
 
 def make_program(
-    make_fn: Callable, kind: str, case: tuple, num_steps: int
+    make_fn: Callable, name: str, case: tuple, num_steps: int
 ) -> tuple[Callable[[], Any], int]:
-    """A call of a compiled loop that goes on from its state, and the state's bytes."""
+    """Makes a compiled loop that continues from the last state; also returns bytes."""
     capacity, rows, obs = case
     step = make_rows(rows, obs)
-    state, step_fn = make_fn(kind, capacity, rows, step)
+    state, step_fn = make_fn(name, capacity, rows, step)
     nbytes = sum(x.nbytes for x in jax.tree.leaves(state))
     done = jax.random.bernoulli(jax.random.key(1), DONE_RATE, (num_steps, rows))
     keys = jax.random.split(jax.random.key(0), num_steps)
@@ -147,24 +147,24 @@ def make_program(
 
 
 def measure_case(case: tuple, repeats: int) -> tuple[dict[str, str], dict[str, str]]:
-    """Times all programs of a case; returns its row in both tables."""
+    """Times all programs of a case; returns a row of each table."""
     capacity, num_rows, obs = case
     pixels = obs is PIXELS
     num_steps = 20 if pixels else 200
-    makers = {"flat": theirs, "item": theirs, "shared": ours}
+    makers = {"flat": make_flashbax, "item": make_flashbax, "shared": make_rollout}
     if not pixels:
-        makers |= {"stored": ours, "trajectory": theirs}
-        makers |= {"prioritised flat": theirs, "prioritized": ours}
+        makers |= {"stored": make_rollout, "trajectory": make_flashbax}
+        makers |= {"prioritised flat": make_flashbax, "prioritized": make_rollout}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = {x: make_program(fn, x, case, num_steps) for x, fn in makers.items()}
-        timing = measure({name: run for name, (run, _) in made.items()}, repeats)
+        loops = {x: make_program(fn, x, case, num_steps) for x, fn in makers.items()}
+        timing = measure({name: run for name, (run, _) in loops.items()}, repeats)
 
-    def us(kind: str) -> str:
-        return f"{timing[kind].wall / num_steps * 1e6:.0f}" if kind in timing else ""
+    def us(name: str) -> str:
+        return f"{timing[name].wall / num_steps * 1e6:.0f}" if name in timing else ""
 
-    def ratios(peer: Timing, ours: Timing) -> list[str]:
-        return [f"{peer.wall / ours.wall:.2f}", f"{peer.cpu / ours.cpu:.2f}"]
+    def ratios(peer: Timing, buffer: Timing) -> list[str]:
+        return [f"{peer.wall / buffer.wall:.2f}", f"{peer.cpu / buffer.cpu:.2f}"]
 
     best = "shared" if pixels else "stored"
     ratio, ratio_cpu = ratios(timing["flat"], timing[best])
@@ -176,7 +176,7 @@ def measure_case(case: tuple, repeats: int) -> tuple[dict[str, str], dict[str, s
         **{f"`{x}`, us": us(x) for x in ("stored", "shared")},
         "flashbax `flat` / ours": ratio,
         "the same in CPU time": ratio_cpu,
-        "memory, `shared` / `item`": f"{made['shared'][1] / made['item'][1]:.2f}",
+        "memory, `shared` / `item`": f"{loops['shared'][1] / loops['item'][1]:.2f}",
     }
     if pixels:
         return plain, {}
@@ -191,11 +191,11 @@ def measure_case(case: tuple, repeats: int) -> tuple[dict[str, str], dict[str, s
 
 
 def main() -> None:
-    """Makes both tables."""
+    """Prints both tables."""
     args = arguments(__doc__, 11, cases=tuple(range(len(CASES))))
-    every = [measure_case(CASES[number], args.repeats) for number in args.cases]
-    report(args, "buffers", [plain for plain, _ in every])
-    report(args, "prioritised buffers", [row for _, row in every if row])
+    rows = [measure_case(CASES[number], args.repeats) for number in args.cases]
+    report(args, "buffers", [plain for plain, _ in rows])
+    report(args, "prioritised buffers", [row for _, row in rows if row])
 
 
 if __name__ == "__main__":

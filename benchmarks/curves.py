@@ -1,16 +1,16 @@
-"""Draws the learning curves of the recipes: a mean over seeds and its 95 % interval.
+"""Plots learning curves of the recipes: the mean over seeds and its 95 % interval.
 
     python benchmarks/curves.py docs/recipes/sac.json
 
-draws `docs/recipes/sac.png`. The file has `steps`, one list of environment steps, and
-`returns`, for each seed a list of the same length, null before the first value; or
-`lines`, such a pair for each line of the legend; and if wanted `title`, `ylabel`, and
-`at`, a level to mark, `ylim`, and `xlabel` and `unit` where `steps` counts something
-else. A recipe's program leaves both lists, under these names, so
+writes `docs/recipes/sac.png`. The file contains `steps`, a list of environment steps,
+and `returns`, a list of the same length per seed, with null before the first value.
+Alternatively, `lines` maps each label of the legend to `steps` and `returns`. Optional
+keys are `title`, `ylabel`, `ylim`, `at` (a level to mark), and `xlabel` and `unit` if
+`steps` does not count environment steps. The program of a recipe defines both lists:
 
     python benchmarks/curves.py docs/recipes/sac.json --run --seeds 5
 
-runs the program of `docs/recipes/sac.md` with other seeds first, and writes both lists
+first runs the program of `docs/recipes/sac.md` with seeds 0 to 4 and writes both lists
 to the file.
 """
 
@@ -31,7 +31,7 @@ STYLE = Path(__file__).parents[1] / "docs" / "curves.mplstyle"
 
 
 def run_page(page: Path, seed: int) -> tuple[list[float], list[float]]:
-    """Runs the program of a recipe, whose seed is `SEED = 0`: its steps and returns."""
+    """Runs the program of a recipe with a seed; returns its `steps` and `returns`."""
     names: dict[str, Any] = {"__name__": "__main__"}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         exec(recipes.source(page.stem, seed=seed), names)
@@ -39,21 +39,21 @@ def run_page(page: Path, seed: int) -> tuple[list[float], list[float]]:
 
 
 def band(returns: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The mean over seeds, `[U]`, and half of its 95 % interval (Student's t).
+    """Computes the mean over seeds, `[U]`, and half of its 95 % interval (Student's t).
 
-    NaN where a seed has none.
+    Both are NaN at points without a value for every seed.
     """
     values = np.asarray(returns, float)  # null becomes NaN
-    number = len(values)
-    student = scipy.stats.t.ppf(0.975, number - 1) if number > 1 else math.nan
-    half = student * values.std(axis=0, ddof=1) / math.sqrt(number)
+    num_seeds = len(values)
+    student = scipy.stats.t.ppf(0.975, num_seeds - 1) if num_seeds > 1 else math.nan
+    half = student * values.std(axis=0, ddof=1) / math.sqrt(num_seeds)
     return values.mean(axis=0), half
 
 
 def plot(
     axes: Any, steps: Any, returns: Any, label: str | None = None, unit: float = 1000
 ) -> None:
-    """Draws one line with its band."""
+    """Plots one line with its confidence band."""
     mean, half = band(returns)
     x = np.asarray(steps) / unit
     (line,) = axes.plot(x, mean, label=label)
@@ -63,7 +63,7 @@ def plot(
 
 
 def draw(data: dict[str, Any], path: Path) -> None:
-    """Draws a file's curves into one picture."""
+    """Plots the curves of a file into one picture."""
     with plt.style.context(STYLE):
         figure, axes = plt.subplots()
         for label, line in data.get("lines", {None: data}).items():
@@ -81,7 +81,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Reads the command line, runs what is asked for, and draws."""
+    """Parses the options, runs the recipe with `--run`, and writes the plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--run", action="store_true")

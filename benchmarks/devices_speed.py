@@ -1,12 +1,12 @@
 """How much faster are lanes on two CPU devices than on one?
 
-Times of one run of `collect_steps`, every field returned, in turns in one process:
+Times `collect_steps` with every field returned, in interleaved runs in one process:
 
-- `plain`: the collector, on one device;
+- `plain`: the collector on one device;
 - `one`: `rollout.shard` over one device;
-- `two`: `rollout.shard` over two;
-- `peer`: by hand, a `shard_map` over the same two around the plain collector with half
-  of the lanes and a key of its own for each device, so with other random numbers.
+- `two`: `rollout.shard` over two devices;
+- `peer`: a hand-written `shard_map` over the same two devices. Each device runs the
+  plain collector with half of the lanes and a separate key.
 
     python benchmarks/devices_speed.py
     python benchmarks/devices_speed.py --envs CartPole-v1 --num-envs 4096
@@ -34,14 +34,14 @@ NUM_ENVS = (128, 1024, 4096, 16384)
 
 
 def make_mesh(num_devices: int) -> jax.sharding.Mesh:
-    """Makes a mesh of the first devices."""
+    """Makes a mesh of the first `num_devices` devices."""
     return jax.make_mesh(
         (num_devices,), ("lanes",), devices=jax.devices()[:num_devices]
     )
 
 
 def make_programs(case: Case) -> dict[str, Program]:
-    """Makes what is timed, each with a carry of its own."""
+    """Makes the four programs, each with a separate carry."""
     policy, init_params = make_policy(case)
     params = init_params(jax.random.key(1))
     plain = lanes(case.env_id, case.num_envs, policy)
@@ -53,13 +53,13 @@ def make_programs(case: Case) -> dict[str, Program]:
     }
     programs = {x: steps(y, case.num_steps, params) for x, y in collectors.items()}
     split = PartitionSpec("lanes")
-    over = functools.partial(jax.shard_map, mesh=make_mesh(2), check_vma=False)
-    init = over(
+    sharded = functools.partial(jax.shard_map, mesh=make_mesh(2), check_vma=False)
+    init = sharded(
         lambda keys: jax.tree.map(lambda x: x[None], half.init(keys[0])),
         in_specs=split,
         out_specs=split,
     )
-    take = over(
+    collect = sharded(
         lambda carry, params: half.collect_steps(
             jax.tree.map(lambda x: x[0], carry), params, case.num_steps
         )[1],
@@ -71,7 +71,7 @@ def make_programs(case: Case) -> dict[str, Program]:
         jax.sharding.NamedSharding(make_mesh(2), split),
     )
     programs["peer"] = functools.partial(
-        jax.jit(take), jax.jit(init)(keys), jax.device_put(params)
+        jax.jit(collect), jax.jit(init)(keys), jax.device_put(params)
     )
     return programs
 
@@ -82,7 +82,7 @@ def rows(args: Namespace) -> Iterator[dict[str, str]]:
         env_id, policy, num_envs = sizes
         case = Case(env_id, num_envs, policy)
         timing = measure(make_programs(case), args.repeats)
-        plain, one, two, peer = (
+        plain, single, double, peer = (
             timing[name].wall for name in ("plain", "one", "two", "peer")
         )
         yield {
@@ -92,9 +92,9 @@ def rows(args: Namespace) -> Iterator[dict[str, str]]:
             "one device, M steps/s": (
                 f"{case.num_envs * case.num_steps / plain / 1e6:.1f}"
             ),
-            "two devices / one": f"{plain / two:.2f}",
-            "`rollout` / `shard_map` by hand": f"{peer / two:.2f}",
-            "`shard` over one device / no `shard`": f"{plain / one:.2f}",
+            "two devices / one": f"{plain / double:.2f}",
+            "`rollout` / `shard_map` by hand": f"{peer / double:.2f}",
+            "`shard` over one device / no `shard`": f"{plain / single:.2f}",
         }
 
 

@@ -1,14 +1,14 @@
 """How many steps of recommendation does EasyRL4Rec collect in a second?
 
-`Collector.collect` on a `DummyVectorEnv` of its `KuaiEnv` into a `VectorReplayBuffer`,
-with feedback, users who leave, and sizes as in `recommendation_speed.py`. Nothing is
-shown twice: before every step, `RecPolicy` makes masks of all items in all lanes, from
-what the buffer holds of the episodes (`remove_recommended_ids`). The policy draws one
-of the allowed items, and reads no state. A call collects an episode of every lane into
-an empty buffer, as its trainer does for PG; lanes that are done wait.
+Times `Collector.collect` on a `DummyVectorEnv` of `KuaiEnv` into a
+`VectorReplayBuffer`. Feedback, leave rule and sizes match `recommendation_speed.py`. No
+item is recommended twice: before every step, `RecPolicy` computes item masks for all
+lanes from the episodes in the buffer (`remove_recommended_ids`). The policy samples a
+valid item and ignores the state. A call collects one episode per lane into an empty
+buffer, as the trainer does for PG; finished lanes wait.
 
-There is no package, but a folder, named on the command line. Importing `KuaiEnv` reads
-recorded data; tables without rows do. Importing the state tracker takes TensorFlow.
+EasyRL4Rec is not a package: pass the folder of a checkout. Importing `KuaiEnv` reads
+recorded data; tables without rows suffice. The state tracker imports TensorFlow.
 
     pip install "torch==2.13.0" "gymnasium==1.4.0" "numpy==2.4.6" "pandas==3.1.1" \\
         "numba==0.68.1" "scipy==1.17.1" "scikit-learn==1.9.1" "pettingzoo==1.27.0" \\
@@ -37,11 +37,11 @@ import numpy as np
 import torch
 
 NUM_USERS, NUM_CATEGORIES, WINDOW, THRESHOLD, MAX_TURN = 100, 31, 5, 2, 100
-EMBEDDING_DIM, TRACKED = 32, 3
+EMBEDDING_DIM, TRACKER_WINDOW = 32, 3
 
 
-def find(checkout: Path) -> None:
-    """Makes importable what the examples of EasyRL4Rec import."""
+def import_checkout(checkout: Path) -> None:
+    """Adds the folders of a checkout to `sys.path` and imports `KuaiEnv` once."""
     folders = ("", "src/DeepCTR-Torch", "src/tianshou")
     sys.path[:0] = [str(checkout.resolve() / folder) for folder in folders]
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -53,7 +53,7 @@ def find(checkout: Path) -> None:
 
 
 def make_env(num_items: int, num_lanes: int) -> Any:
-    """Makes all environments, of the same tables."""
+    """Makes a vector environment whose environments share the same tables."""
     from sklearn.preprocessing import LabelEncoder
     from src.core.envs.KuaiRec.KuaiEnv import KuaiEnv
     from src.tianshou.tianshou.env import DummyVectorEnv
@@ -79,7 +79,7 @@ def make_env(num_items: int, num_lanes: int) -> Any:
 
 
 def make_tracker(num_items: int) -> torch.nn.Module:
-    """Makes what encodes the last items and rewards of an episode."""
+    """Makes the encoder of the last items and rewards of an episode."""
     from src.core.state_tracker.Average import StateTrackerAvg
     from src.core.util.inputs import get_dataset_columns
 
@@ -99,14 +99,14 @@ def make_tracker(num_items: int) -> torch.nn.Module:
         EMBEDDING_DIM,
         reward_handle="cat",
         saved_embedding=embedding,
-        window_size=TRACKED,
+        window_size=TRACKER_WINDOW,
     )
     tracker.set_need_normalization(False)
     return tracker
 
 
 def make_policy(num_items: int) -> torch.nn.Module:
-    """Makes the policy that draws, in the one that masks."""
+    """Makes a random policy and wraps it in `RecPolicy`, which masks items."""
     from gymnasium.spaces import Discrete
     from src.core.policy.RecPolicy import RecPolicy
     from src.tianshou.tianshou.data import Batch
@@ -127,14 +127,14 @@ def make_policy(num_items: int) -> torch.nn.Module:
 
 
 def make_program(num_items: int, num_lanes: int) -> Callable[[], int]:
-    """Makes a call that collects an episode of every lane, and counts the steps."""
+    """Makes a function that collects one episode per lane and returns the steps."""
     from src.core.collector.collector import Collector
     from src.tianshou.tianshou.data import VectorReplayBuffer
 
     collector = Collector(
         make_policy(num_items),
         make_env(num_items, num_lanes),
-        # The masks need whole episodes.
+        # The masks are computed from whole episodes.
         VectorReplayBuffer(2 * MAX_TURN * num_lanes, num_lanes),
         remove_recommended_ids=True,
     )
@@ -156,8 +156,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    random.seed(0)  # draws the users
-    find(args.checkout)
+    random.seed(0)  # `KuaiEnv` samples users with `random`
+    import_checkout(args.checkout)
     collect, rates = make_program(args.items, args.lanes), []
     collect()
     for _ in range(args.repeats):

@@ -1,10 +1,10 @@
-"""How fast is evaluation of N episodes, against a fixed horizon for every env?
+"""How fast is evaluation of N episodes, compared with a fixed horizon?
 
-Times in turn, in one process, 1,024 episodes of the random policy in CartPole-v1:
-`collect_episodes` over 1,024 lanes; gymnax's `RolloutWrapper.batch_rollout`, which
-steps 1,024 environments 500 times each, whenever their first episode ends; and the same
-inside a jit that reads only the returns, so that XLA drops the rest. Then how busy the
-lanes are when 256 of them serve 4,096 episodes.
+Times 1,024 episodes of the random policy in CartPole-v1, in interleaved runs in one
+process: `collect_episodes` over 1,024 lanes; gymnax's `RolloutWrapper.batch_rollout`,
+which steps 1,024 environments 500 times each even if the first episode ends earlier;
+and `batch_rollout` inside a jit that reads only the returns, so that XLA eliminates all
+other outputs. Then prints how busy 256 lanes are while they serve 4,096 episodes.
 
     python benchmarks/episodes_speed.py
 """
@@ -24,12 +24,12 @@ def rows(args: Namespace) -> Iterator[dict[str, str]]:
     collector, key = lanes(ENV_ID, NUM_EPISODES), jax.random.key(0)
     carry, keys = collector.init(key), jax.random.split(key, NUM_EPISODES)
     wrapper = RolloutWrapper(env_name=ENV_ID, num_env_steps=HORIZON)
-    lean = jax.jit(lambda keys: wrapper.batch_rollout(keys, None)[-1])
+    returns_fn = jax.jit(lambda keys: wrapper.batch_rollout(keys, None)[-1])
     counts = {"num_episodes": NUM_EPISODES, "max_episode_steps": MAX_STEPS}
     programs = {
         "ours": lambda: collector.collect_episodes(carry, None, **counts),
         "whole": lambda: wrapper.batch_rollout(keys, None),
-        "returns": lambda: lean(keys),
+        "returns": lambda: returns_fn(keys),
     }
     ms = {name: 1e3 * x.wall for name, x in measure(programs, args.repeats).items()}
     yield {
@@ -42,10 +42,10 @@ def rows(args: Namespace) -> Iterator[dict[str, str]]:
     }
     collector = lanes(ENV_ID, 256)
     carry = collector.init(key)
-    after, episodes = collector.collect_episodes(
+    next_carry, episodes = collector.collect_episodes(
         carry, None, 4096, max_episode_steps=MAX_STEPS
     )
-    busy = float(episodes.num_steps / ((after.step - carry.step) * 256))
+    busy = float(episodes.num_steps / ((next_carry.step - carry.step) * 256))
     print(f"\n256 lanes serve 4,096 episodes: {busy:.1%} of the lane-steps are busy")
 
 

@@ -1,9 +1,9 @@
-"""Loops around environments of gymnax: this library's, and the one everyone writes.
+"""Loops around gymnax environments: `collect_steps` and the loop of PureJaxRL.
 
-The latter is PureJaxRL's, which is copied and not installed; this follows its `ppo.py`
-with gymnax 1. What differs favours it: one split into three keys for its two splits
-into two, and the final observation that gymnax 1 adds to `info` is not recorded, since
-its gymnax had none.
+`gymnax_loop` follows PureJaxRL's `ppo.py`, which is a script and not a package, with
+gymnax 1. Both differences make the loop faster: one split into three keys replaces two
+splits into two, and the final observation that gymnax 1 adds to `info` is not recorded,
+because older versions of gymnax did not return it.
 """
 
 from collections.abc import Callable
@@ -27,24 +27,24 @@ POLICIES = ("random", "mlp")
 
 
 class Case(NamedTuple):
-    """Environment, lanes and policy of a loop; the policy is one of `POLICIES`."""
+    """Environment, number of lanes and policy (one of `POLICIES`) of a loop."""
 
     env_id: str
     num_envs: int
     policy: str
     num_steps: int = 128
-    impl: str = "threefry2x32"  # of the keys
+    impl: str = "threefry2x32"  # implementation of the keys
 
 
 class Loop(NamedTuple):
-    """`init(key)` makes a carry, `run(carry, params)` returns the next one and rows."""
+    """`init(key)` returns a carry; `run(carry, params)` the next carry and outputs."""
 
     init: Callable[[jax.Array], Any]
     run: Callable[[Any, Any], tuple[Any, Any]]
 
 
 def make_policy(case: Case) -> tuple[rollout.Policy, Callable[[jax.Array], Any]]:
-    """Makes the policy of a case, and what makes its parameters from a key."""
+    """Makes the policy of a case, and a function from a key to its parameters."""
     env = envs.make(case.env_id)
     if case.policy == "random":
         return rollout.random_policy(env.action_space), lambda key: ()
@@ -64,7 +64,7 @@ def make_policy(case: Case) -> tuple[rollout.Policy, Callable[[jax.Array], Any]]
 
 
 def our_loop(case: Case, read: Callable[[rollout.Transition], Any]) -> Loop:
-    """`collect_steps`, of which `read` is returned."""
+    """Makes a loop that applies `read` to the trajectory of `collect_steps`."""
     collector = lanes(case.env_id, case.num_envs, make_policy(case)[0])
 
     def run(carry: Any, params: Any) -> tuple[Any, Any]:
@@ -75,7 +75,7 @@ def our_loop(case: Case, read: Callable[[rollout.Transition], Any]) -> Loop:
 
 
 def gymnax_loop(case: Case) -> Loop:
-    """PureJaxRL's; returns obs, action, reward, done, extras and info."""
+    """Makes PureJaxRL's loop; returns obs, action, reward, done, extras and info."""
     env, env_params = gymnax.make(case.env_id)
     env = LogWrapper(FlattenObservationWrapper(env))
     space, policy = env.action_space(env_params), make_policy(case)[0]

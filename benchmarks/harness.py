@@ -1,8 +1,8 @@
-"""Times programs in turn, and formats tables of the results.
+"""Times programs in interleaved runs, and formats tables of the results.
 
-A script yields the rows of a table of `docs/speed.json`, with its columns.
-`run` prints them, and with `--json docs/speed.json` replaces the table there;
-`speed_page.py` then writes the page and its chart.
+A script yields the rows of a table. `run` prints the rows, and with
+`--json docs/speed.json` replaces the table in this file. Then `speed_page.py` and
+`tables.py` write the chart and the page.
 """
 
 import argparse
@@ -32,23 +32,23 @@ Table = Callable[[argparse.Namespace], Iterable[dict[str, str]]]
 
 
 class Timing(NamedTuple):
-    """Seconds of a call: medians of its repeats, and those of the first one."""
+    """Seconds per call: medians over the repeats, and the time of the first call."""
 
     wall: float
-    cpu: float  # of all threads
-    first: float  # also compiles
+    cpu: float  # summed over all threads
+    first: float  # includes compilation
 
 
 def measure(
     programs: dict[str, Program], repeats: int, *, calls: int = 1, warmup: int = 1
 ) -> dict[str, Timing]:
-    """Times programs in turn, in random order.
+    """Times programs in interleaved runs, in random order.
 
     Args:
-        programs: by name; each call waits for what it returns.
-        repeats: of every program.
-        calls: in a row, of which the mean counts.
-        warmup: calls before, of which the first one is timed.
+        programs: programs by name. Each call blocks until its outputs are ready.
+        repeats: number of measurements per program.
+        calls: consecutive calls per measurement, which is their mean.
+        warmup: calls before the measurements. The first call is timed separately.
     """
     first, times = {}, {name: [] for name in programs}
     for name, program in programs.items():
@@ -58,7 +58,7 @@ def measure(
         for _ in range(warmup - 1):
             jax.block_until_ready(program())
     for _ in range(repeats):
-        # In any order: a program may find the memory that the one before has freed.
+        # Random order: a program may reuse memory that the previous one has freed.
         for name, program in random.sample(list(programs.items()), len(programs)):
             wall, cpu = time.perf_counter(), time.process_time()
             for _ in range(calls):
@@ -66,8 +66,8 @@ def measure(
             ends = time.perf_counter() - wall, time.process_time() - cpu
             times[name].append([x / calls for x in ends])
     return {
-        name: Timing(*map(statistics.median, zip(*taken, strict=True)), first[name])
-        for name, taken in times.items()
+        name: Timing(*map(statistics.median, zip(*samples, strict=True)), first[name])
+        for name, samples in times.items()
     }
 
 
@@ -78,29 +78,30 @@ def arguments(doc: str, repeats: int, **lists: Any) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="replace the tables in this file")
     for name, default in lists.items():
         option = f"--{name.replace('_', '-')}"
-        kind = type(default[0])
-        parser.add_argument(option, nargs="+", type=kind, default=list(default))
+        item_type = type(default[0])
+        parser.add_argument(option, nargs="+", type=item_type, default=list(default))
     args = parser.parse_args()
     print(machine(), flush=True)
     return args
 
 
-def run(doc: str, repeats: int, made: dict[str, Table], **lists: Any) -> None:
-    """Is the whole of a script: makes its tables, or those that `--tables` names.
+def run(doc: str, repeats: int, row_fns: dict[str, Table], **lists: Any) -> None:
+    """Runs a benchmark script: parses the options and reports its tables.
 
     Args:
-        doc: of the script; the first line is its help.
-        repeats: the default of `--repeats`.
-        made: by the name of a table, a function of the options that yields the rows.
-        **lists: the defaults of other options, and of `--tables`, else all.
+        doc: docstring of the script. The first line is the help text.
+        repeats: default of `--repeats`.
+        row_fns: for each table, a function that yields its rows, given the options.
+        **lists: defaults of list options. `tables` replaces the default of `--tables`,
+            which is all tables.
     """
-    args = arguments(doc, repeats, **{"tables": tuple(made), **lists})
+    args = arguments(doc, repeats, **{"tables": tuple(row_fns), **lists})
     for name in args.tables:
-        report(args, name, made[name](args))
+        report(args, name, row_fns[name](args))
 
 
 def lanes(env: Any, num_envs: int, policy: Any = None, **options: Any) -> Any:
-    """Makes a collector over lanes of an environment or of an id; policy or random."""
+    """Makes a collector over lanes of an environment or id; default: random policy."""
     make = envs.make_vec if isinstance(env, str) else envs.vectorize
     env = make(env, num_envs)
     policy = policy or rollout.random_policy(env.action_space)
@@ -113,7 +114,7 @@ def steps(
     params: Any = None,
     read: Callable[[rollout.Transition], Any] = lambda t: t,
 ) -> Program:
-    """Makes a call that collects, always from the same carry, what `read` returns."""
+    """Makes a program that collects from a fixed carry and returns `read(t)`."""
 
     @jax.jit
     def program(carry: rollout.Carry, params: Any) -> tuple[rollout.Carry, Any]:
@@ -124,7 +125,7 @@ def steps(
 
 
 def rows_of(t: rollout.Transition) -> tuple[Any, ...]:
-    """Reads the fields that the loops of others return, too."""
+    """Selects the fields that the loops of other libraries also return."""
     flags, totals = (t.terminated, t.truncated), (t.episode_return, t.episode_length)
     return t.obs, t.action, t.reward, *flags, t.next_obs, *totals
 
@@ -132,35 +133,35 @@ def rows_of(t: rollout.Transition) -> tuple[Any, ...]:
 def report(
     args: argparse.Namespace, table: str, rows: Iterable[dict[str, str]]
 ) -> None:
-    """Prints a table as its rows come; with `--json` replaces the one of that name."""
+    """Prints rows as they arrive; `--json` replaces the table of this name."""
     columns: list[str] = []
-    found: list[list[str]] = []
+    cells: list[list[str]] = []
     for row in rows:
         if not columns:
             columns = list(row)
             print(f"\n{table}\n\n{line(columns)}\n|{'---|' * len(columns)}")
-        found.append(list(row.values()))
-        print(line(found[-1]), flush=True)
+        cells.append(list(row.values()))
+        print(line(cells[-1]), flush=True)
     if args.json:
-        every = json.loads(args.json.read_text()) if args.json.exists() else {}
-        every[table] = {"machine": machine(), "columns": columns, "rows": found}
-        args.json.write_text(dump(every))
+        tables = json.loads(args.json.read_text()) if args.json.exists() else {}
+        tables[table] = {"machine": machine(), "columns": columns, "rows": cells}
+        args.json.write_text(dump(tables))
 
 
 def dump(tables: dict[str, Any]) -> str:
-    """Formats tables as JSON, a line for each row."""
+    """Formats tables as JSON with one line per row."""
     text = json.dumps(tables, indent=1, ensure_ascii=False)
-    one_line = lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]"  # noqa: E731
+    one_line = lambda match: "[" + re.sub(r"\n *", " ", match[1]) + "]"  # noqa: E731
     return re.sub(r"\[\s+(\"[^\[\]]*\")\s+\]", one_line, text) + "\n"
 
 
 def line(cells: list[str]) -> str:
-    """A line of a table."""
+    """Formats one line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
 def machine() -> str:
-    """Says what this runs on."""
+    """Describes the device, the processor and the versions."""
     device = jax.devices()[0]
     flag = "on" if LOOP_FLAG in os.environ.get("XLA_FLAGS", "") else "off"
     try:

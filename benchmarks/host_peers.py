@@ -1,19 +1,19 @@
-"""How many environment steps do other libraries collect in a second?
+"""How many environment steps do other libraries collect per second?
 
-Each in an environment of its own, in batches of 2,000 steps of 16 CartPoles, with a
-policy of two layers of 64 in PyTorch; prints one line of JSON.
+Each library needs a separate virtual environment. It collects batches of 2,000 steps
+of 16 CartPoles with a PyTorch policy of two layers of 64. Prints one line of JSON.
 
 - `tianshou`: `Collector.collect` on a `DummyVectorEnv` into a `VectorReplayBuffer`,
-  emptied before every batch, as its trainer does for algorithms such as PPO. No
-  log-probabilities are recorded: its PPO computes them from the batch afterwards.
+  emptied before every batch, as the trainer does for algorithms such as PPO. No
+  log-probabilities are recorded: Tianshou's PPO computes them later from the batch.
 - `torchrl`: `Collector` of observations, actions, log-probabilities, rewards and next
-  observations, on `GymWrapper` around Gymnasium's `SyncVectorEnv`, by far the fastest.
+  observations, on `GymWrapper` around Gymnasium's `SyncVectorEnv`, its fastest option.
 - `stable_baselines3`: `PPO.collect_rollouts` on a `DummyVecEnv`, which its guide
-  recommends for environments as cheap as CartPole. A rollout holds observations,
-  actions, rewards, values and log-probabilities, and ends with GAE, which the method
-  always computes. Values have a network of their own (4-64-64-1), its default.
-- `rllib`: `SingleAgentEnvRunner.sample` without `ray.init`, on the `SyncVectorEnv` that
-  it makes by default and with the module of PPO; episodes hold observations, actions,
+  recommends for environments as cheap as CartPole. A rollout contains observations,
+  actions, rewards, values and log-probabilities. The method always computes GAE. By
+  default the critic is a separate network (4-64-64-1).
+- `rllib`: `SingleAgentEnvRunner.sample` without `ray.init`, on the default
+  `SyncVectorEnv` and with the module of PPO; episodes contain observations, actions,
   rewards, logits and log-probabilities.
 
     pip install "tianshou==2.0.1" "gymnasium==1.4.0" "torch==2.13.0" "numpy==2.4.6"
@@ -40,12 +40,12 @@ BATCH = NUM_ENVS * NUM_STEPS
 
 
 def make_env() -> gymnasium.Env:
-    """Makes one environment, without the checks of the first step."""
+    """Makes a single environment without the checks of the first step."""
     return gymnasium.make("CartPole-v1", disable_env_checker=True)
 
 
 def tianshou() -> Callable[[], int]:
-    """Makes a call that collects a batch and says how many steps it has."""
+    """Makes a function that collects a batch and returns its number of steps."""
     from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
     from tianshou.data import Collector, VectorReplayBuffer
     from tianshou.env import DummyVectorEnv
@@ -62,7 +62,7 @@ def tianshou() -> Callable[[], int]:
     collector = Collector(policy, env, buffer)
     collector.reset()
 
-    # The trainer does not switch gradients off; doing so is faster by a few percent.
+    # The trainer does not disable gradients; `no_grad` is a few percent faster.
     @torch.no_grad()
     def collect() -> int:
         collector.reset_buffer(keep_statistics=True)
@@ -73,17 +73,17 @@ def tianshou() -> Callable[[], int]:
 
 
 def torchrl() -> Callable[[], int]:
-    """Makes a call that collects a batch and says how many steps it has."""
+    """Makes a function that collects a batch and returns its number of steps."""
     from tensordict.nn import TensorDictModule
     from torchrl.collectors import Collector
     from torchrl.envs import GymWrapper
     from torchrl.modules import MLP, ProbabilisticActor
 
-    # `GymWrapper` refuses Gymnasium's default mode, and prefers this one.
+    # `GymWrapper` rejects Gymnasium's default mode and recommends `DISABLED`.
     mode = {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}
-    kind = {"vectorization_mode": "sync", "vector_kwargs": mode}
-    made = gymnasium.make_vec("CartPole-v1", NUM_ENVS, **kind)
-    env = GymWrapper(made, categorical_action_encoding=True)
+    options = {"vectorization_mode": "sync", "vector_kwargs": mode}
+    vector_env = gymnasium.make_vec("CartPole-v1", NUM_ENVS, **options)
+    env = GymWrapper(vector_env, categorical_action_encoding=True)
     sizes = {"in_features": 4, "out_features": 2, "num_cells": [64, 64]}
     network = MLP(**sizes, activation_class=torch.nn.Tanh)
     policy = ProbabilisticActor(
@@ -105,7 +105,7 @@ def torchrl() -> Callable[[], int]:
 
 
 def stable_baselines3() -> Callable[[], int]:
-    """Makes a call that collects a batch and says how many steps it has."""
+    """Makes a function that collects a batch and returns its number of steps."""
     from stable_baselines3 import PPO
     from stable_baselines3.common.vec_env import DummyVecEnv
 
@@ -118,19 +118,19 @@ def stable_baselines3() -> Callable[[], int]:
         device="cpu",
         seed=0,
     )
-    # What `learn` does before its first rollout.
+    # `learn` calls this before its first rollout.
     _, callback = model._setup_learn(total_timesteps=10**9, callback=None)
 
     def collect() -> int:
-        before = model.num_timesteps
+        num_collected = model.num_timesteps
         model.collect_rollouts(model.env, callback, model.rollout_buffer, NUM_STEPS)
-        return model.num_timesteps - before
+        return model.num_timesteps - num_collected
 
     return collect
 
 
 def rllib() -> Callable[[], int]:
-    """Makes a call that collects a batch and says how many steps it has."""
+    """Makes a function that collects a batch and returns its number of steps."""
     from ray.rllib.algorithms.ppo import PPOConfig
     from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
     from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
@@ -142,7 +142,7 @@ def rllib() -> Callable[[], int]:
 
     def collect() -> int:
         episodes = runner.sample(num_timesteps=BATCH)
-        runner.get_metrics()  # as the algorithm does; they pile up otherwise
+        runner.get_metrics()  # as the algorithm does; otherwise metrics accumulate
         return sum(len(episode) for episode in episodes)
 
     return collect
@@ -157,7 +157,7 @@ LIBRARIES = {
 
 
 def run(collect: Callable[[], int], num_steps: int) -> float:
-    """Collects batches until there are so many steps; returns steps per second."""
+    """Collects batches for at least `num_steps` steps; returns steps per second."""
     start, collected = time.perf_counter(), 0
     while collected < num_steps:
         collected += collect()
@@ -171,13 +171,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)  # more threads are slower: the network is tiny
-    name, package, make = LIBRARIES[args.library]
-    collect = make()
+    name, package, make_collect = LIBRARIES[args.library]
+    collect = make_collect()
     run(collect, BATCH)
     rate = statistics.median(run(collect, 20_000) for _ in range(args.repeats))
     version = metadata.version(package)
-    told = {"library": name, "version": version, "steps_per_second": round(rate)}
-    print(json.dumps(told))
+    result = {"library": name, "version": version, "steps_per_second": round(rate)}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

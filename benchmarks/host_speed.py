@@ -1,14 +1,13 @@
-"""How fast experience comes from environments that are not JAX.
+"""How fast is collection from host environments?
 
-A small MLP; what is compared is run in turn, and ratios are of medians:
+The policy is a small MLP. Runs are interleaved, and ratios are ratios of medians:
 
-- MuJoCo and Atari by Gymnasium, where they are installed: a plain loop (a jitted
-  policy, nothing stored) over `SyncVectorEnv` and over `AsyncVectorEnv`, which has a
-  process for each environment, against `HostCollector` in this process and with two
-  workers;
-- 16 CartPoles, and EnvPool where it is installed: likewise, in this process;
-- eight workers that are slow, in step and asynchronously;
-- other libraries, each in an environment of its own, as `host_peers.py` says:
+- MuJoCo and Atari of Gymnasium, if installed: a plain loop (a jitted policy, nothing
+  stored) over `SyncVectorEnv` and over `AsyncVectorEnv`, which starts one process per
+  environment, against `HostCollector` in this process and with two workers;
+- 16 CartPoles, also of EnvPool if it is installed: the same comparison in this process;
+- eight slow workers, synchronous and asynchronous;
+- other libraries, each in a separate virtual environment (see `host_peers.py`):
 
     pip install ".[mujoco]" ale-py opencv-python-headless
     python benchmarks/host_speed.py
@@ -47,18 +46,18 @@ make_cartpole = functools.partial(gymnasium.make, "CartPole-v1")
 
 
 class SeededOnce(gymnasium.Wrapper):
-    """Takes the first seed only: ALE loads its game anew for each, 0.1 s long."""
+    """Ignores all seeds except the first: ALE loads the game for every seed (0.1 s)."""
 
     is_seeded = False
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple:
-        """Starts an episode."""
+        """Resets the environment."""
         seed, self.is_seeded = None if self.is_seeded else seed, True
         return self.env.reset(seed=seed, options=options)
 
 
 def make_breakout() -> gymnasium.Env:
-    """Makes Atari's Breakout with the usual wrappers: four frames a step, 84 x 84."""
+    """Makes Atari's Breakout with the usual wrappers: four frames per step, 84 x 84."""
     import ale_py
 
     gymnasium.register_envs(ale_py)
@@ -66,7 +65,7 @@ def make_breakout() -> gymnasium.Env:
     return SeededOnce(gymnasium.wrappers.AtariPreprocessing(env))
 
 
-# What each needs, how one is made, and how many of them.
+# Required package, function that makes one environment, number of environments.
 TASKS: dict[str, tuple[str, MakeEnv, int]] = {
     "`HalfCheetah-v5` x 8": (
         "mujoco",
@@ -78,25 +77,25 @@ TASKS: dict[str, tuple[str, MakeEnv, int]] = {
 }
 
 
-class Slow(gymnasium.Env):
-    """Takes its time: exponentially distributed, for every step anew."""
+class SlowEnv(gymnasium.Env):
+    """An environment with exponentially distributed step times."""
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (4,))
     action_space = gymnasium.spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple:
-        """Starts an episode."""
+        """Resets the environment."""
         super().reset(seed=seed)
         return np.zeros(4, np.float32), {}
 
     def step(self, action: Any) -> tuple:
-        """Takes a step."""
+        """Sleeps, then returns a reward of 1."""
         time.sleep(self.np_random.exponential(LATENCY))
         return np.zeros(4, np.float32), 1.0, False, False, {}
 
 
 class Network:
-    """An MLP with two layers of 64 for an environment, and its parameters."""
+    """An MLP policy with two layers of 64, and its parameters."""
 
     def __init__(self, make: MakeEnv) -> None:
         env = make()
@@ -108,14 +107,14 @@ class Network:
         env.close()
 
     def act(self, params: Any, obs: jax.Array, key: jax.Array) -> tuple:
-        """Samples actions, and computes their log-probabilities."""
+        """Samples actions and computes their log-probabilities."""
         outputs, _ = self.module.apply(params, obs.reshape(len(obs), -1))
         raw_action = self.distribution.sample(outputs, key)
         log_prob = self.distribution.log_prob(outputs, raw_action)
         return self.distribution.postprocess(raw_action), {"log_prob": log_prob}
 
     def plain_loop(self, env: Any, *, resets: bool) -> Program:
-        """A loop that steps a vector environment of Gymnasium, and keeps nothing."""
+        """Makes a loop over a vector environment of Gymnasium that stores nothing."""
 
         @jax.jit
         def choose(params: Any, obs: Any, key: jax.Array) -> tuple:
@@ -136,64 +135,64 @@ class Network:
         return program
 
     def collector(self, env: Any, **options: Any) -> rollout.HostCollector:
-        """A `HostCollector` over environments of ours."""
+        """Makes a `HostCollector` over vectorized host environments."""
         policy = rollout.stateless_policy(self.act)
         return rollout.HostCollector(env=env, policy=policy, **options)
 
-    def collect(self, made: rollout.HostCollector, num_rows: int = ROWS) -> Program:
-        """Calls `collect_steps`."""
-        carry = made.init(jax.random.key(0))
+    def collect(self, host: rollout.HostCollector, num_rows: int = ROWS) -> Program:
+        """Makes a program that calls `collect_steps` and continues from its carry."""
+        carry = host.init(jax.random.key(0))
 
         def program() -> Any:
             nonlocal carry
-            carry, rows = made.collect_steps(carry, self.params, num_rows)
+            carry, rows = host.collect_steps(carry, self.params, num_rows)
             return rows
 
         return program
 
 
-def numpy() -> VectorEnv:
-    """Gymnasium's CartPole that is vectorized itself."""
-    kind = "vector_entry_point"
-    return gymnasium.make_vec("CartPole-v1", NUM_ENVS, vectorization_mode=kind)
+def numpy_cartpole() -> VectorEnv:
+    """Makes Gymnasium's CartPole that steps all environments as one NumPy array."""
+    mode = "vector_entry_point"
+    return gymnasium.make_vec("CartPole-v1", NUM_ENVS, vectorization_mode=mode)
 
 
 def time_loops(
     environments: str, programs: dict[str, Program], repeats: int
 ) -> Iterator[dict[str, str]]:
-    """Times loops over the same environments; the first one is the plain one."""
-    taken = measure(programs, repeats, calls=CALLS)
-    plain, other = taken[next(iter(programs))], taken.get("plain, `AsyncVectorEnv`")
-    for loop, timing in taken.items():
-        over_other = f"{other.wall / timing.wall:.2f}" if other else ""
+    """Times loops over the same environments; the first loop is the plain loop."""
+    times = measure(programs, repeats, calls=CALLS)
+    plain, peer = times[next(iter(programs))], times.get("plain, `AsyncVectorEnv`")
+    for loop, timing in times.items():
+        ratio = f"{peer.wall / timing.wall:.2f}" if peer else ""
         yield {
             "environments": environments,
             "loop": loop,
             "us per row": f"{1e6 * timing.wall / ROWS:.0f}",
             "speed / plain loop": f"{plain.wall / timing.wall:.2f}",
-            "speed / `AsyncVectorEnv`": over_other,
+            "speed / `AsyncVectorEnv`": ratio,
         }
 
 
 def task_rows(
     environments: str, make: MakeEnv, num_envs: int, repeats: int
 ) -> Iterator[dict[str, str]]:
-    """Times every loop over environments of Gymnasium, in processes as well."""
-    network, every = Network(make), [make] * num_envs
-    # A fork of a process that runs jax may block for ever.
-    apart = AsyncVectorEnv(every, context="forkserver", **DISABLED)
-    sync = SyncVectorEnv(every, **DISABLED)
+    """Times every loop over Gymnasium environments, with and without processes."""
+    network, env_fns = Network(make), [make] * num_envs
+    # Forking a process that runs JAX can deadlock.
+    async_env = AsyncVectorEnv(env_fns, context="forkserver", **DISABLED)
+    sync = SyncVectorEnv(env_fns, **DISABLED)
     local = network.collector(envs.from_gymnasium(make, num_envs))
-    workers = network.collector(envs.make_worker_envs(every, 2))
+    workers = network.collector(envs.make_worker_envs(env_fns, 2))
     programs = {
         "plain, `SyncVectorEnv`": network.plain_loop(sync, resets=True),
-        "plain, `AsyncVectorEnv`": network.plain_loop(apart, resets=True),
+        "plain, `AsyncVectorEnv`": network.plain_loop(async_env, resets=True),
         "`from_gymnasium`, in this process": network.collect(local),
         "`make_worker_envs`, two processes": network.collect(workers),
     }
     yield from time_loops(environments, programs, repeats)
-    for opened in (apart, sync, local, workers):
-        opened.close()
+    for env in (async_env, sync, local, workers):
+        env.close()
 
 
 def loop_rows(args: Namespace) -> Iterator[dict[str, str]]:
@@ -206,8 +205,8 @@ def loop_rows(args: Namespace) -> Iterator[dict[str, str]]:
     sync = functools.partial(SyncVectorEnv, [make_cartpole] * NUM_ENVS, **DISABLED)
     cartpoles = {
         "one array": {
-            "plain": network.plain_loop(numpy(), resets=False),
-            "`HostCollector`": host(envs.from_gymnasium(numpy())),
+            "plain": network.plain_loop(numpy_cartpole(), resets=False),
+            "`HostCollector`": host(envs.from_gymnasium(numpy_cartpole())),
         },
         "`SyncVectorEnv`": {
             "plain": network.plain_loop(sync(), resets=True),
@@ -225,46 +224,46 @@ def loop_rows(args: Namespace) -> Iterator[dict[str, str]]:
             "plain": network.plain_loop(pool, resets=False),
             "`HostCollector`": host(envs.from_envpool("CartPole-v1", NUM_ENVS)),
         }
-    for kind, programs in cartpoles.items():
-        environments = f"`CartPole-v1` x {NUM_ENVS}, {kind}"
+    for group, programs in cartpoles.items():
+        environments = f"`CartPole-v1` x {NUM_ENVS}, {group}"
         yield from time_loops(environments, programs, args.repeats)
 
 
 def waiting_rows(args: Namespace) -> Iterator[dict[str, str]]:
-    """Eight workers that are slow: all of them in a row, or those that are ready."""
-    network = Network(Slow)
-    made = {
+    """Times eight slow workers: rows of all workers, or of `num_ready` workers."""
+    network = Network(SlowEnv)
+    collectors = {
         num_ready: network.collector(
-            envs.make_worker_envs([Slow] * 8, 8),
+            envs.make_worker_envs([SlowEnv] * 8, 8),
             num_ready=None if num_ready == 8 else num_ready,
         )
         for num_ready in (8, 4, 2, 1)
     }
-    # 400 steps each.
-    programs = {x: network.collect(y, 400 // x) for x, y in made.items()}
-    taken = measure(programs, args.repeats)
-    print(f"\nall in step: {400 / taken[8].wall:.0f} steps/s")
+    # Every program collects 400 steps.
+    programs = {x: network.collect(y, 400 // x) for x, y in collectors.items()}
+    timing = measure(programs, args.repeats)
+    print(f"\nall in step: {400 / timing[8].wall:.0f} steps/s")
     for num_ready in (4, 2, 1):
-        ratio = taken[8].wall / taken[num_ready].wall
+        ratio = timing[8].wall / timing[num_ready].wall
         yield {
             "ready": f"{num_ready}",
             "steps, `num_ready` / all in step": f"{ratio:.2f}",
         }
-    for collector in made.values():
+    for collector in collectors.values():
         collector.close()
 
 
 def peer_rows(args: Namespace) -> Iterator[dict[str, str]]:
-    """Times each library by its script, in turn with `HostCollector`.
+    """Times other libraries with `host_peers.py`, in turn with `HostCollector`.
 
-    The same environments, and those that Gymnasium steps as one array.
+    `HostCollector` steps the same environments, and CartPole as one NumPy array.
     """
     network = Network(make_cartpole)
-    ours = {
+    host_envs = {
         "`HostCollector`": envs.from_gymnasium("CartPole-v1", NUM_ENVS),
-        "one array": envs.from_gymnasium(numpy()),
+        "one array": envs.from_gymnasium(numpy_cartpole()),
     }
-    programs = {x: network.collect(network.collector(y)) for x, y in ours.items()}
+    programs = {x: network.collect(network.collector(y)) for x, y in host_envs.items()}
     rates: dict[str, list[float]] = {}
     script = str(Path(__file__).with_name("host_peers.py"))
     for _ in range(args.repeats):
@@ -273,17 +272,17 @@ def peer_rows(args: Namespace) -> Iterator[dict[str, str]]:
         for peer in filter(None, args.peers):
             name, _, python = peer.partition("=")
             out = subprocess.check_output([python, script, name, "--repeats", "1"])
-            told = json.loads(out.splitlines()[-1])
-            name = f"{told['library']} {told['version']}"
-            rates.setdefault(name, []).append(told["steps_per_second"])
+            result = json.loads(out.splitlines()[-1])
+            name = f"{result['library']} {result['version']}"
+            rates.setdefault(name, []).append(result["steps_per_second"])
     rate = {name: statistics.median(values) for name, values in rates.items()}
-    same, array = rate["`HostCollector`"], rate.pop("one array")
-    for name, middle in rate.items():
+    same_envs, array = rate["`HostCollector`"], rate.pop("one array")
+    for name, median in rate.items():
         yield {
             "library": name,
-            "steps/s": f"{middle:,.0f}",
-            "`HostCollector`, same environments / library": f"{same / middle:.1f}",
-            "`HostCollector`, one array / library": f"{array / middle:.1f}",
+            "steps/s": f"{median:,.0f}",
+            "`HostCollector`, same environments / library": f"{same_envs / median:.1f}",
+            "`HostCollector`, one array / library": f"{array / median:.1f}",
         }
 
 

@@ -1,7 +1,7 @@
-"""Scripts of PureJaxRL and others, and rejax, with the settings of the recipes.
+"""Training scripts of other libraries with the settings of the recipes.
 
-Their code is imported from where it is installed and runs as it is. Those that play
-gymnax expect the single flag of its older versions, which `OneFlag` gives them.
+The scripts are imported from their folders and run unmodified. Scripts that train on
+gymnax expect the single `done` flag of older versions, which `OneFlag` returns.
 """
 
 import functools
@@ -21,12 +21,12 @@ import optax
 import yaml
 from recipes import DQNSettings, Learner, PPOSettings, total_steps
 
-# PureJaxRL calls it by this name, and gets `make_one_flag`.
+# PureJaxRL calls `gymnax.make`, which `mock.patch` replaces by `make_one_flag`.
 MAKE = gymnax.make
 
 
 class OneFlag:
-    """An environment of gymnax 1 as older versions had them: `done`, an empty info."""
+    """A gymnax 1 environment with the older interface: `done` and an empty `info`."""
 
     def __init__(self, env: Any) -> None:
         self._env = env
@@ -38,37 +38,37 @@ class OneFlag:
         return self  # rejax copies its settings; environments have no state
 
     def step(self, key: Any, state: Any, action: Any, params: Any = None) -> Any:
-        """Steps, and resets if the episode is over."""
+        """Steps the environment and resets it at the end of an episode."""
         result = self._env.step(key, state, action, params)
         obs, state, reward, terminated, truncated, _ = result
         return obs, state, reward, terminated | truncated, {}
 
 
 def make_one_flag(env_id: str) -> tuple[OneFlag, Any]:
-    """Makes an environment of gymnax and its parameters."""
+    """Makes an environment of gymnax with `OneFlag`, and its parameters."""
     env, params = MAKE(env_id)
     return OneFlag(env), params
 
 
 def import_script(folder: Path, name: str, *unused: str) -> Any:
-    """Imports a script beside whose modules it lies.
+    """Imports a script together with the modules in its folder.
 
     Args:
-        folder: of the script.
-        name: without its ending.
-        *unused: what it imports and does not use with these settings.
+        folder: folder of the script.
+        name: file name of the script without `.py`.
+        *unused: imported packages that these settings do not use. They are mocked.
     """
-    # Under another name, since a recipe is called `ppo.py`, too.
+    # Prefix the module name: a recipe is also called `ppo.py`.
     spec = importlib.util.spec_from_file_location(
         f"{folder.name}_{name}", folder / f"{name}.py"
     )
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    # Modules of two peers may have one name, such as `wrappers`.
+    # Scripts of several libraries import modules with equal names, such as `wrappers`.
     with mock.patch.dict(sys.modules), mock.patch.object(sys, "path", sys.path[:]):
-        for other in ("wrappers", "models", "logz"):
-            sys.modules.pop(other, None)
+        for package in ("wrappers", "models", "logz"):
+            sys.modules.pop(package, None)
         sys.modules |= {x: mock.MagicMock() for x in unused}
         sys.path.insert(0, str(folder))
         spec.loader.exec_module(module)
@@ -76,11 +76,11 @@ def import_script(folder: Path, name: str, *unused: str) -> Any:
 
 
 def load_purejaxrl(folder: Path, name: str) -> Any:
-    """Imports a script of PureJaxRL from the folder that has `ppo.py`."""
-    if not hasattr(jax, "tree_map"):  # `dqn.py` calls it; jax has removed it
+    """Imports a script of PureJaxRL from the folder that contains `ppo.py`."""
+    if not hasattr(jax, "tree_map"):  # `dqn.py` calls it; JAX removed it
         jax.tree_map = jax.tree.map
     module = import_script(folder, name, "navix", "wandb")
-    # `ppo_rnn.py` calls the cell of older versions of flax.
+    # `ppo_rnn.py` expects the GRU cell of older versions of flax.
     cell: Any = functools.partial(nn.GRUCell, 128)
     cell.initialize_carry = lambda key, batch, size: jnp.zeros((*batch, size))
     module.nn = types.SimpleNamespace(**{**vars(nn), "GRUCell": cell})
@@ -88,7 +88,7 @@ def load_purejaxrl(folder: Path, name: str) -> Any:
 
 
 def with_one_flag(folder: Path, module: Any) -> Any:
-    """Gives a script the wrappers of PureJaxRL for those of gymnax, of two flags."""
+    """Replaces gymnax's wrappers with PureJaxRL's, which expect a single flag."""
     wrappers = import_script(folder, "wrappers", "navix", "wandb")
     module.LogWrapper = wrappers.LogWrapper
     module.FlattenObservationWrapper = wrappers.FlattenObservationWrapper
@@ -106,12 +106,12 @@ def make_purejaxrl(
     """Makes the learner of PureJaxRL.
 
     Args:
-        env_id: of gymnax or brax.
-        config: its settings.
-        folder: has `ppo.py`.
-        script: its name, if it is not that of the environment; `"ppo_rnn"` gives a
-            learner whose `act` cannot be called.
-        normalize: observations and rewards of robots.
+        env_id: id of an environment of gymnax or brax.
+        config: settings of the training.
+        folder: folder that contains `ppo.py`.
+        script: name of the script; empty selects it by the environment. `"ppo_rnn"`
+            returns a learner whose `act` cannot be called.
+        normalize: whether to normalize observations and rewards of robots.
     """
     is_robot = env_id.startswith("brax:")
     script = script or ("ppo_continuous_action" if is_robot else "ppo")
@@ -122,7 +122,7 @@ def make_purejaxrl(
 
 
 def _settings(config: PPOSettings) -> dict[str, Any]:
-    """Translates settings to PureJaxRL's names, which its descendants share."""
+    """Translates settings to PureJaxRL's names, which derived libraries share."""
     return {
         "LR": config.learning_rate,
         "NUM_ENVS": config.num_envs,
@@ -164,7 +164,7 @@ def _purejaxrl_ppo(
         action = network.apply(params, obs)[0].sample(seed=key)
         return action.clip(-1.0, 1.0) if is_robot else action
 
-    return Learner(train, lambda found: found["runner_state"][0].params, act)
+    return Learner(train, lambda result: result["runner_state"][0].params, act)
 
 
 def _purejaxrl_dqn(env_id: str, config: DQNSettings, folder: Path) -> Learner:
@@ -193,7 +193,7 @@ def _purejaxrl_dqn(env_id: str, config: DQNSettings, folder: Path) -> Learner:
     def act(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
         return network.apply(params, obs).argmax(axis=-1)
 
-    return Learner(train, lambda found: found["runner_state"][0].params, act)
+    return Learner(train, lambda result: result["runner_state"][0].params, act)
 
 
 def make_rejax(env_id: str, config: PPOSettings | DQNSettings) -> Learner:
@@ -202,8 +202,8 @@ def make_rejax(env_id: str, config: PPOSettings | DQNSettings) -> Learner:
     return make(env_id, config)
 
 
-def _quiet(algorithm: Any) -> Any:
-    """Trains without the evaluations on the way, which the others do not have."""
+def _without_evals(algorithm: Any) -> Any:
+    """Disables evaluations during training, which the other libraries do not have."""
     return algorithm.replace(eval_callback=lambda *_: (), skip_initial_evaluation=True)
 
 
@@ -211,7 +211,7 @@ def _make_robot(env_id: str) -> tuple[OneFlag, Any]:
     module = importlib.import_module("rejax.compat.brax2gymnax")
     name = env_id.removeprefix("brax:")
     env, params = module.create_brax(name, episode_length=1000, backend="positional")
-    # gymnax 1 asks for it; the limit is in brax's own `done`.
+    # gymnax 1 calls `is_truncated`; brax includes the time limit in `done`.
     env.is_truncated = lambda state, params: jnp.array(False)
     return OneFlag(env), params
 
@@ -222,7 +222,7 @@ def _rejax_ppo(env_id: str, config: PPOSettings) -> Learner:
     is_robot = env_id.startswith("brax:")
     make_env = _make_robot if is_robot else make_one_flag
     env, env_params = make_env(env_id)
-    algorithm = _quiet(
+    algorithm = _without_evals(
         rejax.PPO.create(
             env=env,
             env_params=env_params,
@@ -253,7 +253,7 @@ def _rejax_ppo(env_id: str, config: PPOSettings) -> Learner:
     def act(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
         return algorithm.actor.apply(params, obs, key, method="act")
 
-    return Learner(algorithm.train, lambda found: found[0].actor_ts.params, act)
+    return Learner(algorithm.train, lambda result: result[0].actor_ts.params, act)
 
 
 def _rejax_dqn(env_id: str, config: DQNSettings) -> Learner:
@@ -267,7 +267,7 @@ def _rejax_dqn(env_id: str, config: DQNSettings) -> Learner:
         activation=linen.relu,
         action_dim=env.num_actions,
     )
-    algorithm = _quiet(
+    algorithm = _without_evals(
         rejax.DQN.create(
             env=env,
             env_params=env_params,
@@ -292,16 +292,16 @@ def _rejax_dqn(env_id: str, config: DQNSettings) -> Learner:
     def act(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
         return network.apply(params, obs).argmax(axis=-1)
 
-    return Learner(algorithm.train, lambda found: found[0].q_ts.params, act)
+    return Learner(algorithm.train, lambda result: result[0].q_ts.params, act)
 
 
 def make_purejaxql(folder: Path, purejaxrl: Path, num_updates: int) -> Any:
-    """Makes the training of purejaxql's `pqn_gymnax.py`, with its own settings.
+    """Makes the training function of purejaxql's `pqn_gymnax.py` with its settings.
 
     Args:
-        folder: has `pqn_gymnax.py`.
-        purejaxrl: has `wrappers.py`.
-        num_updates: of 2,048 steps.
+        folder: folder that contains `pqn_gymnax.py`.
+        purejaxrl: folder that contains `wrappers.py`.
+        num_updates: number of updates of 2,048 steps each.
     """
     unused = "hydra", "omegaconf", "safetensors", "safetensors.flax", "wandb"
     module = with_one_flag(purejaxrl, import_script(folder, "pqn_gymnax", *unused))
@@ -316,12 +316,12 @@ def make_purejaxql(folder: Path, purejaxrl: Path, num_updates: int) -> Any:
 
 
 def make_craftax(folder: Path, env_id: str, config: PPOSettings) -> tuple[Any, Any]:
-    """Makes the training of Craftax_Baselines' `ppo.py`, and its network.
+    """Makes the training function and the network of Craftax_Baselines' `ppo.py`.
 
     Args:
-        folder: has `ppo.py`.
-        env_id: of Craftax.
-        config: its settings.
+        folder: folder that contains `ppo.py`.
+        env_id: id of an environment of Craftax.
+        config: settings of the training.
     """
     module = import_script(folder, "ppo", "wandb")
     train = module.make_train(

@@ -1,8 +1,9 @@
-"""How well do the notebooks learn, and how fast?
+"""How well and how fast do the training notebooks learn?
 
-Runs the code cells of the training notebooks as they are, without a kernel and without
-showing a picture, and prints what each left in its `results`: the mean return of every
-seed over 100 evaluation episodes, and the wall time, that of the first with compiling.
+Runs the code cells of the notebooks without a kernel and without displaying pictures,
+and prints the variable `results` of each notebook: the mean return of every seed over
+100 evaluation episodes, and the wall time. The time of the first seed includes
+compilation.
 
     python benchmarks/learning.py
     python benchmarks/learning.py --notebooks 04_ppo 06_dqn_replay
@@ -27,28 +28,28 @@ NOTEBOOKS = ("04_ppo", "05_recurrent_ppo", "06_dqn_replay")
 def execute(name: str) -> dict[str, Any]:
     """Executes the code cells of a notebook; returns its `results`."""
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-    space: dict[str, Any] = {"__name__": name}
+    namespace: dict[str, Any] = {"__name__": name}
     for number, cell in enumerate(notebook.cells):
         if cell.cell_type == "code":
             code = compile(cell.source, f"{name}.ipynb, cell {number}", "exec")
             with contextlib.redirect_stdout(io.StringIO()):
-                exec(code, space)
-    return space["results"]
+                exec(code, namespace)
+    return namespace["results"]
 
 
 def rows(args: Namespace) -> Iterator[dict[str, str]]:
-    """Runs every notebook."""
+    """Runs every notebook and yields a row per result."""
     matplotlib.use("agg")
     for name in args.notebooks:
         for title, result in execute(name).items():
             returns, seconds = result["returns"], result["seconds"]
-            later = f"{statistics.median(seconds[1:]):.1f}" if seconds[1:] else ""
+            median = f"{statistics.median(seconds[1:]):.1f}" if seconds[1:] else ""
             yield {
                 "Run": title,
                 "Returns by seed": ", ".join(f"{x:.2f}" for x in returns),
                 "Mean": f"{statistics.mean(returns):.2f}",
                 "First seed, s": f"{seconds[0]:.1f}",
-                "Another seed, s": later,
+                "Another seed, s": median,
             }
 
 

@@ -1,9 +1,9 @@
-"""How well and how fast do PPO and DQN learn: ours, PureJaxRL's scripts, rejax?
+"""How well and how fast do PPO and DQN learn: the recipes, PureJaxRL and rejax?
 
-Ours are the recipes. All have the settings of `TASKS`, and play the environments of the
-same gymnax and brax. Every training is compiled apart. The runs of a seed are
-interleaved, and timed in CPU seconds. `rollout.evaluate` plays 100 episodes with the
-last parameters of each: drawn actions with PPO, greedy ones with DQN.
+All programs use the settings of `TASKS` and the same versions of gymnax and brax. Every
+program is compiled separately. The runs of a seed are interleaved and timed in CPU
+seconds. `rollout.evaluate` runs 100 episodes with the final parameters of every run:
+sampled actions for PPO, greedy actions for DQN.
 
     pip install ".[brax]" flashbax matplotlib optax rejax==0.1.3
     git clone https://github.com/luchris429/purejaxrl
@@ -14,9 +14,9 @@ last parameters of each: drawn actions with PPO, greedy ones with DQN.
         --purejaxrl purejaxrl/purejaxrl --tasks "PPO CartPole" "DQN CartPole" \\
         --makers ours limit_is_failure purejaxrl --seeds 25
 
-`taskset` gives it one core: with more, CPU seconds count threads that wait. Values that
-the file has are not computed again, so an interrupted run goes on. Without
-`--purejaxrl` it has the other two only.
+`taskset` restricts the process to one core: with more cores, CPU seconds include
+waiting threads. Values in the file are not recomputed, so an interrupted run resumes.
+Without `--purejaxrl`, only the recipes and rejax run.
 """
 
 import argparse
@@ -47,7 +47,7 @@ import rollout
 from rollout import envs
 
 NUM_EPISODES = 100
-MINATAR = PUREJAXRL.replace(  # as in PureJaxRL's notebook of MinAtar
+MINATAR = PUREJAXRL.replace(  # as in PureJaxRL's MinAtar notebook
     num_updates=122, num_minibatches=8, learning_rate=5e-3, activation="relu"
 )
 ROBOT = PUREJAXRL.replace(
@@ -84,7 +84,7 @@ Makers = dict[str, Callable[[str, PPOSettings | DQNSettings], Learner]]
 def make(
     env_id: str, config: PPOSettings | DQNSettings, *, limit_is_failure: bool = False
 ) -> Learner:
-    """Makes the recipe with these settings."""
+    """Makes the learner of a recipe with these settings."""
     env = recipes.make_env(env_id)
     env = LimitIsFailure(env) if limit_is_failure else env
     if isinstance(config, DQNSettings):
@@ -93,25 +93,25 @@ def make(
 
 
 def makers(folder: Path | None) -> Makers:
-    """Returns who makes learners, by the keys of `NAMES`."""
-    made: Makers = {"ours": make, "rejax": learners_of_peers.make_rejax}
+    """Returns functions that make learners, with the keys of `NAMES`."""
+    fns: Makers = {"ours": make, "rejax": learners_of_peers.make_rejax}
     if folder:
-        made["purejaxrl"] = functools.partial(
+        fns["purejaxrl"] = functools.partial(
             learners_of_peers.make_purejaxrl, folder=folder
         )
-    made["limit_is_failure"] = functools.partial(make, limit_is_failure=True)
-    return made
+    fns["limit_is_failure"] = functools.partial(make, limit_is_failure=True)
+    return fns
 
 
-def timed(fn: Callable[[], Any]) -> tuple[Any, float]:
-    """Returns a result and the CPU seconds, of all threads, that it took."""
+def time_call(fn: Callable[[], Any]) -> tuple[Any, float]:
+    """Returns the result of `fn()` and its CPU seconds, summed over all threads."""
     start = time.process_time()
     result = jax.block_until_ready(fn())
     return result, time.process_time() - start
 
 
-def make_judge(learner: Learner, env_id: str) -> rollout.Collector:
-    """Makes the collector that plays the episodes of an evaluation."""
+def make_evaluator(learner: Learner, env_id: str) -> rollout.Collector:
+    """Makes the collector for the evaluation of a learner."""
     env = envs.vectorize(recipes.make_env(env_id), NUM_EPISODES)
     policy = rollout.stateless_policy(learner.act)
     return rollout.Collector(env=env, policy=policy)
@@ -119,31 +119,31 @@ def make_judge(learner: Learner, env_id: str) -> rollout.Collector:
 
 def run(
     task: Task,
-    made: Makers,
+    fns: Makers,
     num_seeds: int,
     done: dict[str, Any],
     save: Callable[[], None],
 ) -> None:
-    """Trains every seed with every maker; adds what it finds to `done`, and saves."""
-    jax.clear_caches()  # each program takes mappings, and a process has 65,530
-    programs, learners, judges = {}, {}, {}
+    """Trains every seed with every maker; adds values to `done` and saves them."""
+    jax.clear_caches()  # programs use memory maps; a process is limited to 65,530
+    programs, learners, evaluators = {}, {}, {}
     for seed in range(num_seeds):
-        for name, make in made.items():
+        for name, make in fns.items():
             values = done.setdefault(
                 name, {"compile": None, "returns": {}, "seconds": {}}
             )
             if str(seed) in values["returns"]:
                 continue
-            key, judge_key = jax.random.key(seed), jax.random.key(1000 + seed)
+            key, eval_key = jax.random.key(seed), jax.random.key(1000 + seed)
             if name not in programs:
                 learner = learners[name] = make(*task)
-                judges[name] = make_judge(learner, task[0])
+                evaluators[name] = make_evaluator(learner, task[0])
                 lowered = jax.jit(learner.train).lower(key)
-                programs[name], values["compile"] = timed(lowered.compile)
+                programs[name], values["compile"] = time_call(lowered.compile)
             program = functools.partial(programs[name], key)
-            found, seconds = timed(program)
-            params = learners[name].params(found)
-            stats = rollout.evaluate(judges[name], params, judge_key, NUM_EPISODES)
+            result, seconds = time_call(program)
+            params = learners[name].params(result)
+            stats = rollout.evaluate(evaluators[name], params, eval_key, NUM_EPISODES)
             values["seconds"][str(seed)] = seconds
             values["returns"][str(seed)] = float(stats.returns.mean)
             print(f"  {name} {seed}: {stats}, {seconds:.1f} s", flush=True)
@@ -151,48 +151,48 @@ def run(
 
 
 def interval(values: dict[str, float]) -> tuple[float, float]:
-    """Returns the mean of the seeds and half of its 95 % interval."""
-    every = list(values.values())
-    if len(every) < 2:
-        return every[0], math.nan
-    student = scipy.stats.t.ppf(0.975, len(every) - 1)
-    return statistics.mean(every), student * scipy.stats.sem(every)
+    """Returns the mean over seeds and half of its 95 % interval."""
+    samples = list(values.values())
+    if len(samples) < 2:
+        return samples[0], math.nan
+    student = scipy.stats.t.ppf(0.975, len(samples) - 1)
+    return statistics.mean(samples), student * scipy.stats.sem(samples)
 
 
 def table(results: dict[str, Any]) -> str:
-    """Makes the table of the page: what every maker learnt; the plot has the time."""
-    names = [x for x in COLORS if any(x in found for found in results.values())]
+    """Formats the table of mean returns for the page; the plot also shows the time."""
+    names = [x for x in COLORS if any(x in values for values in results.values())]
     heads = [NAMES[x] for x in names]
     lines = [f"| | steps | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
-    for task, found in results.items():
-        cells = [_cell(found, x, "returns") for x in names]
+    for task, values in results.items():
+        cells = [_cell(values, x, "returns") for x in names]
         steps = f"{total_steps(TASKS[task][1]):,}"
         lines.append(f"| {task} | {steps} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def table_of_endings(results: dict[str, Any]) -> str:
-    """Makes the table of returns with true endings and with one mistake in them."""
+    """Formats the table of returns with and without time limits treated as failures."""
     names = "ours", "limit_is_failure", "purejaxrl"
     lines = [f"| | seeds | {' | '.join(NAMES[x] for x in names)} |", "|---" * 5 + "|"]
-    for task, found in results.items():
-        if all(x in found for x in names):
-            cells = [_cell(found, x, "returns") for x in names]
-            seeds = len(found["ours"]["returns"])
+    for task, values in results.items():
+        if all(x in values for x in names):
+            cells = [_cell(values, x, "returns") for x in names]
+            seeds = len(values["ours"]["returns"])
             lines.append(f"| {task} | {seeds} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _cell(found: dict[str, Any], name: str, what: str) -> str:
-    """The mean and half of its interval, with spaces at which no line breaks."""
-    if name not in found:
+def _cell(values: dict[str, Any], name: str, field: str) -> str:
+    """Formats the mean and half of its interval with non-breaking spaces."""
+    if name not in values:
         return ""
-    text = "{:.1f} ± {:.1f}".format(*interval(found[name][what]))
+    text = "{:.1f} ± {:.1f}".format(*interval(values[name][field]))
     return text.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draws the return of every seed over its CPU seconds, a panel for each task."""
+    """Plots the return of every seed over its CPU seconds, one panel per task."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -202,11 +202,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure, grid = plt.subplots(
         num_rows, 3, figsize=(9, 2.4 * num_rows), layout="constrained", squeeze=False
     )
-    for axes, (task, found) in zip(grid.flat, results.items(), strict=False):
+    for axes, (task, by_maker) in zip(grid.flat, results.items(), strict=False):
         for name, color in COLORS.items():
-            if name not in found:
+            if name not in by_maker:
                 continue
-            values = found[name]
+            values = by_maker[name]
             x, y = values["seconds"], values["returns"]
             axes.plot(list(x.values()), list(y.values()), "o", color=color, alpha=0.35)
             (mid_x, half_x), (mid_y, half_y) = interval(x), interval(y)
@@ -225,14 +225,14 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Reads the command line, trains, and prints the table."""
+    """Parses the options, trains, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("values", type=Path, help="the file for all values")
-    parser.add_argument("--purejaxrl", type=Path, help="the folder with `ppo.py`")
+    parser.add_argument("values", type=Path, help="JSON file with all values")
+    parser.add_argument("--purejaxrl", type=Path, help="folder with `ppo.py`")
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--makers", nargs="*", choices=list(NAMES))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--plot", type=Path, help="the file for the picture")
+    parser.add_argument("--plot", type=Path, help="file for the plot")
     args = parser.parse_args()
     stored = {"machine": machine(), "results": {}}
     if args.values.exists():
@@ -242,13 +242,13 @@ def main() -> None:
     def save() -> None:
         args.values.write_text(json.dumps(stored, indent=1) + "\n")
 
-    made = makers(args.purejaxrl)
+    fns = makers(args.purejaxrl)
     if args.makers:
-        made = {name: made[name] for name in args.makers}
+        fns = {name: fns[name] for name in args.makers}
     for task in args.tasks:
         print(task, flush=True)
         done = stored["results"].setdefault(task, {})
-        run(TASKS[task], made, args.seeds, done, save)
+        run(TASKS[task], fns, args.seeds, done, save)
     print(table(stored["results"]))
     print(table_of_endings(stored["results"]))
     if args.plot:

@@ -1,9 +1,9 @@
-"""Logs common mistakes, made in `rollout/recipes/ppo.py` on CartPole.
+"""Logs metrics of common mistakes in PPO on CartPole.
 
     python benchmarks/learning_problems.py
 
-trains three seeds of each mistake, prints the last row of each log, and draws
-`docs/learning_problems.png`.
+trains `rollout/recipes/ppo.py` with three seeds per mistake, prints metrics of selected
+updates, and plots `docs/learning_problems.png`.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ VARIANTS = {
     "reward x 100": (2.5e-3, 100.0, False),
     "time limit as failure": (2.5e-3, 1.0, True),
 }
-DRAWN = {
+PANELS = {
     "return_mean": "mean return, last 100 episodes",
     "kl": "KL",
     "explained_variance": "explained variance",
@@ -40,7 +40,7 @@ DRAWN = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Changed(ppo.PPO):
+class MistakenPPO(ppo.PPO):
     """PPO with a mistake.
 
     Attributes:
@@ -52,7 +52,7 @@ class Changed(ppo.PPO):
     is_failure: Any = False
 
     def learn(self, state: ppo.TrainState, trajectory: Any, last_value: Any) -> Any:
-        """Takes the gradient steps of one update from a changed trajectory."""
+        """Takes the gradient steps of one update on a modified trajectory."""
         is_failure = self.is_failure & trajectory.truncated
         trajectory = trajectory.replace(
             reward=self.scale * trajectory.reward,
@@ -62,15 +62,15 @@ class Changed(ppo.PPO):
         return super().learn(state, trajectory, last_value)
 
 
-def make_agent(learning_rate: Any, scale: Any, is_failure: Any) -> Changed:
+def make_agent(learning_rate: Any, scale: Any, is_failure: Any) -> MistakenPPO:
     """Makes PPO with one of the mistakes of `VARIANTS`."""
     env = envs.make_vec("CartPole-v1", NUM_ENVS)
     config = CONFIG.replace(learning_rate=learning_rate)
-    return Changed(env, config, scale=scale, is_failure=is_failure)
+    return MistakenPPO(env, config, scale=scale, is_failure=is_failure)
 
 
 def train_from_one_carry(key: jax.Array) -> dict[str, jax.Array]:
-    """Trains with the first carry in every update; returns metrics `[U]`."""
+    """Starts every update from the first carry; returns metrics, `[U]`."""
     agent = make_agent(*VARIANTS["healthy"])
     state = agent.init(key)
     carry = state.carry
@@ -82,7 +82,7 @@ def train_from_one_carry(key: jax.Array) -> dict[str, jax.Array]:
 
 
 def measure() -> dict[str, Any]:
-    """Trains all variants; returns their metrics, `[seeds, U]` each, by name."""
+    """Trains all variants; returns metrics, `[seeds, U]`, by variant and field."""
 
     def train(key: jax.Array, *change: jax.Array) -> dict[str, jax.Array]:
         agent = make_agent(*change)
@@ -93,21 +93,21 @@ def measure() -> dict[str, Any]:
     changes = [jnp.repeat(jnp.array(x), SEEDS) for x in columns]
     logs = jax.jit(jax.vmap(train))(jnp.tile(keys, len(VARIANTS)), *changes)
     logs = jax.tree.map(lambda x: np.split(np.asarray(x), len(VARIANTS)), logs)
-    found = {
+    metrics = {
         name: {field: values[i] for field, values in logs.items()}
         for i, name in enumerate(VARIANTS)
     }
-    found["first carry again"] = jax.jit(jax.vmap(train_from_one_carry))(keys)
-    return found
+    metrics["first carry again"] = jax.jit(jax.vmap(train_from_one_carry))(keys)
+    return metrics
 
 
-def draw(found: dict[str, Any], names: list[str]) -> None:
-    """Draws the means over seeds, a panel for each of four numbers."""
+def draw(metrics: dict[str, Any], names: list[str]) -> None:
+    """Plots means over seeds in four panels, one per metric."""
     with plt.style.context(DOCS / "curves.mplstyle"):
         figure, panels = plt.subplots(2, 2, figsize=(7.5, 4.6), sharex=True)
-        for axes, (field, label) in zip(panels.flat, DRAWN.items(), strict=True):
+        for axes, (field, label) in zip(panels.flat, PANELS.items(), strict=True):
             for name in names:
-                values = np.asarray(found[name][field]).mean(axis=0)
+                values = np.asarray(metrics[name][field]).mean(axis=0)
                 axes.plot(range(1, len(values) + 1), values, label=name)
             axes.set_title(label)
         panels[0, 1].set(yscale="log", ylim=(1e-5, 10))
@@ -120,15 +120,15 @@ def draw(found: dict[str, Any], names: list[str]) -> None:
 
 
 def main() -> None:
-    """Measures, prints and draws."""
+    """Trains all variants, and prints and plots the metrics."""
     plt.switch_backend("agg")
-    found = measure()
-    for name, log in found.items():
+    metrics = measure()
+    for name, fields in metrics.items():
         print(name)
-        for field, values in log.items():
+        for field, values in fields.items():
             rows = np.asarray(values)[:, [0, 4, 9, 14, 19, 24, 29]]
             print(f"  {field:18}", rows.mean(axis=0).round(4), rows[:, -1].round(3))
-    draw(found, ["healthy", "learning rate x 40", "wrong sign", "reward x 100"])
+    draw(metrics, ["healthy", "learning rate x 40", "wrong sign", "reward x 100"])
 
 
 if __name__ == "__main__":

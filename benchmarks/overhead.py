@@ -1,15 +1,16 @@
-"""Times the overhead of recipes beside environment steps and gradients.
+"""Times the overhead of recipes relative to environment steps and gradients.
 
-Times an update, then with the same shapes: the steps of its environments alone, the
-choices of its policy alone, and its gradient steps alone, optimizer included, always on
-the same rows. The overhead is the time of an update beyond steps and gradients; it
-includes the policy, which every program has. CPU seconds, medians of runs in turn.
+Times a complete update and, with the same shapes, three parts in isolation: environment
+steps, calls of the policy, and gradient steps with the optimizer on a fixed minibatch.
+The overhead is the time of an update minus environment steps and gradient steps; it
+includes the policy, which every program calls. Reports medians of interleaved runs, in
+CPU seconds.
 
     pip install ".[brax,jaxmarl]" optax
     taskset -c 0 python benchmarks/overhead.py
 
-An update of DQN is a batch with 32 gradient steps, one of SAC is 1,000 steps.
-`--only` takes the beginnings of rows.
+An update of DQN is a batch with 32 gradient steps; an update of SAC is 1,000 steps.
+`--only` takes prefixes of row names.
 """
 
 import functools
@@ -28,14 +29,14 @@ from rollout import agents, envs, profiling
 from rollout.minibatches import mean_gradient
 from rollout.recipes import dqn, ppo, recurrent_ppo, sac
 
-# Without it XLA computes once, before the loop, what rows give without parameters.
+# The barrier keeps XLA from hoisting computations on the fixed rows out of the loop.
 fenced = jax.lax.optimization_barrier
-UPDATES = 4  # of a training of PPO
-BATCHES = 1000  # of one step of SAC
+UPDATES = 4  # updates per training run of PPO
+BATCHES = 1000  # steps and batches per update of SAC
 
 
 class Parts(NamedTuple):
-    """An update and its parts; a call of `update` makes `num_updates` updates."""
+    """An update and its parts; a call of `update` runs `num_updates` updates."""
 
     update: Program
     steps: Program
@@ -45,7 +46,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(agent: Any, num_seeds: int = 1) -> Parts:
-    """Makes the parts of PPO, with or without a memory."""
+    """Makes the parts of PPO or recurrent PPO."""
     config = agent.config
 
     def collect(key: jax.Array) -> Any:
@@ -126,7 +127,7 @@ def of_recurrent_ppo() -> Parts:
 
 
 def of_ippo() -> Parts:
-    """Makes the parts of the page of IPPO."""
+    """Makes the parts of the IPPO recipe page."""
     names = recipes.setup("ippo", "carry_key, ")
     agent, collector, config = (names[x] for x in ("agent", "collector", "config"))
     carry = collector.init(jax.random.key(0))
@@ -196,7 +197,7 @@ def of_dqn() -> Parts:
 
 
 def apply(optimizer: optax.GradientTransformation, learner: Any, grads: Any) -> Any:
-    """Updates `(params, opt_state)`."""
+    """Applies gradients to `(params, opt_state)`."""
     params, opt_state = learner
     updates, opt_state = optimizer.update(grads, opt_state)
     return optax.apply_updates(params, updates), opt_state
@@ -271,7 +272,7 @@ RECIPES: dict[str, Callable[[], Parts]] = {
 
 
 def rows(args: Namespace) -> Iterator[dict[str, str]]:
-    """Times every recipe, and its parts."""
+    """Times every recipe and its parts."""
     for name, make in RECIPES.items():
         if not any(name.startswith(x) for x in args.only):
             continue
@@ -279,14 +280,14 @@ def rows(args: Namespace) -> Iterator[dict[str, str]]:
         parts = make()
         programs = {x: y for x, y in parts._asdict().items() if callable(y)}
         ms = {x: 1e3 * y.cpu for x, y in measure(programs, args.repeats).items()}
-        whole = ms.pop("update") / parts.num_updates
-        rest = whole - ms["steps"] - ms["gradients"]
+        total = ms.pop("update") / parts.num_updates
+        rest = total - ms["steps"] - ms["gradients"]
         yield {
             "recipe": name,
-            "update, CPU ms": f"{whole:,.4g}",
+            "update, CPU ms": f"{total:,.4g}",
             **{f"{x} alone": f"{y:,.4g}" for x, y in ms.items()},
-            "overhead": f"{rest / whole:.0%}",
-            "without the policy": f"{(rest - ms['policy']) / whole:.0%}",
+            "overhead": f"{rest / total:.0%}",
+            "without the policy": f"{(rest - ms['policy']) / total:.0%}",
             "repeats": f"{args.repeats}",
         }
 

@@ -1,9 +1,9 @@
-"""How well does `rollout/recipes/ppo.py` learn, and what is each of its details worth?
+"""How well does `rollout/recipes/ppo.py` learn, and how much does each detail matter?
 
-Trains five seeds of every task, and plays 1,000 episodes (of robots 100) with the last
-parameters of each, actions drawn as in training. On brax, PureJaxRL's script trains
-with the same settings. With `--details`, trains tasks again, each time with one detail
-changed.
+Trains five seeds of every task and evaluates the final parameters in 1,000 episodes
+(robots: 100), with actions sampled as in training. On brax, also trains PureJaxRL's
+script with the same settings. With `--details`, trains the tasks again for each
+changed detail.
 
     pip install ".[brax,mujoco,bench]" optax scipy
     git clone https://github.com/luchris429/purejaxrl
@@ -11,8 +11,8 @@ changed.
         --purejaxrl purejaxrl/purejaxrl
     taskset -c 0 python benchmarks/ppo_results.py docs/recipes/ppo.json --details
 
-Runs that the file has are not repeated. At the end it draws `docs/recipes/ppo.png` and
-prints all means; `tables.py` writes the tables of the page.
+Runs in the file are not repeated. At the end, the script plots `docs/recipes/ppo.png`
+and prints all means; `tables.py` writes the tables of the page.
 """
 
 import argparse
@@ -74,7 +74,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "ent_coef": 0.0,
     },
 }
-# On brax they are runs with the same settings.
+# References for brax are runs of PureJaxRL with the same settings.
 REFERENCES = {
     "CartPole-v1": "CleanRL 490.0 ± 6.1, PureJaxRL 488.2 ± 12.4",
     "Acrobot-v1": "CleanRL -86.4 ± 1.3, PureJaxRL -83.2 ± 1.6",
@@ -82,7 +82,7 @@ REFERENCES = {
     "Breakout-MinAtar": "PureJaxRL 30.2 ± 15.9",
     "HalfCheetah-v5": "CleanRL 1,443 ± 46",
 }
-# Replaced text of the program with its replacement, or changed settings.
+# Text of the program and its replacement, or changed settings.
 DETAILS: dict[str, tuple[str, str] | dict[str, Any]] = {
     "as it is": {},
     "ratio not clipped": {"clip_eps": math.inf},
@@ -102,7 +102,7 @@ DETAILS: dict[str, tuple[str, str] | dict[str, Any]] = {
     "observations not normalized": {"only": "reward"},
     "rewards not normalized": {"only": "obs"},
 }
-# Why each is there.
+# Reason for each detail, for the table of the page.
 REASONS = {
     "ratio not clipped": "a large step spoils the policy that collects the next rows",
     "one epoch": (
@@ -125,7 +125,7 @@ REASONS = {
 
 
 def load(detail: str = "as it is") -> Any:
-    """Loads `ppo.py` with one detail changed."""
+    """Loads `ppo.py` with one changed detail."""
     source, change = SOURCE.read_text(), DETAILS[detail]
     if isinstance(change, tuple):
         assert source.count(change[0]) == 1
@@ -136,14 +136,14 @@ def load(detail: str = "as it is") -> Any:
 
 
 def make_robot(env_id: str) -> Any:
-    """Makes an environment of Gymnasium, in a worker process."""
+    """Makes a Gymnasium environment with clipped actions; runs in a worker process."""
     import gymnasium
 
     return gymnasium.wrappers.ClipAction(gymnasium.make(env_id))
 
 
 def make_env(env_id: str, config: recipes.PPOSettings, only: str = "") -> Any:
-    """Makes the environments of a task; continuous tasks are normalized."""
+    """Makes the environments of a task; normalizes continuous tasks."""
     if env_id.endswith("-v5"):
         makers = [functools.partial(make_robot, env_id)] * config.num_envs
         workers = envs.make_worker_envs(makers, num_workers=2)
@@ -152,7 +152,7 @@ def make_env(env_id: str, config: recipes.PPOSettings, only: str = "") -> Any:
 
 
 def run(name: str, seed: int, programs: dict[str, Any]) -> dict[str, Any]:
-    """Trains one seed, and evaluates it."""
+    """Trains and evaluates one seed."""
     env_id, _, detail = name.partition(", ")
     module, settings = load(detail or "as it is"), dict(TASKS[env_id])
     change = DETAILS[detail or "as it is"]
@@ -161,9 +161,9 @@ def run(name: str, seed: int, programs: dict[str, Any]) -> dict[str, Any]:
     config, key = recipes.PPOSettings(**settings), jax.random.key(seed)
     agent = module.PPO(make_env(env_id, config, only), config)
     if env_id.endswith("-v5"):
-        start = time.process_time() + children()
+        start = time.process_time() + worker_seconds()
         state, metrics = agent.train(agent.init(key))
-        seconds = time.process_time() + children() - start
+        seconds = time.process_time() + worker_seconds() - start
         agent = agent.replace(env=make_env(env_id, config))
     else:
         if name not in programs:
@@ -174,9 +174,9 @@ def run(name: str, seed: int, programs: dict[str, Any]) -> dict[str, Any]:
         seconds = time.process_time() - start
     stats = evaluate(agent.freeze(state).collector, seed, state.params)
     print(f"{name}, seed {seed}: {stats}, {seconds:.1f} s", flush=True)
-    every = max(1, config.num_updates // 100)
-    curve = np.asarray(metrics["return_mean"], float)[::every]
-    steps = agent.env_steps(np.arange(1, config.num_updates + 1))[::every]
+    stride = max(1, config.num_updates // 100)
+    curve = np.asarray(metrics["return_mean"], float)[::stride]
+    steps = agent.env_steps(np.arange(1, config.num_updates + 1))[::stride]
     return {
         "return": float(stats.returns.mean),
         "seconds": seconds,
@@ -185,15 +185,15 @@ def run(name: str, seed: int, programs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def evaluate(judge: Any, seed: int, params: Any) -> rollout.stats.CollectStats:
-    """Plays exactly N episodes."""
-    is_robot = judge.env.action_space.shape not in ((), (1,))
-    num_episodes = 100 if is_robot else 1000
-    return rollout.evaluate(judge, params, jax.random.key(1000 + seed), num_episodes)
+def evaluate(collector: Any, seed: int, params: Any) -> rollout.stats.CollectStats:
+    """Evaluates parameters in 1,000 episodes, or in 100 episodes of a robot."""
+    is_robot = collector.env.action_space.shape not in ((), (1,))
+    num = 100 if is_robot else 1000
+    return rollout.evaluate(collector, params, jax.random.key(1000 + seed), num)
 
 
-def children() -> float:
-    """CPU seconds of the worker processes that are alive."""
+def worker_seconds() -> float:
+    """Returns the CPU seconds of all live worker processes."""
     import psutil
 
     times = [x.cpu_times() for x in psutil.Process().children(recursive=True)]
@@ -201,7 +201,7 @@ def children() -> float:
 
 
 def run_peer(env_id: str, seed: int, programs: dict[str, Any], folder: Path) -> Any:
-    """Trains PureJaxRL's script with the same settings."""
+    """Trains and evaluates PureJaxRL's script with the same settings."""
     config = recipes.PPOSettings(**TASKS[env_id])
     if env_id not in programs:
         learner = learners_of_peers.make_purejaxrl(env_id, config, folder)
@@ -213,14 +213,14 @@ def run_peer(env_id: str, seed: int, programs: dict[str, Any], folder: Path) -> 
     seconds = time.process_time() - start
     env = make_env(env_id, config, only="none")
     policy = rollout.stateless_policy(learner.act)
-    judge = rollout.Collector(env=env, policy=policy)
-    stats = evaluate(judge, seed, params)
+    collector = rollout.Collector(env=env, policy=policy)
+    stats = evaluate(collector, seed, params)
     print(f"PureJaxRL, {env_id}, seed {seed}: {stats}, {seconds:.1f} s", flush=True)
     return {"return": float(stats.returns.mean), "seconds": seconds}
 
 
 def is_changed(env_id: str, detail: str) -> bool:
-    """Whether the task has the detail, and its training another one."""
+    """Returns whether a changed detail affects the training of a task."""
     change = DETAILS[detail]
     if not isinstance(change, dict):
         return True
@@ -230,15 +230,15 @@ def is_changed(env_id: str, detail: str) -> bool:
     return any({**defaults, **TASKS[env_id]}[x] != y for x, y in change.items())
 
 
-def cell(runs: dict[str, Any], what: str, digits: int = 1) -> str:
-    """Formats the mean over seeds, and half of its interval."""
-    mean, half = curves.band([[x[what]] for x in runs.values()])
+def cell(runs: dict[str, Any], field: str, digits: int = 1) -> str:
+    """Formats the mean over seeds and half of its interval."""
+    mean, half = curves.band([[x[field]] for x in runs.values()])
     digits = 0 if abs(mean[0]) >= 1000 else digits
     return f"{mean[0]:,.{digits}f} ± {half[0]:,.{digits}f}"
 
 
 def table(results: dict[str, Any]) -> str:
-    """Makes the table of what it reaches."""
+    """Formats the table of returns."""
     lines = ["| | steps | `ppo.py` | reference | CPU s |", "|---" * 5 + "|"]
     for name, settings in TASKS.items():
         steps = recipes.total_steps(recipes.PPOSettings(**settings))
@@ -253,7 +253,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def table_of_details(results: dict[str, Any]) -> str:
-    """Makes the table of what each detail is worth."""
+    """Formats the table of changed details."""
     tasks = "Pendulum-v1", "Breakout-MinAtar"
     lines = ["| Changed | Pendulum | Breakout | Why the detail is there |"]
     lines.append("|---" * 4 + "|")
@@ -267,7 +267,7 @@ def table_of_details(results: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draws a panel for every task."""
+    """Plots one panel per task."""
     with plt.style.context(curves.STYLE):
         figure, grid = plt.subplots(2, 4, figsize=(12, 5))
         for axes, name in zip(grid.flat, TASKS, strict=False):
@@ -281,7 +281,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Runs what the file lacks."""
+    """Runs all tasks and seeds for which the file has no values."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
@@ -292,11 +292,11 @@ def main() -> None:
     results = json.loads(args.file.read_text()) if args.file.exists() else {}
     makers = {name: functools.partial(run, name) for name in args.tasks}
     if args.details:
-        every = [f"{x}, {y}" for x in args.tasks for y in DETAILS if is_changed(x, y)]
-        makers = {name: functools.partial(run, name) for name in every}
+        names = [f"{x}, {y}" for x in args.tasks for y in DETAILS if is_changed(x, y)]
+        makers = {name: functools.partial(run, name) for name in names}
     elif args.purejaxrl:
         for name in args.tasks:
-            if name.startswith("brax:"):  # `learning.json` has the others
+            if name.startswith("brax:"):  # `learning.json` contains the other tasks
                 peer = functools.partial(run_peer, name, folder=args.purejaxrl)
                 makers[f"PureJaxRL, {name}"] = peer
     for name, make in makers.items():

@@ -1,6 +1,6 @@
 """Agents of `rollout/recipes` with settings of PureJaxRL, as functions of a key.
 
-`source` and `setup` run the programs of pages, with some of their text replaced.
+`source` returns the program of a page with replaced text; `setup` runs a part of it.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "recipes"
 
 @dataclasses.dataclass(frozen=True)
 class PPOSettings(ppo.Config):
-    """A config of PPO, and its number of environments."""
+    """A config of PPO and the number of environments."""
 
     num_envs: int = 64
 
@@ -32,19 +32,19 @@ PUREJAXRL = PPOSettings(num_minibatches=4, learning_rate=2.5e-4, clip_range_vf=0
 class DQNSettings(NamedTuple):
     """Settings of DQN. All other settings are constants of PureJaxRL's `dqn.py`."""
 
-    num_updates: int  # steps per environment, with a gradient step each
+    num_updates: int  # steps per environment, each with a gradient step
     num_envs: int = 10
     learning_starts: int = 10_000  # environment steps before the first gradient
 
 
 class Learner(NamedTuple):
-    """A training, and the policy that it trains.
+    """A training function and the trained policy.
 
     Attributes:
-        train: a key to the results of the program.
+        train: maps a key to the results of the training.
         params: selects the parameters from these results.
-        act: `(params, obs, key)` to actions, `[B, ...]`: sampled by PPO, greedy by
-            DQN.
+        act: maps `(params, obs, key)` to actions, `[B, ...]`, which are samples for
+            PPO and greedy for DQN.
     """
 
     train: Callable[[jax.Array], Any]
@@ -64,14 +64,14 @@ class LimitIsFailure(Wrapper):
 
 
 def total_steps(config: PPOSettings | DQNSettings) -> int:
-    """Computes the environment steps of a training."""
+    """Computes the number of environment steps of a training run."""
     if isinstance(config, DQNSettings):
         return config.num_updates * config.num_envs
     return config.num_updates * config.num_envs * config.num_steps
 
 
 def make_env(env_id: str) -> Any:
-    """Makes an environment of flat observations and of actions in [-1, 1]."""
+    """Makes an environment with flat observations and actions in [-1, 1]."""
     options: dict[str, Any] = (
         {"backend": "positional"} if env_id.startswith("brax:") else {}
     )
@@ -82,12 +82,12 @@ def make_env(env_id: str) -> Any:
 
 
 def source(page: str, changes: dict[str, str] | None = None, seed: int = 0) -> str:
-    """The program of a page.
+    """Returns the program of a page.
 
     Args:
-        page: such as `"dqn"`, or `"../coming_from/purejaxql"`.
-        changes: what takes the place of which text, each of which occurs once.
-        seed: takes the place of 0 where the program sets `SEED`, if it does.
+        page: name of the page, for example `"dqn"` or `"../coming_from/purejaxql"`.
+        changes: text of the program and its replacement. Each text must occur once.
+        seed: replaces 0 in the assignment to `SEED`, if the program has one.
     """
     text = (FOLDER / f"{page}.md").read_text()
     code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
@@ -102,29 +102,29 @@ def source(page: str, changes: dict[str, str] | None = None, seed: int = 0) -> s
 def setup(
     page: str, end: str, changes: dict[str, str] | None = None, **names: Any
 ) -> dict[str, Any]:
-    """Runs the program of a page up to a line; returns the names that it defines.
+    """Runs the program of a page up to a line; returns its global variables.
 
     Args:
-        page: as of `source`.
-        end: how the first line begins that does not run.
-        changes: as of `source`.
-        **names: what these name.
+        page: see `source`.
+        end: beginning of the first line that does not run.
+        changes: see `source`.
+        **names: global variables to define before the program runs.
     """
-    code, found, _ = source(page, changes).partition(f"\n{end}")
-    assert found
+    code, match, _ = source(page, changes).partition(f"\n{end}")
+    assert match
     names["__name__"] = page
     exec(compile(code, page, "exec"), names)
     return names
 
 
 def make_lanes(env_id: str, config: PPOSettings, only: str = "") -> Any:
-    """Makes the environments of a training of PPO.
+    """Makes the environments for a training run of PPO.
 
     Args:
         env_id: id of an environment of gymnax or brax.
         config: settings of PPO.
-        only: `"obs"` or `"reward"` to normalize only these if actions are continuous;
-            empty to normalize both; any other word for none.
+        only: `"obs"` or `"reward"` to normalize only observations or only rewards of
+            tasks with continuous actions; empty for both; any other word for neither.
     """
     env = envs.vectorize(make_env(env_id), config.num_envs)
     if hasattr(env.action_space, "n"):
@@ -137,7 +137,7 @@ def make_lanes(env_id: str, config: PPOSettings, only: str = "") -> Any:
 
 
 def make_ppo(env: Any, config: ppo.Config) -> Learner:
-    """Makes a training of `ppo.py` in vectorized environments."""
+    """Makes a learner of `ppo.py` for vectorized environments."""
     agent = ppo.PPO(env, config)
 
     def act(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
@@ -148,7 +148,7 @@ def make_ppo(env: Any, config: ppo.Config) -> Learner:
 
 
 class PureJaxRLDQN(dqn.DQN):
-    """DQN with the targets and the loss of PureJaxRL: a maximum, and squared errors."""
+    """DQN with the loss of PureJaxRL: the maximum as target, and squared errors."""
 
     def td_target(self, params: Any, target_params: Any, sample: Any) -> jax.Array:
         """Computes the target of every row from the target network alone."""
@@ -162,7 +162,7 @@ class PureJaxRLDQN(dqn.DQN):
 
 
 def make_dqn(env: Any, settings: DQNSettings) -> Learner:
-    """Makes a training of DQN with PureJaxRL's settings, in copies of `env`.
+    """Makes a learner of DQN with PureJaxRL's settings, and vectorizes `env`.
 
     An update is one period of the target network: 500 environment steps.
     """

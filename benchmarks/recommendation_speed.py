@@ -1,14 +1,15 @@
-"""How fast is recommendation, against a plain Python loop of the same steps?
+"""How fast is recommendation, compared with a plain Python loop of the same steps?
 
-A random policy over what was not shown yet, users who leave by the categories of the
-last items. The loop is what libraries with an environment in NumPy do: one environment
-after the other, the policy called once for all of them. Both take turns; ratios are of
-medians. Then the memory of the compiled program, against that of masks and rows.
+The policy samples an item that the user has not been recommended yet; users leave
+depending on the categories of the last items. The plain loop works like libraries with
+NumPy environments: it steps the environments one after the other and calls the policy
+once for all of them. Runs are interleaved; ratios are ratios of medians. Also compares
+the memory of the compiled program with the size of masks and rows.
 
     python benchmarks/recommendation_speed.py
     python benchmarks/recommendation_speed.py --easyrl4rec PYTHON FOLDER
 
-The second one also runs `easyrl4rec_speed.py`, which says what to install.
+The second command also runs `easyrl4rec_speed.py`; see its docstring for packages.
 """
 
 import json
@@ -30,14 +31,14 @@ NUM_STEPS = 64
 
 
 class PlainEnv:
-    """One user after the other, in NumPy."""
+    """A recommendation environment in NumPy with one user at a time."""
 
     def __init__(self, feedback: np.ndarray, categories: np.ndarray) -> None:
         self.feedback, self.categories = feedback, categories
         self.rng = np.random.default_rng(0)
 
     def reset(self) -> np.ndarray:
-        """Draws a user."""
+        """Samples a user."""
         self.user = self.rng.integers(len(self.feedback))
         self.items: list[int] = []
         return np.array([self.user, self.feedback.shape[1]])
@@ -46,25 +47,25 @@ class PlainEnv:
         """Recommends an item."""
         last = self.items[-WINDOW:]
         counts = self.categories[last].sum(axis=0)
-        left = bool((counts[self.categories[item]] > THRESHOLD).any())
+        leaves = bool((counts[self.categories[item]] > THRESHOLD).any())
         self.items.append(item)
         obs = np.array([self.user, item])
         cut = len(self.items) >= MAX_TURN
-        return obs, self.feedback[self.user, item], left, cut
+        return obs, self.feedback[self.user, item], leaves, cut
 
 
 def tables(num_items: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random feedback and categories."""
+    """Samples random feedback and categories."""
     rng = np.random.default_rng(0)
     feedback = rng.random((NUM_USERS, num_items), np.float32)
     return feedback, rng.random((num_items, NUM_CATEGORIES)) < 2 / NUM_CATEGORIES
 
 
 def plain_loop(num_items: int, num_lanes: int, num_steps: int) -> Program:
-    """Steps of all lanes, with the rows and the masks that a policy needs."""
-    made = [PlainEnv(*tables(num_items)) for _ in range(num_lanes)]
+    """Makes a loop that steps all lanes, masks items and stores rows."""
+    users = [PlainEnv(*tables(num_items)) for _ in range(num_lanes)]
     rng = np.random.default_rng(1)
-    obs = np.stack([env.reset() for env in made])
+    obs = np.stack([env.reset() for env in users])
     mask = np.ones((num_lanes, num_items), bool)
 
     def run() -> None:
@@ -72,19 +73,19 @@ def plain_loop(num_items: int, num_lanes: int, num_steps: int) -> Program:
         for _ in range(num_steps):
             scores = np.where(mask, rng.random(mask.shape), -1.0)
             items = scores.argmax(axis=1)
-            for lane, env in enumerate(made):
-                new, reward, left, cut = env.step(int(items[lane]))
-                rows.append((obs[lane].copy(), items[lane], reward, left, cut, new))
+            for lane, env in enumerate(users):
+                new, reward, leaves, cut = env.step(int(items[lane]))
+                rows.append((obs[lane].copy(), items[lane], reward, leaves, cut, new))
                 mask[lane, items[lane]] = False
                 obs[lane] = new
-                if left or cut:
+                if leaves or cut:
                     obs[lane], mask[lane] = env.reset(), True
 
     return run
 
 
 def make_collector(num_items: int, num_lanes: int) -> rollout.Collector:
-    """The same in a `Collector`; rows do without the masks, which follow from items."""
+    """Makes a `Collector` for the same steps, whose rows omit the masks."""
     feedback, categories = tables(num_items)
     rule = envs.recommendation.LeaveByCategory(categories, WINDOW, THRESHOLD)
     env = envs.wrappers.NoRepeat(
@@ -96,14 +97,14 @@ def make_collector(num_items: int, num_lanes: int) -> rollout.Collector:
     return lanes(env, num_lanes, policy, record_fn=without_masks)
 
 
-def without_masks(row: rollout.Transition) -> rollout.Transition:
-    """Leaves out what is large."""
-    short = lambda obs: {name: obs[name] for name in ("user", "item")}  # noqa: E731
-    return row.replace(obs=short(row.obs), next_obs=short(row.next_obs))
+def without_masks(t: rollout.Transition) -> rollout.Transition:
+    """Removes the action masks from a transition."""
+    small = lambda obs: {name: obs[name] for name in ("user", "item")}  # noqa: E731
+    return t.replace(obs=small(t.obs), next_obs=small(t.next_obs))
 
 
 def fast_loop(collector: rollout.Collector) -> Program:
-    """Calls `collect_steps`."""
+    """Makes a program that calls `collect_steps` and continues from its carry."""
     carry = collector.init(jax.random.key(0))
 
     def run() -> rollout.Transition:
@@ -115,30 +116,30 @@ def fast_loop(collector: rollout.Collector) -> Program:
 
 
 def memory(collector: rollout.Collector) -> tuple[float, float]:
-    """Bytes of the compiled program, and of the masks and rows that it must have.
+    """Returns the bytes of the compiled program, and of the masks and rows it needs.
 
-    The carry is donated, as a training loop does: the next one takes its place.
+    The carry is donated, as in a training loop, so the next carry reuses its memory.
     """
     carry = collector.init(jax.random.key(0))
     collect = type(collector).collect_steps
     step = jax.jit(collect, static_argnums=3, donate_argnums=1)
     args = collector, carry, None, NUM_STEPS
-    used = step.lower(*args).compile().memory_analysis()
+    analysis = step.lower(*args).compile().memory_analysis()
     total = (
-        used.argument_size_in_bytes
-        + used.output_size_in_bytes
-        + used.temp_size_in_bytes
-        - used.alias_size_in_bytes
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        + analysis.temp_size_in_bytes
+        - analysis.alias_size_in_bytes
     )
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
     rows = jax.eval_shape(lambda: collect(*args))[1]
-    masks = 2 * size(carry.obs["action_mask"])  # shown, and of the next observation
+    masks = 2 * size(carry.obs["action_mask"])  # current and next obs
     env = jax.tree.map(jnp.asarray, jax.tree.leaves(collector.env))
     return total, size(rows) + masks + size(env)
 
 
 def easyrl4rec(command: list[str], num_items: int, num_lanes: int) -> float:
-    """Steps per second of EasyRL4Rec."""
+    """Runs `easyrl4rec_speed.py`; returns steps per second."""
     python, folder = command
     script = str(Path(__file__).with_name("easyrl4rec_speed.py"))
     sizes = ["--items", str(num_items), "--lanes", str(num_lanes)]
@@ -147,18 +148,18 @@ def easyrl4rec(command: list[str], num_items: int, num_lanes: int) -> float:
 
 
 def rows(args: Namespace) -> Iterator[dict[str, str]]:
-    """Times each size."""
-    peer = args.easyrl4rec
+    """Times each number of items and lanes."""
+    paths = args.easyrl4rec
     for num_items in (1_000, 10_000):
         for num_lanes in (64, 1_024):
             collector = make_collector(num_items, num_lanes)
             num_slow = 4 if num_lanes > 64 else NUM_STEPS
             plain = plain_loop(num_items, num_lanes, num_slow)
             programs = {"plain": plain, "ours": fast_loop(collector)}
-            taken = measure(programs, args.repeats)
-            slow = num_slow * num_lanes / taken["plain"].wall
-            fast = NUM_STEPS * num_lanes / taken["ours"].wall
-            theirs = easyrl4rec(peer, num_items, num_lanes) if len(peer) == 2 else None
+            timing = measure(programs, args.repeats)
+            slow = num_slow * num_lanes / timing["plain"].wall
+            fast = NUM_STEPS * num_lanes / timing["ours"].wall
+            peer = easyrl4rec(paths, num_items, num_lanes) if len(paths) == 2 else None
             used, needed = memory(collector)
             yield {
                 "items": f"{num_items:,}",
@@ -166,8 +167,8 @@ def rows(args: Namespace) -> Iterator[dict[str, str]]:
                 "`rollout`, steps/s": f"{fast:,.0f}",
                 "`plain loop`, steps/s": f"{slow:,.0f}",
                 "`rollout` / `plain loop`": f"{fast / slow:.0f}",
-                "EasyRL4Rec, steps/s": f"{theirs:,.0f}" if theirs else "",
-                "`rollout` / EasyRL4Rec": f"{fast / theirs:.0f}" if theirs else "",
+                "EasyRL4Rec, steps/s": f"{peer:,.0f}" if peer else "",
+                "`rollout` / EasyRL4Rec": f"{fast / peer:.0f}" if peer else "",
                 "memory, MB": f"{used / 1e6:.1f}",
                 "memory / masks and rows": f"{used / needed:.2f}",
             }

@@ -1,9 +1,9 @@
-"""Times actors of Ray against collectors in plain processes.
+"""Times Ray actors against collectors in plain processes.
 
-Two actors with a `HostCollector` over 16 CartPoles each, and two processes with the
-same collector each and no Ray, take turns. Environment steps per second of all
-together, as seen by a learner that takes a batch and throws it away; the plain
-processes keep what they collect, so theirs is the speed of collecting alone.
+Two actors and two plain processes without Ray run in turn; each has a `HostCollector`
+over 16 CartPoles. Reports the total environment steps per second. The learner receives
+every batch of the actors and discards it. The plain processes send no batches, so their
+speed is the speed of collection without transfers.
 
     pip install ".[gymnasium,ray]"
     python benchmarks/remote_speed.py
@@ -28,7 +28,7 @@ KEY = 0
 
 
 def make_collector() -> rollout.HostCollector:
-    """A policy of two layers in 16 environments."""
+    """Makes a collector with a two-layer policy in 16 environments."""
     env = envs.from_gymnasium("CartPole-v1", num_envs=NUM_ENVS)
 
     def act(params: tuple, obs: jax.Array, key: jax.Array) -> jax.Array:
@@ -38,15 +38,15 @@ def make_collector() -> rollout.HostCollector:
 
 
 def make_params() -> tuple[np.ndarray, np.ndarray]:
-    """Weights of the two layers."""
-    draw = np.random.default_rng(0).normal
-    return tuple(draw(size=x).astype(np.float32) for x in ((4, 64), (64, 2)))
+    """Samples the weights of the two layers."""
+    normal = np.random.default_rng(0).normal
+    return tuple(normal(size=x).astype(np.float32) for x in ((4, 64), (64, 2)))
 
 
-def serve(pipe: Connection, number: int) -> None:
-    """Collects as many batches as it is asked for, in a process of its own."""
+def serve(pipe: Connection, index: int) -> None:
+    """Runs in a worker process: collects the requested batches and sends the speed."""
     collector, params = make_collector(), jax.device_put(make_params())
-    carry = collector.init(jax.random.fold_in(jax.random.key(KEY), number))
+    carry = collector.init(jax.random.fold_in(jax.random.key(KEY), index))
     while num_batches := pipe.recv():
         start = time.perf_counter()
         for _ in range(num_batches):
@@ -57,15 +57,15 @@ def serve(pipe: Connection, number: int) -> None:
 
 
 def time_local(pipes: list[Connection], num_batches: int) -> float:
-    """Environment steps per second, the sum of those of each process."""
+    """Returns environment steps per second, summed over the processes."""
     for pipe in pipes:
         pipe.send(num_batches)
     return sum(pipe.recv() for pipe in pipes)
 
 
 def time_remote(batches: rollout.host.RayCollector, num_batches: int) -> float:
-    """Environment steps per second of all actors together."""
-    for _ in range(2 * NUM_ACTORS):  # those that wait, and those begun after them
+    """Returns environment steps per second of all actors together."""
+    for _ in range(2 * NUM_ACTORS):  # skip batches that began before the timer
         next(batches)
     start = time.perf_counter()
     steps = sum(next(batches).steps for _ in range(num_batches * NUM_ACTORS))
@@ -73,14 +73,14 @@ def time_remote(batches: rollout.host.RayCollector, num_batches: int) -> float:
 
 
 def rows(args: Namespace) -> Iterator[dict[str, str]]:
-    """Times both, in turn."""
-    # By default Ray's are nice to all others (15), and slow where there are others.
+    """Times actors and plain processes in turn."""
+    # Ray's default niceness (15) slows actors down while other processes run.
     os.environ.setdefault("RAY_worker_niceness", "0")
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
-    for number in range(NUM_ACTORS):
-        pipe, other = context.Pipe()
-        processes.append(context.Process(target=serve, args=(other, number)))
+    for index in range(NUM_ACTORS):
+        pipe, worker_pipe = context.Pipe()
+        processes.append(context.Process(target=serve, args=(worker_pipe, index)))
         processes[-1].start()
         pipes.append(pipe)
     options = {"num_actors": NUM_ACTORS, "steps_per_batch": NUM_ENVS * NUM_STEPS}

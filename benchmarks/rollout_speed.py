@@ -1,25 +1,26 @@
-"""How fast is `collect_steps`, against the loop everyone writes and a bare loop?
+"""How fast is `collect_steps`, compared with PureJaxRL's loop and a bare loop?
 
-Times in turn, in one process:
+Times four loops in interleaved runs in one process:
 
-- `rollout`: this kernel, the six fields of the next read from its trajectory;
-- `gymnax loop`: the loop everyone writes, PureJaxRL's: a key split per env and step,
-  gymnax's own auto-reset (every env is reset at every step, then selected), return and
-  length in the carry;
-- `bare loop`: this kernel's step without reset and without statistics;
-- `all fields`: this kernel with every field of `Transition`.
+- `rollout`: the kernel of this library;
+- `gymnax loop`: the loop of PureJaxRL, with a key split per environment and step, the
+  auto-reset of gymnax (resets every environment at every step, then selects), and
+  return and length in the carry;
+- `bare loop`: the step of the kernel without resets and statistics;
+- `all fields`: the kernel with every field of `Transition`.
 
 The first three return the same fields: obs, action, reward, done, episode return and
-length. `bare loop` keeps no statistics and writes the reward in place of the return.
-Then, with `rollout.profile`, where the time goes; and `a learned model`: rollouts of a
-network that stands for an environment, and their gradient, against a plain scan.
+episode length. `bare loop` has no statistics and returns the reward instead of the
+episode return. Also times the parts of a step with `rollout.profile`, and
+`a learned model`: rollouts of a network that replaces an environment, and their
+gradient, against a plain scan.
 
     python benchmarks/rollout_speed.py --tables "random policy" "a network"
     python benchmarks/rollout_speed.py --num-steps 16000 --impl philox2x32
 
-Each table of loops has more columns in a second one, "more on random policy". Tables
-"jax 0.11" and "one flag of XLA" are those of the random policy, made with this version
-and with `XLA_FLAGS` set to `harness.LOOP_FLAG`.
+Each table of loops has further columns in a second table, for example "more on random
+policy". Tables "jax 0.11" and "one flag of XLA" repeat the random policy with this
+version of JAX and with `XLA_FLAGS` set to `harness.LOOP_FLAG`.
 """
 
 import functools
@@ -54,7 +55,7 @@ LOOPS = ("rollout", "gymnax loop", "bare loop", "all fields")
 
 
 def bare_loop(case: Case) -> Loop:
-    """`bare loop`: the kernel's policy and environment step, and nothing else."""
+    """Makes `bare loop`: only the policy and the environment step of the kernel."""
     policy = make_policy(case)[0]
     collector = lanes(case.env_id, case.num_envs, policy)
 
@@ -87,13 +88,13 @@ def bare_loop(case: Case) -> Loop:
 
 
 def six_of(t: rollout.Transition) -> tuple[Any, ...]:
-    """Reads what the `gymnax loop` has, too."""
+    """Selects the six fields that `gymnax loop` also returns."""
     totals = t.episode_return, t.episode_length
     return t.obs, t.action, t.reward, t.done, *totals
 
 
-def everyones_loop(case: Case) -> Loop:
-    """`gymnax loop`: of its info, return and length of finished episodes."""
+def purejaxrl_loop(case: Case) -> Loop:
+    """Makes `gymnax loop`; its info is reduced to episode return and length."""
     init, run = gymnax_loop(case)
 
     def run_and_read(carry: Any, params: Any) -> tuple[Any, Any]:
@@ -105,7 +106,7 @@ def everyones_loop(case: Case) -> Loop:
 
 
 def compile_loop(case: Case, loop: Loop, params: Any) -> tuple[Program, Any, float]:
-    """Compiles a loop, ready to call; the program, and the seconds that it took."""
+    """Compiles a loop; returns a call without arguments, the program and seconds."""
     carry = jax.jit(loop.init)(jax.random.key(0, impl=case.impl))
     carry = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), carry)
     start = time.perf_counter()
@@ -116,45 +117,45 @@ def compile_loop(case: Case, loop: Loop, params: Any) -> tuple[Program, Any, flo
 
 @functools.cache
 def measure_loops(case: Case, repeats: int) -> tuple[dict[str, str], dict[str, str]]:
-    """Times the four loops of a case; returns its row in both tables."""
+    """Times the four loops of a case; returns a row of each table."""
     params = make_policy(case)[1](jax.random.key(1))
     loops = {
         "rollout": our_loop(case, six_of),
-        "gymnax loop": everyones_loop(case),
+        "gymnax loop": purejaxrl_loop(case),
         "bare loop": bare_loop(case),
         "all fields": our_loop(case, lambda t: t.replace(extras=())),
     }
-    made = {name: compile_loop(case, loop, params) for name, loop in loops.items()}
-    timing = measure({name: program for name, (program, *_) in made.items()}, repeats)
+    compiled = {name: compile_loop(case, loop, params) for name, loop in loops.items()}
+    timing = measure({x: run for x, (run, *_) in compiled.items()}, repeats)
     ours, gymnax_loop, bare = (timing[name] for name in LOOPS[:3])
     speed = {x: case.num_envs * case.num_steps / timing[x].wall / 1e6 for x in LOOPS}
-    memory = made["all fields"][1].memory_analysis()
+    memory = compiled["all fields"][1].memory_analysis()
     peak = memory.output_size_in_bytes + memory.temp_size_in_bytes
     setting = {"environment": f"`{case.env_id}`", "lanes": f"{case.num_envs:,}"}
     row = setting | {f"`{x}`, M/s": f"{speed[x]:.2f}" for x in LOOPS[:3]}
     row["`rollout` / `gymnax loop`"] = f"{gymnax_loop.wall / ours.wall:.2f}"
     row["`rollout` / `bare loop`"] = f"{bare.wall / ours.wall:.2f}"
-    more = setting | {
+    details = setting | {
         "`all fields`, M/s": f"{speed['all fields']:.2f}",
         "CPU time, `gymnax loop` / `rollout`": f"{gymnax_loop.cpu / ours.cpu:.2f}",
         "CPU time, `bare loop` / `rollout`": f"{bare.cpu / ours.cpu:.2f}",
-        "compiling `rollout`, s": f"{made['rollout'][2]:.1f}",
-        "compiling `gymnax loop`, s": f"{made['gymnax loop'][2]:.1f}",
+        "compiling `rollout`, s": f"{compiled['rollout'][2]:.1f}",
+        "compiling `gymnax loop`, s": f"{compiled['gymnax loop'][2]:.1f}",
         "peak memory of `all fields` / its outputs": (
             f"{peak / memory.output_size_in_bytes:.3f}"
         ),
     }
-    return row, more
+    return row, details
 
 
 def measure_parts(env_id: str, num_envs: int, repeats: int) -> dict[str, str]:
-    """Times the parts of a step, and a collection without `next_obs`."""
-    whole = lanes(env_id, num_envs)
-    less = whole.replace(record_fn=lambda row: row.replace(next_obs=()))
+    """Times the parts of a step and a collection without `next_obs`."""
+    full = lanes(env_id, num_envs)
+    lean = full.replace(record_fn=lambda row: row.replace(next_obs=()))
     parts = rollout.profile(
-        whole, None, jax.random.key(0), NUM_STEPS, num_repeats=repeats
+        full, None, jax.random.key(0), NUM_STEPS, num_repeats=repeats
     )
-    programs = {"whole": steps(whole, NUM_STEPS), "less": steps(less, NUM_STEPS)}
+    programs = {"whole": steps(full, NUM_STEPS), "less": steps(lean, NUM_STEPS)}
     timing = measure(programs, repeats)
     names = {"policy": "policy", "step": "env_step", "reset": "auto_reset"}
     names |= {"recording": "recording", "whole": "whole"}
@@ -170,7 +171,7 @@ def measure_parts(env_id: str, num_envs: int, repeats: int) -> dict[str, str]:
 
 
 def mlp(params: list[jax.Array], x: jax.Array) -> jax.Array:
-    """A network without biases."""
+    """Applies an MLP without biases."""
     for weights in params[:-1]:
         x = jnp.tanh(x @ weights)
     return x @ params[-1]
@@ -178,19 +179,19 @@ def mlp(params: list[jax.Array], x: jax.Array) -> jax.Array:
 
 @struct.dataclass
 class Model:
-    """An environment that is a network, and never ends."""
+    """An environment whose dynamics are a network; episodes never end."""
 
     params: list[jax.Array]
     observation_space = envs.Box(-jnp.inf, jnp.inf, (8,))
     action_space = envs.Box(-1.0, 1.0, (2,))
 
     def reset(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Draws eight numbers."""
+        """Samples a state of eight numbers."""
         obs = jax.random.normal(key, (8,))
         return obs, obs
 
     def step(self, key: jax.Array, state: jax.Array, action: jax.Array) -> envs.EnvStep:
-        """Adds what the network says."""
+        """Adds the output of the network to the state."""
         del key
         obs, never = state + mlp(self.params, jnp.append(state, action)), jnp.bool_(0)
         return envs.EnvStep(
@@ -204,7 +205,7 @@ class Model:
 
 
 def model_rows(args: Namespace) -> Iterator[dict[str, str]]:
-    """Times rollouts of 15 steps in 256 lanes of a `Model`, and their gradient."""
+    """Times rollouts of 15 steps in 256 lanes of a `Model` and their gradient."""
     policy = rollout.stateless_policy(lambda params, obs, _: jnp.tanh(mlp(params, obs)))
 
     def ours(params: Any, model: Any, carry: rollout.Carry) -> jax.Array:
@@ -219,30 +220,30 @@ def model_rows(args: Namespace) -> Iterator[dict[str, str]]:
 
         return lax.scan(step, carry.obs, length=15)[1].mean()
 
-    draw = jax.nn.initializers.lecun_normal()
+    init_fn = jax.nn.initializers.lecun_normal()
     params, model = (
-        [draw(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+        [init_fn(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
         for shapes in (((8, 128), (128, 2)), ((10, 128), (128, 128), (128, 8)))
     )
     inputs = params, model, lanes(Model(model), 256, policy).init(jax.random.key(0))
-    for name, of in {"forward": lambda fn: fn, "gradient": jax.value_and_grad}.items():
+    for name, op in {"forward": lambda fn: fn, "gradient": jax.value_and_grad}.items():
         seconds, lines, programs = [], [], dict[str, Program]()
         for fn in (ours, plain):
             start = time.process_time()
-            program = jax.jit(of(fn)).lower(*inputs).compile()
+            program = jax.jit(op(fn)).lower(*inputs).compile()
             seconds.append(time.process_time() - start)
             lines.append(str(program.as_text()).count("\n"))
             programs[fn.__name__] = functools.partial(program, *inputs)
         cpu = [1e3 * timing.cpu for timing in measure(programs, args.repeats).values()]
         row = {"": name}
-        kinds = {"CPU time, ms": cpu, "compiling, CPU s": seconds, "lines": lines}
-        for kind, (mine, scans) in kinds.items():
-            row |= {f"{kind}": f"{mine:.4g}", f"{kind}, a plain scan": f"{scans:.4g}"}
+        columns = {"CPU time, ms": cpu, "compiling, CPU s": seconds, "lines": lines}
+        for label, (cost, scan) in columns.items():
+            row |= {f"{label}": f"{cost:.4g}", f"{label}, a plain scan": f"{scan:.4g}"}
         yield row
 
 
 def loop_rows(args: Namespace, policy: str, part: int) -> Iterator[dict[str, str]]:
-    """Times the loops for one of both tables."""
+    """Times the loops; `part` selects the table."""
     sizes = args.envs, args.num_envs, args.impl, args.num_steps
     for env_id, num_envs, impl, num_steps in itertools.product(*sizes):
         case = Case(env_id, num_envs, policy, num_steps, impl)
@@ -260,7 +261,7 @@ if __name__ == "__main__":
     for name, policy in POLICY.items():
         for part, table in enumerate((name, f"more on {name}")):
             tables[table] = functools.partial(loop_rows, policy=policy, part=part)
-    # The others need another version or a flag.
-    here = [x for x in tables if not x.endswith(("jax 0.11", "one flag of XLA"))]
+    # The other tables need a different version of JAX or an XLA flag.
+    default = [x for x in tables if not x.endswith(("jax 0.11", "one flag of XLA"))]
     options = {"envs": ENVS, "num_envs": NUM_ENVS, "num_steps": (NUM_STEPS,)}
-    run(__doc__, 15, tables, **options, impl=("threefry2x32",), tables=here)
+    run(__doc__, 15, tables, **options, impl=("threefry2x32",), tables=default)

@@ -1,8 +1,8 @@
-"""Draws the chart of `docs/speed.md` from `docs/speed.json`, and makes its table.
+"""Draws the chart of `docs/speed.md` from `docs/speed.json`, and formats its table.
 
-Nothing is measured or typed here: the scripts of this folder write their tables with
-`--json docs/speed.json`. `PEERS` names, for each line of the chart, the tables and the
-columns that it shows, one dot per cell. `SHOWN` names the rows of the page, which
+All numbers come from the JSON file: the scripts of this folder write tables with
+`--json docs/speed.json`. For each line of the chart, `PEERS` selects tables and
+columns; each cell is one dot. `SHOWN` selects the rows of the table on the page, which
 `tables.py` writes.
 
     python benchmarks/speed_page.py
@@ -28,13 +28,13 @@ LIBRARY += ("`HostCollector`, one array / library",)
 
 
 class Peer(NamedTuple):
-    """A line of the chart: which cells it shows."""
+    """The cells of one line of the chart."""
 
     tables: tuple[str, ...]
     columns: tuple[str, ...]
-    # Only rows in which some cell begins with this.
+    # Selects rows in which a cell begins with this prefix.
     only: str = ""
-    # The cells are our time over the peer's, so their inverses are speeds.
+    # Whether cells are ratios of times, rollout / peer. The chart shows the inverse.
     is_time: bool = False
 
 
@@ -118,9 +118,9 @@ class Shown(NamedTuple):
     setting: str
     peer: str
     table: str
-    # The cells that begin our row; the peer's is another one if `their_row` is given.
+    # First cells of the row of rollout, and of the peer if `their_row` is empty.
     row: tuple[str, ...]
-    ours: str  # columns
+    ours: str  # name of a column, as `theirs` and `ratio`
     theirs: str
     ratio: str
     unit: str
@@ -134,7 +134,7 @@ def on_host(
     their_row: tuple[str, ...],
     ratio: str,
 ) -> Shown:
-    """A row of microseconds per row of all environments."""
+    """Makes a row in microseconds per row of all environments."""
     cost = "us per row"
     return Shown(setting, peer, *HOST, row, cost, cost, ratio, "us", their_row)
 
@@ -267,7 +267,7 @@ TRAININGS = (
 )
 OVERHEAD = ("recipe", "update, CPU ms", "steps alone", "gradients alone", "overhead")
 
-# What the names and columns of a table do not say.
+# Remarks on tables, for the text file with all rows.
 NOTES = {
     "environments that are not JAX": (
         "HostCollector with a network of two layers of 64, 125 rows per call; the "
@@ -362,7 +362,7 @@ NOTES = {
 
 
 def row_of(data: dict[str, Any], table: str, begin: tuple[str, ...]) -> dict[str, str]:
-    """The first row of a table whose cells begin like this."""
+    """Returns the first row of a table whose cells begin with these prefixes."""
     columns, rows = data[table]["columns"], data[table]["rows"]
     for row in rows:
         if all(x.startswith(y) for x, y in zip(row, begin, strict=False)):
@@ -371,28 +371,28 @@ def row_of(data: dict[str, Any], table: str, begin: tuple[str, ...]) -> dict[str
 
 
 def table_of(data: dict[str, Any]) -> str:
-    """The table of the page, in Markdown."""
+    """Formats the table of the page in Markdown."""
     lines = ["| Setting | Against | Here | There | Times as fast |", "|---" * 5 + "|"]
     for x in SHOWN:
         ours = row_of(data, x.table, x.row)
         theirs = row_of(data, x.table, x.their_row or x.row)
         ratio = (theirs if x.table == "other libraries" else ours)[x.ratio]
-        there = f"{theirs[x.theirs]} {x.unit}" if x.theirs else ""
-        row = (x.setting, x.peer, f"{ours[x.ours]} {x.unit}", there, ratio)
+        peer_cell = f"{theirs[x.theirs]} {x.unit}" if x.theirs else ""
+        row = (x.setting, x.peer, f"{ours[x.ours]} {x.unit}", peer_cell, ratio)
         lines.append("|".join(["", *(f" {y} " if y else " " for y in row), ""]))
     return "\n".join(lines)
 
 
 def columns_of(data: dict[str, Any], table: str, columns: tuple[str, ...]) -> str:
-    """Some columns of a table, all rows, in Markdown."""
+    """Formats selected columns of a table, with all rows, in Markdown."""
     names, rows = data[table]["columns"], data[table]["rows"]
-    found = [[row[names.index(x)] for x in columns] for row in rows]
+    selected = [[row[names.index(x)] for x in columns] for row in rows]
     lines = [line(list(columns)), "|---" * len(columns) + "|"]
-    return "\n".join([*lines, *map(line, found)])
+    return "\n".join([*lines, *map(line, selected)])
 
 
 def text_of(data: dict[str, Any], notes: dict[str, str], page: str) -> str:
-    """Every row of every table, in plain text."""
+    """Formats every row of every table in plain text."""
     texts = [f"All rows behind {page}."]
     for name, table in data.items():
         rows = [table["columns"], *table["rows"]]
@@ -408,35 +408,35 @@ def text_of(data: dict[str, Any], notes: dict[str, str], page: str) -> str:
 
 
 def cells(data: dict[str, Any], peer: Peer) -> list[str]:
-    """The numbers that a line of the chart shows, as ratios of speeds."""
-    found = []
+    """Returns the numbers of a line of the chart as ratios of speeds."""
+    numbers = []
     for table in (data[name] for name in peer.tables):
         for row in (dict(zip(table["columns"], x, strict=True)) for x in table["rows"]):
             if any(cell.startswith(peer.only) for cell in row.values()):
-                shown = (row[x].split() for x in peer.columns if row.get(x))
-                found += [x[0] for x in shown]
-    return [f"{1 / float(x):.2f}" for x in found] if peer.is_time else found
+                values = (row[x].split() for x in peer.columns if row.get(x))
+                numbers += [x[0] for x in values]
+    return [f"{1 / float(x):.2f}" for x in numbers] if peer.is_time else numbers
 
 
 def lines(data: dict[str, Any]) -> list[tuple[str, list[str]]]:
-    """The lines of the chart with their cells, below their group, which has none."""
-    every = []
+    """Returns the lines of the chart and their cells; group titles have no cells."""
+    groups = []
     for group, peers in PEERS.items():
-        found = [(name, cells(data, peer)) for name, peer in peers.items()]
-        measured = [line for line in found if line[1]]
-        every += [(group, []), *measured] if measured else []
-    return every
+        rows = [(name, cells(data, peer)) for name, peer in peers.items()]
+        measured = [line for line in rows if line[1]]
+        groups += [(group, []), *measured] if measured else []
+    return groups
 
 
-def label(found: list[str]) -> str:
-    """The range of a line of the chart."""
-    ends = min(found, key=float), max(found, key=float)
+def label(cells: list[str]) -> str:
+    """Formats the range of a line of the chart."""
+    ends = min(cells, key=float), max(cells, key=float)
     return " – ".join(dict.fromkeys(ends))
 
 
 def draw(data: dict[str, Any]) -> Figure:
     """Draws the chart, one dot per setting on a logarithmic axis."""
-    names, found = zip(*lines(data), strict=True)
+    names, dots = zip(*lines(data), strict=True)
     figure = Figure(figsize=(9.0, 0.27 * len(names) + 1), layout="constrained")
     axes = figure.subplots()
     axes.set_xscale("log")
@@ -457,10 +457,10 @@ def draw(data: dict[str, Any]) -> Figure:
     axes.spines[:].set_visible(False)
     ranges = axes.secondary_yaxis("right")
     ranges.spines[:].set_visible(False)
-    texts = [label(x) if x else "" for x in found]
+    texts = [label(x) if x else "" for x in dots]
     ranges.set_yticks(range(len(names)), texts, color="#5f6c7b")
     ranges.tick_params(length=0)
-    for y, (tick, speeds) in enumerate(zip(axes.get_yticklabels(), found, strict=True)):
+    for y, (tick, speeds) in enumerate(zip(axes.get_yticklabels(), dots, strict=True)):
         tick.set_fontweight("normal" if speeds else "bold")
         colors = ["#c2410c" if float(x) < 1 else "#0b63b5" for x in speeds]
         axes.scatter(
@@ -472,7 +472,7 @@ def draw(data: dict[str, Any]) -> Figure:
 def main() -> None:
     """Writes the chart."""
     data = json.loads(DATA.read_text())
-    # Text stays text, and the same data gives the same file.
+    # Keep text as SVG text and make the file a deterministic function of the data.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "rollout"}):
         draw(data).savefig(CHART, metadata={"Date": None})
 

@@ -1,10 +1,10 @@
-"""How long is it until the first batch?
+"""How long does a program take until the first batch?
 
-Each row is a process of its own, timed by itself from its first line: an import, or the
-README's twenty lines up to the statistics of the first batch. These run without compile
-cache, with one that an earlier run has filled (JAX_COMPILATION_CACHE_DIR), in which jax
-keeps what took a second or more to compile, and with one in which everything is kept
-(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0). Rows in turn, medians of the rounds.
+Each row runs in a new process, which measures the time from its first line: an import,
+or the first program of the README up to the statistics of the first batch. The program
+runs without a compilation cache, with a filled cache (JAX_COMPILATION_CACHE_DIR) of
+programs that took at least a second to compile, and with a cache of all programs
+(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0). Rows run in turn; reports medians.
 
     python benchmarks/start_speed.py
 """
@@ -29,22 +29,22 @@ AFTER = "\nprint(time.perf_counter() - _begin)"
 
 
 def twenty_lines() -> str:
-    """The first block of the README, which prints statistics of the first batch."""
+    """Returns the first program of the README, which prints statistics of a batch."""
     readme = (ROOT / "README.md").read_text()
     return re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1]
 
 
 def cases(folder: str) -> dict[str, tuple[str, dict[str, str]]]:
-    """Lists the programs to run, each with its environment variables."""
-    some = {CACHE: f"{folder}/some"}
-    every = {CACHE: f"{folder}/every", KEEP_ALL: "0"}
+    """Returns the programs by row, each with environment variables."""
+    partial = {CACHE: f"{folder}/some"}
+    complete = {CACHE: f"{folder}/every", KEEP_ALL: "0"}
     return {
         "`import jax`": ("import jax", {}),
         "`import jax, flax, chex`": ("import jax, flax, chex", {}),
         "`import rollout`": ("import rollout", {}),
         "first batch, no cache": (twenty_lines(), {}),
-        "first batch, filled cache": (twenty_lines(), some),
-        "first batch, cache of everything": (twenty_lines(), every),
+        "first batch, filled cache": (twenty_lines(), partial),
+        "first batch, cache of everything": (twenty_lines(), complete),
     }
 
 
@@ -57,19 +57,19 @@ def seconds(code: str, variables: dict[str, str]) -> float:
 
 
 def rows(args: Namespace) -> Iterator[dict[str, str]]:
-    """Times each case, in turn."""
+    """Times all cases in turn."""
     with tempfile.TemporaryDirectory() as folder:
         runs = cases(folder)
         times = {name: [] for name in runs}
         # The first round warms the disk and fills the caches.
-        for number in range(args.repeats + 1):
+        for index in range(args.repeats + 1):
             for name, run in runs.items():
-                times[name] += [seconds(*run)] * (number > 0)
-    for name, got in times.items():
+                times[name] += [seconds(*run)] * (index > 0)
+    for name, samples in times.items():
         yield {
             "": name,
-            "median, s": f"{statistics.median(got):.2f}",
-            "fastest, s": f"{min(got):.2f}",
+            "median, s": f"{statistics.median(samples):.2f}",
+            "fastest, s": f"{min(samples):.2f}",
         }
 
 

@@ -1,14 +1,13 @@
-"""Times a stream, and each of its options.
+"""Times `Stream` and each of its options.
 
-Batches of 1,024 environments and 128 steps of each, in turn in one process:
+Batches have 1,024 environments and 128 steps each. Runs are interleaved in one process:
 
-- `prefetch`: CartPole-v1, a delay on the host per batch, as long as a collection;
+- `prefetch`: CartPole-v1, with a delay per batch on the host as long as a collection;
 - `reuse_memory`: Breakout-MinAtar;
-- the stream, with and without `reuse_memory`, over a bare loop of one jitted function
-  that collects and summarizes. Eight batches at a time, since a stream's statistics are
-  made
-  while the next batch begins: those of a batch are waited for with the next one;
-- `check_finite`: both.
+- the stream, with and without `reuse_memory`, against a bare loop around one jitted
+  function that collects and summarizes. Each measurement has eight batches, because a
+  stream computes the statistics of a batch while the next batch begins;
+- `check_finite`: both environments.
 
     python benchmarks/stream_speed.py
 """
@@ -29,14 +28,14 @@ BATCH = NUM_ENVS * NUM_STEPS
 CARTPOLE, BREAKOUT = "CartPole-v1", "Breakout-MinAtar"
 
 
-def stream(env_id: str, *, delay: float = 0.0, **options: Any) -> Program:
-    """Makes a call that takes the next batch and waits for it, and then longer."""
+def stream_loop(env_id: str, *, delay: float = 0.0, **options: Any) -> Program:
+    """Makes a program that waits for the next batch and then sleeps for `delay`."""
     options = {"key": jax.random.key(0), "steps_per_batch": BATCH, **options}
-    made, stats = rollout.Stream(lanes(env_id, NUM_ENVS), **options), ()
+    batches, stats = rollout.Stream(lanes(env_id, NUM_ENVS), **options), ()
 
     def step() -> None:
         nonlocal stats
-        batch = next(made)
+        batch = next(batches)
         jax.block_until_ready((batch.trajectory, stats))
         stats = batch.stats
         time.sleep(delay)
@@ -44,8 +43,8 @@ def stream(env_id: str, *, delay: float = 0.0, **options: Any) -> Program:
     return step
 
 
-def bare(env_id: str) -> Program:
-    """Makes a call of the loop that everyone writes around `collect_steps`."""
+def bare_loop(env_id: str) -> Program:
+    """Makes one iteration of a plain loop around `collect_steps`."""
     collector = lanes(env_id, NUM_ENVS)
     carry = collector.init(jax.random.key(0))
 
@@ -62,47 +61,46 @@ def bare(env_id: str) -> Program:
     return step
 
 
-def ahead(repeats: int) -> tuple[Program, Program]:
-    """Streams for a loop whose own work takes as long as a collection."""
-    size = {"steps_per_batch": 16 * BATCH}  # `sleep` keeps a delay of 0.1 s well
-    alone = measure({"": stream(CARTPOLE, **size)}, repeats, warmup=4)[""].wall
-    return tuple(stream(CARTPOLE, prefetch=x, delay=alone, **size) for x in (1, 0))
+def prefetch_pair(repeats: int) -> tuple[Program, Program]:
+    """Makes streams for a loop that works on the host as long as a collection takes."""
+    size = {"steps_per_batch": 16 * BATCH}  # `sleep` is accurate for delays of 0.1 s
+    alone = measure({"": stream_loop(CARTPOLE, **size)}, repeats, warmup=4)[""].wall
+    return tuple(stream_loop(CARTPOLE, prefetch=x, delay=alone, **size) for x in (1, 0))
 
 
 PAIRS: dict[str, Callable[[int], tuple[Program, Program]]] = {
-    "`prefetch=1` / `prefetch=0`, own work as long as a collection": ahead,
+    "`prefetch=1` / `prefetch=0`, own work as long as a collection": prefetch_pair,
     "`reuse_memory=True` / `reuse_memory=False`, Breakout": lambda _: (
-        stream(BREAKOUT, reuse_memory=True),
-        stream(BREAKOUT),
+        stream_loop(BREAKOUT, reuse_memory=True),
+        stream_loop(BREAKOUT),
     ),
     "stream / a bare loop with statistics": lambda _: (
-        stream(CARTPOLE),
-        bare(CARTPOLE),
+        stream_loop(CARTPOLE),
+        bare_loop(CARTPOLE),
     ),
     "stream with `reuse_memory=True` / a bare loop with statistics": lambda _: (
-        stream(CARTPOLE, reuse_memory=True),
-        bare(CARTPOLE),
+        stream_loop(CARTPOLE, reuse_memory=True),
+        bare_loop(CARTPOLE),
     ),
     "`check_finite` / none, CartPole": lambda _: (
-        stream(CARTPOLE, check_finite=True),
-        stream(CARTPOLE),
+        stream_loop(CARTPOLE, check_finite=True),
+        stream_loop(CARTPOLE),
     ),
     "`check_finite` / none, Breakout": lambda _: (
-        stream(BREAKOUT, check_finite=True),
-        stream(BREAKOUT),
+        stream_loop(BREAKOUT, check_finite=True),
+        stream_loop(BREAKOUT),
     ),
 }
 
 
 def measure_pair(name: str, repeats: int, rounds: int) -> dict[str, str]:
-    """Times a pair in some rounds; the median of each, and the range of the ratio."""
+    """Times a pair in several rounds; returns medians and the range of the ratio."""
     calls, seconds = 8 if "bare" in name else 1, []
     for _ in range(rounds):
         first, second = PAIRS[name](repeats)
         pair = {"first": first, "second": second}
-        timing = measure(
-            pair, repeats, calls=calls, warmup=4
-        )  # a stream finds its pace
+        # A stream needs several batches to reach its steady state.
+        timing = measure(pair, repeats, calls=calls, warmup=4)
         seconds.append((timing["first"].wall, timing["second"].wall))
     first, second = (statistics.median(x) for x in zip(*seconds, strict=True))
     ratios = sorted(x / y for x, y in seconds)
@@ -116,7 +114,7 @@ def measure_pair(name: str, repeats: int, rounds: int) -> dict[str, str]:
 
 
 def rows(args: Namespace) -> Iterator[dict[str, str]]:
-    """Times each pair."""
+    """Times every pair of programs."""
     for name in PAIRS:
         yield measure_pair(name, args.repeats, args.rounds[0])
 

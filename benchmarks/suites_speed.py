@@ -1,13 +1,15 @@
-"""How fast are environments of the suites, against the loop of each suite?
+"""How fast are environments of the suites, compared with the loop of each suite?
 
-Medians of single runs in random order, in one process, under the random policy (among
-what is allowed, where the suite says so). The suite's loop is the one that its
-documentation shows: its own auto-reset, vmapped, in a `lax.scan`, one key split per
-step. Both return observation, action, reward, flags, the observation after the step,
-and return and length of the episode so far. That observation is the true successor
-here; of XLand-MiniGrid, Craftax, pgx, brax and Playground it is that of the reset where
-an episode ended, which costs them nothing. A reset in the wrappers of brax and
-Playground goes back to the first state of the lane, which costs nothing either.
+Reports medians of single runs in random order, in one process, under the random policy
+(with action masks if the suite has them). The loop of a suite follows the documentation
+of the suite: the auto-reset of the suite, vmapped in a `lax.scan`, with one key split
+per step. Both programs return observation, action, reward, flags, the observation after
+the step, and return and length of the episode so far.
+
+The observation after the step is the true successor in this library. In the loops of
+XLand-MiniGrid, Craftax, pgx, brax and Playground it is the reset observation at the end
+of an episode, which costs no extra time. The wrappers of brax and Playground reset to
+the first state of the lane, which also costs no extra time.
 
     python benchmarks/suites_speed.py
     python benchmarks/suites_speed.py --only navix --num-envs 64 256
@@ -33,72 +35,72 @@ LIMIT = 1000  # steps of an episode of brax and Playground
 
 
 class Peer(NamedTuple):
-    """A suite's own functions, of one environment.
+    """Functions of a suite for a single environment.
 
     Attributes:
-        reset: `key -> state`, whatever the suite carries.
-        step: `(key, state, action) -> state`, which resets where an episode has ended.
-        see: `state -> (obs, reward, terminated, truncated, successor)` after a step.
+        reset: `key -> state`, the carry of the suite's loop.
+        step: `(key, state, action) -> state`; resets at the end of an episode.
+        read: `state -> (obs, reward, terminated, truncated, successor)`.
         act: `(key, obs) -> action`.
     """
 
     reset: Callable
     step: Callable
-    see: Callable
+    read: Callable
     act: Callable
 
 
 def jumanji_peer(name: str) -> Peer:
-    """`AutoResetWrapper`, which keeps the last observation if it is asked to."""
+    """Makes functions of Jumanji: `AutoResetWrapper` with final observations."""
     import jumanji
     from jumanji.wrappers import AutoResetWrapper
 
     env = AutoResetWrapper(jumanji.make(name), next_obs_in_extras=True)
 
-    def see(state: tuple) -> tuple:
+    def read(state: tuple) -> tuple:
         timestep = state[1]
         last, over = timestep.last(), timestep.discount == 0
         obs, successor = timestep.observation, timestep.extras["next_obs"]
         return obs, timestep.reward, last & over, last & ~over, successor
 
     step = lambda key, state, action: env.step(state[0], action)  # noqa: E731
-    return Peer(env.reset, step, see, lambda key, obs: draw(key, obs.action_mask))
+    return Peer(env.reset, step, read, lambda key, obs: sample(key, obs.action_mask))
 
 
 def navix_peer(name: str) -> Peer:
-    """Its `step`, which resets one call later."""
+    """Makes functions of Navix: `step` resets one call after the end of an episode."""
     import navix
 
     env = navix.make(name)
 
-    def see(timestep: Any) -> tuple:
+    def read(timestep: Any) -> tuple:
         ends = timestep.is_termination(), timestep.is_truncation()
         return timestep.observation, timestep.reward, *ends, timestep.observation
 
     step = lambda key, state, action: env.step(state, action)  # noqa: E731
-    return Peer(env.reset, step, see, draw_of(int(env.action_space.maximum) + 1))
+    return Peer(env.reset, step, read, uniform(int(env.action_space.maximum) + 1))
 
 
 def xminigrid_peer(name: str) -> Peer:
-    """`GymAutoResetWrapper`, as in its training loops."""
+    """Makes functions of XLand-MiniGrid with `GymAutoResetWrapper`."""
     import xminigrid
     from xminigrid.wrappers import GymAutoResetWrapper
 
     env, params = xminigrid.make(name)
     env = GymAutoResetWrapper(env)
 
-    def see(timestep: Any) -> tuple:
+    def read(timestep: Any) -> tuple:
         last, over = timestep.last(), timestep.discount == 0
         obs = timestep.observation
         return obs, timestep.reward, last & over, last & ~over, obs
 
     step = lambda key, state, action: env.step(params, state, action)  # noqa: E731
     reset = functools.partial(env.reset, params)
-    return Peer(reset, step, see, draw_of(env.num_actions(params)))
+    return Peer(reset, step, read, uniform(env.num_actions(params)))
 
 
 def craftax_peer(name: str) -> Peer:
-    """Its environment with auto-reset, as in its README."""
+    """Makes functions of Craftax with auto-reset, as in the README of Craftax."""
     from craftax.craftax_env import make_craftax_env_from_name
 
     env = make_craftax_env_from_name(name, auto_reset=True)
@@ -111,39 +113,39 @@ def craftax_peer(name: str) -> Peer:
     def step(key: jax.Array, state: tuple, action: jax.Array) -> tuple:
         return env.step(key, state[1], action, params)[:4]
 
-    def see(state: tuple) -> tuple:
+    def read(state: tuple) -> tuple:
         obs, _, reward, done = state
         return obs, reward, done, jnp.zeros_like(done), obs
 
-    return Peer(reset, step, see, draw_of(env.action_space(params).n))
+    return Peer(reset, step, read, uniform(env.action_space(params).n))
 
 
 def pgx_peer(name: str) -> Peer:
-    """`auto_reset`, as in its training loops."""
+    """Makes functions of pgx with `auto_reset`."""
     import pgx
     from pgx.experimental import auto_reset
 
     env = pgx.make(name)
     resetting = auto_reset(env.step, env.init)
 
-    def see(state: Any) -> tuple:
+    def read(state: Any) -> tuple:
         obs = state.observation, state.legal_action_mask
         ends = state.terminated, state.truncated
         return obs, state.rewards, *ends, state.observation
 
     step = lambda key, state, action: resetting(state, action, key)  # noqa: E731
-    return Peer(env.init, step, see, lambda key, obs: draw(key, obs[1]))
+    return Peer(env.init, step, read, lambda key, obs: sample(key, obs[1]))
 
 
 def brax_env(name: str) -> Any:
-    """`brax.envs.training.wrap`, which steps a batch."""
+    """Makes a batched environment with `brax.envs.training.wrap`."""
     from brax.envs import get_environment, training
 
     return training.wrap(get_environment(name), LIMIT)
 
 
 def playground_env(name: str) -> Any:
-    """`wrap_for_brax_training`, likewise."""
+    """Makes a batched environment with `wrap_for_brax_training`."""
     from mujoco_playground import registry, wrapper
 
     env = registry.load(name, config_overrides={"impl": "jax"})
@@ -151,7 +153,7 @@ def playground_env(name: str) -> Any:
 
 
 def run_physics(env: Any, num_envs: int) -> Program:
-    """The loop of a suite that steps a batch."""
+    """Makes the loop of a suite with batched environments."""
     reset_keys = jax.random.split(jax.random.PRNGKey(0), num_envs)
     start = jax.jit(env.reset)(reset_keys), jax.random.key(1)
     shape = num_envs, env.action_size
@@ -161,7 +163,7 @@ def run_physics(env: Any, num_envs: int) -> Program:
         key, action_key = jax.random.split(key)
         action = jax.random.uniform(action_key, shape, minval=-1.0, maxval=1.0)
         obs = state.obs
-        # The wrappers write into the dicts of the state.
+        # Copy the dicts of the state: the wrappers write into them.
         state = env.step(jax.tree.map(lambda x: x, state), action)
         truncated = state.info["truncation"].astype(bool)
         flags = state.done.astype(bool) & ~truncated, truncated
@@ -172,26 +174,26 @@ def run_physics(env: Any, num_envs: int) -> Program:
     return functools.partial(loop, start)
 
 
-def draw(key: jax.Array, mask: jax.Array) -> jax.Array:
-    """One of the allowed actions."""
+def sample(key: jax.Array, mask: jax.Array) -> jax.Array:
+    """Samples a valid action."""
     return jax.random.categorical(key, jnp.log(mask.astype(jnp.float32)))
 
 
-def draw_of(num_actions: int) -> Callable:
-    """One of so many actions."""
+def uniform(num_actions: int) -> Callable:
+    """Makes a policy that samples one of `num_actions` actions."""
     return lambda key, obs: jax.random.randint(key, (), 0, num_actions)
 
 
 def run_peer(peer: Peer, num_envs: int) -> Program:
-    """The suite's loop."""
+    """Makes the loop of a suite from functions for a single environment."""
 
     def step(carry: tuple, _: None) -> tuple:
         state, (total, length), key = carry
-        obs, *_ = jax.vmap(peer.see)(state)
+        obs, *_ = jax.vmap(peer.read)(state)
         key, action_key, step_key = jax.random.split(key, 3)
         action = jax.vmap(peer.act)(jax.random.split(action_key, num_envs), obs)
         state = jax.vmap(peer.step)(jax.random.split(step_key, num_envs), state, action)
-        _, reward, terminated, truncated, successor = jax.vmap(peer.see)(state)
+        _, reward, terminated, truncated, successor = jax.vmap(peer.read)(state)
         done = terminated | truncated
         total, length = total + reward.reshape(num_envs, -1)[:, 0], length + 1
         row = obs, action, reward, terminated, truncated, successor, total, length
@@ -206,14 +208,14 @@ def run_peer(peer: Peer, num_envs: int) -> Program:
 
 
 def run_ours(env_id: str, num_envs: int, action_mask_fn: Callable | None) -> Program:
-    """The same of ours."""
+    """Makes `collect_steps` for an environment of a suite."""
     env = envs.make(env_id)
     policy = rollout.random_policy(env.action_space, action_mask_fn=action_mask_fn)
     return steps(lanes(env, num_envs, policy), NUM_STEPS, read=rows_of)
 
 
 def run_game(env_id: str, num_envs: int) -> Program:
-    """The same of a game of pgx for all players, who all see the same."""
+    """Makes `collect_steps` for a pgx game; all players share the observation."""
     env = envs.vectorize(envs.make(env_id), num_envs)
     space = env.action_spaces["players"]
     policy = rollout.random_policy(space, action_mask_fn=lambda obs: obs["action_mask"])
@@ -234,7 +236,7 @@ def run_game(env_id: str, num_envs: int) -> Program:
 
 
 PHYSICS = {"brax": brax_env, "playground": playground_env}
-# What makes the suite's own functions, the mask of allowed actions, and environments.
+# Function that makes a `Peer`, function that returns the action mask, environments.
 SUITES = {
     "brax": (None, None, ("inverted_pendulum", "reacher")),
     "jumanji": (
@@ -255,7 +257,7 @@ SUITES = {
 
 
 def make_programs(suite: str, name: str, num_envs: int) -> dict[str, Program]:
-    """Ours and the suite's."""
+    """Makes `collect_steps` and the loop of the suite."""
     make_peer, action_mask_fn, _ = SUITES[suite]
     env_id = f"{suite}:{name}"
     if suite == "pgx":
@@ -270,16 +272,16 @@ def make_programs(suite: str, name: str, num_envs: int) -> dict[str, Program]:
 
 
 def rows(args: Namespace) -> Iterator[dict[str, str]]:
-    """Times each environment of each suite."""
+    """Times every environment of the suites."""
     for suite in args.only:
         for name in SUITES[suite][2]:
             for num_envs in args.num_envs:
                 with warnings.catch_warnings(), jax.numpy_rank_promotion("allow"):
                     warnings.simplefilter("ignore")
                     programs = make_programs(suite, name, num_envs)
-                    taken = measure(programs, args.repeats)
-                rate = num_envs * NUM_STEPS / taken["ours"].wall / 1e3
-                ratio = taken["theirs"].wall / taken["ours"].wall
+                    timing = measure(programs, args.repeats)
+                rate = num_envs * NUM_STEPS / timing["ours"].wall / 1e3
+                ratio = timing["theirs"].wall / timing["ours"].wall
                 yield {
                     "environment": f"`{suite}:{name}`",
                     "version": metadata.version(suite),

@@ -1,7 +1,7 @@
-"""Writes the tables of the pages from the files of their data in `docs`.
+"""Writes the tables of the pages from the data files in `docs`.
 
-A table follows its comment, `<!-- table: NAME -->`. All rows behind two of the pages go
-to text files. The charts come from `speed_page.py` and `accelerators_page.py`.
+A table follows a comment, `<!-- table: NAME -->`. Text files contain all rows for two
+pages. `speed_page.py` and `accelerators_page.py` draw the charts.
 
     python benchmarks/tables.py
 """
@@ -20,7 +20,7 @@ from speed_page import DOCS
 
 
 def written() -> dict[Path, str]:
-    """The text that every file with tables has to have."""
+    """Returns the required text of every file that contains tables."""
 
     def load(name: str) -> dict[str, Any]:
         return json.loads((DOCS / name).read_text())
@@ -49,7 +49,7 @@ def written() -> dict[Path, str]:
     mark, missing = re.compile(r"(<!-- table: (\w+) -->\n\n)(?:\|.*\n)*"), set(tables)
     for path in sorted(DOCS.rglob("*.md")):
         page = path.read_text()
-        if names := {found[2] for found in mark.finditer(page)}:
+        if names := {match[2] for match in mark.finditer(page)}:
             files[path] = mark.sub(lambda x: f"{x[1]}{tables[x[2]]}\n", page)
             missing -= names
     if missing:
@@ -58,7 +58,7 @@ def written() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Writes the files."""
+    """Writes all files that contain tables."""
     for path, text in written().items():
         path.write_text(text)
 

@@ -1,16 +1,16 @@
-"""How well and how fast do teams learn: our recipes and JaxMARL's own scripts?
+"""How well and how fast do teams learn: the recipes and the scripts of JaxMARL?
 
-The scripts run as they are, with the settings of the recipes. Every run is compiled
-apart, those of a seed are interleaved, and seconds are CPU seconds without compiling.
-"agent" is the recipe of SMAX with `agent_transitions`.
+The scripts run unmodified with the settings of the recipes. Every run is compiled
+separately, the runs of a seed are interleaved, and seconds are CPU seconds without
+compilation. "agent" is the recipe of SMAX with `agent_transitions`.
 
     pip install ".[jaxmarl]" distrax flashbax matplotlib optax pyyaml
     git clone https://github.com/FLAIROx/JaxMARL
     python benchmarks/teams.py docs/teams.json --jaxmarl JaxMARL \\
         --plot docs/coming_from/jaxmarl.png
 
-`--plot` draws the pictures of the recipes, too. Values that the file has are not
-computed again, so an interrupted run goes on.
+`--plot` also plots the pictures of the recipes. Values in the file are not recomputed,
+so an interrupted run resumes.
 """
 
 import argparse
@@ -36,7 +36,7 @@ import yaml
 from recipes import FOLDER as RECIPES
 
 matplotlib.use("agg")
-# The observation of the critic in IPPO, and in MAPPO.
+# Code for the observation of the critic in IPPO and in MAPPO.
 LOCAL = """\
 def transform_obs(obs):  # all agents of all environments, [..., 3 * n, 18]
     return obs
@@ -46,7 +46,7 @@ ENDS = {"team_transitions": "agent_transitions"}
 ENDINGS = {"team_transitions": "", "agent_transitions": ", agent"}
 MPE = {"TOTAL_TIMESTEPS": 299_008, "LR": 2e-3, "NUM_ENVS": 16, "NUM_STEPS": 128}
 SMAX = {"TOTAL_TIMESTEPS": 600_064, "LR": 2e-3, "NUM_ENVS": 32, "NUM_STEPS": 64}
-# Recipe, what is replaced in it, its figure and steps; script, figure and settings.
+# Recipe, replaced text, metric, steps; script, config, metric and settings.
 TASKS: dict[str, tuple[Any, ...]] = {
     "IPPO, spread": (
         ("ippo", {}, "returns", 299_008),
@@ -80,10 +80,10 @@ TASKS: dict[str, tuple[Any, ...]] = {
 
 
 def run_recipe(name: str, changes: dict[str, str], figure: str, seed: int) -> Any:
-    """Runs the program of a page: figures of all updates, seconds, and the update."""
+    """Runs the program of a page; returns a curve, seconds and a lowering function."""
     code = recipes.source(name, changes, seed)
     parts = re.split(r"^(?=for |rates|plt)", code, flags=re.MULTILINE)
-    setup, loop = parts[:2]  # and the picture
+    setup, loop = parts[:2]  # the third part plots
     names: dict[str, Any] = {"__name__": name}
     exec(compile(setup, name, "exec"), names)
     with_update = names["update"]
@@ -104,7 +104,7 @@ def run_recipe(name: str, changes: dict[str, str], figure: str, seed: int) -> An
 
 
 def load_script(folder: Path, module: str, config: str, settings: dict) -> Any:
-    """Loads a script of JaxMARL and its settings; what it logs goes to a list."""
+    """Loads a script of JaxMARL; returns its training function and a list of logs."""
     log: list[dict[str, Any]] = []
     wandb, hydra, omegaconf = (
         types.ModuleType(x) for x in ("wandb", "hydra", "omegaconf")
@@ -127,7 +127,7 @@ def load_script(folder: Path, module: str, config: str, settings: dict) -> Any:
 
 
 def run_script(folder: Path, script: tuple, seed: int) -> Any:
-    """Runs a script of JaxMARL: as `run_recipe`."""
+    """Runs a script of JaxMARL; returns the same values as `run_recipe`."""
     module, config, figure, settings = script
     train, log = load_script(folder, module, config, settings)
     key = jax.random.PRNGKey(seed)
@@ -136,51 +136,51 @@ def run_script(folder: Path, script: tuple, seed: int) -> Any:
     jax.block_until_ready(program(key))
     jax.effects_barrier()
     seconds = time.process_time() - start
-    # VDN's script logs the mean over all steps of what is 0 but at the last of 26.
+    # VDN's script logs the mean of a metric that is 0 except in the last of 26 steps.
     scale = 26 if module == "QLearning.vdn_rnn" else 1
     curve = [scale * float(np.mean(x[figure])) for x in log]
     return curve, seconds, lambda: jax.jit(train).lower(key)
 
 
 def measure(run: Callable[[], Any]) -> dict[str, Any]:
-    """Runs once, compiles once more; returns what the file has of a run."""
+    """Runs a training, compiles it again, and returns the values for the file."""
     curve, seconds, lower = run()
     jax.clear_caches()
     lowered = lower()
     start = time.process_time()
     memory = lowered.compile().memory_analysis()
     compiling = time.process_time() - start
-    held = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-    held += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    nbytes = memory.temp_size_in_bytes + memory.argument_size_in_bytes
+    nbytes += memory.output_size_in_bytes - memory.alias_size_in_bytes
     jax.clear_caches()
     curve = [None if math.isnan(x) else round(x, 3) for x in curve]
-    return {"curve": curve, "s": seconds, "compile": compiling, "bytes": held}
+    return {"curve": curve, "s": seconds, "compile": compiling, "bytes": nbytes}
 
 
-def last(curve: list[float]) -> float:
-    """The mean of the last tenth of a training."""
+def final_value(curve: list[float]) -> float:
+    """Computes the mean over the last tenth of a curve."""
     return statistics.mean(curve[-len(curve) // 10 :])
 
 
 def table(results: dict[str, Any]) -> str:
-    """Makes the table of the page; ratios are ours over theirs, of medians."""
+    """Formats the table of the page; ratios are recipe / JaxMARL, of medians."""
     lines = [
         "| | here | JaxMARL | CPU time | memory | compile time |",
         "|---" * 6 + "|",
     ]
-    for task, found in results.items():
+    for task, by_maker in results.items():
         cells = []
-        for who in ("ours", "theirs"):
-            ends = [[last(x["curve"])] for x in found.get(who, {}).values()]
+        for maker in ("ours", "theirs"):
+            ends = [[final_value(x["curve"])] for x in by_maker.get(maker, {}).values()]
             mean, half = curves.band(ends) if ends else ([], [])
             cells.append(f"{mean[0]:.2f} ± {half[0]:.2f}" if ends else "")
         ratios = ["", "", ""]
-        if found.get("theirs"):
+        if by_maker.get("theirs"):
             ratios = []
             for key in ("s", "bytes", "compile"):
                 median = {
-                    who: statistics.median(x[key] for x in runs.values())
-                    for who, runs in found.items()
+                    maker: statistics.median(x[key] for x in runs.values())
+                    for maker, runs in by_maker.items()
                 }
                 ratios.append(f"{median['ours'] / median['theirs']:.2f}")
         label = task.replace(", agent", ", `agent_transitions`")
@@ -189,31 +189,31 @@ def table(results: dict[str, Any]) -> str:
 
 
 def lines(results: dict[str, Any], *parts: tuple[str, str, str]) -> Any:
-    """A label, and the steps and curves of all seeds, for each part that was run."""
-    for label, task, who in parts:
-        runs = list(results[task].get(who, {}).values())
+    """Yields a label, and steps and curves of all seeds, for each part."""
+    for label, task, maker in parts:
+        runs = list(results[task].get(maker, {}).values())
         curves_of_seeds = np.asarray([x["curve"] for x in runs], float)
-        number, every = curves_of_seeds.shape[1], TASKS[task][0][3]
-        width = max(1, number // 100)  # points of a line
-        shape = len(runs), number // width, width
-        means = curves_of_seeds[:, : number // width * width].reshape(shape).mean(-1)
-        steps = every / number * width * np.arange(1, shape[1] + 1)
+        length, total_steps = curves_of_seeds.shape[1], TASKS[task][0][3]
+        width = max(1, length // 100)  # updates per point of a line
+        shape = len(runs), length // width, width
+        means = curves_of_seeds[:, : length // width * width].reshape(shape).mean(-1)
+        steps = total_steps / length * width * np.arange(1, shape[1] + 1)
         yield label, {"steps": steps, "returns": means}
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Draws both libraries in one picture, and each recipe alone."""
+    """Plots both libraries in one picture, and one picture per recipe."""
     tasks = [x for x in results if TASKS[x][1]]
     with plt.style.context(curves.STYLE):
-        figure, every = plt.subplots(1, len(tasks), figsize=(13, 3.2))
-        for task, axes in zip(tasks, every, strict=True):
-            both = lines(results, ("here", task, "ours"), ("JaxMARL", task, "theirs"))
-            for label, line in both:
+        figure, panels = plt.subplots(1, len(tasks), figsize=(13, 3.2))
+        for task, axes in zip(tasks, panels, strict=True):
+            pair = lines(results, ("here", task, "ours"), ("JaxMARL", task, "theirs"))
+            for label, line in pair:
                 curves.plot(axes, line["steps"], line["returns"], label)
             axes.set(title=task, xlabel="environment steps, thousands")
             is_won = "SMAX" in task
             axes.set_ylabel("battles won" if is_won else "return of the team")
-        every[-1].legend()
+        panels[-1].legend()
         figure.savefig(path, dpi=80)
         plt.close(figure)
     team, won = {"ylabel": "return of the team"}, {"ylabel": "battles won"}
@@ -229,7 +229,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Runs what the file lacks."""
+    """Runs all tasks and seeds for which the file has no values."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--jaxmarl", type=Path)
@@ -244,12 +244,12 @@ def main() -> None:
             runs = {"ours": lambda: run_recipe(name, changes, figure, seed)}  # noqa: B023
             if script and args.jaxmarl:
                 runs["theirs"] = lambda: run_script(args.jaxmarl, script, seed)  # noqa: B023
-            for who, run in runs.items():
-                found = done.setdefault(task, {}).setdefault(who, {})
-                if str(seed) not in found:
-                    found[str(seed)] = measure(run)
-                    curve = found[str(seed)]["curve"]
-                    print(task, who, seed, f"{last(curve):.2f}", flush=True)
+            for maker, run in runs.items():
+                stored = done.setdefault(task, {}).setdefault(maker, {})
+                if str(seed) not in stored:
+                    stored[str(seed)] = measure(run)
+                    curve = stored[str(seed)]["curve"]
+                    print(task, maker, seed, f"{final_value(curve):.2f}", flush=True)
                     args.file.write_text(json.dumps(done))
     print(table(done))
     if args.plot:

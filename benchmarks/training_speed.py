@@ -1,8 +1,8 @@
-"""How fast are whole trainings, and how slow a convolution on a CPU?
+"""How fast are complete training runs, and how slow is a convolution on a CPU?
 
-Runs the recipes and programs of other libraries with the same settings, each from a key
-to all that it returns, in turns: CPU and wall time of an update, CPU time to trace,
-lower and compile; ratios are of medians.
+Runs recipes and programs of other libraries with the same settings, from a key to all
+outputs, in interleaved runs. Reports CPU and wall time per update, and CPU time to
+trace, lower and compile; ratios are ratios of medians.
 
 Rows of PPO whose name ends in "microbatches of 256" have `microbatch_size=256` here:
 the gradient of a minibatch is accumulated over microbatches of 256 rows, whose
@@ -10,8 +10,8 @@ intermediate values fit into a cache of the CPU. The gradient is the same up to
 rounding. Rows without that ending differentiate all rows of a minibatch at once, as the
 other libraries do.
 
-Then a batch of MinAtar's images through one layer and its gradient: `nn.Conv`, the same
-as a matrix product over patches, and a dense layer of as many outputs as the MLP's.
+Also times one layer and its gradient on a batch of MinAtar images: `nn.Conv`, the same
+convolution as a matrix product over patches, and a dense layer as wide as the MLP.
 
     pip install ".[brax,craftax,jaxmarl]" distrax evosax flashbax optax \\
         pyyaml rejax==0.1.3
@@ -23,8 +23,8 @@ as a matrix product over patches, and a dense layer of as many outputs as the ML
         --purejaxrl purejaxrl/purejaxrl --purejaxql purejaxql/purejaxql \\
         --jaxmarl JaxMARL --craftax Craftax_Baselines --rejax 1 --evosax 1
 
-`--purejaxql` needs `--purejaxrl`, too. `--only` takes the beginnings of rows. See
-`learning_compared.py` for why `taskset`.
+`--purejaxql` also needs `--purejaxrl`. `--only` takes prefixes of row names.
+`learning_compared.py` explains `taskset`.
 """
 
 import functools
@@ -51,7 +51,7 @@ from rollout.recipes import ppo, recurrent_ppo
 
 STEPS = 20
 MICROBATCH_SIZE = 256
-SIZES = {  # of the lanes of CartPole: updates of a training
+SIZES = {  # number of CartPole lanes: number of updates
     4: 50,
     64: 10,
     256: 4,
@@ -64,11 +64,12 @@ class Training(NamedTuple):
     """Two programs with the same settings, each a function of a key.
 
     Attributes:
-        name: such as `"PPO, CartPole, 64 lanes"`.
-        peer: whose program the other one is.
-        num_updates: of both.
-        ours: makes a recipe.
-        theirs: makes the peer's.
+        name: name of the row, for example `"PPO, CartPole, 64 lanes"`.
+        peer: name of the other program.
+        num_updates: number of updates of both programs.
+        ours: makes the training function of a recipe.
+        theirs: makes the training function of the peer.
+        seeds: numbers of seeds to train at once.
     """
 
     name: str
@@ -106,23 +107,23 @@ class RecurrentNetwork(nn.Module):
         return self.actor(features), self.critic(features)[..., 0]
 
     def __call__(self, memory: jax.Array, obs: jax.Array) -> Any:
-        """Maps memory and observations to memory, and logits and values."""
+        """Maps memory and observations to memory, and to logits and values."""
         memory, features = self.encode(memory, obs)
         return memory, self.heads(features)
 
 
 class Greedy(nn.Module):
-    """A policy for evosax, which passes a key."""
+    """A greedy policy for evosax, which passes an unused key."""
 
     @nn.compact
     def __call__(self, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """Maps observations to actions of two."""
+        """Maps observations to one of two actions."""
         x = nn.tanh(nn.Dense(64)(nn.tanh(nn.Dense(64)(obs))))
         return nn.Dense(2)(x).argmax(axis=-1)
 
 
 class Patches(nn.Module):
-    """A convolution of 3 x 3, 16 filters, as a product of the nine shifted images."""
+    """A 3 x 3 convolution with 16 filters as a product of nine shifted images."""
 
     @nn.compact
     def __call__(self, obs: jax.Array) -> jax.Array:
@@ -143,7 +144,7 @@ LAYERS = {
 
 
 def of_purejaxrl(folder: Path) -> Iterator[Training]:
-    """PureJaxRL's scripts."""
+    """Yields comparisons with the scripts of PureJaxRL."""
     cartpole = functools.partial(train_ppo, "CartPole-v1")
     breakout = PUREJAXRL.replace(
         num_updates=2, num_minibatches=8, learning_rate=5e-3, activation="relu"
@@ -155,7 +156,7 @@ def of_purejaxrl(folder: Path) -> Iterator[Training]:
         ent_coef=0.0,
         hidden_layer_sizes=(256, 256),
     )
-    two, both = PUREJAXRL.replace(num_updates=2), (1, 8)
+    two, sweep = PUREJAXRL.replace(num_updates=2), (1, 8)
     for name, env_id, config, ours, script, seeds in (
         *(
             (
@@ -164,7 +165,7 @@ def of_purejaxrl(folder: Path) -> Iterator[Training]:
                 PUREJAXRL.replace(num_envs=num_envs, num_updates=num_updates),
                 cartpole,
                 "ppo",
-                both if num_envs in (4, 64) else (1,),
+                sweep if num_envs in (4, 64) else (1,),
             )
             for num_envs, num_updates in SIZES.items()
         ),
@@ -174,7 +175,7 @@ def of_purejaxrl(folder: Path) -> Iterator[Training]:
             breakout,
             functools.partial(train_ppo, "Breakout-MinAtar"),
             "ppo",
-            both,
+            sweep,
         ),
         (
             "PPO, hopper, 64 lanes",
@@ -198,7 +199,7 @@ def of_purejaxrl(folder: Path) -> Iterator[Training]:
             DQNSettings(4000),
             train_dqn,
             "dqn",
-            both,
+            sweep,
         ),
     ):
         theirs = functools.partial(
@@ -221,7 +222,7 @@ def of_purejaxrl(folder: Path) -> Iterator[Training]:
 def with_microbatches(
     training: Training, ours: Callable[[PPOSettings], Train], config: PPOSettings
 ) -> Iterator[Training]:
-    """Yields a training of PPO, and the same in microbatches if its rows suffice."""
+    """Yields a comparison, and a copy with microbatches for large minibatches."""
     yield training
     num_rows = config.num_envs * config.num_steps // config.num_minibatches
     if num_rows > MICROBATCH_SIZE:
@@ -231,12 +232,12 @@ def with_microbatches(
 
 
 def train_ppo(env_id: str, config: PPOSettings) -> Train:
-    """Makes a training of PPO; observations and rewards of robots are normalized."""
+    """Makes a training function of PPO; normalizes robot observations and rewards."""
     return recipes.make_ppo(recipes.make_lanes(env_id, config), config).train
 
 
 def train_recurrent(config: PPOSettings) -> Train:
-    """Makes a training of recurrent PPO, with the network of PureJaxRL."""
+    """Makes a training function of recurrent PPO with the network of PureJaxRL."""
     env = envs.vectorize(make_env("CartPole-v1"), config.num_envs)
     network = RecurrentNetwork(env.action_space.n)
     agent = recurrent_ppo.RecurrentPPO(
@@ -253,12 +254,12 @@ def train_recurrent(config: PPOSettings) -> Train:
 
 
 def train_dqn(config: DQNSettings) -> Train:
-    """Makes a training of DQN with the settings of PureJaxRL."""
+    """Makes a training function of DQN with the settings of PureJaxRL."""
     return recipes.make_dqn(make_env("CartPole-v1"), config).train
 
 
 def of_rejax() -> Iterator[Training]:
-    """Programs of rejax."""
+    """Yields comparisons with the programs of rejax."""
     config = PUREJAXRL.replace(num_updates=10)
     ours = functools.partial(train_ppo, "CartPole-v1")
     training = Training(
@@ -279,7 +280,7 @@ def of_rejax() -> Iterator[Training]:
 
 
 def of_purejaxql(folder: Path, purejaxrl: Path) -> Iterator[Training]:
-    """A script of purejaxql, and the program of the page for those who come from it."""
+    """Yields a comparison of purejaxql's script and the recipe of the page."""
     num_updates = 20
 
     def ours() -> Train:
@@ -296,7 +297,7 @@ def of_purejaxql(folder: Path, purejaxrl: Path) -> Iterator[Training]:
 
 
 def of_craftax(folder: Path) -> Iterator[Training]:
-    """The script of Craftax_Baselines, and `ppo.py` with its network."""
+    """Yields comparisons of Craftax_Baselines' script and `ppo.py` with its network."""
     env_id = "Craftax-Classic-Symbolic-v1"
     config = PUREJAXRL.replace(
         num_updates=2,
@@ -332,12 +333,12 @@ def of_craftax(folder: Path) -> Iterator[Training]:
 
 
 def of_jaxmarl(folder: Path) -> Iterator[Training]:
-    """Scripts of JaxMARL."""
-    few, num_updates = 10, teams.TASKS["VDN, spread"][0][3] // (8 * 26)
+    """Yields comparisons with the scripts of JaxMARL."""
+    length, num_updates = 10, teams.TASKS["VDN, spread"][0][3] // (8 * 26)
 
-    def theirs(task: str, **more: Any) -> Train:
+    def theirs(task: str, **overrides: Any) -> Train:
         module, config, _, settings = teams.TASKS[task][1]
-        train = teams.load_script(folder, module, config, settings | more)[0]
+        train = teams.load_script(folder, module, config, settings | overrides)[0]
         return lambda key: train(jax.random.key_data(key))
 
     def ippo() -> Train:
@@ -351,16 +352,16 @@ def of_jaxmarl(folder: Path) -> Iterator[Training]:
             state = state.replace(carry=carry, key=key)
             window = rollout.EpisodeWindow.init(200)
             step = lambda state, _: (names["update"](*state), None)  # noqa: E731
-            return jax.lax.scan(step, (state, window), length=few)[0]
+            return jax.lax.scan(step, (state, window), length=length)[0]
 
         return train
 
     yield Training(
         "IPPO, MPE spread, 16 lanes",
         "JaxMARL's `ippo_ff_mpe.py`",
-        few,
+        length,
         ippo,
-        functools.partial(theirs, "IPPO, spread", TOTAL_TIMESTEPS=few * 16 * 128),
+        functools.partial(theirs, "IPPO, spread", TOTAL_TIMESTEPS=length * 16 * 128),
     )
 
     def vdn() -> Train:
@@ -386,7 +387,7 @@ def of_jaxmarl(folder: Path) -> Iterator[Training]:
 
     yield Training(
         "VDN, MPE spread, 8 lanes",
-        "JaxMARL's `vdn_rnn.py`",  # learns from its 33rd update on, of 1,440
+        "JaxMARL's `vdn_rnn.py`",  # takes gradient steps from update 33 of 1,440 on
         num_updates,
         vdn,
         functools.partial(theirs, "VDN, spread", LEARNING_STARTS=0),
@@ -394,7 +395,7 @@ def of_jaxmarl(folder: Path) -> Iterator[Training]:
 
 
 def of_evosax() -> Iterator[Training]:
-    """A generation of an evolution strategy, one episode for each of 256 policies."""
+    """Yields one generation of an evolution strategy: 256 policies, an episode each."""
     from evosax.problems import GymnaxProblem
 
     network, key = Greedy(), jax.random.key(0)
@@ -426,21 +427,21 @@ def of_evosax() -> Iterator[Training]:
 
 
 def training_rows(args: Namespace) -> Iterator[dict[str, str]]:
-    """Compiles and times every training, and as many of them as a sweep has."""
-    every: list[Training] = []
+    """Compiles and times every comparison with each of its numbers of seeds."""
+    trainings: list[Training] = []
     if args.purejaxrl[0]:
-        every += of_purejaxrl(Path(args.purejaxrl[0]))
+        trainings += of_purejaxrl(Path(args.purejaxrl[0]))
     if args.rejax[0]:
-        every += of_rejax()
+        trainings += of_rejax()
     if args.evosax[0]:
-        every += of_evosax()
+        trainings += of_evosax()
     if args.purejaxql[0]:
-        every += of_purejaxql(Path(args.purejaxql[0]), Path(args.purejaxrl[0]))
+        trainings += of_purejaxql(Path(args.purejaxql[0]), Path(args.purejaxrl[0]))
     if args.craftax[0]:
-        every += of_craftax(Path(args.craftax[0]))
+        trainings += of_craftax(Path(args.craftax[0]))
     if args.jaxmarl[0]:
-        every += of_jaxmarl(Path(args.jaxmarl[0]))
-    for training in every:
+        trainings += of_jaxmarl(Path(args.jaxmarl[0]))
+    for training in trainings:
         for num_seeds in training.seeds:
             name = f"{training.peer}, {training.name}, {num_seeds}"
             if any(name.startswith(x) for x in args.only):
@@ -448,23 +449,23 @@ def training_rows(args: Namespace) -> Iterator[dict[str, str]]:
 
 
 def row_of(training: Training, num_seeds: int, repeats: int) -> dict[str, str]:
-    """Compiles and times one training, or `num_seeds` of them under `jax.vmap`."""
+    """Compiles and times a comparison, with `jax.vmap` over multiple seeds."""
     jax.clear_caches()
     keys = jax.random.split(jax.random.key(0), num_seeds)
     compiled, programs = {}, {}
-    for who in ("ours", "theirs"):
-        train = getattr(training, who)()
+    for maker in ("ours", "theirs"):
+        train = getattr(training, maker)()
         train = jax.vmap(train) if num_seeds > 1 else train
         inputs = keys if num_seeds > 1 else keys[0]
         start = time.process_time()
         program = jax.jit(train).lower(inputs).compile()
-        compiled[who] = time.process_time() - start
-        programs[who] = functools.partial(program, inputs)
+        compiled[maker] = time.process_time() - start
+        programs[maker] = functools.partial(program, inputs)
     ours, theirs = measure(programs, repeats).values()
 
-    def ms(taken: float) -> str:
-        each = 1e3 * taken / training.num_updates
-        return f"{each:,.0f}" if each >= 100 else f"{each:.3g}"
+    def ms(seconds: float) -> str:
+        value = 1e3 * seconds / training.num_updates
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
     return {
         "training": training.name,
@@ -482,20 +483,20 @@ def row_of(training: Training, num_seeds: int, repeats: int) -> dict[str, str]:
 
 
 def layer_rows(args: Namespace) -> Iterator[dict[str, str]]:
-    """Times a layer and its gradient by the weights."""
+    """Times each layer and the gradient of its weights."""
     for batch_size in (64, 256):
         obs = jax.random.bernoulli(jax.random.key(0), 0.1, (batch_size, 10, 10, 4))
         obs, programs = obs.astype(jnp.float32), dict[str, Program]()
         for name, network in LAYERS.items():
             params = network.init(jax.random.key(1), obs)
             programs[name] = functools.partial(descend(network), params, obs)
-        taken = measure(programs, args.repeats)
-        us = {name: f"{1e6 * x.cpu / STEPS:,.0f}" for name, x in taken.items()}
+        timing = measure(programs, args.repeats)
+        us = {name: f"{1e6 * x.cpu / STEPS:,.0f}" for name, x in timing.items()}
         yield {"images": f"{batch_size}", **us}
 
 
 def descend(network: nn.Module) -> Callable[[Any, jax.Array], Any]:
-    """Makes a program of some steps down the gradient of a loss."""
+    """Makes a program that takes `STEPS` gradient descent steps."""
 
     def loss(params: Any, obs: jax.Array) -> jax.Array:
         return jnp.square(network.apply(params, obs)).mean()
