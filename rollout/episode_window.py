@@ -108,7 +108,7 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
         )
 
     def add(self, data: Transition | Episodes) -> Self:
-        """Adds the episodes that count after `data` to the window. Pure.
+        """Adds the episodes that count after `data` to the window. Pure and jitted.
 
         Args:
             data: the next trajectory, `[T, B, ...]`, whose masked-out rows do not
@@ -119,43 +119,7 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
                 `HostCollector` with `num_ready`, or lacks an accumulated value of the
                 window.
         """
-        rows = _values(data, list(self.episode_accumulated))
-        slot = jnp.arange(len(self.episode_length), dtype=jnp.int32)
-        if isinstance(data, Episodes):
-            # Number the episodes that count from 1, and look up the last K by number.
-            number = jnp.cumsum(present(data), dtype=jnp.int32)  # 1 for the first
-            num_new = jnp.minimum(number[-1], slot.size)
-            index = jnp.searchsorted(number, number[-1] - num_new + 1 + slot)
-            return self._append(jax.tree.map(lambda x: x[index], rows), num_new)
-        # First list the episodes that start here, then find the end of each listed
-        # episode, then count the finished episodes at the front of the list.
-        mask, done, length = jnp.asarray(data.mask), jnp.asarray(data.done), rows[1]
-        listed, num_rows = _list_starts(self.listed, mask & (length == 1)), len(mask)
-        # The rows of each listed episode, `[T, K]`, and the row in which it ends.
-        first = jnp.arange(1, num_rows + 1, dtype=jnp.int32)[:, None] - length
-        lane, start = listed.lane, listed.start
-        # A row belongs to a listed episode of the same lane if the starts match.
-        is_row = mask[:, lane] & (first[:, lane] == start[None])
-        is_row &= (lane < mask.shape[1])[None]  # else the lane is missing
-        is_end = is_row & done[:, lane]
-        end, ends = jnp.argmax(is_end, axis=0), jnp.any(is_end, axis=0)
-        values: _Values = jax.tree.map(
-            lambda old, new: jnp.where(ends, new[end, lane], old), listed.values, rows
-        )
-        is_running = (slot < listed.num) & (values[1] == 0)
-        # A running episode without the last row was discarded, or rows are missing.
-        is_lost = is_running & ~is_row[-1]
-        # Episodes that started before the oldest running episode count now. Episodes
-        # that started with it wait: otherwise short episodes would be favored.
-        oldest = jnp.min(jnp.where(is_running, start, num_rows))
-        num_new = jnp.sum((slot < listed.num) & (start < oldest), dtype=jnp.int32)
-        # Move the list up, and count starts from the next trajectory.
-        start, lane, rest = jax.tree.map(
-            lambda x: jnp.roll(x, -num_new), (start - num_rows, lane, values)
-        )
-        num = jnp.where(jnp.any(is_lost), 0, listed.num - num_new)
-        listed = _Listed(num=num, start=start, lane=lane, values=rest)
-        return self._append(values, num_new).replace(listed=listed)
+        return _add(self, data)
 
     def _append(self, values: _Values, num_new: jax.Array) -> Self:
         """Appends the first `num_new` of `values`, and drops as many old entries."""
@@ -252,3 +216,46 @@ def _list_starts(listed: _Listed, is_first: jax.Array) -> _Listed:
     )
     num = listed.num + jnp.sum(is_new, dtype=jnp.int32)
     return _Listed(num=num, start=start, lane=lane, values=values)
+
+
+# Jitted: from Python, each operation would be a program.
+@jax.jit
+def _add(window: EpisodeWindow, data: Transition | Episodes) -> EpisodeWindow:
+    """Adds episodes to a window; see `EpisodeWindow.add`."""
+    rows = _values(data, list(window.episode_accumulated))
+    slot = jnp.arange(len(window.episode_length), dtype=jnp.int32)
+    if isinstance(data, Episodes):
+        # Number the episodes that count from 1, and look up the last K by number.
+        number = jnp.cumsum(present(data), dtype=jnp.int32)  # 1 for the first
+        num_new = jnp.minimum(number[-1], slot.size)
+        index = jnp.searchsorted(number, number[-1] - num_new + 1 + slot)
+        return window._append(jax.tree.map(lambda x: x[index], rows), num_new)
+    # First list the episodes that start here, then find the end of each listed
+    # episode, then count the finished episodes at the front of the list.
+    mask, done, length = jnp.asarray(data.mask), jnp.asarray(data.done), rows[1]
+    listed, num_rows = _list_starts(window.listed, mask & (length == 1)), len(mask)
+    # The rows of each listed episode, `[T, K]`, and the row in which it ends.
+    first = jnp.arange(1, num_rows + 1, dtype=jnp.int32)[:, None] - length
+    lane, start = listed.lane, listed.start
+    # A row belongs to a listed episode of the same lane if the starts match.
+    is_row = mask[:, lane] & (first[:, lane] == start[None])
+    is_row &= (lane < mask.shape[1])[None]  # else the lane is missing
+    is_end = is_row & done[:, lane]
+    end, ends = jnp.argmax(is_end, axis=0), jnp.any(is_end, axis=0)
+    values: _Values = jax.tree.map(
+        lambda old, new: jnp.where(ends, new[end, lane], old), listed.values, rows
+    )
+    is_running = (slot < listed.num) & (values[1] == 0)
+    # A running episode without the last row was discarded, or rows are missing.
+    is_lost = is_running & ~is_row[-1]
+    # Episodes that started before the oldest running episode count now. Episodes
+    # that started with it wait: otherwise short episodes would be favored.
+    oldest = jnp.min(jnp.where(is_running, start, num_rows))
+    num_new = jnp.sum((slot < listed.num) & (start < oldest), dtype=jnp.int32)
+    # Move the list up, and count starts from the next trajectory.
+    start, lane, rest = jax.tree.map(
+        lambda x: jnp.roll(x, -num_new), (start - num_rows, lane, values)
+    )
+    num = jnp.where(jnp.any(is_lost), 0, listed.num - num_new)
+    listed = _Listed(num=num, start=start, lane=lane, values=rest)
+    return window._append(values, num_new).replace(listed=listed)

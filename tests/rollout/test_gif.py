@@ -223,10 +223,18 @@ class Gray(Counter):
 @pytest.mark.parametrize(
     ("made", "mode", "message"),
     [
-        (Counter, None, r'got None. Create the environment with `render_mode="rgb_array"`\.'),
+        (
+            Counter,
+            None,
+            r'got None. Create .* with `render_mode="rgb_array"`\.',
+        ),
         (Undrawn, "rgb_array", r"`env` must have a method `render` .*, got None\."),
         (Gray, "rgb_array", r"3\] uint8, got float64 of shape \(40, 60\)\."),
-        (Counter, "human", r"got None. Create the environment with `render_mode=\"rgb_array\"`\."),
+        (
+            Counter,
+            "human",
+            r"got None. Create .* with `render_mode=\"rgb_array\"`\.",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_drawing_is_said_before_a_step(

@@ -328,3 +328,15 @@ def test_functions_of_users_are_static_unless_they_may_read_tracers():
     jax.make_jaxpr(lambda x: np.testing.assert_equal(programs.static(act), None))(1.0)
     one.__class__ = type("Unhashable", (Summing,), {"__hash__": None})
     assert programs.static(one) is None
+
+
+def test_window_from_python_is_one_program():
+    collector = make_collector()
+    _, trajectory = collector.collect_steps(collector.init(KEY), 0, T)
+    window = rollout.EpisodeWindow.init(10)
+    with count_compiles() as events:
+        window = window.add(trajectory)
+    assert events.count("/jax/core/compile/backend_compile_duration") <= 1
+    with count_compiles() as events:
+        window.add(trajectory)
+    assert not events
