@@ -1,7 +1,7 @@
 """Checks options, arguments and the results of users' callables.
 
-Messages name the condition and the value. What looks at arrays does so while tracing,
-at no cost at run time.
+Messages name the condition and the value. Checks of arrays run while jax traces and
+cost nothing at run time.
 """
 
 import inspect
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-ArrayTree = Any  # as in `envs.types`, which stands above these checks
+ArrayTree = Any  # as in `envs.types`, which imports this module
 INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
-MAX_EPISODE_STEPS = 1_000_000  # by default: ends a call if an episode never ends
-_REAL: Any = numbers.Real  # a type checker knows no order of it
-# What adapts an environment, by a name that those of another suite have.
+MAX_EPISODE_STEPS = 1_000_000  # default, which bounds calls if an episode never ends
+_REAL: Any = numbers.Real  # `Any`: type checkers find no comparison of `Real`
+# An attribute that identifies the environments of a suite, and their adapter.
 _ADAPTERS = (
     ("reset_env", "from_gymnax"),
     ("step_env", "suites.from_jaxmarl"),
@@ -42,7 +42,7 @@ def int_between(
 
 
 def seconds(name: str, value: Any) -> float | None:
-    """Checks a finite number of seconds above 0; None stands for any time."""
+    """Checks a finite number of seconds above 0; None means no limit."""
     if value is None:
         return None
     if not (_is_real(value) and 0 < value < float("inf")):
@@ -54,8 +54,8 @@ def seconds(name: str, value: Any) -> float | None:
 
 
 def not_of_gymnasium(env: Any) -> None:
-    """Raises for an environment of Gymnasium as it is."""
-    modules = {kind.__module__.partition(".")[0] for kind in type(env).__mro__}
+    """Raises if `env` is an environment of Gymnasium without an adapter."""
+    modules = {cls.__module__.partition(".")[0] for cls in type(env).__mro__}
     if modules & {"gym", "gymnasium"} and jax.tree_util.all_leaves([env]):
         raise ValueError(
             f"`env` must not be an environment of Gymnasium, got {type(env).__name__}: "
@@ -64,7 +64,7 @@ def not_of_gymnasium(env: Any) -> None:
 
 
 def single(env: Any) -> None:
-    """Checks that `env` is one environment, and a pytree."""
+    """Checks that `env` is a single environment and a pytree."""
     not_of_gymnasium(env)
     if hasattr(env, "num_envs"):
         raise ValueError(
@@ -72,9 +72,9 @@ def single(env: Any) -> None:
             "before `vectorize`."
         )
     missing = [name for name in ("reset", "step") if not hasattr(env, name)]
-    # Of the class: a field of one's own may be called `seed`.
-    others = [adapter for name, adapter in _ADAPTERS if hasattr(type(env), name)]
-    hint = f": `rollout.envs.{others[0]}` adapts it" if others else ""
+    # Inspect the class, because a field of a custom environment may be named `seed`.
+    adapters = [adapter for name, adapter in _ADAPTERS if hasattr(type(env), name)]
+    hint = f": `rollout.envs.{adapters[0]}` adapts it" if adapters else ""
     if missing:
         raise ValueError(
             "`env` must have the methods `reset` and `step` of "
@@ -89,7 +89,7 @@ def single(env: Any) -> None:
 
 
 def flag(name: str, value: Any) -> jax.Array:
-    """Checks that a flag of a step is a bool or an integer; returns it as a bool."""
+    """Checks that a flag of `step` is a bool or an integer; returns it as a bool."""
     value = real(name, value)
     if jnp.issubdtype(value.dtype, jnp.inexact):
         raise ValueError(
@@ -100,7 +100,7 @@ def flag(name: str, value: Any) -> jax.Array:
 
 
 def real(name: str, value: Any) -> jax.Array:
-    """Checks that a part of a step is a real number, or an array of such."""
+    """Checks that an output of `step` is a real number or an array of real numbers."""
     is_number = isinstance(value, _REAL) or hasattr(value, "dtype")
     if not is_number or jnp.iscomplexobj(value):
         raise ValueError(
@@ -111,19 +111,19 @@ def real(name: str, value: Any) -> jax.Array:
 
 
 def integer(name: str, value: Any) -> int:
-    """Checks an integer of Python or NumPy; returns it as a Python int."""
+    """Checks a Python or NumPy integer; returns it as a Python int."""
     if not _is_integer(value):
         raise ValueError(f"`{name}` must be an int, got {value!r}.")
     return operator.index(value)
 
 
-def multiple(name: str, value: int, of: int, what: str) -> None:
-    """Checks a multiple of `of`, which `what` describes."""
-    if value % of:
-        below = value // of * of
-        nearest = f"{below} or {below + of}" if below else f"{of}"
+def multiple(name: str, value: int, factor: int, label: str) -> None:
+    """Checks a multiple of `factor`; the message contains `label`."""
+    if value % factor:
+        below = value // factor * factor
+        nearest = f"{below} or {below + factor}" if below else f"{factor}"
         raise ValueError(
-            f"`{name}` must be a multiple of {what}, got {value}; the nearest are "
+            f"`{name}` must be a multiple of {label}, got {value}; the nearest are "
             f"{nearest}."
         )
 
@@ -141,7 +141,7 @@ def positive(name: str, value: Any) -> None:
 
 
 def fraction(name: str, value: Any, *, lowest: int = 0, highest: float = 1) -> None:
-    """Checks a number in bounds, or a scalar array, whose value may not be known."""
+    """Checks a number within bounds; of a scalar array, only the shape and dtype."""
     if _is_real(value):
         is_wrong = not lowest <= value <= highest
     else:
@@ -174,14 +174,14 @@ def _is_integer(value: Any) -> bool:
 
 
 def is_known(tree: Any) -> bool:
-    """Returns whether every leaf is a number or an array with values.
+    """Returns whether every leaf is a number or a concrete array.
 
-    jax also builds pytrees of tracers, and of placeholders of any kind.
+    jax also builds pytrees of tracers and of placeholder objects.
     """
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
-    kinds = (numbers.Number, np.ndarray, np.generic, jax.Array)
+    types = (numbers.Number, np.ndarray, np.generic, jax.Array)
     return all(
-        isinstance(leaf, kinds) and not isinstance(leaf, Tracer) for leaf in leaves
+        isinstance(leaf, types) and not isinstance(leaf, Tracer) for leaf in leaves
     )
 
 
@@ -195,19 +195,19 @@ def typed_key(key: Any) -> None:
         )
 
 
-def kind(what: str, value: Any, kinds: Any) -> None:
-    """Checks that a value is of one of these types; `what` begins the message."""
-    if not isinstance(value, kinds):
-        raise ValueError(f"{what}, got {describe(value)}.")
+def kind(text: str, value: Any, types: Any) -> None:
+    """Checks that a value has one of these types; `text` begins the error message."""
+    if not isinstance(value, types):
+        raise ValueError(f"{text}, got {describe(value)}.")
 
 
 def function(name: str, value: Any, *arguments: str) -> None:
-    """Checks that an option can be called, with these arguments if any are given."""
+    """Checks that an option is callable with these arguments, if there are any."""
     if not callable(value):
         raise ValueError(f"`{name}` must be a function, got {describe(value)}.")
     try:
         signature = inspect.signature(value) if arguments else None
-    except (TypeError, ValueError):  # a builtin may have none
+    except (TypeError, ValueError):  # builtins may have no signature
         return
     try:
         _ = signature and signature.bind(*arguments)
@@ -219,7 +219,7 @@ def function(name: str, value: Any, *arguments: str) -> None:
 
 
 def max_episode_steps(value: Any, return_trajectory: bool = False) -> int:
-    """Checks a number of steps; one beyond int32 becomes the largest int32."""
+    """Checks a number of steps; clips numbers above the largest int32."""
     if value is None:
         if return_trajectory:
             raise ValueError(
@@ -231,7 +231,7 @@ def max_episode_steps(value: Any, return_trajectory: bool = False) -> int:
 
 
 def min_steps(value: Any, per_env: bool) -> int | None:
-    """Checks the steps after which no episode of a queue starts."""
+    """Checks the number of steps after which no queued episode starts."""
     if value is not None and per_env:
         raise ValueError(
             "`min_steps` must be None with `per_env=True`, where every lane plays all "
@@ -241,14 +241,14 @@ def min_steps(value: Any, per_env: bool) -> int | None:
 
 
 def choice(name: str, value: Any, choices: Collection[str | int]) -> None:
-    """Checks that a value is one of a few strings or numbers."""
+    """Checks that a value is one of the given strings or numbers."""
     if isinstance(value, bool) or value not in choices:
         names = " or ".join(repr(x).replace("'", '"') for x in choices)
         raise ValueError(f"`{name}` must be {names}, got {value!r}.")
 
 
 def collects(value: Any) -> None:
-    """Checks that a value is a collector of any kind."""
+    """Checks that a value is a collector."""
     if not hasattr(value, "collect_steps"):
         raise ValueError(
             "`collector` must be a `Collector` or a `HostCollector`, got "
@@ -257,7 +257,7 @@ def collects(value: Any) -> None:
 
 
 def collects_in_jax(value: Any) -> None:
-    """Raises for a collector over environments that are not JAX."""
+    """Raises if a collector does not have JAX environments."""
     if getattr(value, "is_host", True):
         raise ValueError(
             "`collector` must be a `Collector`, whose environments are in JAX, got "
@@ -266,7 +266,7 @@ def collects_in_jax(value: Any) -> None:
 
 
 def statistics_are_fixed(collector: Any) -> None:
-    """Raises if observations depend on what the environments still learn."""
+    """Raises if the environments still update normalization statistics."""
     if collector.env.learns:
         raise ValueError(
             "`collector` must have normalizing wrappers with the statistics of "
@@ -276,12 +276,12 @@ def statistics_are_fixed(collector: Any) -> None:
 
 
 def is_tracing() -> bool:
-    """Returns whether jax traces a function at the moment."""
+    """Returns whether jax is currently tracing a function."""
     return isinstance(jnp.add(1, 1), Tracer)
 
 
 def outside_of_jit(name: str) -> None:
-    """Raises while jax traces: a loop in Python would run then, and never again."""
+    """Raises while jax traces: a Python loop would run only at trace time."""
     if is_tracing():
         raise ValueError(
             f"`{name}` runs in Python, so it must be used outside of `jit`, got a call "
@@ -289,33 +289,33 @@ def outside_of_jit(name: str) -> None:
         )
 
 
-def leading_axes(what: str, tree: ArrayTree, axes: tuple[int, ...]) -> None:
-    """Checks that all leaves begin with these axes, such as those of the lanes."""
+def leading_axes(text: str, tree: ArrayTree, axes: tuple[int, ...]) -> None:
+    """Checks that the shapes of all leaves begin with `axes`, for example `(B,)`."""
     for path, leaf in jax.tree.leaves_with_path(tree):
         if jnp.shape(leaf)[: len(axes)] != axes:
             got = f"{describe(leaf)}{_at(path)}"
-            raise ValueError(f"{what} with the leading axes {axes}, got {got}.")
+            raise ValueError(f"{text} with the leading axes {axes}, got {got}.")
 
 
-def shaped(what: str, value: Any, shape: tuple[int, ...], dtype: Any = None) -> None:
-    """Checks that a value is an array of this shape, and of this dtype if one is given.
+def shaped(text: str, value: Any, shape: tuple[int, ...], dtype: Any = None) -> None:
+    """Checks the shape of an array, and the dtype unless `dtype` is None.
 
-    `what` begins the message.
+    `text` begins the error message.
     """
-    given = getattr(value, "dtype", None)
-    is_other = given is None or (dtype is not None and given != dtype)
-    if is_other or getattr(value, "shape", None) != shape:
-        kind = "an array" if dtype is None else jnp.dtype(dtype).name
-        raise ValueError(f"{what} {kind} of shape {shape}, got {describe(value)}.")
+    value_dtype = getattr(value, "dtype", None)
+    is_wrong = value_dtype is None or (dtype is not None and value_dtype != dtype)
+    if is_wrong or getattr(value, "shape", None) != shape:
+        name = "an array" if dtype is None else jnp.dtype(dtype).name
+        raise ValueError(f"{text} {name} of shape {shape}, got {describe(value)}.")
 
 
 def lane_mesh(mesh: Any, axis: Any) -> jax.sharding.Mesh:
-    """Checks a mesh of devices and one of its axes; returns it with axes of type Auto.
+    """Checks a device mesh and an axis name; returns the mesh with axes of type Auto.
 
-    Axes of other types would become part of the types of arrays.
+    Explicit axes would become part of the types of arrays.
     """
-    what = "`mesh` must be a `jax.sharding.Mesh`, as `jax.make_mesh` makes it"
-    kind(what, mesh, jax.sharding.Mesh)
+    text = "`mesh` must be a `jax.sharding.Mesh`, as `jax.make_mesh` makes it"
+    kind(text, mesh, jax.sharding.Mesh)
     if axis not in mesh.shape:
         raise ValueError(
             f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."
@@ -324,7 +324,7 @@ def lane_mesh(mesh: Any, axis: Any) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
-def same(what: str, expected: ArrayTree, got: ArrayTree) -> None:
+def same(text: str, expected: ArrayTree, got: ArrayTree) -> None:
     """Checks that two trees agree in structure, shapes and dtypes.
 
     The message names the first leaf that differs.
@@ -333,13 +333,13 @@ def same(what: str, expected: ArrayTree, got: ArrayTree) -> None:
     for old, new in itertools.zip_longest(*trees):
         if old is None or new is None or old[0] != new[0]:
             raise ValueError(
-                f"{what}: {_leaf(old)}, got another structure: {_leaf(new)}."
+                f"{text}: {_leaf(old)}, got another structure: {_leaf(new)}."
             )
         if not _alike(old[1], new[1]):
-            raise ValueError(f"{what}: {_leaf(old)}, got {_leaf(new)}.")
+            raise ValueError(f"{text}: {_leaf(old)}, got {_leaf(new)}.")
     structures = jax.tree.structure(expected), jax.tree.structure(got)
     if structures[0] != structures[1]:
-        raise ValueError(f"{what}: structure {structures[0]}, got {structures[1]}.")
+        raise ValueError(f"{text}: structure {structures[0]}, got {structures[1]}.")
 
 
 def _alike(old: Any, new: Any) -> bool:

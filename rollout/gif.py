@@ -1,4 +1,4 @@
-"""`record_gif`: plays one episode and draws it as an animated GIF."""
+"""`record_gif`: plays one episode and renders it as an animated GIF."""
 
 from pathlib import Path
 from typing import Any
@@ -33,35 +33,38 @@ def record_gif(
     *,
     max_episode_steps: int = 1000,
 ) -> Episodes:
-    """Plays one episode and draws it: it is the first that `evaluate` plays with `key`.
+    """Plays one episode and renders it as an animated GIF.
 
-    The title of a frame has the number of the step and the raw return so far.
-    gymnax draws 15 of its environments, most other suites all of theirs, and custom
-    ones those that have `render_frames`; see `rollout.envs.render.can_render`.
-    Environments that are not JAX must be in this process and have the `render_mode`
-    "rgb_array", such as those of
+    The episode is the first episode that `evaluate` plays with the same key. The title
+    of each frame contains the step number and the raw return so far.
+
+    gymnax can render 15 of its environments, and most other suites can render all their
+    environments. A custom environment must define `render_frames`; see
+    `rollout.envs.render.can_render`. Host environments must run in this process and
+    have the `render_mode` "rgb_array", for example:
 
         collector.replace(env=envs.from_gymnasium(id, 1, render_mode="rgb_array"))
 
     Args:
-        collector: policy and environments. Environments that are not JAX move on, so
-            calls with an earlier carry of theirs raise.
+        collector: collector with the policy and the environments. Host environments
+            are stepped, so later calls with an earlier carry of the collector raise.
         params: parameters of the policy.
-        key: one typed key: the source of all randomness.
-        path: the file to write, which ends in .gif, in a folder that exists.
-        max_episode_steps: steps after which the episode is cut, at least 1; that many
-            states are kept, and drawn: 1,000 frames of a robot are 30 MB.
+        key: one typed key, the source of all randomness.
+        path: path of the GIF file, which must end in .gif, in an existing folder.
+        max_episode_steps: number of steps after which the episode is truncated, at
+            least 1. Memory for this many states is allocated. 1,000 frames of a robot
+            take 30 MB.
 
     Returns:
-        The episode, `[1]`: its return, its length and how it ended.
+        The episode, `[1]`: the return, the length and the flags of its last step.
 
     Raises:
-        ValueError: if the environment cannot be drawn, `key` is not one typed key,
+        ValueError: if the environment cannot be rendered, `key` is not one typed key,
             `path` does not end in .gif or `max_episode_steps` is not an int of at least
             1.
         FileNotFoundError: if the folder of `path` does not exist.
-        ModuleNotFoundError: if a package that draws is not installed; the extra
-            `render` has all of them.
+        ModuleNotFoundError: if a package for rendering is not installed. The extra
+            `render` installs all of them.
     """
     path = Path(path)
     if path.suffix.lower() != ".gif":
@@ -76,46 +79,46 @@ def record_gif(
 def draw_episode(
     collector: Any, params: Any, key: chex.PRNGKey, max_episode_steps: int
 ) -> tuple[bytes, Episodes]:
-    """Plays and draws one episode; returns the contents of the file, and the episode.
+    """Plays and renders one episode; returns the content of the GIF and the episode.
 
     Raises:
-        ValueError: as `record_gif` does.
-        ModuleNotFoundError: as `record_gif` does.
+        ValueError: under the conditions of `record_gif`.
+        ModuleNotFoundError: under the conditions of `record_gif`.
     """
     checks.outside_of_jit("record_gif")
     checks.typed_key(key)
     max_episode_steps = checks.int_between("max_episode_steps", max_episode_steps)
     checks.collects(collector)
     checks.statistics_are_fixed(collector)
-    draw: Any = _draw_on_host if collector.is_host else _draw_states
-    gif, episodes = draw(collector, params, key, max_episode_steps)
+    render_fn: Any = _render_host if collector.is_host else _render_states
+    gif, episodes = render_fn(collector, params, key, max_episode_steps)
     return gif, jax.device_get(episodes)
 
 
-def _draw_states(
+def _render_states(
     collector: Collector, params: Any, key: chex.PRNGKey, max_episode_steps: int
 ) -> tuple[bytes, Episodes]:
-    """Plays an episode of an environment in JAX, and draws its states."""
+    """Plays an episode of a JAX environment and renders the states."""
     lanes, env = expose_lane_states(collector.env)
     check_render(env)
-    # Only states are read, so recording and accumulating more would cost memory.
+    # Record only states, because records and accumulators would cost memory.
     exposed = collector.replace(env=lanes, record_fn=None, accumulators=())
     info, returns, episodes = _play_jitted(exposed, params, key, max_episode_steps)
-    # The states before each step, and the one after the last.
+    # Render the states before each step and the state after the last step.
     num = episodes.episode_length.item()
-    # NumPy joins them, without a program for each leaf; it has no typed keys.
-    before, after = jax.device_get(
+    # Concatenate in NumPy, which compiles no program per leaf but has no typed keys.
+    states, next_states = jax.device_get(
         trees.unwrap_keys((info["state"], info["next_state"]))
     )
     join = lambda x, y: np.concatenate([x[:num, 0], y[num - 1 : num, 0]])  # noqa: E731
-    states = trees.wrap_keys(jax.tree.map(join, before, after), info["state"])
+    states = trees.wrap_keys(jax.tree.map(join, states, next_states), info["state"])
     return render_gif(env, states, _raw_rewards(returns, num)), episodes
 
 
 def _play(
     collector: Any, params: Any, key: chex.PRNGKey, max_episode_steps: int
 ) -> tuple[ArrayTree, jax.Array, Episodes]:
-    """Plays one episode: its info and the return so far, `[T, 1, ...]`, and itself."""
+    """Plays one episode; returns `info`, returns `[T, 1, ...]` and the episode."""
     _, episodes = collector.collect_episodes(
         collector.init(key),
         params,
@@ -128,32 +131,32 @@ def _play(
     return trajectory.info, returns, episodes.replace(trajectory=())
 
 
-# What is returned is all that XLA compiles.
+# XLA removes the parts of the trajectory that `_play` does not return.
 _play_jitted = jax.jit(_play, static_argnames="max_episode_steps")
 
 
-def _raw_rewards(returns: ArrayTree, num: int) -> np.ndarray:
-    """Rewards of the first `num` steps, whose sum titles show: not normalized."""
-    return np.diff(np.asarray(returns)[:num, 0], prepend=0)
+def _raw_rewards(returns: ArrayTree, num_steps: int) -> np.ndarray:
+    """Returns the rewards of the first `num_steps` steps before normalization."""
+    return np.diff(np.asarray(returns)[:num_steps, 0], prepend=0)
 
 
-def _draw_on_host(
+def _render_host(
     collector: HostCollector, params: Any, key: chex.PRNGKey, max_episode_steps: int
 ) -> tuple[bytes, Episodes]:
-    """Plays an episode in the first of some environments, which draws itself."""
+    """Plays an episode in the first host environment, which renders its frames."""
     check_packages()
-    filmed: Any = _Filmed(collector.env, max_episode_steps)
+    recorder: Any = _FrameRecorder(collector.env, max_episode_steps)
     exposed = collector.replace(
-        env=filmed, num_ready=None, record_fn=None, accumulators=()
+        env=recorder, num_ready=None, record_fn=None, accumulators=()
     )
     with no_screen():
         _, returns, episodes = _play(exposed, params, key, max_episode_steps)
     num = episodes.episode_length.item()
-    return frames_to_gif(filmed.frames, _raw_rewards(returns, num)), episodes
+    return frames_to_gif(recorder.frames, _raw_rewards(returns, num)), episodes
 
 
-class _Filmed(HostWrapper):
-    """Draws the first of some environments, until its episode ends or is cut."""
+class _FrameRecorder(HostWrapper):
+    """Renders the first environment until its first episode ends or is truncated."""
 
     def __init__(self, env: Any, max_episode_steps: int) -> None:
         super().__init__(env)
@@ -162,8 +165,7 @@ class _Filmed(HostWrapper):
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         obs = self.env.reset(seeds, mask)
-        # The lane goes on with other episodes until the call ends; only the first is
-        # drawn.
+        # The lane plays more episodes until the call ends. Render only the first one.
         if mask[0] and not self._is_done:
             self.frames = [self.env.draw(0)]
         return obs
@@ -172,6 +174,6 @@ class _Filmed(HostWrapper):
         result = self.env.step(action)
         if not self._is_done and not result.faulty[0]:
             self.frames.append(self.env.draw(0))
-            is_cut = len(self.frames) > self._max_steps
-            self._is_done = bool(result.terminated[0] or result.truncated[0] or is_cut)
+            is_last = len(self.frames) > self._max_steps
+            self._is_done = bool(result.terminated[0] or result.truncated[0] or is_last)
         return result

@@ -1,7 +1,7 @@
-"""`Agent`: the interface of trainable agents, with what all of them share.
+"""`Agent`: the interface of trainable agents and the methods that all agents share.
 
-The agents of `rollout.recipes` are subclasses that add an algorithm. For an agent of
-another kind, write the four methods that `Agent` lists.
+The agents of `rollout.recipes` are subclasses that add an algorithm. To write another
+agent, define the four methods that `Agent` lists.
 """
 
 import dataclasses
@@ -28,27 +28,29 @@ State = TypeVar("State")
 
 @dataclasses.dataclass(frozen=True)
 class Agent:
-    """An immutable agent: environments, hyperparameters, and how to train.
+    """An immutable agent: environments, hyperparameters and a training algorithm.
 
     A subclass is a frozen dataclass that defines:
 
     - `policy`: the policy that collects experience;
-    - `init_learner(key, obs)`: the initial state without `carry` and `key`, from
-      observations `[B, ...]`, as a `flax.struct.PyTreeNode` with fields `params`,
-      `carry`, `key` and `num_updates`;
-    - `init_buffer(state, trajectory)`, if `config` has `learning_starts`: the state
-      with a replay buffer of the first steps, `[T, B, ...]`;
-    - `update(state)`: collects and learns; returns the next state, and metrics by name.
+    - `init_learner(key, obs)`: returns the initial state for observations `[B, ...]`, a
+      `flax.struct.PyTreeNode` with fields `params`, `carry`, `key` and `num_updates`.
+      `init` sets `carry` and `key`;
+    - `init_buffer(state, trajectory)`, if `config` has `learning_starts`: returns the
+      state with a replay buffer that contains the first steps, `[T, B, ...]`;
+    - `update(state)`: collects experience and updates the parameters; returns the next
+      state and metrics by name.
 
     Agents compare by value. Assigning to a field raises; `replace` returns another
     agent.
 
     Attributes:
-        env: `B` parallel environments, JAX or host; an `EnvSpec` is enough to predict.
-        config: hyperparameters, a frozen dataclass. `num_updates` is the length of a
-            training, `num_steps` the steps per environment in each update, and
-            `learning_starts`, if there is a replay buffer, the environment steps
-            before the first update.
+        env: `B` parallel environments, JAX or host. An `EnvSpec` suffices for
+            `predict`.
+        config: hyperparameters, a frozen dataclass. `num_updates` is the number of
+            updates of a training run and `num_steps` is the number of steps per
+            environment in each update. With a replay buffer, `learning_starts` is the
+            number of environment steps before the first update.
     """
 
     env: Any
@@ -61,7 +63,7 @@ class Agent:
 
     @functools.cached_property
     def eval_policy(self) -> Policy:
-        """The policy to evaluate and to predict with: it takes the likeliest action."""
+        """The greedy policy for evaluation and `predict`: it takes the modal action."""
         return Greedy(self.policy)
 
     @functools.cached_property
@@ -71,7 +73,7 @@ class Agent:
 
     @functools.cached_property
     def collector(self) -> Collector | HostCollector:
-        """The collector of `policy` in `env`."""
+        """The collector that runs `policy` in `env`."""
         return make_collector(self.env, self.policy)
 
     def replace(self, **changes: Any) -> Self:
@@ -79,7 +81,7 @@ class Agent:
         return dataclasses.replace(self, **changes)
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> Any:
-        """Initializes all but `carry` and `key`, from `[B, ...]` observations."""
+        """Initializes a state without `carry` and `key` for observations `[B, ...]`."""
         raise NotImplementedError
 
     def init_buffer(self, state: Any, trajectory: Transition) -> Any:
@@ -87,15 +89,15 @@ class Agent:
         raise NotImplementedError
 
     def init(self, key: chex.PRNGKey) -> Any:
-        """Starts an episode in every environment, and initializes the parameters.
+        """Starts an episode in every environment and initializes the parameters.
 
         Args:
-            key: one typed key: the source of all randomness of the training.
+            key: one typed key, the source of all randomness of the training run.
         """
         checks.typed_key(key)
         carry_key, learner_key, key = jax.random.split(key, 3)
         carry = self.collector.init(carry_key)
-        # One program instead of many small ones.
+        # Compile one program instead of many small programs.
         state = jax.jit(self.init_learner)(learner_key, carry.obs)
         if num_steps := self.num_initial_steps:
             carry, trajectory = self.collector.collect_steps(
@@ -105,21 +107,21 @@ class Agent:
         return state.replace(carry=carry, key=key)
 
     def update(self, state: Any) -> tuple[Any, dict[str, jax.Array]]:
-        """Collects experience and learns from it: `(state, metrics)`."""
+        """Collects experience, updates the parameters, returns `(state, metrics)`."""
         raise NotImplementedError
 
     def train(
         self, state: Any, num_updates: int | None = None
     ) -> tuple[Any, dict[str, jax.Array]]:
-        """Runs updates, in host environments as a loop in Python.
+        """Runs updates: a `jax.lax.scan`, or a Python loop for host environments.
 
         Args:
-            state: result of `init`, or of an earlier call.
+            state: result of `init` or of an earlier call.
             num_updates: number of updates, at least 1. Static. None for
                 `config.num_updates`.
 
         Returns:
-            The next state, and the metrics of every update, `[num_updates]` by name.
+            The next state and the metrics of every update, `[num_updates]` by name.
 
         Raises:
             ValueError: if `num_updates` is not an int of at least 1.
@@ -130,14 +132,14 @@ class Agent:
 
     @property
     def num_initial_steps(self) -> int:
-        """Steps per environment before the first update; at least 1 for a buffer."""
+        """Steps per environment before the first update; 0 without a replay buffer."""
         learning_starts = getattr(self.config, "learning_starts", None)
         if learning_starts is None:
             return 0
         return max(1, -(-learning_starts // self.spec.num_envs))
 
     def env_steps(self, num_updates: Any) -> Any:
-        """Returns the environment steps after so many updates, an int or an array."""
+        """Returns the environment steps after `num_updates`, an int or an array."""
         steps = np.asarray(num_updates, np.int64) * self.config.num_steps
         steps = (steps + self.num_initial_steps) * self.spec.num_envs
         return steps if steps.ndim else int(steps)
@@ -147,8 +149,8 @@ class Agent:
 
         Args:
             params: parameters of the policy.
-            obs: `[*shape]`, as the environment returns it. If `env` normalizes
-                observations, fix its statistics first: `agent.freeze(state)`.
+            obs: `[*shape]`, a raw observation. If `env` normalizes observations, first
+                fix the statistics with `agent.freeze(state)`.
 
         Raises:
             ValueError: if `obs` has another shape.
@@ -157,7 +159,7 @@ class Agent:
         return _predict(hash_of_types(policy), policy, params, self.prepare_obs(obs))
 
     def prepare_obs(self, obs: ArrayTree) -> ArrayTree:
-        """Checks the shape of a single observation, and normalizes it as `env` does."""
+        """Normalizes a single observation in the same way as `env` and checks it."""
         if isinstance(obs, list):
             obs = np.asarray(obs, self.spec.observation_space.dtype)
         obs, expected = self.env.normalize_obs(obs), self._obs_shape
@@ -170,7 +172,7 @@ class Agent:
             is_integer = jnp.issubdtype(space.dtype or float, jnp.integer)
             if not is_integer or space.bounds is None or not checks.is_known(x):
                 continue
-            # A network would embed an integer outside of the space as another one.
+            # The network would not distinguish an invalid integer from a valid integer.
             x, (low, high) = np.asarray(x), space.bounds
             if np.any((x < low) | (x > high) | (x % 1 != 0)):
                 raise ValueError(f"`obs` must be in {space}, got {checks.describe(x)}.")
@@ -183,15 +185,15 @@ class Agent:
         return jax.tree.map(jnp.shape, jax.eval_shape(sample, jax.random.key(0)))
 
     def freeze(self, state: Any) -> Self:
-        """Fixes the statistics of normalized environments, to evaluate or predict."""
+        """Fixes the statistics of normalized environments for evaluation."""
         return self.replace(env=self.collector.freeze(state.carry).env)
 
 
 def jit_on_host(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compiles a method of an agent if its environments are host environments.
 
-    In JAX environments the method is a part of the program that calls it. Equal agents
-    share the compiled program: it depends on the spaces of the environments only.
+    In JAX environments, the method is traced as a part of its caller. Equal agents
+    share the compiled program, which depends only on the spaces of the environments.
 
     Args:
         method: a method of an `Agent` without side effects, whose arguments and results
@@ -209,10 +211,10 @@ def jit_on_host(method: Callable[..., Any], **options: Any) -> Callable[..., Any
     return call
 
 
-# For `types` see `hash_of_types`.
+# `types` separates jit cache entries; see `hash_of_types`.
 @functools.partial(jax.jit, static_argnums=0)
 def _predict(types: int, policy: Policy, params: ArrayTree, obs: ArrayTree) -> Any:
-    """Applies a policy without state to a single observation."""
+    """Applies a feedforward policy to a single observation."""
     del types  # unused
     batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
     action = policy.apply(params, batch, (), jax.random.key(0)).action
@@ -220,18 +222,18 @@ def _predict(types: int, policy: Policy, params: ArrayTree, obs: ArrayTree) -> A
 
 
 def make_collector(env: Any, policy: Policy) -> Collector | HostCollector:
-    """Makes the collector for an environment of either kind.
+    """Makes a collector for JAX or host environments.
 
     Args:
-        env: a `VectorEnv`, such as `rollout.envs.make_vec(id, num_envs)`, or a
-            `HostVectorEnv`, such as `rollout.envs.from_gymnasium(id, num_envs)`.
-        policy: the policy that acts in it.
+        env: a `VectorEnv`, for example `rollout.envs.make_vec(id, num_envs)`, or a
+            `HostVectorEnv`, for example `rollout.envs.from_gymnasium(id, num_envs)`.
+        policy: policy that chooses the actions.
 
     Raises:
-        ValueError: if `env` is a single environment, or no environment.
+        ValueError: if `env` is not a `VectorEnv` or a `HostVectorEnv`.
     """
-    kind: Any = HostCollector if isinstance(env, HostVectorEnv) else Collector
-    return kind(env=env, policy=policy)
+    collector: Any = HostCollector if isinstance(env, HostVectorEnv) else Collector
+    return collector(env=env, policy=policy)
 
 
 def scan_updates(
@@ -241,17 +243,17 @@ def scan_updates(
     *,
     is_host: bool = False,
 ) -> tuple[State, Any]:
-    """Runs updates, as one `jax.lax.scan` or as a loop in Python.
+    """Runs updates as one `jax.lax.scan` or as a Python loop.
 
     Args:
-        update_fn: maps the state to the next state and metrics.
-        state: the first state.
+        update_fn: function from the state to the next state and metrics.
+        state: initial state.
         num_updates: number of updates, at least 1.
-        is_host: whether the environments are not written in JAX, as `is_host` of a
-            collector says.
+        is_host: whether the environments are host environments, which require a Python
+            loop; see `is_host` of the collector.
 
     Returns:
-        The last state, and the metrics of every update, `[num_updates, ...]`.
+        The last state and the metrics of every update, `[num_updates, ...]`.
 
     Raises:
         ValueError: if `num_updates` is not an int of at least 1.

@@ -1,8 +1,8 @@
-"""The arrays that host environments write to, one slot for each environment.
+"""The arrays that host environments write to, with one slot per environment.
 
-Elements of a space are trees of dicts and tuples. `Parts` reads from the space, once,
-where in such a tree its arrays are; everything else here works on flat lists of them,
-without jax, because it runs in every step.
+Elements of a space are trees of dicts and tuples. `Parts` computes the paths of the
+arrays in such a tree once per space. All other functions work on flat lists of arrays,
+without jax, because they run at every step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,51 +25,51 @@ class Parts:
     Attributes:
         paths: the keys that lead to each array; `[()]` if an element is an array.
         is_single: whether an element is an array itself.
-        names: of each array, for messages, such as `obs['image']`.
+        names: the name of each array in messages, for example `obs['image']`.
         spaces: the space of each array.
-        space: that of an element.
+        space: the space of an element.
     """
 
     def __init__(self, space: AnySpace, name: str) -> None:
-        found, self._structure = jax.tree_util.tree_flatten_with_path(
+        leaves, self._structure = jax.tree_util.tree_flatten_with_path(
             _expand(space), is_leaf=lambda x: isinstance(x, Space)
         )
         self._name, self.space = name, space
-        # The keys of jax's paths: `key` of a dict, `idx` of a tuple.
+        # In paths of jax, a dict key has the attribute `key`, a tuple index has `idx`.
         self.paths: list[tuple[Any, ...]] = [
             tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)
-            for path, _ in found
+            for path, _ in leaves
         ]
         self.is_single = self.paths == [()]
-        self.names = [name + jax.tree_util.keystr(path) for path, _ in found]
-        self.spaces = [leaf for _, leaf in found]
+        self.names = [name + jax.tree_util.keystr(path) for path, _ in leaves]
+        self.spaces = [leaf for _, leaf in leaves]
 
     def flatten(self, tree: ArrayTree) -> list[Any]:
-        """Returns the arrays of an element; raises `KeyError` if one is not there."""
-        # Not by jax, to which an `OrderedDict`, as Gymnasium has them, is no dict.
+        """Returns the arrays of an element; raises `KeyError` if one is missing."""
+        # jax would not treat Gymnasium's `OrderedDict` as a dict.
         leaves = []
         for path in self.paths:
             leaf = tree
-            for at, key in enumerate(path):
+            for depth, key in enumerate(path):
                 try:
                     leaf = leaf[key]
                 except (KeyError, IndexError):
-                    where = "".join(f"[{x!r}]" for x in path[:at])
-                    raise KeyError(f"{self._name}{where} without {key!r}") from None
+                    parent = "".join(f"[{x!r}]" for x in path[:depth])
+                    raise KeyError(f"{self._name}{parent} without {key!r}") from None
             leaves.append(leaf)
         return leaves
 
     def unflatten(self, leaves: Sequence[Any]) -> ArrayTree:
-        """Makes an element of its arrays."""
+        """Makes an element from its arrays."""
         return self._structure.unflatten(leaves)
 
     def map(self, fn: Callable[[Any], Any], tree: ArrayTree) -> ArrayTree:
-        """Maps the arrays of an element."""
+        """Applies a function to the arrays of an element."""
         return self._structure.unflatten([fn(leaf) for leaf in self.flatten(tree)])
 
 
 class Layout(NamedTuple):
-    """The arrays of what environments take and return."""
+    """The arrays of the observations, actions and infos of environments."""
 
     obs: Parts
     action: Parts
@@ -81,7 +81,7 @@ def make_layout(
     observe_info: Mapping[str, Any] | None,
     record_info: Mapping[str, Any] | None,
 ) -> Layout:
-    """Makes the layout of environments with these spaces, in Gymnasium's terms."""
+    """Makes the layout of environments with these observation and action spaces."""
     obs, action = map(as_space, spaces)
     if observe_info:
         obs = Dict({"obs": obs, "info": space_like(observe_info)})
@@ -90,11 +90,11 @@ def make_layout(
 
 
 class StepArrays:
-    """Memory for the answers of `B` environments and for their actions.
+    """Memory for the outputs and the actions of `B` environments.
 
     Attributes:
-        obs, info, action: `[B, ...]` arrays, those of `Parts`.
-        reward, terminated, truncated: `[B]`.
+        obs, info, action: `[B, ...]` arrays in the order of `Parts`.
+        reward, terminated, truncated: `[B]` arrays.
         obs_tree, info_tree: `[B, ...]`, the same arrays as elements of their spaces.
     """
 
@@ -115,43 +115,43 @@ class StepArrays:
     def answer(
         self, broken: Mapping[int, BaseException], ids: np.ndarray | None = None
     ) -> HostStep:
-        """Returns the step of some environments, or of all: then views, but `faulty`.
+        """Returns the step of all environments as views, or of some as copies.
 
         Args:
-            broken: the cause of each faulty environment, by its number.
+            broken: the exception of each faulty environment, by its number.
             ids: `[K]` int32, the numbers of the environments; None for all.
         """
         faulty = np.zeros(len(self.reward), bool)
-        # The arrays keep what a faulty environment wrote last: it means nothing.
+        # The rows of faulty environments contain stale values.
         if broken:
             faulty[list(broken)] = True
         flags = self.terminated, self.truncated, faulty
         fields: Any = self.obs_tree, self.reward, *flags, self.info_tree
         if ids is not None:
             fields = jax.tree.map(lambda x: x[ids], fields)
-            broken = {at: broken[at] for at in ids.tolist() if at in broken}
+            broken = {i: broken[i] for i in ids.tolist() if i in broken}
         return HostStep(*fields, causes=dict(broken))
 
 
-def place_rows(tree: ArrayTree, where: Any, rows: ArrayTree) -> None:
+def place_rows(tree: ArrayTree, index: Any, rows: ArrayTree) -> None:
     """Writes rows into the arrays of a tree, in place."""
-    # The leaves are the arrays themselves, so that the tree has the new rows.
+    # The leaves are NumPy arrays, so writing to a leaf changes the tree.
     for array, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(rows), strict=True):
-        array[where] = leaf
+        array[index] = leaf
 
 
 def leaf_at(tree: Any, path: Sequence[Any]) -> Any:
-    """Returns the array to which a path of `Parts` leads."""
+    """Returns the array at a path of `Parts`."""
     for key in path:
         tree = tree[key]
     return tree
 
 
 def space_like(example: Any) -> AnySpace:
-    """Returns the space of an example's shapes and dtypes, in numbers of 32 bits."""
+    """Returns a space with the shapes and 32-bit dtypes of an example."""
     if isinstance(example, Mapping):
         parts = {name: space_like(part) for name, part in example.items()}
-        # `Dict` refuses to be empty, as a space of observations or actions must not be.
+        # An empty `Dict` raises, because observations and actions must not be empty.
         return Dict(parts) if parts else Composite(parts)
     example = np.asarray(example)
     if example.dtype.kind not in "biuf":
@@ -165,7 +165,7 @@ def space_like(example: Any) -> AnySpace:
 def assign(
     arrays: Sequence[np.ndarray], index: Any, values: Sequence[Any], name: str
 ) -> None:
-    """Writes `values` to slots of every array; raises if their shapes differ."""
+    """Writes one value to `array[index]` of every array; raises on another shape."""
     for array, value in zip(arrays, values, strict=True):
         value, shape = np.asarray(value), array[index].shape
         if value.shape != shape:  # NumPy would broadcast it
@@ -176,7 +176,7 @@ def assign(
 
 
 def writer(parts: Parts, arrays: Sequence[np.ndarray]) -> WriteFn:
-    """Makes a function that writes one element to a slot, or raises if it is none."""
+    """Makes a function that writes one element to a slot and checks its arrays."""
     fns = [leaf_writer(*pair) for pair in zip(arrays, parts.names, strict=True)]
     if parts.is_single:
         return fns[0]
@@ -189,10 +189,10 @@ def writer(parts: Parts, arrays: Sequence[np.ndarray]) -> WriteFn:
 
 
 def leaf_writer(array: np.ndarray, name: str) -> WriteFn:
-    """Makes a function that writes one value to a slot of an array."""
+    """Makes a function that writes one value to a slot of an array and checks it."""
     shape, dtype = array.shape[1:], array.dtype
 
-    # Runs once per environment, step and leaf, so it converts only where it must.
+    # Convert only if necessary: `write` runs per environment, step and leaf.
     def write(number: int, value: Any) -> None:
         if type(value) is not np.ndarray:
             value = np.asarray(value)
@@ -209,12 +209,12 @@ def narrowed(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
     """Casts to the dtype of a space; raises if it cannot represent an integer."""
     if values.dtype == dtype:
         return values
-    # "same_kind" also narrows int64 to int32, which would wrap: that is checked below.
+    # "same_kind" also permits int64 to int32. The range is checked below.
     if not np.can_cast(values.dtype, dtype, "same_kind"):
         raise TypeError(f"{name} must have dtype {dtype}, got {values.dtype}")
     if np.dtype(dtype).kind in "iu" and values.size:
         low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
-        # Python's integers, since int64 numbers may not fit the dtype of the space.
+        # Compare as Python integers: int64 may not fit the dtype of the space.
         least, most = int(values.min()), int(values.max())
         if least < low or most > high:
             raise ValueError(
@@ -233,7 +233,7 @@ def narrowed(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
 
 
 def _expand(space: AnySpace) -> Any:
-    """Returns the tree of the spaces of all arrays."""
+    """Returns a tree with the space of each array."""
     if not isinstance(space, Composite):
         return space
     return jax.tree.map(_expand, space.spaces, is_leaf=lambda x: isinstance(x, Space))

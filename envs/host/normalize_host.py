@@ -1,4 +1,4 @@
-"""`NormalizeHostEnv`: normalizes host environments by running statistics."""
+"""`NormalizeHostEnv`: normalizes host environments with running statistics."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,29 +23,30 @@ from rollout.envs.wrappers.running_stats import Statistics
 class NormalizeHostEnv(HostWrapper):
     """Normalizes observations and rewards of a `HostVectorEnv`.
 
-    It does what `NormalizeReward` and `NormalizeObs` do in JAX, with one set of
-    statistics for all environments, in this process or in workers. The statistics are
-    in `carry.env_state`, so a carry or a stream that is saved and restored goes on with
-    them. `HostCollector.freeze(carry)` fixes them, to evaluate.
+    Equivalent to `NormalizeReward` and `NormalizeObs` for JAX environments. All
+    environments share one set of statistics, in this process or in workers. The
+    statistics are part of `carry.env_state`, so they are saved and restored with a
+    carry or a stream. For evaluation, fix the statistics with
+    `HostCollector.freeze(carry)`.
 
-    Rows of faulty environments do not count. Bounds of the wrapped observation space
-    are not checked; a value that is not finite is a fault.
+    Rows of faulty environments do not update the statistics. Bounds of the wrapped
+    observation space are not checked. Non-finite values are faults.
 
     Attributes:
-        env: `B` environments side by side.
-        gamma: the learner's discount per step, in [0, 1], for the scale of the rewards;
-            None leaves rewards as they are.
-        only: names of the parts of the observation to normalize, as `NormalizeObs` has
-            it; None for floats and images, `()` for none.
-        epsilon: added to variances, above 0.
-        statistics: fixed statistics, set by `freeze`; None if they are learnt.
-        learns: whether observations depend on statistics that are not fixed yet.
+        env: `B` parallel host environments.
+        gamma: discount per environment step, in [0, 1], for the scale of the rewards.
+            None disables the normalization of rewards.
+        only: names of the parts of the observation to normalize; see `NormalizeObs`.
+            None for floats and images, `()` for no parts.
+        epsilon: constant added to the variance, above 0.
+        statistics: fixed statistics, set by `freeze`; None for running statistics.
+        learns: whether the wrapper updates its statistics.
 
     Raises:
-        ValueError: if an argument is not as above.
+        ValueError: if an argument is invalid.
 
     Source:
-        As `NormalizeObs` and `NormalizeReward`.
+        See `NormalizeObs` and `NormalizeReward`.
     """
 
     env: HostVectorEnv
@@ -71,7 +72,7 @@ class NormalizeHostEnv(HostWrapper):
         self._discounted = np.zeros(self.num_envs, np.float32)
         self.restart(None)
         self._obs = jax.tree.map(np.array, self._normalize(self._raw))
-        # Unbounded where it is normalized.
+        # Normalized parts of the observation are unbounded.
         mean = self._statistics[0].mean
         self.observation_space = running_stats.normalized_space(
             self._space, mean, self._obs
@@ -80,12 +81,12 @@ class NormalizeHostEnv(HostWrapper):
     def freeze(self, env_state: ArrayTree) -> Self:
         """Fixes the statistics; see `HostCollector.freeze`."""
         new = outermost(env_state).statistics.value
-        what = "`env_state` must have statistics of the same wrapper"
-        checks.same(what, self._prior(), new)
+        text = "`env_state` must have statistics of the same wrapper"
+        checks.same(text, self._prior(), new)
         return dataclasses.replace(self, statistics=new)
 
     def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
-        """Normalizes raw observations, in JAX; see `NormalizeObs.normalize_obs`."""
+        """Normalizes raw observations in JAX; see `NormalizeObs.normalize_obs`."""
         if self.statistics is None:
             raise ValueError(NOT_FROZEN)
         raw = jax.tree.map(jnp.asarray, obs)
@@ -93,13 +94,13 @@ class NormalizeHostEnv(HostWrapper):
 
     @property
     def shared(self) -> NormalizeState:
-        """The statistics, and the discounted sums `[B]` of rewards; see `restart`."""
+        """The statistics and the discounted sums `[B]` of rewards; see `restart`."""
         return NormalizeState((), self._discounted.copy(), Shared(self._statistics))
 
     def restart(self, shared: NormalizeState | None) -> None:
-        """Goes on with what `shared` was, or from the start if it is None."""
-        learnt = self._prior() if shared is None else shared.statistics.value
-        self._statistics = self.statistics or learnt
+        """Restores the running statistics from `shared`, or resets them if None."""
+        statistics = self._prior() if shared is None else shared.statistics.value
+        self._statistics = self.statistics or statistics
         self._discounted[:] = 0.0 if shared is None else shared.memory
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
@@ -112,34 +113,34 @@ class NormalizeHostEnv(HostWrapper):
         return self._obs
 
     def step(self, action: ArrayTree) -> HostStep:
-        """Takes one step in every environment, `[B, ...]`, and resets none."""
-        return self._take(self.env.step(action), slice(None))
+        """Steps every environment with its action, `[B, ...]`, without resets."""
+        return self._normalize_step(self.env.step(action), slice(None))
 
     def receive(self, num_ready: int, timeout: float | None = None) -> Any:
-        """Waits for the first environments that answer; see `AsyncHostVectorEnv`."""
+        """Waits until some environments are ready; see `AsyncHostVectorEnv`."""
         result, env_id = super().receive(num_ready, timeout)
-        return self._take(result, env_id), env_id
+        return self._normalize_step(result, env_id), env_id
 
     def load(self, saved: Sequence[bytes], obs: ArrayTree) -> None:
-        """Puts every environment where it was at `save`; see `HostVectorEnv`."""
+        """Restores the state of every environment; see `HostVectorEnv`."""
         super().load(saved, self._raw)  # raw observations are read only after a reset
         self._obs = jax.tree.map(np.array, obs)
 
-    def _take(self, result: HostStep, at: Any) -> HostStep:
-        """Learns from a step of the environments `at`, and normalizes it."""
-        # A lane that failed has no observation, one that reset itself no reward.
-        counts = ~result.faulty
+    def _normalize_step(self, result: HostStep, index: Any) -> HostStep:
+        """Updates the statistics with a step of some environments and normalizes it."""
+        # A faulty lane has no observation, and a lane that reset itself has no reward.
+        valid = ~result.faulty
         if result.mask is not None:
-            counts &= result.mask
-        before = self._discounted[at]
-        discounted = (self.gamma or 0.0) * before + result.reward
-        self._discounted[at] = np.where(counts, discounted, before)
-        if counts.any():
-            raw = jax.tree.map(lambda x: x[counts], result.obs)
-            self._update(raw, discounted[counts])
-        # By statistics that have this step in them, as Gymnasium's wrappers have it.
+            valid &= result.mask
+        discounted_sum = self._discounted[index]
+        discounted = (self.gamma or 0.0) * discounted_sum + result.reward
+        self._discounted[index] = np.where(valid, discounted, discounted_sum)
+        if valid.any():
+            raw = jax.tree.map(lambda x: x[valid], result.obs)
+            self._update(raw, discounted[valid])
+        # The statistics include this step, as in Gymnasium's wrappers.
         obs, reward = self._normalize(result.obs), result.reward
-        place_rows(self._obs, at, obs)
+        place_rows(self._obs, index, obs)
         if self.gamma is not None:
             reward = reward / np.sqrt(self._statistics[1].var + self.epsilon)
         return result._replace(obs=obs, reward=reward, raw_reward=result.total_reward)
@@ -148,20 +149,20 @@ class NormalizeHostEnv(HostWrapper):
         """Updates the statistics, unless they are fixed."""
         if not self.learns:
             return
-        of_obs, of_rewards = self._statistics
-        with np.errstate(all="ignore"):  # what is not finite does not count
-            of_obs = running_stats.updated(of_obs, raw, xp=np)
+        obs_stats, reward_stats = self._statistics
+        with np.errstate(all="ignore"):  # non-finite entries are ignored
+            obs_stats = running_stats.updated(obs_stats, raw, xp=np)
             if discounted is not None:
-                of_rewards = running_stats.updated(of_rewards, discounted, xp=np)
-        self._statistics = of_obs, of_rewards
+                reward_stats = running_stats.updated(reward_stats, discounted, xp=np)
+        self._statistics = obs_stats, reward_stats
 
     def _normalize(self, raw: ArrayTree) -> ArrayTree:
-        of_obs = self._statistics[0]
+        obs_stats = self._statistics[0]
         with np.errstate(all="ignore"):
-            return of_obs.normalize(raw, self.epsilon, xp=np)
+            return obs_stats.normalize(raw, self.epsilon, xp=np)
 
     def _prior(self) -> tuple[Statistics, Statistics]:
-        of_obs = running_stats.prior(
+        obs_stats = running_stats.prior(
             self._raw, space=self._space, only=self.only, xp=np
         )
-        return of_obs, running_stats.prior(self._discounted, xp=np)
+        return obs_stats, running_stats.prior(self._discounted, xp=np)

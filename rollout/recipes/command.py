@@ -18,12 +18,12 @@ from rollout.recipes.running import run
 
 
 def main(agent_class: Any, config: Any, num_envs: int) -> None:
-    """Trains an agent as the command line says.
+    """Trains an agent with the options of the command line.
 
     Args:
-        agent_class: class of the agent, with fields `env` and `config`.
-        config: hyperparameters without options; every number is an option.
-        num_envs: number of parallel environments without options.
+        agent_class: class of the agent, with the fields `env` and `config`.
+        config: default hyperparameters. Every number and bool becomes an option.
+        num_envs: default number of parallel environments.
     """
     parser = argparse.ArgumentParser(
         description=(agent_class.__doc__ or "").partition("\n")[0]
@@ -80,13 +80,13 @@ def main(agent_class: Any, config: Any, num_envs: int) -> None:
 
 
 def number_fields(config: Any) -> dict[str, type]:
-    """Returns the hyperparameters that are numbers, with the type to parse."""
+    """Returns a parser for every number and every bool of the hyperparameters."""
     fields = {}
     for name, annotation in typing.get_type_hints(type(config)).items():
-        kinds = typing.get_args(annotation) or (annotation,)
-        kind = next((x for x in (float, int) if x in kinds), None)
-        if kind is not None:
-            fields[name] = kind
+        types = typing.get_args(annotation) or (annotation,)
+        number_type = next((x for x in (float, int) if x in types), None)
+        if number_type is not None:
+            fields[name] = number_type
         elif annotation is bool:
             fields[name] = parse_bool
     return {
@@ -102,7 +102,7 @@ def parse_bool(text: str) -> bool:
 
 
 def load_function(text: str) -> Callable[[], Any]:
-    """Loads a function from a file, `file.py:function`."""
+    """Loads a function from a file, given as `file.py:function`."""
     path, _, name = text.rpartition(":")
     sys.path.insert(0, str(Path(path).parent))
     try:
@@ -115,14 +115,15 @@ def load_function(text: str) -> Callable[[], Any]:
 
 
 def make_env(env_id: str, num_envs: int, *, gamma: float | None = None) -> Any:
-    """Makes environments, normalized or not.
+    """Makes parallel environments, optionally with normalization.
 
     Args:
-        env_id: id of any suite, such as `"brax:hopper"`, or `gymnasium:` and an id. In
-            place of an id, `file.py:function` names a function without arguments that
-            makes one environment.
+        env_id: id of an environment, for example `"brax:hopper"` or
+            `"gymnasium:CartPole-v1"`. Instead of an id, `file.py:function` names a
+            function without arguments that makes a single environment.
         num_envs: number of parallel environments.
-        gamma: discount, to normalize observations and rewards; None to leave them.
+        gamma: discount for the normalization of rewards. Observations are also
+            normalized. None disables normalization.
     """
     suite, _, name = env_id.partition(":")
     if suite == "gymnasium":
