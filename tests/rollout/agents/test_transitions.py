@@ -474,6 +474,4 @@ def test_rows_of_policies_that_share_a_group(is_fixed):
         assert red.mask.shape == (T, LANES * 2)
         assert set(np.asarray(blue.obs[blue.mask]) % 10) == {1}
     else:
-        np.testing.assert_array_equal(
-            red.mask, every.mask & (every.extras.policy_id == 0)
-        )
+        np.testing.assert_array_equal(red.mask, every.mask & (every.policy_id == 0))
