@@ -202,8 +202,10 @@ def population_programs(size: int) -> dict[str, Program]:
     }
     read = lambda t: (t.obs["agents"], t.action["agents"], t.reward)  # noqa: E731
     programs = {}
-    for name, (member_policy, mapping_fn, params) in cases.items():
-        policy_map = rollout.agents.policy_map({"it": member_policy}, mapping_fn, env)
+    for name, (member_policy, policy_mapping_fn, params) in cases.items():
+        policy_map = rollout.agents.policy_map(
+            {"it": member_policy}, policy_mapping_fn, env
+        )
         collector = rollout.Collector(env=env, policy=policy_map)
         programs[name] = steps(collector, NUM_STEPS, {"it": params}, read)
     return programs
