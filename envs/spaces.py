@@ -633,6 +633,8 @@ def lost_in_cast(value: np.ndarray, dtype: Any) -> np.ndarray:
 def _value_of(space: Any) -> Any:
     """Returns hashable data: equal for two spaces of a class only if they are equal."""
     if isinstance(space, Box):
+        if not checks.is_known(space.bounds):  # traced bounds are equal by identity
+            return space.shape, space.dtype, *map(id, space.bounds)
         # Adding 0.0 turns -0.0 into 0.0: both are equal but differ in their bytes.
         bounds = [np.broadcast_to(x, space.shape) + 0.0 for x in space.bounds]
         bounds = [x.astype(np.float64) for x in bounds]

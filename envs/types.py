@@ -227,11 +227,6 @@ def check_vector_env(env: Any) -> None:
         )
 
 
-def sharding_of(env: VectorEnv) -> Any:
-    """Returns the sharding of the lanes over devices; None if they are not sharded."""
-    return env.sharding
-
-
 def place(env: VectorEnv, tree: _Tree) -> _Tree:
     """Constrains the lanes of a tree to their devices if the environment is sharded."""
     return tree if env.sharding is None else env.sharding.place(tree)

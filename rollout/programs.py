@@ -1,9 +1,8 @@
 """Memoizes factories, so that equal objects share compiled programs.
 
-jax looks up compiled programs by functions, and by objects that hold functions. Two
-policies from equal calls would hold two functions, which jax cannot identify. `shared`
-returns the first of equal objects; `static` converts a user's function to a static
-argument of `jit`.
+jax looks up compiled programs by functions. A factory that defines a function returns a
+new one at every call, and jax compiles again. `shared` returns the first result of
+equal calls; `static` converts a user's function to a static argument of `jit`.
 """
 
 import functools

@@ -10,7 +10,7 @@ from jax import lax
 
 from rollout import checks
 from rollout.envs import masked_update, trees
-from rollout.envs.types import ArrayTree, LaneIndex, VectorEnv, sharding_of
+from rollout.envs.types import ArrayTree, LaneIndex, VectorEnv
 from rollout.types import Carry, Parts, Policy, Transition
 
 
@@ -56,7 +56,7 @@ def values_where(
         `[B]`, or by group `[B, A_g]`, in the dtype of the critic's output.
     """
     compute = _values_where
-    if (sharding := sharding_of(env)) is not None:
+    if (sharding := env.sharding) is not None:
         compute = functools.partial(sharding.map, compute)
     # Bootstrapped values are targets: no gradient passes through them.
     inputs = obs, policy_state

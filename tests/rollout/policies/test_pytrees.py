@@ -299,3 +299,37 @@ def test_policy_without_apply_says_so():
     for name, args in (("mode", (KEY,)), ("value", ())):
         with pytest.raises(ValueError, match=f"or define `{name}`"):
             getattr(Empty(), name)(None, None, (), *args)
+
+
+@pytest.mark.parametrize("explores", [False, True])
+def test_bounds_of_the_action_space_may_be_traced(explores):
+    env = envs.make_vec("Pendulum-v1", B)
+    still = rollout.stateless_policy(lambda params, obs, key: jnp.zeros((len(obs), 1)))
+
+    def run(env):
+        policy = rollout.random_policy(env.action_space)
+        if explores:
+            policy = GaussianNoise(still, env.action_space, 9.0)
+        return collect(rollout.Collector(env, policy)).action
+
+    # Two environments of other torques, which bound their actions.
+    stacked = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 2), env)
+    params = stacked.env.env_params
+    params = params.replace(max_torque=jnp.asarray([2.0, 0.5]))
+    stacked = stacked.replace(env=stacked.env.replace(env_params=params))
+    actions = quick_jit(jax.vmap(run))(stacked)
+    np.testing.assert_allclose(actions[0], run(env), rtol=1e-6)
+    largest = abs(np.asarray(actions)).max(axis=(1, 2, 3))
+    assert 0.5 < largest[0] <= 2.0
+    assert 0.25 < largest[1] <= 0.5
+
+
+def test_numbers_and_critics_are_the_same_on_several_devices():
+    policy = EpsilonGreedy(Threshold(0.4), SPACE, 0.3)
+    collector = make_collector(policy)
+    types = {"axis_types": (jax.sharding.AxisType.Auto,)}
+    mesh = jax.make_mesh((2,), ("lanes",), devices=jax.devices()[:2], **types)
+    rows, sharded = (collect(x) for x in (collector, rollout.shard(collector, mesh)))
+    for name in ("action", "final_value", "truncated"):
+        np.testing.assert_array_equal(getattr(sharded, name), getattr(rows, name))
+    assert np.any(rows.final_value)
