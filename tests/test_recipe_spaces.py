@@ -449,6 +449,15 @@ def test_environment_steps_are_those_of_the_lanes(name):
     assert agent.env_steps(10**9) == agent.env_steps(0) + 8 * 10**9
 
 
+@pytest.mark.parametrize("name", AGENTS)
+def test_number_of_episodes_in_the_mean_return_is_a_hyperparameter(name):
+    agent = make_small(name)
+    for size in (100, 3):
+        agent = agent.replace(config=agent.config.replace(stats_window_size=size))
+        window = jax.eval_shape(agent.init, jax.random.key(0)).window
+        assert window.episode_return.shape == (size,)
+
+
 def test_number_of_updates_is_checked():
     agent = make_small("ppo")
     state = jax.eval_shape(agent.init, jax.random.key(0))

@@ -51,6 +51,7 @@ class Config:
     target_update_interval: int = 1  # gradient steps between target updates
     hidden_layer_sizes: tuple[int, ...] = (128, 128)
     activation: str = "relu"  # name of a function of `flax.linen`
+    stats_window_size: int = 100  # episodes in the metric `return_mean`
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some hyperparameters changed."""
@@ -98,7 +99,7 @@ class TrainState(struct.PyTreeNode):
     opt_state: optax.OptState
     buffer_state: ArrayTree
     carry: Any  # `rollout.Carry` of the collector
-    window: rollout.EpisodeWindow  # the last 100 episodes
+    window: rollout.EpisodeWindow  # the last `stats_window_size` episodes
     key: chex.PRNGKey
     num_updates: jax.Array  # () int32, updates so far
 
@@ -237,7 +238,7 @@ class DQN(Agent):
             opt_state=self.optimizer.init(params),
             buffer_state=(),
             carry=(),
-            window=rollout.EpisodeWindow.init(100),
+            window=rollout.EpisodeWindow.init(self.config.stats_window_size),
             key=key,
             num_updates=jnp.int32(0),
         )
@@ -257,8 +258,9 @@ class DQN(Agent):
         """Collects a trajectory and takes gradient steps on the replay buffer.
 
         Returns:
-            The next state, and metrics, `()` each: `return_mean` of the last 100
-            episodes, and the metrics of `loss`, averaged over the minibatches.
+            The next state, and metrics, `()` each: `return_mean` of the last
+            `stats_window_size` episodes, and the metrics of `loss`, averaged over the
+            minibatches.
         """
         carry, trajectory = self.collector.collect_steps(
             state.carry, state.params, self.config.num_steps

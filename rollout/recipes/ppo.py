@@ -50,6 +50,7 @@ class Config:
     hidden_layer_sizes: tuple[int, ...] = (64, 64)
     activation: str = "tanh"  # name of a function of `flax.linen`
     microbatch_size: int | None = None  # accumulates gradients of so many rows
+    stats_window_size: int = 100  # episodes in the metric `return_mean`
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some hyperparameters changed."""
@@ -104,7 +105,7 @@ class TrainState(struct.PyTreeNode):
     params: ArrayTree
     opt_state: optax.OptState
     carry: Any  # `rollout.Carry` of the collector
-    window: rollout.EpisodeWindow  # the last 100 episodes
+    window: rollout.EpisodeWindow  # the last `stats_window_size` episodes
     key: chex.PRNGKey
     num_updates: jax.Array  # () int32, updates so far
 
@@ -212,16 +213,16 @@ class PPO(Agent):
         # `orthogonal` deadlock on few CPU cores.
         params = jax.custom_batching.sequential_vmap(self.model.init)(key, obs)
         opt_state = self.optimizer.init(params)
-        window = rollout.EpisodeWindow.init(100)
+        window = rollout.EpisodeWindow.init(self.config.stats_window_size)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """Collects a trajectory and takes gradient steps on it.
 
         Returns:
-            The next state, and metrics, `()` each: `return_mean` of the last 100
-            episodes, `explained_variance` of the values, and the metrics of `loss`,
-            averaged over the minibatches.
+            The next state, and metrics, `()` each: `return_mean` of the last
+            `stats_window_size` episodes, `explained_variance` of the values, and the
+            metrics of `loss`, averaged over the minibatches.
         """
         carry, trajectory = self.collector.collect_steps(
             state.carry, state.params, self.config.num_steps

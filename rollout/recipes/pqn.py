@@ -50,6 +50,7 @@ class Config:
     max_grad_norm: float = 10.0
     hidden_layer_sizes: tuple[int, ...] = (128, 128)
     activation: str = "relu"  # name of a function of `flax.linen`
+    stats_window_size: int = 100  # episodes in the metric `return_mean`
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some hyperparameters changed."""
@@ -83,7 +84,7 @@ class TrainState(struct.PyTreeNode):
     params: ArrayTree
     opt_state: optax.OptState
     carry: Any  # `rollout.Carry` of the collector
-    window: rollout.EpisodeWindow  # the last 100 episodes
+    window: rollout.EpisodeWindow  # the last `stats_window_size` episodes
     key: chex.PRNGKey
     num_updates: jax.Array  # () int32, updates so far
 
@@ -217,7 +218,7 @@ class PQN(Agent):
             params=params,
             opt_state=self.optimizer.init(params),
             carry=(),
-            window=rollout.EpisodeWindow.init(100),
+            window=rollout.EpisodeWindow.init(self.config.stats_window_size),
             key=key,
             num_updates=jnp.int32(0),
         )
@@ -226,8 +227,9 @@ class PQN(Agent):
         """Collects a trajectory and takes gradient steps on it.
 
         Returns:
-            The next state, and metrics, `()` each: `return_mean` of the last 100
-            episodes, and the metrics of `loss`, averaged over the minibatches.
+            The next state, and metrics, `()` each: `return_mean` of the last
+            `stats_window_size` episodes, and the metrics of `loss`, averaged over the
+            minibatches.
         """
         carry, trajectory = self.collector.collect_steps(
             state.carry, state.params, self.config.num_steps

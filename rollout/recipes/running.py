@@ -184,7 +184,7 @@ def run(
         is_stopped |= callback is not None and callback(progress) is False
     if evaluation is None:  # stopped by the callback, or resumed at the end
         evaluation = evaluate(state)
-    draw_curve(files)
+    draw_curve(files, agent)
     draw_gif(agent, state, eval_key, eval_env, files.folder / "agent.gif")
     return state, evaluation
 
@@ -490,19 +490,25 @@ class TensorBoardWriter:
         self._writer.flush()
 
 
-def draw_curve(files: Folder) -> None:
-    """Plots the mean return over the environment steps."""
-    import matplotlib.pyplot as plt
-
+def draw_curve(files: Folder, agent: Any) -> None:
+    """Plots the mean return over the environment steps, if matplotlib is installed."""
+    try:
+        import matplotlib.pyplot as plt
+    except ModuleNotFoundError:
+        print("no curve: install matplotlib")
+        return
     figure, axes = plt.subplots()
-    for path, style in ((files.metrics, "-"), (files.evaluations, "o")):
+    window_size = getattr(agent.config, "stats_window_size", None)
+    training = f"training, last {window_size} episodes" if window_size else "training"
+    lines = (files.metrics, "-", training), (files.evaluations, "o", "evaluation")
+    for path, style, label in lines:
         rows = []
         if path.exists():
             with path.open() as file:
                 rows = list(csv.DictReader(file))
         steps = [int(row["steps"]) for row in rows]
         returns = [float(row["return_mean"]) for row in rows]
-        axes.plot(steps, returns, style, label=path.stem)
+        axes.plot(steps, returns, style, label=label)
     axes.set(xlabel="environment steps", ylabel="mean return")
     axes.legend()
     figure.savefig(files.folder / "curve.png")

@@ -43,6 +43,7 @@ class Config:
     target_entropy: float | None = None  # None: minus the number of action entries
     hidden_layer_sizes: tuple[int, ...] = (64, 64)
     activation: str = "relu"  # name of a function of `flax.linen`
+    stats_window_size: int = 100  # episodes in the metric `return_mean`
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some hyperparameters changed."""
@@ -80,7 +81,7 @@ class TrainState(struct.PyTreeNode):
     opt_state: optax.OptState
     buffer_state: ArrayTree
     carry: Any  # `rollout.Carry` of the collector
-    window: rollout.EpisodeWindow  # the last 100 episodes
+    window: rollout.EpisodeWindow  # the last `stats_window_size` episodes
     key: chex.PRNGKey
     num_updates: jax.Array  # () int32, updates so far
 
@@ -199,7 +200,7 @@ class SAC(Agent):
             opt_state=self.optimizer.init(params),
             buffer_state=(),
             carry=(),
-            window=rollout.EpisodeWindow.init(100),
+            window=rollout.EpisodeWindow.init(self.config.stats_window_size),
             key=key,
             num_updates=jnp.int32(0),
         )
@@ -219,8 +220,9 @@ class SAC(Agent):
         """Alternates environment steps and gradient steps, `num_steps` times.
 
         Returns:
-            The next state, and metrics, `()` each: `return_mean` of the last 100
-            episodes, and the metrics of `loss`, averaged over gradient steps.
+            The next state, and metrics, `()` each: `return_mean` of the last
+            `stats_window_size` episodes, and the metrics of `loss`, averaged over
+            gradient steps.
         """
         num_steps, is_host = self.config.num_steps, self.collector.is_host
         state, (trajectory, metrics) = scan_updates(

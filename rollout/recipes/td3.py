@@ -51,6 +51,7 @@ class Config:
     exploration_noise: float = 0.1  # standard deviation, in normalized actions
     hidden_layer_sizes: tuple[int, ...] = (256, 256)
     activation: str = "relu"  # name of a function of `flax.linen`
+    stats_window_size: int = 100  # episodes in the metric `return_mean`
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some hyperparameters changed."""
@@ -89,7 +90,7 @@ class TrainState(struct.PyTreeNode):
     num_gradient_steps: jax.Array  # () int32
     buffer_state: ArrayTree
     carry: Any  # `rollout.Carry` of the collector
-    window: rollout.EpisodeWindow  # the last 100 episodes
+    window: rollout.EpisodeWindow  # the last `stats_window_size` episodes
     key: chex.PRNGKey
     num_updates: jax.Array  # () int32, updates so far
 
@@ -218,7 +219,7 @@ class TD3(Agent):
             num_gradient_steps=jnp.int32(0),
             buffer_state=(),
             carry=(),
-            window=rollout.EpisodeWindow.init(100),
+            window=rollout.EpisodeWindow.init(self.config.stats_window_size),
             key=key,
             num_updates=jnp.int32(0),
         )
@@ -238,9 +239,9 @@ class TD3(Agent):
         """Alternates environment steps and gradient steps, `num_steps` times.
 
         Returns:
-            The next state, and metrics, `()` each: `return_mean` of the last 100
-            episodes, and the metrics of `critic_loss`, averaged over gradient
-            steps.
+            The next state, and metrics, `()` each: `return_mean` of the last
+            `stats_window_size` episodes, and the metrics of `critic_loss`, averaged
+            over gradient steps.
         """
         num_steps, is_host = self.config.num_steps, self.collector.is_host
         state, (trajectory, metrics) = scan_updates(

@@ -54,6 +54,15 @@ def finished(tmp_path_factory):
     return folder, agent, state, evaluation
 
 
+def test_run_without_a_package_for_drawing_still_returns(tmp_path, monkeypatch, capsys):
+    agent = make_agent()  # gymnax imports matplotlib
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    state, _ = run(agent, jax.random.key(0), folder=tmp_path / "run")
+    assert int(state.num_updates) == 4
+    assert "no curve: install matplotlib\n" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "curve.png").exists()
+
+
 def test_run_writes_a_row_per_update_and_per_evaluation(finished):
     folder, _, state, evaluation = finished
     assert int(state.num_updates) == 4
