@@ -4,6 +4,7 @@
 twice, would take a third of an update of PPO.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +52,13 @@ def permutation(key: chex.PRNGKey, n: int) -> jax.Array:
         Functions" (Wellons, 2018).
     """
     checks.typed_key(key)
-    n = checks.int_between("n", n)
+    return _permutation(key, checks.int_between("n", n))
+
+
+# Jitted: from Python, each operation would be a program.
+@functools.partial(jax.jit, static_argnums=1)
+def _permutation(key: chex.PRNGKey, n: int) -> jax.Array:
+    """Samples a permutation; see `permutation`."""
     # Choose the most balanced factors: a small factor would need many rounds.
     a = next(a for a in range(math.isqrt(n), 0, -1) if n % a == 0)
     b, rounds = n // a, math.inf if a == 1 else 2 * math.ceil(math.log(n / _SHARE, a))

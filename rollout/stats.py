@@ -78,6 +78,12 @@ def summarize(data: Transition | Episodes) -> CollectStats:
         ValueError: if `data` is neither a trajectory nor `Episodes`.
     """
     check_data(data)
+    return _summarize(data)
+
+
+# Jitted: from Python, each operation would be a program.
+@jax.jit
+def _summarize(data: Transition | Episodes) -> CollectStats:
     if isinstance(data, Episodes):
         ended, terminated, num_steps = present(data), data.terminated, data.num_steps
         # Episodes have no rows to search for NaN, but NaN propagates to the return.
@@ -123,6 +129,11 @@ def ended_episodes(trajectory: Transition) -> Episodes:
         ValueError: if `trajectory` is not a trajectory.
     """
     check_trajectory(trajectory)
+    return _ended_episodes(trajectory)
+
+
+@jax.jit
+def _ended_episodes(trajectory: Transition) -> Episodes:
     lane = jnp.arange(trajectory.mask.shape[1], dtype=jnp.int32)[None]
     ended = (trajectory.done & trajectory.mask).reshape(-1)
     return Episodes(

@@ -28,7 +28,6 @@ from rollout.stats import CollectStats, summarize
 from rollout.types import Transition
 
 _LOG = logging.getLogger("rollout")
-_summarize = jax.jit(summarize)
 
 
 class RemoteBatch(struct.PyTreeNode, kw_only=True):
@@ -331,7 +330,7 @@ class _Actor:
         self._carry, trajectory = collector.collect_steps(
             self._carry, jax.device_put(params), num_steps
         )
-        return jax.device_get((trajectory, _summarize(trajectory)))
+        return jax.device_get((trajectory, summarize(trajectory)))
 
 
 def _on_host(params: Any) -> Any:
