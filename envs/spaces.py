@@ -531,11 +531,16 @@ def space_of(tree: ArrayTree) -> AnySpace:
             low, high = -np.inf, np.inf
         return Box(low, high, x.shape, x.dtype)
 
-    boxes = jax.tree.map(box, tree, is_leaf=_is_space)
-    # `tree` is a single leaf.
-    if isinstance(boxes, Space):
-        return boxes
-    return Dict(boxes) if type(boxes) is dict else Composite(boxes)
+    def combine(boxes: Any) -> AnySpace:
+        if isinstance(boxes, Space):
+            return boxes
+        if boxes and type(boxes) is dict:
+            return Dict({name: combine(part) for name, part in boxes.items()})
+        if boxes and type(boxes) is tuple:
+            return Tuple(tuple(map(combine, boxes)))
+        return Composite(boxes)
+
+    return combine(jax.tree.map(box, tree, is_leaf=_is_space))
 
 
 def to_json(space: AnySpace) -> Any:
@@ -561,8 +566,9 @@ def to_json(space: AnySpace) -> Any:
         case Repeated():
             return {"Repeated": [to_json(space.space), space.num]}
         case Dict():
+            # Pairs, since JSON would convert names that are numbers to strings.
             parts = space.spaces.items()
-            return {"Dict": {name: to_json(part) for name, part in parts}}
+            return {"Dict": [[name, to_json(part)] for name, part in parts]}
         case Tuple():
             return {"Tuple": [to_json(part) for part in space.spaces]}
     return None
@@ -583,7 +589,7 @@ def from_json(data: Any) -> AnySpace:
             bounds = np.float64(low), np.float64(high)
             return Box(*bounds, tuple(shape), np.dtype(dtype))
         case "Dict":
-            return Dict({name: from_json(x) for name, x in args.items()})
+            return Dict({name: from_json(part) for name, part in args})
         case "Tuple":
             return Tuple(tuple(map(from_json, args)))
         case "Repeated":

@@ -127,7 +127,16 @@ def run(
             "`eval_env` must be given with `evaluate_every` for host environments: an "
             "evaluation would end the episodes of the training. Create it like `env`."
         )
+    if eval_env is not None and has_normalizer(eval_env) != has_normalizer(agent.env):
+        raise ValueError(
+            "`eval_env` must normalize observations exactly if `agent.env` does: the "
+            "policy would observe another scale. Wrap both in `NormalizeObs` or "
+            "`NormalizeHostEnv`."
+        )
     checks.typed_key(key)
+    num_eval_episodes = checks.int_between("num_eval_episodes", num_eval_episodes)
+    if evaluate_every is not None:
+        evaluate_every = checks.int_between("evaluate_every", evaluate_every, most=None)
     files = Folder(Path(folder).expanduser())
     settings = describe(agent) | {
         "key": np.asarray(jax.random.key_data(key)).tolist(),
@@ -171,9 +180,10 @@ def run(
             evaluation = evaluate(state)
             last_return = float(evaluation.returns.mean)
             append_rows(files.evaluations, evaluation_row(steps[-1], evaluation))
-            if not last_return <= best_return:
-                best_return = last_return
+            is_first = not checkpoint.steps(files.best)
+            if is_first or last_return > best_return:  # False for NaN
                 save_policy(agent, state, files.best, num_done)
+            best_return = float(np.fmax(best_return, last_return))
             is_stopped = target_return is not None and last_return >= target_return
         save_policy(agent, state, files.last, num_done)
         tree = resumable(agent, state, best_return, last_return)
@@ -181,7 +191,8 @@ def run(
         writer.write(steps, metrics, evaluation)
         print(progress_line(steps[-1], speed, metrics, evaluation), flush=True)
         progress = Progress(int(steps[-1]), state, metrics, evaluation)
-        is_stopped |= callback is not None and callback(progress) is False
+        result = None if callback is None else callback(progress)
+        is_stopped |= result is not None and not result
     if evaluation is None:  # stopped by the callback, or resumed at the end
         evaluation = evaluate(state)
     draw_curve(files, agent)
@@ -304,11 +315,19 @@ def obs_normalizer(env: Any) -> Any:
     return None
 
 
+def has_normalizer(env: Any) -> bool:
+    """Returns whether an environment normalizes observations."""
+    return obs_normalizer(env) is not None
+
+
 def config_value(value: Any) -> Any:
     """Returns a hyperparameter as JSON; functions are replaced by their names."""
     if callable(value):
         return {"function": f"{value.__module__}.{value.__qualname__}"}
-    return np.asarray(value).item() if isinstance(value, jax.Array) else value
+    if isinstance(value, tuple | list):
+        return [config_value(x) for x in value]
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    return np.asarray(value).tolist() if is_array else value
 
 
 def name_of(agent_class: type) -> str:

@@ -356,4 +356,9 @@ def test_spaces_come_back_from_json():
             "many": spaces.Repeated(spaces.MultiDiscrete([[2, 3]]), 2),
         }
     )
-    assert spaces.from_json(json.loads(json.dumps(spaces.to_json(space)))) == space
+    numbers = spaces.Dict({2: spaces.Discrete(3), 10: spaces.Discrete(4)})
+    leaf = jax.ShapeDtypeStruct((2,), jnp.float32)
+    shapes = spaces.space_of((leaf, {"parts": (leaf,)}))
+    for one in (space, numbers, shapes):
+        data = json.loads(json.dumps(spaces.to_json(one)))
+        assert spaces.from_json(data) == one

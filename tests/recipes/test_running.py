@@ -19,7 +19,7 @@ from rollout import checkpoint, envs
 from rollout.recipes import load, run
 from rollout.recipes.command import number_fields
 from rollout.recipes.ppo import PPO, ActorCritic, Config
-from rollout.recipes.running import Folder, trim_tables
+from rollout.recipes.running import Folder, describe, trim_tables
 
 ROOT = Path(__file__).parents[2]
 SMALL = Config(num_updates=4, num_steps=8, num_minibatches=2, num_epochs=1)
@@ -122,9 +122,56 @@ def test_target_return_and_callback_stop_the_training(tmp_path):
         )
         assert int(state.num_updates) == 2
     assert table(tmp_path / "a" / "evaluations.csv")["steps"] == 64
-    state, evaluation = run(agent, key, folder=tmp_path / "b", callback=lambda _: False)
+    # A comparison of a metric is a `np.bool_`.
+    state, evaluation = run(
+        agent,
+        key,
+        folder=tmp_path / "b",
+        callback=lambda x: x.metrics["entropy"][-1] < 0,
+    )
     assert int(state.num_updates) == 1
     assert evaluation.num_episodes == 100
+
+
+def test_evaluation_of_nan_is_not_the_best(tmp_path, monkeypatch):
+    means, evaluate = iter([np.nan, 2.0, np.nan, 1.0]), rollout.evaluate
+
+    def nan_at_times(*args):
+        stats = evaluate(*args)
+        total = np.float32(next(means) * stats.num_episodes)
+        return stats.replace(returns=stats.returns.replace(total=total))
+
+    monkeypatch.setattr(rollout, "evaluate", nan_at_times)
+    options = {"evaluate_every": 32, "num_eval_episodes": 4}
+    run(make_agent(), jax.random.key(0), folder=tmp_path, **options)
+    assert checkpoint.steps(tmp_path / "best")[-1] == 2
+    assert checkpoint.steps(tmp_path / "last")[-1] == 4
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("evaluate_every", 0), ("evaluate_every", 64.0), ("num_eval_episodes", 0)],
+)
+def test_options_of_evaluations_are_checked_before_training(option, value, tmp_path):
+    with pytest.raises(ValueError, match=f"`{option}` must be an int of at least 1"):
+        run(make_agent(), jax.random.key(0), folder=tmp_path / "a", **{option: value})
+    assert not (tmp_path / "a").exists()
+
+
+def test_evaluation_environments_must_normalize_like_those_of_the_training(tmp_path):
+    agent = make_agent()
+    for one, other in ((agent, agent.env.env), (PPO(agent.env.env, SMALL), agent.env)):
+        with pytest.raises(ValueError, match="`eval_env` must normalize"):
+            run(one, jax.random.key(0), folder=tmp_path / "a", eval_env=other)
+
+
+def test_settings_may_be_numpy_numbers():
+    config = SMALL.replace(
+        gamma=np.float32(0.5), num_epochs=np.int64(1), hidden_layer_sizes=(np.int64(8),)
+    )
+    settings = describe(make_agent(config))["config"]
+    assert settings["gamma"] == 0.5
+    assert settings["hidden_layer_sizes"] == [8]
 
 
 def test_agent_that_cannot_be_trained_leaves_the_folder_free(tmp_path):

@@ -338,7 +338,7 @@ def test_functions_that_pages_call_from_python_are_few_programs(name):
     _, trajectory = collector.collect_steps(collector.init(KEY), 0, T)
     window = rollout.EpisodeWindow.init(10)
     flags = trajectory.terminated, trajectory.truncated
-    value = np.zeros((T, B), np.float32)
+    value = jnp.zeros((T, B))
     rows = trajectory.reward, value, value, *flags
     calls = {
         "window": lambda: window.add(trajectory),
