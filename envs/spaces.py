@@ -154,6 +154,11 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
         # validate.
         for bound in bounds if checks.is_known(bounds) else ():
             self._check_bound(bound, dtype)
+        for name in ("low", "high"):
+            bound = getattr(self, name)
+            if type(bound) is int and not -(2**31) <= bound < 2**31:
+                # As an argument of a jitted function, jax would convert it to int32.
+                object.__setattr__(self, name, np.asarray(bound, dtype))
         if checks.is_known(bounds) and not np.all(
             np.asarray(self.low) <= np.asarray(self.high)
         ):

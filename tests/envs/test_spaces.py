@@ -345,6 +345,11 @@ def test_spaces_of_gymnax_are_taken_anywhere():
     jax.tree.map(np.testing.assert_array_equal, *act(np.zeros((50, 1))))
 
 
+def test_bounds_beyond_int32_are_arguments_of_jitted_functions():
+    space = envs.Box(2**32 - 2000, 2**32 - 1, (2,), np.uint32)
+    assert jax.jit(lambda box: box.contains(jnp.uint32([2**32 - 1] * 2)))(space)
+
+
 def test_spaces_come_back_from_json():
     spaces = envs.spaces
     space = spaces.Dict(
