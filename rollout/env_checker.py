@@ -426,6 +426,9 @@ class _CheckedHostEnv(HostVectorEnv):
             obs, flag.update(dtype=np.float32), flag, flag, flag, info=None
         )
 
+    def at_episodes(self, numbers: np.ndarray) -> None:
+        self.env.at_episodes(numbers)
+
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         obs = self.env.reset(np.where(self.reseed_mask, ~seeds, seeds), mask.copy())
         checks.same("`reset` must return observations [B, ...]", self._spec.obs, obs)

