@@ -19,7 +19,7 @@ from rollout import checkpoint, envs
 from rollout.recipes import load, run
 from rollout.recipes.command import number_fields
 from rollout.recipes.ppo import PPO, ActorCritic, Config
-from rollout.recipes.running import Folder, trim_tables
+from rollout.recipes.running import Folder, draw_gif, trim_tables
 
 ROOT = Path(__file__).parents[2]
 SMALL = Config(num_updates=4, num_steps=8, num_minibatches=2, num_epochs=1)
@@ -52,6 +52,16 @@ def finished(tmp_path_factory):
     agent, key = make_agent(), jax.random.key(0)
     state, evaluation = run(agent, key, folder=folder, **EVALUATE)
     return folder, agent, state, evaluation
+
+
+def test_missing_package_for_drawing_does_not_end_a_run(
+    finished, capsys, monkeypatch, tmp_path
+):
+    _, agent, state, _ = finished
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    draw_gif(agent, state, jax.random.key(0), None, tmp_path / "agent.gif")
+    hint = 'no GIF: pygame is not installed: pip install ".[render]"\n'
+    assert capsys.readouterr().out == hint
 
 
 def test_run_writes_a_row_per_update_and_per_evaluation(finished):
