@@ -89,9 +89,10 @@ class ReplayBuffer(struct.PyTreeNode):
             with an evicted history are not sampled. None returns a single observation
             without the axis K.
         relabel_fn: function `(key, experience, future) -> experience` of batches, with
-            leaves `[S, ...]`, for hindsight goals. `future` is sampled uniformly from each row and the
-            later rows of its episode. Not supported with `n_step` or `stack`. Pass the
-            same function object in every call: a new object compiles again.
+            leaves `[S, ...]`, for hindsight goals. `future` is sampled uniformly from
+            each row and the later rows of its episode. Not supported with `n_step` or
+            `stack`. Pass the same function object in every call: a new object compiles
+            again.
         relabel_horizon: maximum offset of `future` in rows, at least 1.
 
     Raises:

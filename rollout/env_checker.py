@@ -306,7 +306,10 @@ def _check_rows(
     def check(name: str, space: Space, tree: Any, mask: Any, end: bool) -> None:
         if isinstance(tree, tuple) and not tree:  # not recorded
             return
-        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+        # Leaves may have no entries, so the size of the batch is written out.
+        flat = jax.tree.map(
+            lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree
+        )
         causes = SpaceCheck(space, name).find(flat) or {
             int(index): f"`{name}` must be an element of its space, got "
             f"{jax.tree.map(lambda x, index=index: x[index], flat)}"
