@@ -10,6 +10,7 @@ from flax import struct
 from rollout import checks
 from rollout.buffers import fields, neighbours
 from rollout.buffers.types import Batch, RingState, Sequences
+from rollout.envs.spaces import is_mask
 from rollout.envs.types import ArrayTree
 
 # Maps `(key, experience, future)`, `[S, ...]` each, to the relabeled experience.
@@ -145,13 +146,21 @@ def _stacked(
         obs = neighbours.read_field(ring, "obs", rows)
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), obs)
 
-    changes = {"obs": frames(neighbours.history(ring, row, stack)[0])}
+    def without_old_masks(obs: ArrayTree) -> ArrayTree:
+        # A mask belongs to the newest frame, as in `rollout.envs.FrameStack`.
+        return jax.tree.map_with_path(
+            lambda path, x: x[:, -1] if is_mask(path) else x, obs
+        )
+
+    obs = frames(neighbours.history(ring, row, stack)[0])
+    changes = {"obs": without_old_masks(obs)}
     if neighbours.has_next_obs(ring):
         # Shift by one frame: discard the oldest frame and append the successor.
         recent = frames(neighbours.history(ring, last, stack)[0][1:])
-        changes["next_obs"] = jax.tree.map(
+        next_obs = jax.tree.map(
             lambda x, new: jnp.concatenate([x, new[:, None]], axis=1),
             recent,
             neighbours.successor(ring, last),
         )
+        changes["next_obs"] = without_old_masks(next_obs)
     return changes

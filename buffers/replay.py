@@ -84,13 +84,15 @@ class ReplayBuffer(struct.PyTreeNode):
 
         gamma: discount per step, in [0, 1], a number or `()`; required with `n_step`.
         stack: K, number of frames in `obs` and `next_obs` of a sample, at least 1.
-            Frames before the start of an episode repeat its first observation. Rows
+            Frames before the start of an episode repeat its first observation, and an
+            entry `action_mask` is not stacked, as in `rollout.envs.FrameStack`. Rows
             with an evicted history are not sampled. None returns a single observation
             without the axis K.
-        relabel_fn: function `(key, experience, future) -> experience`, `[S, ...]` each,
-            for hindsight goals. `future` is sampled uniformly from each row and the
-            later rows of its episode. Not supported with `n_step` or `stack`. Pass the
-            same function object in every call: a new object compiles again.
+        relabel_fn: function `(key, experience, future) -> experience` of batches, with
+            leaves `[S, ...]`, for hindsight goals. `future` is sampled uniformly from
+            each row and the later rows of its episode. Not supported with `n_step` or
+            `stack`. Pass the same function object in every call: a new object compiles
+            again.
         relabel_horizon: maximum offset of `future` in rows, at least 1.
 
     Raises:

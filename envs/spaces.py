@@ -451,7 +451,8 @@ def env_spec(env: Any) -> EnvSpec:
     Observation bounds that depend on traced parameters become infinite.
 
     Raises:
-        ValueError: if `env` is a single environment or not an environment.
+        ValueError: if `env` is a single environment or not an environment, or if a
+            space has no entries.
     """
     names = "observation_space", "action_space", "num_envs"
     if missing := [name for name in names if not hasattr(env, name)]:
@@ -469,6 +470,16 @@ def env_spec(env: Any) -> EnvSpec:
     if not checks.is_known(spaces):  # constants become tracers inside `jit`
         with jax.ensure_compile_time_eval():
             spaces = read()
+    for name, space in zip(names, spaces, strict=False):
+        # Networks cannot have zero inputs or outputs. The shape of a custom space may
+        # be unknown.
+        shapes = [leaf.shape for leaf in space.leaves()]
+        if all(shape is not None and 0 in shape for shape in shapes):
+            raise ValueError(
+                f"`env.{name}` must have at least one entry for an agent, got shape "
+                f"{', '.join(map(str, shapes))}. Add a constant observation with "
+                "`rollout.envs.TransformObs`, or an action that has no effect."
+            )
     observation_space, action_space = spaces
     if not checks.is_known(observation_space):
         observation_space = jax.tree.map(

@@ -105,6 +105,7 @@ class Env(Protocol):
     returned environment is then reset instead of the original environment. In
     `collect_episodes` `number` is the position in the queue, so that each level is
     played once. In other methods it counts the episodes of all lanes, lane by lane.
+    Lanes without an assigned episode continue to count, so any number may occur.
     """
 
     @property

@@ -306,7 +306,10 @@ def _check_rows(
     def check(name: str, space: Space, tree: Any, mask: Any, end: bool) -> None:
         if isinstance(tree, tuple) and not tree:  # not recorded
             return
-        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+        # Leaves may have no entries, so the size of the batch is written out.
+        flat = jax.tree.map(
+            lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree
+        )
         causes = SpaceCheck(space, name).find(flat) or {
             int(index): f"`{name}` must be an element of its space, got "
             f"{jax.tree.map(lambda x, index=index: x[index], flat)}"
@@ -425,6 +428,9 @@ class _CheckedHostEnv(HostVectorEnv):
         self._spec = HostStep(
             obs, flag.update(dtype=np.float32), flag, flag, flag, info=None
         )
+
+    def at_episodes(self, numbers: np.ndarray) -> None:
+        self.env.at_episodes(numbers)
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         obs = self.env.reset(np.where(self.reseed_mask, ~seeds, seeds), mask.copy())

@@ -216,8 +216,9 @@ def mean_gradient(
         grads, metrics = differentiate(params, *microbatch)
         return jax.tree.map(jnp.add, total, grads), metrics
 
+    size = len(weight) // num_microbatches
     microbatches = jax.tree.map(
-        lambda x: jnp.reshape(x, (num_microbatches, -1, *jnp.shape(x)[1:])),
+        lambda x: jnp.reshape(x, (num_microbatches, size, *jnp.shape(x)[1:])),
         (batch, weight),
     )
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -265,7 +266,9 @@ def _scan(
     order = shuffle(jax.random.split(key, epochs))
     order = order.reshape(epochs * num_minibatches, -1)  # M minibatches per epoch
     if axis is None:
-        tree = jax.tree.map(lambda x: jnp.reshape(x, (-1, *jnp.shape(x)[2:])), tree)
+        tree = jax.tree.map(
+            lambda x: jnp.reshape(x, (num_items, *jnp.shape(x)[2:])), tree
+        )
 
     def step(carry: Any, items: jax.Array) -> tuple[Any, Any]:
         take = lambda x: jnp.take(x, items, axis=axis or 0, mode="clip")  # noqa: E731

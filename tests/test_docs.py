@@ -110,7 +110,13 @@ def check_agents(names, out):
 
 
 def check_buffers(names, out):
-    assert out.strip() == f"{64 * 128} (256, 4)"
+    assert out.splitlines() == [f"{64 * 128} (256, 4)", "(32, 4, 10, 10, 4)"]
+    assert names["batch"].experience.obs.shape == (256, 4)
+    rows = names["goals"].experience
+    goal, position = rows.obs["goal"], rows.next_obs["state"][:, 0]
+    assert 0.1 < (goal == 0).mean() < 0.3  # kept
+    np.testing.assert_array_equal(rows.reward, -abs(position - goal))
+    np.testing.assert_array_equal(goal, rows.next_obs["goal"])
     assert names["data"].size(names["offline"]) == 3
 
 
@@ -203,7 +209,7 @@ def check_host_environments(names, out):
     assert judged.endswith(", 8 episodes")
     assert int(first.split()[0]) > 50
     assert int(steps) == 16 * 256
-    assert issues == [""]  # `check_env` found nothing
+    assert issues == ["", "[20 20  1 20]"]  # `check_env` found nothing
     assert stats.startswith("FaultStats(faulty_episodes=")
     lost = names["patient"].fault_stats
     assert lost.faulty_episodes == lost.restarts > 0

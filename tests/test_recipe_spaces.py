@@ -520,3 +520,46 @@ def test_buffers_of_all_agents_store_transitions(agent_class, space):
     agent = agent_class(make_guess(space))
     state = jax.eval_shape(agent.init, jax.random.key(0))
     assert type(state.buffer_state.ring.experience) is rollout.Transition
+
+
+class Empty(struct.PyTreeNode):
+    """An environment with given spaces, whose episodes have four steps."""
+
+    observation_space: Any
+    action_space: Any
+
+    def reset(self, key):
+        shapes = jax.eval_shape(self.observation_space.sample, key)
+        return jnp.int32(0), jax.tree.map(lambda x: jnp.zeros(x.shape), shapes)
+
+    def step(self, key, state, action):
+        obs = self.reset(key)[1]
+        return envs.EnvStep(state=state + 1, obs=obs, reward=1.0, terminated=state > 2)
+
+
+NOTHING, PAIR = envs.Box(-1.0, 1.0, (0,)), envs.Box(-1.0, 1.0, (2,))
+PART = spaces.Dict({"nothing": NOTHING, "pair": PAIR})
+
+
+@pytest.mark.parametrize("agent_class", [PPO, DQN, SAC, PQN, RecurrentPPO, TD3])
+def test_agents_raise_for_spaces_without_entries(agent_class):
+    action_space = envs.Discrete(2) if agent_class in (DQN, PQN) else PAIR
+    env = envs.vectorize(Empty(NOTHING, action_space), 2)
+    with pytest.raises(ValueError, match=r"observation_space` must have .* \(0,\)"):
+        agent_class(env).init(jax.random.key(0))
+    env = envs.vectorize(Empty(PAIR, NOTHING), 2)
+    with pytest.raises(ValueError, match=r"action_space` must have .* shape \(0,\)"):
+        agent_class(env).init(jax.random.key(0))
+
+
+def test_parts_without_entries_train():
+    env = envs.vectorize(Empty(PART, PART), 2)
+    agent = PPO(env, CONFIG)
+    state = jax.eval_shape(agent.init, jax.random.key(0))
+    state, _ = jax.eval_shape(lambda state: agent.train(state, 1), state)
+    assert state.carry.obs["nothing"].shape == (2, 0)
+
+
+def test_collectors_and_checks_accept_spaces_without_entries():
+    env = Empty(NOTHING, NOTHING)
+    assert rollout.check_env(env) == ()

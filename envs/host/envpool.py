@@ -97,6 +97,11 @@ class _EnvPool(AsyncHostVectorEnv):
         self._ended = np.ones(self.num_envs, bool)  # the next result is a reset
         self._in_flight = np.zeros(self.num_envs, bool)
 
+    @property
+    def pending_reset(self) -> np.ndarray | None:
+        """Environments whose next step only resets them; see `HostVectorEnv`."""
+        return self._ended
+
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         del seeds  # EnvPool is seeded once, at construction
         if self._obs is None:

@@ -119,6 +119,13 @@ class _VectorEnv(HostVectorEnv):
         vector = load("gymnasium").vector
         lists = vector.SyncVectorEnv | vector.AsyncVectorEnv
         self._accepts_seeds = isinstance(env.unwrapped, lists)
+        for single_env in getattr(env.unwrapped, "envs", ()):
+            if host_checks.find_method(single_env, "at_episode"):
+                raise ValueError(
+                    "`env` must not be a vector environment if its environments have "
+                    f"`at_episode`, got {type(env).__name__}. Pass a function that "
+                    "creates one environment, and `num_envs`."
+                )
         self._env, self.num_envs, self._is_closed = env, env.num_envs, False
         spaces = env.single_observation_space, env.single_action_space
         self._layout = make_layout(spaces, observe_info, record_info)
@@ -135,6 +142,11 @@ class _VectorEnv(HostVectorEnv):
         self._all = np.ones(self.num_envs, bool)
         self._ended = self._all.copy()
         self._obs: ArrayTree = None
+
+    @property
+    def pending_reset(self) -> np.ndarray | None:
+        """Environments whose next step only resets them; see `HostVectorEnv`."""
+        return self._ended if self._resets_itself else None
 
     def draw(self, number: int) -> np.ndarray:
         """Renders the current state of one environment, `[H, W, 3]` uint8."""

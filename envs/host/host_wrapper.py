@@ -33,6 +33,15 @@ class HostWrapper(AsyncHostVectorEnv):
         """Running statistics over all environments; see `HostVectorEnv`."""
         return self.env.shared
 
+    @property
+    def pending_reset(self) -> np.ndarray | None:
+        """Environments whose next step only resets them; see `HostVectorEnv`."""
+        return self.env.pending_reset
+
+    def at_episodes(self, numbers: np.ndarray) -> None:
+        """Announces the numbers of the next episodes; see `HostVectorEnv`."""
+        self.env.at_episodes(numbers)
+
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Starts a step in some environments; see `AsyncHostVectorEnv`."""
         self.env.send(action, env_id)

@@ -63,6 +63,7 @@ class LocalEnvs(HostVectorEnv):
             raise ValueError("`make_fns` must have at least one function, got none.")
         self.num_envs = len(self.make_fns)
         self._envs: list[Any] = []
+        self._numbers = np.zeros(self.num_envs, np.int32)
         try:
             for index in range(self.num_envs):
                 self._envs.append(self._make(index))
@@ -101,8 +102,15 @@ class LocalEnvs(HostVectorEnv):
             (path, array, leaf_writer(array, name)) for path, name, array in triples
         ]
 
+    def at_episodes(self, numbers: np.ndarray) -> None:
+        """Announces the numbers of the next episodes; see `HostVectorEnv`."""
+        self._numbers = numbers
+
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments; see `HostVectorEnv`.
+
+        An environment with a method `at_episode` receives the number of its episode
+        before the reset.
 
         Raises:
             EnvFault: if an environment fails, or has failed and was not rebuilt.
@@ -111,8 +119,11 @@ class LocalEnvs(HostVectorEnv):
         indices = np.flatnonzero(mask).tolist()
         # Reset all environments before raising, so that all healthy ones are ready.
         for index in (x for x in indices if x not in self.causes):
+            env = self._envs[index]
             try:
-                obs, info = self._envs[index].reset(seed=int(seeds[index]))
+                if at_episode := request_checks.find_method(env, "at_episode"):
+                    at_episode(int(self._numbers[index]))
+                obs, info = env.reset(seed=int(seeds[index]))
                 obs = {"obs": obs, "info": info} if self._is_dict else obs
                 self._write_obs(index, obs)
             except Exception as cause:

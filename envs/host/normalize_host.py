@@ -106,8 +106,12 @@ class NormalizeHostEnv(HostWrapper):
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments; see `HostVectorEnv`."""
         raw = self.env.reset(seeds, mask)
+        # The final observation of an environment that resets itself already counts.
+        pending = self.env.pending_reset
+        is_first = mask if pending is None else mask & ~pending
+        if is_first.any():
+            self._update(jax.tree.map(lambda x: x[is_first], raw), None)
         raw = jax.tree.map(lambda x: x[mask], raw)
-        self._update(raw, None)
         place_rows(self._obs, mask, self._normalize(raw))
         self._discounted[mask] = 0
         return self._obs
@@ -129,15 +133,14 @@ class NormalizeHostEnv(HostWrapper):
     def _normalize_step(self, result: HostStep, index: Any) -> HostStep:
         """Updates the statistics with a step of some environments and normalizes it."""
         # A faulty lane has no observation, and a lane that reset itself has no reward.
-        valid = ~result.faulty
-        if result.mask is not None:
-            valid &= result.mask
+        has_obs = ~result.faulty
+        valid = has_obs if result.mask is None else has_obs & result.mask
         discounted_sum = self._discounted[index]
         discounted = (self.gamma or 0.0) * discounted_sum + result.reward
         self._discounted[index] = np.where(valid, discounted, discounted_sum)
-        if valid.any():
-            raw = jax.tree.map(lambda x: x[valid], result.obs)
-            self._update(raw, discounted[valid])
+        if has_obs.any():
+            raw = jax.tree.map(lambda x: x[has_obs], result.obs)
+            self._update(raw, discounted[valid] if valid.any() else None)
         # The statistics include this step, as in Gymnasium's wrappers.
         obs, reward = self._normalize(result.obs), result.reward
         place_rows(self._obs, index, obs)

@@ -31,6 +31,15 @@ def new_interface(env: Any) -> None:
         return
 
 
+def find_method(env: Any, name: str) -> Any:
+    """Returns a method of an environment inside wrappers, or None if there is none."""
+    while env is not None:
+        if hasattr(env, name):
+            return getattr(env, name)
+        env = getattr(env, "env", None)
+    return None
+
+
 def same_spaces(first: tuple[Any, Any], spaces: tuple[Any, Any], number: int) -> None:
     """Raises if the spaces of an environment differ from the first environment."""
     for name, a, b in zip(("observation", "action"), first, spaces, strict=True):

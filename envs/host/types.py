@@ -93,6 +93,26 @@ class HostVectorEnv(BaseVectorEnv):
     shared: ArrayTree = ()
     info: ArrayTree = {}  # noqa: RUF012 (never written to)
 
+    @property
+    def pending_reset(self) -> np.ndarray | None:
+        """`[B]` bool, environments whose next step only resets them; None for none.
+
+        In the autoreset mode NEXT_STEP, `reset` returns the final observation again,
+        and the first observation comes in a row of `step` with a `mask` of False.
+        """
+        return None
+
+    def at_episodes(self, numbers: np.ndarray) -> None:
+        """Announces the numbers of the next episodes, for numbered scenarios.
+
+        A `HostCollector` calls this method before each `reset`. By default the numbers
+        are ignored.
+
+        Args:
+            numbers: `[B]` int32, numbers from 0, as in `rollout.envs.types.Env`.
+                Only the numbers of the environments that `reset` resets are used.
+        """
+
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments, each with a separate seed.
 

@@ -97,6 +97,7 @@ class WorkerEnvs(AsyncHostVectorEnv):
     ) -> None:
         self.num_envs = len(make_fns)
         self._make_fns, self._info = make_fns, info
+        self._numbers = np.zeros(self.num_envs, np.int32)
         # Do not use "fork": a fork of a process that runs jax can deadlock.
         context: Any = multiprocessing.get_context("forkserver")
         # The fork server imports these modules once for all workers, unless it already
@@ -123,6 +124,10 @@ class WorkerEnvs(AsyncHostVectorEnv):
         """Process ids of the workers, in the order of the environments."""
         return [handle.process.pid for handle in self._pool.handles]
 
+    def at_episodes(self, numbers: np.ndarray) -> None:
+        """Announces the numbers of the next episodes; see `HostVectorEnv`."""
+        self._numbers = numbers
+
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments; see `HostVectorEnv`.
 
@@ -133,7 +138,8 @@ class WorkerEnvs(AsyncHostVectorEnv):
         with self._pool as pool:
             handles = self._handles(x for x in env_ids if x not in pool.broken)
             for handle in handles:  # send all requests first, so that workers overlap
-                pool.request(handle, "restart", seeds[handle.rows], mask[handle.rows])
+                args = (x[handle.rows] for x in (seeds, mask, self._numbers))
+                pool.request(handle, "restart", *args)
             pool.results(handles)
             # Discard after the reply: until then, results of earlier steps may arrive.
             pool.discard_steps(env_ids)

@@ -89,10 +89,11 @@ class _Envs(LocalEnvs):
         (action,) = self._split(self.layout.action.unflatten(row))
         self.advance(index, action)
 
-    def restart(self, seeds: np.ndarray, mask: np.ndarray) -> None:
+    def restart(self, seeds: np.ndarray, mask: np.ndarray, numbers: np.ndarray) -> None:
         """Resets some environments and writes observations to the shared memory."""
         if mask.all():
             _seed_global_generators(int(seeds[0]))
+        self.at_episodes(numbers)
         self.reset(seeds, mask)
 
 

@@ -371,6 +371,9 @@ class Loop:
                 continue
             lane = np.flatnonzero(self._must_reset)
             seeds = self._seeds.lookup(lane, self.episode_id[lane])
+            # Queued ids count down from -1, and their numbers count up from 0.
+            ids = self.episode_id
+            env.at_episodes(np.where(ids < 0, -1 - ids, ids))
             try:
                 obs = env.reset(seeds, self._must_reset)
                 causes = self._obs_check.find(obs)

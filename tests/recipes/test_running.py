@@ -19,7 +19,7 @@ from rollout import checkpoint, envs
 from rollout.recipes import load, run
 from rollout.recipes.command import number_fields
 from rollout.recipes.ppo import PPO, ActorCritic, Config
-from rollout.recipes.running import Folder, describe, trim_tables
+from rollout.recipes.running import Folder, describe, draw_gif, trim_tables
 
 ROOT = Path(__file__).parents[2]
 SMALL = Config(num_updates=4, num_steps=8, num_minibatches=2, num_epochs=1)
@@ -61,6 +61,16 @@ def test_run_without_a_package_for_drawing_still_returns(tmp_path, monkeypatch, 
     assert int(state.num_updates) == 4
     assert "no curve: install matplotlib\n" in capsys.readouterr().out
     assert not (tmp_path / "run" / "curve.png").exists()
+
+
+def test_missing_package_for_drawing_does_not_end_a_run(
+    finished, capsys, monkeypatch, tmp_path
+):
+    _, agent, state, _ = finished
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    draw_gif(agent, state, jax.random.key(0), None, tmp_path / "agent.gif")
+    hint = 'no GIF: pygame is not installed: pip install ".[render]"\n'
+    assert capsys.readouterr().out == hint
 
 
 def test_run_writes_a_row_per_update_and_per_evaluation(finished):

@@ -226,3 +226,31 @@ def wait_until_gone(pids, seconds=10):
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.01)
     return not any(map(alive, pids))
+
+
+class Levels(gymnasium.Env):
+    """Plays numbered levels: level n has n % 5 + 1 steps of reward n + 1."""
+
+    number = 0
+    observation_space = gymnasium.spaces.Box(0, 1000, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def at_episode(self, number):
+        assert type(number) is int
+        self.number = number
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return np.full(1, self.number, np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        is_last = self.count > self.number % 5
+        obs = np.full(1, self.number, np.float32)
+        return obs, self.number + 1.0, is_last, False, {}
+
+
+def make_levels():
+    """Wraps the levels, as `gymnasium.make` does."""
+    return gymnasium.wrappers.TimeLimit(Levels(), 100)

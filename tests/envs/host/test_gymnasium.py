@@ -11,6 +11,7 @@ import pytest
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from host_envs import Count
 
+import rollout
 from rollout import envs
 from rollout.envs.host.local_envs import LocalEnvs
 
@@ -219,3 +220,43 @@ def test_exception_in_a_vector_environment_is_raised():
         env.step(np.int32([1, 1]))
     with pytest.raises(ZeroDivisionError, match="at step 3"):
         env.step(np.int32([1, 1]))
+
+
+class Recorded(gymnasium.Env):
+    """Counts to `length`, and writes down every observation that it returns."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, length, log):
+        self.length, self.log, self.count = length, log, 0
+
+    def observe(self):
+        self.log.append(100.0 * (self.count == 0) + self.length + self.count)
+        return np.float32(self.log[-1:])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.count += 1
+        return self.observe(), 1.0, self.count == self.length, False, {}
+
+
+@pytest.mark.parametrize("mode", ["DISABLED", "NEXT_STEP"])
+def test_every_observation_updates_the_statistics_once(mode):
+    """Also if environments reset themselves, each in another step."""
+    log = []
+    env = SyncVectorEnv(
+        [functools.partial(Recorded, length, log) for length in (3, 4, 6)],
+        autoreset_mode=AutoresetMode[mode],
+    )
+    env = envs.NormalizeHostEnv(envs.from_gymnasium(env))
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.HostCollector(env=env, policy=policy)
+    collector.collect_steps(collector.init(jax.random.key(0)), None, 14)
+    statistics = env.shared.statistics.value[0]
+    assert round(float(statistics.count)) == len(log)
+    np.testing.assert_allclose(statistics.mean, [np.mean(log)], rtol=1e-3)

@@ -1,0 +1,80 @@
+"""Host environments with `at_episode` play every numbered scenario once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from host_envs import Levels, make_levels
+
+import rollout
+from rollout import envs
+
+KEY = jax.random.key(3)
+POLICY = rollout.stateless_policy(
+    lambda params, obs, key: jnp.zeros(len(jax.tree.leaves(obs)[0]), int)
+)
+
+
+def play(num_episodes):
+    """Plays the levels in a plain loop; returns their returns and lengths."""
+    env, returns, lengths = Levels(), [], []
+    for number in range(num_episodes):
+        env.at_episode(number)
+        env.reset(seed=number)
+        rewards, terminated = [], False
+        while not terminated:
+            _, reward, terminated, _, _ = env.step(0)
+            rewards.append(reward)
+        returns.append(sum(rewards))
+        lengths.append(len(rewards))
+    return returns, lengths
+
+
+def make_collector(num_envs, num_workers, **options):
+    env = envs.from_gymnasium(make_levels, num_envs, num_workers=num_workers)
+    return rollout.HostCollector(env=env, policy=POLICY, **options)
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "num_workers", "num_ready"),
+    [(1, None, None), (3, None, None), (16, None, None), (4, 2, None), (4, 2, 2)],
+)
+def test_every_scenario_is_played_once(num_envs, num_workers, num_ready):
+    collector = make_collector(num_envs, num_workers, num_ready=num_ready)
+    carry = collector.init(KEY)
+    # Steps before the call and the split into two calls do not change the numbers.
+    carry, _ = collector.collect_steps(carry, None, 4)
+    carry, first = collector.collect_episodes(carry, None, 5)
+    _, second = collector.collect_episodes(carry, None, 6)
+    collector.close()
+    returns, lengths = play(11)
+    join = lambda name: np.concatenate([getattr(first, name), getattr(second, name)])  # noqa: E731
+    np.testing.assert_array_equal(join("episode_return"), returns)
+    np.testing.assert_array_equal(join("episode_length"), lengths)
+    assert join("mask").all()
+
+
+def test_evaluate_and_normalization_play_the_same_scenarios():
+    env = envs.NormalizeHostEnv(envs.from_gymnasium(make_levels, 3), gamma=None)
+    carry = rollout.HostCollector(env=env, policy=POLICY).init(KEY)
+    collector = rollout.HostCollector(env=env, policy=POLICY).freeze(carry)
+    stats = rollout.evaluate(collector, None, KEY, num_episodes=8)
+    assert float(stats.returns.mean) == np.mean(play(8)[0])
+
+
+def test_lanes_count_their_episodes_as_in_jax():
+    collector = make_collector(2, None)
+    _, rows = collector.collect_steps(collector.init(KEY), None, 12)
+    np.testing.assert_array_equal(rows.obs[..., 0], rows.episode_id)
+
+
+def test_check_env_accepts_numbered_scenarios():
+    issues = rollout.check_env(envs.from_gymnasium(make_levels, 2))
+    assert [issue.name for issue in issues] == ["seed"]  # nothing is random
+
+
+def test_vector_environment_of_numbered_scenarios_raises():
+    vector_env = SyncVectorEnv([make_levels] * 2, autoreset_mode=AutoresetMode.DISABLED)
+    with pytest.raises(ValueError, match="`at_episode`, got SyncVectorEnv"):
+        envs.from_gymnasium(vector_env)
