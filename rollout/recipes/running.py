@@ -127,6 +127,11 @@ def run(
             "`eval_env` must be given with `evaluate_every` for host environments: an "
             "evaluation would end the episodes of the training. Create it like `env`."
         )
+    if agent.collector.is_host and innermost(eval_env) is innermost(agent.env):
+        raise ValueError(
+            "`eval_env` must be other environments than `agent.env`: an evaluation "
+            "would end the episodes of the training. Create it like `env`."
+        )
     if eval_env is not None and has_normalizer(eval_env) != has_normalizer(agent.env):
         raise ValueError(
             "`eval_env` must normalize observations exactly if `agent.env` does: the "
@@ -315,6 +320,13 @@ def obs_normalizer(env: Any) -> Any:
     return None
 
 
+def innermost(env: Any) -> Any:
+    """Returns the environment inside of all wrappers."""
+    while hasattr(env, "env"):
+        env = env.env
+    return env
+
+
 def has_normalizer(env: Any) -> bool:
     """Returns whether an environment normalizes observations."""
     return obs_normalizer(env) is not None
@@ -488,15 +500,17 @@ class TensorBoardWriter:
     """Writes scalars for TensorBoard, or nothing if the package is not installed."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._writer: Any = None
-        if importlib.util.find_spec("tensorboard") is not None:
-            module = "tensorboard.summary.writer.event_file_writer"
-            self._writer = importlib.import_module(module).EventFileWriter(str(folder))
 
     def write(self, steps: Any, metrics: dict[str, Any], evaluation: Any) -> None:
         """Writes the metrics of some updates, and the evaluation after the last one."""
-        if self._writer is None:
+        if importlib.util.find_spec("tensorboard") is None:
             return
+        if self._writer is None:  # the first call creates the file
+            name = "tensorboard.summary.writer.event_file_writer"
+            module = importlib.import_module(name)
+            self._writer = module.EventFileWriter(str(self._folder))
         proto = importlib.import_module("tensorboard.compat.proto.event_pb2")
         for i, count in enumerate(steps):
             event = proto.Event(step=int(count), wall_time=time.time())

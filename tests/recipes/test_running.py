@@ -175,6 +175,14 @@ def test_evaluation_environments_must_normalize_like_those_of_the_training(tmp_p
             run(one, jax.random.key(0), folder=tmp_path / "a", eval_env=other)
 
 
+def test_host_environments_are_not_both_trained_and_evaluated(tmp_path):
+    env = envs.from_gymnasium("CartPole-v1", num_envs=2)
+    agent = PPO(envs.NormalizeHostEnv(env), SMALL)
+    for eval_env in (agent.env, envs.NormalizeHostEnv(env)):
+        with pytest.raises(ValueError, match="`eval_env` must be other environments"):
+            run(agent, jax.random.key(0), folder=tmp_path / "a", eval_env=eval_env)
+
+
 def test_settings_may_be_numpy_numbers():
     config = SMALL.replace(
         gamma=np.float32(0.5), num_epochs=np.int64(1), hidden_layer_sizes=(np.int64(8),)
@@ -188,6 +196,7 @@ def test_agent_that_cannot_be_trained_leaves_the_folder_free(tmp_path):
     key, folder = jax.random.key(0), tmp_path / "run"
     with pytest.raises(ValueError, match="`num_minibatches` must divide"):
         run(make_agent(SMALL.replace(num_minibatches=7)), key, folder=folder)
+    assert not list(folder.iterdir())
     run(make_agent(SMALL.replace(num_updates=1)), key, folder=folder)
 
 
