@@ -20,6 +20,7 @@ config, NUM_ENVS = config.replace(num_updates=2, hidden_layer_sizes=(32,)), 4"""
     "flashbax": "",
     "gymnax": "",
     "purejaxql": "NUM_UPDATES = 20",
+    "rejax": "config = config.replace(num_updates=4)",
     "rlax": "NUM_UPDATES = 2000",
     "stable_baselines3": "config = config.replace(num_updates=20)",
 }
@@ -127,6 +128,12 @@ def check_gymnax(names, out):
     scores = names["scores"]
     assert scores[0] < 150 < 400 < scores[-1]
     assert out.splitlines()[-1].startswith("(500, 16, 4) return ")
+
+
+def check_rejax(names, out):
+    assert names["returns"].shape == (4,)
+    assert (names["returns"] > 20).all()  # 500 after all updates
+    assert out.splitlines()[-1] in ("0", "1")
 
 
 def check_flashbax(names, out):
