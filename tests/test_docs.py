@@ -437,7 +437,7 @@ def test_comparison_of_a_page_with_its_output():
     shown = page.format("[1. 2.] of 3\n 10 steps, 2,000 steps/s\n")
     check_printed(shown, "[1. 2.] of 3\n 10 steps, 2,000 steps/s\n", 0.0)
     check_printed(shown, "[1. 2.1] of 3\n 10 steps, 17 steps/s\n", 0.1)
-    check_printed(shown, "[1.\n 20. 3.] of 4\n 10 steps, 17 steps/s\n", math.inf)
+    check_printed(shown, "[ nan\n 20. 3.] of 4\n 10 steps, 17 steps/s\n", math.inf)
     check_printed("```python\nprint(1)\n```\n", "1\n", 0.0)  # shows nothing
     for tolerance in (0.0, 0.01, math.inf):
         with pytest.raises(AssertionError):

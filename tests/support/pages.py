@@ -6,7 +6,7 @@ import re
 import numpy as np
 
 MARK = "\0"  # printed between the blocks of a page
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d*)?(?:e[+-]?\d+)?")
+NUMBER = re.compile(r"\bnan\b|-?\d[\d,]*(?:\.\d*)?(?:e[+-]?\d+)?")
 
 
 def blocks(text: str, language: str = "python") -> list[str]:
@@ -69,4 +69,5 @@ def check_printed(text: str, out: str, tolerance: float) -> None:
 def _words(printed: str) -> list[str]:
     """The lines of an output without numbers, each kind of line once."""
     words = re.sub(r"#(\s+#)+", "#", NUMBER.sub("#", printed))
+    words = re.sub(r"\[\s+", "[", words)
     return list(dict.fromkeys(" ".join(x.split()) for x in words.splitlines()))
