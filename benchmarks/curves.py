@@ -11,7 +11,7 @@ keys are `title`, `ylabel`, `ylim`, `at` (a level to mark), and `xlabel` and `un
     python benchmarks/curves.py docs/recipes/sac.json --run --seeds 5
 
 first runs the program of `docs/recipes/sac.md` with seeds 0 to 4 and writes both lists
-to the file.
+to the file. If the file contains `lines`, they become the lines of the program's plot.
 """
 
 import argparse
@@ -30,12 +30,28 @@ import scipy.stats
 STYLE = Path(__file__).parents[1] / "docs" / "curves.mplstyle"
 
 
-def run_page(page: Path, seed: int) -> tuple[list[float], list[float]]:
-    """Runs the program of a recipe with a seed; returns its `steps` and `returns`."""
+def run_page(page: Path, seed: int) -> dict[str, tuple[Any, Any]]:
+    """Runs the program of a recipe with a seed.
+
+    Returns:
+        `steps` and `returns` of the program, if it defines them, as the line `""`; and
+        the coordinates of every line of its plot, by label.
+    """
     names: dict[str, Any] = {"__name__": "__main__"}
+    plt.close("all")
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         exec(recipes.source(page.stem, seed=seed), names)
-    return [np.asarray(names[x], float).tolist() for x in ("steps", "returns")]
+    lines: dict[str, tuple[Any, Any]] = {"": (names.get("steps"), names.get("returns"))}
+    for line in plt.gca().lines:
+        lines[str(line.get_label())] = line.get_data()
+    return lines
+
+
+def merge(runs: list[dict[str, tuple[Any, Any]]], label: str) -> dict[str, Any]:
+    """Joins a line of all seeds."""
+    steps, *_ = (np.asarray(run[label][0], float).tolist() for run in runs)
+    returns = [np.asarray(run[label][1], float).tolist() for run in runs]
+    return {"steps": steps, "returns": returns}
 
 
 def band(returns: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -89,9 +105,13 @@ def main() -> None:
     args = parser.parse_args()
     plt.switch_backend("agg")
     if args.run:
-        pages = [run_page(args.file.with_suffix(".md"), x) for x in range(args.seeds)]
+        runs = [run_page(args.file.with_suffix(".md"), x) for x in range(args.seeds)]
         data = json.loads(args.file.read_text()) if args.file.exists() else {}
-        data |= {"steps": pages[0][0], "returns": [returns for _, returns in pages]}
+        if "lines" in data:
+            labels = [x for x in runs[0] if x and not x.startswith("_")]
+            data["lines"] = {label: merge(runs, label) for label in labels}
+        else:
+            data |= merge(runs, "")
         args.file.write_text(json.dumps(data) + "\n")
     draw(json.loads(args.file.read_text()), args.file.with_suffix(".png"))
 

@@ -8,6 +8,7 @@ import importlib
 import json
 import pathlib
 import re
+import subprocess
 import sys
 
 import jax
@@ -24,6 +25,82 @@ def test_readme_of_the_benchmarks_lists_every_script():
     assert set(re.findall(r"`(\w+\.py)`", text)) == scripts
     for file in re.findall(r"`((?:docs|tests)/[a-z_/]+\.\w+)`", text):
         assert (ROOT / file).is_file(), file
+
+
+PAGE = """\
+# Numbers
+
+```python
+x = 3
+print("begin")
+```
+
+The next block prints two lines:
+
+```python
+print(x)
+with open("plot.png", "w") as file:
+    print("new", file=file)
+{last}
+```
+
+```text
+old
+```
+
+![A plot](plot.png)
+
+```text
+not printed
+```
+"""
+
+
+def regenerate(page: pathlib.Path) -> subprocess.CompletedProcess:
+    """Runs `benchmarks/pages.py` for a page."""
+    command = [sys.executable, FOLDER / "pages.py", page]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def page(tmp_path):
+    (tmp_path / "plot.png").write_text("old\n")
+    return tmp_path / "page.md"
+
+
+def test_results_of_a_page_are_those_of_its_program(page):
+    text = PAGE.format(last="print(x + 1)")
+    page.write_text(text)
+    assert regenerate(page).returncode == 0
+    assert page.read_text() == text.replace("old\n", "3\n4\n")
+    assert (page.parent / "plot.png").read_text() == "new\n"
+
+
+def test_picture_of_another_script_stays(page):
+    page.write_text(PAGE.format(last="print(x + 1)"))
+    (page.parent / "plot.json").touch()  # `curves.py` plots it
+    assert regenerate(page).returncode == 0
+    assert (page.parent / "plot.png").read_text() == "old\n"
+
+
+def test_page_whose_program_fails_stays(page):
+    text = PAGE.format(last="raise ValueError(x)")
+    page.write_text(text)
+    result = regenerate(page)
+    assert result.returncode == 1
+    assert "ValueError: 3" in result.stderr
+    assert result.stderr.endswith(f"programs that failed: {page}\n")
+    assert page.read_text() == text
+    assert (page.parent / "plot.png").read_text() == "old\n"
+
+
+def test_every_picture_of_the_pages_is_made_by_a_command():
+    """The README of the benchmarks lists the pictures that no page's program saves."""
+    listed = (FOLDER / "README.md").read_text()
+    for path in DOCS.rglob("*.png"):
+        programs = path.with_suffix(".md"), path.with_suffix(".json")
+        name = path.relative_to(ROOT).as_posix()
+        assert f"`{name}`" in listed or any(x.exists() for x in programs), name
 
 
 @pytest.mark.slow

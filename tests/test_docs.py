@@ -6,6 +6,7 @@ import html
 import importlib
 import inspect
 import json
+import math
 import pathlib
 import re
 import subprocess
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pages import blocks, inject, run
+from pages import MARK, blocks, check_printed, inject, program, run
 from PIL import Image
 
 import rollout
@@ -46,6 +47,13 @@ SMALLER = {
         "config = config.replace(num_updates=15, hidden_layer_sizes=(16, 16))",
     ],
 }
+# How far the numbers that a page prints may be from the shown ones. Of other pages only
+# the words are compared, as few optimizations, or less training, give other numbers.
+TOLERANCES = {
+    **dict.fromkeys((x for x in TEXTS if x.startswith("docs/concepts/")), 0.0),
+    "docs/agents.md": 0.0,
+    "docs/meta_rl.md": 0.01,
+}
 # Packages that only show numbers; the tests have no need of them.
 LOGGERS = ("tensorboardX", "wandb")
 
@@ -61,11 +69,6 @@ def headings(name: str) -> set[str]:
     words = (re.sub(r"[^\w\s-]", "", x) for x in re.findall(r"^#+ (.+)", text, re.M))
     slugs = {re.sub(r"[-\s]+", "-", x.strip().lower()) for x in words}
     return slugs | set(re.findall(r"^::: (\S+)", text, re.MULTILINE))
-
-
-def check_printed(name, out):
-    """The page shows what its code prints."""
-    assert out == "".join(re.findall(r"```text\n(.*?)```", TEXTS[name], re.DOTALL))
 
 
 def check_accelerators(names, out):
@@ -127,7 +130,6 @@ def check_endings(names, out):
     np.testing.assert_array_equal(np.argwhere(rows.terminated), [[2, 0], [5, 0]])
     np.testing.assert_array_equal(np.argwhere(rows.truncated), [[3, 1]])
     np.testing.assert_array_equal(names["target"], rows.obs[:, 1] - 6.0)
-    check_printed("docs/concepts/endings.md", out)
 
 
 def check_keys(names, out):
@@ -138,14 +140,12 @@ def check_keys(names, out):
     np.testing.assert_array_equal(obs, carry.obs[3])
     few, many = (jax.random.normal(jax.random.key(1), (size, 3)) for size in (8, 64))
     np.testing.assert_array_equal(few, many[:8])
-    check_printed("docs/concepts/keys.md", out)
 
 
 def check_lanes(names, out):
     mean = names["queue"].lengths.mean
     assert abs(mean - 6) < 4 * 4 / np.sqrt(1000)  # four deviations of that mean
     assert names["window"].lengths.mean < 6 - 4 * 4 / np.sqrt(1000)
-    check_printed("docs/concepts/lanes.md", out)
 
 
 def check_masks(names, out):
@@ -157,7 +157,6 @@ def check_masks(names, out):
     where, log = jax.numpy.where, jax.numpy.log
     slope = jax.grad(lambda x: log(where(rows.mask, x, 1.0)).sum())(rows.reward)
     np.testing.assert_array_equal(slope, rows.mask)
-    check_printed("docs/concepts/masks.md", out)
 
 
 def check_devices(names, out):
@@ -289,12 +288,6 @@ def check_streaming(names, out):
 
 
 def check_tutorial(names, out):
-    """What the page shows, but for the last digits of another processor."""
-    shown = "".join(
-        re.findall(r"```text\n(.*?)```", TEXTS["docs/tutorial.md"], re.DOTALL)
-    )
-    digits = re.compile(r"-?\d+\.\d+|[\d,]+(?= steps/s)")
-    assert digits.sub("#", out) == digits.sub("#", shown)
     best = 0.899  # the shortest ways from all places, counted by hand
     (value,) = re.findall(r"^PPO    return (\S+)", out, re.MULTILINE)
     assert abs(float(value) - best) < 0.03
@@ -434,12 +427,29 @@ def test_code_of_a_page_runs(name, request, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some of it writes files
     for logger in LOGGERS:
         monkeypatch.setitem(sys.modules, logger, mock.MagicMock())
-    code = "".join(blocks(TEXTS[name]))
+    code = program(TEXTS[name])
     for line in SMALLER.get(name, ()):
         code = inject(code, line)
     names = run(name, code)
+    out = capsys.readouterr().out
     check = globals()[f"check_{pathlib.Path(name).stem.lower()}"]  # of the same name
-    check(names, capsys.readouterr().out)
+    check(names, out.replace(MARK, ""))
+    if name != "docs/accelerators.md":  # the report of another version of jax
+        check_printed(TEXTS[name], out, TOLERANCES.get(name, math.inf))
+
+
+def test_comparison_of_a_page_with_its_output():
+    page = "```python\nprint(...)\n```\n\n```text\n{}```\n"
+    shown = page.format("[1. 2.] of 3\n 10 steps, 2,000 steps/s\n")
+    check_printed(shown, "[1. 2.] of 3\n 10 steps, 2,000 steps/s\n", 0.0)
+    check_printed(shown, "[1. 2.1] of 3\n 10 steps, 17 steps/s\n", 0.1)
+    check_printed(shown, "[ nan\n 20. 3.] of 4\n 10 steps, 17 steps/s\n", math.inf)
+    check_printed("```python\nprint(1)\n```\n", "1\n", 0.0)  # shows nothing
+    for tolerance in (0.0, 0.01, math.inf):
+        with pytest.raises(AssertionError):
+            check_printed(shown, "[1. 2.1] to 3\n 10 steps, 2 steps/s\n", tolerance)
+    with pytest.raises(AssertionError):
+        check_printed(shown, "[1. 2.1] of 3\n 10 steps, 2,000 steps/s\n", 0.01)
 
 
 def test_readme_and_its_first_example_are_short():

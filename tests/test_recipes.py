@@ -1,5 +1,6 @@
 """Recipes: the program of every page is short, runs as it stands, and learns."""
 
+import math
 import os
 import pathlib
 import re
@@ -14,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from compiles import QUICK_FLAGS
-from pages import blocks, inject, run
+from pages import blocks, check_printed, inject, run
 
 import rollout
 from rollout.envs.spaces import EnvSpec
@@ -248,7 +249,7 @@ BRAX = pytest.mark.filterwarnings("ignore")  # brax's own, of its age
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=BRAX if x == "sac" else ()) for x in LEARNT]
 )
-def test_program_learns(name, folder, request, quick_training):
+def test_program_learns(name, folder, request, capsys, quick_training):
     if name == "league":
         pytest.importorskip("pgx")
     if name in ("ippo", "smax", "vdn"):
@@ -263,6 +264,8 @@ def test_program_learns(name, folder, request, quick_training):
         pytest.importorskip("mujoco")
     names = run_page(name)
     assert LEARNT[name](names)
+    if "```text" in PAGES[name]:
+        check_printed(PAGES[name], capsys.readouterr().out, math.inf)
     if check := globals().get(f"check_{name}"):
         check(names)
 
