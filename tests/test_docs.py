@@ -5,6 +5,7 @@ import dataclasses
 import html
 import importlib
 import inspect
+import itertools
 import json
 import pathlib
 import re
@@ -601,6 +602,16 @@ def test_links_lead_to_files_and_headings(name):
         assert path.is_file(), link
         if anchor:
             assert anchor in headings(path.relative_to(ROOT).as_posix()), link
+
+
+@each_text
+def test_blank_lines_surround_a_table(name):
+    """Text next to a row becomes a row, or the table becomes text."""
+    text = re.sub(r"^```.*?^```", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
+    lines = text.splitlines()
+    for before, after in itertools.pairwise(lines):
+        if before.startswith("|") != after.startswith("|"):
+            assert not before or not after, (before, after)
 
 
 @each_text
