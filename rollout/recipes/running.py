@@ -181,7 +181,9 @@ def run(
         writer.write(steps, metrics, evaluation)
         print(progress_line(steps[-1], speed, metrics, evaluation), flush=True)
         progress = Progress(int(steps[-1]), state, metrics, evaluation)
-        is_stopped |= callback is not None and callback(progress) is False
+        result = None if callback is None else callback(progress)
+        # A comparison of arrays returns `np.bool_`, which is not `False`.
+        is_stopped |= result is not None and not result
     if evaluation is None:  # stopped by the callback, or resumed at the end
         evaluation = evaluate(state)
     draw_curve(files)

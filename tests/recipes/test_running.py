@@ -113,7 +113,8 @@ def test_target_return_and_callback_stop_the_training(tmp_path):
         )
         assert int(state.num_updates) == 2
     assert table(tmp_path / "a" / "evaluations.csv")["steps"] == 64
-    state, evaluation = run(agent, key, folder=tmp_path / "b", callback=lambda _: False)
+    stop = lambda progress: progress.steps < np.int64(0)  # noqa: E731, `np.False_`
+    state, evaluation = run(agent, key, folder=tmp_path / "b", callback=stop)
     assert int(state.num_updates) == 1
     assert evaluation.num_episodes == 100
 
