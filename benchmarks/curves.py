@@ -17,7 +17,6 @@ to the file. If the file contains `lines`, they become the lines of the program'
 import argparse
 import contextlib
 import json
-import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import recipes
-import scipy.stats
+
+import rollout
 
 STYLE = Path(__file__).parents[1] / "docs" / "curves.mplstyle"
 
@@ -60,10 +60,10 @@ def band(returns: Any) -> tuple[np.ndarray, np.ndarray]:
     Both are NaN at points without a value for every seed.
     """
     values = np.asarray(returns, float)  # null becomes NaN
-    num_seeds = len(values)
-    student = scipy.stats.t.ppf(0.975, num_seeds - 1) if num_seeds > 1 else math.nan
-    half = student * values.std(axis=0, ddof=1) / math.sqrt(num_seeds)
-    return values.mean(axis=0), half
+    if len(values) < 2:
+        return values[0], np.full(values[0].shape, np.nan)
+    mean, _, high = rollout.stats.mean_interval(values)
+    return mean, high - mean
 
 
 def plot(

@@ -23,7 +23,6 @@ import argparse
 import functools
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,8 +30,8 @@ from typing import Any
 
 import jax
 import learners_of_peers
+import numpy as np
 import recipes
-import scipy.stats
 from harness import machine
 from recipes import (
     PUREJAXRL,
@@ -155,8 +154,8 @@ def interval(values: dict[str, float]) -> tuple[float, float]:
     samples = list(values.values())
     if len(samples) < 2:
         return samples[0], math.nan
-    student = scipy.stats.t.ppf(0.975, len(samples) - 1)
-    return statistics.mean(samples), student * scipy.stats.sem(samples)
+    mean, _, high = rollout.stats.mean_interval(np.array(samples))
+    return float(mean), float(high - mean)
 
 
 def table(results: dict[str, Any]) -> str:

@@ -1,11 +1,17 @@
-"""Logs metrics of common mistakes in PPO on CartPole.
+"""Logs metrics of common mistakes: PPO and DQN on CartPole, SAC on Pendulum.
 
     python benchmarks/learning_problems.py
 
 trains `rollout/recipes/ppo.py` with three seeds per mistake, prints metrics of selected
 updates, and plots `docs/learning_problems.png`.
+
+    python benchmarks/learning_problems.py --agent dqn
+    python benchmarks/learning_problems.py --agent sac --seeds 2
+
+print the metrics of DQN or SAC with wrong endings.
 """
 
+import argparse
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -16,7 +22,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from rollout import envs
-from rollout.recipes import ppo
+from rollout.recipes import dqn, ppo, sac
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -119,8 +125,56 @@ def draw(metrics: dict[str, Any], names: list[str]) -> None:
         plt.close(figure)
 
 
+def mistaken(agent_class: Any) -> Any:
+    """Returns a subclass of DQN or SAC with wrong endings in the replay buffer."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Mistaken(agent_class):
+        endings: str = "healthy"
+
+        def change(self, t: Any) -> Any:
+            if self.endings == "time limit as failure":
+                return t.replace(terminated=t.done, truncated=jnp.zeros_like(t.done))
+            if self.endings == "terminated ignored":
+                return t.replace(terminated=jnp.zeros_like(t.done), truncated=t.done)
+            return t
+
+        def init_buffer(self, state: Any, trajectory: Any) -> Any:
+            return super().init_buffer(state, self.change(trajectory))
+
+        def learn(self, state: Any, buffer_state: Any, trajectory: Any) -> Any:
+            return super().learn(state, buffer_state, self.change(trajectory))
+
+    return Mistaken
+
+
+def print_off_policy(name: str, num_seeds: int) -> None:
+    """Trains DQN or SAC with each kind of endings, and prints the metrics."""
+    if name == "dqn":
+        agent = mistaken(dqn.DQN)(envs.make_vec("CartPole-v1", 16), dqn.Config())
+    else:
+        config = sac.Config(num_updates=12)
+        agent = mistaken(sac.SAC)(envs.make_vec("Pendulum-v1", 1), config)
+    updates = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0])
+    updates = np.maximum(1, np.round(updates * agent.config.num_updates)).astype(int)
+    print("updates", updates)
+    for endings in ("healthy", "time limit as failure", "terminated ignored"):
+        variant = agent.replace(endings=endings)
+        train = jax.jit(lambda key, x=variant: x.train(x.init(key))[1])
+        for seed, key in enumerate(jax.random.split(jax.random.key(0), num_seeds)):
+            for field, values in jax.device_get(train(key)).items():
+                print(endings, seed, f"{field:12}", values[updates - 1].round(4))
+
+
 def main() -> None:
     """Trains all variants, and prints and plots the metrics."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--agent", choices=["ppo", "dqn", "sac"], default="ppo")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="of DQN and SAC")
+    args = parser.parse_args()
+    if args.agent != "ppo":
+        print_off_policy(args.agent, args.seeds)
+        return
     plt.switch_backend("agg")
     metrics = measure()
     for name, fields in metrics.items():

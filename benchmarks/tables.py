@@ -46,11 +46,13 @@ def written() -> dict[Path, str]:
             accelerators, accelerators_page.NOTES, "docs/accelerators.md"
         ),
     }
-    mark, missing = re.compile(r"(<!-- table: (\w+) -->\n\n)(?:\|.*\n)*"), set(tables)
+    missing = set(tables)
+    # A table ends at a blank line: a line of text right below it would be a row.
+    mark = re.compile(r"(<!-- table: (\w+) -->\n\n)(?:\|.*\n)*\n*")
     for path in sorted(DOCS.rglob("*.md")):
         page = path.read_text()
         if names := {match[2] for match in mark.finditer(page)}:
-            files[path] = mark.sub(lambda x: f"{x[1]}{tables[x[2]]}\n", page)
+            files[path] = mark.sub(lambda x: f"{x[1]}{tables[x[2]]}\n\n", page)
             missing -= names
     if missing:
         raise ValueError(f"no page shows {sorted(missing)}")

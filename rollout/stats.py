@@ -1,4 +1,4 @@
-"""Computes statistics of the episodes in a trajectory, or of exactly N episodes."""
+"""Computes statistics of episodes, and means over seeds with their intervals."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout.moments import Moments, is_known, moments, moments_by_name
+from rollout.moments import Moments, is_known, moments, moments_by_name, xp_of
 from rollout.nonfinite import count_nonfinite
 from rollout.types import Episodes, Transition, check_data, check_trajectory
 
@@ -104,6 +104,38 @@ def _summarize(data: Transition | Episodes) -> CollectStats:
         lengths=moments(data.episode_length, ended),
         accumulated=moments_by_name(data.accumulated, ended),
     )
+
+
+def mean_interval(
+    x: jax.Array, *, axis: int = 0
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes the mean and its 95 % interval. Use it to plot curves of several seeds.
+
+        mean, low, high = mean_interval(metrics["return_mean"])  # [seeds, updates]
+
+    The interval is Student's t for independent values along `axis`. A NaN or infinity
+    is not skipped: the mean and the interval at that point are not finite.
+
+    Args:
+        x: `[S, ...]` numbers, for example one curve per seed.
+        axis: axis of the S values, at least two.
+
+    Returns:
+        The mean, the lower end and the upper end of the interval, float32, each of the
+        shape of `x` without `axis`: tracers inside of `jit`, otherwise NumPy arrays.
+
+    Raises:
+        ValueError: if there are fewer than two values along `axis`.
+    """
+    xp = xp_of(x)
+    x = xp.asarray(x)
+    if not -x.ndim <= axis < x.ndim or x.shape[axis] < 2:
+        raise ValueError(
+            f"`x` must have at least 2 values along axis {axis}, got shape {x.shape}. "
+            "A single seed has no interval: train more seeds."
+        )
+    of_axis = moments(x, xp.ones(x.shape, bool), axis=axis, xp=xp)
+    return of_axis.mean, of_axis.ci_low, of_axis.ci_high
 
 
 def present(episodes: Episodes) -> jax.Array:

@@ -236,6 +236,47 @@ def make_collector(env: Any, policy: Policy) -> Collector | HostCollector:
     return collector(env=env, policy=policy)
 
 
+def check_network(
+    name: str,
+    apply_fn: Callable[..., Any],
+    params: ArrayTree,
+    *inputs: Any,
+    sizes: tuple[int | None, ...],
+    batch_shape: tuple[int, ...] | None = None,
+) -> None:
+    """Checks the shapes of the outputs of a network, without running the network.
+
+    Args:
+        name: argument of the agent that has the network, for the message.
+        apply_fn: function from the parameters and the inputs to the outputs.
+        params: parameters of the network.
+        *inputs: inputs, `[..., *shape]`.
+        sizes: an entry per output: the size of its last axis, `[..., size]`, or None
+            for an output with one value per row, `[...]`.
+        batch_shape: the leading axes of all outputs. None for the leading axes of the
+            first output.
+
+    Raises:
+        ValueError: if the number of outputs or a shape is wrong.
+    """
+    got = jax.eval_shape(apply_fn, params, *inputs)
+    outputs = got if len(sizes) > 1 and isinstance(got, tuple | list) else (got,)
+    shapes = [getattr(x, "shape", None) for x in outputs]
+    if batch_shape is None and shapes[0]:
+        batch_shape = shapes[0][:-1]
+    tails = [() if size is None else (size,) for size in sizes]
+    if batch_shape is None or shapes != [(*batch_shape, *x) for x in tails]:
+        texts = [", ".join(["...", *map(str, x)]) for x in tails]
+        expected = " and ".join(f"[{x}]" for x in texts)
+        kind = "one array" if len(sizes) == 1 else f"a tuple of {len(sizes)} arrays"
+        shape_text = " and ".join(checks.describe(x) for x in outputs)
+        raise ValueError(
+            f"`{name}` must return {kind} of shape {expected}, got {shape_text}. Change"
+            " the last layers of the network. An output `[...]` has no last axis of "
+            "size 1: write `x[..., 0]`."
+        )
+
+
 def scan_updates(
     update_fn: Callable[[State], tuple[State, ArrayTree]],
     state: State,

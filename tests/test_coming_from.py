@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 from pages import blocks, check_printed, inject, run
+from PIL import Image
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "coming_from"
@@ -23,7 +24,10 @@ config, NUM_ENVS = config.replace(num_updates=2, hidden_layer_sizes=(32,)), 4"""
     "purejaxql": "NUM_UPDATES = 20",
     "rejax": "config = config.replace(num_updates=4)",
     "rlax": "NUM_UPDATES = 2000",
-    "stable_baselines3": "config = config.replace(num_updates=20)",
+    "stable_baselines3": """\
+config = config.replace(num_updates=20)
+settings = settings.replace(num_updates=6)
+robot_config = robot_config.replace(num_updates=2)""",
 }
 NEEDED = {"craftax_baselines": "craftax"}
 # Pages whose numbers are those of any compiler; of the others the words are compared.
@@ -106,11 +110,19 @@ def check_easyrl4rec(names, out):
 
 
 def check_stable_baselines3(names, out):
-    progress, *_, stats, action = out.splitlines()
+    progress, stats, action, first, few, judged, force = out.splitlines()
     assert progress.split()[0] == f"{8 * 128 * 20:,}"
     assert float(stats.split()[1]) > 50
     assert stats.endswith(", 100 episodes")
     assert action in ("0", "1")
+    assert first.split()[0] == f"{16 * (64 + 32 * 6):,}"
+    assert few.endswith(", 100 episodes")
+    assert judged.endswith(", 10 episodes")
+    assert -2 <= float(force.strip("[]")) <= 2
+    assert list(pathlib.Path("cartpole").glob("events.*"))
+    assert pathlib.Path("dqn/best").is_dir()
+    with Image.open("pendulum.gif") as image:
+        assert image.n_frames > 100
 
 
 def check_cleanrl(names, out):
@@ -169,9 +181,9 @@ def test_program_trains(name, request, capsys, tmp_path, monkeypatch):
     request.getfixturevalue("quick_compile" if is_short else "quick_training")
     pytest.importorskip(NEEDED.get(name, "jax"))
     monkeypatch.chdir(tmp_path)
-    (code,) = blocks(TEXTS[name])
-    if TRAINED[name]:
-        code = inject(code, TRAINED[name])
+    code = "".join(blocks(TEXTS[name]))
+    for line in TRAINED[name].split("\n"):
+        code = inject(code, line) if line else code
     if name == "brax" and importlib.util.find_spec("brax") is None:
         code = inject(code, 'ENV_ID = "Pendulum-v1"')
     names = run(f"docs/coming_from/{name}.md", code)
@@ -182,8 +194,8 @@ def test_program_trains(name, request, capsys, tmp_path, monkeypatch):
 def test_programs_of_a_page_are_python_and_short(name):
     for code in blocks(TEXTS[name], "py"):  # of the other library
         compile(code, name, "exec")
-    (here,) = blocks(TEXTS[name])
-    assert len(re.findall(r"^.*\S", here, re.MULTILINE)) <= 65
+    for code in blocks(TEXTS[name]):
+        assert len(re.findall(r"^.*\S", code, re.MULTILINE)) <= 65
 
 
 @pytest.mark.slow

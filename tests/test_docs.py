@@ -5,6 +5,7 @@ import dataclasses
 import html
 import importlib
 import inspect
+import itertools
 import json
 import math
 import pathlib
@@ -588,8 +589,8 @@ PUBLIC = {
 
 
 def exported_as(path: str) -> tuple[str, str]:
-    """The one of the three packages that a name belongs to, and the name."""
-    inner = re.match(r"rollout\.(?:envs|buffers)(?=\.)", path)
+    """The package that a name belongs to, or the file of an agent, and the name."""
+    inner = re.match(r"rollout\.(?:envs|buffers|recipes\.\w+)(?=\.)", path)
     return inner[0] if inner else "rollout", path.rpartition(".")[2]
 
 
@@ -617,6 +618,35 @@ def test_links_lead_to_files_and_headings(name):
         assert path.is_file(), link
         if anchor:
             assert anchor in headings(path.relative_to(ROOT).as_posix()), link
+
+
+@each_text
+def test_blank_lines_surround_a_table(name):
+    """Text next to a row becomes a row, or the table becomes text."""
+    text = re.sub(r"^```.*?^```", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
+    lines = text.splitlines()
+    for before, after in itertools.pairwise(lines):
+        if before.startswith("|") != after.startswith("|"):
+            assert not before or not after, (before, after)
+
+
+# Words that a user types into the search of the site, and the page that must have them.
+SEARCHES = {
+    "early stopping": ("recipes/ppo", "coming_from/stable_baselines3"),
+    "best model": ("recipes/ppo", "coming_from/stable_baselines3"),
+    "custom networks": ("recipes/ppo",),
+    "asymmetric critic": ("recipes/ppo",),
+    "learning rate schedule": ("recipes/ppo",),
+    "parameter sharing": ("agents", "recipes/ippo"),
+    "tensorboard": ("streaming", "recipes/ppo", "coming_from/stable_baselines3"),
+}
+
+
+@pytest.mark.parametrize("words", SEARCHES)
+def test_search_of_the_site_leads_to_the_page(words):
+    for page in SEARCHES[words]:
+        text = " ".join(TEXTS[f"docs/{page}.md"].split()).lower()
+        assert words in text, page
 
 
 @each_text

@@ -22,7 +22,7 @@ from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs
 from rollout.policies import EpsilonGreedy
-from rollout.training import Agent, jit_on_host
+from rollout.training import Agent, check_network, jit_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +231,8 @@ class DQN(Agent):
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
         """Initializes the training state without the carry and the buffer."""
         params = self.model.init(key, obs)
+        sizes = (self.spec.action_space.n,)
+        check_network("network", self.model.apply, params, obs, sizes=sizes)
         return TrainState(
             params=params,
             # Copy the parameters, so that the state can be donated.

@@ -26,7 +26,7 @@ from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient, normalize
 from rollout.platform import dot_general
 from rollout.targets import explained_variance
-from rollout.training import Agent, jit_on_host
+from rollout.training import Agent, check_network, jit_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +212,8 @@ class PPO(Agent):
         # Run seeds one at a time under `vmap`: on jax 0.10, batched decompositions of
         # `orthogonal` deadlock on few CPU cores.
         params = jax.custom_batching.sequential_vmap(self.model.init)(key, obs)
+        sizes = self.distribution.num_params, None
+        check_network("network", self.model.apply, params, obs, sizes=sizes)
         opt_state = self.optimizer.init(params)
         window = rollout.EpisodeWindow.init(self.config.stats_window_size)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))

@@ -25,7 +25,7 @@ from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient
 from rollout.platform import dot_general
 from rollout.policies import EpsilonGreedy
-from rollout.training import Agent, jit_on_host
+from rollout.training import Agent, check_network, jit_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,6 +214,8 @@ class PQN(Agent):
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
         """Initializes the training state without the carry."""
         params = self.model.init(key, obs)
+        sizes = (self.spec.action_space.n,)
+        check_network("network", self.model.apply, params, obs, sizes=sizes)
         return TrainState(
             params=params,
             opt_state=self.optimizer.init(params),

@@ -26,7 +26,7 @@ from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient, normalize
 from rollout.platform import dot_general
 from rollout.targets import explained_variance
-from rollout.training import Agent, jit_on_host
+from rollout.training import Agent, check_network, jit_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +255,11 @@ class RecurrentPPO(Agent):
         # Run seeds one at a time under `vmap`: on jax 0.10, batched decompositions of
         # `orthogonal` deadlock on few CPU cores.
         init = jax.custom_batching.sequential_vmap(self.model.init)
-        params = init(key, self.model.initialize_memory(self.spec.num_envs), obs)
+        memory = self.model.initialize_memory(self.spec.num_envs)
+        params = init(key, memory, obs)
+        heads = lambda *args: self.model.apply(*args)[1]  # noqa: E731
+        sizes = self.distribution.num_params, None
+        check_network("network", heads, params, memory, obs, sizes=sizes)
         opt_state = self.optimizer.init(params)
         window = rollout.EpisodeWindow.init(self.config.stats_window_size)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))

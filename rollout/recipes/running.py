@@ -197,6 +197,7 @@ def run(
         print(progress_line(steps[-1], speed, metrics, evaluation), flush=True)
         progress = Progress(int(steps[-1]), state, metrics, evaluation)
         result = None if callback is None else callback(progress)
+        # A comparison of arrays returns `np.bool_`, which is not `False`.
         is_stopped |= result is not None and not result
     if evaluation is None:  # stopped by the callback, or resumed at the end
         evaluation = evaluate(state)

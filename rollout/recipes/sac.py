@@ -23,7 +23,7 @@ from rollout.distributions import TanhNormal
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient
-from rollout.training import Agent, jit_on_host, scan_updates
+from rollout.training import Agent, check_network, jit_on_host, scan_updates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +194,18 @@ class SAC(Agent):
             "critic": init_critics(jnp.stack(critic_keys), obs, action),
             "log_alpha": jnp.zeros(()),
         }
+        actor, critics = self.actor.apply, jax.vmap(self.critic.apply, (0, None, None))
+        sizes = (self.distribution.num_params,)
+        check_network("actor_network", actor, params["actor"], obs, sizes=sizes)
+        check_network(
+            "critic_network",
+            critics,
+            params["critic"],
+            obs,
+            action,
+            sizes=(1,),
+            batch_shape=(2, self.spec.num_envs),
+        )
         return TrainState(
             params=params,
             target_params=jax.tree.map(jnp.copy, params["critic"]),
@@ -335,7 +347,8 @@ class SAC(Agent):
         distribution, stop_gradient = self.distribution, jax.lax.stop_gradient
         # Critics: eq. 5.
         value = self.value(params["critic"], batch.obs, batch.action)
-        critic_loss = 0.5 * ((value - batch.target[None]) ** 2).sum(0)
+        td_error = batch.target[None] - value
+        critic_loss, q_value = 0.5 * (td_error**2).sum(0), value.mean(0)
         # Actor: eq. 7 and 9. The gradient flows through the action into the actor.
         outputs = self.actor.apply(params["actor"], batch.obs)
         raw_action = distribution.transform_noise(outputs, batch.noise)
@@ -355,6 +368,8 @@ class SAC(Agent):
             "critic_loss": critic_loss,
             "actor_loss": actor_loss,
             "entropy": -log_prob,
+            "q_value": q_value,
+            "td_error": jnp.abs(td_error).mean(0),
         }
         return loss, metrics
 

@@ -25,7 +25,7 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient
 from rollout.policies import Greedy, RandomWarmup
-from rollout.training import Agent, jit_on_host, scan_updates
+from rollout.training import Agent, check_network, jit_on_host, scan_updates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +212,18 @@ class TD3(Agent):
             "actor": self.actor.init(actor_key, obs),
             "critic": init_critics(jnp.stack(critic_keys), obs, action),
         }
+        actor, critics = self.actor.apply, jax.vmap(self.critic.apply, (0, None, None))
+        sizes = (self.distribution.size,)
+        check_network("actor_network", actor, params["actor"], obs, sizes=sizes)
+        check_network(
+            "critic_network",
+            critics,
+            params["critic"],
+            obs,
+            action,
+            sizes=(1,),
+            batch_shape=(2, self.spec.num_envs),
+        )
         return TrainState(
             params=params,
             target_params=jax.tree.map(jnp.copy, params),

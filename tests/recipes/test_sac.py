@@ -247,8 +247,15 @@ def test_losses_are_those_of_the_paper(name):
         WANTED[name], *parts, params, batch
     )
     close(loss, critic_loss + actor_loss + temperature_loss)
-    expected = {"critic_loss": critic_loss, "actor_loss": actor_loss}
-    jax.tree.map(close, metrics, expected | {"entropy": surprise})
+    values, _ = min_value(params["critic"], batch.obs, batch.action, np)
+    expected = {
+        "critic_loss": critic_loss,
+        "actor_loss": actor_loss,
+        "entropy": surprise,
+        "q_value": values.mean(0),
+        "td_error": np.abs(values - batch.target[None]).mean(0),
+    }
+    jax.tree.map(close, metrics, expected)
 
 
 @pytest.mark.parametrize("name", ENTROPIES)

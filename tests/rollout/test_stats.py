@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import collect, of_episodes, raw
+from scipy import stats as scipy_stats
 
 import rollout
 from rollout.moments import merge
@@ -318,3 +319,31 @@ def test_statistics_do_not_promote_silently():
     with jax.numpy_dtype_promotion("strict"):
         values = moments(trajectory)
     assert jax.device_get(values) == jax.device_get(moments(trajectory))
+
+
+@pytest.mark.parametrize("num_seeds", [2, 3, 5, 8, 30])
+def test_interval_over_seeds_is_that_of_students_t(num_seeds):
+    x = np.random.default_rng(num_seeds).normal(100.0, 10.0, (num_seeds, 4))
+    got = rollout.stats.mean_interval(x)
+    scale = scipy_stats.sem(x, axis=0)
+    ends = scipy_stats.t.interval(0.95, num_seeds - 1, x.mean(axis=0), scale)
+    # float32, and an expansion of the quantile that is cut after its fourth term.
+    np.testing.assert_allclose(got, [x.mean(axis=0), *ends], rtol=1e-4)
+
+
+def test_interval_over_seeds_takes_any_axis_inside_and_outside_of_jit():
+    x = jnp.arange(24.0).reshape(2, 4, 3) ** 2
+    want = jnp.stack(rollout.stats.mean_interval(x[1]))
+    for axis in (1, -2):
+        run = jax.jit(lambda x, axis=axis: rollout.stats.mean_interval(x, axis=axis))
+        for got in (run(x), rollout.stats.mean_interval(x, axis=axis)):
+            assert [y.shape for y in got] == [(2, 3)] * 3
+            np.testing.assert_allclose(jnp.stack(got)[:, 1], want, rtol=1e-6)
+
+
+def test_interval_over_seeds_keeps_nan_and_needs_two_seeds():
+    x = np.array([[np.nan, 1.0], [2.0, 3.0]])
+    for values in rollout.stats.mean_interval(x):
+        assert np.isnan(values).tolist() == [True, False]
+    with pytest.raises(ValueError, match="at least 2 values along axis 0"):
+        rollout.stats.mean_interval(x[:1])
