@@ -144,6 +144,8 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _shape(self.shape))
+        # `np.float32` and its dtype compare equal, but hash differently.
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         dtype, bounds = narrow(self.dtype), (self.low, self.high)
         dtypes = jnp.floating, jnp.integer, jnp.bool_
         if not any(jnp.issubdtype(dtype, x) for x in dtypes):

@@ -236,6 +236,17 @@ def make_collector(env: Any, policy: Policy) -> Collector | HostCollector:
     return collector(env=env, policy=policy)
 
 
+def check_counts(config: Any, *names: str) -> None:
+    """Checks that hyperparameters are integers of at least 1, unless they are traced.
+
+    Raises:
+        ValueError: if a value is not an int of at least 1.
+    """
+    for name in names:
+        if checks.is_known(value := getattr(config, name)):
+            checks.int_between(f"config.{name}", value)
+
+
 def check_network(
     name: str,
     apply_fn: Callable[..., Any],

@@ -458,6 +458,21 @@ def test_number_of_episodes_in_the_mean_return_is_a_hyperparameter(name):
         assert window.episode_return.shape == (size,)
 
 
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("sac", "gradient_steps"),
+        ("dqn", "gradient_steps"),
+        ("dqn", "target_update_interval"),
+        ("td3", "policy_delay"),
+    ],
+)
+def test_counts_of_gradient_steps_are_checked(name, option):
+    agent = make_small(name)
+    with pytest.raises(ValueError, match=f"`config.{option}` must be an int of at"):
+        agent.replace(config=agent.config.replace(**{option: 0}))
+
+
 def test_number_of_updates_is_checked():
     agent = make_small("ppo")
     state = jax.eval_shape(agent.init, jax.random.key(0))

@@ -22,7 +22,7 @@ from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs
 from rollout.policies import EpsilonGreedy
-from rollout.training import Agent, check_network, jit_on_host
+from rollout.training import Agent, check_counts, check_network, jit_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,13 +162,16 @@ class DQN(Agent):
             `[..., n]`, as `QNetwork` does. None uses a `QNetwork`.
 
     Raises:
-        ValueError: if the action space is not a `Discrete`.
+        ValueError: if the action space is not a `Discrete`, or if
+            `config.gradient_steps` or `config.target_update_interval` is not at least
+            1.
     """
 
     config: Config = Config()
     network: nn.Module | None = None
 
     def __post_init__(self) -> None:
+        check_counts(self.config, "gradient_steps", "target_update_interval")
         space = self.spec.action_space
         if not isinstance(space, Discrete):
             raise ValueError(

@@ -25,7 +25,13 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient
 from rollout.policies import Greedy, RandomWarmup
-from rollout.training import Agent, check_network, jit_on_host, scan_updates
+from rollout.training import (
+    Agent,
+    check_counts,
+    check_network,
+    jit_on_host,
+    scan_updates,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +154,8 @@ class TD3(Agent):
             `[..., 1]`. None uses an `MLP`.
 
     Raises:
-        ValueError: if the action space is not a `Box` of floats.
+        ValueError: if the action space is not a `Box` of floats, or if
+            `config.gradient_steps` or `config.policy_delay` is not at least 1.
     """
 
     config: Config = Config()
@@ -156,6 +163,7 @@ class TD3(Agent):
     critic_network: nn.Module | None = None
 
     def __post_init__(self) -> None:
+        check_counts(self.config, "gradient_steps", "policy_delay")
         TanhNormal(self.spec.action_space)  # raises if the space is no Box of floats
 
     @functools.cached_property

@@ -364,6 +364,8 @@ def test_spaces_come_back_from_json():
     numbers = spaces.Dict({2: spaces.Discrete(3), 10: spaces.Discrete(4)})
     leaf = jax.ShapeDtypeStruct((2,), jnp.float32)
     shapes = spaces.space_of((leaf, {"parts": (leaf,)}))
-    for one in (space, numbers, shapes):
+    scalar_type = envs.Box(-1.0, 1.0, (1,), np.float32)
+    assert hash(scalar_type) == hash(envs.Box(-1.0, 1.0, (1,)))
+    for one in (space, numbers, shapes, scalar_type):
         data = json.loads(json.dumps(spaces.to_json(one)))
         assert spaces.from_json(data) == one
