@@ -173,9 +173,10 @@ def run(
         size = chunk_size(agent, evaluate_every, num_done)
         start = time.monotonic()
         state, metrics = train(state, size)
+        metrics = {name: np.asarray(x) for name, x in sorted(metrics.items())}
+        check_metrics(metrics, size)
         # Write the settings late: an agent that cannot be trained leaves no files.
         files.settings.write_text(json.dumps(settings, indent=1) + "\n")
-        metrics = {name: np.asarray(x) for name, x in sorted(metrics.items())}
         seconds = time.monotonic() - start
         steps = agent.env_steps(num_done + np.arange(1, size + 1))
         speed = (steps[-1] - agent.env_steps(num_done)) / seconds
@@ -248,6 +249,13 @@ def load(
     config_class = type(agent_class.__dataclass_fields__["config"].default)
     # A dict stands for a schedule; the code of schedules is not saved.
     numbers = {x: y for x, y in settings["config"].items() if not isinstance(y, dict)}
+    known = {field.name for field in dataclasses.fields(config_class)}
+    if unknown := sorted(settings["config"].keys() - known):
+        raise ValueError(
+            f"`agent_class` must be a class whose default `config` has a field "
+            f"`{unknown[0]}`, got {agent_class.__name__}: the agent in {folder} was "
+            "trained with another `Config`. Pass a subclass with that default."
+        )
     lists = {x: tuple(y) for x, y in numbers.items() if isinstance(y, list)}
     config = config_class(**numbers | lists)
     spec = EnvSpec(
@@ -459,6 +467,21 @@ def trim_tables(agent: Any, num_done: int, files: Folder) -> None:
             )
         if lines:
             path.write_bytes(b"".join(lines[: len(counts) + 1] if counts else []))
+
+
+def check_metrics(metrics: dict[str, np.ndarray], num_updates: int) -> None:
+    """Raises unless every metric is one number per update, with a name for a table."""
+    for name, values in metrics.items():
+        if name == "steps" or not name.isprintable() or any(x in name for x in ',"'):
+            raise ValueError(
+                "The name of a metric must not be `steps` and must not contain commas, "
+                f"quotes or line breaks, got {name!r}. Rename the metric in `update`."
+            )
+        if values.shape != (num_updates,):
+            raise ValueError(
+                f"Metric {name!r} must be one number per update, got shape "
+                f"{values.shape[1:]} per update. Return its mean from `update`."
+            )
 
 
 def append_rows(path: Path, columns: dict[str, Any]) -> None:

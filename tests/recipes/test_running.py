@@ -19,7 +19,13 @@ from rollout import checkpoint, envs
 from rollout.recipes import load, run
 from rollout.recipes.command import number_fields
 from rollout.recipes.ppo import PPO, ActorCritic, Config
-from rollout.recipes.running import Folder, describe, draw_gif, trim_tables
+from rollout.recipes.running import (
+    Folder,
+    check_metrics,
+    describe,
+    draw_gif,
+    trim_tables,
+)
 
 ROOT = Path(__file__).parents[2]
 SMALL = Config(num_updates=4, num_steps=8, num_minibatches=2, num_epochs=1)
@@ -181,6 +187,23 @@ def test_host_environments_are_not_both_trained_and_evaluated(tmp_path):
     for eval_env in (agent.env, envs.NormalizeHostEnv(env)):
         with pytest.raises(ValueError, match="`eval_env` must be other environments"):
             run(agent, jax.random.key(0), folder=tmp_path / "a", eval_env=eval_env)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("a, b", (4,)), ("steps", (4,)), ("loss", (4, 3))]
+)
+def test_metrics_must_fit_a_table(name, shape):
+    with pytest.raises(ValueError, match=name):
+        check_metrics({name: np.zeros(shape)}, 4)
+
+
+def test_fields_of_another_config_are_named(finished, tmp_path):
+    folder, *_ = finished
+    settings = json.loads((folder / "agent.json").read_text())
+    settings["config"]["bonus"] = 0.5
+    (tmp_path / "agent.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="default `config` has a field `bonus`"):
+        load(tmp_path)
 
 
 def test_settings_may_be_numpy_numbers():
