@@ -189,9 +189,10 @@ def typed_key(key: Any) -> None:
     """Checks that `key` is one typed key."""
     is_key = jnp.issubdtype(getattr(key, "dtype", bool), jax.dtypes.prng_key)
     if not is_key or key.shape:
+        hint = " For several keys, call `jax.vmap` of this function." if is_key else ""
         raise ValueError(
             "`key` must be one typed key as `jax.random.key(seed)` makes it, got "
-            f"{describe(key)}."
+            f"{describe(key)}.{hint}"
         )
 
 

@@ -18,7 +18,7 @@ from rollout import checks
 from rollout.collector import Collector
 from rollout.envs.host.types import HostVectorEnv
 from rollout.envs.spaces import EnvSpec, env_spec
-from rollout.envs.types import ArrayTree, hash_of_types
+from rollout.envs.types import ArrayTree, BaseVectorEnv, hash_of_types
 from rollout.host.host_collector import HostCollector
 from rollout.policies import Greedy
 from rollout.types import Policy, Transition
@@ -55,6 +55,23 @@ class Agent:
 
     env: Any
     config: Any = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, type):
+                raise ValueError(
+                    f"`{field.name}` must be an object, got the class "
+                    f"{value.__name__}. Write `{value.__name__}(...)`."
+                )
+        has_buffer = getattr(self.config, "learning_starts", None) is not None
+        if has_buffer and isinstance(self.env, BaseVectorEnv) and self.env.learns:
+            raise ValueError(
+                "`env` must have fixed statistics, since a replay buffer keeps "
+                "observations that were normalized earlier, got "
+                f"{type(self.env).__name__}. Collect some steps with a random policy, "
+                "and pass `collector.freeze(carry).env`."
+            )
 
     @property
     def policy(self) -> Policy:
@@ -93,8 +110,16 @@ class Agent:
 
         Args:
             key: one typed key, the source of all randomness of the training run.
+
+        Raises:
+            ValueError: if `env` is only an `EnvSpec`.
         """
         checks.typed_key(key)
+        if isinstance(self.env, EnvSpec):
+            raise ValueError(
+                "`env` must be environments to start episodes, got an EnvSpec. Make "
+                "the agent with environments, or call `init_learner(key, obs)`."
+            )
         carry_key, learner_key, key = jax.random.split(key, 3)
         carry = self.collector.init(carry_key)
         # Compile one program instead of many small programs.
@@ -237,14 +262,13 @@ def make_collector(env: Any, policy: Policy) -> Collector | HostCollector:
 
 
 def check_counts(config: Any, *names: str) -> None:
-    """Checks that hyperparameters are integers of at least 1, unless they are traced.
+    """Checks that hyperparameters are integers of at least 1.
 
     Raises:
-        ValueError: if a value is not an int of at least 1.
+        ValueError: if a value is not an int of at least 1, or if it is traced.
     """
     for name in names:
-        if checks.is_known(value := getattr(config, name)):
-            checks.int_between(f"config.{name}", value)
+        checks.int_between(f"config.{name}", getattr(config, name))
 
 
 def check_network(
@@ -264,8 +288,8 @@ def check_network(
         *inputs: inputs, `[..., *shape]`.
         sizes: an entry per output: the size of its last axis, `[..., size]`, or None
             for an output with one value per row, `[...]`.
-        batch_shape: the leading axes of all outputs. None for the leading axes of the
-            first output.
+        batch_shape: the leading axes of all outputs. None for the first axis of the
+            last input, `[B, ...]`.
 
     Raises:
         ValueError: if the number of outputs or a shape is wrong.
@@ -273,10 +297,9 @@ def check_network(
     got = jax.eval_shape(apply_fn, params, *inputs)
     outputs = got if len(sizes) > 1 and isinstance(got, tuple | list) else (got,)
     shapes = [getattr(x, "shape", None) for x in outputs]
-    if batch_shape is None and shapes[0]:
-        batch_shape = shapes[0][:-1]
+    leading = batch_shape or jax.tree.leaves(inputs[-1])[0].shape[:1]
     tails = [() if size is None else (size,) for size in sizes]
-    if batch_shape is None or shapes != [(*batch_shape, *x) for x in tails]:
+    if shapes != [(*leading, *x) for x in tails]:
         texts = [", ".join(["...", *map(str, x)]) for x in tails]
         expected = " and ".join(f"[{x}]" for x in texts)
         kind = "one array" if len(sizes) == 1 else f"a tuple of {len(sizes)} arrays"

@@ -473,6 +473,28 @@ def test_counts_of_gradient_steps_are_checked(name, option):
         agent.replace(config=agent.config.replace(**{option: 0}))
 
 
+@pytest.mark.parametrize("name", ["dqn", "sac", "td3"])
+def test_agents_with_a_buffer_require_fixed_statistics(name):
+    agent = make_small(name)
+    env = envs.NormalizeObs(agent.env)
+    with pytest.raises(ValueError, match="`env` must have fixed statistics"):
+        agent.replace(env=env)
+    collector = rollout.Collector(env=env, policy=agent.policy)
+    fixed = collector.freeze(collector.init(jax.random.key(0))).env
+    agent = agent.replace(env=fixed)
+    assert jax.eval_shape(agent.init, jax.random.key(0)).params
+
+
+def test_classes_instead_of_objects_are_named():
+    env = make_small("ppo").env
+    with pytest.raises(
+        ValueError, match=r"`network` must be an object, .* class Dense"
+    ):
+        PPO(env, network=nn.Dense)
+    with pytest.raises(ValueError, match="`config` must be an object"):
+        PPO(env, ppo.Config)
+
+
 def test_number_of_updates_is_checked():
     agent = make_small("ppo")
     state = jax.eval_shape(agent.init, jax.random.key(0))

@@ -191,8 +191,16 @@ def keep_agents(collector: Collector, params: Any) -> Collector:
     Args:
         collector: a collector of an environment with several agents.
         params: parameters of the policy.
+
+    Raises:
+        ValueError: if an accumulator of the collector already has the name.
     """
     layout_of(collector.env)  # raises if there is one agent
+    if _NAME in dict(collector.accumulators):
+        raise ValueError(
+            f"`collector.accumulators` must not contain the name {_NAME!r}, which "
+            "`evaluate_agents` adds. Rename the accumulator."
+        )
     shapes = collector.replace(record_fn=None).row_shape(params)
 
     def init(num_envs: int) -> Any:

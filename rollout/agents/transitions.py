@@ -239,7 +239,9 @@ def select_policy(rows: AgentRows, name: str) -> AgentRows:
     Returns:
         The transitions by group. Under a mapping function, `mask` is False in rows of
         other policies. Under a fixed mapping, the result has only the columns of agents
-        that the policy controls, `[T, B * n]`, and only groups with such agents.
+        that the policy controls, `[T, B * n]`, and only groups with such agents. Select
+        the same columns of `last_values`, for example of the agents 0 and 1 of a group:
+        `last.reshape(num_envs, -1)[:, :2].reshape(-1)`.
 
     Raises:
         ValueError: if the trajectory was not collected with a `policy_map` that has a
@@ -249,7 +251,10 @@ def select_policy(rows: AgentRows, name: str) -> AgentRows:
     for group, row in rows.items():
         policy_index = row.policy_index if isinstance(row, AgentTransition) else ()
         if not isinstance(policy_index, PolicyIndex):
-            raise ValueError("`rows` must be of a `policy_map`, got another policy.")
+            raise ValueError(
+                "`rows` must be transitions of a trajectory that was collected with a "
+                f"`policy_map`, got {checks.describe(row)} in group {group!r}."
+            )
         is_selected = policy_index.select(name, jnp.asarray(row.policy_id))
         if policy_index.columns is None:
             selected[group] = row.replace(mask=row.mask & is_selected)

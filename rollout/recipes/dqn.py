@@ -18,6 +18,7 @@ import optax
 from flax import struct
 
 import rollout
+from rollout import checks
 from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs
@@ -171,7 +172,10 @@ class DQN(Agent):
     network: nn.Module | None = None
 
     def __post_init__(self) -> None:
-        check_counts(self.config, "gradient_steps", "target_update_interval")
+        super().__post_init__()
+        check_counts(self.config, "gradient_steps", "stats_window_size")
+        if checks.is_known(self.config.target_update_interval):  # may be traced
+            check_counts(self.config, "target_update_interval")
         space = self.spec.action_space
         if not isinstance(space, Discrete):
             raise ValueError(
@@ -232,7 +236,7 @@ class DQN(Agent):
         return optax.adam(schedule)
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the training state without the carry and the buffer."""
+        """Initializes the training state; `init` sets carry, buffer and `key`."""
         params = self.model.init(key, obs)
         sizes = (self.spec.action_space.n,)
         check_network("network", self.model.apply, params, obs, sizes=sizes)

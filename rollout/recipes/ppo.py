@@ -26,7 +26,7 @@ from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient, normalize
 from rollout.platform import dot_general
 from rollout.targets import explained_variance
-from rollout.training import Agent, check_network, jit_on_host
+from rollout.training import Agent, check_counts, check_network, jit_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +175,10 @@ class PPO(Agent):
     config: Config = Config()
     network: nn.Module | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self.config, "num_minibatches", "num_epochs", "stats_window_size")
+
     @functools.cached_property
     def distribution(self) -> ActionDistribution:
         """The distribution over actions whose parameters the network outputs."""
@@ -208,7 +212,7 @@ class PPO(Agent):
         return optax.flatten(optax.chain(clip, adam))
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the training state without the carry."""
+        """Initializes the training state; `init` sets its `carry` and `key`."""
         # Run seeds one at a time under `vmap`: on jax 0.10, batched decompositions of
         # `orthogonal` deadlock on few CPU cores.
         params = jax.custom_batching.sequential_vmap(self.model.init)(key, obs)

@@ -25,7 +25,7 @@ from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient
 from rollout.platform import dot_general
 from rollout.policies import EpsilonGreedy
-from rollout.training import Agent, check_network, jit_on_host
+from rollout.training import Agent, check_counts, check_network, jit_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +158,8 @@ class PQN(Agent):
     network: nn.Module | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self.config, "num_minibatches", "num_epochs", "stats_window_size")
         space = self.spec.action_space
         if not isinstance(space, Discrete):
             raise ValueError(
@@ -212,7 +214,7 @@ class PQN(Agent):
         return optax.flatten(optax.chain(clip, optax.radam(schedule)))
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the training state without the carry."""
+        """Initializes the training state; `init` sets its `carry` and `key`."""
         params = self.model.init(key, obs)
         sizes = (self.spec.action_space.n,)
         check_network("network", self.model.apply, params, obs, sizes=sizes)

@@ -154,7 +154,8 @@ class SAC(Agent):
     critic_network: nn.Module | None = None
 
     def __post_init__(self) -> None:
-        check_counts(self.config, "gradient_steps")
+        super().__post_init__()
+        check_counts(self.config, "gradient_steps", "stats_window_size")
         TanhNormal(self.spec.action_space)  # raises if the space is no Box of floats
 
     @functools.cached_property
@@ -193,7 +194,7 @@ class SAC(Agent):
         return optax.adam(self.config.learning_rate)
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the training state without the carry and the buffer."""
+        """Initializes the training state; `init` sets carry, buffer and `key`."""
         actor_key, *critic_keys = jax.random.split(key, 3)
         action = jnp.zeros((self.spec.num_envs, self.distribution.size))
         init_critics = jax.vmap(self.critic.init, (0, None, None))

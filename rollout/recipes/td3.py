@@ -19,6 +19,7 @@ import optax
 from flax import struct
 
 import rollout
+from rollout import checks
 from rollout.buffers import ReplayBuffer
 from rollout.distributions import TanhNormal
 from rollout.envs.types import AnySpace, ArrayTree
@@ -163,7 +164,10 @@ class TD3(Agent):
     critic_network: nn.Module | None = None
 
     def __post_init__(self) -> None:
-        check_counts(self.config, "gradient_steps", "policy_delay")
+        super().__post_init__()
+        check_counts(self.config, "gradient_steps", "stats_window_size")
+        if checks.is_known(self.config.policy_delay):  # may be traced
+            check_counts(self.config, "policy_delay")
         TanhNormal(self.spec.action_space)  # raises if the space is no Box of floats
 
     @functools.cached_property
@@ -212,7 +216,7 @@ class TD3(Agent):
         return optax.adam(self.config.learning_rate)
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the training state without the carry and the buffer."""
+        """Initializes the training state; `init` sets carry, buffer and `key`."""
         actor_key, *critic_keys = jax.random.split(key, 3)
         action = jnp.zeros((self.spec.num_envs, self.distribution.size))
         init_critics = jax.vmap(self.critic.init, (0, None, None))

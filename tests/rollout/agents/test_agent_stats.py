@@ -4,6 +4,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import struct
 
 import rollout
@@ -54,3 +55,16 @@ def test_episodes_of_a_team_count_once():
         assert team.results.interval(name) == single.results.interval(name)
     assert team.returns.ci_low == single.returns.ci_low
     assert team.returns.count == single.returns.count == 40
+
+
+def test_name_of_an_accumulator_is_not_overwritten():
+    env = envs.vectorize(Team(), 2)
+    policy = rollout.random_policy(envs.Discrete(2))
+    mapping = rollout.agents.static_mapping("team")
+    collector = rollout.Collector(
+        env=env,
+        policy=rollout.agents.policy_map({"team": policy}, mapping, env),
+        accumulators={"agents": rollout.Accumulator(jnp.zeros, lambda x, row: x)},
+    )
+    with pytest.raises(ValueError, match="must not contain the name 'agents'"):
+        rollout.agents.evaluate_agents(collector, {"team": None}, jax.random.key(0), 4)
