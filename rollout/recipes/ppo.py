@@ -241,7 +241,10 @@ class PPO(Agent):
     def learn(
         self, state: TrainState, trajectory: rollout.Transition, last_value: jax.Array
     ) -> tuple[TrainState, Metrics]:
-        """Takes the gradient steps of one update on a trajectory `[T, B, ...]`."""
+        """Takes the gradient steps of one update on a trajectory `[T, B, ...]`.
+
+        Rows of agents whose `acting` is False train only the critic.
+        """
         config, value = self.config, trajectory.extras["value"]
         # V(next_obs). At a truncation, `next_obs` is the episode's last observation.
         next_value = rollout.next_values(trajectory, value, last_value)

@@ -53,11 +53,20 @@ class Folder(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Argument of the callback of `run`, which runs after each part of the training."""
+    """Argument of the callback of `run`, which runs after each part of the training.
 
-    steps: int  # environment steps so far
-    state: Any  # `TrainState` of the agent
-    metrics: dict[str, np.ndarray]  # `[n]`, one entry per update of this part
+    Attributes:
+        steps: environment steps so far.
+        state: the training state of the agent.
+        metrics: metrics of the n updates since the previous call, `[n]` by name. The
+            steps after each of these updates are
+            `agent.env_steps(int(state.num_updates) - n + np.arange(1, n + 1))`.
+        evaluation: the evaluation after the last update, or None.
+    """
+
+    steps: int
+    state: Any
+    metrics: dict[str, np.ndarray]  # [n]
     evaluation: rollout.stats.CollectStats | None
 
 
@@ -108,8 +117,8 @@ def run(
             least this; None trains for `config.num_updates` updates.
         resume: continues the run in `folder`, or starts it if there is none, so it may
             always be True. Settings must be equal, except `num_updates` and
-            `target_return`. If the learning rate is annealed, it follows the schedule
-            of the new `num_updates`.
+            `target_return`. Schedules are compared by name, not by value. If the
+            learning rate is annealed, it follows the schedule of the new `num_updates`.
         callback: function called with a `Progress` after each evaluation, or 20 times
             without `evaluate_every`. The training stops if it returns False.
         eval_env: host environments for evaluations during the training. JAX
