@@ -203,11 +203,21 @@ class Agent:
                 raise ValueError(f"`obs` must be in {space}, got {checks.describe(x)}.")
         return obs
 
+    def batch_shape(self, obs: ArrayTree) -> tuple[int, ...]:
+        """Returns the leading axes of observations `[..., *shape]`."""
+        leaf, leaf_shape = jax.tree.leaves(obs)[0], jax.tree.leaves(self._obs_leaves)[0]
+        return leaf.shape[: leaf.ndim - leaf_shape.ndim]
+
     @functools.cached_property
     def _obs_shape(self) -> Any:
         """Shapes of the leaves of a single observation."""
+        return jax.tree.map(jnp.shape, self._obs_leaves)
+
+    @property
+    def _obs_leaves(self) -> Any:
+        """A single observation, with shapes and dtypes in place of arrays."""
         sample = self.spec.observation_space.sample
-        return jax.tree.map(jnp.shape, jax.eval_shape(sample, jax.random.key(0)))
+        return jax.eval_shape(sample, jax.random.key(0))
 
     def freeze(self, state: Any) -> Self:
         """Fixes the statistics of normalized environments for evaluation."""
@@ -277,7 +287,7 @@ def check_network(
     params: ArrayTree,
     *inputs: Any,
     sizes: tuple[int | None, ...],
-    batch_shape: tuple[int, ...] | None = None,
+    batch_shape: tuple[int, ...],
 ) -> None:
     """Checks the shapes of the outputs of a network, without running the network.
 
@@ -288,8 +298,7 @@ def check_network(
         *inputs: inputs, `[..., *shape]`.
         sizes: an entry per output: the size of its last axis, `[..., size]`, or None
             for an output with one value per row, `[...]`.
-        batch_shape: the leading axes of all outputs. None for the first axis of the
-            last input, `[B, ...]`.
+        batch_shape: the leading axes of all outputs.
 
     Raises:
         ValueError: if the number of outputs or a shape is wrong.
@@ -297,9 +306,8 @@ def check_network(
     got = jax.eval_shape(apply_fn, params, *inputs)
     outputs = got if len(sizes) > 1 and isinstance(got, tuple | list) else (got,)
     shapes = [getattr(x, "shape", None) for x in outputs]
-    leading = batch_shape or jax.tree.leaves(inputs[-1])[0].shape[:1]
     tails = [() if size is None else (size,) for size in sizes]
-    if shapes != [(*leading, *x) for x in tails]:
+    if shapes != [(*batch_shape, *x) for x in tails]:
         texts = [", ".join(["...", *map(str, x)]) for x in tails]
         expected = " and ".join(f"[{x}]" for x in texts)
         kind = "one array" if len(sizes) == 1 else f"a tuple of {len(sizes)} arrays"

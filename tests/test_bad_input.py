@@ -378,7 +378,7 @@ REFUSED = {
     ],
     "`tree` must have leaves": [lambda: scan_minibatches(jnp.zeros((0, 4)), 2)],
     "`axis` must be": [lambda: scan_minibatches(trajectory(), 2, axis=2)],
-    "must be of a `policy_map`": [
+    "collected with a `policy_map`": [
         lambda: rollout.agents.select_policy({"a": trajectory()}, "a")
     ],
     # Functions and flags.

@@ -239,7 +239,14 @@ class DQN(Agent):
         """Initializes the training state; `init` sets carry, buffer and `key`."""
         params = self.model.init(key, obs)
         sizes = (self.spec.action_space.n,)
-        check_network("network", self.model.apply, params, obs, sizes=sizes)
+        check_network(
+            "network",
+            self.model.apply,
+            params,
+            obs,
+            sizes=sizes,
+            batch_shape=self.batch_shape(obs),
+        )
         return TrainState(
             params=params,
             # Copy the parameters, so that the state can be donated.

@@ -217,7 +217,14 @@ class PPO(Agent):
         # `orthogonal` deadlock on few CPU cores.
         params = jax.custom_batching.sequential_vmap(self.model.init)(key, obs)
         sizes = self.distribution.num_params, None
-        check_network("network", self.model.apply, params, obs, sizes=sizes)
+        check_network(
+            "network",
+            self.model.apply,
+            params,
+            obs,
+            sizes=sizes,
+            batch_shape=self.batch_shape(obs),
+        )
         opt_state = self.optimizer.init(params)
         window = rollout.EpisodeWindow.init(self.config.stats_window_size)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))

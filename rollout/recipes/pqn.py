@@ -217,7 +217,14 @@ class PQN(Agent):
         """Initializes the training state; `init` sets its `carry` and `key`."""
         params = self.model.init(key, obs)
         sizes = (self.spec.action_space.n,)
-        check_network("network", self.model.apply, params, obs, sizes=sizes)
+        check_network(
+            "network",
+            self.model.apply,
+            params,
+            obs,
+            sizes=sizes,
+            batch_shape=self.batch_shape(obs),
+        )
         return TrainState(
             params=params,
             opt_state=self.optimizer.init(params),

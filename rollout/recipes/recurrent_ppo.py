@@ -263,7 +263,15 @@ class RecurrentPPO(Agent):
         params = init(key, memory, obs)
         heads = lambda *args: self.model.apply(*args)[1]  # noqa: E731
         sizes = self.distribution.num_params, None
-        check_network("network", heads, params, memory, obs, sizes=sizes)
+        check_network(
+            "network",
+            heads,
+            params,
+            memory,
+            obs,
+            sizes=sizes,
+            batch_shape=self.batch_shape(obs),
+        )
         opt_state = self.optimizer.init(params)
         window = rollout.EpisodeWindow.init(self.config.stats_window_size)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))

@@ -205,7 +205,14 @@ class SAC(Agent):
         }
         actor, critics = self.actor.apply, jax.vmap(self.critic.apply, (0, None, None))
         sizes = (self.distribution.num_params,)
-        check_network("actor_network", actor, params["actor"], obs, sizes=sizes)
+        check_network(
+            "actor_network",
+            actor,
+            params["actor"],
+            obs,
+            sizes=sizes,
+            batch_shape=self.batch_shape(obs),
+        )
         check_network(
             "critic_network",
             critics,
