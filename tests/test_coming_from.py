@@ -110,11 +110,13 @@ def check_easyrl4rec(names, out):
 
 
 def check_stable_baselines3(names, out):
-    progress, stats, action, first, few, judged, force = out.splitlines()
+    progress, stats, action, loaded, first, few, judged, force = out.splitlines()
     assert progress.split()[0] == f"{8 * 128 * 20:,}"
     assert float(stats.split()[1]) > 50
     assert stats.endswith(", 100 episodes")
     assert action in ("0", "1")
+    assert loaded.endswith(", 100 episodes")
+    assert float(loaded.split()[1]) > 50  # the loaded agent plays like the trained one
     assert first.split()[0] == f"{16 * (64 + 32 * 6):,}"
     assert few.endswith(", 100 episodes")
     assert judged.endswith(", 10 episodes")

@@ -70,4 +70,5 @@ def _words(printed: str) -> list[str]:
     """The lines of an output without numbers, each kind of line once."""
     words = re.sub(r"#(\s+#)+", "#", NUMBER.sub("#", printed))
     words = re.sub(r"\[\s+", "[", words)
+    words = re.sub(r"\s+\]", "]", words)
     return list(dict.fromkeys(" ".join(x.split()) for x in words.splitlines()))
