@@ -51,6 +51,10 @@ class Agent:
             updates of a training run and `num_steps` is the number of steps per
             environment in each update. With a replay buffer, `learning_starts` is the
             number of environment steps before the first update.
+
+    Raises:
+        ValueError: if a field is a class instead of an object, or if `env` updates its
+            statistics of observations and `config` has `learning_starts`.
     """
 
     env: Any
@@ -310,10 +314,10 @@ def check_network(
     if shapes != [(*batch_shape, *x) for x in tails]:
         texts = [", ".join(["...", *map(str, x)]) for x in tails]
         expected = " and ".join(f"[{x}]" for x in texts)
-        kind = "one array" if len(sizes) == 1 else f"a tuple of {len(sizes)} arrays"
+        count = "one array" if len(sizes) == 1 else f"a tuple of {len(sizes)} arrays"
         shape_text = " and ".join(checks.describe(x) for x in outputs)
         raise ValueError(
-            f"`{name}` must return {kind} of shape {expected}, got {shape_text}. Change"
+            f"`{name}` must return {count} of shape {expected}, got {shape_text}. Change"
             " the last layers of the network. An output `[...]` has no last axis of "
             "size 1: write `x[..., 0]`."
         )

@@ -109,8 +109,8 @@ class HostVectorEnv(BaseVectorEnv):
         are ignored.
 
         Args:
-            numbers: `[B]` int32, numbers from 0, as in `rollout.envs.types.Env`.
-                Only the numbers of the environments that `reset` resets are used.
+            numbers: `[B]` int32, numbers from 0, as in `rollout.envs.types.Env`. The
+                next `reset` uses the numbers of the environments that it resets.
         """
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:

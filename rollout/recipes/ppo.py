@@ -170,6 +170,10 @@ class PPO(Agent):
         config: hyperparameters.
         network: a flax module that maps observations to `(outputs, value)`, as
             `ActorCritic` does. None uses an `ActorCritic`.
+
+    Raises:
+        ValueError: if a number of minibatches, epochs or episodes of `config` is not an
+            int of at least 1.
     """
 
     config: Config = Config()

@@ -258,8 +258,8 @@ def load(
     config_class = type(agent_class.__dataclass_fields__["config"].default)
     # A dict stands for a schedule; the code of schedules is not saved.
     numbers = {x: y for x, y in settings["config"].items() if not isinstance(y, dict)}
-    known = {field.name for field in dataclasses.fields(config_class)}
-    if unknown := sorted(settings["config"].keys() - known):
+    names = {field.name for field in dataclasses.fields(config_class)}
+    if unknown := sorted(settings["config"].keys() - names):
         raise ValueError(
             f"`agent_class` must be a class whose default `config` has a field "
             f"`{unknown[0]}`, got {agent_class.__name__}: the agent in {folder} was "
