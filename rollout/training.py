@@ -317,8 +317,8 @@ def check_network(
         count = "one array" if len(sizes) == 1 else f"a tuple of {len(sizes)} arrays"
         shape_text = " and ".join(checks.describe(x) for x in outputs)
         raise ValueError(
-            f"`{name}` must return {count} of shape {expected}, got {shape_text}. Change"
-            " the last layers of the network. An output `[...]` has no last axis of "
+            f"`{name}` must return {count} of shape {expected}, got {shape_text}. "
+            "Change the last layers of the network. An output `[...]` has no last axis of "
             "size 1: write `x[..., 0]`."
         )
 
