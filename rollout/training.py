@@ -318,8 +318,8 @@ def check_network(
         shape_text = " and ".join(checks.describe(x) for x in outputs)
         raise ValueError(
             f"`{name}` must return {count} of shape {expected}, got {shape_text}. "
-            "Change the last layers of the network. An output `[...]` has no last axis of "
-            "size 1: write `x[..., 0]`."
+            "Change the last layers of the network. An output `[...]` has no last axis "
+            "of size 1: write `x[..., 0]`."
         )
 
 
