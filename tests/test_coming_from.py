@@ -121,7 +121,8 @@ def check_stable_baselines3(names, out):
     assert few.endswith(", 100 episodes")
     assert judged.endswith(", 10 episodes")
     assert -2 <= float(force.strip("[]")) <= 2
-    assert list(pathlib.Path("cartpole").glob("events.*"))
+    has_tensorboard = importlib.util.find_spec("tensorboard") is not None
+    assert bool([*pathlib.Path("cartpole").glob("events.*")]) == has_tensorboard
     assert pathlib.Path("dqn/best").is_dir()
     with Image.open("pendulum.gif") as image:
         assert image.n_frames > 100
