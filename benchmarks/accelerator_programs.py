@@ -21,7 +21,7 @@ from harness import lanes
 
 import rollout
 from rollout import buffers, envs
-from rollout.envs import auto_reset, masked_update
+from rollout.envs import auto_reset
 from rollout.envs.wrappers.wrapper import Wrapper
 from rollout.recipes.ppo import PPO, Config
 from rollout.stream.batch import make_batch
@@ -253,7 +253,7 @@ class CostlyReset(Wrapper):
 def costly_reset(mode: str, num_envs: int, strategy: str) -> Any:
     """Makes a collector over environments with an expensive reset."""
     # "auto" selects `switch` if it is fastest; it has no public name.
-    auto_reset.BY_NAME.setdefault("switch", masked_update.switch)
+    auto_reset.BY_NAME.setdefault("switch", auto_reset.switch)
     env = CostlyReset(envs.make(ENV_ID), mode)
     vector = envs.vectorize(env, num_envs, auto_reset=strategy)
     return rollout.Collector(env=vector, policy=rollout.random_policy(env.action_space))

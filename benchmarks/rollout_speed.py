@@ -39,8 +39,8 @@ from jax import lax
 
 import rollout
 from rollout import envs
-from rollout.kernel import episode_keys
-from rollout.kernel.carry import roots_of
+from rollout.kernel import keys
+from rollout.kernel.state import roots_of
 from rollout.kernel.step import act, init, step_env
 
 NUM_ENVS = (16, 128, 1024, 4096)
@@ -82,7 +82,7 @@ def bare_loop(case: Case) -> Loop:
 
         roots = roots_of(collector, carry)
         steps = carry.step + jnp.arange(case.num_steps, dtype=jnp.int32)
-        return lax.scan(step, carry, episode_keys.at_step(roots.policy, steps))
+        return lax.scan(step, carry, keys.at_step(roots.policy, steps))
 
     return Loop(functools.partial(init, collector), run)
 

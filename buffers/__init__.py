@@ -7,10 +7,10 @@ stores a ring of transitions per lane and samples them uniformly.
 `rollout.checkpoint` saves a buffer state.
 
 `replay` implements the methods that all buffers share. `prioritized`, `episodic` and
-`sharded_buffer` override some of them. `ring` and `final_obs` write rows, `neighbours`
-follows episodes from row to row, `sampling` and `sum_tree` sample rows, and `batches`
-reads the sampled rows. `types` defines the containers, and `fields` reads fields by
-name. `rollout.buffers.offline` converts between buffers and recorded datasets.
+`sharded_buffer` override some of them. `ring` writes rows, `neighbours` reads fields
+and follows episodes from row to row, `sampling` samples rows and builds batches, and
+`sum_tree` samples in proportion to priorities. `types` defines the containers.
+`offline` converts between buffers and recorded datasets.
 """
 
 from rollout.buffers import offline as offline

@@ -8,7 +8,7 @@ from flax import struct
 from jax import lax
 
 from rollout import checks
-from rollout.buffers import fields, neighbours, ring
+from rollout.buffers import neighbours, ring
 from rollout.buffers.replay import ReplayBuffer
 from rollout.buffers.types import EpisodicState
 from rollout.envs import trees
@@ -49,7 +49,7 @@ class EpisodeBuffer(ReplayBuffer):
                 `terminated` or `truncated`.
         """
         empty = super().init(transition, params)
-        fields.need(empty.experience, fields.FLAGS, "`EpisodeBuffer`")
+        neighbours.require_fields(empty.experience, neighbours.FLAGS, "`EpisodeBuffer`")
         return EpisodicState(
             ring=empty.replace(lost=jnp.zeros((self.num_envs,), bool)),
             pending=jnp.zeros((self.num_envs,), jnp.int32),
@@ -94,7 +94,7 @@ class EpisodeBuffer(ReplayBuffer):
         size = jnp.minimum(memory.size, self.num_slots - pending)
         lost = memory.lost | (size < memory.size)
         # At an episode end the head passes the pending rows, so they become visible.
-        done = mask & fields.done(row)
+        done = mask & neighbours.done_of(row)
         visible = jnp.where(done, pending, 0)
         state = EpisodicState(
             ring=memory.replace(

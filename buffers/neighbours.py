@@ -7,15 +7,52 @@ episode if the first row has no flag set and the recorded `episode_id` and
 therefore also end at the gap.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rollout.buffers import fields
 from rollout.buffers.types import RingState
 from rollout.envs import trees
 from rollout.envs.types import ArrayTree
+
+FLAGS = ("terminated", "truncated")
+
+
+def get_field(tree: ArrayTree, name: str) -> ArrayTree | None:
+    """Returns the field `name` of `tree`, or None if it is not recorded."""
+    value = tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
+    return None if isinstance(value, tuple) and not value else value
+
+
+def replace_fields(tree: ArrayTree, **values: ArrayTree) -> ArrayTree:
+    """Returns `tree` with fields replaced; ignores fields that `tree` lacks."""
+    if isinstance(tree, Mapping):
+        mapping_type: Any = type(tree)
+        return mapping_type({**tree, **{k: values[k] for k in values if k in tree}})
+    values = {name: values[name] for name in values if hasattr(tree, name)}
+    if hasattr(tree, "_replace"):
+        return tree._replace(**values)
+    return dataclasses.replace(tree, **values) if values else tree
+
+
+def done_of(tree: ArrayTree) -> jax.Array:
+    """Returns `terminated | truncated`, bool."""
+    terminated, truncated = require_fields(tree, FLAGS, "The buffer")
+    return terminated | truncated
+
+
+def require_fields(
+    tree: ArrayTree, names: tuple[str, ...], caller: str
+) -> tuple[Any, ...]:
+    """Returns the fields `names`; raises `ValueError` if `tree` lacks one."""
+    values = tuple(get_field(tree, name) for name in names)
+    for name, value in zip(names, values, strict=True):
+        if value is None:
+            raise ValueError(f"{caller} needs the field `{name}` in the transition.")
+    return values
 
 
 def read(memory: ArrayTree, row: jax.Array) -> ArrayTree:
@@ -27,7 +64,7 @@ def read(memory: ArrayTree, row: jax.Array) -> ArrayTree:
 
 def read_field(ring: RingState, name: str, row: jax.Array) -> ArrayTree:
     """Reads a field of rows; raises `ValueError` if the field is not recorded."""
-    (memory,) = fields.need(ring.experience, (name,), "This call")
+    (memory,) = require_fields(ring.experience, (name,), "This call")
     return read(memory, row)
 
 
@@ -76,7 +113,7 @@ def goes_on(ring: RingState, row: jax.Array) -> jax.Array:
 def marks(rows: ArrayTree) -> dict[str, jax.Array]:
     """Returns the fields of `rows` that `is_next` compares, if recorded."""
     names = ("episode_id", "episode_length")
-    columns = {name: fields.get(rows, name) for name in names}
+    columns = {name: get_field(rows, name) for name in names}
     return {name: value for name, value in columns.items() if value is not None}
 
 
@@ -101,7 +138,7 @@ def has_successor(ring: RingState, row: jax.Array) -> jax.Array:
 
 def has_next_obs(ring: RingState) -> bool:
     """Returns whether rows have successors, either stored or shared."""
-    return bool(ring.final_obs) or fields.get(ring.experience, "next_obs") is not None
+    return bool(ring.final_obs) or get_field(ring.experience, "next_obs") is not None
 
 
 def successor(ring: RingState, row: jax.Array) -> ArrayTree:
@@ -179,7 +216,7 @@ def _connected_rows(
 
 def is_first(ring: RingState, row: jax.Array) -> jax.Array:
     """Returns bool, True for rows that certainly begin an episode."""
-    if fields.get(ring.experience, "episode_length") is not None:
+    if get_field(ring.experience, "episode_length") is not None:
         return read_field(ring, "episode_length", row) == 1
     previous = move(ring, row, -1)
     # The row before the oldest row of a full lane may have been evicted.
@@ -197,7 +234,7 @@ def ends_whole(ring: RingState, row: jax.Array, max_length: int) -> jax.Array:
     is_kept = age(ring, row) + length <= ring.size[row % ring.num_envs]
     complete = is_done(ring, row) & is_kept & (length <= max_length)
     first = first_of(ring, row)
-    if fields.get(ring.experience, "episode_id") is not None:
+    if get_field(ring.experience, "episode_id") is not None:
         last_id, first_id = (read_field(ring, "episode_id", r) for r in (row, first))
         complete &= last_id == first_id
     complete &= read_field(ring, "episode_length", first) == 1

@@ -10,8 +10,8 @@ from jax import lax
 
 from rollout import checks
 from rollout.buffers import neighbours, ring, sampling, sum_tree
-from rollout.buffers.batches import SampleOptions
 from rollout.buffers.replay import ReplayBuffer, as_rows, jit_method
+from rollout.buffers.sampling import SampleOptions
 from rollout.buffers.types import Batch, PrioritizedState, Sequences
 from rollout.envs.types import ArrayTree
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from rollout import checks, programs
-from rollout.buffers import batches, fields, neighbours, ring, sampling
+from rollout.buffers import neighbours, ring, sampling
 from rollout.buffers.types import Batch, RingState, Sequences
 from rollout.envs.types import ArrayTree
 
@@ -114,7 +114,7 @@ class ReplayBuffer(struct.PyTreeNode):
     n_step: int | None = struct.field(pytree_node=False, default=None, kw_only=True)
     gamma: float | jax.Array | None = struct.field(default=None, kw_only=True)
     stack: int | None = struct.field(pytree_node=False, default=None, kw_only=True)
-    relabel_fn: batches.RelabelFn | None = struct.field(
+    relabel_fn: sampling.RelabelFn | None = struct.field(
         pytree_node=False, default=None, kw_only=True
     )
     relabel_horizon: int = struct.field(pytree_node=False, default=64, kw_only=True)
@@ -195,7 +195,7 @@ class ReplayBuffer(struct.PyTreeNode):
                 `init`. The message names the leaf.
         """
         self._check_state(state)
-        mask = fields.get(trajectory, "mask")
+        mask = neighbours.get_field(trajectory, "mask")
         return self._add(state, *ring.check_rows(state.ring, trajectory, mask))
 
     def size(self, state: ArrayTree) -> jax.Array:
@@ -307,7 +307,7 @@ class ReplayBuffer(struct.PyTreeNode):
         is_valid = neighbours.is_stored(state.ring, last) & is_end(last)
         first = neighbours.first_of(state.ring, last)
         weights = is_valid.astype(jnp.float32)
-        return batches.sequences(state.ring, first, weights, max_length)
+        return sampling.sequences(state.ring, first, weights, max_length)
 
     @jit_method("max_length")
     def count_episodes(self, state: ArrayTree, max_length: int) -> jax.Array:
@@ -345,7 +345,7 @@ class ReplayBuffer(struct.PyTreeNode):
             Rows `[..., *leaf]` with the structure of the transition of `init`. A field
             `mask` is False for row numbers without a stored row or without a successor.
         """
-        return batches.read(state.ring, as_rows(indices))
+        return sampling.read_rows(state.ring, as_rows(indices))
 
     @jit_method()
     def to_trajectory(self, state: ArrayTree) -> tuple[ArrayTree, jax.Array]:
@@ -363,7 +363,7 @@ class ReplayBuffer(struct.PyTreeNode):
         slot = ((memory.head - memory.size)[None] + time) % memory.num_slots
         row = slot * memory.num_envs + lane
         mask = (time < memory.size[None]) & neighbours.has_successor(memory, row)
-        return batches.read(memory, row), mask
+        return sampling.read_rows(memory, row), mask
 
     def _add(self, state: Any, rows: ArrayTree, mask: jax.Array) -> Any:
         """Stores the rows `[T, B, ...]` for which `mask`, `[T, B]` bool, is True."""
@@ -384,7 +384,7 @@ class ReplayBuffer(struct.PyTreeNode):
             # A new object keeps the function from being reused from the jit cache.
             static_fn = programs.static(relabel_fn, state, key, self.gamma)
             relabel_fn = static_fn or functools.partial(relabel_fn)
-        options = batches.SampleOptions(
+        options = sampling.SampleOptions(
             batch_size=batch_size,
             beta=beta,
             n_step=self.n_step,
@@ -406,13 +406,15 @@ class ReplayBuffer(struct.PyTreeNode):
         beta: Any = None,
     ) -> Sequences:
         """Samples sequences; `beta` is the exponent of importance weights."""
-        options = batches.SampleOptions(batch_size=batch_size, beta=beta, length=length)
+        options = sampling.SampleOptions(
+            batch_size=batch_size, beta=beta, length=length
+        )
         buffer = self.replace(n_step=None, gamma=None, stack=None, relabel_fn=None)
         return buffer._sample(state, key, options)
 
     @jit_method()
     def _sample(
-        self, state: ArrayTree, key: chex.PRNGKey, options: batches.SampleOptions
+        self, state: ArrayTree, key: chex.PRNGKey, options: sampling.SampleOptions
     ) -> Any:
         """Validates the arguments, and samples a batch."""
         self._check_state(state)
@@ -421,18 +423,18 @@ class ReplayBuffer(struct.PyTreeNode):
         return self._draw_batch(state, key, options)
 
     def _draw_batch(
-        self, state: ArrayTree, key: chex.PRNGKey, options: batches.SampleOptions
+        self, state: ArrayTree, key: chex.PRNGKey, options: sampling.SampleOptions
     ) -> Batch | Sequences:
         read_key = key
         if options.relabel_fn is not None:
             key, read_key = jax.random.split(key)
         row, weights = self._draw(state, key, options)
         if options.length is not None:
-            return batches.sequences(state.ring, row, weights, options.length)
-        return batches.transitions(state.ring, row, weights, read_key, options)
+            return sampling.sequences(state.ring, row, weights, options.length)
+        return sampling.transitions(state.ring, row, weights, read_key, options)
 
     def _draw(
-        self, state: ArrayTree, key: chex.PRNGKey, options: batches.SampleOptions
+        self, state: ArrayTree, key: chex.PRNGKey, options: sampling.SampleOptions
     ) -> tuple[jax.Array, jax.Array]:
         """Samples `[S]` rows and their weights; the weight of an unusable row is 0."""
         memory, num_draws = state.ring, options.batch_size

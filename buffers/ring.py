@@ -16,10 +16,113 @@ import numpy as np
 from jax import lax
 
 from rollout import checks, platform
-from rollout.buffers import fields, final_obs
-from rollout.buffers.types import RingState
+from rollout.buffers import neighbours
+from rollout.buffers.types import FinalObs, RingState
 from rollout.envs import trees
 from rollout.envs.types import ArrayTree
+
+
+def init_final_obs(
+    obs: ArrayTree, final_obs_capacity: int, num_slots: int, num_envs: int
+) -> FinalObs:
+    """Initializes an empty side ring for observations like `obs`, `[B, ...]`."""
+    return FinalObs(
+        obs=jax.tree.map(
+            lambda x: jnp.zeros((final_obs_capacity, *x.shape[1:]), x.dtype), obs
+        ),
+        row=jnp.full((final_obs_capacity,), -1, jnp.int32),
+        place=jnp.full((num_slots, num_envs), -1, jnp.int32),
+        head=jnp.zeros((), jnp.int32),
+    )
+
+
+def write_final_obs(
+    final_obs: FinalObs, next_obs: ArrayTree, done: jax.Array, slot: jax.Array
+) -> tuple[FinalObs, jax.Array]:
+    """Stores the successors of written rows that end an episode.
+
+    Args:
+        final_obs: side ring before the write.
+        next_obs: `[T, B, ...]`, true successors.
+        done: `[T, B]` bool, True if the row ends an episode.
+        slot: `[T, B]` int32, slot of each row; N if the row is not written.
+
+    Returns:
+        The side ring after the write, and the values of `FinalObs.place` for the rows,
+        `[T, B]` int32.
+    """
+    num_slots, num_envs = final_obs.place.shape
+    capacity = final_obs.row.shape[0]
+    is_final = (done & (slot < num_slots)).reshape(-1)
+    # Final observations are numbered from 1 in time order.
+    number = jnp.cumsum(is_final, dtype=jnp.int32)
+    total = number[-1]
+    # If they exceed the capacity, only the last ones are written: no index repeats.
+    is_kept = is_final & (number > total - capacity)
+    index = jnp.where(is_kept, (final_obs.head + number - 1) % capacity, -1)
+    row = (slot * num_envs + jnp.arange(num_envs, dtype=jnp.int32)[None]).reshape(-1)
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), next_obs), row
+    # The rows to write are numbered from 0, oldest first.
+    order = jnp.where(is_kept, number - 1 - jnp.maximum(total - capacity, 0), -1)
+    memory = final_obs.obs, final_obs.row
+    obs, final_row = platform.choose(
+        _write_in_rounds, _write_apart, memory, rows, order, index
+    )
+    head = (final_obs.head + total) % capacity
+    written = final_obs.replace(obs=obs, row=final_row, head=head)
+    return written, index.reshape(slot.shape)
+
+
+def _write_in_rounds(
+    memory: ArrayTree, rows: ArrayTree, order: jax.Array, index: jax.Array
+) -> ArrayTree:
+    """Writes rows to `index` in the given `order`, a few rows per round.
+
+    Few rows are final, so one round usually suffices. `order` and `index` are `[T * B]`
+    int32, -1 for unwritten rows.
+    """
+    num_rows = order.shape[0]
+    capacity = jax.tree.leaves(memory)[0].shape[0]
+    # One round of this many rows nearly always suffices, and it is cheap.
+    chunk_size = max(1, num_rows // 16)
+    padded_size = -(-min(num_rows, capacity) // chunk_size) * chunk_size
+    # `source` inverts `order`. It is padded with the invalid row number `num_rows`.
+    source = jnp.full((padded_size,), num_rows, jnp.int32)
+    source = source.at[jnp.where(order >= 0, order, padded_size)].set(
+        jnp.arange(num_rows, dtype=jnp.int32), mode="drop"
+    )
+
+    def write_some(loop: tuple[jax.Array, ArrayTree]) -> tuple[jax.Array, ArrayTree]:
+        start, memory = loop
+        row = lax.dynamic_slice_in_dim(source, start, chunk_size)
+        target = jnp.where(row < num_rows, index.at[row].get(mode="clip"), capacity)
+        return start + chunk_size, jax.tree.map(
+            lambda old, new: old.at[target].set(
+                new.at[row].get(mode="clip"), mode="drop"
+            ),
+            memory,
+            rows,
+        )
+
+    count = jnp.max(order) + 1
+    start = jnp.int32(0), memory
+    return lax.while_loop(lambda loop: loop[0] < count, write_some, start)[1]
+
+
+def _write_apart(
+    memory: ArrayTree, rows: ArrayTree, order: jax.Array, index: jax.Array
+) -> ArrayTree:
+    """Writes all rows with one scatter."""
+    del order  # unused
+    capacity = jax.tree.leaves(memory)[0].shape[0]
+    # `unique_indices` requires distinct indices, also for unwritten rows.
+    out_of_bounds = capacity + jnp.arange(index.shape[0], dtype=jnp.int32)
+    target = jnp.where(index >= 0, index, out_of_bounds)
+
+    def put_leaf(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[target].set(new, mode="drop", unique_indices=True)
+
+    return jax.tree.map(put_leaf, memory, rows)
 
 
 def init(
@@ -37,17 +140,19 @@ def init(
     if not jax.tree.leaves(transition):
         raise ValueError("`transition` must have at least one array, got none.")
     checks.leading_axes("`transition` must have arrays", transition, (num_envs,))
-    for name in fields.FLAGS:
-        flag = fields.get(transition, name)
+    for name in neighbours.FLAGS:
+        flag = neighbours.get_field(transition, name)
         if flag is not None and flag.dtype != bool:
             raise ValueError(f"`{name}` must be bool, got {flag.dtype}.")
-    stored, side_ring = fields.replace(transition, mask=()), ()
+    stored, side_ring = neighbours.replace_fields(transition, mask=()), ()
     if final_obs_capacity:
-        needed = ("obs", "next_obs", *fields.FLAGS)
-        obs, next_obs = fields.need(stored, needed, 'next_obs="shared"')[:2]
+        needed = ("obs", "next_obs", *neighbours.FLAGS)
+        obs, next_obs = neighbours.require_fields(stored, needed, 'next_obs="shared"')[
+            :2
+        ]
         chex.assert_trees_all_equal_shapes_and_dtypes(obs, next_obs)
-        stored = fields.replace(stored, next_obs=())
-        side_ring = final_obs.init(next_obs, final_obs_capacity, num_slots, num_envs)
+        stored = neighbours.replace_fields(stored, next_obs=())
+        side_ring = init_final_obs(next_obs, final_obs_capacity, num_slots, num_envs)
     return RingState(
         experience=jax.tree.map(
             lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), stored
@@ -68,9 +173,11 @@ def check_rows(
     Returns:
         The rows `[T, B, ...]` without their field `mask`, and the mask `[T, B]` bool.
     """
-    stored, rows = ring.experience, fields.replace(trajectory, mask=())
+    stored, rows = ring.experience, neighbours.replace_fields(trajectory, mask=())
     if ring.final_obs:  # new rows have `next_obs`, but the ring does not store it
-        stored = fields.replace(stored, next_obs=fields.get(stored, "obs"))
+        stored = neighbours.replace_fields(
+            stored, next_obs=neighbours.get_field(stored, "obs")
+        )
     first: Any = next(iter(jax.tree.leaves(rows)), None)
     is_step = np.ndim(first) == jax.tree.leaves(stored)[0].ndim - 1
     length = () if is_step else np.shape(first)[:1]
@@ -116,10 +223,13 @@ def write_slots(ring: RingState, chunk: ArrayTree, slot: jax.Array) -> RingState
     if not ring.final_obs:
         stored = _put(stored, slot, rows)
         return ring.replace(experience=stored)
-    next_obs, done = fields.get(chunk, "next_obs"), fields.done(chunk)
-    final, index = final_obs.write(ring.final_obs, next_obs, done, slot)
+    next_obs, done = neighbours.get_field(chunk, "next_obs"), neighbours.done_of(chunk)
+    final, index = write_final_obs(ring.final_obs, next_obs, done, slot)
     # Write each row together with the index of its final observation.
-    stored, rows = (stored, final.place), (fields.replace(chunk, next_obs=()), index)
+    stored, rows = (
+        (stored, final.place),
+        (neighbours.replace_fields(chunk, next_obs=()), index),
+    )
     stored, index = _put(stored, slot, rows)
     return ring.replace(experience=stored, final_obs=final.replace(place=index))
 

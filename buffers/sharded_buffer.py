@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rollout import checks, platform
-from rollout.buffers.batches import SampleOptions
 from rollout.buffers.replay import ReplayBuffer, jit_method
+from rollout.buffers.sampling import SampleOptions
 from rollout.buffers.types import Batch, RingState, Sequences
 from rollout.envs.types import ArrayTree
 

@@ -15,10 +15,8 @@ environments that are not written in JAX. `rollout.envs.wrappers` and
 `rollout.envs.render` renders episodes.
 
 `types` and `multi_agent` define the contracts, and `registry` looks up ids.
-`vectorize` creates the lanes, `auto_reset` resets them, and `joint` presents several
-agents as a single one. The remaining modules are internal: `trees` works on pytrees,
-`prng` generates random numbers, `masked_update` updates a few of many lanes,
-`cost_estimate` counts the operations of a reset, and `optional_import` imports suites.
+`vectorize` creates the lanes, with one agent or several, and `auto_reset` resets them.
+`trees` works on pytrees, and `prng` generates random numbers; both are internal.
 """
 
 from rollout.envs import multi_agent as multi_agent
@@ -32,9 +30,9 @@ from rollout.envs import types as types
 from rollout.envs import wrappers as wrappers
 from rollout.envs.host.envpool import from_envpool
 from rollout.envs.host.gymnasium import from_gymnasium
-from rollout.envs.host.normalize_host import NormalizeHostEnv
 from rollout.envs.host.types import EnvFault
 from rollout.envs.host.worker_envs import make_worker_envs
+from rollout.envs.host.wrappers import NormalizeHostEnv
 from rollout.envs.registry import env_ids, make, make_vec
 from rollout.envs.render import render_gif
 from rollout.envs.spaces import Box, Discrete

@@ -11,19 +11,354 @@ by the platform that the program is lowered for:
 | GPU | select | switch |
 | TPU and others | select | compact |
 
-`switch` resets no lane, up to `K` done lanes, or all lanes. See
-`rollout.envs.masked_update`, which also defines a cheap reset.
+`"auto"` calls `masked_update`, which applies any function only to the lanes that need
+it; the kernel evaluates critics with it. It chooses one of three functions, which
+return the same bits:
+
+- `select` computes all lanes.
+- `rounds` computes `K` lanes at a time in a loop, which runs no round if no flag is
+  set. It suits CPUs, and TPUs, which control loops on the device.
+- `switch` computes no lane, up to `K` lanes, or all lanes. It suits GPUs, on which a
+  loop of unknown length waits for the host.
+
+`merge_mapped` adapts `rounds` or `switch` to `vmap`. `estimate_cost` estimates the cost
+of a function from its jaxpr, without compiling it.
 """
 
 import functools
+import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 
-from rollout.envs import masked_update, trees
-from rollout.envs.types import ArrayTree, Env, LaneIndex, Lanes
+from rollout.envs import trees
+from rollout.envs.types import ALL_LANES, ArrayTree, Env, LaneIndex, Lanes
+
+_HASH = 100  # operations per random word: twenty rounds of five
+_HASHES = ("random_bits", "random_fold_in", "random_split", "random_seed")
+_SLICES = ("dynamic_slice", "gather", "slice")
+_Fn = Callable[[LaneIndex], ArrayTree]
+_UpdateFn = Callable[[jax.Array, _Fn, ArrayTree], ArrayTree]
+
+_WORD = 32  # bits of a word of lane flags
+# Upper bounds of a cheap function.
+_FEW_OPERATIONS = 5_000  # per lane: a step of Breakout and the generation of its keys
+_FEW_IN_ALL = 30_000_000  # operations of all lanes together
+_FEW_ROUNDS = 8
+
+
+class Work(NamedTuple):
+    """Cost of one call of a function.
+
+    Attributes:
+        operations: number of computed elements, counted in every round of a loop.
+        rounds: number of sequential loop rounds; infinite if unknown.
+        equations: number of equations in the jaxpr, inner jaxprs included.
+    """
+
+    operations: float
+    rounds: float
+    equations: int
+
+
+def estimate_cost(fn: Callable[..., Any], *args: Any) -> Work:
+    """Estimates the cost of `fn(*args)`; traces the function without running it."""
+    return _estimate_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr)
+
+
+def inner_programs(eqn: Any) -> list[Any]:
+    """Returns the inner jaxprs of an equation, such as the body of a `scan`."""
+    jaxpr_types = core.ClosedJaxpr, core.Jaxpr
+    # Primitives store jaxprs under many names: `jaxpr`, `branches`, `body_jaxpr`.
+    params = list(eqn.params.values())
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, jaxpr_types))
+    return [getattr(x, "jaxpr", x) for x in leaves if isinstance(x, jaxpr_types)]
+
+
+def _estimate_jaxpr(jaxpr: Any) -> Work:
+    operations, rounds, equations = 0.0, 0.0, len(jaxpr.eqns)
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        inner = list(map(_estimate_jaxpr, inner_programs(eqn)))
+        equations += sum(work.equations for work in inner)
+        if inner:
+            # A loop multiplies the cost of its body by its length. A conditional costs
+            # as much as its most expensive branch. A choice by platform costs as much
+            # as its cheapest branch, since accelerators take the simple branch.
+            loops = {"scan": eqn.params.get("length"), "while": math.inf}
+            is_by_platform = eqn.params.get("branches_platforms") is not None
+            branch = min if is_by_platform else max
+            total, length = branch if name == "cond" else sum, loops.get(name)
+            inner_rounds = total(work.rounds for work in inner)
+            rounds += length * max(1.0, inner_rounds) if length else inner_rounds
+            operations += (length or 1) * total(work.operations for work in inner)
+            continue
+        read, written = (
+            [math.prod(getattr(x.aval, "shape", ())) for x in variables]
+            for variables in (eqn.invars, eqn.outvars)
+        )
+        if name.startswith("threefry") or name in _HASHES:
+            operations += _HASH * sum(written)
+        elif name in _SLICES:
+            operations += sum(written)
+        else:  # a matrix product or a sum reads more elements than it writes
+            operations += max(sum(written), *read, 0)
+    return Work(operations, rounds, equations)
+
+
+def select(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
+    """Computes all lanes and selects the result in lanes whose flag is set.
+
+    Args:
+        flag: `[B]` bool, the lanes to replace.
+        fn: maps an index of `K` lanes to new values, `[K, ...]`. It is called with
+            `ALL_LANES`.
+        lanes: `[B, ...]`, the old values; may contain typed keys.
+
+    Returns:
+        `[B, ...]`, a tree with the structure of `lanes`.
+    """
+    return trees.select(flag, fn(ALL_LANES), lanes)
+
+
+def rounds(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
+    """Replaces the lanes whose flag is set, `K` at a time, in lane order.
+
+    Args:
+        flag: `[B]` bool, the lanes to replace.
+        fn: maps `[K]` int32 lane numbers to new values, `[K, ...]`. If fewer than `K`
+            lanes remain, the unused lane numbers are arbitrary.
+        lanes: `[B, ...]`, the old values, with words instead of typed keys.
+
+    Returns:
+        `[B, ...]`, a tree with the structure of `lanes`.
+    """
+
+    def replace(state: tuple[jax.Array, ArrayTree]) -> tuple[jax.Array, ArrayTree]:
+        return _replace_first(state[0], fn, state[1])
+
+    return lax.while_loop(lambda state: jnp.any(state[0]), replace, (flag, lanes))[1]
+
+
+def switch(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
+    """Replaces no lane, replaces up to `K` lanes, or computes all lanes and selects.
+
+    Args:
+        flag: `[B]` bool, the lanes to replace.
+        fn: maps lane numbers as in `rounds`, or `ALL_LANES`, to new values.
+        lanes: the old values, as in `rounds`.
+
+    Returns:
+        `[B, ...]`, a tree with the structure of `lanes`.
+    """
+
+    def replace_first(lanes: ArrayTree) -> ArrayTree:
+        return _replace_first(flag, fn, lanes)[1]
+
+    def select_all(lanes: ArrayTree) -> ArrayTree:
+        return select(flag, fn, lanes)
+
+    count = jnp.sum(flag, dtype=jnp.int32)
+    # Branch 0: no lane; branch 1: up to K lanes; branch 2: more lanes.
+    is_any, is_more = count > 0, count > _num_slots(flag)
+    branch = is_any.astype(jnp.int32) + is_more.astype(jnp.int32)
+    return lax.switch(branch, (lambda lanes: lanes, replace_first, select_all), lanes)
+
+
+def masked_update(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
+    """Chooses `rounds`, `select` or `switch` by the platform and the cost of `fn`.
+
+    A CPU runs `rounds`. Other platforms run `select` if `fn` is cheap. If `fn` is
+    costly, a GPU runs `switch`, and a TPU or any other platform runs `rounds`.
+
+    A cheap `fn` has at most 5,000 operations, about a step of Breakout, or at most 30
+    million in all lanes together; on a GPU it also has no loop of more than 8 rounds.
+    Operations are counted in the jaxpr (`rollout.envs.auto_reset`). A loop of
+    unknown length is costly.
+
+    Args:
+        flag: `[B]` bool, the lanes to replace.
+        fn: computes new values, as in `switch`.
+        lanes: the old values, as in `rounds`.
+
+    Returns:
+        `[B, ...]`, a tree with the structure of `lanes`.
+    """
+    # Trace `fn` for a single lane: all lanes have the same cost.
+    work = estimate_cost(fn, jnp.zeros((1,), jnp.int32))
+    # The cost of all lanes together counts, so a few lanes may do more work each.
+    is_cheap = work.operations <= max(_FEW_OPERATIONS, _FEW_IN_ALL / flag.size)
+    all_lanes, switched, compact = (
+        functools.partial(update, flag, fn) for update in (select, switch, rounds)
+    )
+    # On a GPU each round of a loop is a kernel launch, and `select` runs at every step.
+    gpu = all_lanes if is_cheap and work.rounds <= _FEW_ROUNDS else switched
+    tpu = all_lanes if is_cheap else compact
+    return lax.platform_dependent(lanes, cpu=compact, cuda=gpu, rocm=gpu, default=tpu)
+
+
+def merge_mapped(update_fn: _UpdateFn) -> _UpdateFn:
+    """Adapts `rounds` or `switch` to `vmap`: V members of B lanes become V * B lanes.
+
+    Plain `vmap` would run the loop for all lanes while any lane of any member needs it,
+    and it would run every branch of the conditional. Values that `fn` closes over may
+    differ between members, for example environment parameters. The result has no
+    derivative: apply `stop_gradient` to differentiated values first.
+    """
+
+    def update(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
+        # `custom_vmap` rejects closures over mapped values, so pass them explicitly.
+        lane_fn, lane_consts = hoist(
+            lambda lane: jax.tree.map(lambda x: x[0], fn(lane[None])), jnp.int32(0)
+        )
+        run, run_consts = hoist(lambda flag, old: update_fn(flag, fn, old), flag, lanes)
+
+        @jax.custom_batching.custom_vmap
+        def call(
+            flag: jax.Array, lanes: ArrayTree, run_consts: list, lane_consts: list
+        ) -> ArrayTree:
+            del lane_consts  # read only under `vmap`
+            return run(run_consts, flag, lanes)
+
+        @call.def_vmap
+        def call_merged(
+            size: int, mapped: list, flag: jax.Array, lanes: ArrayTree, *consts: list
+        ) -> tuple[ArrayTree, ArrayTree]:
+            num_lanes = flag.shape[-1]
+
+            # Reshapes `[V, B, ...]` to `[V * B, ...]`; broadcasts a shared `[B, ...]`.
+            def merge(x: jax.Array, is_mapped: bool) -> jax.Array:
+                x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+                return x.reshape(-1, *x.shape[2:])
+
+            flag, lanes = jax.tree.map(merge, (flag, lanes), tuple(mapped[:2]))
+            # The values that `fn` closes over may be shared by all members.
+            lane_consts, axes = consts[1], [0 if x else None for x in mapped[3]]
+
+            def member_fn(index: LaneIndex) -> ArrayTree:
+                number = jnp.arange(size * num_lanes, dtype=jnp.int32)[index]
+                member, lane = jnp.divmod(number, num_lanes)
+                values = [
+                    x if axis is None else x[member]
+                    for x, axis in zip(lane_consts, axes, strict=True)
+                ]
+                return jax.vmap(lane_fn, (axes, 0))(values, lane)
+
+            new = jax.tree.map(
+                lambda x: x.reshape(size, num_lanes, *x.shape[1:]),
+                update(flag, member_fn, lanes),
+            )
+            return new, jax.tree.map(lambda _: True, new)
+
+        return call(flag, lanes, run_consts, lane_consts)
+
+    return update
+
+
+def hoist(
+    fn: Callable[..., ArrayTree], *args: ArrayTree
+) -> tuple[Callable[..., ArrayTree], list[jax.Array]]:
+    """Converts the values that `fn` closes over to an explicit first argument.
+
+    Use it for `custom_jvp` and `custom_vmap`, which reject functions that close over
+    differentiated or mapped values.
+
+    Returns:
+        The converted function and the list of values. The list has words instead of
+        typed keys.
+    """
+    closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    structure, consts = jax.tree.structure(shape), jax.eval_shape(lambda: closed.consts)
+
+    def hoisted(values: list[jax.Array], *args: ArrayTree) -> ArrayTree:
+        values = trees.wrap_keys(values, trees.blank(consts))
+        flat_fn = core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, values))
+        return structure.unflatten(flat_fn(*jax.tree.leaves(args)))
+
+    return hoisted, trees.unwrap_keys(closed.consts)
+
+
+def _num_slots(flag: jax.Array) -> int:
+    """Returns K, the number of lanes computed per round.
+
+    K is so large that one round nearly always suffices, and so small that a round is
+    cheap. If K is 1, there is no scatter, and XLA:CPU compiles the loop to one kernel.
+    """
+    return max(1, flag.shape[0] // 16)
+
+
+def _replace_first(
+    flag: jax.Array, fn: _Fn, lanes: ArrayTree
+) -> tuple[jax.Array, ArrayTree]:
+    """Replaces the first `K` lanes with a flag; returns remaining flags and lanes."""
+    num_lanes, num_slots = flag.shape[0], _num_slots(flag)
+    lane, is_used = _first_true(flag, num_slots)
+    fresh = fn(lane)
+    # Each unused slot writes to a different lane out of range, since `_write` promises
+    # XLA unique, ascending indices.
+    target = jnp.where(is_used, lane, num_lanes + jnp.arange(num_slots))
+    lanes = jax.tree.map(lambda old, new: _write(old, target, new), lanes, fresh)
+    return _write(flag, target, jnp.zeros((num_slots,), bool)), lanes
+
+
+def _write(old: jax.Array, lane: jax.Array, new: jax.Array) -> jax.Array:
+    """Writes `new[k]` to `old[lane[k]]`; discards it if the lane is out of range."""
+    rows = old.at[lane]
+    return rows.set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+
+def _first_true(flag: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Finds the first `size` positions where `flag` is True.
+
+    `jnp.nonzero` costs a cumulative sum and a scatter over all lanes. This function
+    packs the flags into words, which costs one small reduction. Then it looks up the
+    word of each rank and finds the bit by a binary search in five steps.
+
+    Returns:
+        `[size]` int32 positions, ascending and in range; and `[size]` bool, False for
+        positions beyond the last True.
+    """
+    num_words = -(-flag.shape[0] // _WORD)
+    padding = num_words * _WORD - flag.shape[0]
+    bits = jnp.pad(flag, (0, padding)).reshape(num_words, _WORD).astype(jnp.uint32)
+    words = jnp.sum(bits << jnp.arange(_WORD, dtype=jnp.uint32)[None], axis=1)
+    count = lax.population_count(words).astype(jnp.int32)
+    number = jnp.arange(num_words)
+    # Count the flags before each word with a masked sum over pairs of words: it fuses,
+    # unlike a cumulative sum, and the number of words is small.
+    precedes = number[None, :] < number[:, None]
+    offset = jnp.sum(jnp.where(precedes, count[None, :], 0), axis=1)
+
+    rank = jnp.arange(size, dtype=jnp.int32)
+    # `offset` ascends, so this is the last word with at most `rank` flags before it. An
+    # empty word has the same offset as the next word and is skipped.
+    word_index = jnp.sum(offset[None, :] <= rank[:, None], axis=1) - 1
+    position = word_index * _WORD + _select_bit(
+        words[word_index], rank - offset[word_index]
+    )
+    # A rank beyond the last flag yields an arbitrary position: clip it, so that it can
+    # be gathered.
+    position = jnp.minimum(position, flag.shape[0] - 1).astype(jnp.int32)
+    return position, rank < jnp.sum(count)
+
+
+def _select_bit(word: jax.Array, rank: jax.Array) -> jax.Array:
+    """Finds the position of the rank-th set bit (from 0) of each word."""
+    position = jnp.zeros_like(rank)
+    # Binary search: continue in the lower half if it contains the bit, otherwise in the
+    # upper half.
+    for half in (16, 8, 4, 2, 1):
+        low = word & jnp.uint32((1 << half) - 1)
+        num_low = lax.population_count(low).astype(jnp.int32)
+        upper = rank >= num_low
+        rank = jnp.where(upper, rank - num_low, rank)
+        position = jnp.where(upper, position + half, position)
+        word = jnp.where(upper, word >> jnp.uint32(half), low)
+    return position
 
 
 def reset(
@@ -54,7 +389,7 @@ def reset(
     # The reset does not depend on differentiated values, so the `while_loop` is never
     # transposed. `_attach` adds the derivative outside the loop.
     fixed_env, fixed_words = lax.stop_gradient((env, words))
-    replace = masked_update.merged(BY_NAME[method])
+    replace = merge_mapped(BY_NAME[method])
     fresh = replace(
         done, lambda lane: trees.unwrap_keys(start_fn(fixed_env, lane)), fixed_words
     )
@@ -62,9 +397,9 @@ def reset(
 
 
 BY_NAME = {
-    "auto": masked_update.by_platform,
-    "compact": masked_update.rounds,
-    "select": masked_update.select,
+    "auto": masked_update,
+    "compact": rounds,
+    "select": select,
 }
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.envs.optional_import import load
+from rollout.checks import import_optional
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -128,7 +128,7 @@ def from_interactions(
 
 def _read(data: Any, names: dict[str, str]) -> Any:
     """Reads the columns `names` and renames them to the keys; feedback is float64."""
-    pandas = load("pandas", "recommend")
+    pandas = import_optional("pandas", "recommend")
     if isinstance(data, str | os.PathLike):
         as_text = dict.fromkeys((names["user"], names["item"]), "string")
         backend: Any = {"dtype": as_text, "dtype_backend": "numpy_nullable"}

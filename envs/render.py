@@ -16,11 +16,10 @@ import chex
 import jax
 import numpy as np
 
-from rollout.envs.host.request_checks import frame
-from rollout.envs.joint import _JointState
-from rollout.envs.optional_import import load
+from rollout.checks import import_optional
+from rollout.envs.host.env_checks import check_frame
 from rollout.envs.types import ArrayTree, Env, EnvStep, VectorEnv
-from rollout.envs.vectorize import _VectorizedEnv
+from rollout.envs.vectorize import _JointState, _VectorizedEnv
 from rollout.envs.wrappers.wrapper import Wrapper, WrapperState
 
 _INTERVAL = 100  # ms per frame, as in gymnax
@@ -151,7 +150,7 @@ def check_render(env: Env) -> None:
 def check_packages(drawn_by: tuple[str, ...] = ()) -> None:
     """Raises if Pillow or a package that the renderer needs is not installed."""
     for package in ("PIL", *drawn_by):
-        load(package, "render")
+        import_optional(package, "render")
 
 
 class _ExposedState(Wrapper):
@@ -179,7 +178,7 @@ def _checked(name: str, frames: Iterable[Any], num: int) -> Iterator[np.ndarray]
     """Yields the frames of an environment; checks their shapes and that `num` exist."""
     condition, count = f"`render_frames` of {name} must", 0
     for count, pixels in enumerate(frames, 1):  # noqa: B007
-        yield frame(pixels, f"{condition} return frames of")
+        yield check_frame(pixels, f"{condition} return frames of")
     if count != num:
         raise ValueError(f"{condition} return one frame per state, {num}, got {count}.")
 

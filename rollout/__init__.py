@@ -16,15 +16,15 @@ agents: it assigns policies to agents and returns the transitions of each agent.
 `rollout.host` is for environments outside of JAX, `rollout.recommendation` for items
 and users. `rollout.envs` has environments, and `rollout.buffers` has replay buffers.
 
-`types` has the contracts; `checks` and `nonfinite` check arguments and recorded values;
-`programs` shares compiled programs between equal objects, and `platform` chooses
-implementations by device; `stats`, `moments`, `episode_window`, `trajectories`,
-`targets` and `minibatches` compute on trajectories, and `logs` flattens statistics;
-`distributions` has distributions over actions, and `training` the interface of agents;
-`collector`, `evaluation`, `env_checker`, `profiling` and `checkpoint` have functions of
-the same name; `sharding` shards lanes over devices, and `multihost` compares the
-processes of one run; `gif` renders an episode. The packages `policies`, `kernel`,
-`stream`, `inspection` and `cli` list their modules.
+`types` has the contracts, and `checks` validates arguments; `programs` shares compiled
+programs between equal objects, and `platform` chooses implementations by device;
+`stats`, `moments`, `episode_window`, `trajectories`, `targets` and `minibatches`
+compute on trajectories, and `logs` flattens statistics; `distributions` has
+distributions over actions, and `training` the interface of agents; `collector`,
+`evaluation`, `env_checker`, `profiling` and `checkpoint` have functions of the same
+name; `sharding` shards lanes over devices; `gif` renders an episode; `cli` is the
+command line. The packages `policies`, `kernel`, `stream` and `inspection` list their
+modules.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Runs the command line: `python -m rollout CartPole-v1`; see `rollout.cli`."""
 
-from rollout.cli.main import run_and_exit
+from rollout.cli import run_and_exit
 
 if __name__ == "__main__":
     run_and_exit()

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from rollout import checks, multihost
+from rollout import checks, programs
 from rollout.envs import trees
 from rollout.envs.types import ArrayTree
 
@@ -89,7 +89,7 @@ def save(
         # Never replace a checkpoint: a kill could leave neither version.
         step = checks.int_between("step", step, least=lowest, most=None)
         # All processes must join the gathers, though only the first process writes.
-        leaves = [multihost.gather(_words(leaf)) for leaf in jax.tree.leaves(tree)]
+        leaves = [programs.gather(_words(leaf)) for leaf in jax.tree.leaves(tree)]
         arrays = [_bits(np.asarray(leaf)) for leaf in jax.device_get(leaves)]
         multihost_utils.sync_global_devices("all have listed the checkpoints")
         if jax.process_index() == 0:

@@ -4,6 +4,7 @@ Messages name the condition and the value. Checks of arrays run while jax traces
 cost nothing at run time.
 """
 
+import importlib
 import inspect
 import itertools
 import numbers
@@ -369,3 +370,24 @@ def describe(value: Any) -> str:
     if isinstance(value, bytes) or not jax.tree_util.all_leaves([value]):
         return type(value).__name__  # the text of a pytree may be long
     return f"{type(value).__name__} {value!r}"
+
+
+def import_optional(module: str, extra: str | None = None) -> Any:
+    """Imports a module of an optional package.
+
+    Args:
+        module: name of the module.
+        extra: name of the extra that installs the package. The default is the name of
+            the package.
+
+    Raises:
+        ModuleNotFoundError: if the package or one of its dependencies is not installed;
+            the message contains the install command.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        extra = module.partition(".")[0] if extra is None else extra
+        raise ModuleNotFoundError(
+            f'{error.name} is not installed: pip install ".[{extra}]"', name=error.name
+        ) from error

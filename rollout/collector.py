@@ -11,10 +11,14 @@ from flax import struct
 
 from rollout import checks, programs
 from rollout.envs.types import VectorEnv, check_vector_env, hash_of_types
-from rollout.kernel import episodes, fold, step
-from rollout.kernel.carry import check_fits, roots_of
-from rollout.kernel.recording import checked_parts, mask_out
-from rollout.kernel.values import check_values
+from rollout.kernel import episodes, scan, step
+from rollout.kernel.state import (
+    check_fits,
+    check_values,
+    checked_parts,
+    mask_out,
+    roots_of,
+)
 from rollout.types import (
     ActionT,
     Carry,
@@ -211,7 +215,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             ValueError: if `num_steps` is not an int of at least 1, or as `step` does.
         """
         num_steps = checks.int_between("num_steps", num_steps)
-        return fold.collect_steps(self, carry, params, num_steps)
+        return scan.collect_steps(self, carry, params, num_steps)
 
     @_jit_fold("num_steps")
     def fold_steps(
@@ -245,7 +249,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         """
         num_steps = checks.int_between("num_steps", num_steps)
         checks.function("fn", fn, "acc", "transition")
-        carry, acc, _ = fold.scan_steps(
+        carry, acc, _ = scan.scan_steps(
             self, carry, params, num_steps, lambda _, acc, row: (fn(acc, row), ()), acc
         )
         return carry, acc

@@ -18,17 +18,17 @@ import numpy as np
 from rollout import checks, programs
 from rollout.collector import Collector
 from rollout.envs import trees
+from rollout.envs.host.env_checks import SpaceCheck
 from rollout.envs.host.local_envs import LocalEnvs, close
-from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv, check_host_env
 from rollout.envs.multi_agent import ACTING, has_agents
 from rollout.envs.spaces import Space, as_space
 from rollout.envs.types import ArrayTree, Env, VectorEnv
 from rollout.envs.vectorize import vectorize
 from rollout.host.host_collector import HostCollector
-from rollout.nonfinite import nonfinite
 from rollout.policies import masks
-from rollout.policies.basic import random_policy, stateless_policy
+from rollout.policies.base import random_policy, stateless_policy
+from rollout.stats import nonfinite
 from rollout.types import EnvIssue, Policy, Transition
 
 _NUM_LANES = 8

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from rollout import checks
 from rollout.collector import Collector
 from rollout.host.host_collector import HostCollector
-from rollout.nonfinite import count_nonfinite
-from rollout.stats import CollectStats, summarize
+from rollout.stats import CollectStats, count_nonfinite, summarize
 from rollout.types import ParamsT, Transition
 
 

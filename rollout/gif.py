@@ -10,8 +10,8 @@ import numpy as np
 from rollout import checks
 from rollout.collector import Collector
 from rollout.envs import trees
-from rollout.envs.host.host_wrapper import HostWrapper
 from rollout.envs.host.types import HostStep
+from rollout.envs.host.wrappers import HostWrapper
 from rollout.envs.render import (
     check_packages,
     check_render,

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from rollout import programs
-from rollout.envs import cost_estimate, trees
+from rollout.envs import auto_reset, trees
 from rollout.envs.types import ArrayTree
 
 BLOCK = 8  # steps between two reads of the predicate on a GPU
@@ -95,7 +95,7 @@ def scan(
     if config.jax_disable_jit:  # a user debugs, with values instead of tracers
         return scan(start, rows)
     # This traces `step`, and the scans below reuse the trace.
-    is_large = cost_estimate.estimate(scan, start, rows).equations >= _LARGE
+    is_large = auto_reset.estimate_cost(scan, start, rows).equations >= _LARGE
     gpu = 1 if is_large else gpu
     unrolled = {n: functools.partial(scan, unroll=n) for n in {1, gpu, other}}
     # JAX differentiates and transposes every branch, so make each branch only once.

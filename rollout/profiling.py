@@ -14,12 +14,11 @@ from jax import lax
 from rollout import checks
 from rollout.collector import Collector
 from rollout.envs import trees
-from rollout.envs.host.host_wrapper import HostWrapper
+from rollout.envs.host.wrappers import HostWrapper
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
-from rollout.kernel import episode_keys
-from rollout.kernel.carry import roots_of
-from rollout.kernel.recording import pack
+from rollout.kernel import keys
+from rollout.kernel.state import pack, roots_of
 from rollout.kernel.step import act, restart, step_env
 from rollout.types import Carry, ParamsT, Transition
 
@@ -172,7 +171,7 @@ def _policy(inputs: _Given) -> Any:
     def step(state: Any, obs: ArrayTree) -> Any:
         carry, _ = state
         input_carry = carry.replace(obs=obs)
-        key = episode_keys.at_step(roots.policy, carry.step)
+        key = keys.at_step(roots.policy, carry.step)
         decision = act(collector, input_carry, params, key)
         carry = carry.replace(step=carry.step + 1, policy_state=decision.state)
         # XLA cannot drop outputs in the carry, and does not stack them.
@@ -208,7 +207,7 @@ def _auto_reset(inputs: _Given) -> Any:
     roots = roots_of(collector, carry)
 
     def step(carry: Carry, done: jax.Array) -> tuple[Carry, None]:
-        start = episode_keys.next_episodes(collector.env, carry, roots)
+        start = keys.next_episodes(collector.env, carry, roots)
         return restart(collector, carry, done, start), None
 
     return lax.scan(step, carry, trajectory.done)[0]

@@ -1,13 +1,15 @@
-"""Memoizes factories, so that equal objects share compiled programs.
+"""Memoizes factories, and compares the programs of several processes.
 
 jax looks up compiled programs by functions. A factory that defines a function returns a
 new one at every call, and jax compiles again. `shared` returns the first result of
 equal calls; `static` converts a user's function to a static argument of `jit`.
+`compare_processes` raises unless all processes of one run have equal programs.
 """
 
 import functools
 import hashlib
 import types
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -15,12 +17,44 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.experimental import multihost_utils
 
-from rollout import checks, multihost
+from rollout import checks
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 _CACHE_SIZE = 256  # cached objects per factory
+
+
+def compare_processes(name: str, facts: dict[str, object]) -> None:
+    """Raises if the facts of any two processes differ. All processes must call it.
+
+    Each call waits for all processes.
+
+    Raises:
+        ValueError: in every process, if any two processes differ.
+    """
+    # Checksums, since processes exchange only arrays of equal shapes.
+    words = [zlib.crc32(str(fact).encode()) for fact in facts.values()]
+    all_words = multihost_utils.process_allgather(np.array(words, np.uint32))
+    for index, (label, fact) in enumerate(facts.items()):
+        mismatches = np.flatnonzero(all_words[:, index] != words[index])
+        if mismatches.size:
+            raise ValueError(
+                f"`{name}` must be the same in all processes, got {label} {fact} here "
+                f"and a different one in process {mismatches[0]}."
+            )
+
+
+def is_elsewhere(x: Any) -> bool:
+    """Returns whether a part of an array lies only in other processes."""
+    is_local = not isinstance(x, jax.Array) or x.is_fully_addressable
+    return not (is_local or x.is_fully_replicated)
+
+
+def gather(x: Any) -> Any:
+    """Gathers an array as NumPy if parts are elsewhere; all processes must call it."""
+    return multihost_utils.process_allgather(x, tiled=True) if is_elsewhere(x) else x
 
 
 def shared(make: Fn) -> Fn:
@@ -110,7 +144,7 @@ def _value(leaf: Any) -> Any:
         if (
             isinstance(leaf, Tracer)
             or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            or multihost.is_elsewhere(leaf)
+            or is_elsewhere(leaf)
         ):
             raise _NoHashError
         # Hashing and comparing a digest is faster than the bits.

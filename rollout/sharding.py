@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rollout import checks, multihost
+from rollout import checks, programs
 from rollout.collector import Collector
 from rollout.envs import trees
 from rollout.envs.types import ArrayTree, EnvStep, LaneIndex, Lanes, Shared, VectorEnv
@@ -82,7 +82,7 @@ def shard(
         # Compare before the checks below, which may raise in a single process.
         parts = trees.unwrap_keys((collector.env, collector.policy))
         leaves = jax.tree.leaves(parts)
-        local_leaves = [x for x in leaves if not multihost.is_elsewhere(x)]
+        local_leaves = [x for x in leaves if not programs.is_elsewhere(x)]
         # Compare bits, not values: NaN parameters are then equal to themselves.
         bits = b"".join(np.asarray(x).tobytes() for x in local_leaves)
         facts = {
@@ -91,7 +91,7 @@ def shard(
             "`mesh`": [axis, *mesh.shape.items(), *(x.id for x in mesh.devices.flat)],
             "parameters of checksum": zlib.crc32(bits),
         }
-        multihost.compare("collector", facts)
+        programs.compare_processes("collector", facts)
     num_devices = mesh.shape[axis]
     devices = f"the {num_devices} devices of the axis {axis!r}"
     checks.multiple("num_envs", collector.env.num_envs, num_devices, devices)

@@ -18,14 +18,13 @@ PACKAGES = tuple(FOLDERS.values())
 MOST_FLOORS = 12
 # What all rooms stand on.
 GROUND = {
-    *("envs.types", "envs.trees", "envs.prng", "envs.spaces", "envs.masked_update"),
-    *("envs.cost_estimate", "envs.optional_import"),
-    *("types", "checks", "platform", "multihost", "programs"),
+    *("envs.types", "envs.trees", "envs.prng", "envs.spaces", "envs.auto_reset"),
+    *("types", "checks", "platform", "programs"),
 }
 # A room imports from those above it only; within one there is no circle.
 LADDER = (
     {"ground"},
-    {"envs", "buffers", "nonfinite", "moments"},
+    {"envs", "buffers", "moments"},
     {"stats", "trajectories", "checkpoint", "targets", "minibatches"}
     | {"distributions"},
     {"policies"},
@@ -44,17 +43,16 @@ KINDS = {
     "agents": {"envs.multi_agent"},
     "host": {
         "envs.host.arrays",
-        "envs.host.exceptions",
-        "envs.host.space_check",
-        "envs.host.ownership",
+        "envs.host.env_checks",
+        "envs.host.workers",
         "envs.host.types",
     },
     "env_checker": {"envs"},
     "recommendation": {"envs.wrappers"},
     "sharding": {"envs.wrappers.wrapper", "envs.vectorize"},
     "training": {"envs.host.types"},
-    "gif": {"envs.host.types", "envs.host.host_wrapper", "envs.render"},
-    "profiling": {"envs.host.host_wrapper"},
+    "gif": {"envs.host.types", "envs.host.wrappers", "envs.render"},
+    "profiling": {"envs.host.wrappers"},
     "cli": {"envs"},
 }
 
@@ -230,7 +228,7 @@ import functools, pickle
 import gymnasium, jax
 import buffers, envs
 import rollout
-import rollout.cli.main  # of `python -m rollout`
+import rollout.cli  # of `python -m rollout`
 
 if __name__ == "__main__":
     assert envs.OWN and buffers.OWN and rollout.envs is not envs

@@ -12,7 +12,15 @@ import jax
 import numpy as np
 
 from rollout.envs.host.types import HostStep
-from rollout.envs.spaces import Composite, Dict, Space, as_space, narrow, space_of
+from rollout.envs.spaces import (
+    Composite,
+    Dict,
+    Discrete,
+    Space,
+    as_space,
+    narrow,
+    space_of,
+)
 from rollout.envs.types import AnySpace, ArrayTree
 
 WriteFn = Callable[[int, Any], None]
@@ -237,3 +245,55 @@ def _expand(space: AnySpace) -> Any:
     if not isinstance(space, Composite):
         return space
     return jax.tree.map(_expand, space.spaces, is_leaf=lambda x: isinstance(x, Space))
+
+
+def batched_action(space: Any) -> Callable[[ArrayTree], Any]:
+    """Returns a function that converts `[B, ...]` actions to Gymnasium's dtypes.
+
+    The function takes a tree with the structure of `as_space(space)` and returns a
+    copy, because environments store actions and some write to them.
+
+    Args:
+        space: Gymnasium action space of a single environment.
+    """
+    parts, dtypes = Parts(as_space(space), "action"), []
+    # Read dtypes from Gymnasium's spaces: `as_space` narrows them to 32 bits.
+    for path in parts.paths:
+        leaf = space
+        for key in path:
+            leaf = getattr(leaf, "spaces", leaf)[key]
+        dtypes.append(np.dtype(leaf.dtype))
+    if parts.is_single:
+        return lambda action: np.array(action, dtypes[0])
+
+    def batch(action: ArrayTree) -> Any:
+        leaves = map(np.array, parts.flatten(action), dtypes)
+        return parts.unflatten(list(leaves))
+
+    return batch
+
+
+def split_action(space: Any) -> Callable[[ArrayTree], Sequence[Any]]:
+    """Returns a function that splits `[B, ...]` actions into `B` Gymnasium actions.
+
+    Each action is valid for `gymnasium.Env.step`: a NumPy scalar for `Discrete`, and
+    otherwise an array in the dtype of the space, a dict or a tuple.
+
+    Args:
+        space: Gymnasium action space of a single environment.
+    """
+    parts, batch = Parts(as_space(space), "action"), batched_action(space)
+    if isinstance(parts.space, Discrete):  # a fast path for the most common case
+        return lambda action: list(batch(action))
+
+    def split(action: ArrayTree) -> Sequence[Any]:
+        leaves = parts.flatten(batch(action))
+        columns = [
+            list(leaf) if isinstance(part, Discrete) else list(map(np.asarray, leaf))
+            for leaf, part in zip(leaves, parts.spaces, strict=True)
+        ]
+        if parts.is_single:
+            return columns[0]
+        return [parts.unflatten(row) for row in zip(*columns, strict=True)]
+
+    return split

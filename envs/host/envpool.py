@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from rollout import checks
+from rollout.checks import import_optional
 from rollout.envs.host.arrays import Parts, narrowed, place_rows
 from rollout.envs.host.types import AsyncHostVectorEnv, HostStep
-from rollout.envs.optional_import import load
 from rollout.envs.spaces import as_space, narrow
 from rollout.envs.types import ArrayTree
 
@@ -68,7 +68,7 @@ def from_envpool(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gymnasium warns about bounds of its spaces
         try:
-            make = load("envpool").make
+            make = import_optional("envpool").make
             pool = make(env, env_type="gymnasium", **counts, **options)
         except (AssertionError, TypeError) as error:
             raise ValueError(f"{env} cannot be made: {error}") from error

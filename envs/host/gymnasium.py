@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 
 from rollout import checks
-from rollout.envs.host import request_checks as host_checks
+from rollout.checks import import_optional
+from rollout.envs.host import env_checks as host_checks
 from rollout.envs.host.arrays import (
     Parts,
     StepArrays,
     assign,
+    batched_action,
     leaf_at,
     make_layout,
     narrowed,
     space_like,
 )
-from rollout.envs.host.gymnasium_actions import batched_action
 from rollout.envs.host.local_envs import LocalEnvs
 from rollout.envs.host.types import HostStep, HostVectorEnv
 from rollout.envs.host.worker_envs import make_worker_envs
-from rollout.envs.optional_import import load
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree
 
@@ -71,7 +71,7 @@ def from_gymnasium(
         ValueError: if `env`, `num_envs` or `num_workers` is invalid, the autoreset mode
             is not supported, or a space does not consist of arrays.
     """
-    gymnasium = load("gymnasium")
+    gymnasium = import_optional("gymnasium")
     info: Any = {"observe_info": observe_info, "record_info": record_info}
     if isinstance(env, gymnasium.vector.VectorEnv):
         if num_envs is not None or num_workers is not None or options:
@@ -116,7 +116,7 @@ class _VectorEnv(HostVectorEnv):
         # The step after an episode resets and ignores the action in NEXT_STEP mode.
         self._resets_itself = _mode(env) == "NEXT_STEP"
         # These two classes accept a list of seeds; other classes accept a single seed.
-        vector = load("gymnasium").vector
+        vector = import_optional("gymnasium").vector
         lists = vector.SyncVectorEnv | vector.AsyncVectorEnv
         self._accepts_seeds = isinstance(env.unwrapped, lists)
         for single_env in getattr(env.unwrapped, "envs", ()):
@@ -150,11 +150,11 @@ class _VectorEnv(HostVectorEnv):
 
     def draw(self, number: int) -> np.ndarray:
         """Renders the current state of one environment, `[H, W, 3]` uint8."""
-        host_checks.closed(self._is_closed)
-        return host_checks.drawn(self._env, number)
+        host_checks.check_open(self._is_closed)
+        return host_checks.render_frame(self._env, number)
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
-        host_checks.closed(self._is_closed)
+        host_checks.check_open(self._is_closed)
         env_ids, is_all = np.flatnonzero(mask), bool(np.all(mask))
         if self._resets_itself and not is_all:
             # The next `step` resets these environments and returns the observations.
@@ -175,7 +175,7 @@ class _VectorEnv(HostVectorEnv):
         return self._observe(obs, info, mask)
 
     def step(self, action: ArrayTree) -> HostStep:
-        host_checks.closed(self._is_closed)
+        host_checks.check_open(self._is_closed)
         mask, action = None, self._batch(action)
         obs, reward, terminated, truncated, info = self._env.step(action)
         if self._resets_itself:

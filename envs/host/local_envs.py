@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from rollout.envs.host import request_checks
+from rollout.envs.host import env_checks
 from rollout.envs.host.arrays import (
     StepArrays,
     leaf_at,
     leaf_writer,
     make_layout,
     place_rows,
+    split_action,
     writer,
 )
-from rollout.envs.host.gymnasium_actions import split_action
 from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
 from rollout.envs.types import ArrayTree
 
@@ -86,8 +86,8 @@ class LocalEnvs(HostVectorEnv):
         Raises:
             ValueError: if the environment does not render frames.
         """
-        request_checks.closed(not self._envs)
-        return request_checks.drawn(self._envs[number])
+        env_checks.check_open(not self._envs)
+        return env_checks.render_frame(self._envs[number])
 
     def place(self, arrays: StepArrays) -> None:
         """Sets the arrays to which the environments write their results."""
@@ -115,13 +115,13 @@ class LocalEnvs(HostVectorEnv):
         Raises:
             EnvFault: if an environment fails, or has failed and was not rebuilt.
         """
-        request_checks.closed(not self._envs)
+        env_checks.check_open(not self._envs)
         indices = np.flatnonzero(mask).tolist()
         # Reset all environments before raising, so that all healthy ones are ready.
         for index in (x for x in indices if x not in self.causes):
             env = self._envs[index]
             try:
-                if at_episode := request_checks.find_method(env, "at_episode"):
+                if at_episode := env_checks.find_method(env, "at_episode"):
                     at_episode(int(self._numbers[index]))
                 obs, info = env.reset(seed=int(seeds[index]))
                 obs = {"obs": obs, "info": info} if self._is_dict else obs
@@ -135,7 +135,7 @@ class LocalEnvs(HostVectorEnv):
 
     def step(self, action: ArrayTree) -> HostStep:
         """Steps every environment with its action, `[B, ...]`, without resets."""
-        request_checks.closed(not self._envs)
+        env_checks.check_open(not self._envs)
         for index, x in zip(range(self.num_envs), self._split(action), strict=True):
             self.advance(index, x)
         return self._arrays.answer(self.causes)
@@ -149,7 +149,7 @@ class LocalEnvs(HostVectorEnv):
         Raises:
             EnvFault: if an environment cannot be created; it remains faulty.
         """
-        request_checks.closed(not self._envs)
+        env_checks.check_open(not self._envs)
         causes = {}
         for index in np.flatnonzero(mask).tolist():
             close(self._envs[index])
@@ -166,7 +166,7 @@ class LocalEnvs(HostVectorEnv):
 
     def save(self) -> list[bytes] | None:
         """Saves the state of every environment; see `HostVectorEnv`."""
-        request_checks.closed(not self._envs)
+        env_checks.check_open(not self._envs)
         states = map(_save, [] if self.causes else self._envs)
         states = [x for x in states if x is not None]
         return states if len(states) == self.num_envs else None
@@ -177,7 +177,7 @@ class LocalEnvs(HostVectorEnv):
         Raises:
             ValueError: if an environment has no `load_state`.
         """
-        request_checks.closed(not self._envs)
+        env_checks.check_open(not self._envs)
         if self.causes:
             self.rebuild(np.isin(np.arange(self.num_envs), list(self.causes)))
         for env, state in zip(self._envs, saved, strict=True):
@@ -220,9 +220,9 @@ class LocalEnvs(HostVectorEnv):
             env = self.make_fns[index]()
         except Exception as cause:
             raise EnvFault({number: cause}) from cause
-        request_checks.new_interface(env)
+        env_checks.check_interface(env)
         first = self._envs[0] if self._envs else env
-        request_checks.same_spaces(_spaces(first), _spaces(env), number)
+        env_checks.check_same_spaces(_spaces(first), _spaces(env), number)
         return env
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from rollout import checks
-from rollout.envs.host import request_checks, shared_memory
+from rollout.envs.host import env_checks, workers
 from rollout.envs.host.arrays import assign, make_layout
 from rollout.envs.host.types import AsyncHostVectorEnv, EnvFault, HostStep
-from rollout.envs.host.worker_pool import WorkerHandle, WorkerPool
+from rollout.envs.host.workers import WorkerHandle, WorkerPool
 from rollout.envs.types import ArrayTree
 
 
@@ -102,7 +102,7 @@ class WorkerEnvs(AsyncHostVectorEnv):
         context: Any = multiprocessing.get_context("forkserver")
         # The fork server imports these modules once for all workers, unless it already
         # runs. Modules of `make_fns` are excluded: they may start threads or jax.
-        preload = ["__main__", "gymnasium", "rollout.envs.host.worker_process"]
+        preload = ["__main__", "gymnasium", "rollout.envs.host.workers"]
         context.set_forkserver_preload([x for x in preload if x in sys.modules])
         # Each worker has a range of environments: a slice of rows of the shared memory.
         bounds = np.linspace(0, self.num_envs, num_workers + 1).astype(int).tolist()
@@ -264,7 +264,7 @@ class WorkerEnvs(AsyncHostVectorEnv):
                 ready.append(handle)
                 # The first reply determines the spaces and thus the size of the memory.
                 self._spaces = self._spaces or self._share_memory(spaces)
-                request_checks.same_spaces(self._spaces, spaces, handle.ids.start)
+                env_checks.check_same_spaces(self._spaces, spaces, handle.ids.start)
                 continue
             pool.kill(handle, error)
             if isinstance(error, ValueError):  # spaces differ or are not supported
@@ -284,9 +284,9 @@ class WorkerEnvs(AsyncHostVectorEnv):
         self.observation_space = self._layout.obs.space
         self.action_space = self._layout.action.space
         # The file has no name: the memory is freed with the last open descriptor.
-        self._memory = shared_memory.new(self._layout, self.num_envs)
+        self._memory = workers.allocate(self._layout, self.num_envs)
         weakref.finalize(self, os.close, self._memory)
-        self._arrays = shared_memory.arrays(self._layout, self.num_envs, self._memory)
+        self._arrays = workers.map_arrays(self._layout, self.num_envs, self._memory)
         self.info = self._arrays.info_tree
         return spaces
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rollout.envs.optional_import import load
+from rollout.checks import import_optional
 from rollout.envs.suites import physics
 from rollout.envs.types import Env
 from rollout.envs.wrappers.endings import TimeLimit
@@ -37,10 +37,10 @@ def from_brax(env: Any) -> Env:
 
 def ids() -> tuple[str, ...]:
     """Lists the names of brax's environments."""
-    return tuple(load("brax.envs")._envs)
+    return tuple(import_optional("brax.envs")._envs)
 
 
 def make(name: str, **options: Any) -> Env:
     """Creates an environment by name; `options` are arguments of the class."""
-    env = from_brax(load("brax.envs").get_environment(name, **options))
+    env = from_brax(import_optional("brax.envs").get_environment(name, **options))
     return TimeLimit(env, _LIMIT)

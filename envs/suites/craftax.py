@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rollout.envs.optional_import import load
+from rollout.checks import import_optional
 from rollout.envs.suites.convert import check_methods
 from rollout.envs.suites.gymnax import _GymnaxEnv
 from rollout.envs.types import ArrayTree, Env
@@ -51,13 +51,13 @@ def from_craftax(env: Any, env_params: ArrayTree | None = None) -> Env:
 
 def ids() -> tuple[str, ...]:
     """Lists the ids of Craftax."""
-    load("craftax")  # raises if Craftax is not installed
+    import_optional("craftax")  # raises if Craftax is not installed
     return _IDS
 
 
 def make(name: str, **options: Any) -> Env:
     """Creates an environment by id; `options` are fields of the parameters."""
-    suite = load("craftax.craftax_env")
+    suite = import_optional("craftax.craftax_env")
     env = suite.make_craftax_env_from_name(name, auto_reset=False)
     return from_craftax(env, env.default_params.replace(**options))
 

@@ -27,8 +27,8 @@ import numpy as np
 from flax import struct
 
 from rollout import programs
+from rollout.checks import import_optional
 from rollout.envs import prng
-from rollout.envs.optional_import import load
 from rollout.envs.spaces import as_space
 from rollout.envs.suites.convert import check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
@@ -97,7 +97,7 @@ def from_gymnax(
 
 def ids() -> tuple[str, ...]:
     """Lists the ids of gymnax."""
-    return tuple(load("gymnax").registered_envs)
+    return tuple(import_optional("gymnax").registered_envs)
 
 
 def make(name: str, **env_params: Any) -> Env:
@@ -258,7 +258,7 @@ def _defines(env: Any, name: str) -> bool:
 @programs.shared
 def _build(name: str, **arguments: Any) -> tuple[Any, Any]:
     try:
-        env, params = load("gymnax").make(name, **arguments)
+        env, params = import_optional("gymnax").make(name, **arguments)
     except OSError as error:
         raise ValueError(
             f"{name} must download its data set when it is made, got: {error}."

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from rollout.checks import import_optional
 from rollout.envs import prng, spaces
 from rollout.envs.multi_agent import ACTING, MultiAgentEnv, MultiAgentStep
-from rollout.envs.optional_import import load
 from rollout.envs.suites.convert import check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree, strong
 
@@ -85,12 +85,12 @@ def from_jaxmarl(
 
 def ids() -> tuple[str, ...]:
     """Lists the ids of JaxMARL."""
-    return tuple(load("jaxmarl").registered_envs)
+    return tuple(import_optional("jaxmarl").registered_envs)
 
 
 def make(name: str, **options: Any) -> MultiAgentEnv:
     """Creates an environment by id; `options` are arguments of `jaxmarl.make`."""
-    return from_jaxmarl(load("jaxmarl").make(name, **options))
+    return from_jaxmarl(import_optional("jaxmarl").make(name, **options))
 
 
 class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from rollout.checks import import_optional
 from rollout.envs.multi_agent import MultiAgentEnv, MultiAgentStep
-from rollout.envs.optional_import import load
 from rollout.envs.spaces import Box, Composite, Discrete, MultiDiscrete, Space, space_of
 from rollout.envs.suites.convert import check_methods, check_no_reset
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
@@ -60,12 +60,12 @@ def from_jumanji(env: Any) -> Env | MultiAgentEnv:
 
 def ids() -> tuple[str, ...]:
     """Lists the ids of Jumanji."""
-    return tuple(sorted(load("jumanji").registered_environments()))
+    return tuple(sorted(import_optional("jumanji").registered_environments()))
 
 
 def make(name: str, **options: Any) -> Env | MultiAgentEnv:
     """Creates an environment by id; `options` are arguments of the constructor."""
-    return from_jumanji(load("jumanji").make(name, **options))
+    return from_jumanji(import_optional("jumanji").make(name, **options))
 
 
 class _Jumanji(struct.PyTreeNode, kw_only=True):

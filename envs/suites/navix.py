@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout.envs.optional_import import load
+from rollout.checks import import_optional
 from rollout.envs.spaces import Discrete, space_of
 from rollout.envs.suites.convert import Held, check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
@@ -49,12 +49,12 @@ def from_navix(env: Any) -> Env:
 
 def ids() -> tuple[str, ...]:
     """Lists the ids of navix."""
-    return tuple(load("navix").registry())
+    return tuple(import_optional("navix").registry())
 
 
 def make(name: str, **options: Any) -> Env:
     """Creates an environment by id; `options` are arguments of `navix.make`."""
-    return from_navix(load("navix").make(name, **options))
+    return from_navix(import_optional("navix").make(name, **options))
 
 
 class _NavixEnv(struct.PyTreeNode, kw_only=True):

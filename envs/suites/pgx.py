@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from rollout.checks import import_optional
 from rollout.envs.multi_agent import MultiAgentEnv, MultiAgentStep
-from rollout.envs.optional_import import load
 from rollout.envs.spaces import Discrete, space_of
 from rollout.envs.suites.convert import check_methods
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
@@ -82,7 +82,7 @@ def from_pgx_seat(
 
 def ids() -> tuple[str, ...]:
     """Lists the ids of pgx."""
-    return tuple(load("pgx").available_envs())
+    return tuple(import_optional("pgx").available_envs())
 
 
 def make(name: str, **options: Any) -> Env | MultiAgentEnv:
@@ -91,7 +91,7 @@ def make(name: str, **options: Any) -> Env | MultiAgentEnv:
     The result is an `Env` if `options` of `from_pgx_seat` are set or if the game has
     one player.
     """
-    game = load("pgx").make(name)
+    game = import_optional("pgx").make(name)
     is_seat = options or game.num_players == 1
     return from_pgx_seat(game, **options) if is_seat else from_pgx(game)
 

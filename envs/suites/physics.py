@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout.envs.optional_import import load
+from rollout.checks import import_optional
 from rollout.envs.spaces import Box, space_of
 from rollout.envs.suites.convert import check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
@@ -125,7 +125,7 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
         camera = mj_model.camera(0).name if mj_model.ncam else None
         try:
             return self.env.render(rows, camera=camera)
-        except load("mujoco").FatalError as error:
+        except import_optional("mujoco").FatalError as error:
             raise RuntimeError(
                 "Rendering needs OpenGL. Without a screen, set the environment "
                 'variable MUJOCO_GL to "egl" or "osmesa" before mujoco is '

@@ -3,7 +3,7 @@
 import subprocess
 from typing import Any
 
-from rollout.envs.optional_import import load
+from rollout.checks import import_optional
 from rollout.envs.suites import physics
 from rollout.envs.types import Env
 from rollout.envs.wrappers.endings import TimeLimit
@@ -43,7 +43,7 @@ def from_playground(env: Any) -> Env:
 
 def ids() -> tuple[str, ...]:
     """Lists the names of Playground's environments."""
-    return tuple(load("mujoco_playground", "playground").registry.ALL_ENVS)
+    return tuple(import_optional("mujoco_playground", "playground").registry.ALL_ENVS)
 
 
 def make(name: str, **options: Any) -> Env:
@@ -53,7 +53,7 @@ def make(name: str, **options: Any) -> Env:
     nested fields (`**{"reward_config.scales.termination": -1.0}`). `impl` is "jax" by
     default. Some environments download a robot model, which requires git.
     """
-    registry = load("mujoco_playground", "playground").registry
+    registry = import_optional("mujoco_playground", "playground").registry
     config = registry.get_default_config(name)
     fields = _fields(config)
     unknown = sorted(set(options) - set(fields))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout.envs.optional_import import load
+from rollout.checks import import_optional
 from rollout.envs.spaces import Discrete, space_of
 from rollout.envs.suites.convert import check_methods, check_no_reset, like
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
@@ -53,12 +53,12 @@ def from_xminigrid(env: Any, env_params: ArrayTree) -> Env:
 
 def ids() -> tuple[str, ...]:
     """Lists the ids of XLand-MiniGrid."""
-    return tuple(load("xminigrid").registered_environments())
+    return tuple(import_optional("xminigrid").registered_environments())
 
 
 def make(name: str, **options: Any) -> Env:
     """Creates an environment by id; `options` are fields of the parameters."""
-    return from_xminigrid(*load("xminigrid").make(name, **options))
+    return from_xminigrid(*import_optional("xminigrid").make(name, **options))
 
 
 class _XminigridEnv(struct.PyTreeNode, kw_only=True):
@@ -95,7 +95,7 @@ class _XminigridEnv(struct.PyTreeNode, kw_only=True):
 def _timestep(state: Any, key: chex.PRNGKey | tuple[()]) -> Any:
     """Wraps a state in a `TimeStep`, as `env.step` expects it."""
     # `env.step` reads only the state, so all other fields are None.
-    return load("xminigrid.types").TimeStep(
+    return import_optional("xminigrid.types").TimeStep(
         state=state.replace(key=key),
         step_type=None,
         reward=None,

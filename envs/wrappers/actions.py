@@ -1,4 +1,7 @@
-"""`RescaleAction`, `ActionRepeat`: wrappers that change actions."""
+"""Wrappers of actions and rewards, for example `RescaleAction`."""
+
+from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
@@ -9,6 +12,7 @@ from jax import lax
 
 from rollout import checks
 from rollout.envs import prng, trees
+from rollout.envs.multi_agent import MultiAgentStep
 from rollout.envs.spaces import Box, Space
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
 from rollout.envs.wrappers.wrapper import Wrapper, cast_step
@@ -134,3 +138,28 @@ class ActionRepeat(Wrapper):
         first = step_env(jnp.int32(0), state)
         numbers = jnp.arange(1, self.num_repeats, dtype=jnp.int32)
         return lax.scan(repeat, first, numbers)[0]
+
+
+class TransformReward(Wrapper):
+    """Replaces every reward with `fn(reward)`, for several agents the reward of each.
+
+    Attributes:
+        env: the environment.
+        fn: pure function that maps a reward, `()` float32, to a scalar, which is cast
+            to float32.
+    """
+
+    fn: Callable[[jax.Array], jax.Array] = struct.field(pytree_node=False)
+
+    for_agents = "all"
+
+    def _check(self) -> None:
+        checks.function("fn", self.fn)
+
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:
+        """Takes one step."""
+        result = self.env.step(key, state, action)
+        # `fn` takes a single reward, so map it over the rewards of several agents.
+        fn = jax.vmap(self.fn) if isinstance(result, MultiAgentStep) else self.fn
+        reward = fn(jnp.asarray(result.reward, jnp.float32))
+        return result.replace(reward=jnp.asarray(reward, jnp.float32))

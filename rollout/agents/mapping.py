@@ -23,8 +23,8 @@ from rollout.agents.population import Population, apply_members
 from rollout.envs import trees
 from rollout.envs.multi_agent import AgentGroup, AgentLayout
 from rollout.envs.types import ArrayTree
-from rollout.kernel.values import check_values
-from rollout.policies import outputs
+from rollout.kernel.state import check_values
+from rollout.policies import base
 from rollout.types import Key, Obs, Params, Policy, PolicyStep
 
 MappingFn = Callable[[Key, tuple[str, ...]], jax.Array]
@@ -210,7 +210,7 @@ def decide(
     num_envs, num = policy_id.shape[0], len(subgroup.columns)
     who, space = str(subgroup), subgroup.group
     group_obs = merge(obs[space.name])
-    decision = outputs.decision(who, decision, space, num_envs * num, group_obs)
+    decision = base.decision(who, decision, space, num_envs * num, group_obs)
     message = f"{subgroup} must return a state like its input state"
     checks.same(message, merge(state), decision.state)
     return unmerge(decision, num_envs)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
-from rollout.envs.host.exceptions import raise_at_exit
+from rollout.envs.host.workers import raise_at_exit
 
 _PATIENCE = 0.05  # s, polling interval: the maximum delay until Ctrl-C raises
 

@@ -19,7 +19,7 @@ from rollout.host.episode_plan import EpisodePlan
 from rollout.host.latest_carry import LatestCarry
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
 from rollout.host.rows import RowBlock, fold, recorder, row_shape
-from rollout.kernel.recording import accumulate_nothing, checked_parts
+from rollout.kernel.state import accumulate_nothing, checked_parts
 from rollout.types import (
     NO_VALUE,
     ActionT,

@@ -7,7 +7,7 @@ import numpy as np
 
 from rollout import checks
 from rollout.envs import trees
-from rollout.envs.host.ownership import claim, is_claimed, new_user
+from rollout.envs.host.env_checks import claim, is_claimed, new_user
 from rollout.envs.host.types import HostVectorEnv
 from rollout.types import Carry, check_carry
 

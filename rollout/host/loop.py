@@ -19,7 +19,7 @@ import numpy as np
 
 from rollout import checks
 from rollout.envs.host.arrays import place_rows
-from rollout.envs.host.space_check import SpaceCheck
+from rollout.envs.host.env_checks import SpaceCheck
 from rollout.envs.host.types import EnvFault, HostStep
 from rollout.envs.types import ArrayTree
 from rollout.host.policy_runner import PolicyRunner

@@ -8,15 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from rollout import programs
-from rollout.envs.host.space_check import SpaceCheck
+from rollout.envs.host.env_checks import SpaceCheck
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.kernel import episode_keys
-from rollout.kernel.policy_state import init_policy_state, restart_policy_state
-from rollout.kernel.values import check_values
+from rollout.kernel import keys
+from rollout.kernel.state import check_values, init_policy_state, restart_policy_state
 from rollout.platform import to_host
-from rollout.policies import outputs
-from rollout.policies.outputs import View
+from rollout.policies import base
+from rollout.policies.base import View
 from rollout.types import Policy
 
 _NUM_KEYS = 256  # keys computed at once
@@ -178,7 +177,7 @@ def _programs(structure: Any, view: Any, impl: Any) -> _Programs:
     def initial(numbers: list[Any], key: chex.PRNGKey) -> ArrayTree:
         policy = jax.tree.unflatten(structure, numbers)
         first = jnp.arange(view.num_envs, dtype=jnp.int32)
-        return init_policy_state(policy, episode_keys.keys_of(key, first))
+        return init_policy_state(policy, keys.keys_of(key, first))
 
     def restart(
         numbers: list[Any],
@@ -190,7 +189,7 @@ def _programs(structure: Any, view: Any, impl: Any) -> _Programs:
         """Returns the state of all lanes, reset in lanes that restart."""
         policy = jax.tree.unflatten(structure, numbers)
         root = jax.random.wrap_key_data(words, impl=impl)
-        key = episode_keys.keys_of(root, episode_id)
+        key = keys.keys_of(root, episode_id)
         return restart_policy_state(policy, state, restarts, key)
 
     def act(
@@ -210,7 +209,7 @@ def _programs(structure: Any, view: Any, impl: Any) -> _Programs:
         key = jax.random.wrap_key_data(words, impl=impl)
         lane_view = view._replace(num_envs=len(jax.tree.leaves(obs)[0]))
         policy = jax.tree.unflatten(structure, numbers)
-        decision = outputs.act(policy, lane_view, params, obs, lane_state, key)
+        decision = base.act(policy, lane_view, params, obs, lane_state, key)
         new_state = decision.state
         if env_id is not None:  # "drop" discards the padding
             put = lambda x, rows: x.at[env_id].set(rows, mode="drop")  # noqa: E731
@@ -239,5 +238,5 @@ def _programs(structure: Any, view: Any, impl: Any) -> _Programs:
 def _policy_keys(root: chex.PRNGKey, step: jax.Array) -> jax.Array:
     """Returns raw data of the keys of `_NUM_KEYS` steps, beginning at `step`."""
     steps = step + jnp.arange(_NUM_KEYS, dtype=jnp.int32)
-    key = episode_keys.at_step(episode_keys.policy_root(root), steps)
+    key = keys.at_step(keys.policy_root(root), steps)
     return jax.random.key_data(key)

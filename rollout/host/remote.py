@@ -20,9 +20,9 @@ import numpy as np
 from flax import struct
 
 from rollout import checks
+from rollout.checks import import_optional
 from rollout.collector import Collector
 from rollout.envs import trees
-from rollout.envs.optional_import import load
 from rollout.host.host_collector import HostCollector
 from rollout.stats import CollectStats, summarize
 from rollout.types import Transition
@@ -151,7 +151,7 @@ class RayCollector(
         checks.int_between("max_restarts", max_restarts, least=0)
         self._max_lag, self._total_steps = max_policy_lag, total_steps
         self._num_actors, self._max_restarts = num_actors, max_restarts
-        self._ray = ray = load("ray")
+        self._ray = ray = import_optional("ray")
         self._make_actor = ray.remote(_Actor).options(**(ray_options or {})).remote
         self._args = make_collector, steps_per_batch, str(jax.random.key_impl(key))
         self._key, self._numbers = key, itertools.count()
@@ -306,7 +306,7 @@ class _Actor:
         impl: str,
         words: np.ndarray,
     ) -> None:
-        context = load("ray").get_runtime_context()
+        context = import_optional("ray").get_runtime_context()
         if not any(context.get_accelerator_ids().values()):
             # Other processes own the accelerators. No jax array may exist yet.
             jax.config.update("jax_platforms", "cpu")

@@ -18,11 +18,16 @@ from rollout import checks, programs
 from rollout.envs import trees
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree
-from rollout.kernel.policy_state import init_policy_state
-from rollout.kernel.recording import accumulate, accumulate_nothing, mask_out, record
+from rollout.kernel.state import (
+    accumulate,
+    accumulate_nothing,
+    init_policy_state,
+    mask_out,
+    record,
+)
 from rollout.platform import to_host
-from rollout.policies import outputs
-from rollout.policies.outputs import View
+from rollout.policies import base
+from rollout.policies.base import View
 from rollout.types import Accumulators, AsyncInfo, RecordFn, Transition
 
 Acc = TypeVar("Acc")
@@ -165,7 +170,7 @@ def row_shape(collector: Any, width: int, params: Any) -> Transition:
         obs_keys, episode_keys = (jax.random.split(x, width) for x in keys)
         obs = jax.vmap(as_space(env.observation_space).sample)(obs_keys)
         state = init_policy_state(policy, episode_keys)
-        decision = outputs.act(policy, view, params, obs, state, key)
+        decision = base.act(policy, view, params, obs, state, key)
         flag, number = jnp.zeros(width, bool), jnp.zeros(width, jnp.int32)
         reward = jnp.zeros(width, jnp.float32)
         async_info = AsyncInfo(number, info, env.num_envs)

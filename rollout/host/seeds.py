@@ -9,7 +9,7 @@ import chex
 import jax
 import numpy as np
 
-from rollout.kernel import episode_keys
+from rollout.kernel import keys
 
 _NUM_ROWS = 256  # rows of B seeds per table
 
@@ -45,5 +45,5 @@ class Seeds:
 @jax.jit
 def _seeds(key: chex.PRNGKey, episode_id: jax.Array) -> jax.Array:
     """Computes the seeds of the episodes with these ids, `[N, B]`."""
-    row_keys = jax.vmap(lambda row: episode_keys.keys_of(key, row))
-    return episode_keys.seeds(row_keys(episode_id))
+    row_keys = jax.vmap(lambda row: keys.keys_of(key, row))
+    return keys.seeds(row_keys(episode_id))

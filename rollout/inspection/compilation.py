@@ -1,31 +1,163 @@
-"""`inspect_program`: compiles for an accelerator, which may be absent, and reports."""
+"""`inspect_program`: compiles a program for an accelerator, which may be absent."""
 
 import contextlib
+import functools
+import importlib
+import importlib.metadata
+import math
+import os
 import tempfile
 import time
+import tomllib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from rollout import checks
 from rollout.collector import Collector
-from rollout.envs.cost_estimate import inner_programs
+from rollout.envs.auto_reset import inner_programs
 from rollout.envs.types import ArrayTree
-from rollout.inspection import accelerators, blocks
+from rollout.inspection import hlo
 from rollout.inspection.hlo import Frame
 from rollout.inspection.report import Memory, Report, find_loop
 
+# These variables let the compilers load without a device: they disable the check of the
+# CUDA libraries, the query of a metadata server, and the lock on unused chips.
+_ABSENT_GPU = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+_ABSENT_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+ACCELERATORS: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("accelerators.toml").read_text()
+)
+_ALIASES = {"v5e": "tpu-v5e"}
+NAMES = (*ACCELERATORS, *_ALIASES)
+
+Device = Any  # `jax.Device`, which type checkers do not accept as a type
 _NUM_STEPS = 128
 _CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print")
 # XLA's dumps of a GPU's program. The first exists if a pass changed the sequence.
 _SEQUENCES = ("thunk_sequence_after_thunk_passes", "thunk_sequence")
 _METADATA = ("thunk_metadata",)
+
+
+def find_accelerator(accelerator: str) -> tuple[str, dict[str, Any]]:
+    """Returns the canonical name and the description of an accelerator.
+
+    Raises:
+        ValueError: if there is no accelerator of this name.
+    """
+    name = _ALIASES.get(accelerator, accelerator)
+    if name not in ACCELERATORS:
+        names = ", ".join(NAMES)
+        raise ValueError(f"`accelerator` must be one of {names}, got {accelerator!r}.")
+    return name, ACCELERATORS[name]
+
+
+def devices(accelerator: str, num_devices: int = 1) -> list[Device]:
+    """Makes devices to compile programs for. Programs cannot run on these devices.
+
+    Build a `jax.sharding.Mesh` of the devices, and use its shardings in the arguments
+    of `rollout.inspect_program`. The machine needs only the compiler, from the extra
+    `accelerators`, and no such device.
+
+    Args:
+        accelerator: "h100", "a100" or "tpu-v5e" (also "v5e").
+        num_devices: number of devices, at least 1.
+
+    Returns:
+        The devices; the same objects for the same arguments.
+
+    Raises:
+        ValueError: if there is no accelerator of this name, or if `num_devices` is too
+            large for it.
+        ImportError: if the compiler is not installed, or does not match jax's version.
+    """
+    name, description = find_accelerator(accelerator)
+    num_devices = checks.int_between("num_devices", num_devices)
+    make_fn = _tpus if description["platform"] == "tpu" else _gpus
+    return list(make_fn(name, num_devices))
+
+
+@functools.cache
+def _gpus(name: str, num_devices: int) -> tuple[Device, ...]:
+    plugin = _require_compiler("jax-cuda12-plugin", "jax-cuda13-plugin")
+    make_topology = functools.partial(
+        topologies.get_topology_desc,
+        platform="cuda",
+        target_config=ACCELERATORS[name]["target_config"],
+        topology=f"1x1x{num_devices}",
+    )
+    with environment_variables(_ABSENT_GPU):
+        try:
+            topology = make_topology()
+        except NotImplementedError:
+            # Without a driver, jax starts without the plugin: load the plugin now.
+            version = plugin.removeprefix("jax-").removesuffix("-plugin")
+            importlib.import_module(f"jax_plugins.xla_{version}").initialize()
+            topology = make_topology()
+    return tuple(topology.devices)
+
+
+@functools.cache
+def _tpus(name: str, num_devices: int) -> tuple[Device, ...]:
+    data = ACCELERATORS[name]
+    # TPUs come in slices: take the smallest slice with enough devices.
+    slices = {math.prod(map(int, x.split("x"))): x for x in data["layouts"]}
+    sizes = [size for size in slices if size >= num_devices]
+    if not sizes:
+        limit = max(slices)
+        raise ValueError(f"`num_devices` must be at most {limit}, got {num_devices}.")
+    _require_compiler("libtpu")
+    layout = f"{data['generation']}:{slices[min(sizes)]}"
+    with environment_variables(_ABSENT_TPU):
+        topology = topologies.get_topology_desc(layout, platform="tpu")
+    return tuple(topology.devices[:num_devices])
+
+
+@contextlib.contextmanager
+def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets unset environment variables for the duration of a block."""
+    added = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _require_compiler(*packages: str) -> str:
+    """Returns the name of the installed compiler package, and checks its version.
+
+    Raises:
+        ImportError: if no package is installed, or if the version does not match jax.
+            The message has the command that installs the package.
+    """
+    version = jax.__version__
+    hint = f'pip install "jax-cuda12-plugin=={version}" "jax-cuda12-pjrt=={version}"'
+    if packages == ("libtpu",):
+        hint = f'pip install "jax[tpu]=={version}"'
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed = importlib.metadata.version(name)
+            if name != "libtpu" and installed != version:  # libtpu has other versions
+                raise ImportError(
+                    f"{name} {installed} does not match jax {version}: {hint}."
+                )
+            return name
+    raise ImportError(f"The compiler of this accelerator is not installed: {hint}.")
 
 
 def inspect_program(
@@ -70,18 +202,18 @@ def inspect_program(
         jax.errors.JaxRuntimeError: if XLA cannot compile the program, for example
             because it needs more memory than a TPU has.
     """
-    name, data = accelerators.find(accelerator)
+    name, data = find_accelerator(accelerator)
     fn, args, num_steps = _program(program, args, num_steps)
-    devices = _argument_devices(args)
-    if num_devices is not None or not devices:
-        devices = accelerators.devices(name, num_devices or 1)
-    elif devices[0].platform != ("gpu" if data["platform"] == "cuda" else "tpu"):
+    targets = _argument_devices(args)
+    if num_devices is not None or not targets:
+        targets = devices(name, num_devices or 1)
+    elif targets[0].platform != ("gpu" if data["platform"] == "cuda" else "tpu"):
         raise ValueError(
             "`accelerator` must match the devices of the arguments' shardings, "
-            f"{devices[0].device_kind}, got {accelerator!r}."
+            f"{targets[0].device_kind}, got {accelerator!r}."
         )
     is_gpu = data["platform"] == "cuda"
-    lowered = _lower(fn, args, devices, allow_callbacks=not is_gpu)
+    lowered = _lower(fn, args, targets, allow_callbacks=not is_gpu)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="rollout_inspect_") as folder:
         options = {"xla_dump_to": folder, **data["compiler_options"]}
@@ -90,17 +222,17 @@ def inspect_program(
         seconds = time.perf_counter() - start
         if is_gpu:
             dumps = (_read_dump(folder, names) for names in (_SEQUENCES, _METADATA))
-            root = blocks.read_gpu(compiled.as_text(), *dumps)
+            root = hlo.read_gpu(compiled.as_text(), *dumps)
         else:
-            root = blocks.read_tpu(compiled.as_text())
+            root = hlo.read_tpu(compiled.as_text())
     loop = find_loop(root, num_steps)
     # An unrolled loop takes several steps per round; the rest runs outside of it.
     steps_per_round = None if num_steps is None else num_steps // (loop.trips or 1)
     work, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     return Report(
         accelerator=name,
-        description=devices[0].device_kind,
-        num_devices=len(devices),
+        description=targets[0].device_kind,
+        num_devices=len(targets),
         jax_version=jax.__version__,
         compile_seconds=seconds,
         memory=Memory(
@@ -144,7 +276,7 @@ def _program(
     return Collector.collect_steps, args, num_steps
 
 
-def _argument_devices(args: Any) -> list[accelerators.Device]:
+def _argument_devices(args: Any) -> list[Device]:
     """Returns the absent devices of the arguments' shardings, in order."""
     shardings = filter(None, map(_absent_sharding, jax.tree.leaves(args)))
     sharding: Any = next(shardings, None)
@@ -158,9 +290,7 @@ def _absent_sharding(leaf: Any) -> Sharding | None:
     return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
 
 
-def _lower(
-    fn: Any, args: Any, devices: list[accelerators.Device], *, allow_callbacks: bool
-) -> Any:
+def _lower(fn: Any, args: Any, devices: list[Device], *, allow_callbacks: bool) -> Any:
     """Lowers a function with abstract arguments."""
     # Replicate explicitly: jax would compile for the devices of this process.
     mesh = Mesh(np.asarray(devices), ("devices",))
@@ -222,7 +352,7 @@ def _callbacks(jaxpr: Any) -> Iterator[str]:
             traceback = equation.source_info.traceback
             frames = [] if traceback is None else traceback.frames
             lines = [Frame(x.file_name, x.line_num) for x in frames]
-            source = blocks.find_source(lines)
+            source = hlo.find_source(lines)
             location = f"{source.file}:{source.line}" if source else "an unknown line"
             yield f"{location} ({equation.primitive.name})"
         for inner in inner_programs(equation):

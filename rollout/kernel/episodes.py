@@ -20,10 +20,9 @@ from flax import struct
 from rollout import platform
 from rollout.envs import trees
 from rollout.envs.types import ArrayTree
-from rollout.kernel import episode_keys
-from rollout.kernel.carry import roots_of
-from rollout.kernel.episode_keys import Start
-from rollout.kernel.recording import pack_flags, record, unpack_flags
+from rollout.kernel import keys
+from rollout.kernel.keys import Start
+from rollout.kernel.state import pack_flags, record, roots_of, unpack_flags
 from rollout.kernel.step import advance, restart
 from rollout.types import Carry, Episode, Episodes, Parts, Transition
 
@@ -80,7 +79,7 @@ def play(
         resume_id, stream = new_id + number, roots.lane
     else:
         number = num_queued = num_episodes
-        resume_id, stream = new_id, episode_keys.queue(carry.key)
+        resume_id, stream = new_id, keys.queue(carry.key)
 
     def start(index: jax.Array) -> Start:
         if per_env:
@@ -95,7 +94,7 @@ def play(
     # Beyond the end every lane is idle, so results and counts do not change.
     def step(run: _Run, go: jax.Array) -> _Run:
         carry = restart(parts, run.carry, run.restarts & go, start(run.index))
-        policy_key = episode_keys.at_step(roots.policy, carry.step)
+        policy_key = keys.at_step(roots.policy, carry.step)
         carry, row, hit_limit = advance(parts, carry, params, policy_key, at_limit)
         mask = run.index < number
         masked_row = _mask_idle(row, mask, hit_limit)

@@ -1,7 +1,7 @@
 """One step of every lane: a rollout is a fold over time of `step`, a pure function.
 
 `init` creates the first carry. In `step`, `advance` applies the policy and steps the
-environments, and `restart` starts new episodes in the finished lanes. `fold` folds
+environments, and `restart` starts new episodes in the finished lanes. `scan` folds
 `step` over T steps, and `episodes` folds both halves until N episodes are done.
 """
 
@@ -11,20 +11,25 @@ import jax.numpy as jnp
 
 from rollout.envs import prng, trees
 from rollout.envs.types import RESET, ArrayTree, EnvStep, Lanes, place
-from rollout.kernel import episode_keys, values
-from rollout.kernel.carry import check_env_step
-from rollout.kernel.episode_keys import Roots, Start
-from rollout.kernel.policy_state import init_policy_state, restart_policy_state
-from rollout.kernel.recording import accumulate, accumulate_nothing, record
+from rollout.kernel import keys, state
+from rollout.kernel.keys import Roots, Start
+from rollout.kernel.state import (
+    accumulate,
+    accumulate_nothing,
+    check_env_step,
+    init_policy_state,
+    record,
+    restart_policy_state,
+)
 from rollout.kernel.step_once import is_endless, step_once
-from rollout.policies import outputs
+from rollout.policies import base
 from rollout.types import Carry, Episode, FlagFn, Params, Parts, PolicyStep, Transition
 
 
 def init(parts: Parts, key: chex.PRNGKey) -> Carry:
     """Starts the first episode of every lane; see `Collector.init`."""
     num_envs = parts.env.num_envs
-    first_keys = prng.fold_in(episode_keys.roots(key, num_envs).lane, 0)
+    first_keys = prng.fold_in(keys.roots(key, num_envs).lane, 0)
     env_state, obs = trees.barrier(parts.env).reset(prng.fold_in(first_keys, RESET))
     carry = Carry(
         key=key,
@@ -63,7 +68,7 @@ def step(
         The next carry, and the recorded transition, `[B, ...]`.
     """
     if policy_key is None:
-        policy_key = episode_keys.at_step(roots.policy, carry.step)
+        policy_key = keys.at_step(roots.policy, carry.step)
     next_carry, transition, _ = advance(parts, carry, params, policy_key, cut_fn)
     recorded = record(parts.record_fn, transition)
     if drop_fn is None and is_endless(transition):
@@ -71,7 +76,7 @@ def step(
     restarts = transition.done
     if drop_fn is not None:
         restarts |= drop_fn(recorded)
-    start = episode_keys.next_episodes(parts.env, next_carry, roots)
+    start = keys.next_episodes(parts.env, next_carry, roots)
     return restart(parts, next_carry, restarts, start), recorded
 
 
@@ -123,7 +128,7 @@ def advance(
             ),
         )
     # Nothing is reset yet, so the new carry has the true successor.
-    final_value = values.final_value(parts, next_carry, params, transition)
+    final_value = state.final_value(parts, next_carry, params, transition)
     return next_carry, transition.replace(final_value=final_value), is_forced
 
 
@@ -132,7 +137,7 @@ def act(parts: Parts, carry: Carry, params: Params, key: chex.PRNGKey) -> Policy
     sharding = parts.env.sharding
     with prng.in_parts(sharding.num_devices if sharding else 1):
         state = carry.policy_state
-        return outputs.act(parts.policy, parts.env, params, carry.obs, state, key)
+        return base.act(parts.policy, parts.env, params, carry.obs, state, key)
 
 
 def step_env(parts: Parts, carry: Carry, action: ArrayTree) -> EnvStep:

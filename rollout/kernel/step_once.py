@@ -10,7 +10,7 @@ from jax import lax
 from jax.core import Tracer, eval_jaxpr
 from jax.interpreters import partial_eval
 
-from rollout.envs import masked_update, trees
+from rollout.envs import auto_reset, trees
 from rollout.envs.types import ArrayTree, EnvStep
 
 _Step = Callable[[chex.PRNGKey, ArrayTree, ArrayTree], EnvStep]
@@ -54,7 +54,7 @@ def step_once(
 
     def in_a_conditional(*operands: ArrayTree) -> EnvStep:
         shapes = jax.eval_shape(take, *operands)
-        hoisted, closed_over = masked_update.hoist(take, *operands)
+        hoisted, closed_over = auto_reset.hoist(take, *operands)
 
         # Pass raw key data: the key-reuse checker treats `custom_jvp` as using keys.
         def always(closed_over: list, *words: ArrayTree) -> EnvStep:

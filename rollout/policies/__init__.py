@@ -1,16 +1,18 @@
 """Policies from functions, random actions, exploration and masks of valid actions.
 
-`basic` makes policies from functions and the random policy. `policy_wrapper` has the
-base class of wrappers, and `exploration` has the wrappers that explore. `uniform`
-samples actions uniformly, and `masks` samples valid actions, both in every space.
-`items` chooses items to recommend. `memory` replays a recurrent policy over recorded
-rows. `outputs` validates the outputs of policies.
+`base` creates policies from functions, and has the random policy, the base class of
+wrappers and the replay of a recurrent policy over recorded rows. `exploration` has the
+wrappers that explore. `masks` samples actions uniformly, from a space or among the
+valid actions. `items` chooses items to recommend.
 """
 
-from rollout.policies.basic import (
+from rollout.policies.base import (
+    Greedy,
+    PolicyWrapper,
     random_policy,
     recurrent_policy,
     stateless_policy,
+    unroll,
 )
 from rollout.policies.exploration import (
     EpsilonGreedy,
@@ -19,8 +21,6 @@ from rollout.policies.exploration import (
     RandomWarmup,
 )
 from rollout.policies.items import choose_items, item_policy
-from rollout.policies.memory import unroll
-from rollout.policies.policy_wrapper import Greedy, PolicyWrapper
 
 __all__ = [
     "EpsilonGreedy",

@@ -36,9 +36,9 @@ from rollout import checks
 from rollout.envs import prng, trees
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.policies import masks, outputs, uniform
+from rollout.policies import base, masks
+from rollout.policies.base import PolicyWrapper
 from rollout.policies.masks import ActionMaskFn
-from rollout.policies.policy_wrapper import PolicyWrapper
 from rollout.types import (
     ActionT,
     Key,
@@ -154,11 +154,11 @@ class _Exploration(PolicyWrapper[ParamsT, ObsT, ActionT]):
         inner_key, *keys = prng.fold_in(key, jnp.arange(3, dtype=jnp.int32))
         apply = self.policy.mode if use_mode else self.policy.apply
         inner = state.inner if self._has_state else state
-        decision = outputs.decision(
+        decision = base.decision(
             "The wrapped `policy.apply`",
             apply(params, obs, inner, inner_key),
             self.action_space,
-            uniform.num_lanes(obs),
+            masks.num_lanes(obs),
             obs,
         )
         amount = self._amount()
@@ -223,7 +223,7 @@ class EpsilonGreedy(_Exploration[ParamsT, ObsT, ActionT]):
 
     def _explore(self, decision: PolicyStep, obs: Obs, amount: Any, keys: Any) -> Any:
         # Samples are below 1: epsilon 1 always explores, and NaN never does.
-        sample = prng.uniform(keys[0], 0.0, 1.0, (uniform.num_lanes(obs),))
+        sample = prng.uniform(keys[0], 0.0, 1.0, (masks.num_lanes(obs),))
         flag = sample < amount
         return _replace(
             decision, obs, flag, keys[1], self.action_space, self.action_mask_fn
@@ -268,7 +268,7 @@ class RandomWarmup(_Exploration[ParamsT, ObsT, ActionT]):
         return Schedule(lambda step: step < self.num_steps)
 
     def _explore(self, decision: PolicyStep, obs: Obs, amount: Any, keys: Any) -> Any:
-        flag = jnp.broadcast_to(jnp.asarray(amount) > 0, uniform.num_lanes(obs))
+        flag = jnp.broadcast_to(jnp.asarray(amount) > 0, masks.num_lanes(obs))
         action_mask_fn, space = self.action_mask_fn, self.action_space
         if action_mask_fn is not None or prng.num_parts() > 1:
             return _replace(decision, obs, flag, keys[0], space, action_mask_fn)
@@ -424,7 +424,7 @@ def _replace(
 ) -> PolicyStep:
     """Replaces an action by a random one if `flag` is True or the action is invalid."""
     if action_mask_fn is None:
-        action = uniform.uniform(space, flag.shape[0], key)
+        action = masks.uniform(space, flag.shape[0], key)
     else:
         action_mask = masks.read(action_mask_fn, obs, space)
         flag = flag | ~masks.is_valid(action_mask, decision.action, space)

@@ -1,10 +1,7 @@
-"""Reads masks of valid actions in every kind of space, and samples valid actions.
+"""Masks of valid actions, and uniform random actions in every space.
 
-A mask is True for valid actions. It is `[B, n]` bool for a `Discrete`. For a
-`MultiDiscrete` it is a tuple with one `[B, n_i]` per entry, or a joint `[B, *nvec]` if
-the valid values of an entry depend on other entries. For a `MultiBinary` it is
-`[B, *shape, 2]`. For a composite space it has the structure of the parts, with None for
-a part without a mask.
+A sampling function takes one key for all lanes. Lane i samples the same action for any
+number of lanes.
 """
 
 import math
@@ -16,6 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from rollout import checks
 from rollout.envs import prng
@@ -24,15 +22,108 @@ from rollout.envs.spaces import (
     Discrete,
     MultiBinary,
     MultiDiscrete,
+    Repeated,
     as_space,
 )
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.policies import uniform
 
+_LARGEST_N = 1 << 16  # so that the product of two 16-bit halves fits 32 bits
 ActionMaskFn = Callable[[ArrayTree], ArrayTree]  # obs to a mask
 
 _NAME = "action_mask"
 DISCRETE = Discrete | MultiDiscrete | MultiBinary
+
+
+def uniform(space: AnySpace, num_envs: int, key: chex.PRNGKey) -> ArrayTree:
+    """Samples `[B, ...]` actions from the whole space, whose bounds must be finite."""
+    if isinstance(space, Discrete):
+        # Sample from 0 and shift by `start`.
+        action = _below(space.n, space.n, (num_envs,), key).astype(space.dtype)
+        return action + jnp.asarray(space.start, space.dtype)
+    if isinstance(space, Composite):
+        # Derive the key of a part from its position, so that its samples do not depend
+        # on the parts that follow.
+        actions = [
+            uniform(part, num_envs, prng.fold_in(key, number))
+            for number, part in enumerate(space.parts)
+        ]
+        return space.structure.unflatten(actions)
+    if isinstance(space, Repeated):
+        # Sample the elements as lanes: one call is faster than one per element.
+        elements = uniform(space.space, num_envs * space.num, key)
+        return jax.tree.map(
+            lambda x: x.reshape(num_envs, space.num, *x.shape[1:]), elements
+        )
+    if space.bounds is not None:
+        low, high = space.bounds
+        return prng.draw(key, low, high, (num_envs, *space.shape), space.dtype)
+    lane = jnp.arange(num_envs, dtype=jnp.int32)
+    return jax.vmap(space.sample)(prng.fold_in(key, lane))
+
+
+def check_bounds(space: AnySpace) -> None:
+    """Raises for infinite bounds, which have no uniform distribution."""
+    for leaf in space.leaves():
+        low, high = leaf.bounds or (0, 0)
+        if any(isinstance(bound, Tracer) for bound in (low, high)):
+            continue  # values are unknown while tracing
+        if not all(np.all(np.isfinite(np.asarray(bound))) for bound in (low, high)):
+            raise ValueError(
+                "`action_space` must have finite bounds to sample from, got "
+                f"low={low}, high={high}."
+            )
+
+
+def among(action_mask: jax.Array, key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
+    """Samples `[B]` int32 columns uniformly among the True ones of `[B, n]` bool.
+
+    If no column of a lane is True, its column is sampled from all. The second array,
+    `[B]` bool, is True in these lanes.
+    """
+    num_valid = jnp.cumsum(action_mask, axis=1, dtype=jnp.int32)
+    rank, no_valid = _rank(num_valid[:, -1], action_mask.shape[1], key)
+    # The column of a rank has at most `rank` valid columns before it.
+    index = jnp.sum(num_valid <= rank[:, None], axis=1, dtype=jnp.int32)
+    # If no column is valid, the rank was sampled from all columns: it is the column.
+    return jnp.where(no_valid, rank, index), no_valid
+
+
+def _rank(total: jax.Array, n: int, key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
+    """Samples `[B]` ranks below `total`, and below n in lanes with a total of 0."""
+    no_valid = total == 0
+    return _below(jnp.where(no_valid, n, total), n, total.shape, key), no_valid
+
+
+def take_column(action_mask: jax.Array, index: jax.Array) -> jax.Array:
+    """Reads `[B, n]` bool at column `index`, `[B]` from 0 to n - 1; `[B]` bool."""
+    column, mode = index[:, None], "promise_in_bounds"
+    return jnp.take_along_axis(action_mask, column, axis=1, mode=mode)[:, 0]
+
+
+def num_lanes(obs: ArrayTree) -> int:
+    """Returns the length of the leading axis, B."""
+    return jax.tree.leaves(obs)[0].shape[0]
+
+
+def _below(
+    n: jax.typing.ArrayLike, largest: int, shape: tuple[int, ...], key: chex.PRNGKey
+) -> jax.Array:
+    """Samples int32 below `n`, each from one random word: the high half of word * n.
+
+    `n` is at most `largest`, a Python int. The bias of an integer is below n / 2**32.
+
+    Source:
+        "Fast Random Integer Generation in an Interval" (Lemire, 2019), without its
+        rejection step; arXiv:1805.10941.
+    """
+    if largest > _LARGEST_N:
+        return prng.draw(key, 0, jnp.asarray(n, jnp.int32) - 1, shape, jnp.int32)
+    word = prng.bits(key, shape)
+    # word * n has 48 bits and does not fit uint32. Multiply each half of the word by n;
+    # `low` carries into the upper product.
+    n, half = jnp.asarray(n, jnp.uint32), jnp.uint32(16)
+    low = ((word & jnp.uint32(0xFFFF)) * n) >> half
+    return (((word >> half) * n + low) >> half).astype(jnp.int32)
 
 
 def check_can_sample(space: AnySpace, action_mask_fn: ActionMaskFn | None) -> None:
@@ -44,7 +135,7 @@ def check_can_sample(space: AnySpace, action_mask_fn: ActionMaskFn | None) -> No
                 "`action_space` must be discrete or have discrete parts if "
                 f"`action_mask_fn` is given, got {type(space).__name__}."
             )
-    uniform.check_bounds(space)
+    check_bounds(space)
 
 
 def find(observation_space: AnySpace, action_space: AnySpace) -> ActionMaskFn | None:
@@ -70,7 +161,7 @@ def read(action_mask_fn: ActionMaskFn, obs: ArrayTree, space: AnySpace) -> Any:
         each, `[B, n_0 * n_1 * ...]` for a joint mask, or a tuple with a mask for each
         part, or for each entry if the entries have different sizes.
     """
-    return _check_mask(action_mask_fn(obs), uniform.num_lanes(obs), space)
+    return _check_mask(action_mask_fn(obs), num_lanes(obs), space)
 
 
 def sample(
@@ -86,7 +177,7 @@ def sample(
         for i, (mask, part) in enumerate(zip(action_mask, _parts(space), strict=True)):
             part_key = prng.fold_in(key, i)
             if mask is None:
-                action = uniform.uniform(part, uniform.num_lanes(action_mask), part_key)
+                action = uniform(part, num_lanes(action_mask), part_key)
             else:
                 action, no_valid = sample(mask, part, part_key)
                 flags.append(no_valid)
@@ -97,7 +188,7 @@ def sample(
         return jnp.stack(actions, axis=1).reshape(-1, *space.shape), no_valid_action
     sizes, starts = _ranges(space)
     # Entries are sampled as lanes; a joint mask is sampled once over all combinations.
-    index, no_valid = uniform.among(action_mask.reshape(-1, action_mask.shape[-1]), key)
+    index, no_valid = among(action_mask.reshape(-1, action_mask.shape[-1]), key)
     if action_mask.ndim == 3:
         index, no_valid = (x.reshape(action_mask.shape[:2]) for x in (index, no_valid))
         no_valid = no_valid.any(axis=1)
@@ -129,7 +220,7 @@ def is_valid(action_mask: Any, action: ArrayTree, space: AnySpace) -> jax.Array:
     if action_mask.ndim == 2:
         index = jnp.ravel_multi_index(tuple(index.T), sizes, mode="clip")
     rows = action_mask.reshape(-1, action_mask.shape[-1])
-    flags = uniform.take_column(rows, index.reshape(-1)).reshape(len(action_mask), -1)
+    flags = take_column(rows, index.reshape(-1)).reshape(len(action_mask), -1)
     return (is_inside & flags).all(axis=1)
 
 

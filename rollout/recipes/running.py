@@ -28,7 +28,7 @@ from rollout import checkpoint, checks, envs
 from rollout.envs import spaces
 from rollout.envs.spaces import EnvSpec, env_spec
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers.running_stats import prior
+from rollout.envs.wrappers.normalize import prior
 from rollout.training import make_collector
 
 NUM_CHUNKS = 20  # parts of a training run without `evaluate_every`

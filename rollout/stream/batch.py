@@ -11,13 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rollout import nonfinite
 from rollout.envs.types import ArrayTree
 from rollout.episode_window import EpisodeWindow
-from rollout.kernel import episode_keys, fold, step
-from rollout.kernel.carry import roots_of
-from rollout.kernel.recording import mask_out
-from rollout.stats import CollectStats, summarize
+from rollout.kernel import keys, scan, step
+from rollout.kernel.state import mask_out, roots_of
+from rollout.stats import (
+    CollectStats,
+    count_nonfinite,
+    is_nonfinite,
+    nonfinite,
+    summarize,
+)
 from rollout.stream.options import Options
 from rollout.types import Carry, Episodes, Transition
 
@@ -60,10 +64,10 @@ def make_batch(
             # An episode without any step so far is already new: keep it.
             restarts = carry.episode.episode_length > 0
             roots = roots_of(collector, carry)
-            start = episode_keys.next_episodes(collector.env, carry, roots)
+            start = keys.next_episodes(collector.env, carry, roots)
             carry = step.restart(collector, carry, restarts, start)
-        is_faulty = nonfinite.is_nonfinite if options.on_fault == "drop" else None
-        carry, trajectory = fold.collect_steps(
+        is_faulty = is_nonfinite if options.on_fault == "drop" else None
+        carry, trajectory = scan.collect_steps(
             collector,
             carry,
             params,
@@ -107,7 +111,7 @@ def complete(
         number = jnp.arange(size, dtype=jnp.int32).reshape(trajectory.mask.shape)
         faults = {
             name: jnp.where(bad & trajectory.mask, number, NO_FAULT).min()
-            for name, bad in nonfinite.nonfinite(trajectory).items()
+            for name, bad in nonfinite(trajectory).items()
         }
         # Several fields can be nonfinite in one entry; the message names all of them.
         first: Any = functools.reduce(jnp.minimum, faults.values(), NO_FAULT)
@@ -117,7 +121,7 @@ def complete(
     if episodes is None:
         stats = summarize(trajectory)
     else:
-        num_nonfinite = nonfinite.count_nonfinite(trajectory)
+        num_nonfinite = count_nonfinite(trajectory)
         stats = summarize(episodes).replace(num_nonfinite=num_nonfinite)
     return BatchResult(
         carry=carry,
@@ -137,7 +141,7 @@ def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:
     A faulty episode ends at its nonfinite row. Its rows in the batch are this row and
     all earlier rows with the same id.
     """
-    faulty = nonfinite.is_nonfinite(trajectory)
+    faulty = is_nonfinite(trajectory)
 
     # Scan backward in time: drop a row if the next row of its episode is dropped.
     def mark(carry: tuple, row: tuple) -> tuple[tuple, jax.Array]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout import multihost, platform, programs
+from rollout import platform, programs
 from rollout.collector import Collector
 from rollout.envs.types import ArrayTree
 from rollout.host import ctrl_c
@@ -95,7 +95,7 @@ class JaxMaker:
                 flags = {"postprocess": options.postprocess is not None}
                 types = [str(jax.typeof(x)) for x in jax.tree.leaves(params)]
                 facts = {"options": vars(options) | flags, "`params` of": types}
-                multihost.compare("stream", facts)
+                programs.compare_processes("stream", facts)
             # The following call finds the program in the jit cache.
             self._program.lower(
                 num_rows, collector, carry, params, window, memory

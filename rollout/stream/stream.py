@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import struct
 
-from rollout import checks, multihost
+from rollout import checks, programs
 from rollout.collector import Collector
 from rollout.envs import trees
 from rollout.envs.types import ArrayTree, strong
@@ -346,7 +346,7 @@ class Stream(Generic[ParamsT]):
         options = self._options
         try:
             result, seconds, version = wait()
-            window = jax.tree.map(multihost.gather, result.window)
+            window = jax.tree.map(programs.gather, result.window)
             # Copy the statistics to the host in one transfer, but not the trajectory.
             statistics = result.stats, window, result.num_faulty
             faults = result.faults, result.fault_step

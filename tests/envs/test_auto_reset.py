@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import CountEnv, quick_jit, raw
 
-from rollout.envs import auto_reset, masked_update, prng, trees
+from rollout.envs import auto_reset, prng, trees
 from rollout.envs.types import RESET, Lanes
 
 pytestmark = pytest.mark.usefixtures("key_reuse")
@@ -65,7 +65,7 @@ def test_all_ways_are_equal_bit_for_bit_with_typed_keys():
         lanes = Lanes(episode_key=lane_keys, state=step.state, obs=step.obs)
 
         def one(done):
-            switched = masked_update.switch(done, lambda at: start(env, at), lanes)
+            switched = auto_reset.switch(done, lambda at: start(env, at), lanes)
             ways = [
                 auto_reset.reset(way, env, start, done, lanes)
                 for way in sorted(auto_reset.BY_NAME, reverse=True)
@@ -132,7 +132,7 @@ def test_members_under_vmap_are_reset_as_each_alone(mapped):
         lanes = Lanes(prng.fold_in(jax.random.key(1), lane), state, lane)
         if way == "switch":
             start = lambda at: trees.unwrap_keys(start_member(env, at))  # noqa: E731
-            switch = masked_update.merged(masked_update.switch)
+            switch = auto_reset.merge_mapped(auto_reset.switch)
             return switch(done, start, trees.unwrap_keys(lanes))
         return raw(auto_reset.reset(way, env, start_member, done, lanes))
 

@@ -22,15 +22,8 @@ from reports import make_report
 
 import rollout
 from rollout import envs
-from rollout.cli.main import main
-from rollout.inspection import (
-    Block,
-    Memory,
-    Wait,
-    accelerators,
-    blocks,
-    devices,
-)
+from rollout.cli import main
+from rollout.inspection import Block, Memory, Wait, compilation, devices, hlo
 from rollout.inspection.hlo import Frame
 from rollout.inspection.report import find_loop
 
@@ -223,7 +216,7 @@ def mine(report):
 
 
 def test_blocks_of_a_gpu_are_those_of_its_thunks():
-    program = blocks.read_gpu(HLO, THUNKS, METADATA)
+    program = hlo.read_gpu(HLO, THUNKS, METADATA)
     (scan,) = program.blocks
     assert (program.loose_launches, program.total("launches")) == (1, 1 + 10 * (1 + 2))
     assert (scan.cause, scan.trips, scan.asks_host) == ("scan", 10, False)
@@ -237,7 +230,7 @@ def test_blocks_of_a_gpu_are_those_of_its_thunks():
 
 
 def test_waits_name_the_line_that_causes_them():
-    program = blocks.read_gpu(HLO, THUNKS, METADATA)
+    program = hlo.read_gpu(HLO, THUNKS, METADATA)
     loop = find_loop(program)
     assert loop is program.blocks[0]
     (wait,) = find_waits(program, loop, 1)
@@ -248,7 +241,7 @@ def test_waits_name_the_line_that_causes_them():
 
 def test_conditional_outside_of_a_graph_asks_the_host():
     loose = THUNKS.replace("000: kCommandBuffer", "000: kSequential")
-    program = blocks.read_gpu(HLO, loose, METADATA)
+    program = hlo.read_gpu(HLO, loose, METADATA)
     waits = find_waits(program, find_loop(program), 1)
     assert {(x.cause, x.count, x.per) for x in waits} == {
         ("while_loop", 1, "step"),
@@ -257,7 +250,7 @@ def test_conditional_outside_of_a_graph_asks_the_host():
 
 
 def test_blocks_of_a_tpu_have_cycles_and_no_waits():
-    program = blocks.read_tpu(HLO)
+    program = hlo.read_tpu(HLO)
     assert program.total("cycles") == 70
     (scan,) = program.blocks
     assert scan.trips == 10  # it counts from 0 to 10 in ones
@@ -275,7 +268,7 @@ def test_blocks_of_a_tpu_have_cycles_and_no_waits():
 )
 def test_other_loops_of_a_tpu_have_no_trip_count(before, after):
     assert before in HLO
-    assert blocks.read_tpu(HLO.replace(before, after)).blocks[0].trips is None
+    assert hlo.read_tpu(HLO.replace(before, after)).blocks[0].trips is None
 
 
 OWN = Frame(str(ROOT / "rollout" / "envs" / "auto_reset.py"), 1)
@@ -298,7 +291,7 @@ ENV, SCRIPT = Frame("/home/me/my_env.py", 5), Frame("/home/me/train.py", 6)
     ],
 )
 def test_source_is_the_innermost_line_that_one_would_change(frames, source):
-    assert blocks.find_source(frames) == source
+    assert hlo.find_source(frames) == source
 
 
 def test_loop_over_time_is_the_one_with_most_launches():
@@ -363,7 +356,7 @@ def test_compiler_that_does_not_fit_is_named(accelerator, version, line, monkeyp
 
 def test_environment_is_put_back(monkeypatch):
     monkeypatch.setenv("SET_BEFORE", "1")
-    with accelerators.environment({"SET_BEFORE": "2", "NOT_SET": "3"}):
+    with compilation.environment_variables({"SET_BEFORE": "2", "NOT_SET": "3"}):
         assert (os.environ["SET_BEFORE"], os.environ["NOT_SET"]) == ("1", "3")
     assert os.environ["SET_BEFORE"] == "1"
     assert "NOT_SET" not in os.environ

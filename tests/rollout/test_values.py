@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 import rollout
 from rollout import envs
-from rollout.kernel.values import values_where
+from rollout.kernel.state import values_where
 
 PARAMS = jnp.float32(3.0)
 B, T = 5, 40

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.cli.main import main
+from rollout.cli import main
 
 ROOT = Path(__file__).parents[2]
 

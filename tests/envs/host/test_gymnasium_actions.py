@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import quick_jit
 
-from rollout.envs.host.gymnasium_actions import batched_action, split_action
+from rollout.envs.host.arrays import batched_action, split_action
 from rollout.envs.spaces import as_space
 
 EVERY = {

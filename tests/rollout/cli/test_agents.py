@@ -10,10 +10,9 @@ from agents import ChanceEnv
 from command_line import assert_figures, run
 
 import rollout
+from rollout import cli as command
 from rollout import envs
-from rollout.cli import main as command
-from rollout.cli.arguments import make_parser, parse
-from rollout.cli.main import make_collector
+from rollout.cli import make_collector, make_parser, parse
 from rollout.policies import masks
 
 B, T, N = 4, 30, 9

@@ -10,9 +10,9 @@ from host_count import HostCount
 from PIL import Image
 
 import rollout
+from rollout import cli as command
 from rollout import envs
-from rollout.cli import main as command
-from rollout.cli.arguments import make_parser, parse
+from rollout.cli import make_parser, parse
 
 B, T, SEED = 3, 47, 5
 ID = "gymnasium:CartPole-v1"

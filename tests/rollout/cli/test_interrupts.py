@@ -34,7 +34,7 @@ def read_until(file, text):
 )
 def test_interrupt_at_any_time_after_the_imports_ends_the_process(seconds, times):
     process = spawn(*ENDLESS, env={**os.environ, **OWN})
-    before = read_until(process.stderr.fileno(), b"rollout.cli.main")
+    before = read_until(process.stderr.fileno(), b"rollout.cli")
     time.sleep(seconds)
     for _ in range(times):
         process.send_signal(signal.SIGINT)
@@ -65,7 +65,7 @@ def test_interrupt_that_the_parent_ignores_is_ignored():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environ = {**os.environ, **OWN}
     process = subprocess.Popen(command, shell=True, cwd=ROOT, env=environ, **pipes)
-    read_until(process.stderr.fileno(), b"rollout.cli.main")
+    read_until(process.stderr.fileno(), b"rollout.cli")
     process.send_signal(signal.SIGINT)
     stdout, _ = process.communicate(timeout=60)
     assert process.returncode == 0

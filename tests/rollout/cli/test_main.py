@@ -12,9 +12,8 @@ from command_line import assert_figures, error_line, output, read_table, run, sp
 from PIL import Image
 
 from rollout import Collector, envs, random_policy, summarize
-from rollout.cli import main as command
-from rollout.cli.arguments import make_parser, parse
-from rollout.cli.table import Result, collected
+from rollout import cli as command
+from rollout.cli import Result, collected, make_parser, parse
 from rollout.types import Episodes
 
 B, T, SEED, LIMIT = 4, 47, 3, 20  # 15 batches of 3 steps and one of 2

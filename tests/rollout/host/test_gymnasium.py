@@ -14,7 +14,7 @@ from host_count import assert_same
 
 import rollout
 from rollout import envs
-from rollout.kernel import episode_keys
+from rollout.kernel import keys
 
 KEY = jax.random.key(2)
 NUM_ENVS, NUM_STEPS = 4, 500
@@ -70,7 +70,7 @@ def seeds():
     @jax.vmap
     def draw(number):
         episode_id = jax.numpy.arange(NUM_ENVS) + number * NUM_ENVS
-        return episode_keys.seeds(episode_keys.keys_of(KEY, episode_id))
+        return keys.seeds(keys.keys_of(KEY, episode_id))
 
     return np.asarray(draw(np.arange(NUM_STEPS)))
 

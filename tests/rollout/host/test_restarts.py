@@ -8,7 +8,7 @@ from host_count import HostCount, assert_same
 
 import rollout
 from rollout import envs
-from rollout.envs.host.space_check import SpaceCheck
+from rollout.envs.host.env_checks import SpaceCheck
 from rollout.envs.host.types import EnvFault
 from rollout.host import HostCollector
 

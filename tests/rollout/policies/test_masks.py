@@ -12,7 +12,7 @@ from cases import in_one_program, quick_jit
 import rollout
 from rollout import envs
 from rollout.envs import prng
-from rollout.policies import EpsilonGreedy, item_policy, uniform
+from rollout.policies import EpsilonGreedy, item_policy
 
 NUM_LANES = 6_000
 LANES = np.zeros((NUM_LANES, 1), np.float32)
@@ -205,8 +205,8 @@ def test_draw_by_columns_has_the_bits_of_the_one_by_blocks(n, monkeypatch):
     for mask in masks:
         mask[0], mask[1], mask[2, -1] = False, True, True
     for wide in (n + 1, n):
-        monkeypatch.setattr(uniform, "_WIDE", wide)
-        draw = quick_jit(lambda mask, key: uniform.among(mask, key))
+        monkeypatch.setattr(masks, "_WIDE", wide)
+        draw = quick_jit(lambda mask, key: masks.among(mask, key))
         programs.append(draw.lower(masks[0], KEY).compile())
     assert_same_draws(programs, masks)
 
@@ -217,7 +217,7 @@ def test_draw_without_a_loop_has_the_bits_of_the_one_with_a_loop():
     masks = [rng.random((36, 1000)) < rate for rate in (0.0, 0.02, 0.5, 1.0)]
     for num_parts in (1, 2):
         with prng.in_parts(num_parts):
-            traced = quick_jit(lambda *x: uniform.among(*x)).trace(masks[0], KEY)
+            traced = quick_jit(lambda *x: masks.among(*x)).trace(masks[0], KEY)
             programs.append(traced.lower().compile())
         assert ("while[" in str(traced.jaxpr)) == (num_parts == 1)
     assert_same_draws(programs, masks)

@@ -21,7 +21,7 @@ from streams import (
 )
 
 import rollout
-from rollout import EpisodeWindow, envs, nonfinite
+from rollout import EpisodeWindow, envs, stats
 
 slow = pytest.mark.slow
 
@@ -249,12 +249,12 @@ def test_everything_that_is_checked_is_found_in_its_row(field, value):
         final_value=np.zeros(B, np.float32),
         accumulated={"least": np.full(B, np.inf, np.float32)},  # before the first value
     )
-    assert not np.any(nonfinite.is_nonfinite(transition))
+    assert not np.any(stats.is_nonfinite(transition))
     name, _, key = field.partition(".")
     leaf = getattr(transition, name)
     leaf = leaf[key] if key else leaf
     leaf[(2, *[1] * (leaf.ndim - 1))] = value
-    found = nonfinite.nonfinite(transition)
+    found = stats.nonfinite(transition)
     bad = {key: np.flatnonzero(rows).tolist() for key, rows in found.items()}
     may_be = (name, value) == ("extras", -math.inf)
     may_be |= key == "least" and math.isinf(value)
@@ -262,7 +262,7 @@ def test_everything_that_is_checked_is_found_in_its_row(field, value):
         {} if may_be else {field: [2]}
     )
     is_counted = name in ("reward", "extras") and not may_be
-    assert nonfinite.count_nonfinite(transition) == is_counted
+    assert stats.count_nonfinite(transition) == is_counted
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param(EPISODES, marks=slow)])

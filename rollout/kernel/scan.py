@@ -11,9 +11,8 @@ from jax import lax
 from rollout import platform
 from rollout.envs import trees
 from rollout.envs.types import ArrayTree
-from rollout.kernel import episode_keys
-from rollout.kernel.carry import roots_of
-from rollout.kernel.recording import pack, unpack_flags
+from rollout.kernel import keys
+from rollout.kernel.state import pack, roots_of, unpack_flags
 from rollout.kernel.step import step
 from rollout.types import Carry, FlagFn, Parts, Transition
 
@@ -83,7 +82,7 @@ def scan_steps(
         with jax.named_scope("policy"):
             policy_key = lax.platform_dependent(
                 policy_key,
-                cpu=lambda _: episode_keys.at_step(roots.policy, carry.step),
+                cpu=lambda _: keys.at_step(roots.policy, carry.step),
                 default=lambda hashed: hashed,
             )
         next_carry, row = step(
@@ -100,7 +99,7 @@ def scan_steps(
 
     # Count steps from the carry: two calls of T/2 then sample the same as one of T.
     steps = carry.step + jnp.arange(num_steps, dtype=jnp.int32)
-    policy_keys = episode_keys.at_step(roots.policy, steps)
+    policy_keys = keys.at_step(roots.policy, steps)
     (carry, acc), outputs = platform.scan(
         body, (carry, acc), policy_keys, gpu=_GPU_UNROLL, other=1
     )

@@ -1,4 +1,4 @@
-"""`NormalizeHostEnv`: normalizes host environments with running statistics."""
+"""`HostWrapper`, the base class of host wrappers, and `NormalizeHostEnv`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,13 +10,91 @@ import numpy as np
 
 from rollout import checks
 from rollout.envs.host.arrays import place_rows
-from rollout.envs.host.host_wrapper import HostWrapper
-from rollout.envs.host.types import HostStep, HostVectorEnv, check_host_env
+from rollout.envs.host.types import (
+    AsyncHostVectorEnv,
+    HostStep,
+    HostVectorEnv,
+    check_host_env,
+)
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree, Shared
-from rollout.envs.wrappers import running_stats
-from rollout.envs.wrappers.normalize import NOT_FROZEN, NormalizeState, outermost
-from rollout.envs.wrappers.running_stats import Statistics
+from rollout.envs.wrappers import normalize
+from rollout.envs.wrappers.normalize import (
+    NOT_FROZEN,
+    NormalizeState,
+    Statistics,
+    outermost,
+)
+
+
+class HostWrapper(AsyncHostVectorEnv):
+    """Base class of wrappers of a `HostVectorEnv`; forwards all optional members.
+
+    A subclass defines `reset` and `step`, and also `freeze` if the wrapped environments
+    may update running statistics.
+
+    Args:
+        env: the wrapped `B` environments.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self.num_envs, self.info = env.num_envs, env.info
+        self.observation_space = env.observation_space
+        self.action_space = env.action_space
+        self.is_async, self.can_rebuild = env.is_async, env.can_rebuild
+        self.can_load, self.learns = env.can_load, env.learns
+        self.batch_size = env.batch_size if env.is_async else None
+
+    @property
+    def shared(self) -> ArrayTree:
+        """Running statistics over all environments; see `HostVectorEnv`."""
+        return self.env.shared
+
+    @property
+    def pending_reset(self) -> np.ndarray | None:
+        """Environments whose next step only resets them; see `HostVectorEnv`."""
+        return self.env.pending_reset
+
+    def at_episodes(self, numbers: np.ndarray) -> None:
+        """Announces the numbers of the next episodes; see `HostVectorEnv`."""
+        self.env.at_episodes(numbers)
+
+    def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
+        """Starts a step in some environments; see `AsyncHostVectorEnv`."""
+        self.env.send(action, env_id)
+
+    def receive(self, num_ready: int, timeout: float | None = None) -> Any:
+        """Waits until some environments are ready; see `AsyncHostVectorEnv`."""
+        return self.env.receive(num_ready, timeout)
+
+    def rebuild(self, mask: np.ndarray) -> None:
+        """Replaces environments by new ones; see `HostVectorEnv`."""
+        self.env.rebuild(mask)
+
+    def save(self) -> list[bytes] | None:
+        """Saves the state of every environment; see `HostVectorEnv`."""
+        return self.env.save()
+
+    def load(self, saved: Sequence[bytes], obs: ArrayTree) -> None:
+        """Restores the state of every environment; see `HostVectorEnv`."""
+        self.env.load(saved, obs)
+
+    def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
+        """Normalizes raw observations; see `BaseVectorEnv.normalize_obs`."""
+        return self.env.normalize_obs(obs)
+
+    def restart(self, shared: ArrayTree) -> None:
+        """Restores the running statistics; see `HostVectorEnv`."""
+        self.env.restart(shared)
+
+    def draw(self, number: int) -> np.ndarray:
+        """Renders the current state of one environment, `[H, W, 3]` uint8."""
+        return self.env.draw(number)
+
+    def close(self) -> None:
+        """Closes the environments."""
+        self.env.close()
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,7 +141,7 @@ class NormalizeHostEnv(HostWrapper):
         if self.gamma is not None:
             checks.fraction("gamma", self.gamma)
         self.learns = self.statistics is None
-        self.only = running_stats.names("only", self.only)
+        self.only = normalize.names("only", self.only)
         self._space = as_space(self.env.observation_space, "env.observation_space")
         self._raw: ArrayTree = jax.tree.map(
             lambda x: np.zeros((self.num_envs, *x.shape), x.dtype),
@@ -74,7 +152,7 @@ class NormalizeHostEnv(HostWrapper):
         self._obs = jax.tree.map(np.array, self._normalize(self._raw))
         # Normalized parts of the observation are unbounded.
         mean = self._statistics[0].mean
-        self.observation_space = running_stats.normalized_space(
+        self.observation_space = normalize.normalized_space(
             self._space, mean, self._obs
         )
 
@@ -154,9 +232,9 @@ class NormalizeHostEnv(HostWrapper):
             return
         obs_stats, reward_stats = self._statistics
         with np.errstate(all="ignore"):  # non-finite entries are ignored
-            obs_stats = running_stats.updated(obs_stats, raw, xp=np)
+            obs_stats = normalize.updated(obs_stats, raw, xp=np)
             if discounted is not None:
-                reward_stats = running_stats.updated(reward_stats, discounted, xp=np)
+                reward_stats = normalize.updated(reward_stats, discounted, xp=np)
         self._statistics = obs_stats, reward_stats
 
     def _normalize(self, raw: ArrayTree) -> ArrayTree:
@@ -165,7 +243,5 @@ class NormalizeHostEnv(HostWrapper):
             return obs_stats.normalize(raw, self.epsilon, xp=np)
 
     def _prior(self) -> tuple[Statistics, Statistics]:
-        obs_stats = running_stats.prior(
-            self._raw, space=self._space, only=self.only, xp=np
-        )
-        return obs_stats, running_stats.prior(self._discounted, xp=np)
+        obs_stats = normalize.prior(self._raw, space=self._space, only=self.only, xp=np)
+        return obs_stats, normalize.prior(self._discounted, xp=np)

@@ -1,25 +1,105 @@
-"""Makes policies from plain functions, and the random policy."""
+"""Policies from functions, the base class of wrappers, and checked calls of policies.
+
+`random_policy`, `stateless_policy` and `recurrent_policy` create policies.
+`PolicyWrapper` forwards all methods to the wrapped policy. `unroll` replays a recurrent
+policy over recorded rows. `act` calls a policy and validates its outputs.
+"""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
+import jax
+import jax.numpy as jnp
 from flax import struct
 
 from rollout import checks
+from rollout.envs import trees
 from rollout.envs.spaces import as_space
-from rollout.envs.types import AnySpace, ArrayTree
-from rollout.policies import masks, uniform
+from rollout.envs.types import AnySpace, ArrayTree, VectorEnv
+from rollout.policies import masks
 from rollout.policies.masks import ActionMaskFn
 from rollout.types import (
+    NO_MODE,
     ActionT,
     Key,
     ObsT,
+    Params,
     ParamsT,
+    Persistent,
     Policy,
     PolicyState,
     PolicyStep,
+    check_policy,
 )
+
+_FLAT = (
+    "A network of dense layers must get flat observations. Wrap the environment in "
+    "`rollout.envs.wrappers.FlattenObs`, or call `rollout.envs.wrappers.flatten_obs("
+    "space, obs)` in the policy."
+)
+
+
+class PolicyWrapper(Policy[ParamsT, ObsT, ActionT]):
+    """Base class of policy wrappers: forwards every method to the wrapped policy.
+
+    Attributes:
+        policy: the wrapped policy.
+    """
+
+    policy: Policy[ParamsT, ObsT, ActionT]
+
+    def __post_init__(self) -> None:
+        check_policy(self.policy)
+
+    def init(self, num_envs: int) -> PolicyState:
+        """Returns the initial state of the wrapped policy."""
+        return self.policy.init(num_envs)
+
+    def apply(self, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
+        """Applies the wrapped policy."""
+        return self.policy.apply(params, obs, state, key)
+
+    def mode(self, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
+        """Returns the mode of the wrapped policy."""
+        return self.policy.mode(params, obs, state, key)
+
+    def value(self, params: Any, obs: Any, state: Any) -> ArrayTree:
+        """Evaluates the critic of the wrapped policy."""
+        return self.policy.value(params, obs, state)
+
+    @property
+    def has_mode(self) -> bool:
+        """Whether the wrapped policy, or a subclass, has a mode."""
+        return type(self).mode is not PolicyWrapper.mode or self.policy.has_mode
+
+    @property
+    def has_value(self) -> bool:
+        """Whether the wrapped policy, or a subclass, has a critic."""
+        return type(self).value is not PolicyWrapper.value or self.policy.has_value
+
+
+class Greedy(PolicyWrapper[ParamsT, ObsT, ActionT]):
+    """Takes the most likely actions of a policy. Use it for evaluation.
+
+    The mode of an exploring policy is the mode of the policy that it wraps. State,
+    extras and critic come from the wrapped policy.
+
+    Attributes:
+        policy: the wrapped policy, which must have a `mode`.
+
+    Raises:
+        ValueError: if `policy` is not a policy, or has no `mode`.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.policy.has_mode:
+            raise ValueError(NO_MODE)
+
+    def apply(self, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
+        """Applies the mode of the wrapped policy."""
+        return self.policy.mode(params, obs, state, key)
 
 
 class RandomPolicy(Policy):
@@ -38,7 +118,7 @@ class RandomPolicy(Policy):
         del params  # unused
         space = self.action_space
         if self.action_mask_fn is None:
-            action = uniform.uniform(space, uniform.num_lanes(obs), key)
+            action = masks.uniform(space, masks.num_lanes(obs), key)
             return PolicyStep(action, state)
         action_mask = masks.read(self.action_mask_fn, obs, space)
         action, no_valid_action = masks.sample(action_mask, space, key)
@@ -246,3 +326,147 @@ def _check_functions(arguments: tuple[str, ...], **functions: Any) -> None:
     for name, fn in functions.items():
         if name == "fn" or fn is not None:
             checks.function(name, fn, *arguments)
+
+
+def unroll(
+    core: Callable[[Any, Any], tuple[Any, Any]],
+    state: ArrayTree,
+    inputs: ArrayTree,
+    first: jax.Array,
+    init: Callable[[int], ArrayTree],
+    *,
+    acting: jax.Array | None = None,
+) -> tuple[ArrayTree, ArrayTree]:
+    """Runs a recurrent network over the rows of a trajectory, as the collector did.
+
+    The outputs equal the policy's outputs if the parameters are the parameters of the
+    collection, up to the rounding of a different compiled program. `jax.grad`
+    differentiates through all rows, back to `state`. Layers that read only the outputs,
+    such as heads, are faster outside of `unroll`, applied to all rows at once.
+
+    Args:
+        core: function `(state, input)` of one row, `[B, ...]`, that returns `(state,
+            output)`.
+        state: state of the policy before the first row, `[B, ...]`, for example the
+            first row of the states that the policy recorded.
+        inputs: a pytree of `[T, B, ...]`, for example the observations.
+        first: `[T, B]` bool, True at the first row of an episode: `Transition.first`.
+            The state is reset to `init` before such a row, except for its `Persistent`
+            parts.
+        init: function of `num_envs` that returns the initial state: the `init_fn` of
+            the `recurrent_policy`. The state must not contain an `EpisodeKey`, since
+            the keys of later episodes are not recorded.
+        acting: `[T, B]` bool, for example `acting` of an agent's transitions. Rows with
+            False leave the state unchanged. None is the same as True everywhere.
+
+    Returns:
+        The state after the last row, and the outputs, `[T, B, ...]`.
+    """
+    initial_state = jax.tree.map(jnp.asarray, init(first.shape[1]))
+
+    def step(state: ArrayTree, row: Any) -> tuple[ArrayTree, ArrayTree]:
+        x, first, acting = row
+        # Reset before `core`: the first row of an episode reads the initial state.
+        state = restart(first, initial_state, state)
+        new_state, output = core(state, x)
+        if acting is not None:
+            new_state = trees.select(acting, new_state, state)
+        return new_state, output
+
+    return jax.lax.scan(step, state, (inputs, first, acting))
+
+
+def restart(restarts: jax.Array, initial: ArrayTree, state: ArrayTree) -> ArrayTree:
+    """Resets lanes to `initial` if `restarts`, except for `Persistent` parts."""
+
+    def choose(initial: ArrayTree, state: ArrayTree) -> ArrayTree:
+        if isinstance(state, Persistent):
+            return state
+        return trees.select(restarts, initial, state)
+
+    is_persistent = lambda x: isinstance(x, Persistent)  # noqa: E731
+    return jax.tree.map(choose, initial, state, is_leaf=is_persistent)
+
+
+class View(NamedTuple):
+    """Holds the fields that `act` reads from an environment; used on a host."""
+
+    num_envs: int
+    action_space: AnySpace
+
+
+def decision(
+    who: str, result: PolicyStep, space: AnySpace, num_envs: int, obs: ArrayTree
+) -> PolicyStep:
+    """Checks that a result for `obs` is a `PolicyStep` whose action fits the space.
+
+    Returns:
+        The result, with its action cast to the dtype of the space. Only casts among
+        integers and among floats are made, for example of the int64 that
+        `jax.random.categorical` returns under `jax_enable_x64`.
+    """
+    message = f"{who} must return a `PolicyStep`, with `action`, `state` and `extras`"
+    checks.kind(message, result, PolicyStep)
+    if space.shape is None:
+        return result  # a composite space: `act` checks the action
+    spec = jax.ShapeDtypeStruct((num_envs, *space.shape), space.dtype)
+    action = _cast(result.action, spec)
+    if getattr(action, "dtype", None) != spec.dtype or action.shape != spec.shape:
+        has_scalar_obs = [x.ndim for x in jax.tree.leaves(obs)] == [1]
+        raise ValueError(
+            f"{who} must return actions as {jnp.dtype(spec.dtype).name} of shape "
+            f"{spec.shape}, got {checks.describe(action)}."
+            + (f" Each observation is a scalar. {_FLAT}" if has_scalar_obs else "")
+        )
+    return result._replace(action=action)
+
+
+def _cast(action: Any, spec: Any) -> Any:
+    """Casts an action among integers, or among floats; returns it unchanged if not."""
+    if hasattr(action, "dtype"):
+        for category in (jnp.integer, jnp.floating):
+            if all(jnp.issubdtype(x.dtype, category) for x in (action, spec)):
+                return jnp.asarray(action, spec.dtype)
+    return action
+
+
+def act(
+    policy: Policy,
+    env: VectorEnv | View,
+    params: Params,
+    obs: ArrayTree,
+    policy_state: ArrayTree,
+    key: Key,
+) -> PolicyStep:
+    """Applies a policy and validates its action, state and extras.
+
+    Returns:
+        The output of the policy, with its action cast to the dtypes of the space; see
+        `decision`.
+    """
+    try:
+        result = policy.apply(params, obs, policy_state, key)
+    except (AttributeError, IndexError, TypeError) as error:
+        if not jax.tree_util.all_leaves([obs]) and not hasattr(env, "groups"):
+            error.add_note(f"The observation is a {type(obs).__name__}. {_FLAT}")
+        raise
+    space = env.action_space
+    result = decision("`policy.apply`", result, space, env.num_envs, obs)
+    if space.shape is None:
+        # A composite space has no shape or dtype: compare the action with a sample.
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), env.num_envs))
+        sample = jax.eval_shape(jax.vmap(space.sample), keys)
+        if jax.tree.structure(sample) == jax.tree.structure(result.action):
+            action = jax.tree.map(_cast, result.action, sample)
+            result = result._replace(action=action)
+        message = "`policy.apply` must return actions like samples of the action space"
+        checks.same(f"{message}, a tuple as (action, extras)", sample, result.action)
+    checks.same(
+        "`policy.apply` must return a state like its input state",
+        policy_state,
+        result.state,
+    )
+    checks.leading_axes(
+        "`policy.apply` must return extras", result.extras, (env.num_envs,)
+    )
+    return result

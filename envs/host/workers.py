@@ -1,22 +1,201 @@
-"""Starts worker processes, sends requests, reads replies, and ends workers."""
+"""Worker processes that step host environments, and the memory that they share.
+
+`serve` is the loop of a worker process. `WorkerPool` starts, stops and replaces
+workers. `allocate` and `map_arrays` create the shared arrays that workers write to.
+`make_picklable` prepares exceptions for the pipe to the parent process.
+"""
 
 import collections
 import contextlib
+import ctypes
 import dataclasses
+import math
+import mmap
+import multiprocessing
 import multiprocessing.process
 import os
 import pickle
+import random
 import selectors
+import signal
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Collection, Iterable
+import traceback
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from multiprocessing import connection, reduction
 from typing import Any, Self
 
-from rollout.envs.host import exceptions, request_checks, worker_process
+import numpy as np
+
+from rollout.envs.host import env_checks
+from rollout.envs.host.arrays import Layout, StepArrays
+from rollout.envs.host.local_envs import LocalEnvs
 from rollout.envs.host.types import EnvFault
 
+_ALIGN = 64  # bytes, a cache line
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 _GRACE = 2.0  # seconds to close environments before a process is killed
 _POLL = 0.5  # seconds between checks for an exit of the main thread
 _UNTIMED = ("make", "share")  # no timeout for the creation of environments
+
+
+def allocate(layout: Layout, num_envs: int) -> int:
+    """Creates a file for arrays of `num_envs` environments; returns its descriptor."""
+    allocator = _Allocator(None)  # a dry run of `arrays` measures the size
+    StepArrays(layout, num_envs, allocator.allocate)
+    # Do not use /dev/shm: containers often limit it to 64 MiB.
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("rollout")
+    else:
+        with tempfile.TemporaryFile() as file:  # for example on macOS
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, max(allocator.end, 1))
+    return descriptor
+
+
+def map_arrays(
+    layout: Layout, num_envs: int, descriptor: int, rows: slice = slice(None)
+) -> StepArrays:
+    """Maps `rows` of the file of `new`; the mapping lives as long as the arrays."""
+    memory = mmap.mmap(descriptor, 0)
+    return StepArrays(layout, num_envs, _Allocator(memory, rows).allocate)
+
+
+class _Allocator:
+    """Allocates consecutive arrays in a block of memory."""
+
+    def __init__(self, memory: mmap.mmap | None, rows: slice = slice(None)) -> None:
+        self.memory, self.rows, self.end = memory, rows, 0
+
+    def allocate(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        # Align each array to a cache line, so that no two arrays share a cache line.
+        start = self.end
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        self.end += -(-num_bytes // _ALIGN) * _ALIGN
+        # All processes allocate in the same order, so they compute the same offsets.
+        if self.memory is None:
+            return np.empty(0, dtype)
+        return np.ndarray(shape, dtype, self.memory, start)[self.rows]
+
+
+def make_picklable(error: BaseException) -> BaseException:
+    """Returns a picklable exception with the traceback as a note.
+
+    If `error` cannot be pickled, the result is a `RuntimeError` with the same message.
+    """
+    try:
+        pickle.loads(pickle.dumps(error))  # some exceptions fail only in `loads`
+    except Exception:
+        text = f"{type(error).__name__}: {error}"
+        error = RuntimeError(text).with_traceback(error.__traceback__)
+    if error.__traceback__ is not None:  # without a traceback, the note exists already
+        error.add_note("".join(traceback.format_exception(error)))
+        error.__traceback__ = None
+    return error
+
+
+def raise_at_exit() -> None:
+    """Raises `SystemExit` in a non-main thread once the main thread has ended.
+
+    At exit, the interpreter waits for all threads that are not daemonic.
+    """
+    main = threading.main_thread()
+    if threading.current_thread() is not main and not main.is_alive():
+        raise SystemExit
+
+
+def serve(pipe: connection.Connection) -> None:
+    """Handles requests until the request "close" or the end of the main process."""
+    _end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the workers
+    envs: Any = None  # set by the request "make"
+    method = ""
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while method != "close":
+            method, args = pickle.loads(pipe.recv_bytes())
+            result = error = None
+            try:
+                if method == "make":
+                    envs = _Envs(pipe, *args)
+                    result = envs.spaces
+                else:
+                    result = getattr(envs, method)(*args)
+            except Exception as raised:
+                # Continuing is safe: after a failed method, each environment is either
+                # intact or in `causes`.
+                error = make_picklable(raised)
+            causes = {}
+            if envs is not None:
+                for index, cause in envs.causes.items():
+                    causes[envs.ids[index]] = make_picklable(cause)
+            pipe.send_bytes(pickle.dumps((result, error, causes)))
+
+
+class _Envs(LocalEnvs):
+    """The environments of a worker; requests call its methods by name."""
+
+    def __init__(
+        self,
+        pipe: connection.Connection,
+        make_fns: Sequence[bytes],
+        info: Mapping[str, Any],
+        ids: range,
+    ) -> None:
+        self._pipe, self.ids = pipe, ids
+        # Seed the generators: workers of a fork server inherit equal states.
+        _seed_global_generators(random.getrandbits(31) + ids.start)
+        super().__init__([pickle.loads(x) for x in make_fns], **info, first=ids.start)
+
+    def share(self, num_envs: int) -> None:
+        """Moves the arrays to the shared memory; its descriptor follows the request."""
+        # The arrays of this worker are rows of the shared `[B, ...]` arrays.
+        descriptor = reduction.recv_handle(self._pipe)
+        rows = slice(self.ids.start, self.ids.stop)
+        arrays = map_arrays(self.layout, num_envs, descriptor, rows)
+        os.close(descriptor)  # the mapping remains valid
+        self._actions = arrays.action
+        self.place(arrays)
+
+    def take_step(self) -> None:
+        """Steps every environment with the actions in the shared memory."""
+        self.step(self.layout.action.unflatten(self._actions))
+
+    def take_step_of(self, index: int) -> None:
+        """Steps a single environment with its action in the shared memory."""
+        # `_split` expects a batch: pass a batch of size one.
+        row = [array[index : index + 1] for array in self._actions]
+        (action,) = self._split(self.layout.action.unflatten(row))
+        self.advance(index, action)
+
+    def restart(self, seeds: np.ndarray, mask: np.ndarray, numbers: np.ndarray) -> None:
+        """Resets some environments and writes observations to the shared memory."""
+        if mask.all():
+            _seed_global_generators(int(seeds[0]))
+        self.at_episodes(numbers)
+        self.reset(seeds, mask)
+
+
+def _seed_global_generators(seed: int) -> None:
+    """Seeds the global generators of Python and NumPy."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the main process ends, even during a step."""
+    parent: Any = multiprocessing.parent_process()
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+    # The thread needs the GIL, which a hanging step may hold: let the kernel end the
+    # process.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -88,7 +267,7 @@ class WorkerPool:
         return [handle for handle in self.handles if handle.pipe is not None]
 
     def __enter__(self) -> Self:
-        request_checks.closed(self._is_closed)
+        env_checks.check_open(self._is_closed)
         # `_is_busy` is still set if an interrupt came just before the previous block
         # or during `__exit__`.
         if self._is_busy:
@@ -105,9 +284,7 @@ class WorkerPool:
     def start(self, handle: WorkerHandle) -> None:
         """Starts the process of a worker."""
         handle.pipe, child_pipe = self._context.Pipe()
-        handle.process = self._context.Process(
-            target=worker_process.serve, args=(child_pipe,)
-        )
+        handle.process = self._context.Process(target=serve, args=(child_pipe,))
         with child_pipe:
             handle.process.start()
         # Remove the worker from this set: at exit multiprocessing joins the processes
@@ -165,7 +342,7 @@ class WorkerPool:
         # Wake up regularly, to detect that the main thread has ended.
         timeouts = [max(0.0, seconds) for _, seconds in self._time_left()]
         timeouts += [_POLL] if timeout is None else [_POLL, timeout]
-        exceptions.raise_at_exit()
+        raise_at_exit()
         for key, _ in self._selector.select(min(timeouts)):
             self._read(key.data)
         for handle, seconds in self._time_left():

@@ -5,17 +5,18 @@ speed. Other options record one episode as a GIF, time the parts of a batch, or 
 how the steps would run on an accelerator.
 """
 
+import ast
 import importlib
 import os
 import runpy
 import signal
 import sys
 import time
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
@@ -23,9 +24,6 @@ from rollout import inspection, profiling
 from rollout.agents.agent_stats import keep_agents, summarize_agents
 from rollout.agents.mapping import static_mapping
 from rollout.agents.policy_map import policy_map
-from rollout.cli import table
-from rollout.cli.arguments import make_parser, parse
-from rollout.cli.table import Result
 from rollout.collector import Collector
 from rollout.envs.host.envpool import from_envpool
 from rollout.envs.host.gymnasium import from_gymnasium
@@ -36,7 +34,8 @@ from rollout.envs.suites import from_gymnax
 from rollout.envs.vectorize import vectorize
 from rollout.gif import record_gif
 from rollout.host.host_collector import HostCollector
-from rollout.moments import merge
+from rollout.inspection.compilation import NAMES
+from rollout.moments import Moments, merge
 from rollout.policies import masks, random_policy
 from rollout.stats import CollectStats, summarize
 from rollout.stream.stream import Stream
@@ -48,6 +47,158 @@ _JaxError = jax.errors.JaxRuntimeError
 _ERRORS = (ValueError, ImportError, MemoryError, OSError, EnvFault, _JaxError)
 _NUM_BATCHES = 20
 _MAX_ROWS = 1 << 22  # per batch, so that memory does not grow with the run
+
+
+class Result(NamedTuple):
+    """Result of a run of steps or of whole episodes."""
+
+    stats: CollectStats
+    agents: Any  # an `AgentStats`; None for environments of one agent
+    num_rows: int  # steps of all lanes, including idle and masked-out steps
+    compile_time: float  # s
+    run_time: float  # s
+
+
+def line(label: str, value: object) -> str:
+    """Formats one line of the table."""
+    return f"{label:<19} {value}".rstrip()
+
+
+def head(run: Namespace) -> list[str]:
+    """Formats the lines about the environment, the device and jax."""
+    device = line("device", jax.devices()[0].device_kind)
+    return [line("environment", run.title), device, line("jax", jax.__version__)]
+
+
+def collected(run: Namespace, result: Result) -> Iterator[str]:
+    """Yields the lines about the episodes and the speed."""
+    stats, agents, seconds = result.stats, result.agents, result.run_time
+    num_steps, note = int(stats.num_steps), ""
+    num_out = result.num_rows - num_steps
+    if run.num_episodes:
+        note = f" ({100 * num_out / result.num_rows:.1f} % of the lane-steps idle)"
+    yield line("envs", f"{run.num_envs:,}")
+    yield line("steps", f"{num_steps:,}{note}")
+    if num_out and not run.num_episodes:
+        yield line("masked-out rows", f"{num_out:,} (environments reset themselves)")
+    if agents:
+        yield line("agent steps", f"{agents.num_agent_steps:,}")
+        yield line("unassigned reward", f"{agents.unassigned_reward:.6g}")
+        yield line("stale endings", f"{agents.num_stale:,}")
+    yield from episodes(stats, agents)
+    if run.num_episodes:
+        yield line("mean return", stats.returns)  # with its interval
+    yield line("compile time", f"{result.compile_time:.2f} s")
+    yield line("run time", f"{seconds:.3f} s")
+    if run.num_episodes:
+        yield line("episodes per second", f"{run.num_episodes / seconds:,.0f}")
+    yield line("steps per second", f"{num_steps / seconds:,.0f}")
+
+
+def episodes(stats: CollectStats, agents: Any) -> Iterator[str]:
+    """Yields lines of metrics of episodes, followed by agents and policies."""
+    if not stats.num_episodes:
+        yield line("episodes", "0 (no episode ended in this window)")
+        return
+    num_cut = stats.num_unfinished
+    truncated = f"{stats.num_truncated - num_cut:,} truncated"
+    cut = f", {num_cut:,} cut by --max-episode-steps" if num_cut else ""
+    endings = f"{stats.num_terminated:,} terminated, {truncated}{cut}"
+    yield line("episodes", f"{stats.num_episodes:,} ({endings})")
+    yield line("", "".join(f"{name:<12}" for name in ("mean", "std", "min", "max")))
+    rows: dict[str, Any] = {}
+    if agents:
+        policies = {f"  policy {name}": x for name, x in agents.policies.items()}
+        rows = {f"  {name}": x for name, x in agents.agents.items()} | policies
+    for label, name in (("return", "returns"), ("length", "lengths")):
+        for row, x in ({label: stats} | rows).items():
+            yield line(row, _moments(getattr(x, name)))
+
+
+def _moments(x: Moments) -> str:
+    text = "".join(f"{value:<12.6g}" for value in (x.mean, x.std, x.min, x.max))
+    return text if x.count else "never acted"
+
+
+class _Parser(ArgumentParser):
+    """A parser that prints errors as one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def make_parser() -> ArgumentParser:
+    """Makes the parser. `parse` sets the defaults that depend on the type of run."""
+    text = "Collects experience with the random policy and reports on it."
+    parser = _Parser("python -m rollout", description=text, allow_abbrev=False)
+    add = parser.add_argument
+    text = "id, such as CartPole-v1, jumanji:Snake-v1, pgx:chess; or your own, "
+    add("env", nargs="?", help=f"{text}module:Class or file.py:function")
+    add("--num-envs", type=count, help="lanes (1024, of gymnasium: and envpool: 16)")
+    mode = parser.add_mutually_exclusive_group().add_argument
+    mode("--num-steps", type=count, default=1000, help="steps of every lane (1000)")
+    mode("--num-episodes", type=count, help="play exactly so many episodes instead")
+    mode("--gif", type=Path, help="play one episode and draw it as .gif")
+    text = "time the parts of a batch, and trace one to this folder"
+    mode("--profile", type=Path, help=text)
+    mode("--inspect", choices=NAMES, help="report on an accelerator, run nothing")
+    text = "longest episode, with --num-episodes (1000000) or --gif (1000)"
+    add("--max-episode-steps", type=count, help=text)
+    add("--seed", type=seed, default=0, help="seed of everything random (0)")
+    text = "NAME=VALUE of the environment, VALUE a Python literal; repeatable"
+    add("--env-param", type=parameter, action="append", default=[], help=text)
+    add("--list-envs", action="store_true", help="print the known ids and exit")
+    return parser
+
+
+def parse(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
+    """Parses and checks the arguments, and sets defaults for the type of run.
+
+    Returns:
+        The arguments, with two more attributes: `is_on_host`, True if Python steps the
+        environments, and `title`, the environment with its parameters.
+    """
+    run = parser.parse_args(argv)
+    if run.list_envs:
+        return run
+    if run.env is None:
+        parser.error("the environment is missing; --list-envs prints the ids")
+    if run.max_episode_steps and not (run.num_episodes or run.gif):
+        parser.error("--max-episode-steps needs --num-episodes or --gif")
+    params = ", ".join(f"{name}={value!r}" for name, value in run.env_param)
+    run.title = f"{run.env} ({params})" if params else run.env
+    run.is_on_host = run.env.startswith(("gymnasium:", "envpool:"))
+    most_envs = 16 if run.is_on_host else 1024
+    num_episodes = 1 if run.gif else run.num_episodes
+    run.num_envs = run.num_envs or min(most_envs, num_episodes or most_envs)
+    run.max_episode_steps = run.max_episode_steps or (1000 if run.gif else 1_000_000)
+    return run
+
+
+def seed(text: str) -> int:
+    """Parses a seed; `jax.random.key` would truncate one of more than 32 bits."""
+    if not 0 <= int(text) < 2**32:
+        raise ArgumentTypeError(f"must be from 0 to 2^32 - 1, got {text}")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """Parses an int of at least 1; argparse prints "invalid count value" on errors."""
+    if int(text) < 1:
+        raise ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
+def parameter(text: str) -> tuple[str, Any]:
+    """Parses NAME=VALUE."""
+    name, _, literal = text.partition("=")
+    try:
+        if name.isidentifier():
+            return name, ast.literal_eval(literal)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        pass
+    message = "must be NAME=VALUE, VALUE a Python literal"
+    raise ArgumentTypeError(f"{message}, got {text!r}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,15 +242,15 @@ def _execute(run: Namespace) -> None:
             # If only the compiler for GPUs is installed, jax would print a traceback.
             os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
         sizes = {"envs": run.num_envs, "steps": run.num_envs * run.num_steps}
-        rows = [table.line(name, f"{size:,}") for name, size in sizes.items()]
-        _print(table.line("environment", run.title), *rows, inspect(run))
+        rows = [line(name, f"{size:,}") for name, size in sizes.items()]
+        _print(line("environment", run.title), *rows, inspect(run))
     elif run.gif:
-        _print(*table.head(run), *table.episodes(draw(run), None))
+        _print(*head(run), *episodes(draw(run), None))
     elif run.profile:
-        _print(*table.head(run), profile(run))
+        _print(*head(run), profile(run))
     else:
         result = play(run) if run.num_episodes else collect(run)
-        _print(*table.head(run), *table.collected(run, result))
+        _print(*head(run), *collected(run, result))
 
 
 def _print(*lines: object) -> None:
