@@ -11,12 +11,13 @@ import jax.numpy as jnp
 
 from rollout.envs import prng, trees
 from rollout.envs.types import RESET, ArrayTree, EnvStep, Lanes, place
-from rollout.kernel import keys, state
+from rollout.kernel import keys
 from rollout.kernel.keys import Roots, Start
 from rollout.kernel.state import (
     accumulate,
     accumulate_nothing,
     check_env_step,
+    final_value,
     init_policy_state,
     record,
     restart_policy_state,
@@ -128,8 +129,8 @@ def advance(
             ),
         )
     # Nothing is reset yet, so the new carry has the true successor.
-    final_value = state.final_value(parts, next_carry, params, transition)
-    return next_carry, transition.replace(final_value=final_value), is_forced
+    value = final_value(parts, next_carry, params, transition)
+    return next_carry, transition.replace(final_value=value), is_forced
 
 
 def act(parts: Parts, carry: Carry, params: Params, key: chex.PRNGKey) -> PolicyStep:
