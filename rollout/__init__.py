@@ -18,13 +18,13 @@ and users. `rollout.envs` has environments, and `rollout.buffers` has replay buf
 
 `types` has the contracts, and `checks` validates arguments; `programs` shares compiled
 programs between equal objects, and `platform` chooses implementations by device;
-`stats`, `moments`, `episode_window`, `trajectories`, `targets` and `minibatches`
-compute on trajectories, and `logs` flattens statistics; `distributions` has
-distributions over actions, and `training` the interface of agents; `collector`,
-`evaluation`, `env_checker`, `profiling` and `checkpoint` have functions of the same
-name; `sharding` shards lanes over devices; `gif` renders an episode; `cli` is the
-command line. The packages `policies`, `kernel`, `stream` and `inspection` list their
-modules.
+`stats`, `moments`, `trajectories`, `targets` and `minibatches` compute on
+trajectories, and `logs` has a window over episodes and flattens statistics;
+`distributions` has distributions over actions, and `training` the interface of agents;
+`collector`, `evaluation`, `env_checker`, `profiling` and `checkpoint` have functions of
+the same name; `sharding` shards lanes over devices; `gif` renders an episode; `cli` is
+the command line. The packages `policies`, `kernel`, `stream` and `inspection` list
+their modules.
 """
 
 import importlib
@@ -47,11 +47,10 @@ from rollout import trajectories as trajectories
 from rollout import types as types
 from rollout.collector import Collector
 from rollout.env_checker import check_env
-from rollout.episode_window import EpisodeWindow
 from rollout.evaluation import evaluate
 from rollout.gif import record_gif
 from rollout.host import HostCollector
-from rollout.logs import log_stats
+from rollout.logs import EpisodeWindow, log_stats
 from rollout.minibatches import permutation, scan_minibatches
 from rollout.policies import (
     random_policy,

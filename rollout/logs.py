@@ -1,17 +1,260 @@
-"""`log_stats`: flattens statistics into floats, for any logger."""
+"""Statistics for logs: `EpisodeWindow` inside `jit`, `log_stats` for loggers."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
+from jax import lax
 
 from rollout import checks
-from rollout.episode_window import EpisodeWindow
-from rollout.moments import Moments, merge
-from rollout.stats import CollectStats
+from rollout.moments import Moments, by_name, is_known, merge, moments, xp_of
+from rollout.platform import choose
+from rollout.stats import CollectStats, plural, present
+from rollout.types import Episodes, Transition, check_data, check_trajectory
+
+_BLOCK = 64  # flags per block of a count
+
+# Values per episode: return, length and accumulated values.
+_Values = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
+
+
+class _Listed(struct.PyTreeNode, kw_only=True):
+    """The episodes that will count, in the order in which they started.
+
+    Attributes:
+        num: `()` int32, number of listed episodes: the first entries of the arrays
+            below.
+        start: `[K]` int32, row at which the episode started, counted from the start of
+            the next trajectory: negative.
+        lane: `[K]` int32, the lane.
+        values: `[K]` each; the length is 0 until the episode ends.
+    """
+
+    num: jax.Array  # ()
+    start: jax.Array  # [K]
+    lane: jax.Array  # [K]
+    values: _Values
+
+
+class EpisodeWindow(struct.PyTreeNode, kw_only=True):
+    """A moving window over the last K episodes. Use it for learning curves in `jit`.
+
+    Store the window in the state of the loop:
+
+        window = rollout.EpisodeWindow.init(100)  # before the loop
+        window = window.add(trajectory)  # in each update
+
+    An episode is listed when it starts, if the list has fewer than K entries. It counts
+    once all listed episodes that started no later have ended. The selection does not
+    depend on the course of an episode, so short episodes are not favored. The first
+    mean covers the first episodes of all lanes, or of the first K lanes. It is NaN
+    until the longest of these episodes has ended.
+
+    A window takes every trajectory of one collector, in order. If a listed episode
+    neither continues nor ends, as after a fault or a missing trajectory, the window
+    starts a new list. If lanes differ, as in `rollout.envs.vectorize_each`, choose K
+    above the number of lanes, so that all lanes count.
+
+    Attributes:
+        episode_return: `[K]` float32, undiscounted returns, in the order of the starts.
+        episode_length: `[K]` int32, lengths in steps, zero for entries without an
+            episode.
+        episode_accumulated: `[K]` float32 by name, accumulated values named in `init`.
+        listed: the episodes that will count.
+    """
+
+    episode_return: jax.Array  # [K]
+    episode_length: jax.Array  # [K]
+    episode_accumulated: dict[str, jax.Array]  # [K] each
+    listed: _Listed
+
+    @classmethod
+    def init(cls, num_episodes: int, *, accumulated: Sequence[str] = ()) -> Self:
+        """Returns an empty window.
+
+        Args:
+            num_episodes: K, at least 1.
+            accumulated: names of accumulated values to include, each one number per
+                episode, as in `CollectStats.accumulated`.
+
+        Raises:
+            ValueError: if `num_episodes` is not an int of at least 1.
+        """
+        size = checks.int_between("num_episodes", num_episodes)
+
+        def zero(dtype: Any = jnp.float32) -> jax.Array:
+            return jnp.zeros(size, dtype)  # a buffer per field, so that all are donated
+
+        def values() -> _Values:
+            return zero(), zero(jnp.int32), {name: zero() for name in accumulated}
+
+        returns, lengths, totals = values()
+        start, lane = zero(jnp.int32), zero(jnp.int32)
+        listed = _Listed(num=jnp.int32(0), start=start, lane=lane, values=values())
+        return cls(
+            episode_return=returns,
+            episode_length=lengths,
+            episode_accumulated=totals,
+            listed=listed,
+        )
+
+    def add(self, data: Transition | Episodes) -> Self:
+        """Adds the episodes that count after `data` to the window. Pure and jitted.
+
+        Args:
+            data: the next trajectory, `[T, B, ...]`, whose masked-out rows do not
+                count; or `Episodes`, which all count.
+
+        Raises:
+            ValueError: if `data` is neither, has other axes, comes from a
+                `HostCollector` with `num_ready`, or lacks an accumulated value of the
+                window.
+        """
+        return _add(self, data)
+
+    def _append(self, values: _Values, num_new: jax.Array) -> Self:
+        """Appends the first `num_new` of `values`, and drops as many old entries."""
+        size = len(self.episode_length)
+        old = self.episode_return, self.episode_length, self.episode_accumulated
+        returns, lengths, totals = jax.tree.map(
+            lambda x, new: lax.dynamic_slice_in_dim(
+                jnp.concatenate((x, new)), num_new, size
+            ),
+            old,
+            values,
+        )
+        return self.replace(
+            episode_return=returns, episode_length=lengths, episode_accumulated=totals
+        )
+
+    @property
+    def num_episodes(self) -> jax.Array:
+        """`()` int32, number of episodes in the window, at most K."""
+        return xp_of(self).sum(self.episode_length > 0, axis=-1, dtype=np.int32)
+
+    @property
+    def returns(self) -> Moments:
+        """Moments of the undiscounted returns, such as `window.returns.mean`."""
+        return self._moments(self.episode_return)
+
+    @property
+    def lengths(self) -> Moments:
+        """Moments of the lengths in steps."""
+        return self._moments(self.episode_length)
+
+    @property
+    def accumulated(self) -> dict[str, Moments]:
+        """Moments of the accumulated values, by name."""
+        return {name: self._moments(x) for name, x in self.episode_accumulated.items()}
+
+    def __str__(self) -> str:
+        """Formats the mean return and the number of episodes."""
+        if not is_known(self.num_episodes):
+            return repr(self)
+        if not self.num_episodes:
+            return "no episode counts yet"
+        last = plural(self.num_episodes, "episode")
+        return f"return {self.returns.mean:.6g}, last {last}"
+
+    def _moments(self, values: jax.Array) -> Moments:
+        xp = xp_of(self)  # NumPy outside of tracing: see `Moments`
+        is_there = self.episode_length > 0
+        return moments(xp.asarray(values), xp.asarray(is_there), axis=-1, xp=xp)
+
+
+def _values(data: Any, names: list[str]) -> _Values:
+    """Validates data for a window; returns the values of the episodes so far."""
+    check_data(data)
+    if isinstance(data, Transition):
+        check_trajectory(data)
+    shape = data.terminated.shape
+    totals = by_name(data.accumulated, shape)
+    if missing := set(names) - set(totals):
+        raise ValueError(
+            f"`data` must have the accumulated value {min(missing)!r} of the window, "
+            f"one number per episode, got {', '.join(totals) or 'none'}."
+        )
+    totals = {name: jnp.asarray(totals[name], jnp.float32) for name in names}
+    returns = jnp.asarray(data.episode_return, jnp.float32)
+    return returns, jnp.asarray(data.episode_length, jnp.int32), totals
+
+
+def _list_starts(listed: _Listed, is_first: jax.Array) -> _Listed:
+    """Lists the episodes that start in a trajectory, up to the capacity of the list."""
+    slot = jnp.arange(len(listed.start), dtype=jnp.int32)
+    # Count blocks of flags, and read only blocks that contain a needed start: a running
+    # count of all flags would take longer than the episodes.
+    flags = jnp.pad(is_first.reshape(-1), (0, -is_first.size % _BLOCK))
+    blocks = flags.reshape(-1, _BLOCK)
+    count = jnp.cumsum(jnp.sum(blocks, axis=1, dtype=jnp.int32))
+    # The new starts fill the free slots in order.
+    number = slot - listed.num + 1  # of the start, 1 for the first
+    # A GPU pays for every round of a binary search: compare all at once instead.
+    compare_all = functools.partial(jnp.searchsorted, method="compare_all")
+    block = choose(jnp.searchsorted, compare_all, count, number)
+    block = jnp.minimum(block, len(count) - 1)
+    number_in_block = number - jnp.where(block > 0, count[block - 1], 0)
+    counts_in_block = jnp.cumsum(blocks[block], axis=1, dtype=jnp.int32)
+    index = jnp.argmax(counts_in_block == number_in_block[:, None], axis=1)
+    index = (_BLOCK * block + index).astype(jnp.int32)
+    is_new = (slot >= listed.num) & (number <= count[-1])
+    new = index // is_first.shape[1], index % is_first.shape[1]
+    start, lane = jax.tree.map(
+        lambda old, new: jnp.where(is_new, new, old), (listed.start, listed.lane), new
+    )
+    values = jax.tree.map(
+        lambda x: jnp.where(is_new, jnp.zeros_like(x), x), listed.values
+    )
+    num = listed.num + jnp.sum(is_new, dtype=jnp.int32)
+    return _Listed(num=num, start=start, lane=lane, values=values)
+
+
+# Jitted: from Python, each operation would be a program.
+@jax.jit
+def _add(window: EpisodeWindow, data: Transition | Episodes) -> EpisodeWindow:
+    """Adds episodes to a window; see `EpisodeWindow.add`."""
+    rows = _values(data, list(window.episode_accumulated))
+    slot = jnp.arange(len(window.episode_length), dtype=jnp.int32)
+    if isinstance(data, Episodes):
+        # Number the episodes that count from 1, and look up the last K by number.
+        number = jnp.cumsum(present(data), dtype=jnp.int32)  # 1 for the first
+        num_new = jnp.minimum(number[-1], slot.size)
+        index = jnp.searchsorted(number, number[-1] - num_new + 1 + slot)
+        return window._append(jax.tree.map(lambda x: x[index], rows), num_new)
+    # First list the episodes that start here, then find the end of each listed
+    # episode, then count the finished episodes at the front of the list.
+    mask, done, length = jnp.asarray(data.mask), jnp.asarray(data.done), rows[1]
+    listed, num_rows = _list_starts(window.listed, mask & (length == 1)), len(mask)
+    # The rows of each listed episode, `[T, K]`, and the row in which it ends.
+    first = jnp.arange(1, num_rows + 1, dtype=jnp.int32)[:, None] - length
+    lane, start = listed.lane, listed.start
+    # A row belongs to a listed episode of the same lane if the starts match.
+    is_row = mask[:, lane] & (first[:, lane] == start[None])
+    is_row &= (lane < mask.shape[1])[None]  # else the lane is missing
+    is_end = is_row & done[:, lane]
+    end, ends = jnp.argmax(is_end, axis=0), jnp.any(is_end, axis=0)
+    values: _Values = jax.tree.map(
+        lambda old, new: jnp.where(ends, new[end, lane], old), listed.values, rows
+    )
+    is_running = (slot < listed.num) & (values[1] == 0)
+    # A running episode without the last row was discarded, or rows are missing.
+    is_lost = is_running & ~is_row[-1]
+    # Episodes that started before the oldest running episode count now. Episodes
+    # that started with it wait: otherwise short episodes would be favored.
+    oldest = jnp.min(jnp.where(is_running, start, num_rows))
+    num_new = jnp.sum((slot < listed.num) & (start < oldest), dtype=jnp.int32)
+    # Move the list up, and count starts from the next trajectory.
+    start, lane, rest = jax.tree.map(
+        lambda x: jnp.roll(x, -num_new), (start - num_rows, lane, values)
+    )
+    num = jnp.where(jnp.any(is_lost), 0, listed.num - num_new)
+    listed = _Listed(num=num, start=start, lane=lane, values=rest)
+    return window._append(values, num_new).replace(listed=listed)
 
 
 class _Figure(NamedTuple):

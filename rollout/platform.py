@@ -9,20 +9,24 @@ such a loop in blocks of steps, `choose` takes an equal implementation without l
 and `scan` computes several rows per iteration, which also helps a TPU. On a CPU such
 loops cost little if they run few rounds, and code without loops may compute more.
 `to_host` fetches results for a loop in Python, and `blank_on` makes zeros on devices.
+`step_once` keeps XLA from computing an environment step several times.
 """
 
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer, eval_jaxpr
+from jax.interpreters import partial_eval
 
 from rollout import programs
 from rollout.envs import auto_reset, trees
-from rollout.envs.types import ArrayTree
+from rollout.envs.types import ArrayTree, EnvStep
 
 BLOCK = 8  # steps between two reads of the predicate on a GPU
 # A step of this many equations is not unrolled: this would save no launches, and XLA
@@ -32,6 +36,7 @@ _LARGE = 15_000
 
 _State = TypeVar("_State", bound=ArrayTree)
 _Row = TypeVar("_Row", bound=ArrayTree)
+_Step = Callable[[chex.PRNGKey, ArrayTree, ArrayTree], EnvStep]
 
 
 def choose(
@@ -215,3 +220,94 @@ def blank_on(shapes: ArrayTree, sharding: Any) -> ArrayTree:
 @programs.shared
 def _blank_program(shapes: ArrayTree, sharding: Any) -> Callable[[], ArrayTree]:
     return jax.jit(lambda: trees.blank(shapes), out_shardings=sharding)
+
+
+def step_once(
+    step: _Step,
+    step_keys: chex.PRNGKey,
+    state: ArrayTree,
+    action: ArrayTree,
+    *,
+    counter: jax.Array,
+) -> EnvStep:
+    """Computes `step(step_keys, state, action)` once, isolated from surrounding code.
+
+    XLA fuses a step into each of its consumers (the next state, the reward, the flags,
+    the recorded fields) and computes it once per consumer: slower, and with rounding
+    that depends on the consumer. `lax.optimization_barrier` keeps the step in one
+    piece, but XLA:CPU before jaxlib 0.11 drops barriers before it fuses. There a
+    conditional has the same effect: the predicate is always true, which XLA cannot
+    know. On a TPU only the inputs pass a barrier, since fusing a step with consumers
+    saves cycles.
+
+    If both flags depend on no argument, as in a task without an end, they are
+    constants, whose values may be read while tracing.
+
+    `counter` is any `()` int32 whose value is unknown at compile time.
+    """
+    # Jitted, so that the functions below trace it once; inlined, since XLA:CPU rounds
+    # differently in a separate function.
+    take = jax.jit(step, inline=True)
+
+    def between_barriers(*operands: ArrayTree) -> EnvStep:
+        keys, inputs = operands[0], trees.barrier(operands[1:])
+        result = take(keys, *inputs)
+        # Leave `info` outside the barrier, so that XLA removes an unused `info`.
+        barred = lax.platform_dependent(
+            result.replace(info=()), tpu=lambda result: result, default=trees.barrier
+        )
+        return barred.replace(info=result.info)
+
+    def in_a_conditional(*operands: ArrayTree) -> EnvStep:
+        shapes = jax.eval_shape(take, *operands)
+        hoisted, closed_over = auto_reset.hoist(take, *operands)
+
+        # Pass raw key data: the key-reuse checker treats `custom_jvp` as using keys.
+        def always(closed_over: list, *words: ArrayTree) -> EnvStep:
+            return hoisted(closed_over, *trees.wrap_keys(words, operands))
+
+        def never(_: list, *words: ArrayTree) -> EnvStep:
+            _, state, _ = trees.wrap_keys(words, operands)
+            return trees.blank(shapes.replace(state=())).replace(state=state)
+
+        # The derivative has no conditional, which would fill the residuals with zeros
+        # in `never`. The stored residuals also keep the step in one piece.
+        @jax.custom_jvp
+        def isolated(flag: jax.Array, *words: ArrayTree) -> EnvStep:
+            return lax.cond(flag, always, never, *words)
+
+        @isolated.defjvp
+        def _(primals: tuple, tangents: tuple) -> tuple[EnvStep, EnvStep]:
+            return jax.jvp(always, primals[1:], tangents[1:])
+
+        return isolated((counter | 1) != 0, closed_over, *trees.unwrap_keys(operands))
+
+    operands = (step_keys, state, action)
+    if jax.__version_info__ >= (0, 11):
+        result = between_barriers(*operands)
+    else:
+        result = lax.platform_dependent(
+            *operands, cpu=in_a_conditional, default=between_barriers
+        )
+    return result.replace(**_constant_flags(take.trace(*operands)))
+
+
+def is_endless(step: Any) -> bool:
+    """Returns whether both flags are constant and False, also while tracing."""
+    flags = step.terminated, step.truncated
+    return not any(isinstance(x, Tracer) or np.asarray(x).any() for x in flags)
+
+
+def _constant_flags(step: Any) -> dict[str, jax.Array]:
+    """Returns both flags of a traced step if they are constant, else an empty dict."""
+    names = ("terminated", "truncated")
+    leaves, structure = jax.tree.flatten(step.out_info)
+    numbered = structure.unflatten(range(len(leaves)))
+    flag_indices = numbered.terminated, numbered.truncated
+    jaxpr, used_consts, used_inputs = partial_eval.dce_jaxpr_consts(
+        step.jaxpr.jaxpr, [i in flag_indices for i in range(len(leaves))]
+    )
+    if any(used_consts) or any(used_inputs) or jaxpr.effects:
+        return {}
+    with jax.ensure_compile_time_eval():
+        return dict(zip(names, eval_jaxpr(jaxpr, ()), strict=True))

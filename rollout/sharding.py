@@ -23,7 +23,7 @@ from rollout.envs import trees
 from rollout.envs.types import ArrayTree, EnvStep, LaneIndex, Lanes, Shared, VectorEnv
 from rollout.envs.vectorize import _VectorizedEnv
 from rollout.envs.wrappers.wrapper import BaseWrapper
-from rollout.kernel.step_once import step_once
+from rollout.platform import step_once
 from rollout.types import ActionT, ObsT, ParamsT
 
 

@@ -30,10 +30,10 @@ LADDER = (
     {"kernel"},
     {"collector"},
     {"host"},
-    {"episode_window"},
+    {"logs"},
     {"agents", "evaluation", "gif", "env_checker", "profiling", "recommendation"}
     | {"sharding", "stream", "training"},
-    {"inspection", "logs"},
+    {"inspection"},
     {"cli"},
     {"__main__"},
 )

@@ -1,19 +1,23 @@
 """Wrappers of single environments, and two wrappers of vector environments.
 
 `wrapper` contains the base classes. `actions`, `endings` and `observations` contain
-wrappers that change actions and rewards, endings, and observations. `history` stores
-the actions of an episode. `normalize` wraps a `VectorEnv` and normalizes by running
-statistics.
+wrappers that change or observe actions and rewards, endings, and observations.
+`normalize` wraps a `VectorEnv` and normalizes by running statistics.
 """
 
-from rollout.envs.wrappers.actions import ActionRepeat, RescaleAction, TransformReward
+from rollout.envs.wrappers.actions import (
+    ActionRepeat,
+    History,
+    NoRepeat,
+    RescaleAction,
+    TransformReward,
+)
 from rollout.envs.wrappers.endings import (
     FixedLength,
     TimeLimit,
     Trials,
     TruncateOnNonFinite,
 )
-from rollout.envs.wrappers.history import History, NoRepeat
 from rollout.envs.wrappers.normalize import NormalizeObs, NormalizeReward
 from rollout.envs.wrappers.observations import (
     AgentNumber,

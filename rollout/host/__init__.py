@@ -10,7 +10,7 @@ and `ctrl_c` delays Ctrl-C. `remote` runs collectors of either kind in Ray actor
 from rollout.host.host_collector import HostCollector
 from rollout.host.loop import FaultStats
 from rollout.host.remote import RayCollector, RemoteBatch, RemoteStats
-from rollout.host.served import AsyncInfo, regroup_by_env
+from rollout.host.rows import AsyncInfo, regroup_by_env
 
 __all__ = [
     "AsyncInfo",

@@ -2,6 +2,5 @@
 
 Begin with `step`. `scan` folds it over T steps, and `episodes` until exactly N episodes
 are done. `keys` derives every key and episode id. `state` validates the carry, resets
-the policy's state, evaluates the critic and records transitions. `step_once` isolates
-the environments from surrounding code.
+the policy's state, evaluates the critic and records transitions.
 """

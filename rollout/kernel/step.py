@@ -22,7 +22,7 @@ from rollout.kernel.state import (
     record,
     restart_policy_state,
 )
-from rollout.kernel.step_once import is_endless, step_once
+from rollout.platform import is_endless, step_once
 from rollout.policies import base
 from rollout.types import Carry, Episode, FlagFn, Params, Parts, PolicyStep, Transition
 

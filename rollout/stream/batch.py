@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from rollout.envs.types import ArrayTree
-from rollout.episode_window import EpisodeWindow
 from rollout.kernel import keys, scan, step
 from rollout.kernel.state import mask_out, roots_of
+from rollout.logs import EpisodeWindow
 from rollout.stats import (
     CollectStats,
     count_nonfinite,

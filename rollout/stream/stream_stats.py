@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from rollout.episode_window import EpisodeWindow
+from rollout.logs import EpisodeWindow
 from rollout.moments import Moments, by_name, merge
 from rollout.stats import CollectStats, plural
 from rollout.types import Carry
