@@ -1,10 +1,9 @@
 """Collectors for host environments, which are not JAX, and collectors in Ray actors.
 
-`host_collector` is the facade. `latest_carry` rejects stale carries. `loop` acts, steps
-and resets; `policy_runner` compiles the policy to one program. `seeds` derives the
-seeds of episodes, `episode_plan` assigns exactly N episodes to lanes, and `rows` stores
-transitions. `served` sorts the transitions of asynchronous environments by environment,
-and `ctrl_c` delays Ctrl-C. `remote` runs collectors of either kind in Ray actors.
+`host_collector` has the public methods. `loop` acts, steps and resets, and owns the
+position of the collection. `host_policy` compiles the policy to one program,
+`episode_plan` assigns exactly N episodes to lanes, `rows` stores transitions, and
+`ctrl_c` delays Ctrl-C. `remote` runs collectors of either kind in Ray actors.
 """
 
 from rollout.host.host_collector import HostCollector

@@ -35,8 +35,6 @@ class EpisodePlan:
         num_episodes: N.
         next_ids: `[B]` int32, ids of the per-lane episodes that begin after the plan.
         num_used: number of queue positions used so far.
-        num_steps: number of steps so far in active lanes; the caller adds them.
-        lost_ids: ids of episodes lost to a fault.
     """
 
     def __init__(
@@ -55,10 +53,10 @@ class EpisodePlan:
         self.next_ids = next_ids if is_queue else next_ids + np.int32(num_episodes)
         self.num_used = min(len(next_ids), num_episodes) if is_queue else 0
         self.num_episodes = self._num_wanted = num_episodes
-        self._num_started, self._num_done, self.num_steps = len(next_ids), 0, 0
+        self._num_started, self._num_done, self._num_steps = len(next_ids), 0, 0
         # The first B episodes start in order, one in each lane.
         self._index = self._lane.copy()  # [B], index of the episode; idle from N on
-        self.lost_ids: list[int] = []
+        self._lost_ids: list[int] = []
         self._table: Any = None  # `[N]` results
         self._max_length, self._padded = max_length, None
 
@@ -86,11 +84,19 @@ class EpisodePlan:
         lane = episode_id % len(self._lane)  # per-lane ids are `n * B + lane`
         return episode_id - self._first_id[lane] + lane
 
+    def count_steps(self, mask: np.ndarray) -> None:
+        """Counts the steps of a row, one per True in `mask`, for `min_steps`."""
+        self._num_steps += int(np.count_nonzero(mask))
+
+    def mark_lost(self, episode_id: np.ndarray) -> None:
+        """Marks the episodes with these ids as lost to a fault."""
+        self._lost_ids += episode_id.tolist()
+
     def advance(self, ended: np.ndarray) -> None:
         """Assigns the next episodes, in order, to the lanes whose episode has ended."""
         count = int(np.count_nonzero(ended))
         self._num_done += int(np.count_nonzero(ended & self.mask))
-        if self._min_steps is not None and self.num_steps >= self._min_steps:
+        if self._min_steps is not None and self._num_steps >= self._min_steps:
             # Enough steps: these lanes become idle, and only started episodes remain.
             self._num_wanted = min(self._num_wanted, self._num_started)
             self._index[ended] = self.num_episodes
@@ -133,7 +139,7 @@ class EpisodePlan:
         plan stores no steps.
         """
         mask = np.ones(self.num_episodes, bool)
-        index = self.index_of(np.array(self.lost_ids, np.int32))
+        index = self.index_of(np.array(self._lost_ids, np.int32))
         mask[index[index < len(mask)]] = False  # idle lanes can also fail
         num_steps = self._table["episode_length"].sum(dtype=np.int32)
         episodes = Episodes(**self._table, num_steps=num_steps, mask=mask)

@@ -1,10 +1,8 @@
 """`HostCollector`: a `Collector` for host environments, which are not JAX."""
 
-import contextlib
 import dataclasses
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import chex
@@ -12,19 +10,15 @@ import jax
 import numpy as np
 
 from rollout import checks
-from rollout.envs import trees
 from rollout.envs.host.types import HostVectorEnv, check_host_env
 from rollout.host.ctrl_c import held_back
-from rollout.host.episode_plan import EpisodePlan
-from rollout.host.latest_carry import LatestCarry
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
-from rollout.host.rows import RowBlock, fold, recorder, row_shape
-from rollout.kernel.state import accumulate_nothing, checked_parts
+from rollout.host.rows import fold, row_shape
+from rollout.kernel.state import checked_parts
 from rollout.types import (
     NO_VALUE,
     ActionT,
     Carry,
-    Episode,
     Episodes,
     ObsT,
     ParamsT,
@@ -101,12 +95,15 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         checks.outside_of_jit("HostCollector")
         check_host_env(self.env)
         self.accumulators = checked_parts(self)
-        self._loop = Loop(self)
-        self._record = recorder(self.accumulators, self.record_fn)
-        self._latest = LatestCarry(self.env)
-        self._next_episode = 0
-        self._accumulated: Any = ()  # values of all lanes before the loop's block
-        self._call_lock = threading.Lock()
+        self._loop = Loop(
+            self.env,
+            self.policy,
+            num_ready=self.num_ready,
+            record_fn=self.record_fn,
+            accumulators=self.accumulators,
+            on_fault=self.on_fault,
+            max_restarts=self.max_restarts,
+        )
 
     @property
     def fault_stats(self) -> FaultStats:
@@ -143,18 +140,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         checks.outside_of_jit("HostCollector")
         checks.typed_key(key)
-        with self._call():
-            self._start(key)
-            self._loop.begin(self._loop.episode_id)
-            return self._carry()
-
-    def _start(self, key: chex.PRNGKey, shared: Any = None) -> None:
-        """Claims the environments and resets all state except shared statistics."""
-        self._latest.take_over()
-        self.env.restart(shared)
-        self._next_episode = 0
-        self._accumulated = accumulate_nothing(self.accumulators, self.env.num_envs)
-        self._loop.start(key)
+        loop = self._loop
+        with loop.call():
+            loop.start(key)
+            loop.begin(loop.episode_id)
+            return loop.carry()
 
     def step(
         self, carry: Carry, params: ParamsT
@@ -180,8 +170,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         if not self.policy.has_value:
             raise ValueError(NO_VALUE)
         with held_back():  # an interrupt in jax's caches raises other errors
-            self._latest.check(carry)
-            return self._loop.runner.evaluate(params, carry.obs, carry.policy_state)
+            self._loop.check(carry)
+            return self._loop.policy.evaluate(params, carry.obs, carry.policy_state)
 
     def collect_steps(
         self,
@@ -208,16 +198,14 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         choices = ("continue", "reset", "truncate")[: 1 if self.num_ready else 3]
         checks.choice("at_batch_end", at_batch_end, choices)
         limit, loop = max_episode_steps or NO_LIMIT, self._loop
-        with self._call(carry):
-            # Skip lanes at the start of an episode: they are reset already if the last
-            # row of the previous batch ended an episode.
+        with loop.call(carry):
             if at_batch_end == "reset":
-                loop.begin(loop.next_ids, loop.episode_length > 0)
+                loop.begin_started()
             cut_last = at_batch_end == "truncate"
             # Use a single block: its memory is the trajectory.
-            blocks = self._run(params, num_steps, num_steps, limit, cut_last=cut_last)
+            blocks = loop.run(params, num_steps, num_steps, limit, cut_last=cut_last)
             ((_, trajectory),) = blocks
-            return self._carry(), trajectory
+            return loop.carry(), trajectory
 
     def fold_steps(
         self,
@@ -234,10 +222,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         num_steps = checks.int_between("num_steps", num_steps)
         checks.function("fn", fn, "acc", "transition")
-        with self._call(carry):
-            for block, rows in self._run(params, num_steps, min(_BLOCK, num_steps)):
+        loop, block_size = self._loop, min(_BLOCK, num_steps)
+        with loop.call(carry):
+            for block, rows in loop.run(params, num_steps, block_size):
                 acc = fold(fn, acc, rows, block.num)
-            return self._carry(), acc
+            return loop.carry(), acc
 
     def collect_episodes(
         self,
@@ -283,7 +272,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     def compile(self, carry: Carry, params: ParamsT) -> None:
         """Compiles the program of the policy; otherwise the first call compiles it."""
-        self._loop.runner.compile(params, carry.obs)
+        self._loop.policy.compile(params, carry.obs)
 
     def save(self, carry: Carry) -> list[bytes]:
         """Returns the state of each environment at `carry`, for `restore`.
@@ -291,7 +280,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         All `B` states are `b""` unless every environment has `save_state` and `carry`
         is the latest carry.
         """
-        saved = self.env.save() if self._latest.is_latest(carry) else None
+        saved = self.env.save() if self._loop.is_latest(carry) else None
         return saved or [b""] * self.env.num_envs
 
     def restore(self, carry: Carry, saved: list[bytes]) -> Carry:
@@ -319,17 +308,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             )
         # Ctrl-C raises once environments and collector are consistent. After an error
         # they are inconsistent, so `recover` begins new episodes.
-        with self._call():
-            if is_saved:
-                self._loop.is_torn = True
-                self._latest.use_up()
-                self.env.load(saved, jax.tree.map(np.array, carry.obs))
-            self._start(carry.key, carry.env_state[1])
-            self._next_episode = int(carry.next_episode)
-            if is_saved:
-                self._accumulated = carry.episode.accumulated
-            self._loop.resume(carry, is_loaded=is_saved)
-            return self._carry()
+        with self._loop.call():
+            self._loop.restore(carry, saved if is_saved else None)
+            return self._loop.carry()
 
     def recover(
         self, carry: Carry | None = None
@@ -352,111 +333,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         Raises:
             ValueError: if `init` has not been called.
         """
-        if carry is not None and not self._latest.is_used(carry):
+        loop = self._loop
+        if carry is not None and not loop.was_used(carry):
             return carry, None
-        if not self._latest.ticket:
-            raise ValueError("`recover` must follow `init`. Call `init` first.")
-        with self._call():
-            # Do not play started episodes again: their ids would repeat.
-            if (plan := self._loop.plan) is not None:
-                self._next_episode += plan.num_used  # the next call plays later ids
-            # Begin new episodes if another collector has stepped `env`.
-            self._loop.recover(restart_all=not self._latest.is_owner)
-            self._latest.take_over()
-            block = self._loop.block
-            if block is None or not block.num:
-                return self._carry(), None
-            rows = self._record_block(block)
-            return self._carry(), jax.tree.map(lambda x: x[: block.num], rows)
-
-    def _run(
-        self,
-        params: Any,
-        num_rows: int,
-        block_size: int,
-        limit: int = NO_LIMIT,
-        *,
-        cut_last: bool = False,
-    ) -> Iterator[tuple[RowBlock, Transition]]:
-        """Collects up to `num_rows` rows, or until the assigned episodes have ended.
-
-        Yields each block once it is full, together with its recorded rows. `limit` and
-        `cut_last` are as in `Loop.play`.
-        """
-        width = self.num_ready or self.env.num_envs
-        for first in range(0, num_rows, block_size):
-            if self._loop.is_done:
-                return
-            # Allocate the full size, so that one compiled program records every block.
-            size = min(block_size, num_rows - first)
-            block = RowBlock(width, size, block_size)
-            self._loop.play(params, block, limit, cut_last=cut_last)
-            yield block, self._record_block(block)
-
-    @contextlib.contextmanager
-    def _call(self, carry: Carry | None = None) -> Iterator[None]:
-        """Delays Ctrl-C during a call, and invalidates the carry that begins it.
-
-        Until the call returns, `recover` can continue from the last complete row.
-        """
-        with held_back() as check:
-            if not self._call_lock.acquire(blocking=False):
-                raise RuntimeError(
-                    "A collector over host environments makes one call at a time, and "
-                    "a batch of a `Stream` is running in another thread. Close the "
-                    "stream first, or use a second collector with other environments."
-                )
-            try:
-                # Validate the carry first: after an error the latest carry stays valid.
-                if carry is not None:
-                    self._latest.check(carry)
-                    self._loop.runner.state = carry.policy_state
-                    self._latest.use_up()
-                self._loop.check = check
-                yield
-            finally:
-                self._call_lock.release()
-        # Delayed Ctrl-C raises before this line, so that `recover` finds the rows.
-        self._loop.block = self._latest.used_ticket = None
-
-    def _record_block(self, block: RowBlock) -> Transition:
-        """Returns the transitions of a block, and records them at the first call."""
-        # Record once: when `recover` reads the rows, accumulators would count twice.
-        if block.trajectory is None:
-            rows = block.read()
-            if self.record_fn is None and not self.accumulators:
-                block.trajectory = jax.device_put(rows)
-            else:
-                result = self._record(self._accumulated, rows, block.lane)
-                self._accumulated, block.trajectory = result
-        return block.trajectory
-
-    def _carry(self) -> Carry:
-        """Returns the carry for the next call."""
-        # Copy arrays: the loop updates them in place.
-        loop, runner = self._loop, self._loop.runner
-        if self.accumulators:
-            initial = accumulate_nothing(self.accumulators, self.env.num_envs)
-            has_begun: Any = loop.episode_length > 0
-            self._accumulated = trees.select(has_begun, self._accumulated, initial)
-        episode: dict[str, Any] = {
-            "key": (),  # host episodes have a seed instead
-            "episode_return": loop.episode_return.copy(),
-            "episode_length": loop.episode_length.copy(),
-            "episode_id": loop.episode_id,
-            "accumulated": self._accumulated,
-        }
-        carry: dict[str, Any] = {
-            "key": runner.key,
-            "step": np.int32(runner.step),
-            "next_episode": np.int32(self._next_episode),
-            "env_state": (self._latest.ticket, self.env.shared),
-            "obs": jax.tree.map(np.array, loop.obs),
-            "policy_state": runner.reset_state(loop.is_first, loop.episode_id),
-            "episode": Episode(**episode),
-        }
-        self._latest.carry = Carry(**carry)
-        return self._latest.carry
+        with loop.call():
+            rows = loop.recover()
+            return loop.carry(), rows
 
     def _play(
         self,
@@ -477,25 +359,18 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             max_episode_steps, return_trajectory
         )
         loop = self._loop
-        with self._call(carry):
-            plan = EpisodePlan(
-                loop.next_unplayed if per_env else loop.next_ids,
-                num_episodes * (self.env.num_envs if per_env else 1),
-                first_queued=None if per_env else self._next_episode,
+        with loop.call(carry):
+            plan = loop.assign(
+                num_episodes,
+                per_env=per_env,
                 min_steps=min_steps,
                 max_length=max_episode_steps if return_trajectory else None,
             )
-            loop.plan = plan
-            loop.begin(plan.episode_id)
-            for block, rows in self._run(params, NO_LIMIT, _BLOCK, max_episode_steps):
+            for block, rows in loop.run(params, NO_LIMIT, _BLOCK, max_episode_steps):
                 acc = acc if fn is None else fold(fn, acc, rows, block.num)
                 plan.record(block, rows)
             episodes, padded = plan.read()
-            self._next_episode += plan.num_used
-            # Each lane is in the middle of an arbitrary episode: begin the lane's next
-            # episode.
-            next_ids, loop.plan, loop.block = loop.next_ids, None, None
-            loop.begin(next_ids)
+            loop.finish()
             if return_trajectory:
                 episodes = episodes.replace(trajectory=padded)
-            return self._carry(), acc, episodes
+            return loop.carry(), acc, episodes

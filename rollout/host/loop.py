@@ -1,4 +1,4 @@
-"""Steps environments under a policy: acts, steps, and begins the next episodes.
+"""Steps environments under a policy, and owns the position of a host collection.
 
 The loop is a NumPy version of `rollout.kernel.step`, which cannot call environments
 outside of JAX. It uses the kernel's functions for policy state, accumulators and
@@ -9,8 +9,11 @@ several lines. A second Ctrl-C, or an error in the code of an environment, may r
 any line: the state is then torn, and `recover` begins new episodes in all lanes.
 """
 
+import contextlib
+import functools
 import logging
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import chex
@@ -18,17 +21,33 @@ import jax
 import numpy as np
 
 from rollout import checks
+from rollout.envs import trees
+from rollout.envs.host import env_checks
 from rollout.envs.host.arrays import place_rows
 from rollout.envs.host.env_checks import SpaceCheck
-from rollout.envs.host.types import EnvFault, HostStep
+from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
+from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree
-from rollout.host.policy_runner import PolicyRunner
-from rollout.host.rows import RowBlock
-from rollout.host.seeds import Seeds
+from rollout.host.ctrl_c import held_back
+from rollout.host.episode_plan import EpisodePlan
+from rollout.host.host_policy import HostPolicy
+from rollout.host.rows import RowBlock, recorder
+from rollout.kernel import keys
+from rollout.kernel.state import accumulate_nothing
 from rollout.platform import to_host
-from rollout.types import AsyncInfo, Carry
+from rollout.types import (
+    Accumulators,
+    AsyncInfo,
+    Carry,
+    Episode,
+    Policy,
+    RecordFn,
+    Transition,
+    check_carry,
+)
 
 NO_LIMIT = 2**31 - 1  # steps, longer than any episode
+_NUM_SEED_ROWS = 256  # rows of B seeds per table
 _ALL = slice(None)
 _LOG = logging.getLogger("rollout")
 
@@ -50,47 +69,155 @@ class FaultStats(NamedTuple):
 
 
 class Loop:
-    """Steps `B` environments under a policy, and holds the state of the lanes.
+    """Steps `B` environments under a policy, and owns the position of the collection.
+
+    The position is the state of the lanes, the latest carry, and the rows and assigned
+    episodes of a running call. No other class changes it.
 
     Args:
-        collector: `HostCollector` that has the environments, the policy and options.
+        env: vector of `B` environments.
+        policy: policy that acts in the environments.
+        num_ready, record_fn, accumulators, on_fault, max_restarts: as in
+            `HostCollector`.
 
     Attributes:
-        is_torn: True while environments step. If an error leaves it True, the state of
-            the environments is unknown.
-        runner: runs the policy.
-        check: function called between two rows; raises if Ctrl-C was pressed.
         stats: counts of faults so far.
+        policy: the compiled policy; None before `start`.
+        key: root key.
+        step: number of steps so far.
+        next_episode: number of queue positions used so far.
+        policy_state: `[B, ...]` state of the policy, on the device.
         obs: `[B, ...]` current observations, possibly in memory of the environments.
         episode_id: `[B]` int32, ids of the current episodes.
         episode_return, episode_length: `[B]` float32 and int32, return and length of
             the current episodes so far.
         is_first: `[B]` bool, True before the first action of an episode.
+        accumulated: accumulated values of all lanes before the block.
+        is_torn: True while environments step. If an error leaves it True, the state of
+            the environments is unknown.
         plan: assigned episodes; None while lanes play per-lane episodes.
         block: rows of the running or interrupted call; None if there are none.
     """
 
-    def __init__(self, collector: Any) -> None:
-        env = self._env = collector.env
-        _check(env, collector.num_ready, collector.on_fault)
-        checks.int_between("max_restarts", collector.max_restarts, least=0)
-        self._num_ready = collector.num_ready
-        self._max_restarts = collector.max_restarts
-        self._restarts = collector.on_fault == "restart"
-        self.runner = PolicyRunner(collector.policy, env.action_space, env.num_envs)
+    def __init__(
+        self,
+        env: HostVectorEnv,
+        policy: Policy,
+        *,
+        num_ready: int | None,
+        record_fn: RecordFn | None,
+        accumulators: Accumulators,
+        on_fault: str,
+        max_restarts: int,
+    ) -> None:
+        _check(env, num_ready, on_fault)
+        checks.int_between("max_restarts", max_restarts, least=0)
+        self._env: Any = env
+        self._policy, self._is_async = policy, num_ready is not None
+        self._width = num_ready or env.num_envs  # columns of a row
+        self._max_restarts, self._restarts = max_restarts, on_fault == "restart"
+        self._action_space = as_space(env.action_space, "env.action_space")
         self._obs_check = SpaceCheck(env.observation_space)
-        self.check: Callable[[], None] = lambda: None
-        self.stats = FaultStats(0, 0, 0)
+        self._accumulators = accumulators
+        self._record_fn = None
+        if record_fn is not None or accumulators:
+            self._record_fn = recorder(accumulators, record_fn)
         self._all_lanes = np.ones(env.num_envs, bool)
         self._no_lanes = ~self._all_lanes
-        self.is_torn = False
         self._failed = self._no_lanes.copy()  # [B] bool, lanes to rebuild
+        self._call_lock = threading.Lock()
+        # Raises between two rows if Ctrl-C was pressed.
+        self._raise_pending: Callable[[], None] = lambda: None
+        # A ticket identifies a carry. The environments store the ticket of the latest
+        # carry, so that a collector notices if another collector has stepped them.
+        self._ticket: Any = np.uint32(0)  # of the latest carry or the running call
+        self._used_ticket: Any = None  # of the carry that began the call
+        self._latest: Carry | None = None
+        self.policy: Any = None  # a `HostPolicy`
+        self.stats = FaultStats(0, 0, 0)
+        self.is_torn = False
 
-    def start(self, key: chex.PRNGKey) -> None:
-        """Prepares the first episode of every lane; `begin` resets the environments."""
+    @contextlib.contextmanager
+    def call(self, carry: Carry | None = None) -> Iterator[None]:
+        """Delays Ctrl-C during a call, and invalidates the carry that begins it.
+
+        Until the call returns, `recover` can continue from the last complete row.
+        """
+        with held_back() as raise_pending:
+            if not self._call_lock.acquire(blocking=False):
+                raise RuntimeError(
+                    "A collector over host environments makes one call at a time, and "
+                    "a batch of a `Stream` is running in another thread. Close the "
+                    "stream first, or use a second collector with other environments."
+                )
+            try:
+                # Validate the carry first: after an error the latest carry stays valid.
+                if carry is not None:
+                    self.check(carry)
+                    self.policy_state = carry.policy_state
+                    self._use_carry()
+                self._raise_pending = raise_pending
+                yield
+            finally:
+                self._call_lock.release()
+        # Delayed Ctrl-C raises before this line, so that `recover` finds the rows.
+        self.block = self._used_ticket = None
+
+    def check(self, carry: Carry) -> None:
+        """Raises unless a call may begin with a carry."""
+        checks.outside_of_jit("HostCollector")
+        check_carry(carry)
+        # Compare tickets: a copy of the carry has the same ticket.
+        if not self.is_latest(carry):
+            raise ValueError(
+                "`carry` must be the result of the latest call: the environments have "
+                "been stepped since. After an error, call `recover`. If another "
+                "collector steps these environments, call `init` or use separate ones."
+            )
+        for name in ("key", "step", "next_episode", "obs", "episode"):
+            value, expected = (getattr(x, name) for x in (carry, self._latest))
+            message = f"`carry.{name}` must be as the latest call returned it, since "
+            message += "only `policy_state` may be replaced"
+            checks.same(message, expected, value)
+            for x, y in zip(*map(jax.tree.leaves, (expected, value)), strict=True):
+                if x is y:  # the usual case: avoid the transfer from the device
+                    continue
+                if not np.array_equal(*trees.unwrap_keys((x, y)), equal_nan=True):
+                    raise ValueError(f"{message}.")
+
+    def is_latest(self, carry: Carry) -> bool:
+        """Returns whether a carry, or a copy of it, matches the environments."""
+        is_owner = env_checks.is_claimed(self._env, self._ticket)
+        return is_owner and np.array_equal(_ticket_of(carry), self._ticket)
+
+    def _use_carry(self) -> None:
+        """Begins a call, which invalidates the latest carry."""
+        # The environments step during the call: no carry is valid until it returns.
+        self._used_ticket = self._ticket
+        self._claim()
+
+    def _claim(self) -> None:
+        """Invalidates all earlier carries, including carries of other collectors."""
+        self._ticket = np.uint32(env_checks.new_user())
+        env_checks.claim(self._env, self._ticket)
+
+    def start(self, key: chex.PRNGKey, shared: Any = None) -> None:
+        """Claims the environments and resets all state except shared statistics.
+
+        `begin` then resets the environments.
+        """
+        self._claim()
+        self._env.restart(shared)
         num_envs = self._env.num_envs
-        self.runner.start(key)
-        self._seeds = Seeds(key, num_envs)
+        self.policy = HostPolicy(self._policy, self._action_space, num_envs, key)
+        self.key, self.step, self.next_episode = key, 0, 0
+        self.policy_state = self.policy.initial_state
+        self.accumulated = accumulate_nothing(self._accumulators, num_envs)
+        # Every lane may need a different table. An evicted table is computed again and
+        # has the same seeds.
+        self._seed_table = functools.lru_cache(num_envs + 1)(
+            functools.partial(_compute_seeds, key, num_envs)
+        )
         self.plan: Any = None  # an `EpisodePlan`
         self.block: RowBlock | None = None
         self.episode_id = np.arange(num_envs, dtype=np.int32)
@@ -106,85 +233,204 @@ class Loop:
         self._in_flight = self._no_lanes.copy()
         self._sent: ArrayTree = None
 
-    @property
-    def is_done(self) -> bool:
-        """True if all assigned episodes have ended."""
-        return self.plan is not None and self.plan.is_done
-
-    @property
-    def next_ids(self) -> np.ndarray:
-        """`[B]` int32, ids of the next per-lane episodes, after the plan if any."""
-        if self.plan is not None:
-            return self.plan.next_ids
-        return self.episode_id + np.int32(len(self.episode_id))
-
-    @property
-    def next_unplayed(self) -> np.ndarray:
-        """`[B]` int32, `next_ids`, or the current ids of lanes without a step."""
-        return np.where(self.episode_length > 0, self.next_ids, self.episode_id)
-
-    def play(self, params: Any, block: RowBlock, limit: int, *, cut_last: bool) -> None:
-        """Fills a block until it is full or the assigned episodes have ended.
-
-        Episodes are truncated after `limit` steps. With `cut_last`, the last row
-        truncates all episodes that do not terminate in it. After an error, the block
-        has the complete rows, and `recover` continues.
-        """
-        self.block = block
-        # Each iteration acts, steps, writes a row, and begins the next episodes. If it
-        # is interrupted at any line, the block has the complete row or no row.
-        step_fn = self._step if self._num_ready is None else self._receive
-        while block.num < block.size and not self.is_done:
-            self.check()
-            result, lanes = step_fn(params, block)
-            is_last = cut_last and block.num == block.size - 1
-            done = self._write(params, block, result, lanes, limit, is_last)
-            self._advance(block, result, lanes, done)
-            self.is_torn = False
-            if np.count_nonzero(self._must_reset):  # faster than `any`
-                self._reset()
+    def carry(self) -> Carry:
+        """Returns the carry for the next call."""
+        # Copy arrays: the loop updates them in place.
+        if self._accumulators:
+            initial = accumulate_nothing(self._accumulators, self._env.num_envs)
+            has_begun: Any = self.episode_length > 0
+            self.accumulated = trees.select(has_begun, self.accumulated, initial)
+        episode: dict[str, Any] = {
+            "key": (),  # host episodes have a seed instead
+            "episode_return": self.episode_return.copy(),
+            "episode_length": self.episode_length.copy(),
+            "episode_id": self.episode_id,
+            "accumulated": self.accumulated,
+        }
+        fields: dict[str, Any] = {
+            "key": self.key,
+            "step": np.int32(self.step),
+            "next_episode": np.int32(self.next_episode),
+            "env_state": (self._ticket, self._env.shared),
+            "obs": jax.tree.map(np.array, self.obs),
+            "policy_state": self.policy.reset_state(
+                self.policy_state, self.is_first, self.episode_id
+            ),
+            "episode": Episode(**episode),
+        }
+        self._latest = Carry(**fields)
+        return self._latest
 
     def begin(self, episode_id: np.ndarray, mask: np.ndarray | None = None) -> None:
         """Begins the episodes with these ids, `[B]`, in all lanes or where `mask`."""
         self._mark(self._all_lanes if mask is None else mask, episode_id)
         self._reset()
 
-    def resume(self, carry: Carry, *, is_loaded: bool) -> None:
-        """Continues from a carry; restarts its episodes unless `env` has loaded it."""
-        self.runner.step, self.runner.state = int(carry.step), carry.policy_state
+    def begin_started(self) -> None:
+        """Begins the next episode in lanes whose episode has had a step."""
+        # Skip lanes at the start of an episode: they are reset already if the last row
+        # of the previous batch ended an episode.
+        self.begin(self._next_ids, self.episode_length > 0)
+
+    def assign(
+        self,
+        num_episodes: int,
+        *,
+        per_env: bool,
+        min_steps: int | None,
+        max_length: int | None,
+    ) -> EpisodePlan:
+        """Assigns episodes to the lanes, and begins them; `finish` ends the plan."""
+        next_ids, num_envs = self._next_ids, self._env.num_envs
+        if per_env:  # lanes without a step play their current episode
+            next_ids = np.where(self.episode_length > 0, next_ids, self.episode_id)
+        self.plan = EpisodePlan(
+            next_ids,
+            num_episodes * (num_envs if per_env else 1),
+            first_queued=None if per_env else self.next_episode,
+            min_steps=min_steps,
+            max_length=max_length,
+        )
+        self.begin(self.plan.episode_id)
+        return self.plan
+
+    def finish(self) -> None:
+        """Ends the assigned episodes, and begins the next episode of every lane."""
+        # Each lane is in the middle of an arbitrary episode.
+        self.next_episode += self.plan.num_used
+        next_ids, self.plan, self.block = self._next_ids, None, None
+        self.begin(next_ids)
+
+    def run(
+        self,
+        params: Any,
+        num_rows: int,
+        block_size: int,
+        limit: int = NO_LIMIT,
+        *,
+        cut_last: bool = False,
+    ) -> Iterator[tuple[RowBlock, Transition]]:
+        """Collects up to `num_rows` rows, or until the assigned episodes have ended.
+
+        Yields each block once it is full, together with its recorded rows. Episodes are
+        truncated after `limit` steps. With `cut_last`, the last row truncates all
+        episodes that do not terminate in it. After an error, the block has the complete
+        rows, and `recover` continues.
+        """
+        step_fn = self._receive if self._is_async else self._step
+        for first in range(0, num_rows, block_size):
+            if self._is_done:
+                return
+            # Allocate the full size, so that one compiled program records every block.
+            size = min(block_size, num_rows - first)
+            block = self.block = RowBlock(self._width, block_size)
+            # Each iteration acts, steps, writes a row, and begins the next episodes. If
+            # it is interrupted at any line, the block has the complete row or no row.
+            while block.num < size and not self._is_done:
+                self._raise_pending()
+                result, lanes = step_fn(params, block)
+                is_last = cut_last and block.num == size - 1
+                done = self._write(params, block, result, lanes, limit, is_last)
+                self._advance(block, result, lanes, done)
+                self.is_torn = False
+                if np.count_nonzero(self._must_reset):  # faster than `any`
+                    self._reset()
+            yield block, block.record(self._record)
+
+    def restore(self, carry: Carry, saved: list[bytes] | None) -> None:
+        """Continues from a carry; restarts its episodes unless states were saved."""
+        if saved is not None:
+            self.is_torn = True
+            self._use_carry()
+            self._env.load(saved, jax.tree.map(np.array, carry.obs))
+        self.start(carry.key, carry.env_state[1])
+        self.next_episode = int(carry.next_episode)
+        self.step, self.policy_state = int(carry.step), carry.policy_state
         self.episode_id = np.array(carry.episode.episode_id)
         self.episode_return = np.array(carry.episode.episode_return)
         self.episode_length = np.array(carry.episode.episode_length)
         self.obs, self.is_first = jax.tree.map(np.array, carry.obs), self._no_lanes
-        if is_loaded:
-            self._failed, self.is_torn = self._no_lanes.copy(), False
-        else:
+        if saved is None:
             self.begin(self.episode_id)
+        else:
+            self.accumulated = carry.episode.accumulated
+            self._failed, self.is_torn = self._no_lanes.copy(), False
 
-    def recover(self, *, restart_all: bool) -> None:
-        """Continues after an error.
+    def was_used(self, carry: Carry) -> bool:
+        """Returns whether a carry began the running or interrupted call."""
+        return np.array_equal(_ticket_of(carry), self._used_ticket)
+
+    def recover(self) -> Transition | None:
+        """Continues after an error, and returns the rows collected before it.
 
         Failed environments are rebuilt, and lanes whose episode cannot continue begin a
-        new one. All lanes begin a new episode if `restart_all`, if the state is torn,
-        or if episodes were assigned.
+        new one. All lanes begin a new episode if the state is torn, if episodes were
+        assigned, or if another collector has stepped the environments.
         """
-        if self.is_torn or self.plan is not None or restart_all:
-            next_ids, self.plan = self.next_ids, None
+        if self.policy is None:
+            raise ValueError("`recover` must follow `init`. Call `init` first.")
+        is_owner = env_checks.is_claimed(self._env, self._ticket)
+        next_ids = self._next_ids
+        if self.plan is not None:
+            # Do not play started episodes again: their ids would repeat.
+            self.next_episode += self.plan.num_used
+        if self.is_torn or self.plan is not None or not is_owner:
+            self.plan = None
             self._mark(self._all_lanes, next_ids)
         self._reset()
+        self._claim()
+        block = self.block
+        if block is None or not block.num:
+            return None
+        rows = block.record(self._record)
+        return jax.tree.map(lambda x: x[: block.num], rows)
+
+    @property
+    def _is_done(self) -> bool:
+        """True if all assigned episodes have ended."""
+        return self.plan is not None and self.plan.is_done
+
+    @property
+    def _next_ids(self) -> np.ndarray:
+        """`[B]` int32, ids of the next per-lane episodes, after the plan if any."""
+        if self.plan is not None:
+            return self.plan.next_ids
+        return self.episode_id + np.int32(len(self.episode_id))
+
+    def _record(self, rows: Transition, lane: np.ndarray) -> Transition:
+        """Accumulates values over the rows of a block, and applies `record_fn`."""
+        if self._record_fn is None:
+            return jax.device_put(rows)
+        self.accumulated, trajectory = self._record_fn(self.accumulated, rows, lane)
+        return trajectory
 
     def _step(self, params: Any, block: RowBlock) -> tuple[HostStep, slice]:
         """Takes one step in all lanes."""
         # Pass the copy in the block: jax may alias it, while the environments overwrite
         # the original before the program has ended.
         obs = block.write("obs", self.obs)
-        action, extras = self.runner.act(params, obs, self.is_first, self.episode_id)
+        action, extras = self._act(params, obs)
         self.is_first, self.is_torn = self._no_lanes, True
         result = self._env.step(action)
         block.write("action", action)
-        # Assign a slice, which replaces the extras of an interrupted row.
-        block.extras[block.num :] = [extras]
+        block.write_extras(extras)
         return result, _ALL
+
+    def _act(
+        self, params: Any, obs: ArrayTree, env_id: np.ndarray | None = None
+    ) -> tuple[ArrayTree, ArrayTree]:
+        """Applies the policy in all lanes, or in those of `env_id`."""
+        self.policy_state, action, extras = self.policy.act(
+            params,
+            self.step,
+            self.policy_state,
+            obs,
+            self.is_first,
+            self.episode_id,
+            env_id,
+        )
+        self.step += 1
+        return action, extras
 
     def _receive(self, params: Any, block: RowBlock) -> tuple[HostStep, np.ndarray]:
         """Sends actions to all waiting lanes and receives the first answers."""
@@ -195,19 +441,18 @@ class Loop:
         # Send all actions before receiving, so that no environment stands still.
         # Usually these are the lanes of the last row; at the start, all lanes.
         env_id = np.flatnonzero(is_waiting).astype(np.int32)
-        num_ready = self._num_ready
-        for first in range(0, len(env_id), num_ready):
-            self._send(params, env_id[first : first + num_ready])
+        for first in range(0, len(env_id), self._width):
+            self._send(params, env_id[first : first + self._width])
         # At the end of a plan, fewer environments are in flight.
-        num_ready = min(num_ready, int(np.count_nonzero(self._in_flight)))
+        num_ready = min(self._width, int(np.count_nonzero(self._in_flight)))
         self.is_torn = True
         result, lanes = self._env.receive(num_ready)
         self._in_flight[lanes] = False
         obs, action, extras = jax.tree.map(lambda x: x[lanes], self._sent)
         block.write("obs", obs)
         block.write("action", action)
-        block.extras[block.num :] = [extras]
-        block.lane[block.num, : len(lanes)] = lanes
+        block.write_extras(extras)
+        block.write_lanes(lanes)
         env_id: Any = lanes
         info = AsyncInfo(env_id=env_id, info=result.info, num_envs=self._env.num_envs)
         return result._replace(info=info), lanes
@@ -217,11 +462,11 @@ class Loop:
         num_envs, count = self._env.num_envs, len(env_id)
         # Pad, so that one compiled program serves any number of lanes. The policy drops
         # the state of lane B, which does not exist; padded observations are arbitrary.
-        padded = np.full(self._num_ready, num_envs, np.int32)
+        padded = np.full(self._width, num_envs, np.int32)
         padded[:count] = env_id
         index = np.minimum(padded, num_envs - 1)
         obs = jax.tree.map(lambda x: x[index], self.obs)
-        decision = self.runner.act(params, obs, self.is_first, self.episode_id, padded)
+        decision = self._act(params, obs, padded)
         rows = jax.tree.map(lambda x: x[:count], (obs, *to_host(decision)))
         if self._sent is None:
             self._sent = jax.tree.map(
@@ -248,8 +493,7 @@ class Loop:
         """Writes a row; returns `[K]` bool, True for episodes that end with it."""
         # `lanes` selects K of the B lanes; the first K columns of the row have their
         # answers.
-        row, columns, plan = block.num, slice(len(result.reward)), self.plan
-        terminated, truncated = result.terminated, result.truncated
+        plan, terminated, truncated = self.plan, result.terminated, result.truncated
         reward, step_mask = result.total_reward, result.mask
         if step_mask is None:  # the usual case, kept fast
             step_mask = self._all_lanes[lanes]
@@ -260,32 +504,33 @@ class Loop:
         self.episode_return[lanes] += reward
         # Mask out lanes that only reset themselves, and idle lanes.
         mask = step_mask if plan is None else step_mask & plan.mask[lanes]
-        length = self.episode_length[lanes]
+        length, cut = self.episode_length[lanes], False
         if limit < NO_LIMIT:
             cut = mask & (length >= limit) & ~truncated
             # An assigned episode that terminates at the limit is not cut.
             cut = cut if plan is None else cut & ~terminated
-            block.cut[row, columns], truncated = cut, truncated | cut
+            truncated = truncated | cut
         if is_last:
             truncated = truncated | (mask & ~terminated)
-        # Copy: the environments and the next row overwrite these arrays.
-        block.reward[row, columns] = result.reward
-        block.terminated[row, columns] = terminated
-        block.truncated[row, columns] = truncated
-        block.mask[row, columns] = mask
-        block.episode_id[row, columns] = self.episode_id[lanes]
-        block.episode_return[row, columns] = self.episode_return[lanes]
-        block.episode_length[row, columns] = length
-        block.write("next_obs", result.obs)
-        block.write("info", result.info)
-        if self.runner.has_critic:
+        if self.policy.has_critic:
             bootstraps = truncated & ~terminated & mask
-            if row == 0 or np.count_nonzero(bootstraps):  # other rows stay zero
-                env_id = None if lanes is _ALL else np.resize(lanes, self._num_ready)
-                value = self.runner.values(params, result.obs, bootstraps, env_id)
+            # Rows without bootstraps stay zero.
+            if block.num == 0 or np.count_nonzero(bootstraps):
+                env_id = None if lanes is _ALL else np.resize(lanes, self._width)
+                value = self.policy.values(
+                    params, result.obs, self.policy_state, bootstraps, env_id
+                )
                 block.write("final_value", value)
-        # The row is complete: `recover` returns it even if the next line fails.
-        block.num = row + 1
+        block.complete_row(
+            result,
+            terminated=terminated,
+            truncated=truncated,
+            mask=mask,
+            cut=cut,
+            episode_id=self.episode_id[lanes],
+            episode_return=self.episode_return[lanes],
+            episode_length=length,
+        )
         return terminated | truncated
 
     def _advance(
@@ -312,7 +557,7 @@ class Loop:
             lane = np.arange(len(ended))[lanes].tolist()
             causes = {lane[i]: cause for i, cause in faults.items()} | dict(causes)
         if self.plan is not None:
-            self.plan.num_steps += int(np.count_nonzero(block.mask[block.num - 1]))
+            self.plan.count_steps(block.mask[block.num - 1])
         self._end(ended, causes)
 
     def _end(self, ended: np.ndarray, causes: Mapping[int, BaseException]) -> None:
@@ -330,7 +575,7 @@ class Loop:
             lost_ids, num_episodes = self.episode_id[failed], len(failed)
             if self.plan is not None:
                 num_episodes = int(np.count_nonzero(self.plan.mask[failed]))
-                self.plan.lost_ids += lost_ids.tolist()
+                self.plan.mark_lost(lost_ids)
             num_steps = 0 if self.block is None else self.block.mask_out(lost_ids)
             episodes, steps, restarts = self.stats
             self.stats = FaultStats(
@@ -341,7 +586,7 @@ class Loop:
             self._failed[failed] = ended[failed] = True
         if np.count_nonzero(ended):
             if self.plan is None:
-                self._mark(ended, self.next_ids)
+                self._mark(ended, self._next_ids)
             else:
                 self.plan.advance(ended)
                 self._mark(ended, self.plan.episode_id)
@@ -360,22 +605,21 @@ class Loop:
 
     def _reset(self) -> None:
         """Rebuilds failed environments and resets the lanes that begin an episode."""
-        env: Any = self._env
         if self.is_torn:  # any environment may be inconsistent
             self._failed = self._all_lanes.copy()
         self.is_torn = True
         # Repeat, because a fault in a reset discards the next episode.
         while np.count_nonzero(self._must_reset):
-            if env.can_rebuild and np.count_nonzero(self._failed):
+            if self._env.can_rebuild and np.count_nonzero(self._failed):
                 self._rebuild()
                 continue
             lane = np.flatnonzero(self._must_reset)
-            seeds = self._seeds.lookup(lane, self.episode_id[lane])
+            seeds = self._seeds(lane)
             # Queued ids count down from -1, and their numbers count up from 0.
             ids = self.episode_id
-            env.at_episodes(np.where(ids < 0, -1 - ids, ids))
+            self._env.at_episodes(np.where(ids < 0, -1 - ids, ids))
             try:
-                obs = env.reset(seeds, self._must_reset)
+                obs = self._env.reset(seeds, self._must_reset)
                 causes = self._obs_check.find(obs)
                 causes = {n: causes[n] for n in lane.tolist() if n in causes}
             except EnvFault as error:
@@ -385,7 +629,7 @@ class Loop:
                 # All other lanes are reset again, with the same seeds.
                 self._end(self._no_lanes.copy(), causes)
                 continue
-            if self._num_ready is None:
+            if not self._is_async:
                 self.obs = obs
             else:
                 if self.obs is None:
@@ -394,6 +638,17 @@ class Loop:
                 self._in_flight &= ~self._must_reset  # a reset cancels steps
             self._must_reset = self._no_lanes
         self.is_torn = False
+
+    def _seeds(self, lanes: np.ndarray) -> np.ndarray:
+        """Returns the seeds of episodes of these lanes, `[B]` uint32; 0 elsewhere."""
+        num_envs = self._env.num_envs
+        seeds = np.zeros(num_envs, np.uint32)
+        for lane in lanes.tolist():
+            # Queued ids count down from -1, so rows may be negative.
+            row, column = divmod(int(self.episode_id[lane]), num_envs)
+            table = self._seed_table(row // _NUM_SEED_ROWS)
+            seeds[lane] = table[row % _NUM_SEED_ROWS, column]
+        return seeds
 
     def _rebuild(self) -> None:
         """Rebuilds failed environments, for any `on_fault`."""
@@ -426,6 +681,25 @@ class Loop:
         for number, reason in causes.items():
             text = f"{type(reason).__name__}: {reason}"
             _LOG.warning("environment %d is rebuilt after %s", number, text)
+
+
+def _ticket_of(carry: Carry) -> Any:
+    state = carry.env_state
+    return state[0] if isinstance(state, tuple) and state else None
+
+
+def _compute_seeds(key: chex.PRNGKey, num_envs: int, table: int) -> np.ndarray:
+    """Computes a table of seeds, `[_NUM_SEED_ROWS, B]`: jax is slow at every reset."""
+    row = table * _NUM_SEED_ROWS + np.arange(_NUM_SEED_ROWS, dtype=np.int32)
+    lane = np.arange(num_envs, dtype=np.int32)
+    return np.asarray(_seeds_of(key, row[:, None] * num_envs + lane))
+
+
+@jax.jit
+def _seeds_of(key: chex.PRNGKey, episode_id: jax.Array) -> jax.Array:
+    """Computes the seeds of the episodes with these ids, `[N, B]`."""
+    row_keys = jax.vmap(lambda row: keys.keys_of(key, row))
+    return keys.seeds(row_keys(episode_id))
 
 
 def _check(env: Any, num_ready: Any, on_fault: Any) -> None:

@@ -16,6 +16,7 @@ from jax import lax
 
 from rollout import checks, programs
 from rollout.envs import trees
+from rollout.envs.host.types import HostStep
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree
 from rollout.kernel.state import (
@@ -27,7 +28,6 @@ from rollout.kernel.state import (
 )
 from rollout.platform import to_host
 from rollout.policies import base
-from rollout.policies.base import View
 from rollout.types import Accumulators, AsyncInfo, RecordFn, Transition
 
 Acc = TypeVar("Acc")
@@ -39,23 +39,20 @@ class RowBlock:
     Columns that a row does not write are masked out.
 
     Attributes:
-        size: number of rows to write.
         num: number of complete rows.
-        width: B, number of columns.
-        extras: extras of the policy, by row, possibly on the device until `read`.
         lane: `[capacity, B]` int32, lane of each column.
         reward, terminated, truncated, mask, episode_id, episode_return,
             episode_length: `[capacity, B]`, as in `Transition`.
         cut: `[capacity, B]` bool, True if only `max_episode_steps` ended the episode.
-        trajectory: recorded rows; None until the rows are recorded.
     """
 
-    def __init__(self, width: int, size: int, capacity: int | None = None) -> None:
-        self.width, self.size, self.num = width, size, 0
+    def __init__(self, width: int, capacity: int) -> None:
+        self.num = 0
         # The system allocates pages of `np.zeros` at the first write, so unused rows
         # occupy no memory.
-        self._shape = shape = capacity or size, width
-        self.extras: list[ArrayTree] = []
+        self._shape = shape = capacity, width
+        # Extras of the policy by row, possibly on the device.
+        self._extras: list[ArrayTree] = []
         self.reward, self.episode_return = np.zeros((2, *shape), np.float32)
         self.episode_id, self.episode_length = np.zeros((2, *shape), np.int32)
         self.terminated, self.truncated = np.zeros((2, *shape), bool)
@@ -63,7 +60,7 @@ class RowBlock:
         self.lane = np.zeros(shape, np.int32) + np.arange(width, dtype=np.int32)
         # Structure and leaves of each field.
         self._trees: dict[str, tuple[Any, list[np.ndarray]]] = {}
-        self.trajectory: Any = None
+        self._recorded: Any = None
 
     def write(self, name: str, tree: ArrayTree, row: int | None = None) -> ArrayTree:
         """Writes a field of a row; the default is the current row, `num`.
@@ -86,6 +83,50 @@ class RowBlock:
             view[: len(leaf)] = leaf
         return structure.unflatten(views)
 
+    def write_extras(self, extras: ArrayTree) -> None:
+        """Stores the extras of the current row, which may be on the device."""
+        # Assign a slice, which replaces the extras of an interrupted row.
+        self._extras[self.num :] = [extras]
+
+    def write_lanes(self, lanes: np.ndarray) -> None:
+        """Writes the lanes of the first columns of the current row."""
+        self.lane[self.num, : len(lanes)] = lanes
+
+    def complete_row(
+        self,
+        result: HostStep,
+        *,
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        mask: np.ndarray,
+        cut: np.ndarray | bool,
+        episode_id: np.ndarray,
+        episode_return: np.ndarray,
+        episode_length: np.ndarray,
+    ) -> None:
+        """Writes the outcome of a step in the first columns, and counts the row."""
+        # Copy: the environments and the next row overwrite these arrays.
+        row, columns = self.num, slice(len(result.reward))
+        self.reward[row, columns] = result.reward
+        self.terminated[row, columns] = terminated
+        self.truncated[row, columns] = truncated
+        self.mask[row, columns] = mask
+        self.cut[row, columns] = cut
+        self.episode_id[row, columns] = episode_id
+        self.episode_return[row, columns] = episode_return
+        self.episode_length[row, columns] = episode_length
+        self.write("next_obs", result.obs)
+        self.write("info", result.info)
+        # The row is complete: `recover` returns it even if the next line fails.
+        self.num = row + 1
+
+    def record(self, fn: Callable[[Transition, np.ndarray], Transition]) -> Transition:
+        """Returns `fn(rows, lane)`; later calls return the result of the first call."""
+        # Record once: when `recover` reads the rows, accumulators would count twice.
+        if self._recorded is None:
+            self._recorded = fn(self._read(), self.lane)
+        return self._recorded
+
     def mask_out(self, episode_ids: np.ndarray) -> int:
         """Masks out the rows of some episodes; returns the number of these rows."""
         # Match ids: a lane may have several episodes in the block, and with `num_ready`
@@ -95,10 +136,10 @@ class RowBlock:
         mask[rows] = False
         return int(rows.sum())
 
-    def read(self) -> Transition:
+    def _read(self) -> Transition:
         """Returns all rows, `[capacity, B, ...]`, not copied; masked-out rows are 0."""
         # Transfer all extras together and late: the device has usually computed them.
-        for row, extras in enumerate(to_host(self.extras[: self.num])):
+        for row, extras in enumerate(to_host(self._extras[: self.num])):
             self.write("extras", extras, row)
         self.mask[self.num :] = False  # discard an incomplete row
         columns = "reward terminated truncated mask episode_id episode_return"
@@ -163,14 +204,14 @@ def row_shape(collector: Any, width: int, params: Any) -> Transition:
     """Returns the shapes and dtypes of a `HostCollector`'s row, `[width, ...]`."""
     env, policy = collector.env, collector.policy
     info = jax.tree.map(lambda x: x[:width], env.info)
-    view: Any = View(width, as_space(env.action_space))
+    action_space = as_space(env.action_space)
 
     def make_row(params: Any, key: chex.PRNGKey) -> Transition:
         key, *keys = jax.random.split(key, 3)
         obs_keys, episode_keys = (jax.random.split(x, width) for x in keys)
         obs = jax.vmap(as_space(env.observation_space).sample)(obs_keys)
         state = init_policy_state(policy, episode_keys)
-        decision = base.act(policy, view, params, obs, state, key)
+        decision = base.act(policy, action_space, width, params, obs, state, key)
         flag, number = jnp.zeros(width, bool), jnp.zeros(width, jnp.int32)
         reward = jnp.zeros(width, jnp.float32)
         async_info = AsyncInfo(number, info, env.num_envs)

@@ -137,8 +137,8 @@ def act(parts: Parts, carry: Carry, params: Params, key: chex.PRNGKey) -> Policy
     """Applies the policy to the carry's observations, and validates the output."""
     sharding = parts.env.sharding
     with prng.in_parts(sharding.num_devices if sharding else 1):
-        state = carry.policy_state
-        return base.act(parts.policy, parts.env, params, carry.obs, state, key)
+        args = params, carry.obs, carry.policy_state, key
+        return base.act(parts.policy, parts.env.action_space, parts.env.num_envs, *args)
 
 
 def step_env(parts: Parts, carry: Carry, action: ArrayTree) -> EnvStep:

@@ -7,7 +7,7 @@ policy over recorded rows. `act` calls a policy and validates its outputs.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from flax import struct
 from rollout import checks
 from rollout.envs import trees
 from rollout.envs.spaces import as_space
-from rollout.envs.types import AnySpace, ArrayTree, VectorEnv
+from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies import masks
 from rollout.policies.masks import ActionMaskFn
 from rollout.types import (
@@ -388,13 +388,6 @@ def restart(restarts: jax.Array, initial: ArrayTree, state: ArrayTree) -> ArrayT
     return jax.tree.map(choose, initial, state, is_leaf=is_persistent)
 
 
-class View(NamedTuple):
-    """Holds the fields that `act` reads from an environment; used on a host."""
-
-    num_envs: int
-    action_space: AnySpace
-
-
 def decision(
     who: str, result: PolicyStep, space: AnySpace, num_envs: int, obs: ArrayTree
 ) -> PolicyStep:
@@ -432,7 +425,8 @@ def _cast(action: Any, spec: Any) -> Any:
 
 def act(
     policy: Policy,
-    env: VectorEnv | View,
+    action_space: AnySpace,
+    num_envs: int,
     params: Params,
     obs: ArrayTree,
     policy_state: ArrayTree,
@@ -447,15 +441,14 @@ def act(
     try:
         result = policy.apply(params, obs, policy_state, key)
     except (AttributeError, IndexError, TypeError) as error:
-        if not jax.tree_util.all_leaves([obs]) and not hasattr(env, "groups"):
+        if not jax.tree_util.all_leaves([obs]) and action_space.shape is not None:
             error.add_note(f"The observation is a {type(obs).__name__}. {_FLAT}")
         raise
-    space = env.action_space
-    result = decision("`policy.apply`", result, space, env.num_envs, obs)
-    if space.shape is None:
+    result = decision("`policy.apply`", result, action_space, num_envs, obs)
+    if action_space.shape is None:
         # A composite space has no shape or dtype: compare the action with a sample.
-        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), env.num_envs))
-        sample = jax.eval_shape(jax.vmap(space.sample), keys)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), num_envs))
+        sample = jax.eval_shape(jax.vmap(action_space.sample), keys)
         if jax.tree.structure(sample) == jax.tree.structure(result.action):
             action = jax.tree.map(_cast, result.action, sample)
             result = result._replace(action=action)
@@ -466,7 +459,5 @@ def act(
         policy_state,
         result.state,
     )
-    checks.leading_axes(
-        "`policy.apply` must return extras", result.extras, (env.num_envs,)
-    )
+    checks.leading_axes("`policy.apply` must return extras", result.extras, (num_envs,))
     return result

@@ -9,20 +9,19 @@ import numpy as np
 
 from rollout import programs
 from rollout.envs.host.env_checks import SpaceCheck
-from rollout.envs.spaces import as_space
-from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.spaces import Space
+from rollout.envs.types import ArrayTree
 from rollout.kernel import keys
 from rollout.kernel.state import check_values, init_policy_state, restart_policy_state
 from rollout.platform import to_host
 from rollout.policies import base
-from rollout.policies.base import View
 from rollout.types import Policy
 
 _NUM_KEYS = 256  # keys computed at once
 
 
 class _Programs(NamedTuple):
-    """The compiled functions of a policy, shared by equal runners."""
+    """The compiled functions, shared by equal policies."""
 
     act: Any
     restart: Any
@@ -30,78 +29,84 @@ class _Programs(NamedTuple):
     value: Any
 
 
-class PolicyRunner:
-    """Runs a policy on the host; keys and policy state stay on the device.
+class HostPolicy:
+    """The compiled programs of a policy, for one root key.
+
+    The caller keeps the step and the state of the policy, and passes them to each call.
 
     Args:
         policy: policy to run.
         action_space: action space of a single lane.
         num_envs: B, number of lanes; a call may act for a subset of the lanes.
+        key: typed root key.
 
     Attributes:
         has_critic: True if `values` can be called.
-        key: root key.
-        step: number of steps so far.
-        state: `[B, ...]` policy state, on the device.
-        programs: compiled functions, available after `start`.
+        initial_state: `[B, ...]` state before the first step, on the device.
     """
 
-    def __init__(self, policy: Policy, action_space: AnySpace, num_envs: int) -> None:
+    def __init__(
+        self, policy: Policy, action_space: Space, num_envs: int, key: chex.PRNGKey
+    ) -> None:
         self.has_critic = policy.has_value
         # The numbers of a policy are arguments of its programs, so policies that differ
         # only in numbers share the programs.
-        self._numbers, self._structure = jax.tree.flatten(policy)
-        self._value_dtype: Any = None
-        self._view: Any = View(num_envs, as_space(action_space, "env.action_space"))
+        self._numbers, structure = jax.tree.flatten(policy)
+        impl = jax.random.key_impl(key)
+        self._programs = _programs(structure, action_space, num_envs, impl)
+        self._num_envs, self._action_space, self._value_dtype = (
+            num_envs,
+            action_space,
+            None,
+        )
         # The slack permits rounding in actions computed from the bounds.
         self._check = SpaceCheck(action_space, "action", slack=4e-7)
-
-    def start(self, key: chex.PRNGKey) -> None:
-        """Resets to step 0, with a typed root key."""
-        impl = jax.random.key_impl(key)
-        self.programs = _programs(self._structure, self._view, impl)
-        self.key, self.step = key, 0
-        self.state = self.programs.initial(self._numbers, key)
+        self.initial_state = self._programs.initial(self._numbers, key)
         # Raw key data is faster to pass to `jit` than typed keys. Compute many keys at
         # once: in a small program two hashes would take most of the time.
-        self._root = np.asarray(jax.random.key_data(key))
+        self._key, self._root = key, np.asarray(jax.random.key_data(key))
         self._first, self._words = 0, self._root[:0]  # row k: step `first + k`
 
     def act(
         self,
         params: Any,
+        step: int,
+        state: ArrayTree,
         obs: ArrayTree,
         is_first: np.ndarray,
         episode_id: np.ndarray,
         env_id: np.ndarray | None = None,
-    ) -> tuple[ArrayTree, ArrayTree]:
+    ) -> tuple[ArrayTree, ArrayTree, ArrayTree]:
         """Runs the policy for one step.
 
         Args:
             params: parameters of the policy.
+            step: number of the step, from which the key derives.
+            state: `[B, ...]` state of the policy.
             obs: `[B, ...]` NumPy observations; do not write to them afterwards.
             is_first: `[B]` bool, True for lanes at the start of an episode.
             episode_id: `[B]` int32, ids of the current episodes.
-            env_id: `[num_ready]` int32, lanes to act for. `obs` and the result then
+            env_id: `[num_ready]` int32, lanes to act for. `obs` and the actions then
                 have `num_ready` rows instead of B. The value B is padding.
 
         Returns:
-            The actions, as NumPy arrays, and the extras, which stay on the device.
+            The next state, the actions as NumPy arrays, and the extras, which stay on
+            the device.
 
         Raises:
             ValueError: if an action is not in the action space.
         """
         # Key n equals the kernel's key of step n, for any `_NUM_KEYS`.
-        row = self.step - self._first
+        row = step - self._first
         if not 0 <= row < len(self._words):
-            self._words = np.asarray(_policy_keys(self.key, self.step))
-            self._first, row = self.step, 0
+            self._words = np.asarray(_policy_keys(self._key, step))
+            self._first, row = step, 0
         # Omit unused arguments: every argument costs time in every step.
         lanes = ()
-        if jax.tree.leaves(self.state):  # a stateless policy has nothing to restart
+        if jax.tree.leaves(state):  # a stateless policy has nothing to restart
             lanes = self._root, is_first, episode_id
-        state, action, extras = self.programs.act(
-            self._numbers, params, self._words[row], self.state, obs, lanes, env_id
+        state, action, extras = self._programs.act(
+            self._numbers, params, self._words[row], state, obs, lanes, env_id
         )
         is_array = isinstance(action, jax.Array)  # the usual case, kept fast
         action = np.asarray(action) if is_array else to_host(action)
@@ -109,19 +114,19 @@ class PolicyRunner:
             row = min(faults)
             lane = row if env_id is None else env_id[row]
             raise ValueError(
-                f"`policy.apply` must return actions of {self._view.action_space}, but "
+                f"`policy.apply` must return actions of {self._action_space}, but "
                 f"in lane {lane} {faults[row]}. Count from `space.start`, which may be "
                 "nonzero. Clip or rescale in the environment, for example by "
                 "`gymnasium.wrappers.ClipAction`, so that the log-probability matches "
                 "the sampled action."
             )
-        self.step, self.state = self.step + 1, state
-        return action, extras
+        return state, action, extras
 
     def values(
         self,
         params: Any,
         obs: ArrayTree,
+        state: ArrayTree,
         flag: np.ndarray,
         env_id: np.ndarray | None = None,
     ) -> np.ndarray:
@@ -134,41 +139,44 @@ class PolicyRunner:
         if env_id is not None:
             pad = lambda x: np.resize(x, (len(env_id), *x.shape[1:]))  # noqa: E731
             obs = jax.tree.map(pad, obs)
-        args = self._numbers, params, obs, self.state, env_id
+        args = self._numbers, params, obs, state, env_id
         # Usually no lane is truncated: skip the critic, and look up the dtype of its
         # zeros once.
         if not np.count_nonzero(flag):
             if self._value_dtype is None:
-                self._value_dtype = jax.eval_shape(self.programs.value, *args).dtype
+                self._value_dtype = jax.eval_shape(self._programs.value, *args).dtype
             return np.zeros(num, self._value_dtype)
-        values = np.asarray(self.programs.value(*args))[:num]
+        values = np.asarray(self._programs.value(*args))[:num]
         return np.where(flag, values, np.zeros((), values.dtype))
 
     def evaluate(self, params: Any, obs: ArrayTree, policy_state: ArrayTree) -> Any:
         """Evaluates the critic at the observations of all lanes."""
-        return self.programs.value(self._numbers, params, obs, policy_state, None)
+        return self._programs.value(self._numbers, params, obs, policy_state, None)
 
     def compile(self, params: Any, obs: ArrayTree) -> None:
-        """Compiles `act` by calling it, and restores the step and the state."""
+        """Compiles `act` by calling it."""
         # Call instead of lowering: only a call fills the cache of later calls.
-        lane, previous = np.arange(self._view.num_envs), (self.step, self.state)
-        self.act(params, obs, np.ones(len(lane), bool), lane.astype(np.int32))
-        self.step, self.state = previous
+        lane = np.arange(self._num_envs, dtype=np.int32)
+        self.act(params, 0, self.initial_state, obs, np.ones(len(lane), bool), lane)
 
-    def reset_state(self, is_first: np.ndarray, episode_id: np.ndarray) -> ArrayTree:
+    def reset_state(
+        self, state: ArrayTree, is_first: np.ndarray, episode_id: np.ndarray
+    ) -> ArrayTree:
         """Returns the policy state, reset in lanes at the start of an episode.
 
         `act` resets the state itself; call this method for the state in a carry.
         """
-        if not jax.tree.leaves(self.state) or not is_first.any():
-            return self.state
-        return self.programs.restart(
-            self._numbers, self._root, is_first, episode_id, self.state
+        if not jax.tree.leaves(state) or not is_first.any():
+            return state
+        return self._programs.restart(
+            self._numbers, self._root, is_first, episode_id, state
         )
 
 
 @programs.shared
-def _programs(structure: Any, view: Any, impl: Any) -> _Programs:
+def _programs(
+    structure: Any, action_space: Space, num_envs: int, impl: Any
+) -> _Programs:
     """Compiles the functions of policies with this `jax.tree.structure`.
 
     The first argument of each function is the list of the policy's leaves.
@@ -176,7 +184,7 @@ def _programs(structure: Any, view: Any, impl: Any) -> _Programs:
 
     def initial(numbers: list[Any], key: chex.PRNGKey) -> ArrayTree:
         policy = jax.tree.unflatten(structure, numbers)
-        first = jnp.arange(view.num_envs, dtype=jnp.int32)
+        first = jnp.arange(num_envs, dtype=jnp.int32)
         return init_policy_state(policy, keys.keys_of(key, first))
 
     def restart(
@@ -207,9 +215,11 @@ def _programs(structure: Any, view: Any, impl: Any) -> _Programs:
         if env_id is not None:
             lane_state = jax.tree.map(lambda x: x[env_id], state)
         key = jax.random.wrap_key_data(words, impl=impl)
-        lane_view = view._replace(num_envs=len(jax.tree.leaves(obs)[0]))
+        num_rows = num_envs if env_id is None else len(env_id)
         policy = jax.tree.unflatten(structure, numbers)
-        decision = base.act(policy, lane_view, params, obs, lane_state, key)
+        decision = base.act(
+            policy, action_space, num_rows, params, obs, lane_state, key
+        )
         new_state = decision.state
         if env_id is not None:  # "drop" discards the padding
             put = lambda x, rows: x.at[env_id].set(rows, mode="drop")  # noqa: E731
