@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from host_count import KEY, OPTIONS, HostCount
 
-from rollout.host.policy_runner import PolicyRunner, to_host
+from rollout.host.host_policy import HostPolicy
+from rollout.platform import to_host
 
 OBS, OVER, ID = np.zeros((4, 1), np.float32), np.ones(4, bool), np.arange(4)
 
@@ -21,9 +22,8 @@ def fetched(monkeypatch):
 
 
 def test_actions_are_read_at_once_and_extras_stay_on_the_device(fetched):
-    runner = PolicyRunner(OPTIONS["policy"], HostCount.action_space, len(OVER))
-    runner.start(KEY)
-    action, extras = runner.act(None, OBS, OVER, ID)
+    policy = HostPolicy(OPTIONS["policy"], HostCount.action_space, len(OVER), KEY)
+    _, action, extras = policy.act(None, 0, policy.initial_state, OBS, OVER, ID)
     assert isinstance(action, np.ndarray)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(extras))
     assert not fetched  # a single array is read in place
