@@ -425,7 +425,7 @@ class _Part(NamedTuple):
     @property
     def num_outputs(self) -> int:
         """Number of logits, or of means."""
-        return self.num_values.size * max(1, self.num_values.max(initial=0))
+        return int(self.num_values.size * max(1, self.num_values.max(initial=0)))
 
 
 def _describe_part(space: AnySpace) -> _Part:

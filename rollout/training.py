@@ -285,41 +285,33 @@ def check_counts(config: Any, *names: str) -> None:
         checks.int_between(f"config.{name}", getattr(config, name))
 
 
-def check_network(
-    name: str,
-    apply_fn: Callable[..., Any],
-    params: ArrayTree,
-    *inputs: Any,
-    sizes: tuple[int | None, ...],
-    batch_shape: tuple[int, ...],
-) -> None:
-    """Checks the shapes of the outputs of a network, without running the network.
+def check_network(name: str, output: Any, *shapes: tuple[int, ...]) -> None:
+    """Checks the shapes of the outputs of a network.
+
+        output = jax.eval_shape(network.apply, params, obs)
+        check_network("network", output, (num_envs, num_actions), (num_envs,))
 
     Args:
         name: argument of the agent that has the network, for the message.
-        apply_fn: function from the parameters and the inputs to the outputs.
-        params: parameters of the network.
-        *inputs: inputs, `[..., *shape]`.
-        sizes: an entry per output: the size of its last axis, `[..., size]`, or None
-            for an output with one value per row, `[...]`.
-        batch_shape: the leading axes of all outputs.
+        output: an array, or a tuple of arrays; `jax.eval_shape` computes their shapes
+            without running the network.
+        *shapes: expected shape of each array.
 
     Raises:
-        ValueError: if the number of outputs or a shape is wrong.
+        ValueError: if the number of arrays or a shape is wrong.
     """
-    got = jax.eval_shape(apply_fn, params, *inputs)
-    outputs = got if len(sizes) > 1 and isinstance(got, tuple | list) else (got,)
-    shapes = [getattr(x, "shape", None) for x in outputs]
-    tails = [() if size is None else (size,) for size in sizes]
-    if shapes != [(*batch_shape, *x) for x in tails]:
-        texts = [", ".join(["...", *map(str, x)]) for x in tails]
-        expected = " and ".join(f"[{x}]" for x in texts)
-        count = "one array" if len(sizes) == 1 else f"a tuple of {len(sizes)} arrays"
-        shape_text = " and ".join(checks.describe(x) for x in outputs)
+    is_tuple = len(shapes) > 1 and isinstance(output, tuple | list)
+    arrays = output if is_tuple else (output,)
+    if [getattr(x, "shape", None) for x in arrays] != [*shapes]:
+        count = "one array" if len(shapes) == 1 else f"a tuple of {len(shapes)} arrays"
+        expected, got = (
+            " and ".join(texts)
+            for texts in (map(str, shapes), map(checks.describe, arrays))
+        )
         raise ValueError(
-            f"`{name}` must return {count} of shape {expected}, got {shape_text}. "
-            "Change the last layers of the network. An output `[...]` has no last axis "
-            "of size 1: write `x[..., 0]`."
+            f"`{name}` must return {count} of shape {expected}, got {got}. Change the "
+            "last layers of the network. To remove a last axis of size 1, write "
+            "`x[..., 0]`."
         )
 
 

@@ -238,15 +238,9 @@ class DQN(Agent):
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
         """Initializes the training state; `init` sets carry, buffer and `key`."""
         params = self.model.init(key, obs)
-        sizes = (self.spec.action_space.n,)
-        check_network(
-            "network",
-            self.model.apply,
-            params,
-            obs,
-            sizes=sizes,
-            batch_shape=self.batch_shape(obs),
-        )
+        output = jax.eval_shape(self.model.apply, params, obs)
+        num_actions = self.spec.action_space.n
+        check_network("network", output, (*self.batch_shape(obs), num_actions))
         return TrainState(
             params=params,
             # Copy the parameters, so that the state can be donated.

@@ -220,15 +220,9 @@ class PPO(Agent):
         # Run seeds one at a time under `vmap`: on jax 0.10, batched decompositions of
         # `orthogonal` deadlock on few CPU cores.
         params = jax.custom_batching.sequential_vmap(self.model.init)(key, obs)
-        sizes = self.distribution.num_params, None
-        check_network(
-            "network",
-            self.model.apply,
-            params,
-            obs,
-            sizes=sizes,
-            batch_shape=self.batch_shape(obs),
-        )
+        output = jax.eval_shape(self.model.apply, params, obs)
+        num_params, batch = self.distribution.num_params, self.batch_shape(obs)
+        check_network("network", output, (*batch, num_params), batch)
         opt_state = self.optimizer.init(params)
         window = rollout.EpisodeWindow.init(self.config.stats_window_size)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))

@@ -261,17 +261,9 @@ class RecurrentPPO(Agent):
         init = jax.custom_batching.sequential_vmap(self.model.init)
         memory = self.model.initialize_memory(self.spec.num_envs)
         params = init(key, memory, obs)
-        heads = lambda *args: self.model.apply(*args)[1]  # noqa: E731
-        sizes = self.distribution.num_params, None
-        check_network(
-            "network",
-            heads,
-            params,
-            memory,
-            obs,
-            sizes=sizes,
-            batch_shape=self.batch_shape(obs),
-        )
+        _, output = jax.eval_shape(self.model.apply, params, memory, obs)
+        num_params, batch = self.distribution.num_params, self.batch_shape(obs)
+        check_network("network", output, (*batch, num_params), batch)
         opt_state = self.optimizer.init(params)
         window = rollout.EpisodeWindow.init(self.config.stats_window_size)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))

@@ -224,25 +224,12 @@ class TD3(Agent):
             "actor": self.actor.init(actor_key, obs),
             "critic": init_critics(jnp.stack(critic_keys), obs, action),
         }
-        actor, critics = self.actor.apply, jax.vmap(self.critic.apply, (0, None, None))
-        sizes = (self.distribution.size,)
-        check_network(
-            "actor_network",
-            actor,
-            params["actor"],
-            obs,
-            sizes=sizes,
-            batch_shape=self.batch_shape(obs),
-        )
-        check_network(
-            "critic_network",
-            critics,
-            params["critic"],
-            obs,
-            action,
-            sizes=(1,),
-            batch_shape=(2, self.spec.num_envs),
-        )
+        output = jax.eval_shape(self.actor.apply, params["actor"], obs)
+        num_outputs = self.distribution.size
+        check_network("actor_network", output, (self.spec.num_envs, num_outputs))
+        critics = jax.vmap(self.critic.apply, (0, None, None))
+        output = jax.eval_shape(critics, params["critic"], obs, action)
+        check_network("critic_network", output, (2, self.spec.num_envs, 1))
         return TrainState(
             params=params,
             target_params=jax.tree.map(jnp.copy, params),

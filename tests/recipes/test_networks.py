@@ -28,8 +28,8 @@ class Layers(nn.Module):
 
 
 CHOICE, FORCE = Discrete(3), Box(-1.0, 1.0, (2,))
-PAIR = r"must return a tuple of 2 arrays of shape \[\.\.\., {}\] and \[\.\.\.\], got "
-ONE = r"must return one array of shape \[\.\.\., {}\], got "
+PAIR = r"must return a tuple of 2 arrays of shape \(1, {}\) and \(1,\), got "
+ONE = r"must return one array of shape \(.*1, {}\), got "
 WRONG = [
     (PPO, CHOICE, "network", (2, None), PAIR.format(3)),
     (PPO, CHOICE, "network", (3, 1), PAIR.format(3)),
