@@ -18,13 +18,12 @@ and users. `rollout.envs` has environments, and `rollout.buffers` has replay buf
 
 `types` has the contracts, and `checks` validates arguments; `programs` shares compiled
 programs between equal objects, and `platform` chooses implementations by device;
-`stats`, `moments`, `trajectories`, `targets` and `minibatches` compute on
-trajectories, and `logs` has a window over episodes and flattens statistics;
-`distributions` has distributions over actions, and `training` the interface of agents;
-`collector`, `evaluation`, `env_checker`, `profiling` and `checkpoint` have functions of
-the same name; `sharding` shards lanes over devices; `gif` renders an episode; `cli` is
-the command line. The packages `policies`, `kernel`, `stream` and `inspection` list
-their modules.
+`stats`, `trajectories`, `targets` and `minibatches` compute on trajectories, and `logs`
+has a window over episodes and flattens statistics; `distributions` has distributions
+over actions, and `training` the interface of agents; `collector`, `evaluation`,
+`env_checker`, `profiling` and `checkpoint` have functions of the same name; `sharding`
+shards lanes over devices; `gif` renders an episode; `cli` is the command line. The
+packages `policies`, `kernel`, `stream` and `inspection` list their modules.
 """
 
 import importlib
@@ -37,7 +36,6 @@ from rollout import envs as envs
 from rollout import agents as agents
 from rollout import checkpoint
 from rollout import host as host
-from rollout import moments as moments
 from rollout import policies as policies
 from rollout import profiling as profiling
 from rollout import recommendation as recommendation

@@ -35,9 +35,8 @@ from rollout.envs.vectorize import vectorize
 from rollout.gif import record_gif
 from rollout.host.host_collector import HostCollector
 from rollout.inspection.compilation import NAMES
-from rollout.moments import Moments, merge
 from rollout.policies import masks, random_policy
-from rollout.stats import CollectStats, summarize
+from rollout.stats import CollectStats, Moments, merge, summarize
 from rollout.stream.stream import Stream
 from rollout.types import Transition
 

@@ -12,9 +12,18 @@ from flax import struct
 from jax import lax
 
 from rollout import checks
-from rollout.moments import Moments, by_name, is_known, merge, moments, xp_of
 from rollout.platform import choose
-from rollout.stats import CollectStats, plural, present
+from rollout.stats import (
+    CollectStats,
+    Moments,
+    by_name,
+    is_known,
+    merge,
+    moments,
+    plural,
+    present,
+    xp_of,
+)
 from rollout.types import Episodes, Transition, check_data, check_trajectory
 
 _BLOCK = 64  # flags per block of a count

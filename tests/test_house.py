@@ -23,7 +23,7 @@ GROUND = {
 # A room imports from those above it only; within one there is no circle.
 LADDER = (
     {"ground"},
-    {"envs", "buffers", "moments"},
+    {"envs", "buffers"},
     {"stats", "trajectories", "checkpoint", "targets", "minibatches"}
     | {"distributions"},
     {"policies"},

@@ -15,8 +15,7 @@ from rollout.agents.transitions import agents_of
 from rollout.collector import Collector
 from rollout.envs import trees
 from rollout.envs.multi_agent import layout_of
-from rollout.moments import Moments, by_name, is_known, moments, xp_of
-from rollout.stats import present
+from rollout.stats import Moments, by_name, is_known, moments, present, xp_of
 from rollout.types import Accumulator, Episodes, PerAgent, Transition
 
 _NAME = "agents"  # name of the accumulator

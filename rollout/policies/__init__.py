@@ -3,7 +3,7 @@
 `base` creates policies from functions, and has the random policy, the base class of
 wrappers and the replay of a recurrent policy over recorded rows. `exploration` has the
 wrappers that explore. `masks` samples actions uniformly, from a space or among the
-valid actions. `items` chooses items to recommend.
+valid actions.
 """
 
 from rollout.policies.base import (
@@ -20,7 +20,6 @@ from rollout.policies.exploration import (
     OrnsteinUhlenbeck,
     RandomWarmup,
 )
-from rollout.policies.items import choose_items, item_policy
 
 __all__ = [
     "EpsilonGreedy",
@@ -29,8 +28,6 @@ __all__ = [
     "OrnsteinUhlenbeck",
     "PolicyWrapper",
     "RandomWarmup",
-    "choose_items",
-    "item_policy",
     "random_policy",
     "recurrent_policy",
     "stateless_policy",

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 
 from rollout.logs import EpisodeWindow
-from rollout.moments import Moments, by_name, merge
-from rollout.stats import CollectStats, plural
+from rollout.stats import CollectStats, Moments, by_name, merge, plural
 from rollout.types import Carry
 
 _WINDOW = 100  # episodes

@@ -10,7 +10,7 @@ from cases import collect, of_episodes, raw
 from scipy import stats as scipy_stats
 
 import rollout
-from rollout.moments import merge
+from rollout.stats import merge
 
 summarize = jax.jit(rollout.summarize)
 add = jax.jit(lambda window, batch: window.add(batch))

@@ -11,7 +11,8 @@ from cases import in_one_program, quick_jit
 
 import rollout
 from rollout import envs
-from rollout.policies import EpsilonGreedy, item_policy
+from rollout.policies import EpsilonGreedy
+from rollout.recommendation import item_policy
 
 NUM_LANES = 6_000
 LANES = np.zeros((NUM_LANES, 1), np.float32)

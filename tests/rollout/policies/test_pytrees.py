@@ -19,8 +19,8 @@ from rollout.policies import (
     OrnsteinUhlenbeck,
     PolicyWrapper,
     RandomWarmup,
-    item_policy,
 )
+from rollout.recommendation import item_policy
 from rollout.types import Persistent
 
 B, T = 4, 12
