@@ -20,8 +20,8 @@ from traitlets.config import Config
 
 ROOT = pathlib.Path(__file__).parent.parent
 API = "".join(page.read_text() for page in ROOT.glob("docs/api/*.md"))
-# A function in a module of its own name, such as `rollout.envs.vectorize.vectorize`,
-# goes by that of the module.
+# Refer to a function whose module has the same name, for example
+# `rollout.envs.vectorize.vectorize`, by the name of the module.
 PUBLIC = {re.sub(r"\b(\w+)\.\1$", r"\1", x): x for x in re.findall(r"::: (\S+)", API)}
 FIELDS = {"struct.PyTreeNode", "NamedTuple"}  # bases of classes made of fields
 PICTURES = ["image/gif", "image/png"]
@@ -108,34 +108,34 @@ def on_files(files, config):
         add(f"notebooks/{path.stem}.md", text, f"notebooks/{path.name}")
         add(f"notebooks/{path.name}", path.read_bytes())
         for name, data in resources["outputs"].items():
-            # Only pictures in PNG are decoded.
+            # nbconvert decodes PNG pictures and leaves other formats as base64 text.
             is_gif = name.endswith(".gif")
             add(f"notebooks/{name}", binascii.a2b_base64(data) if is_gif else data)
 
 
 def on_page_markdown(markdown, page, config, **_):
-    """Turns the links of a page, which are those of the repository, into the site's."""
+    """Converts links to files of the repository to links of the site."""
     folder = posixpath.dirname(_in_repository(page.file.src_uri))
     if folder == "docs/api":  # the search finds the pages that show the use first
         page.meta["search"] = {"boost": 0.05}
     if boost := BOOSTS.get(page.file.src_uri):
         page.meta["search"] = {"boost": boost}
 
-    def link(found):
-        text, path, anchor = found.groups()
+    def link(match):
+        text, path, anchor = match.groups()
         target = posixpath.normpath(posixpath.join(folder, path))
         if not (ROOT / target).is_file():
-            return found.group()
+            return match.group()
         if on_site := _on_site(target):
-            here = posixpath.dirname(page.file.src_uri) or "."
-            return f"[{text}]({posixpath.relpath(on_site, here)}{anchor})"
+            page_folder = posixpath.dirname(page.file.src_uri) or "."
+            return f"[{text}]({posixpath.relpath(on_site, page_folder)}{anchor})"
         if config.repo_url:
             return f"[{text}]({config.repo_url.rstrip('/')}/blob/HEAD/{target})"
         return f"{text} (`{target}`)"
 
-    def name(found):
-        target = PUBLIC.get(found[1])
-        return f"[{found[0]}][{target}]" if target else found[0]
+    def name(match):
+        target = PUBLIC.get(match[1])
+        return f"[{match[0]}][{target}]" if target else match[0]
 
     def adapt(text):
         text = re.sub(r"(?<!\[)`([\w.]+\.\w+)(?:\([^`]*\))?`(?!\])", name, text)
