@@ -12,7 +12,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import learners_of_peers
+import purejaxrl
 import recipes
 import recommendation_speed
 from flax import struct
@@ -66,7 +66,7 @@ def ppo() -> ProgramSpec:
 
 def ppo_purejaxrl(folder: Path) -> ProgramSpec:
     """A training run of one update with PureJaxRL's script."""
-    return learners_of_peers.make_purejaxrl(ENV_ID, CONFIG, folder).train, (KEY,), {}
+    return purejaxrl.make_learner(ENV_ID, CONFIG, folder).train, (KEY,), {}
 
 
 def gae() -> ProgramSpec:

@@ -7,16 +7,10 @@ once for all of them. Runs are interleaved; ratios are ratios of medians. Also c
 the memory of the compiled program with the size of masks and rows.
 
     python benchmarks/recommendation_speed.py
-    python benchmarks/recommendation_speed.py --easyrl4rec PYTHON FOLDER
-
-The second command also runs `easyrl4rec_speed.py`; see its docstring for packages.
 """
 
-import json
-import subprocess
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -138,18 +132,8 @@ def memory(collector: rollout.Collector) -> tuple[float, float]:
     return total, size(rows) + masks + size(env)
 
 
-def easyrl4rec(command: list[str], num_items: int, num_lanes: int) -> float:
-    """Runs `easyrl4rec_speed.py`; returns steps per second."""
-    python, folder = command
-    script = str(Path(__file__).with_name("easyrl4rec_speed.py"))
-    sizes = ["--items", str(num_items), "--lanes", str(num_lanes)]
-    out = subprocess.check_output([python, script, folder, *sizes])
-    return json.loads(out.splitlines()[-1])["steps_per_second"]
-
-
 def rows(args: Namespace) -> Iterator[dict[str, str]]:
     """Times each number of items and lanes."""
-    paths = args.easyrl4rec
     for num_items in (1_000, 10_000):
         for num_lanes in (64, 1_024):
             collector = make_collector(num_items, num_lanes)
@@ -159,7 +143,6 @@ def rows(args: Namespace) -> Iterator[dict[str, str]]:
             timing = measure(programs, args.repeats)
             slow = num_slow * num_lanes / timing["plain"].wall
             fast = NUM_STEPS * num_lanes / timing["ours"].wall
-            peer = easyrl4rec(paths, num_items, num_lanes) if len(paths) == 2 else None
             used, needed = memory(collector)
             yield {
                 "items": f"{num_items:,}",
@@ -167,12 +150,10 @@ def rows(args: Namespace) -> Iterator[dict[str, str]]:
                 "`rollout`, steps/s": f"{fast:,.0f}",
                 "`plain loop`, steps/s": f"{slow:,.0f}",
                 "`rollout` / `plain loop`": f"{fast / slow:.0f}",
-                "EasyRL4Rec, steps/s": f"{peer:,.0f}" if peer else "",
-                "`rollout` / EasyRL4Rec": f"{fast / peer:.0f}" if peer else "",
                 "memory, MB": f"{used / 1e6:.1f}",
                 "memory / masks and rows": f"{used / needed:.2f}",
             }
 
 
 if __name__ == "__main__":
-    run(__doc__, 9, {"recommendation": rows}, easyrl4rec=("",))
+    run(__doc__, 9, {"recommendation": rows})
