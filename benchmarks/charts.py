@@ -101,9 +101,7 @@ PEERS = {
     "Whole episodes": {"gymnax's RolloutWrapper": Peer(("whole episodes",), EPISODES)},
     "Recommendation": {
         "plain loop in NumPy": Peer(("recommendation",), ("`rollout` / `plain loop`",)),
-        "EasyRL4Rec": Peer(
-            ("recommendation, EasyRL4Rec",), ("`rollout` / EasyRL4Rec",)
-        ),
+        "EasyRL4Rec": Peer(("recommendation",), ("`rollout` / EasyRL4Rec",)),
     },
     "Replay buffers": {
         "flashbax, flat": Peer(("buffers",), ("flashbax `flat` / ours",)),

@@ -72,7 +72,7 @@ EPISODES = View(
     "ms",
 )
 ITEMS = View(
-    "recommendation, EasyRL4Rec",
+    "recommendation",
     "`rollout`, steps/s",
     "EasyRL4Rec, steps/s",
     "`rollout` / EasyRL4Rec",
