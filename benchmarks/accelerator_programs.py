@@ -12,9 +12,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import learners_of_peers
+import numpy as np
+import purejaxrl
 import recipes
-import recommendation_speed
 from flax import struct
 from gymnax_loops import KEY, Case, make_policy
 from harness import lanes
@@ -66,7 +66,7 @@ def ppo() -> ProgramSpec:
 
 def ppo_purejaxrl(folder: Path) -> ProgramSpec:
     """A training run of one update with PureJaxRL's script."""
-    return learners_of_peers.make_purejaxrl(ENV_ID, CONFIG, folder).train, (KEY,), {}
+    return purejaxrl.make_learner(ENV_ID, CONFIG, folder).train, (KEY,), {}
 
 
 def gae() -> ProgramSpec:
@@ -191,8 +191,16 @@ def agent_transitions() -> ProgramSpec:
 
 def recommendation() -> ProgramSpec:
     """A random recommendation policy that never repeats an item for a user."""
-    collector = recommendation_speed.make_collector(NUM_ACTIONS, NUM_ENVS)
-    return _steps(collector.replace(record_fn=None))
+    categories = np.random.default_rng(0).random((NUM_ACTIONS, 31)) < 2 / 31
+    rule = envs.recommendation.LeaveByCategory(categories, 5, 2)
+    feedback = np.zeros((100, NUM_ACTIONS), np.float32)
+    env = envs.wrappers.NoRepeat(
+        envs.recommendation.RecommendationEnv(feedback, rule, max_turn=100)
+    )
+    policy = rollout.random_policy(
+        env.action_space, action_mask_fn=lambda obs: obs["action_mask"]
+    )
+    return _steps(_collector(env, policy))
 
 
 _make_buffer = functools.partial(functools.partial, _buffer)

@@ -1,13 +1,9 @@
-"""How fast are multi-agent environments, single agents and populations of policies?
+"""How fast are single agents and populations of policies?
 
 Reports medians of single runs in random order, in one process:
 
-- `spread`: MPE simple_spread under the random policy, against the loop of JaxMARL:
-  `LogWrapper` around the auto-reset `step`, vmapped in a `lax.scan`, with one key split
-  per environment and step. All actions are sampled at once. Both programs return the
-  observations, actions and rewards of every agent, the flag and the episode returns.
-- `one`: an environment as a multi-agent environment with a single agent, against the
-  plain kernel; both return eight fields of the transition, or (`full`) every field.
+- `one agent`: an environment as a multi-agent environment with a single agent, against
+  the plain kernel; both return eight fields of the transition, or every field.
 - `population`: 512 lanes with two agents each and a network of two layers of 64. All
   agents share one policy, or each agent is assigned one of P members; the baseline
   gathers the parameters of a member per agent.
@@ -16,9 +12,6 @@ Reports medians of single runs in random order, in one process:
     python benchmarks/agents_speed.py --tables population --repeats 50
 """
 
-import contextlib
-import functools
-import io
 import itertools
 import sys
 from argparse import Namespace
@@ -30,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from harness import Program, lanes, measure, rows_of, run, steps
-from jax import lax
 
 import rollout
 from rollout import envs
@@ -41,12 +33,7 @@ from rollout.recipes import ppo
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from agents import OneAgent
 
-with contextlib.redirect_stdout(io.StringIO()):  # prints missing extras
-    import jaxmarl
-    from jaxmarl.wrappers.baselines import LogWrapper
-
 NUM_STEPS = 128
-SPREAD_ENVS = (64, 256, 1024)
 ONE_ENVS = (128, 1024, 4096)
 SIZES = (1, 2, 8, 32)
 ONE_IDS = ("CartPole-v1", "Acrobot-v1", "Breakout-MinAtar")
@@ -103,55 +90,6 @@ class StaticAgents:
             episode_terminated=jnp.bool_(False),
             episode_truncated=number >= 25,
         )
-
-
-def spread_programs(num_envs: int) -> dict[str, Program]:
-    """Makes `collect_steps` and JaxMARL's loop, which return the same fields."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        game = jaxmarl.make("MPE_simple_spread_v3")
-    env = envs.vectorize(envs.suites.from_jaxmarl(game), num_envs)
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.Collector(env=env, policy=policy)
-
-    def read(t: rollout.Transition) -> tuple:
-        info = t.info.agents
-        fields = t.obs["agents"], t.action["agents"], info.reward, t.done
-        return *fields, info.agent_return, t.episode_length
-
-    logged, num_agents = LogWrapper(game), len(game.agents)
-
-    def step(state: tuple, _: None) -> tuple:
-        env_state, obs, key = state
-        key, action_key, step_key = jax.random.split(key, 3)
-        shape = num_agents, num_envs
-        actions = jax.random.randint(action_key, shape, 0, NUM_ACTIONS)
-        action = {name: actions[i] for i, name in enumerate(game.agents)}
-        step_keys = jax.random.split(step_key, num_envs)
-        result = jax.vmap(logged.step)(step_keys, env_state, action)
-        next_obs, env_state, reward, done, info = result
-        stack = lambda x: jnp.stack([x[name] for name in game.agents], axis=1)  # noqa: E731
-        outputs = (
-            stack(obs),
-            actions.T,
-            stack(reward),
-            done["__all__"],
-            info["returned_episode_returns"],
-            info["returned_episode_lengths"],
-        )
-        return (env_state, next_obs, key), outputs
-
-    @jax.jit
-    def jaxmarl_loop(state: tuple) -> Any:
-        return lax.scan(step, state, length=NUM_STEPS)
-
-    reset_keys = jax.random.split(jax.random.key(0), num_envs)
-    obs, env_state = jax.jit(jax.vmap(logged.reset))(reset_keys)
-    start = env_state, obs, jax.random.key(1)
-    return {
-        "ours": steps(collector, NUM_STEPS, read=read),
-        "full": steps(collector, NUM_STEPS),
-        "jaxmarl": functools.partial(jaxmarl_loop, start),
-    }
 
 
 def one_programs(env_id: str, num_envs: int) -> dict[str, Program]:
@@ -211,19 +149,6 @@ def population_programs(size: int) -> dict[str, Program]:
     return programs
 
 
-def spread_rows(args: Namespace) -> Iterator[dict[str, str]]:
-    """Times simple_spread."""
-    for num_envs in SPREAD_ENVS:
-        timing = measure(spread_programs(num_envs), args.repeats)
-        ours, full, peer = (timing[x].wall for x in ("ours", "full", "jaxmarl"))
-        yield {
-            "lanes": f"{num_envs:,}",
-            "`rollout`, env steps/s": f"{num_envs * NUM_STEPS / ours:,.0f}",
-            "`rollout` / JaxMARL's loop": f"{peer / ours:.2f}",
-            "every field, also `next_obs` / JaxMARL's loop": f"{peer / full:.2f}",
-        }
-
-
 def one_rows(args: Namespace) -> Iterator[dict[str, str]]:
     """Times environments with a single agent."""
     for env_id, num_envs in itertools.product(ONE_IDS, ONE_ENVS):
@@ -252,5 +177,4 @@ def population_rows(args: Namespace) -> Iterator[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    tables = {"several agents": spread_rows, "one agent": one_rows}
-    run(__doc__, 25, tables | {"population": population_rows})
+    run(__doc__, 25, {"one agent": one_rows, "population": population_rows})

@@ -1,8 +1,8 @@
-"""Times programs in interleaved runs, and formats tables of the results.
+"""Times programs in interleaved runs, and writes files of results.
 
 A script yields the rows of a table. `run` prints the rows, and with
-`--json docs/speed.json` replaces the table in this file. Then `speed_page.py` and
-`tables.py` write the chart and the page.
+`--json docs/speed.json` replaces the table in this file. `complete` adds trainings to
+a file. Then `tables.py` and `charts.py` write the pages and the charts.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 import rollout
 from rollout import envs
@@ -133,31 +134,76 @@ def rows_of(t: rollout.Transition) -> tuple[Any, ...]:
 def report(
     args: argparse.Namespace, table: str, rows: Iterable[dict[str, str]]
 ) -> None:
-    """Prints rows as they arrive; `--json` replaces the table of this name."""
+    """Prints rows as they arrive; `--json` replaces the rows of the table.
+
+    The note of the table in the file, and rows that the script does not measure
+    (`"stored"`), remain.
+    """
     columns: list[str] = []
     cells: list[list[str]] = []
     for row in rows:
         if not columns:
             columns = list(row)
-            print(f"\n{table}\n\n{line(columns)}\n|{'---|' * len(columns)}")
+            print(f"\n{table}\n\n{line(columns)}\n{'|---' * len(columns)}|")
         cells.append(list(row.values()))
         print(line(cells[-1]), flush=True)
     if args.json:
         tables = json.loads(args.json.read_text()) if args.json.exists() else {}
-        tables[table] = {"machine": machine(), "columns": columns, "rows": cells}
+        measured = {"machine": machine(), "columns": columns, "rows": cells}
+        tables[table] = {**tables.get(table, {}), **measured}
         args.json.write_text(dump(tables))
 
 
-def dump(tables: dict[str, Any]) -> str:
-    """Formats tables as JSON with one line per row."""
-    text = json.dumps(tables, indent=1, ensure_ascii=False)
-    one_line = lambda match: "[" + re.sub(r"\n *", " ", match[1]) + "]"  # noqa: E731
-    return re.sub(r"\[\s+(\"[^\[\]]*\")\s+\]", one_line, text) + "\n"
+def complete(
+    path: Path, runs: Iterable[tuple[tuple[str, ...], Callable[[], dict[str, Any]]]]
+) -> dict[str, Any]:
+    """Adds the missing results to a file, so that an interrupted script resumes.
+
+    Args:
+        path: JSON file, saved after every run.
+        runs: keys of a result, from the outermost to the innermost dict, and a
+            function that computes the result.
+
+    Returns:
+        All results in the file.
+    """
+    stored = json.loads(path.read_text()) if path.exists() else {"machine": machine()}
+    results = stored.setdefault("results", {})
+    for keys, run in runs:
+        parent = results
+        for key in keys[:-1]:
+            parent = parent.setdefault(key, {})
+        if keys[-1] not in parent:
+            parent[keys[-1]] = run()
+            path.write_text(dump(stored))
+    return results
 
 
-def line(cells: list[str]) -> str:
+def dump(data: dict[str, Any]) -> str:
+    """Formats JSON with innermost lists and objects in one line, such as table rows."""
+    text = json.dumps(data, indent=1, ensure_ascii=False)
+
+    def one_line(match: re.Match) -> str:
+        return match[1] + re.sub(r"\n *", " ", match[2]) + match[3]
+
+    return re.sub(r"([\[{])\s+([^\[\]{}]*?)\s+([\]}])", one_line, text) + "\n"
+
+
+def line(cells: Iterable[str]) -> str:
     """Formats one line of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
+    return f"|{'|'.join(f' {x} ' if x else ' ' for x in cells)}|"
+
+
+def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Computes the mean over seeds, `[U]`, and half of its 95 % interval (Student's t).
+
+    Both are NaN at points without a value for every seed.
+    """
+    values = np.asarray(values, float)  # null becomes NaN
+    if len(values) < 2:
+        return values[0], np.full(values[0].shape, np.nan)
+    mean, _, high = rollout.stats.mean_interval(values)
+    return mean, high - mean
 
 
 def machine() -> str:

@@ -6,24 +6,17 @@ The policy is a small MLP. Runs are interleaved, and ratios are ratios of median
   stored) over `SyncVectorEnv` and over `AsyncVectorEnv`, which starts one process per
   environment, against `HostCollector` in this process and with two workers;
 - 16 CartPoles, also of EnvPool if it is installed: the same comparison in this process;
-- eight slow workers, synchronous and asynchronous;
-- other libraries, each in a separate virtual environment (see `host_peers.py`):
+- eight slow workers, synchronous and asynchronous.
 
     pip install ".[mujoco]" ale-py opencv-python-headless
     python benchmarks/host_speed.py
-    python benchmarks/host_speed.py --tables "other libraries" \\
-        --peers tianshou=/path/to/its/python
 """
 
 import functools
 import importlib.util
-import json
-import statistics
-import subprocess
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -253,43 +246,9 @@ def waiting_rows(args: Namespace) -> Iterator[dict[str, str]]:
         collector.close()
 
 
-def peer_rows(args: Namespace) -> Iterator[dict[str, str]]:
-    """Times other libraries with `host_peers.py`, in turn with `HostCollector`.
-
-    `HostCollector` steps the same environments, and CartPole as one NumPy array.
-    """
-    network = Network(make_cartpole)
-    host_envs = {
-        "`HostCollector`": envs.from_gymnasium("CartPole-v1", NUM_ENVS),
-        "one array": envs.from_gymnasium(numpy_cartpole()),
-    }
-    programs = {x: network.collect(network.collector(y)) for x, y in host_envs.items()}
-    rates: dict[str, list[float]] = {}
-    script = str(Path(__file__).with_name("host_peers.py"))
-    for _ in range(args.repeats):
-        for name, timing in measure(programs, 1, calls=10).items():
-            rates.setdefault(name, []).append(ROWS * NUM_ENVS / timing.wall)
-        for peer in filter(None, args.peers):
-            name, _, python = peer.partition("=")
-            out = subprocess.check_output([python, script, name, "--repeats", "1"])
-            result = json.loads(out.splitlines()[-1])
-            name = f"{result['library']} {result['version']}"
-            rates.setdefault(name, []).append(result["steps_per_second"])
-    rate = {name: statistics.median(values) for name, values in rates.items()}
-    same_envs, array = rate["`HostCollector`"], rate.pop("one array")
-    for name, median in rate.items():
-        yield {
-            "library": name,
-            "steps/s": f"{median:,.0f}",
-            "`HostCollector`, same environments / library": f"{same_envs / median:.1f}",
-            "`HostCollector`, one array / library": f"{array / median:.1f}",
-        }
-
-
 if __name__ == "__main__":
     tables = {
         "environments that are not JAX": loop_rows,
         "workers that are slow": waiting_rows,
-        "other libraries": peer_rows,
     }
-    run(__doc__, 9, tables, peers=("",))
+    run(__doc__, 9, tables)

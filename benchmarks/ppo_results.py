@@ -11,28 +11,24 @@ changed detail.
         --purejaxrl purejaxrl/purejaxrl
     taskset -c 0 python benchmarks/ppo_results.py docs/recipes/ppo.json --details
 
-Runs in the file are not repeated. At the end, the script plots `docs/recipes/ppo.png`
-and prints all means; `tables.py` writes the tables of the page.
+Runs in the file are not repeated. Then `charts.py` draws `docs/recipes/ppo.png`, and
+`tables.py` writes the tables of the page.
 """
 
 import argparse
 import dataclasses
 import functools
-import json
 import math
-import statistics
-import sys
 import time
 import types
 from pathlib import Path
 from typing import Any
 
-import curves
 import jax
-import learners_of_peers
-import matplotlib.pyplot as plt
 import numpy as np
+import purejaxrl
 import recipes
+from harness import complete
 
 import rollout
 from rollout import envs
@@ -204,7 +200,7 @@ def run_peer(env_id: str, seed: int, programs: dict[str, Any], folder: Path) -> 
     """Trains and evaluates PureJaxRL's script with the same settings."""
     config = recipes.PPOSettings(**TASKS[env_id])
     if env_id not in programs:
-        learner = learners_of_peers.make_purejaxrl(env_id, config, folder)
+        learner = purejaxrl.make_learner(env_id, config, folder)
         lowered = jax.jit(learner.train).lower(jax.random.key(0))
         programs[env_id] = learner, lowered.compile()
     learner, train = programs[env_id]
@@ -230,56 +226,6 @@ def is_changed(env_id: str, detail: str) -> bool:
     return any({**defaults, **TASKS[env_id]}[x] != y for x, y in change.items())
 
 
-def cell(runs: dict[str, Any], field: str, digits: int = 1) -> str:
-    """Formats the mean over seeds and half of its interval."""
-    mean, half = curves.band([[x[field]] for x in runs.values()])
-    digits = 0 if abs(mean[0]) >= 1000 else digits
-    return f"{mean[0]:,.{digits}f} ± {half[0]:,.{digits}f}"
-
-
-def table(results: dict[str, Any]) -> str:
-    """Formats the table of returns."""
-    lines = ["| | steps | `ppo.py` | reference | CPU s |", "|---" * 5 + "|"]
-    for name, settings in TASKS.items():
-        steps = recipes.total_steps(recipes.PPOSettings(**settings))
-        reference = REFERENCES.get(name)
-        if reference is None:
-            reference = f"PureJaxRL {cell(results[f'PureJaxRL, {name}'], 'return')}"
-        seconds = statistics.mean(x["seconds"] for x in results[name].values())
-        cells = [name, f"{steps:,}", cell(results[name], "return"), reference]
-        cells.append(f"{seconds:.{1 if seconds < 10 else 0}f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def table_of_details(results: dict[str, Any]) -> str:
-    """Formats the table of changed details."""
-    tasks = "Pendulum-v1", "Breakout-MinAtar"
-    lines = ["| Changed | Pendulum | Breakout | Why the detail is there |"]
-    lines.append("|---" * 4 + "|")
-    for detail, reason in {"nothing": "", **REASONS}.items():
-        ending = "" if detail == "nothing" else f", {detail}"
-        runs = [results.get(f"{task}{ending}") for task in tasks]
-        cells = [x and cell(x, "return", digits=0) for x in runs]
-        row = (f" {x} " if x else " " for x in (detail, *cells, reason))
-        lines.append(f"|{'|'.join(row)}|")
-    return "\n".join(lines)
-
-
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Plots one panel per task."""
-    with plt.style.context(curves.STYLE):
-        figure, grid = plt.subplots(2, 4, figsize=(12, 5))
-        for axes, name in zip(grid.flat, TASKS, strict=False):
-            runs = list(results[name].values())
-            curves.plot(axes, runs[0]["steps"], [x["curve"] for x in runs])
-            axes.set_title(name)
-        grid.flat[-1].set_visible(False)
-        figure.supxlabel("environment steps, thousands")
-        figure.supylabel("mean return of the last 100 episodes")
-        figure.savefig(path, dpi=80)
-
-
 def main() -> None:
     """Runs all tasks and seeds for which the file has no values."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -289,12 +235,11 @@ def main() -> None:
     parser.add_argument("--details", action="store_true")
     parser.add_argument("--purejaxrl", type=Path)
     args = parser.parse_args()
-    results = json.loads(args.file.read_text()) if args.file.exists() else {}
-    makers = {name: functools.partial(run, name) for name in args.tasks}
+    names, runs = args.tasks, []
     if args.details:
         names = [f"{x}, {y}" for x in args.tasks for y in DETAILS if is_changed(x, y)]
-        makers = {name: functools.partial(run, name) for name in names}
-    elif args.purejaxrl:
+    makers = {name: functools.partial(run, name) for name in names}
+    if args.purejaxrl and not args.details:
         for name in args.tasks:
             if name.startswith("brax:"):  # `learning.json` contains the other tasks
                 peer = functools.partial(run_peer, name, folder=args.purejaxrl)
@@ -302,16 +247,10 @@ def main() -> None:
     for name, make in makers.items():
         programs: dict[str, Any] = {}
         for seed in range(args.seeds):
-            runs = results.setdefault(name, {})
-            if str(seed) not in runs:
-                runs[str(seed)] = make(seed=seed, programs=programs)
-                args.file.write_text(json.dumps(results) + "\n")
-    for name, runs in results.items():
-        print(f"| {name} | {cell(runs, 'return')} | {cell(runs, 'seconds')} |")
-    if results.keys() >= TASKS.keys():
-        plt.switch_backend("agg")
-        draw(results, args.file.with_suffix(".png"))
+            fn = functools.partial(make, seed=seed, programs=programs)
+            runs.append(((name, str(seed)), fn))
+    complete(args.file, runs)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

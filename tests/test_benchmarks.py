@@ -25,6 +25,12 @@ def test_readme_of_the_benchmarks_lists_every_script():
     assert set(re.findall(r"`(\w+\.py)`", text)) == scripts
     for file in re.findall(r"`((?:docs|tests)/[a-z_/]+\.\w+)`", text):
         assert (ROOT / file).is_file(), file
+    # It also lists the results that no script measures again.
+    listed = text.partition("## Stored results")[2]
+    tables = json.loads((DOCS / "speed.json").read_text())
+    stored = [name for name, table in tables.items() if "stored" in table]
+    stored += ["`docs/learning.json`", "`docs/teams.json`"]
+    assert re.findall(r"^\| ([^|]+?) \|", listed, re.MULTILINE)[1:] == stored
 
 
 PAGE = """\
@@ -78,7 +84,7 @@ def test_results_of_a_page_are_those_of_its_program(page):
 
 def test_picture_of_another_script_stays(page):
     page.write_text(PAGE.format(last="print(x + 1)"))
-    (page.parent / "plot.json").touch()  # `curves.py` plots it
+    (page.parent / "plot.json").touch()  # `charts.py` draws it
     assert regenerate(page).returncode == 0
     assert (page.parent / "plot.png").read_text() == "old\n"
 
@@ -136,7 +142,7 @@ def test_every_loop_over_environments_of_gymnasium_runs(monkeypatch):
     assert len(set(loops)) == 4
     assert all(list(x) == columns and all(x.values()) for x in rows)
     # The chart finds the rows of ours by their names.
-    peers = importlib.import_module("speed_page").PEERS["Gymnasium: MuJoCo and Atari"]
+    peers = importlib.import_module("charts").PEERS["Gymnasium: MuJoCo and Atari"]
     assert {x.only for x in peers.values()} == set(loops[2:])
 
 
@@ -170,55 +176,71 @@ def test_every_detail_of_ppo_that_is_changed_is_in_its_file(monkeypatch):
 
 
 @pytest.fixture
-def speed_page(monkeypatch):
+def charts(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    import speed_page
+    import charts
 
-    return speed_page
+    return charts
 
 
 @pytest.fixture
-def data(speed_page):
-    return json.loads(speed_page.DATA.read_text())
+def data(charts):
+    return charts.load("speed.json")
 
 
-def test_tables_are_those_that_are_made_of_the_data(speed_page, data):
+def test_tables_are_those_that_are_made_of_the_data(charts):
     """`python benchmarks/tables.py` writes them."""
     tables = importlib.import_module("tables")
     for path, text in tables.written().items():
         assert path.read_text() == text, path
-    assert len(speed_page.SHOWN) <= 20
-    assert speed_page.NOTES.keys() <= data.keys()
-    seeds = json.loads((DOCS / "recipes" / "ppo.json").read_text())
+    assert len(tables.SHOWN) <= 20
+    seeds = charts.load("recipes/ppo.json")["results"]
     assert all(len(runs) == 5 for runs in seeds.values())
 
 
-def test_chart_has_the_lines_and_the_ranges_of_the_data(speed_page, data):
-    chart = speed_page.CHART.read_text()
+def test_new_rows_of_a_table_keep_its_note_and_stored_rows(charts, data, tmp_path):
+    harness = importlib.import_module("harness")
+    path = tmp_path / "speed.json"
+    path.write_text((DOCS / "speed.json").read_text())
+    rows = charts.rows_of(data, "trainings")
+    columns = data["trainings"]["columns"]
+    new = dict.fromkeys(columns, "1")
+
+    harness.report(argparse.Namespace(json=path), "trainings", [new])
+
+    after = json.loads(path.read_text())
+    stored = data["trainings"]["stored"]["rows"]
+    assert charts.rows_of(after, "trainings") == [new, *rows[-len(stored) :]]
+    assert {x: y for x, y in after.items() if x != "trainings"} == {
+        x: y for x, y in data.items() if x != "trainings"
+    }
+    assert after["trainings"]["note"] == data["trainings"]["note"]
+
+
+def test_chart_has_the_lines_and_the_ranges_of_the_data(charts, data):
+    chart = (DOCS / "speed.svg").read_text()
     shown = html.unescape(" ".join(re.findall(r">([^<>]+)</text>", chart)))
-    figure = speed_page.draw(data)
+    figure = charts.speeds(data)
     dots = [len(x.get_offsets()) for x in figure.axes[0].collections]
-    lines = [x for x in speed_page.lines(data) if x[1]]
+    lines = [x for x in charts.lines(data) if x[1]]
     assert chart.count("<use ") == sum(dots)
     assert len(lines) >= 15
     for name, cells in lines:
         assert name in shown
-        assert speed_page.label(cells) in shown
+        assert charts.label(cells) in shown
         assert len(cells) in dots
         low, high = figure.axes[0].get_xlim()
         assert low < min(map(float, cells)) <= max(map(float, cells)) < high
 
 
-def test_ranges_in_the_sentences_of_the_speed_page_are_those_of_the_chart(
-    speed_page, data
-):
-    page = speed_page.PAGE.read_text()
+def test_ranges_in_the_sentences_of_the_speed_page_are_those_of_the_chart(charts, data):
+    page = (DOCS / "speed.md").read_text()
     sentences = page.partition("\n1. ")[2].partition("\n| Setting |")[0]
     ends = [set(), set()]
-    for peers in speed_page.PEERS.values():
+    for peers in charts.PEERS.values():
         for peer in peers.values():
             # The sentences give times as times.
-            cells = speed_page.cells(data, peer._replace(is_time=False)) or ["1"]
+            cells = charts.cells(data, peer._replace(is_time=False))
             ends[0].add(min(cells, key=float))
             ends[1].add(max(cells, key=float))
     ranges = re.findall(r"([\d.]+)\s+to\s+([\d.]+)(?: times|\s+of)", sentences)
@@ -230,12 +252,12 @@ def test_ranges_in_the_sentences_of_the_speed_page_are_those_of_the_chart(
     assert "48.9" in ends[1]
 
 
-def test_chart_of_launches_is_that_of_its_data(speed_page):
-    page = importlib.import_module("accelerators_page")
-    data = json.loads(page.DATA.read_text())
-    assert page.NOTES.keys() == data.keys()
-    chart = re.findall(r">([^<>]+)</text>", page.CHART.read_text())
-    for name, pairs in page.launches(data).items():
+def test_chart_of_launches_is_that_of_its_data(charts):
+    data = charts.load("accelerators.json")
+    assert all(table["note"] for table in data.values())
+    chart = (DOCS / "accelerators.svg").read_text()
+    chart = re.findall(r">([^<>]+)</text>", chart)
+    for name, pairs in charts.launches(data).items():
         assert name in chart
         assert all(f"{sum(pair):g}" in chart for pair in pairs)
 
@@ -250,10 +272,9 @@ def test_comparison_of_learning_runs_once_per_seed(monkeypatch, tmp_path):
         "PPO": ("CartPole-v1", learning_compared.CLASSIC.replace(num_updates=2)),
         "DQN": ("CartPole-v1", learning_compared.DQNSettings(150, learning_starts=500)),
     }
-    values, plot = tmp_path / "values.json", tmp_path / "plot.png"
-    # The others are not installed here.
-    command = ["", str(values), "--makers", "ours", "--plot", str(plot)]
-    command += ["--seeds", "2", "--tasks", *tasks]
+    values = tmp_path / "values.json"
+    # PureJaxRL is not installed here.
+    command = ["", str(values), "--makers", "ours", "--seeds", "2", "--tasks", *tasks]
     monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setattr(learning_compared, "TASKS", tasks)
 
@@ -262,9 +283,12 @@ def test_comparison_of_learning_runs_once_per_seed(monkeypatch, tmp_path):
     learning_compared.main()
 
     assert values.read_text() == first
-    for found in json.loads(first)["results"].values():
-        returns, seconds = found["ours"]["returns"], found["ours"]["seconds"]
-        assert list(returns) == list(seconds) == ["0", "1"]
-        assert all(8 < x <= 500 for x in returns.values())
-        assert all(x > 0 for x in seconds.values())
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    results = json.loads(first)["results"]
+    for makers in results.values():
+        runs = makers["ours"]
+        assert list(runs) == ["0", "1"]
+        assert all(8 < x["return"] <= 500 for x in runs.values())
+        assert all(x["seconds"] > 0 for x in runs.values())
+    charts = importlib.import_module("charts")
+    panels = [x for x in charts.learning({"results": results}).axes if x.get_visible()]
+    assert [x.get_title() for x in panels] == list(tasks)

@@ -1,4 +1,7 @@
-"""The agents train in every space, in JAX and host environments alike."""
+"""The agents train in any space, in JAX and host environments alike.
+
+`rollout/test_distributions.py` compares the distributions over all kinds of spaces.
+"""
 
 import dataclasses
 from typing import Any
@@ -9,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from cases import quick_jit
 from flax import struct
 
 import rollout
 from rollout import envs
+from rollout.distributions import ActionDistribution
 from rollout.envs import spaces
 from rollout.recipes import dqn, ppo, pqn, recurrent_ppo, sac, td3
 from rollout.recipes.dqn import DQN
@@ -30,11 +35,7 @@ HALF_OPEN = envs.Box(jnp.array([0.0, -jnp.inf]), jnp.array([jnp.inf, 3.0]), (2,)
 SPACES = {
     "discrete": envs.Discrete(3),
     "start": envs.Discrete(3, start=-2),
-    "multi discrete": spaces.MultiDiscrete([[2, 3], [2, 2]], start=[[0, 5], [1, 0]]),
-    "multi binary": spaces.MultiBinary((3,)),
     "box": envs.Box(jnp.array([[1.0], [-4.0]]), 5.0, (2, 1)),
-    "unbounded": envs.Box(-jnp.inf, jnp.inf, (2,)),
-    "half-open": HALF_OPEN,
     "scalar": envs.Box(-1.0, 1.0, ()),
     "tree": TREE,
 }
@@ -143,16 +144,24 @@ def evaluate(agent, params):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_training")
-@pytest.mark.parametrize("name", ["multi discrete", "tree", "half-open"])
-def test_ppo_learns_any_space_of_actions(name):
-    agent = PPO(make_guess(SPACES[name]), CONFIG)
+def test_ppo_learns_a_tree_of_actions():
+    agent = PPO(make_guess(TREE), CONFIG)
     state = jax.jit(agent.init)(jax.random.key(0))
     state, metrics = jax.jit(agent.train)(state)
     returns = metrics["return_mean"]
     assert evaluate(agent, state.params) > 4.5 > returns[np.isfinite(returns)][0]
 
 
-@pytest.mark.parametrize("name", SPACES)
+def test_floats_are_sampled_from_the_normal_distribution_of_scipy():
+    distribution = ActionDistribution(SPACES["scalar"])
+    params = jnp.array([0.5, -1.0])  # mean, log standard deviation
+    keys = jax.random.split(jax.random.key(0), 2000)
+    raw = quick_jit(jax.vmap(lambda key: distribution.sample(params, key)))(keys)
+    normal = scipy.stats.norm(0.5, np.exp(-1.0))
+    assert scipy.stats.kstest(np.asarray(raw), normal.cdf).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("name", ["start", "tree"])
 def test_actions_of_ppo_are_elements_of_their_space(name):
     """Also of a tuple, which a policy could confuse with an action and its extras."""
     space = spaces.Tuple((SPACES[name], envs.Box(0.0, 10.0, (2,))))
@@ -277,9 +286,10 @@ def test_recurrent_ppo_learns_from_its_memory_and_takes_valid_actions(is_host):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_training")
-@pytest.mark.parametrize("agent_class", [PPO, RecurrentPPO, DQN])
-@pytest.mark.parametrize("is_host", [False, True])
-def test_cartpole_is_learned_in_gymnax_and_in_gymnasium(is_host, agent_class):
+@pytest.mark.parametrize(
+    ("agent_class", "is_host"), [(PPO, False), (PPO, True), (DQN, True)]
+)
+def test_cartpole_is_learned_in_gymnax_and_in_gymnasium(agent_class, is_host):
     make = envs.from_gymnasium if is_host else envs.make_vec
     config = dataclasses.replace(agent_class.config, num_updates=45)
     if agent_class is DQN:
@@ -354,12 +364,8 @@ def test_advantages_over_time_limits_are_those_of_a_plain_loop(is_host):
 @pytest.mark.parametrize(
     ("agent_class", "config", "space"),
     [
-        (SAC, SAC_CONFIG, SPACES["scalar"]),
-        (SAC, SAC_CONFIG, envs.Box(-2.0, 3.0, (2, 1))),
         (SAC, SAC_CONFIG, HALF_OPEN),
-        (TD3, TD3_CONFIG, SPACES["scalar"]),
         (TD3, TD3_CONFIG, envs.Box(-2.0, 3.0, (2, 1))),
-        (TD3, TD3_CONFIG, HALF_OPEN),
     ],
 )
 def test_agents_for_boxes_learn_any_box(agent_class, config, space):
@@ -373,12 +379,7 @@ def test_agents_for_boxes_learn_any_box(agent_class, config, space):
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_training")
 @pytest.mark.parametrize(
-    ("agent_class", "config"),
-    [
-        (DQN, DQN_CONFIG),
-        (DQN, DQN_CONFIG.replace(prioritized=False)),
-        (PQN, PQN_CONFIG),
-    ],
+    ("agent_class", "config"), [(DQN, DQN_CONFIG), (PQN, PQN_CONFIG)]
 )
 def test_q_learning_finds_the_best_valid_action(agent_class, config):
     """The reward of the best valid action is 0, and of the other one -1."""
@@ -459,13 +460,7 @@ def test_number_of_episodes_in_the_mean_return_is_a_hyperparameter(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "option"),
-    [
-        ("sac", "gradient_steps"),
-        ("dqn", "gradient_steps"),
-        ("dqn", "target_update_interval"),
-        ("td3", "policy_delay"),
-    ],
+    ("name", "option"), [("sac", "gradient_steps"), ("td3", "policy_delay")]
 )
 def test_counts_of_gradient_steps_are_checked(name, option):
     agent = make_small(name)
@@ -595,8 +590,4 @@ def test_parts_without_entries_train():
     state = jax.eval_shape(agent.init, jax.random.key(0))
     state, _ = jax.eval_shape(lambda state: agent.train(state, 1), state)
     assert state.carry.obs["nothing"].shape == (2, 0)
-
-
-def test_collectors_and_checks_accept_spaces_without_entries():
-    env = Empty(NOTHING, NOTHING)
-    assert rollout.check_env(env) == ()
+    assert rollout.check_env(Empty(NOTHING, NOTHING)) == ()
