@@ -197,7 +197,7 @@ def assert_same_draws(programs, masks):
             np.testing.assert_array_equal(no_valid_action, ~mask.any(axis=1))
 
 
-@pytest.mark.parametrize("n", [2, 33, 127, 128, 255])
+@pytest.mark.parametrize("n", [2, 128, 255])
 def test_draw_by_columns_has_the_bits_of_the_one_by_blocks(n, monkeypatch):
     """Also where nothing is allowed."""
     rng, programs = np.random.default_rng(n), []
