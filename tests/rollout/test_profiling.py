@@ -13,15 +13,6 @@ from rollout import envs, profiling
 KEY = jax.random.key(0)
 
 
-@pytest.mark.slow
-def test_parts_and_the_rest_add_up_to_the_whole():
-    collector = make_collector("count", 16)
-    profile = rollout.profile(collector, None, KEY, 16, num_repeats=2)
-    parts = profile.policy + profile.env_step + profile.auto_reset + profile.recording
-    assert min(profile[:5]) > 0
-    assert profile.unexplained == pytest.approx(profile.whole - parts)
-
-
 class SlowCount(HostCount):
     def step(self, action):
         time.sleep(0.01)
