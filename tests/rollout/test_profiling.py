@@ -32,17 +32,6 @@ def test_work_of_a_host_environment_shows_as_its_step():
     assert profile.unexplained == pytest.approx(profile.whole - sum(parts))
 
 
-def test_profile_is_printed_as_a_table():
-    profile = rollout.profiling.Profile(1e-3, 2e-3, 3e-4, 4e-5, 4e-3, 6.6e-4)
-    lines = str(profile).splitlines()
-    assert lines[0] == "  policy            1.000 ms"
-    assert lines[2] == "  auto reset        0.300 ms"
-    assert len(lines) == 6
-    assert lines[5] == "  unexplained       0.660 ms"
-    fused = profile._replace(unexplained=-1e-4)  # parts that are timed apart
-    assert str(fused).splitlines()[5] == "  saved by fusing   -0.100 ms"
-
-
 def work(x):
     """Products that XLA cannot drop; adds zero."""
     matrix = jnp.full((64, 64), 1 / 64) + x.sum() * 0

@@ -26,7 +26,8 @@ def make_trajectory(seed=0, void=0.0):
     mask = (rng.random((T, B)) >= void) | trajectory.done
     reward, value, next_value = rng.normal(size=(3, T, B)).astype(np.float32)
     # A value that counts nowhere may be anything.
-    next_value = np.where(trajectory.terminated, np.float32(np.nan), next_value)
+    counts_nowhere = trajectory.terminated | ~mask
+    next_value = np.where(counts_nowhere, np.float32(np.nan), next_value)
     changes = {"reward": reward, "mask": mask, "extras": {"value": value}}
     return jax.tree.map(jnp.asarray, (trajectory.replace(**changes), next_value))
 

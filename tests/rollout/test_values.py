@@ -185,20 +185,6 @@ def test_values_are_constants_to_derivatives():
         assert gradient == 0
 
 
-class LongReset(CountEnv):
-    def reset(self, key):
-        state, obs = super().reset(key)
-        return state, jax.lax.fori_loop(0, 9, lambda _, x: -x, -obs)
-
-
-def test_values_and_expensive_resets_promote_no_dtypes():
-    env = envs.vectorize(jax.tree_util.register_static(LongReset)(), B)
-    with jax.numpy_dtype_promotion("strict"):
-        _, trajectory = jax.eval_shape(start_and_collect, make().replace(env=env))
-    fields = trajectory.obs, trajectory.next_obs, trajectory.final_value
-    assert [x.dtype for x in fields] == ["float32"] * 3
-
-
 def test_cut_episode_has_the_value_of_its_last_observation():
     @quick_jit
     def play(collector):
