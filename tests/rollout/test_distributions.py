@@ -20,7 +20,13 @@ SPACES = {
     "Box up to -3": spaces.Box(-INF, -3.0, (2, 1)),
     "unbounded Box": spaces.Box(-INF, INF, ()),
     "Dict": spaces.Dict({"go": spaces.Box(0.0, INF, (2,)), "turn": spaces.Discrete(3)}),
-    "Tuple": spaces.Tuple((spaces.MultiDiscrete([3, 2]), spaces.Box(-1.0, 1.0, (1,)))),
+    "Tuple": spaces.Tuple(
+        (
+            spaces.MultiDiscrete([3, 2]),
+            spaces.Box(-1.0, 1.0, (1,)),
+            spaces.Discrete(2),
+        )
+    ),
 }
 NUM_ROWS = 5
 

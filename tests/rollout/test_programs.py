@@ -262,6 +262,24 @@ class Summing:
         return self(acc, row)
 
 
+def test_functions_of_users_are_static_unless_they_may_read_tracers():
+    buffer = buffers.ReplayBuffer(64, B)
+    assert programs.static(act) is act
+    assert programs.static(buffer.add) is programs.static(
+        buffers.ReplayBuffer(64, B).add
+    )
+    assert programs.static(buffer.add) != programs.static(
+        buffers.ReplayBuffer(128, B).add
+    )
+    one, two = Summing(1), Summing(2)
+    assert programs.static(one.add) != programs.static(two.add)
+    dicts = {}
+    assert programs.static(dicts.get) == dicts.get  # of an object without a hash
+    jax.make_jaxpr(lambda x: np.testing.assert_equal(programs.static(act), None))(1.0)
+    one.__class__ = type("Unhashable", (Summing,), {"__hash__": None})
+    assert programs.static(one) is None
+
+
 @pytest.mark.parametrize(
     "name", ["window", "summarize", "ended", "permutation", "gae", "vtrace"]
 )

@@ -11,6 +11,7 @@ from cases import (
     CountEnv,
     PlainPolicy,
     TwoLengthEnv,
+    last_word,
     make_env,
     raw,
 )
@@ -317,9 +318,8 @@ def play_alone(env, root, num_episodes):
             result = step(fold_in(episode_key, length), state, jnp.int32(0))
             state, total = result.state, total + float(result.reward)
             done = bool(result.terminated | result.truncated)
-        words = jax.random.key_data(fold_in(episode_key, np.uint32(2**32 - 1)))
-        flags = bool(result.terminated), bool(result.truncated)
-        yield length, total, *flags, tuple(words.tolist())
+        word = last_word(fold_in(episode_key, np.uint32(2**32 - 1)))
+        yield length, total, bool(result.terminated), bool(result.truncated), int(word)
 
 
 KEYED = PlainPolicy(
@@ -327,11 +327,11 @@ KEYED = PlainPolicy(
     lambda params, obs, state, key: rollout.types.PolicyStep(
         action=jnp.zeros(obs.shape[0], jnp.int32),
         state=state,
-        extras=jax.random.key_data(state.value),
+        extras=jax.vmap(last_word)(state.value),
     ),
 )
-LAST_WORDS = rollout.Accumulator(
-    lambda num_envs: jnp.zeros((num_envs, 2), jnp.uint32), lambda _, t: t.extras
+LAST_WORD = rollout.Accumulator(
+    lambda num_envs: jnp.zeros(num_envs, jnp.int32), lambda _, t: t.extras
 )
 
 
@@ -352,7 +352,7 @@ def test_episodes_are_those_of_a_plain_loop_that_plays_them_one_by_one(
     root = jax.random.key(11, impl=impl)
     want = list(play_alone(make_env(name), root, 12))
     collector = make_collector(name, num_envs).replace(
-        policy=KEYED, accumulators={"words": LAST_WORDS}
+        policy=KEYED, accumulators={"word": LAST_WORD}
     )
     carry, _ = collector.collect_steps(collector.init(root), None, 3)
     # Three episodes have so many steps; what starts after them does not count.
@@ -363,7 +363,7 @@ def test_episodes_are_those_of_a_plain_loop_that_plays_them_one_by_one(
         )
         fields = "episode_length", "episode_return", "terminated", "truncated"
         table = [getattr(episodes, field).tolist() for field in fields]
-        table.append(map(tuple, episodes.accumulated["words"].tolist()))
+        table.append(episodes.accumulated["word"].tolist())
         rows = zip(episodes.mask.tolist(), *table, strict=True)
         got += [row for counts, *row in rows if counts]
         assert episodes.num_steps == sum(table[0])
