@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from agents import schedule
-from cases import raw
 
 import rollout
 from rollout import envs
@@ -55,21 +54,6 @@ def test_values_of_every_row_are_those_of_its_episode_so_far():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-def test_accumulators_change_nothing_else():
-    results = []
-    for collector in (make_collector({}), make_collector()):
-        carry = collector.init(jax.random.key(0))
-        carry, trajectory = collector.collect_steps(carry, None, 9)
-        episodes = collector.collect_episodes(carry, None, 7, max_episode_steps=5)[1]
-        results.append((trajectory.replace(accumulated=()), episodes))
-    (rows, episodes), (own_rows, own_episodes) = results
-    jax.tree.map(np.testing.assert_array_equal, *map(raw, (rows, own_rows)))
-    own_episodes = own_episodes.replace(accumulated=())
-    jax.tree.map(np.testing.assert_array_equal, episodes, own_episodes)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 def test_episodes_have_the_values_of_their_last_step():
     collector = make_collector()
     carry = collector.init(jax.random.key(1))
@@ -87,27 +71,6 @@ def test_episodes_have_the_values_of_their_last_step():
     assert set(stats.accumulated) == {"best/highest", "discounted"}
     logged = rollout.log_stats(stats, prefix="eval/")
     assert logged["eval/accumulated/best/highest_mean"] == pytest.approx(float(mean))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
-def test_stream_counts_the_values_of_all_batches():
-    options = {"steps_per_batch": 10, "total_steps": 75}
-    stream = rollout.Stream(make_collector(), key=jax.random.key(2), **options)
-    highest, length = [], []
-    for batch in stream:
-        ended = np.asarray(batch.trajectory.done & batch.trajectory.mask)
-        accumulated = batch.trajectory.accumulated
-        highest += accumulated["best"]["highest"][ended].tolist()
-        length += batch.trajectory.episode_length[ended].tolist()
-    assert highest == length
-    assert len(length) > 5
-    own = stream.stats.collected.accumulated
-    assert own["best/highest"].mean == pytest.approx(np.mean(length))
-    expected = np.mean([discounted(x) for x in length])
-    assert own["discounted"].mean == pytest.approx(expected)
-    logged = rollout.log_stats(stream.stats)
-    assert logged["collected/accumulated/discounted_mean"] == pytest.approx(expected)
 
 
 @pytest.mark.slow

@@ -24,31 +24,17 @@ ROOT = Path(__file__).parents[2]
 NUM_BATCHES = 50
 
 
-def some_tree():
-    @jax.jit
-    def on_device():
-        params = {"w": jnp.array([1.5, jnp.nan, -0.0, jnp.inf])}
-        return {
-            "key": jax.random.key(3),
-            "keys": jax.random.split(jax.random.key(1, impl="philox2x32"), 4),
-            "params": params,
-            "optimizer": optax.adam(1e-3).init(params),
-            "half": jnp.ones((2, 3), jnp.bfloat16),
-            "nothing": jnp.zeros((0, 3)),
-            "two words": {"a": (jnp.uint8(255), [jnp.int32(-1)])},
-        }
-
-    return {
-        **on_device(),
-        "flag": np.array([True, False]),
+def test_restored_tree_has_the_bits_that_were_saved(tmp_path):
+    params = {"w": jnp.array([1.5, jnp.nan, -0.0, jnp.inf])}
+    tree = {
+        "params": params,
+        "optimizer": optax.adam(1e-3).init(params),
+        "two words": {"a": (jnp.uint8(255), [jnp.int32(-1)])},
+        "keys": jax.random.split(jax.random.key(1, impl="philox2x32"), 4),
         "wide": np.float64(1) / 3,
         "large": np.int64(2**40),
         "number": 7,
     }
-
-
-def test_restored_tree_has_the_bits_that_were_saved(tmp_path):
-    tree = some_tree()
     assert checkpoint.save(tmp_path / "new" / "folder", tree)
     restored = checkpoint.restore(tmp_path / "new" / "folder", tree)
     assert jax.tree.structure(restored) == jax.tree.structure(tree)
@@ -64,14 +50,6 @@ def rows(first, last):
     return jax.tree.map(lambda x: x[first:last], jax.device_get(collect("count")[1]))
 
 
-BUFFERS = {
-    "replay": buffers.ReplayBuffer(128, 16),
-    "shared": buffers.ReplayBuffer(128, 16, next_obs="shared", final_obs_capacity=32),
-    "prioritized": buffers.PrioritizedReplayBuffer(128, 16),
-    "episodic": buffers.EpisodeBuffer(128, 16),
-}
-
-
 def assert_same(got, want):
     got, want = jax.device_get((got, want))
     chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
@@ -79,9 +57,8 @@ def assert_same(got, want):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.parametrize("kind", BUFFERS)
-def test_buffer_is_restored_from_its_shapes_and_goes_on_alike(kind, tmp_path):
-    buffer = BUFFERS[kind]
+def test_buffer_is_restored_from_its_shapes_and_goes_on_alike(tmp_path):
+    buffer = buffers.ReplayBuffer(128, 16, next_obs="shared", final_obs_capacity=32)
     add = jax.jit(buffer.add)
     start = jax.jit(buffer.init)(jax.tree.map(lambda x: x[0], rows(0, 1)))
     state = add(start, rows(0, 11))
@@ -142,7 +119,7 @@ key_words = jax.jit(lambda tree: [jax.random.key_data(tree[x]) for x in IMPLS])
 
 
 @pytest.mark.compiles(30)  # two for each leaf that is restored
-@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3)])
+@pytest.mark.parametrize("shape", [(), (0, 2), (2, 3)])
 def test_leaf_of_any_dtype_and_shape_is_restored(shape, tmp_path):
     number = np.arange(np.prod(shape, dtype=int)).reshape(shape) + 1
     numbers = {x: number.astype(jnp.dtype(x)) for x in DTYPES.split()}

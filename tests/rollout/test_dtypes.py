@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from agents import OneAgent
 from cases import CountEnv, collect
-from host_count import HostCount
 
 import rollout
 from rollout import buffers, envs
@@ -61,15 +60,6 @@ def test_actions_of_64_bits_become_those_of_the_space(env, act, dtypes):
     chex.assert_trees_all_equal(rows.info["action"], rows.action)
 
 
-@pytest.mark.compiles(40)
-def test_host_takes_actions_of_64_bits():
-    policy = rollout.stateless_policy(categorical)
-    with jax.enable_x64(True):
-        host = rollout.HostCollector(env=HostCount(4), policy=policy)
-        rows = host.collect_steps(host.init(KEY), jnp.arange(3.0), 3)[1]
-    assert rows.action.dtype == "int32"
-
-
 @jax.tree_util.register_static
 class Level(CountEnv):
     """Numbered levels, all alike."""
@@ -92,13 +82,6 @@ def test_numbers_of_policies_and_of_episodes_stay_int32():
         policy = rollout.agents.policy_map({"one": one, "two": one}, draw, agents)
         row = rollout.Collector(env=agents, policy=policy).row_shape(params)
     assert row.extras.policy_id.dtype == "int32"
-
-
-def test_another_kind_of_number_is_still_an_error():
-    policy = rollout.stateless_policy(lambda params, obs, key: obs[:, 0])
-    collector = rollout.Collector(env=envs.vectorize(CountEnv(), 4), policy=policy)
-    with pytest.raises(ValueError, match=r"actions as int32 of shape .* got float32"):
-        collector.step(collector.init(KEY), None)
 
 
 BUFFERS = [

@@ -2,7 +2,6 @@
 
 import inspect
 
-import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,50 +103,20 @@ MISTAKES = {
         "obs",
         "float32 of shape (2,), got float32 of shape (1,)",
     ),
-    "dtype of observations": (
-        seeing(lambda obs: obs.astype(jnp.int32)),
-        "obs",
-        "float32 of shape (2,), got int32 of shape (2,)",
-    ),
-    "structure of observations": (
-        seeing(lambda obs: {"a": obs}),
-        "obs",
-        "another structure: float32 of shape (2,) at ['a']",
-    ),
     "bounds of observations": (
         seeing(lambda obs: obs - 4),
         "obs",
         "must be in [0, 20], got -",
-    ),
-    "observations that are not finite": (
-        seeing(jnp.log),
-        "obs",
-        "must be finite, got -inf",
-    ),
-    "later observations": (
-        with_step(obs=lambda step: step.obs[None]),
-        "contract",
-        "as `env.reset` does: float32 of shape (8, 2), got float32 of shape (8, 1, 2)",
     ),
     "space of actions": (
         {"action_space": Escaping()},
         "action_space",
         "`contains` must be True of what `sample` draws",
     ),
-    "actions that are not taken": (
-        {"action_space": envs.Box(-1.0, 1.0, (3,))},
-        "contract",
-        "got float32 of shape (8, 3) at ['sum']",
-    ),
     "weak types": (
         {"begin": lambda self, state: Toy.begin(self, {**state, "sum": 0})},
         "weak_type",
         "`state['sum']` must not be weakly typed",
-    ),
-    "structure of the state": (
-        with_step(state=lambda step: {**step.state, "last": 0}),
-        "contract",
-        "state as `env.reset` does",
     ),
     "dtype of the state": (
         with_step(state=lambda step: {**step.state, "sum": step.obs[0]}),
@@ -178,21 +147,6 @@ MISTAKES = {
         "ending",
         "truncations is a termination, too",
     ),
-    "rewards of shape (1,)": (
-        with_step(reward=lambda step: step.obs[:1]),
-        "contract",
-        "`reward` as float32 of shape (8,), got float32 of shape (8, 1)",
-    ),
-    "rewards that are not finite": (
-        with_step(reward=lambda step: jnp.inf),
-        "reward",
-        "`reward` must be finite, got inf, at step 1",
-    ),
-    "flags that are floats": (
-        with_step(truncated=lambda step: jnp.float32(0)),
-        "contract",
-        "`truncated` as bool, got float32",
-    ),
     "a step of Gymnasium's kind": (
         {"change": lambda self, step: (step.obs, 1.0, False, False, {})},
         "contract",
@@ -208,9 +162,11 @@ MISTAKES = {
 
 # What else such an environment does.
 FURTHER = {"a generator of NumPy": ("obs",), "space of actions": ("action",)}
-PLAYED = ("bounds of observations", "an ending without a flag")
-PLAYED += ("limits that terminate, too",)
-PLAYED += ("observations that are not finite", "rewards that are not finite")
+PLAYED = (
+    "bounds of observations",
+    "an ending without a flag",
+    "limits that terminate, too",
+)
 
 
 @pytest.mark.parametrize(
@@ -273,36 +229,20 @@ class InTurns(ChanceEnv):
         return jnp.arange(3) == word % 3
 
 
-class InTurnsLater(InTurns):
-    """At the first step they do."""
-
-    def reset(self, key):
-        state, obs, _ = super().reset(key)
-        return state, obs, jnp.ones(3, bool)
-
-
-@pytest.mark.parametrize(("env_class", "step"), [(InTurns, 1), (InTurnsLater, 2)])
 @pytest.mark.usefixtures("quick_compile")
-def test_agents_that_take_turns_and_say_otherwise_are_found(env_class, step):
-    env = jax.tree_util.register_static(env_class)()
+def test_agents_that_take_turns_and_say_otherwise_are_found():
+    env = jax.tree_util.register_static(InTurns)()
     messages = {x.name: x.message for x in rollout.check_env(env)}
-    assert f"before step {step}: leave it out" in messages["contract"]
+    assert "before step 1: leave it out" in messages["contract"]
 
 
-@struct.dataclass
-class OfGymnasium(Toy):
-    """Its spaces are of Gymnasium."""
-
-    observation_space = gymnasium.spaces.Box(0.0, 20.0, (2,))
-    action_space = gymnasium.spaces.Discrete(3)
-
-
-SLOW = [
-    pytest.param(x, marks=pytest.mark.slow) for x in (OfGymnasium(), OneAgent(Toy()))
-]
-
-
-@pytest.mark.parametrize("env", [envs.TimeLimit(CountEnv(), 3), *SLOW])
+@pytest.mark.parametrize(
+    "env",
+    [
+        envs.TimeLimit(CountEnv(), 3),
+        pytest.param(OneAgent(Toy()), marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.usefixtures("quick_compile")
 def test_nothing_is_found_where_all_is_well(env):
     assert rollout.check_env(env, num_steps=60) == ()

@@ -69,7 +69,7 @@ def summarize_first(returns, num_episodes):
     return rollout.summarize(of_episodes(returns, mask=mask))
 
 
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 6, 9, 30, 1000, 10**6])
+@pytest.mark.parametrize("freedom", [1, 4, 5, 30, 10**6])
 def test_interval_is_that_of_students_t_for_any_number_of_episodes(freedom):
     # Their mean is near 0, so that the difference of the ends keeps its digits.
     returns = np.resize(np.float32([1, -1]), 10**6 + 1)
@@ -80,22 +80,6 @@ def test_interval_is_that_of_students_t_for_any_number_of_episodes(freedom):
     # The expansion is cut after its fourth term.
     got = stats.returns.ci_high - stats.returns.ci_low
     np.testing.assert_allclose(got, high - low, rtol=2e-4)
-
-
-@pytest.mark.slow
-def test_interval_covers_the_mean_as_often_as_it_says(collector):
-    run = jax.jit(
-        lambda keys: jax.lax.map(
-            lambda key: rollout.evaluate(collector, None, key, NUM_EPISODES), keys
-        )
-    )
-    stats = run(jax.random.split(jax.random.key(0), 400))
-    # Lengths are uniform on 2, ..., 9 and cut at 7: returns n (n + 1) / 2.
-    lengths = np.minimum(np.arange(2, 10), 7)
-    mean = (lengths * (lengths + 1) / 2).mean()
-    covered = (stats.returns.ci_low <= mean) & (mean <= stats.returns.ci_high)
-    # 400 trials of chance 0.95: standard error 0.011; these returns are not normal.
-    assert 0.90 < np.mean(covered) < 0.99
 
 
 def test_one_episode_has_no_interval():

@@ -1,5 +1,6 @@
 """`mean_gradient` agrees with `jax.grad`, and `dot_general` agrees with lax."""
 
+import contextlib
 import functools
 
 import flax.linen as nn
@@ -19,86 +20,26 @@ close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
 Dense = functools.partial(nn.Dense, dot_general=dot_general)
 
 
-def mlp(num_outputs: int = 2, **options) -> nn.Module:
-    dense = functools.partial(Dense, **options)
-    layers = [dense(64), nn.tanh, dense(64), nn.tanh, dense(num_outputs)]
-    return nn.Sequential(layers)
+def mlp() -> nn.Module:
+    return nn.Sequential([Dense(64), nn.tanh, Dense(64), nn.tanh, Dense(2)])
 
 
-def ensemble(size: int) -> nn.Module:
-    """Networks with parameters `[size, ...]`, whose outputs are `[M, size, 2]`."""
-    options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-    many = nn.vmap(Mlp, in_axes=None, out_axes=1, axis_size=size, **options)
-    return many()
-
-
-class Mlp(nn.Module):
-    """The same layers in a class of its own, as `nn.vmap` needs it."""
-
-    @nn.compact
-    def __call__(self, x):
-        return Dense(2)(nn.tanh(Dense(64)(nn.tanh(Dense(64)(x)))))
-
-
-class LastOutput(nn.Module):
-    """A recurrent network over sequences, `[M, T, n]`."""
-
-    @nn.compact
-    def __call__(self, x):
-        return Dense(2)(nn.RNN(nn.GRUCell(64))(x)[:, -1])
-
-
-NETWORKS = {
-    "dense": (mlp(), (5,)),
-    "convolution": (nn.Sequential([nn.Conv(4, (3, 3)), nn.relu, Dense(2)]), (6, 6, 1)),
-    "layer norm": (nn.Sequential([Dense(64), nn.LayerNorm(), Dense(2)]), (5,)),
-    "recurrent": (LastOutput(), (4, 5)),
-    "remat": (nn.remat(Mlp)(), (5,)),
-    "ensemble of 2": (ensemble(2), (5,)),
-    "ensemble of 3": (ensemble(3), (5,)),
-    "interceptor": (mlp(), (5,)),
-    "dropout": (nn.Sequential([Dense(64), nn.Dropout(0.5, deterministic=False)]), (5,)),
-    "bfloat16": (mlp(dtype=jnp.bfloat16), (5,)),
-    "init in the loss": (mlp(), (5,)),
-    "closure": (mlp(), (5,)),
-}
-
-
-def make_loss(name, coefficient, key):
+def make_loss(coefficient=1.0):
     """The loss of rows `(x, target)` by a network, and two metrics."""
-    network, shape = NETWORKS[name]
-
-    def double(next_fn, args, kwargs, context):
-        scale = 2 if isinstance(context.module, nn.Dense) else 1
-        return scale * next_fn(*args, **kwargs)
 
     def loss(params, batch):
         x, target = batch
-        if name == "interceptor":
-            with nn.intercept_methods(double):
-                outputs = network.apply(params, x)
-        elif name == "dropout":
-            # Every call samples the same units, for any number of rows.
-            dropped = functools.partial(network.apply, params, rngs={"dropout": key})
-            outputs = jax.vmap(dropped)(x)
-        else:
-            outputs = network.apply(params, x)
-        outputs = outputs.reshape(len(x), -1)
-        if name == "init in the loss":
-            fixed = network.init(key, jnp.zeros((1, *shape)))
-            outputs -= network.apply(fixed, x)
-        if name == "closure":
-            outputs *= coefficient
-        losses = ((outputs - target[:, None]) ** 2).mean(axis=-1).astype(jnp.float32)
+        outputs = coefficient * mlp().apply(params, x)
+        losses = ((outputs - target[:, None]) ** 2).mean(axis=-1)
         return losses, {"loss": losses, "nested": (outputs.max(axis=-1),)}
 
     return loss
 
 
-def make_rows(num_rows, shape=(5,)):
+def make_rows(num_rows):
     """Rows of which a third is masked out, with weights that differ."""
     rng = np.random.default_rng(num_rows)
-    x, target = rng.normal(size=(num_rows, *shape)), rng.normal(size=num_rows)
+    x, target = rng.normal(size=(num_rows, 5)), rng.normal(size=num_rows)
     weight = rng.random(num_rows) * (np.arange(num_rows) % 3 != 1)
     return (np.float32(x), np.float32(target)), np.float32(weight)
 
@@ -116,88 +57,48 @@ def plain_gradient(loss_fn, params, batch, weight):
     return jax.grad(mean_loss, has_aux=True)(params)
 
 
-def check(got, expected, **options):
+def check(got, expected):
     assert jax.tree.structure(got) == jax.tree.structure(expected)
-    jax.tree.map(functools.partial(close, **options), *jax.device_get((got, expected)))
+    jax.tree.map(close, *jax.device_get((got, expected)))
 
 
-@functools.cache
-def gradients_of_networks(platform, microbatch_size):
-    """The gradients of all networks in one program, and those of `jax.grad`."""
-
-    @quick_jit
-    def compute(rows, coefficient, keys):
-        gradients = {}
-        for name, (network, shape) in NETWORKS.items():
-            batch, weight = rows[shape]
-            loss = make_loss(name, coefficient, keys[0])
-            params = network.init(
-                {"params": keys[1], "dropout": keys[2]}, jnp.zeros((1, *shape))
-            )
-            gradients[name] = (
-                mean_gradient(
-                    loss, params, batch, weight, microbatch_size=microbatch_size
-                ),
-                plain_gradient(loss, params, batch, weight),
-            )
-        return gradients
-
-    rows = {shape: make_rows(12, shape) for _, shape in NETWORKS.values()}
-    keys = jax.random.split(jax.random.key(0), 3)
-    with jax.debug_key_reuse(False):
-        if platform == "cpu":
-            return jax.device_get(compute(rows, 0.3, keys))
-        with on_a_gpu():
-            return jax.device_get(compute(rows, 0.3, keys))
+def gradients(loss, params, rows, microbatch_size):
+    """The gradient of a weighted mean, and that of `jax.grad`."""
+    mean = mean_gradient(loss, params, *rows, microbatch_size=microbatch_size)
+    return mean, plain_gradient(loss, params, *rows)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+SIZES = 1, 256, 257, 1000, 4096
+
+
 @pytest.mark.parametrize(
     ("platform", "microbatch_size"),
     [
         ("cpu", None),
-        pytest.param("cpu", 4, marks=pytest.mark.slow),
+        ("cpu", 256),
         pytest.param("gpu", None, marks=pytest.mark.slow),
-        pytest.param("gpu", 4, marks=pytest.mark.slow),
+        pytest.param("gpu", 256, marks=pytest.mark.slow),
     ],
 )
-def test_gradients_of_any_network_are_those_of_jax(name, platform, microbatch_size):
-    """Activations of bfloat16 have 8 bits, which rounding changes by the last."""
-    got, expected = gradients_of_networks(platform, microbatch_size)[name]
-    options = {"rtol": 0.02, "atol": 0.01} if name == "bfloat16" else {}
-    check(got, expected, **options)
-
-
-SIZES = 1, 255, 256, 257, 1000, 4096, 8192, 12288
-
-
-@pytest.mark.parametrize("microbatch_size", [None, 256])
-def test_any_number_of_rows_has_the_gradient_of_jax(microbatch_size):
+def test_any_number_of_rows_has_the_gradient_of_jax(platform, microbatch_size):
     """A number that is prime, or below `microbatch_size`, is not divided."""
 
     @quick_jit
     def compute(key, rows):
-        params, loss = mlp().init(key, jnp.zeros((1, 5))), make_loss("dense", 0, 0)
-        return {
-            num_rows: (
-                mean_gradient(
-                    loss, params, batch, weight, microbatch_size=microbatch_size
-                ),
-                plain_gradient(loss, params, batch, weight),
-            )
-            for num_rows, (batch, weight) in rows.items()
-        }
+        params, loss = mlp().init(key, jnp.zeros((1, 5))), make_loss()
+        return [gradients(loss, params, x, microbatch_size) for x in rows]
 
-    rows = {num_rows: make_rows(num_rows) for num_rows in SIZES}
-    for got, expected in compute(jax.random.key(0), rows).values():
-        check(got, expected)
+    with on_a_gpu() if platform == "gpu" else contextlib.nullcontext():
+        pairs = compute(jax.random.key(0), [make_rows(x) for x in SIZES])
+    for pair in pairs:
+        check(*pair)
 
 
 def test_rows_of_weight_0_do_not_count():
     """Even if their losses are NaN; without other rows, the gradient is 0."""
 
     def loss(params, batch):
-        losses, metrics = make_loss("dense", 0, 0)(params, batch[:2])
+        losses, metrics = make_loss()(params, batch[:2])
         return losses + batch[2], {"metric": losses + batch[2]} | metrics
 
     @quick_jit
@@ -241,13 +142,12 @@ def test_rows_may_be_sequences():
     check(*compute(0.7, (batch, np.float32(start)), weight))
 
 
-@pytest.mark.parametrize("microbatch_size", [None, 4])
-def test_gradients_have_derivatives_of_both_modes(microbatch_size):
+def test_gradients_have_derivatives_of_both_modes():
     """Under `vmap`; forward over reverse; and meta-gradients by a coefficient."""
 
     def derivatives(gradient_fn, params, batch, weight):
         def gradient(params, coefficient):
-            loss = make_loss("closure", coefficient, None)
+            loss = make_loss(coefficient)
             return gradient_fn(loss, params, batch, weight)
 
         def size_after_step(coefficient):
@@ -255,21 +155,18 @@ def test_gradients_have_derivatives_of_both_modes(microbatch_size):
             new = jax.tree.map(lambda x, y: x - 0.1 * y, params, grads)
             return sum(jnp.sum(x**2) for x in jax.tree.leaves(new))
 
-        _, pull, _ = jax.vjp(lambda x: gradient(x, 0.3), params, has_aux=True)
         return {
             "vmap": jax.vmap(gradient, (None, 0))(params, jnp.array([0.3, 1.3])),
             "forward over reverse": jax.jvp(
                 lambda x: gradient(x, 0.3), (params,), (params,)
             ),
-            "reverse over reverse": pull(params),
             "meta-gradient": jax.grad(size_after_step)(0.3),
-            "forward meta-gradient": jax.jacfwd(size_after_step)(0.3),
         }
 
     @quick_jit
     def compute(key, batch, weight):
         params = mlp().init(key, jnp.zeros((1, 5)))
-        fast = functools.partial(mean_gradient, microbatch_size=microbatch_size)
+        fast = functools.partial(mean_gradient, microbatch_size=4)
         pair = fast, plain_gradient
         return [derivatives(fn, params, batch, weight) for fn in pair]
 
@@ -281,7 +178,7 @@ def test_gradients_have_derivatives_of_both_modes(microbatch_size):
 @pytest.mark.parametrize("layout", ["Auto", "Explicit", "shard_map"])
 def test_rows_may_be_divided_among_devices(layout):
     """As `jax.grad` has it: by a mesh of either kind, and inside of a `shard_map`."""
-    loss, rows = make_loss("dense", None, None), make_rows(32)
+    loss, rows = make_loss(), make_rows(32)
     kind = AxisType.Explicit if layout == "Explicit" else AxisType.Auto
     mesh = jax.make_mesh((2,), ("lanes",), axis_types=(kind,))
     # `jax.lax.scan` over an axis of an explicit mesh raises.
@@ -346,16 +243,12 @@ def products():
 
         return {
             "value": product(inputs, kernel),
-            "jvp": jax.jvp(product, (inputs, kernel), tangents),
             "grad": jax.grad(loss, (0, 1))(inputs, kernel),
             "forward over reverse": jax.jvp(
                 jax.grad(loss, (0, 1)), (inputs, kernel), tangents
             ),
             "vmap": jax.vmap(jax.grad(loss, (0, 1)))(
                 *jax.tree.map(lambda x: jnp.stack([x, 2 * x]), (inputs, kernel))
-            ),
-            "vmap of inputs": jax.vmap(jax.grad(loss, 1), (0, None))(
-                jnp.stack([inputs, 2 * inputs]), kernel
             ),
         }
 

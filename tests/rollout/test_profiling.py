@@ -13,15 +13,6 @@ from rollout import envs, profiling
 KEY = jax.random.key(0)
 
 
-@pytest.mark.slow
-def test_parts_and_the_rest_add_up_to_the_whole():
-    collector = make_collector("count", 16)
-    profile = rollout.profile(collector, None, KEY, 16, num_repeats=2)
-    parts = profile.policy + profile.env_step + profile.auto_reset + profile.recording
-    assert min(profile[:5]) > 0
-    assert profile.unexplained == pytest.approx(profile.whole - parts)
-
-
 class SlowCount(HostCount):
     def step(self, action):
         time.sleep(0.01)
@@ -39,17 +30,6 @@ def test_work_of_a_host_environment_shows_as_its_step():
     parts = profile.policy, profile.env_step, profile.auto_reset, profile.recording
     assert min(parts) > 0
     assert profile.unexplained == pytest.approx(profile.whole - sum(parts))
-
-
-def test_profile_is_printed_as_a_table():
-    profile = rollout.profiling.Profile(1e-3, 2e-3, 3e-4, 4e-5, 4e-3, 6.6e-4)
-    lines = str(profile).splitlines()
-    assert lines[0] == "  policy            1.000 ms"
-    assert lines[2] == "  auto reset        0.300 ms"
-    assert len(lines) == 6
-    assert lines[5] == "  unexplained       0.660 ms"
-    fused = profile._replace(unexplained=-1e-4)  # parts that are timed apart
-    assert str(fused).splitlines()[5] == "  saved by fusing   -0.100 ms"
 
 
 def work(x):

@@ -1,17 +1,15 @@
 """Recommendation: every row, mask, length and metric is that of a plain loop."""
 
 import functools
-import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import quick_jit
 from plain_recommendation import Model, Setting, metrics
 
 import rollout
-from rollout import buffers, envs, recommendation
+from rollout import envs, recommendation
 
 NUM_USERS, NUM_ITEMS, NUM_LANES, NUM_EPISODES = 7, 12, 8, 200
 SETTINGS = {
@@ -46,7 +44,6 @@ def read_mask(obs):
 
 KEY = jax.random.key(0)
 POLICY = recommendation.item_policy(score)
-RANDOM = rollout.random_policy(envs.Discrete(NUM_ITEMS), action_mask_fn=read_mask)
 
 
 def make_env(model=MODEL, **options):
@@ -158,29 +155,6 @@ def test_metric_without_its_table_is_none(collectors):
     assert "test/FB/novelty" not in logged
 
 
-@pytest.mark.slow
-def test_last_reward_reaches_the_policy():
-    env = envs.wrappers.ObservePrevious(make_env())
-    collector = make_collector(env, policy=rollout.random_policy(env.action_space))
-    rows = jax.device_get(collect(collector, jax.random.key(0), None, 50))
-    shown = rows.obs["reward"][1:]
-    wanted = jnp.where(rows.first[1:], 0.0, rows.reward[:-1])
-    np.testing.assert_array_equal(shown, wanted)
-    assert np.count_nonzero(shown) > 100
-
-
-def test_new_episode_begins_with_its_own_observation(collectors):
-    rows = jax.device_get(collect(collectors["NX_0"], KEY, SCORES, 60))
-    first = rows.first
-    assert first.sum() > 5 * NUM_LANES
-    assert (rows.obs["item"][first] == NUM_ITEMS).all()
-    assert rows.obs["action_mask"][first].all()  # nothing of the episode before
-    follows = ~first[1:]
-    for name in ("user", "item", "action_mask"):
-        old, new = rows.next_obs[name][:-1], rows.obs[name][1:]
-        np.testing.assert_array_equal(old[follows], new[follows])
-
-
 def test_forced_length_is_that_of_each_episode():
     env = make_settings(force_length=3)["NX_3"]
     collector = make_collector(env, num_lanes=2)
@@ -221,158 +195,12 @@ def test_items_that_are_used_up_are_flagged():
     assert all(np.isfinite(x) for x in rollout.log_stats(stats).values())
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("policy", ["softmax", "greedy", "random"])
-def test_compact_is_select_and_lanes_do_not_matter(policy):
-    made = {
-        "greedy": POLICY,
-        "softmax": recommendation.item_policy(score, sample=True),
-        "random": RANDOM,
-    }[policy]
-    env, rows = make_settings()["NX_0"], []
-    for num_lanes, auto_reset in ((64, "compact"), (64, "select"), (1, "compact")):
-        collector = make_collector(env, num_lanes, made, auto_reset=auto_reset)
-        rows.append(jax.device_get(collect(collector, jax.random.key(1), SCORES, 40)))
-    jax.tree.map(np.testing.assert_array_equal, rows[0], rows[1])
-    first = jax.tree.map(lambda x: x[:, :1], rows[0])
-    first, alone = (x.replace(episode_id=None) for x in (first, rows[2]))
-    jax.tree.map(np.testing.assert_array_equal, first, alone)
-
-
-def over_four_devices(collector):
-    mesh = jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4])
-    return rollout.shard(collector, mesh)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
-def test_rows_without_jit_over_devices_and_of_a_stream_are_the_same():
-    collector = make_collector(make_settings()["NX_10"])
-
-    def rows_of(collector):
-        carry = collector.init(jax.random.key(2))
-        return collector.collect_steps(carry, SCORES, 12)[1]
-
-    with jax.disable_jit():
-        slow = rows_of(collector)
-    sizes = {"steps_per_batch": 4 * NUM_LANES, "total_steps": 12 * NUM_LANES}
-    key = jax.random.key(2)
-    with rollout.Stream(collector, key=key, params=SCORES, **sizes) as stream:
-        batches = [batch.trajectory for batch in stream]
-    joined = jax.tree.map(lambda *x: jnp.concatenate(x), *batches)
-    rows = rows_of(collector)
-    for other in (slow, rows_of(over_four_devices(collector)), joined):
-        jax.tree.map(np.testing.assert_array_equal, rows, other)
-
-
-@pytest.mark.slow
-def test_devices_ask_each_other_nothing_about_many_items():
-    feedback = RNG.random((5, 300), np.float32)
-    env = envs.wrappers.NoRepeat(
-        envs.recommendation.RecommendationEnv(feedback, max_turn=8)
-    )
-    policy = rollout.random_policy(env.action_space, action_mask_fn=read_mask)
-    alone = make_collector(env, policy=policy)
-    rows = []
-    for collector in (alone, over_four_devices(alone)):
-        carry = collector.init(jax.random.key(0))
-        run = jax.jit(lambda carry, x=collector: x.collect_steps(carry, None, 10)[1])
-        compiled = run.lower(carry).compile()
-        assert not re.search(r"all-\w+\(|collective-\w+\(", compiled.as_text())
-        rows.append(compiled(carry))
-    jax.tree.map(np.testing.assert_array_equal, *jax.device_get(rows))
-
-
-def without_history(row):
-    """The ring's rows: the last item and reward, and the starts of episodes."""
-    short = lambda obs: {  # noqa: E731
-        "item": obs["obs"]["obs"]["item"],
-        "reward": obs["obs"]["reward"],
-        "first": obs["obs"]["first"],
-        "wanted": {name: obs[name] for name in ("actions", "rewards", "length")},
-    }
-    return row.replace(obs=short(row.obs), next_obs=short(row.next_obs))
-
-
-@pytest.mark.slow
-def test_history_is_rebuilt_from_the_ring():
-    window = 4
-    env = envs.wrappers.ObservePrevious(envs.wrappers.NoRepeat(make_env()))
-    env = envs.wrappers.History(env, window)
-    collector = rollout.Collector(
-        env=envs.vectorize(env, NUM_LANES),
-        policy=rollout.random_policy(env.action_space),
-        record_fn=without_history,
-    )
-    buffer = buffers.ReplayBuffer(NUM_LANES * 30, NUM_LANES, stack=window)
-
-    @quick_jit
-    def run(key):
-        _, rows = collector.collect_steps(collector.init(key), None, 50)
-        state = buffer.add(buffer.init(collector), rows)
-        batch = buffer.sample(state, jax.random.key(1), 200)
-        return batch, buffer.sample_sequences(state, jax.random.key(2), 50, window + 1)
-
-    batch, pieces = jax.device_get(run(jax.random.key(0)))
-    for obs in (batch.experience.obs, batch.experience.next_obs):
-        for number in np.flatnonzero(batch.weights):
-            one = jax.tree.map(lambda x, at=number: x[at], obs)
-            wanted = jax.tree.map(lambda x: x[-1], one["wanted"])
-            # A frame that begins an episode, or repeats one that does, shows no item.
-            shown = ~one["first"]
-            length = wanted["length"]
-            assert shown.sum() == length
-            assert one["item"][shown].tolist() == wanted["actions"][:length].tolist()
-            assert one["reward"][shown].tolist() == wanted["rewards"][:length].tolist()
-    # A piece has them from its first row on.
-    rows = pieces.experience
-    for number in range(50):
-        for step in range(1, window + 1):
-            if not pieces.mask[step, number]:
-                break
-            length = rows.obs["wanted"]["length"][step, number]
-            wanted = rows.obs["wanted"]["actions"][step, number, :length]
-            got = rows.action[max(0, step - window) : step, number]
-            assert got.tolist() == wanted[length - len(got) :].tolist()
-
-
-@pytest.mark.slow
-def test_tables_of_a_catalogue_may_be_lists():
+def test_tables_and_actions_must_be_those_of_the_items():
     settings = {"FB": make_collector(make_env())}
-    lists = {name: table.tolist() for name, table in vars(CATALOGUE).items()}
-    got = evaluate(settings, 4, recommendation.Catalogue(**lists))
-    want = evaluate(settings, 4, CATALOGUE)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
-def evaluate_with(**tables):
-    settings = {"FB": make_collector(make_env())}
-    return evaluate(settings, 2, recommendation.Catalogue(**tables))
-
-
-PENDULUM = envs.make("Pendulum-v1")
-
-
-def pendulum():
-    policy = rollout.random_policy(PENDULUM.action_space)
-    return {"FB": make_collector(PENDULUM, policy=policy)}
-
-
-ITEMS = "must have items as actions, a `Discrete` space, got Box"
-REFUSED = [
-    (lambda: make_settings(0), "`force_length` must be an int of at least 1, got 0"),
-    (lambda: evaluate_with(popularity=np.ones(3)), "one entry for each of 12 items"),
-    (lambda: evaluate([], 4), "`settings` must be a dict, got list"),
-    (lambda: evaluate(pendulum(), 2), f"`settings['FB']` {ITEMS}"),
-    (
-        lambda: recommendation.recommendation_settings(PENDULUM),
-        "`env` must have a discrete action space, got Box",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_what_does_not_fit_is_refused(call, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call()
+    short = recommendation.Catalogue(popularity=np.ones(3))
+    with pytest.raises(ValueError, match="must have one entry for each of 12 items"):
+        evaluate(settings, 2, short)
+    pendulum = envs.make("Pendulum-v1")
+    policy = rollout.random_policy(pendulum.action_space)
+    with pytest.raises(ValueError, match=r"must have items as actions, .* got Box"):
+        evaluate({"FB": make_collector(pendulum, policy=policy)}, 2)

@@ -1,7 +1,5 @@
 """`record_fn` changes stored rows, and not what the policy and statistics see."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,35 +42,20 @@ def make_collector(record_fn):
     return rollout.Collector(env=env, policy=POLICY, record_fn=record_fn)
 
 
-class Played(NamedTuple):
-    """Rows from one carry: as they are, recorded, and without some fields."""
-
-    raw: rollout.Transition
-    recorded: rollout.Transition
-    dropped: rollout.Transition
-    stats: list  # of the three
-    row: rollout.Transition  # recorded
-    total: jax.Array
-    padded: tuple
-
-
 @pytest.fixture(scope="module")
 def played():
+    """Rows from one carry: as they are, recorded, without some fields; and the rest."""
     collectors = raw, recording, _ = [make_collector(x) for x in (None, record, drop)]
 
     @quick_jit
     def run(key):
         start = raw.init(key), None
         rows = [x.collect_steps(*start, NUM_STEPS)[1] for x in collectors]
-        return Played(
-            *rows,
-            stats=[rollout.summarize(x) for x in rows],
-            row=recording.step(*start)[1],
-            total=recording.fold_steps(*start, note, 0.0, num_steps=NUM_STEPS)[1],
-            padded=recording.collect_episodes(
-                *start, 5, max_episode_steps=7, return_trajectory=True
-            )[1],
-        )
+        row = recording.step(*start)[1]
+        total = recording.fold_steps(*start, note, 0.0, num_steps=NUM_STEPS)[1]
+        counts = {"max_episode_steps": 7, "return_trajectory": True}
+        episodes = recording.collect_episodes(*start, 5, **counts)[1]
+        return rows, [rollout.summarize(x) for x in rows], row, total, episodes
 
     return jax.device_get(run(jax.random.key(0)))
 
@@ -89,33 +72,23 @@ def check(recorded, raw):
 
 
 def test_steps_are_stored_as_recorded_and_statistics_count_the_raw_rewards(played):
-    check(played.recorded, played.raw)
-    assert played.recorded.reward.max() == 1 < played.raw.reward.max()
-    want, got, _ = played.stats
-    assert got.returns.mean == want.returns.mean > 1
-    assert got.num_episodes == want.num_episodes > 0
-
-
-def test_fields_that_are_not_recorded_are_not_missed(played):
-    assert played.dropped.reward == played.dropped.action == ()
-    want, _, got = played.stats
-    assert got.returns.mean == want.returns.mean
-    assert got.num_nonfinite == 0
-
-
-@pytest.mark.slow
-def test_episodes_are_evaluated_without_what_is_not_recorded():
-    stats = rollout.evaluate(make_collector(drop), None, jax.random.key(0), 3)
-    assert stats.num_episodes == 3
-
-
-def test_single_steps_and_folds_hand_out_what_is_recorded(played):
-    check(played.row, jax.tree.map(lambda x: x[0], played.raw))
-    np.testing.assert_allclose(played.total, 2 * played.raw.reward.sum())
+    (raw, recorded, dropped), stats, row, total, _ = played
+    check(recorded, raw)
+    check(row, jax.tree.map(lambda x: x[0], raw))
+    np.testing.assert_allclose(total, 2 * raw.reward.sum())
+    assert recorded.reward.max() == 1 < raw.reward.max()
+    assert dropped.reward == dropped.action == ()
+    want = stats[0]
+    assert want.returns.mean > 1
+    for got in stats[1:]:
+        assert got.returns.mean == want.returns.mean
+        assert got.num_episodes == want.num_episodes > 0
+        assert got.num_nonfinite == 0
 
 
 def test_episodes_are_stored_as_recorded_and_counted_raw(played):
-    episodes, padded = played.padded, played.padded.trajectory
+    *_, episodes = played
+    padded = episodes.trajectory
     length = episodes.episode_length
     np.testing.assert_array_equal(episodes.episode_return, length * (length + 1) / 2)
     step = np.arange(1, 8)[:, None]

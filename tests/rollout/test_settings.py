@@ -1,16 +1,13 @@
 """jax's own settings, threads, eager calls: what a notebook does to the library."""
 
 import concurrent.futures
-import subprocess
-import sys
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, collect, make_collector, raw
-from compiles import count_compiles
+from cases import CountEnv, make_collector
 from flax import struct
 
 import rollout
@@ -19,29 +16,6 @@ from rollout import envs
 first_action = rollout.stateless_policy(
     lambda params, obs, key: jnp.zeros_like(obs[:, 0], int)
 )
-
-
-def count_steps(count, transition):
-    return count + transition.mask.sum()
-
-
-@pytest.mark.slow
-def test_eager_calls_compile_once():
-    collector = make_collector("count")
-    carry, _ = collect("count")
-
-    def use(carry):
-        carry, _ = collector.step(carry, None)
-        carry, _ = collector.collect_episodes(carry, None, 2, max_episode_steps=9)
-        zero, counts = jnp.int32(0), {"num_episodes": 2, "max_episode_steps": 9}
-        carry, _ = collector.fold_steps(carry, None, count_steps, zero, num_steps=3)
-        return collector.fold_episodes(carry, None, count_steps, zero, **counts)[0]
-
-    carry = use(carry)
-    with count_compiles() as compiled:
-        for _ in range(3):
-            carry = use(carry)
-    assert not compiled
 
 
 @pytest.mark.slow
@@ -72,22 +46,6 @@ def test_stream_and_profile_run_operation_by_operation():
                 parts = rollout.profile(collector, None, key, 2, num_repeats=1)
                 assert parts.whole > 0
     np.testing.assert_array_equal(*batches)
-
-
-X64 = """
-import jax; jax.config.update("jax_enable_x64", True)
-import rollout
-from rollout import envs
-env = envs.make_vec("Pendulum-v1", 2)
-collector = rollout.Collector(env=env, policy=rollout.random_policy(env.action_space))
-carry, trajectory = collector.collect_steps(collector.init(jax.random.key(0)), None, 3)
-assert trajectory.reward.dtype == "float32", trajectory.reward.dtype
-"""
-
-
-@pytest.mark.slow
-def test_pendulum_steps_with_wide_floats():
-    assert subprocess.run([sys.executable, "-c", X64]).returncode == 0
 
 
 @pytest.mark.slow
@@ -155,44 +113,3 @@ def test_second_thread_within_next_is_refused():
     assert stream.steps == 16
     next(stream)
     assert stream.steps == 32
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
-def test_episodes_until_there_are_enough_steps_depend_on_no_lane():
-    played = {}
-    for num_envs in (2, 5):
-        collector = make_collector("count", num_envs).replace(policy=first_action)
-        carry, parts = collector.init(jax.random.key(3)), []
-        for _ in range(2):
-            carry, episodes = collector.collect_episodes(
-                carry, None, 40, max_episode_steps=20, min_steps=50
-            )
-            mask = np.asarray(episodes.mask)
-            length = np.asarray(episodes.episode_length)
-            assert length.sum() == length[mask].sum() == episodes.num_steps
-            assert 50 <= length.sum() < 50 + 20
-            assert length[mask][:-1].sum() < 50
-            assert not mask[np.argmin(mask) :].any()
-            stats = rollout.summarize(episodes)
-            assert stats.num_episodes == mask.sum()
-            assert stats.lengths.mean == pytest.approx(length[mask].mean())
-            parts.append(length[mask])
-        whole = collector.collect_episodes(
-            collector.init(jax.random.key(3)), None, 80, max_episode_steps=20
-        )[1]
-        joined = np.concatenate(parts)
-        np.testing.assert_array_equal(joined, whole.episode_length[: joined.size])
-        played[num_envs] = joined
-    np.testing.assert_array_equal(played[2], played[5])
-
-
-def test_finished_lists_the_episodes_that_ended():
-    trajectory = collect("count")[1]
-    found = jax.jit(rollout.stats.ended_episodes)(trajectory)
-    trajectory, found = jax.device_get((raw(trajectory), found))
-    step, lane = np.nonzero(trajectory.done & trajectory.mask)
-    np.testing.assert_array_equal(found.lane[found.mask], lane)
-    for field in ("episode_return", "episode_length"):
-        expected = getattr(trajectory, field)[step, lane]
-        np.testing.assert_array_equal(getattr(found, field)[found.mask], expected)

@@ -16,11 +16,10 @@ summarize = jax.jit(rollout.summarize)
 add = jax.jit(lambda window, batch: window.add(batch))
 
 
-# Small integers, and returns with all their digits.
-@pytest.mark.parametrize("scale", [1.0, np.pi])
-def test_statistics_are_those_of_the_episodes_that_ended(scale):
+# Of returns with all their digits.
+def test_statistics_are_those_of_the_episodes_that_ended():
     _, trajectory = collect("count")
-    returns = np.float32(scale) * np.asarray(trajectory.episode_return)
+    returns = np.float32(np.pi) * np.asarray(trajectory.episode_return)
     trajectory = trajectory.replace(episode_return=returns)
     stats = summarize(trajectory)
     done = np.asarray(trajectory.done)
@@ -42,17 +41,6 @@ def test_statistics_are_those_of_the_episodes_that_ended(scale):
             assert got.dtype == jnp.float32
     for leaf in (stats.num_steps, stats.num_episodes, stats.num_terminated):
         assert leaf.dtype == jnp.int32
-
-
-def test_statistics_without_an_ended_episode_are_nan():
-    _, trajectory = collect("count")
-    none = np.zeros(trajectory.terminated.shape, bool)
-    stats = summarize(trajectory.replace(terminated=none, truncated=none))
-    assert stats.num_episodes == 0
-    assert stats.num_steps == trajectory.reward.size
-    for stat in ("mean", "std", "min", "max"):
-        assert np.isnan(getattr(stats.returns, stat))
-        assert np.isnan(getattr(stats.lengths, stat))
 
 
 def test_idle_rows_do_not_count():
@@ -80,33 +68,15 @@ def test_rows_that_are_not_finite_are_counted(field):
 
 
 def test_statistics_are_printed_in_one_line():
-    @jax.jit
-    def summarize_each():
-        cases = (
-            of_episodes([190.0, 200.0, 210.0]),
-            of_episodes([0.5]),
-            of_episodes([], num_steps=np.int32(1280)),
-            of_episodes([np.inf, 1.0], finished=np.array([True, False])),
-        )
-        return [rollout.summarize(case) for case in cases]
-
-    three, one, nothing, cut = map(str, jax.device_get(summarize_each()))
+    three = summarize(of_episodes([190.0, 200.0, 210.0]))
     # 200 +- 4.302653 * 10 / sqrt(3), by Student's t with 2 degrees of freedom
-    assert three == "return 200 (95 %: 175.159 to 224.841), 3 episodes"
-    assert one == "return 0.5, 1 episode"
-    assert nothing == "no episode ended in 1,280 steps"
-    assert cut.endswith(
+    assert str(three) == "return 200 (95 %: 175.159 to 224.841), 3 episodes"
+    nothing = summarize(of_episodes([], num_steps=np.int32(1280)))
+    assert str(nothing) == "no episode ended in 1,280 steps"
+    cut = summarize(of_episodes([np.inf, 1.0], finished=np.array([True, False])))
+    assert str(cut).endswith(
         ", 2 episodes, 1 truncated by `max_episode_steps`, 1 with NaN or infinity"
     )
-
-
-def test_statistics_of_several_runs_or_traced_ones_are_printed_as_they_are():
-    stats = summarize(of_episodes([190.0, 200.0]))
-    many = jax.tree.map(lambda x: np.stack([x, x]), jax.device_get(stats))
-    assert str(many) == repr(many)
-    traced = []
-    jax.jit(lambda x: traced.append(str(x)))(stats)
-    assert traced[0].startswith("CollectStats(")
 
 
 def played(lengths, num_steps):
@@ -149,10 +119,9 @@ def counted(trajectory, size):
 LENGTHS = np.random.default_rng(0).integers(1, 8, (5, 60))
 
 
-@pytest.mark.parametrize("size", [25, 40])
-@pytest.mark.parametrize("num_rows", [1, 2, 7])
-def test_window_has_episodes_before_which_all_have_ended(size, num_rows):
-    trajectory = played(LENGTHS, 56)
+@pytest.mark.parametrize("num_rows", [1, 7])
+def test_window_has_episodes_before_which_all_have_ended(num_rows):
+    trajectory, size = played(LENGTHS, 56), 25
     window = rollout.EpisodeWindow.init(size, accumulated=["twice"])
     assert str(window) == "no episode counts yet"
     wanted = list(counted(trajectory, size))
@@ -173,17 +142,13 @@ def test_window_has_episodes_before_which_all_have_ended(size, num_rows):
     )
 
 
-@pytest.mark.parametrize(
-    ("num_lanes", "size"),
-    [(200, 20), (4, 20), pytest.param(200, 200, marks=pytest.mark.slow)],
-)
-def test_first_values_of_a_window_are_not_biased_to_short_episodes(num_lanes, size):
+def test_first_values_of_a_window_are_not_biased_to_short_episodes():
     """Half of the episodes take 2 steps, half 20: the mean is 11 from the start."""
     firsts = []
-    for seed in range(40 if num_lanes > 4 else 200):
+    for seed in range(40):
         rng = np.random.default_rng(seed)
-        trajectory = played(rng.choice((2, 20), (num_lanes, 40)), 60)
-        window = rollout.EpisodeWindow.init(size)
+        trajectory = played(rng.choice((2, 20), (200, 40)), 60)
+        window = rollout.EpisodeWindow.init(20)
         for i in range(0, 60, 6):
             window = jax.device_get(add(window, part(trajectory, i, i + 6)))
             if window.num_episodes:
@@ -308,20 +273,7 @@ def test_merged_counts_do_not_overflow():
     assert merge([stats, stats]).num_steps == 2**32 - 2
 
 
-def test_statistics_do_not_promote_silently():
-    _, trajectory = collect("count")
-
-    @jax.jit
-    def moments(trajectory):
-        returns = rollout.summarize(trajectory).returns
-        return returns.std, returns.ci_low
-
-    with jax.numpy_dtype_promotion("strict"):
-        values = moments(trajectory)
-    assert jax.device_get(values) == jax.device_get(moments(trajectory))
-
-
-@pytest.mark.parametrize("num_seeds", [2, 3, 5, 8, 30])
+@pytest.mark.parametrize("num_seeds", [2, 8])
 def test_interval_over_seeds_is_that_of_students_t(num_seeds):
     x = np.random.default_rng(num_seeds).normal(100.0, 10.0, (num_seeds, 4))
     got = rollout.stats.mean_interval(x)
@@ -347,3 +299,14 @@ def test_interval_over_seeds_keeps_nan_and_needs_two_seeds():
         assert np.isnan(values).tolist() == [True, False]
     with pytest.raises(ValueError, match="at least 2 values along axis 0"):
         rollout.stats.mean_interval(x[:1])
+
+
+def test_finished_lists_the_episodes_that_ended():
+    trajectory = collect("count")[1]
+    found = jax.jit(rollout.stats.ended_episodes)(trajectory)
+    trajectory, found = jax.device_get((raw(trajectory), found))
+    step, lane = np.nonzero(trajectory.done & trajectory.mask)
+    np.testing.assert_array_equal(found.lane[found.mask], lane)
+    for field in ("episode_return", "episode_length"):
+        expected = getattr(trajectory, field)[step, lane]
+        np.testing.assert_array_equal(getattr(found, field)[found.mask], expected)

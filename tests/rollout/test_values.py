@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, PlainPolicy, WithCritic, make_env, on_a_gpu, quick_jit, raw
+from cases import CountEnv, WithCritic, on_a_gpu, quick_jit, raw
 from jax.sharding import Mesh
 
 import rollout
@@ -107,36 +107,6 @@ def test_next_values_are_those_of_every_successor(ending, policy):
     assert not trajectory.final_value[~goes_on].any()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("name", ["Pendulum-v1", "Breakout-MinAtar"])
-def test_network_gives_the_value_of_every_successor(name):
-    env = envs.vectorize(make_env(name), 20)  # more truncations in a step than slots
-    size = int(np.prod(env.observation_space.shape))
-    weights = jax.random.normal(jax.random.key(0), (size,))
-
-    def value_fn(weights, obs, state=()):
-        return jnp.tanh(obs.reshape(len(obs), -1) @ weights)
-
-    random = rollout.random_policy(env.action_space)
-
-    def apply(weights, obs, state, key):
-        step = random.apply(None, obs, (), key)
-        return step._replace(extras={"value": value_fn(weights, obs)})
-
-    policy = WithCritic(PlainPolicy(random.init, apply), value_fn)
-    collector = rollout.Collector(env=env, policy=policy)
-    carry = collector.init(jax.random.key(2))
-    carry, t = collector.collect_steps(carry, weights, 60)
-    assert t.truncated.any()
-    got = rollout.next_values(t, t.extras["value"], collector.value(carry, weights))
-    rows = t.next_obs.reshape(-1, *t.next_obs.shape[2:])
-    every = value_fn(weights, rows).reshape(t.reward.shape)
-    expected = jnp.where(t.terminated, 0.0, every)
-    # A product of a few rows is not rounded as that of many.
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_other_fields_are_those_without_values():
     carry, trajectory = collect(make())
     without = collect(make_with(None))
@@ -199,19 +169,6 @@ def test_devices_give_the_values_of_one():
     assert not any(name in text for name in ("all-reduce", "all-gather"))
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
-def test_lanes_under_vmap_have_values_of_their_own():
-    collector = make()
-    seeds = jnp.arange(3)
-    many = jax.vmap(
-        lambda seed: start_and_collect(collector, seed=seed)[1].final_value
-    )(seeds)
-    for seed, got in enumerate(many):
-        expected = collect(collector, seed=seed)[1].final_value
-        np.testing.assert_array_equal(got, expected)
-
-
 def test_values_are_constants_to_derivatives():
     def total(params, value_fn):
         collector = make_with(value_fn or (lambda _, *args: critic(params, *args)))
@@ -226,20 +183,6 @@ def test_values_are_constants_to_derivatives():
     for value, gradient in run(PARAMS):
         assert value > 0
         assert gradient == 0
-
-
-class LongReset(CountEnv):
-    def reset(self, key):
-        state, obs = super().reset(key)
-        return state, jax.lax.fori_loop(0, 9, lambda _, x: -x, -obs)
-
-
-def test_values_and_expensive_resets_promote_no_dtypes():
-    env = envs.vectorize(jax.tree_util.register_static(LongReset)(), B)
-    with jax.numpy_dtype_promotion("strict"):
-        _, trajectory = jax.eval_shape(start_and_collect, make().replace(env=env))
-    fields = trajectory.obs, trajectory.next_obs, trajectory.final_value
-    assert [x.dtype for x in fields] == ["float32"] * 3
 
 
 def test_cut_episode_has_the_value_of_its_last_observation():
@@ -277,45 +220,6 @@ def test_batches_of_a_stream_have_the_values_of_their_successors(policy, at_batc
             expected = plain_next_values(t, is_recurrent=policy == "recurrent")
             mask = np.asarray(t.mask)
             np.testing.assert_array_equal(found[mask], expected[mask])
-
-
-def test_record_fn_may_leave_out_final_values():
-    drop = make(record_fn=lambda t: t.replace(final_value=(), next_obs=()))
-    trajectory = jax.eval_shape(start_and_collect, drop)[1]
-    assert trajectory.final_value == ()
-    assert trajectory.next_obs == ()
-
-
-@pytest.mark.slow
-def test_batch_that_is_cut_keeps_the_dtype_that_was_recorded():
-    half = make(
-        record_fn=lambda t: t.replace(final_value=t.final_value.astype(jnp.bfloat16))
-    )
-    options = {"steps_per_batch": 5 * B, "at_batch_end": "truncate"}
-    stream = rollout.Stream(half, params=PARAMS, key=jax.random.key(3), **options)
-    t = next(stream).trajectory
-    assert t.final_value.dtype == jnp.bfloat16
-    expected = plain_next_values(t, is_recurrent=False)
-    cut = np.asarray(t.truncated & ~t.terminated)
-    assert cut[-1].any()
-    np.testing.assert_array_equal(np.asarray(t.final_value, float)[cut], expected[cut])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
-def test_batches_of_sharded_lanes_have_the_values_of_one_device():
-    collector = make("some", "recurrent", num_envs=16)
-    mesh = Mesh(np.asarray(jax.devices()[:4]), ("lanes",))
-    options = {"steps_per_batch": 5 * 16, "at_batch_end": "truncate"}
-
-    def run(collector):
-        key = jax.random.key(3)
-        with rollout.Stream(collector, params=PARAMS, key=key, **options) as stream:
-            return next(stream).trajectory
-
-    one, sharded = run(collector), run(rollout.shard(collector, mesh))
-    assert (one.truncated & ~one.terminated)[-1].any()
-    np.testing.assert_array_equal(sharded.final_value, one.final_value)
 
 
 def test_unread_values_are_not_computed():

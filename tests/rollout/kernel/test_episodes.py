@@ -13,14 +13,12 @@ from cases import (
     TwoLengthEnv,
     last_word,
     make_env,
-    of_episodes,
     raw,
 )
 from flax import struct
 
 import rollout
 from rollout import envs
-from rollout.kernel import episodes
 
 ENDLESS = 10**12
 slow = pytest.mark.slow
@@ -150,25 +148,13 @@ def mean_length(collector, play, num_steps=0):
 
 
 @slow
-@pytest.mark.parametrize(("num_episodes", "num_steps"), [(6, 0), (6, 7)])
-def test_mean_length_is_not_biased(num_episodes, num_steps):
-    play = functools.partial(
-        rollout.Collector.collect_episodes, num_episodes=num_episodes
-    )
-    got = mean_length(make_collector("two lengths"), play, num_steps)
+def test_mean_length_is_not_biased():
+    play = functools.partial(rollout.Collector.collect_episodes, num_episodes=6)
+    got = mean_length(make_collector("two lengths"), play, num_steps=7)
     # Independent lengths of mean 11 and standard deviation 9. Taking the episodes that
     # end first gives 8.2 for N = 6, and counting unfinished ones gives 18.4 after 7
     # steps: both are more than 4 standard errors off.
-    assert abs(got - 11) < 4 * 9 / np.sqrt(NUM_REPEATS * num_episodes)
-
-
-@slow
-def test_window_of_steps_is_biased_where_episodes_are_not():
-    """The estimate would show a bias: from a window of 20 steps it does."""
-    collector = make_collector("two lengths", num_envs=400)
-    carry = collector.init(jax.random.key(0))
-    _, trajectory = collector.collect_steps(carry, None, 20)
-    assert jax.jit(rollout.summarize)(trajectory).lengths.mean < 9
+    assert abs(got - 11) < 4 * 9 / np.sqrt(NUM_REPEATS * 6)
 
 
 def test_two_calls_play_the_episodes_of_one_with_numbers_from_0():
@@ -225,98 +211,10 @@ def test_every_lane_plays_its_number_of_episodes():
     np.testing.assert_array_equal(after.episode.episode_id // 4, [6, 5, 5, 5])
 
 
-@functools.cache
-def calls(name, num_envs, num_episodes, num_calls=2, **options):
-    """The episodes of calls one after the other."""
-    collector = make_collector(name, num_envs)
-    carry, found = collector.init(jax.random.key(1, **options)), []
-    for _ in range(num_calls):
-        carry, episodes = collector.collect_episodes(
-            carry, None, num_episodes, max_episode_steps=ENDLESS
-        )
-        found.append(episodes)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "few", "many", "options"),
-    [
-        ("count", 4, 16, {}),
-        pytest.param("count", 4, 1, {"impl": "philox2x32"}, marks=slow),
-        pytest.param("CartPole-v1", 3, 1024, {}, marks=slow),
-    ],
-)
-def test_episode_is_the_same_whichever_lanes_serve_it(name, few, many, options):
-    first, second = calls(name, few, 9, **options)
-    for got, want in zip(calls(name, many, 9, **options), (first, second), strict=True):
-        chex.assert_trees_all_equal(got.replace(lane=0), want.replace(lane=0))
-    assert not np.array_equal(first.episode_return, second.episode_return)
-
-
-def test_steps_before_do_not_change_the_episodes():
-    collector, carry = fixed_lengths()
-    carry, _ = collector.collect_steps(carry, None, 3)
-    _, _, _, got = fold(collector, carry, num_episodes=12, max_episode_steps=ENDLESS)
-    chex.assert_trees_all_equal(got, played(12)[2])
-
-
-def test_one_call_gives_the_episodes_of_two():
-    whole, parts = calls("count", 4, 9)[0], calls("count", 4, 3, num_calls=3)
-    for field in ("episode_return", "episode_length", "terminated", "truncated"):
-        want = np.concatenate([getattr(part, field) for part in parts])
-        np.testing.assert_array_equal(getattr(whole, field), want)
-
-
-def draw_twice(params, obs, state, key):
-    """Draws one number from the episode's key, and one from the step's."""
-    draw = jax.vmap(lambda key, n: last_word(jax.random.fold_in(key, n)))
-    drawn = {
-        "by_episode": draw(state["key"].value, state["n"]),
-        "by_step": jnp.broadcast_to(last_word(key), obs.shape[:1]),
-    }
-    state = {**state, "n": state["n"] + 1}
-    return rollout.types.PolicyStep(jnp.zeros(obs.shape[0], jnp.int32), state, drawn)
-
-
-@slow
-@pytest.mark.usefixtures("quick_compile")
-def test_draws_of_an_episode_depend_on_the_split_unless_made_from_its_key():
-    policy = PlainPolicy(
-        lambda n: {
-            "key": rollout.types.EpisodeKey(),
-            "n": jnp.zeros(n, jnp.int32),
-        },
-        draw_twice,
-    )
-    totals = {
-        name: rollout.Accumulator(
-            lambda n: jnp.zeros(n, jnp.int32),
-            lambda acc, t, name=name: acc + t.extras[name],
-        )
-        for name in ("by_episode", "by_step")
-    }
-    collector = make_collector(auto_reset="select")
-    collector = collector.replace(policy=policy, accumulators=totals)
-    play = functools.partial(
-        collector.collect_episodes, params=None, max_episode_steps=ENDLESS
-    )
-    carry = collector.init(jax.random.key(1))
-    whole = play(carry, num_episodes=8)[1].accumulated
-    carry, first = play(carry, num_episodes=4)
-    second = play(carry, num_episodes=4)[1].accumulated
-    for name, total in whole.items():
-        assert total[:4].tolist() == first.accumulated[name].tolist()
-    assert whole["by_episode"][4:].tolist() == second["by_episode"].tolist()
-    assert whole["by_step"][4:].tolist() != second["by_step"].tolist()
-
-
-@pytest.mark.parametrize(
-    "name", ["count", pytest.param("Breakout-MinAtar", marks=slow)]
-)
-def test_compact_equals_select_bit_for_bit(name):
+def test_compact_equals_select_bit_for_bit():
     results = []
     for auto_reset in ("compact", "select"):
-        collector = make_collector(name, 4, auto_reset)
+        collector = make_collector("count", 4, auto_reset)
         start = collector.init(jax.random.key(2))
         results.append(
             raw(collector.collect_episodes(start, None, 9, max_episode_steps=15))
@@ -408,29 +306,69 @@ def test_padded_episodes_hold_every_row_and_are_cut_at_max_length():
         assert num_episodes == 10
 
 
-@pytest.mark.parametrize("name", ["count", pytest.param("CartPole-v1", marks=slow)])
-def test_episodes_are_those_of_a_plain_loop_that_plays_them_one_by_one(name):
-    env, num_episodes = make_env(name), 9
-    collector = make_collector(name)
-    root = jax.random.key(11)
-    _, episodes = collector.collect_episodes(
-        collector.init(root), None, num_episodes, max_episode_steps=ENDLESS
-    )
+def play_alone(env, root, num_episodes):
+    """Episodes of the queue, one by one: length, return, both flags, policy's key."""
     step, reset, fold_in = jax.jit(env.step), jax.jit(env.reset), jax.random.fold_in
-    with jax.debug_key_reuse(False):
-        for k in range(num_episodes):
-            episode_key = fold_in(fold_in(root, 2), k)  # 2: the stream of the queue
-            state, _ = reset(fold_in(episode_key, 0))
-            total, length, done = 0.0, 0, False
-            while not done:
-                length += 1
-                result = step(fold_in(episode_key, length), state, jnp.int32(0))
-                state, total = result.state, total + float(result.reward)
-                done = bool(result.terminated | result.truncated)
-            assert episodes.episode_length[k] == length
-            assert episodes.episode_return[k] == total
-            assert episodes.terminated[k] == result.terminated
-            assert episodes.truncated[k] == result.truncated
+    for k in range(num_episodes):
+        episode_key = fold_in(fold_in(root, 2), k)  # 2: the stream of the queue
+        state, _ = reset(fold_in(episode_key, 0))
+        total, length, done = 0.0, 0, False
+        while not done:
+            length += 1
+            result = step(fold_in(episode_key, length), state, jnp.int32(0))
+            state, total = result.state, total + float(result.reward)
+            done = bool(result.terminated | result.truncated)
+        word = last_word(fold_in(episode_key, np.uint32(2**32 - 1)))
+        yield length, total, bool(result.terminated), bool(result.truncated), int(word)
+
+
+KEYED = PlainPolicy(
+    lambda num_envs: rollout.types.EpisodeKey(),
+    lambda params, obs, state, key: rollout.types.PolicyStep(
+        action=jnp.zeros(obs.shape[0], jnp.int32),
+        state=state,
+        extras=jax.vmap(last_word)(state.value),
+    ),
+)
+LAST_WORD = rollout.Accumulator(
+    lambda num_envs: jnp.zeros(num_envs, jnp.int32), lambda _, t: t.extras
+)
+
+
+@pytest.mark.usefixtures("key_reuse")
+@pytest.mark.parametrize(
+    ("name", "num_envs", "impl"),
+    [
+        ("count", 4, "threefry2x32"),
+        ("count", 16, "threefry2x32"),
+        pytest.param("count", 1, "philox2x32", marks=slow),
+        pytest.param("CartPole-v1", 3, "threefry2x32", marks=slow),
+    ],
+)
+def test_episodes_are_those_of_a_plain_loop_that_plays_them_one_by_one(
+    name, num_envs, impl
+):
+    """Whichever lanes serve them, in any number of calls, after any steps."""
+    root = jax.random.key(11, impl=impl)
+    want = list(play_alone(make_env(name), root, 12))
+    collector = make_collector(name, num_envs).replace(
+        policy=KEYED, accumulators={"word": LAST_WORD}
+    )
+    carry, _ = collector.collect_steps(collector.init(root), None, 3)
+    # Three episodes have so many steps; what starts after them does not count.
+    enough, got = sum(length for length, *_ in want[5:8]), []
+    for num_episodes, options in ((5, {}), (9, {"min_steps": enough}), (4, {})):
+        carry, episodes = collector.collect_episodes(
+            carry, None, num_episodes, max_episode_steps=ENDLESS, **options
+        )
+        fields = "episode_length", "episode_return", "terminated", "truncated"
+        table = [getattr(episodes, field).tolist() for field in fields]
+        table.append(episodes.accumulated["word"].tolist())
+        rows = zip(episodes.mask.tolist(), *table, strict=True)
+        got += [row for counts, *row in rows if counts]
+        assert episodes.num_steps == sum(table[0])
+    assert [tuple(row) for row in got] == want
+    assert carry.next_episode == 12
 
 
 @slow
@@ -459,18 +397,3 @@ def test_population_is_evaluated_under_vmap():
     assert len(resets) == 2 + 2 * 2 * limits.size
     alone = jax.jit(lambda limits: jax.lax.map(evaluate, limits))(limits)
     chex.assert_trees_all_equal(together, alone)
-
-
-@pytest.mark.parametrize("min_steps", [1, 2, 17, 1000])
-def test_episodes_that_start_after_min_steps_do_not_count(min_steps):
-    length = np.array([1, 7, 8, 1, 1, 5] * 3, np.int32)
-
-    @jax.jit
-    def first_of(length, min_steps):
-        played = of_episodes(length, episode_length=length)
-        return episodes.first_of(played, min_steps)
-
-    got = first_of(length, np.int32(min_steps))
-    before = np.cumsum(length) - length
-    np.testing.assert_array_equal(got.mask, before < min_steps)
-    assert got.num_steps == length[before < min_steps].sum()

@@ -1,7 +1,5 @@
 """The critic of a policy, through every wrapper and map around it."""
 
-import functools
-
 import agents
 import jax
 import jax.numpy as jnp
@@ -102,41 +100,19 @@ def play(collector):
     return trajectory, collector.value(carry, jnp.float32(3.0)), carry
 
 
-def check_all(space, kind, chains):
-    """Plays under each chain of wrappers, in one program."""
-    env, wrappers = SPACES[space]
-    env = envs.vectorize(env, B)
-
-    def wrap(policy, name):
-        return wrappers[name](policy, env.action_space)
-
-    collectors = {}
-    for chain in chains(wrappers):
-        policy = functools.reduce(wrap, chain, make_policy(kind, env.action_space))
-        collectors[chain] = rollout.Collector(env=env, policy=policy)
-    run = quick_jit(lambda: {chain: play(x) for chain, x in collectors.items()})
-    for found in run().values():
-        check(*found)
-
-
 @pytest.mark.parametrize(
     "kind", [pytest.param("stateless", marks=pytest.mark.slow), "recurrent"]
 )
 @pytest.mark.parametrize("space", SPACES)
 def test_wrapped_policy_has_the_critic_of_the_policy(space, kind):
-    check_all(space, kind, lambda wrappers: [(), *((name,) for name in wrappers)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("space", SPACES)
-def test_policy_wrapped_twice_has_the_critic_of_the_policy(space):
-    """Each wrapper is once the inner and once the outer one."""
-
-    def pairs(wrappers):
-        names = [name for name in wrappers if "by steps" not in name]
-        return list(zip(names, [*names[1:], names[0]], strict=True))
-
-    check_all(space, "recurrent", pairs)
+    env, wrappers = SPACES[space]
+    env = envs.vectorize(env, B)
+    policy = make_policy(kind, env.action_space)
+    policies = [policy, *(wrap(policy, env.action_space) for wrap in wrappers.values())]
+    collectors = [rollout.Collector(env=env, policy=x) for x in policies]
+    run = quick_jit(lambda: [play(x) for x in collectors])
+    for found in run():
+        check(*found)
 
 
 def choose(weight, obs, key):

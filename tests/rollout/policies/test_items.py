@@ -86,7 +86,7 @@ def test_mask_is_found_where_wrappers_put_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.9, 0.05, 0.002])
+@pytest.mark.parametrize("share", [0.9, 0.002])
 def test_random_items_of_a_large_catalogue_are_drawn_evenly(share):
     num_lanes, num_items = 4_000, 1_000
     mask = np.random.default_rng(0).random(num_items) < share
@@ -106,14 +106,3 @@ def test_random_items_of_a_large_catalogue_are_drawn_evenly(share):
     few = jax.tree.map(lambda x: x[:7], obs)
     key = jax.random.key(1)
     assert act(few, jax.random.clone(key)).tolist() == act(obs, key)[:7].tolist()
-
-
-@pytest.mark.slow
-def test_random_item_where_none_of_many_is_allowed_is_any():
-    policy = rollout.random_policy(
-        Discrete(300), action_mask_fn=lambda obs: obs["action_mask"]
-    )
-    obs = {"action_mask": jnp.zeros((50, 300), bool)}
-    decision = policy.apply(None, obs, (), jax.random.key(0))
-    assert decision.extras["no_valid_action"].all()
-    assert len(set(decision.action.tolist())) > 30

@@ -1,4 +1,4 @@
-"""Policies: the random one draws evenly, and wrong ones raise."""
+"""The random policy draws evenly, whatever the space and the number of lanes."""
 
 import functools
 
@@ -26,7 +26,6 @@ class Pair(envs.spaces.Space):
         return {"a": jax.random.bits(key), "b": jax.random.uniform(key, (2,))}
 
 
-LARGE = (1 << 16) + 3
 BOX = envs.Box(jnp.array([-1.0, 0.0]), jnp.array([1.0, 5.0]), (2,))
 POLICIES = {
     **{n: rollout.random_policy(envs.Discrete(n)) for n in (2, 3, 7, 1000, 1 << 20)},
@@ -65,42 +64,11 @@ def test_discrete_actions_are_uniform(n):
     assert chi_squared < n - 1 + 5 * np.sqrt(2 * n) + 10
 
 
-@pytest.mark.parametrize(
-    ("make_space", "action_mask_fn"),
-    [
-        (lambda: envs.Discrete(6), None),
-        (lambda: envs.Discrete(6), even),
-        (lambda: envs.spaces.MultiDiscrete([2, 3]), even),
-        (lambda: envs.spaces.MultiDiscrete([2, 3]), None),
-        (lambda: envs.spaces.MultiBinary((2,)), None),
-    ],
-)
-def test_same_space_and_mask_make_an_equal_policy(make_space, action_mask_fn):
-    made = rollout.random_policy(make_space(), action_mask_fn=action_mask_fn)
-    # Equal, so that it does not trace again.
-    same = rollout.random_policy(make_space(), action_mask_fn=action_mask_fn)
-    assert made == same
-    assert hash(made) == hash(same)
-    for other in {None, even, all_allowed} - {action_mask_fn}:
-        assert made != rollout.random_policy(make_space(), action_mask_fn=other)
-
-
 def test_mask_that_allows_everything_changes_no_draw():
     step = draw(100_000)["all allowed"]
     np.testing.assert_array_equal(step.action, draw(100_000)[7].action)
     assert step.action.dtype == jnp.int32
     assert not step.extras["no_valid_action"].any()
-
-
-@pytest.mark.slow  # a loop over all the actions
-def test_masked_draw_in_a_space_too_large_for_one_word():
-    mask = np.zeros((8, LARGE), bool)
-    mask[:, [5, LARGE - 1]] = True
-    policy = rollout.random_policy(envs.Discrete(LARGE), action_mask_fn=lambda obs: obs)
-    run = jax.jit(policy.apply)
-    actions = [run(None, mask, (), jax.random.key(seed)).action for seed in range(8)]
-    # 64 draws of two: one of them never comes with probability 2 ** -63.
-    assert set(np.concatenate(actions).tolist()) == {5, LARGE - 1}
 
 
 def test_discrete_space_too_large_for_one_word_still_draws():
@@ -130,14 +98,3 @@ def test_space_of_several_parts_is_drawn_lane_by_lane():
     action = draw(100_000)["pair"].action
     assert action["b"].shape == (100_000, 2)
     assert len(np.unique(action["a"][:50])) == 50
-
-
-def test_greedy_policy_takes_the_mode_and_is_equal_for_an_equal_policy():
-    def always(action):
-        return lambda params, obs, key: jnp.full(obs.shape[0], action, jnp.int32)
-
-    policy = rollout.stateless_policy(always(1), mode_fn=always(2))
-    mode = rollout.policies.Greedy(policy)
-    assert mode == rollout.policies.Greedy(policy)
-    step = mode.apply(None, np.zeros((4, 1), np.float32), mode.init(4), None)
-    np.testing.assert_array_equal(step.action, [2, 2, 2, 2])
