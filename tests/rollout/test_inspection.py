@@ -21,14 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import rollout
 from rollout import envs
-from rollout.inspection import (
-    Block,
-    Memory,
-    Report,
-    Wait,
-    blocks,
-    devices,
-)
+from rollout.inspection import Block, Memory, Report, Wait, devices, hlo
 from rollout.inspection.hlo import Frame, Module
 from rollout.inspection.report import find_loop
 

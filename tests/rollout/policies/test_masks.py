@@ -188,41 +188,6 @@ def test_parts_have_masks_of_their_own_or_none(kind):
     assert set(jax.tree.leaves(sent)[0].tolist()) == {0, 2}  # 1 is not allowed
 
 
-def assert_same_draws(programs, masks):
-    """Of two programs, for each mask."""
-    for mask in masks:
-        drawn = [jax.device_get(program(mask, KEY)) for program in programs]
-        np.testing.assert_array_equal(drawn[0][0], drawn[1][0])
-        for _, no_valid_action in drawn:
-            np.testing.assert_array_equal(no_valid_action, ~mask.any(axis=1))
-
-
-@pytest.mark.parametrize("n", [2, 128, 255])
-def test_draw_by_columns_has_the_bits_of_the_one_by_blocks(n, monkeypatch):
-    """Also where nothing is allowed."""
-    rng, programs = np.random.default_rng(n), []
-    masks = [rng.random((37, n)) < rate for rate in (0.0, 0.02, 0.5)]
-    for mask in masks:
-        mask[0], mask[1], mask[2, -1] = False, True, True
-    for wide in (n + 1, n):
-        monkeypatch.setattr(uniform, "_WIDE", wide)
-        draw = quick_jit(lambda mask, key: uniform.among(mask, key))
-        programs.append(draw.lower(masks[0], KEY).compile())
-    assert_same_draws(programs, masks)
-
-
-def test_draw_without_a_loop_has_the_bits_of_the_one_with_a_loop():
-    """The program for a GPU and for several devices, run here."""
-    rng, programs = np.random.default_rng(0), []
-    masks = [rng.random((36, 1000)) < rate for rate in (0.0, 0.02, 0.5, 1.0)]
-    for num_parts in (1, 2):
-        with prng.in_parts(num_parts):
-            traced = quick_jit(lambda *x: uniform.among(*x)).trace(masks[0], KEY)
-            programs.append(traced.lower().compile())
-        assert ("while[" in str(traced.jaxpr)) == (num_parts == 1)
-    assert_same_draws(programs, masks)
-
-
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
 def test_masks_of_numbers_are_masks(dtype):
     space, obs = envs.Discrete(3), np.zeros((NUM_LANES, 1), np.float32)
