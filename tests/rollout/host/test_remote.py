@@ -82,23 +82,6 @@ class TestInThisProcess:
         first, second = (batch.trajectory.action for batch in some[:2])
         assert (first != second).any()
 
-    def test_one_buffer_joins_no_episodes_of_two_actors(self):
-        options = {"steps_per_batch": 3 * B, "total_steps": 600 * B}
-        buffer, state = rollout.buffers.ReplayBuffer(600 * B, B), None
-        with start(cases.in_jax, **options) as batches:
-            for batch in batches:
-                actor = np.full(batch.trajectory.mask.shape, batch.actor, np.int32)
-                rows = batch.trajectory.replace(info={"actor": actor})
-                if state is None:
-                    state = buffer.init(jax.tree.map(lambda x: x[0], rows))
-                state = buffer.add(state, rows)
-        pieces = buffer.sample_sequences(state, KEY, 4000, 9)
-        actor = np.where(pieces.mask, pieces.experience.info["actor"], -1)
-        first = actor[0]
-        assert ((actor == first) | (actor == -1)).all()
-        assert pieces.mask.sum(axis=0).max() == 3
-        assert set(first.tolist()) == {0, 1}
-
     @pytest.mark.parametrize(
         ("make", "steps", "shape"),
         [(cases.on_host, B * T + 1, (T + 1, B)), (cases.served, 10, (4, 3))],

@@ -25,7 +25,7 @@ def make_stream(collector, **options):
 
 
 STREAMS = [
-    {"prefetch": 1, "max_episode_steps": 4},
+    {"prefetch": 1, "max_episode_steps": 4, "at_batch_end": "truncate"},
     {"steps_per_batch": None, "episodes_per_batch": 5, "total_steps": None,
      "max_episode_steps": 6, "device": "host"},
 ]  # fmt: skip

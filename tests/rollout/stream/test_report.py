@@ -40,19 +40,12 @@ def test_statistics_add_up_over_batches():
     # Means of a batch are float32.
     assert collected.returns.mean == pytest.approx(returns.mean(), rel=1e-6)
     assert collected.returns.max == returns.max()
-
-
-def test_reset_of_the_statistics_counts_from_zero():
-    stream = make_stream()
-    next(stream)
     stream.reset_stats()
     stats = stream.stats
     assert stats.batches == stats.steps == stats.seconds == 0
     assert stats.collected.num_episodes == 0
     assert math.isnan(stats.collected.returns.mean)
-    assert next(stream).trajectory.first.sum() < B  # the run itself goes on
-    assert stream.stats.steps == 8
-    assert stream.steps == 16
+    assert stream.steps == 64  # the run itself goes on
 
 
 def test_statistics_print_as_a_line():
@@ -129,9 +122,8 @@ def test_first_fault_is_named():
     row, lane = np.argwhere(is_faulty)[0]
     for want in batches[: row // 2]:
         chex.assert_trees_all_equal(host(next(checked)), want)
-    message = (
-        f"`reward` must be finite .* first at step 3 of an episode in lane {lane}, "
-    )
+    place = f"first at step 3 of an episode in lane {lane}, in a batch with"
+    message = f"`reward` must be finite .* {place} `params_version` 0"
     before = checked.steps
     assert before > 0
     for _ in range(2):  # the stream stands where it stood
@@ -156,26 +148,6 @@ def test_first_fault_in_whole_episodes_is_named():
     message = f"`reward` must be finite .* first at step 3 of episode {episode}, "
     with pytest.raises(FloatingPointError, match=message):
         next(checked)
-
-
-@pytest.mark.slow
-def test_parameters_that_are_not_finite_show_in_the_output_of_the_policy():
-    def act(params, obs, key):
-        value = obs[:, 0] * params
-        extras = {"value": value, "logits": value[:, None] - jnp.inf}
-        return jnp.zeros(B, jnp.int32), extras
-
-    collector = make_collector("count", B).replace(policy=rollout.stateless_policy(act))
-    options = {"key": jax.random.key(7), "params": jnp.float32(1), "steps_per_batch": 8}
-    stream = rollout.Stream(collector, check_finite=True, **options)
-    last = jax.device_get(jax.tree.map(lambda x: x[-1, 0], next(stream).trajectory))
-    step = 1 if last.done else last.episode_length + 1
-    stream.set_params(jnp.float32(jnp.nan))
-    message = f"`extras.value` must be .* at step {step} of .* lane 0, .*version` 1"
-    with pytest.raises(FloatingPointError, match=message):
-        next(stream)
-    stream.set_params(jnp.float32(2))
-    assert next(stream).params_version == 2
 
 
 @pytest.mark.usefixtures("quick_compile")
