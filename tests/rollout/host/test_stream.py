@@ -49,18 +49,18 @@ def test_batches_are_those_of_the_kernel(options):
         stream.close()
 
 
-def stream_of(make_fn, wrap=lambda env: env):
+def stream_of(make_fn, wrap=lambda env: env, **options):
     env = wrap(LocalEnvs([make_fn] * 4))
     policy = rollout.random_policy(env.action_space)
-    return make_stream(HostCollector(env=env, policy=policy))
+    return make_stream(HostCollector(env=env, policy=policy), **options)
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda env: env, envs.NormalizeHostEnv], ids=["plain", "normalised"]
+    ("wrap", "options"), [(lambda env: env, {}), (envs.NormalizeHostEnv, STREAMS[1])]
 )
-def test_state_that_was_saved_goes_on_exactly(wrap, tmp_path):
+def test_state_that_was_saved_goes_on_exactly(wrap, options, tmp_path):
     make = functools.partial(Arrays, 7)
-    first, second = (stream_of(make, wrap) for _ in "ab")
+    first, second = (stream_of(make, wrap, **options) for _ in "ab")
     next(first), next(first)
     rollout.checkpoint.save(tmp_path, first.state())
     expected = next(first)
