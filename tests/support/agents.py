@@ -211,12 +211,13 @@ def schedule(
     )
 
 
-def play(env):
+def play(env, *, is_team=False):
     """One episode of a `ScheduleEnv`, agent by agent in plain Python.
 
     Returns:
-        Rows by agent, `(obs, reward, next_obs, terminated, truncated, stale)`; the
-        return of each agent, the part of it that no row has, and the episode's length.
+        Rows by agent, as `rows_of` lists those of `agent_transitions`, or those of
+        `team_transitions`; the return of each agent, the part of it that came without
+        a pending action, and the episode's length.
     """
     tables = jax.tree.map(np.asarray, env)
     num_steps, num_agents = tables.reward.shape
@@ -225,19 +226,17 @@ def play(env):
     over = [(False, False)] * num_agents  # terminated, truncated
     total, unassigned = np.zeros(num_agents), np.zeros(num_agents)
     for n in range(num_steps):
+        reward, now = tables.reward[n], [(False, False)] * num_agents
         for a in range(num_agents):
             if tables.acting[n, a] and not any(over[a]):
                 assert pending[a] is None
                 pending[a] = [10 * n + a, 0.0]
-        for a in range(num_agents):
-            total[a] += tables.reward[n, a]
+            total[a] += reward[a]
             if pending[a] is None:
-                unassigned[a] += tables.reward[n, a]
+                unassigned[a] += reward[a]
             else:
-                pending[a][1] += tables.reward[n, a]
-        now = [(False, False)] * num_agents  # how each agent itself ends
-        for a in range(num_agents):
-            if not any(over[a]):
+                pending[a][1] += reward[a]
+            if not any(over[a]):  # how each agent itself ends
                 now[a] = bool(tables.terminated[n, a]), bool(tables.truncated[n, a])
                 over[a] = now[a]
         all_over = all(map(any, over))
@@ -245,33 +244,37 @@ def play(env):
         all_terminated = all(terminated for terminated, _ in over)
         end = (
             bool(tables.episode_terminated[n]) or (all_over and all_terminated),
-            bool(tables.episode_truncated[n])
-            or is_cut
-            or (all_over and not all_terminated),
+            is_cut or (all_over and not all_terminated),
         )
         for a in range(num_agents):
-            is_over = any(over[a])
-            seen = any(now[a]) or (tables.acting[n + 1, a] and not is_over)
-            if pending[a] is None or not (seen or any(end)):
-                continue
-            obs, reward = pending[a]
-            next_obs = 10 * (n + 1) + a if seen else obs
-            flags = now[a] if any(now[a]) else end
-            rows[a].append((obs, reward, next_obs, *flags, not seen))
-            pending[a] = None
+            is_seen = any(now[a]) or (tables.acting[n + 1, a] and not any(over[a]))
+            if pending[a] is None:
+                rows[a] += [(None, reward[a], None, *end, False, False)] * is_team
+            elif is_seen or any(end):
+                obs, earned = pending[a]
+                next_obs = 10 * (n + 1) + a if is_seen else obs
+                flags = now[a] if any(now[a]) and not is_team else end
+                rows[a].append((obs, earned, next_obs, *flags, not is_seen, True))
+                pending[a] = None
         if any(end):
             return rows, total, unassigned, n + 1
     raise AssertionError("it must end")
 
 
-def rows_of(trajectories, num_envs, num_agents):
-    """The rows of `agent_transitions`, by lane and agent, in order of time."""
+def rows_of(rows, num_envs, num_agents):
+    """The rows of one group, by lane and agent, in order of time.
+
+    Each is `(obs, reward, next_obs, terminated, truncated, stale, acting)`; both
+    observations are None where the agent does not act.
+    """
     found = {}
     for column in range(num_envs * num_agents):
         found[divmod(column, num_agents)] = own = []
-        for rows in trajectories:
-            fields = rows.obs, rows.reward, rows.next_obs
-            flags = rows.terminated, rows.truncated, rows.stale_next_obs
-            times = np.flatnonzero(rows.mask[:, column])
-            own += [tuple(x[t, column] for x in (*fields, *flags)) for t in times]
+        for t in np.flatnonzero(rows.mask[:, column]):
+            fields = rows.obs, rows.reward, rows.next_obs, rows.terminated
+            fields += rows.truncated, rows.stale_next_obs, rows.acting
+            obs, reward, next_obs, *flags = (x[t, column] for x in fields)
+            is_acting = flags[-1]
+            seen = (obs, reward, next_obs) if is_acting else (None, reward, None)
+            own.append((*seen, *flags))
     return found

@@ -65,12 +65,6 @@ def join(batches):
     return jax.tree.map(lambda *x: np.concatenate(x), *map(host, batches))
 
 
-def by_lane(trajectory, lane):
-    """The steps of one lane, without the rows that are void."""
-    kept = trajectory.mask[:, lane]
-    return jax.tree.map(lambda x: x[kept, lane], trajectory)
-
-
 def learn(batch):
     """Parameters that depend on every row of the batch."""
     rows = batch.trajectory

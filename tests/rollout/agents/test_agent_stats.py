@@ -1,70 +1,99 @@
-"""Statistics of policies that control several agents."""
-
-import types
+"""Statistics of agents, and of policies that control several agents."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from flax import struct
+from agents import schedule
+from cases import quick_jit
 
 import rollout
 from rollout import envs
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+KEY = jax.random.key(11)
 
-@struct.dataclass
-class Team:
-    """Three agents that win or lose together after one step."""
 
-    agents = ("a", "b", "c")
-    groups = types.MappingProxyType({"all": ("a", "b", "c")})
-    observation_spaces = types.MappingProxyType({"all": envs.Box(0.0, 1.0, ())})
-    action_spaces = types.MappingProxyType({"all": envs.Discrete(2)})
-    simultaneous = True
-
-    def reset(self, key):
-        return jax.random.key_data(key), {"all": jnp.zeros(3)}, jnp.ones(3, bool)
-
-    def step(self, key, state, action):
-        reward = jax.random.rademacher(key, (), jnp.float32)
-        flags = jnp.zeros(3, bool)
-        return envs.multi_agent.MultiAgentStep(
-            state=state,
-            obs={"all": jnp.zeros(3)},
-            acting=~flags,
-            reward=jnp.full(3, reward),
-            terminated=flags,
-            truncated=flags,
-            episode_terminated=jnp.bool_(True),
-            episode_truncated=jnp.bool_(False),
-            info={},
+def make_collector(env, mapping, **options):
+    """The policies x and y take the actions 0 and 1."""
+    env, policies = envs.vectorize(env, 4), {}
+    for number, name in enumerate("xy"):
+        policies[name] = rollout.stateless_policy(
+            lambda params, obs, key, number=number: jnp.full(obs.shape, number)
         )
+    policy = rollout.agents.policy_map(policies, mapping, env)
+    return rollout.Collector(env, policy, **options)
+
+
+PARAMS = {"x": None, "y": None}
+SELF_PLAY = rollout.agents.static_mapping("x")
+
+
+def drawn(key, agents):
+    return jax.random.randint(key, (len(agents),), 0, 2)
 
 
 def test_episodes_of_a_team_count_once():
-    env = envs.vectorize(Team(), 10)
-    policy = rollout.random_policy(envs.Discrete(2))
-    policy = rollout.agents.policy_map(
-        {"team": policy}, rollout.agents.static_mapping("team"), env
-    )
-    collector = rollout.Collector(env, policy)
-    key = jax.random.key(0)
-    stats = rollout.agents.evaluate_agents(collector, {"team": None}, key, 40)
-    team, single = stats.policies["team"], stats.agents["a"]
-    assert team.results.wins + team.results.losses == 40
-    for name in ("wins", "losses"):
-        assert team.results.interval(name) == single.results.interval(name)
+    """Three agents win together after one step."""
+    collector = make_collector(schedule(np.ones((2, 3)), np.ones((1, 3))), SELF_PLAY)
+    stats = rollout.agents.evaluate_agents(collector, PARAMS, KEY, 40)
+    team, single = stats.policies["x"], stats.agents["a"]
+    assert (team.results.wins, team.results.losses) == (40, 0)
+    assert team.results.interval("wins") == single.results.interval("wins")
+    assert (team.returns.mean, team.returns.count) == (1, 40)
     assert team.returns.ci_low == single.returns.ci_low
-    assert team.returns.count == single.returns.count == 40
+
+
+def test_players_who_lose_before_their_first_move_have_lost():
+    """The agent a moves first and wins at once; c is never there."""
+    env = schedule([[1, 0, 0], [0, 1, 0]], [[1, -1, 0]])
+    stats = rollout.agents.evaluate_agents(
+        make_collector(env, SELF_PLAY), PARAMS, KEY, 10
+    )
+    results = [stats.agents[name].results for name in "abc"]
+    assert [(x.wins, x.draws, x.losses) for x in results] == [
+        (10, 0, 0),
+        (0, 0, 10),
+        (0, 0, 0),
+    ]
+    assert stats.agents["b"].lengths.total == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mapping", [drawn, SELF_PLAY])
+def test_results_of_exactly_n_episodes_by_policy(mapping):
+    """The agent a always wins, and the mapping draws who plays it; c never acts."""
+    env = schedule([[1, 1, 0]] * 3, [[1, -1, 0], [0.5, -0.5, 0]])
+    collector = make_collector(env, mapping)
+    stats = rollout.agents.evaluate_agents(collector, PARAMS, KEY, 30)
+
+    @quick_jit
+    def play(key):
+        return collector.collect_episodes(
+            collector.init(key), PARAMS, 30, max_episode_steps=4, return_trajectory=True
+        )[1].trajectory.extras.policy_id[0]
+
+    player = np.asarray(play(KEY))  # [30, 3], of whole episodes
+    for number, name in enumerate("xy"):
+        results, plays = stats.policies[name].results, player[:, :2] == number
+        # An episode counts once: playing both sides is a draw.
+        wins, losses = plays[:, 0] & ~plays[:, 1], plays[:, 1] & ~plays[:, 0]
+        draws = plays.all(axis=1)
+        got = results.wins, results.losses, results.draws
+        assert got == (wins.sum(), losses.sum(), draws.sum())
+        assert stats.policies[name].returns.count == plays.any(axis=1).sum()
+    assert (stats.num_episodes, stats.agents["a"].results.wins) == (30, 30)
+    assert stats.agents["c"].results.wins + stats.agents["c"].results.draws == 0
+    if mapping is SELF_PLAY:  # Wilson's interval of no win in 30: 0 to 11.4 %
+        assert str(stats).splitlines()[0] == (
+            "x: 0 wins (0.0 to 11.4 %), 30 draws (88.6 to 100.0 %), "
+            "0 losses (0.0 to 11.4 %), return 0 (95 %: 0 to 0)"
+        )
 
 
 def test_name_of_an_accumulator_is_not_overwritten():
-    env = envs.vectorize(Team(), 2)
-    policy = rollout.random_policy(envs.Discrete(2))
-    mapping = rollout.agents.static_mapping("team")
-    collector = rollout.Collector(
-        env=env,
-        policy=rollout.agents.policy_map({"team": policy}, mapping, env),
-        accumulators={"agents": rollout.Accumulator(jnp.zeros, lambda x, row: x)},
-    )
+    accumulators = {"agents": rollout.Accumulator(jnp.zeros, lambda x, row: x)}
+    env = schedule(np.ones((2, 3)), np.ones((1, 3)))
+    collector = make_collector(env, SELF_PLAY, accumulators=accumulators)
     with pytest.raises(ValueError, match="must not contain the name 'agents'"):
-        rollout.agents.evaluate_agents(collector, {"team": None}, jax.random.key(0), 4)
+        rollout.agents.evaluate_agents(collector, PARAMS, KEY, 4)

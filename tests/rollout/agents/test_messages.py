@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from agents import ChanceEnv, OneAgent, schedule
 from cases import CountEnv
-from host_count import HostCount
 
 import rollout
 from rollout import agents, envs
@@ -50,11 +49,6 @@ def league(members):
     return mapped(drawn, x=agents.Population(policy(), 5), params={"x": members})
 
 
-def single():
-    policy = rollout.random_policy(SINGLE.action_space)
-    return rollout.Collector(env=SINGLE, policy=policy)
-
-
 def evaluate(collector):
     return agents.evaluate_agents(collector, None, KEY, 2)
 
@@ -91,34 +85,21 @@ GROUPS = "mapping function (x) to groups (all), each with a policy, got"
 CASES = [
     # policy_map
     (lambda: agents.policy_map(3, MAPPING, TABLE), "`policies` must be a dict by name"),
-    (lambda: mapped({"a": "x"}), "`policy_mapping_fn` must be a function"),
     (lambda: mapped(by_name({"a": "x"})), "must map the agents a, b, c to the"),
-    (lambda: mapped(by_name("y")), "policies x, got {'a': 'y', 'b': 'y', 'c': 'y'}"),
     (lambda: mapped(lambda key, names: jnp.int32(0)), SHAPE),
     (lambda: mapped(x=policy(lambda obs: obs)), ACTIONS),
     (lambda: mapped(x=policy(extras=lambda obs: obs)), EXTRAS),
     (lambda: mapped(x=agents.Population(policy(), 2)), "policies (none), got"),
     (lambda: mapped(drawn, x=value(1), y=value(2)), "the same kind of `value`"),
-    (lambda: mapped(drawn, groups={"y": ["all"]}), f"{GROUPS} {{'y': ['all']}}"),
-    (lambda: mapped(drawn, groups={"x": ["some"]}), f"{GROUPS} {{'x': ['some']}}"),
     (lambda: mapped(drawn, groups={"x": []}), f"{GROUPS} {{'x': []}}"),
-    (lambda: mapped(groups={"x": ["all"]}), "of a mapping function (none) to"),
-    (lambda: agents.policy_map({"x": policy()}, MAPPING, SINGLE), "several agents, fo"),
     (lambda: mapped(env=SINGLE), "of several agents, got float32 of shape (4, 1)"),
     # population
-    (lambda: agents.Population("x", 2), "stateless_policy` returns, got str 'x'"),
-    (lambda: agents.Population(policy(), 0), "`size` must be an int of at least 1"),
     (lambda: league(np.zeros(6)), "with the leading axes (5,), got float32"),
     # agent_transitions
-    (lambda: agents.Pending.init(single(), 0), "must have several agents"),
     (lambda: answer((), info={}), "must have several agents, for example lanes of a"),
     (lambda: answer(lanes=2), "`pending` must be from `Pending.init` or an earlier"),
     # evaluate_agents
     (lambda: evaluate(learning()), "with the statistics of training, got NormalizeObs"),
-    (
-        lambda: evaluate(rollout.HostCollector(HostCount(2), policy())),
-        "are in JAX, got",
-    ),
     (lambda: evaluate(3), "must be a `Collector`, whose environments are in JAX, got"),
 ]
 

@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 from agents import schedule
 from cases import quick_jit
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import rollout
 from rollout import envs
-from rollout.agents.population import apply_members, blocks_of
+from rollout.agents.population import apply_members
 
 KEY = jax.random.key(2)
-N, P, D = 24, 5, 3
+P = 5
 
 
 def act(params, obs, state, key):
@@ -28,13 +26,11 @@ def act(params, obs, state, key):
 
 
 POLICY = rollout.recurrent_policy(act, lambda num: jnp.zeros((num,), jnp.int32))
-PARAMS = {"w": jnp.asarray(np.random.default_rng(0).integers(-9, 9, (P, D)), "float32")}
 
 
-@functools.partial(jax.jit, static_argnames=("size", "blocks"))
-def apply(member, params, obs, state, size=P, blocks=True):
-    if blocks:
-        return apply_members(POLICY.apply, size, member, params, obs, state, KEY)
+@functools.partial(quick_jit, static_argnames="size")
+def apply(size, member, params, obs, state):
+    """By a population, and by each agent's parameters."""
     keys = jax.vmap(jax.random.fold_in, (None, 0))(KEY, jnp.arange(member.shape[0]))
 
     def one(member, obs, state, key):
@@ -42,35 +38,24 @@ def apply(member, params, obs, state, size=P, blocks=True):
         decision = POLICY.apply(own, obs[None], state[None], key)
         return jax.tree.map(lambda x: x[0], decision)
 
-    return jax.vmap(one)(member, obs, state, keys)
+    got = apply_members(POLICY.apply, size, member, params, obs, state, KEY)
+    return got, jax.vmap(one)(member, obs, state, keys)
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(0, P - 1), min_size=N, max_size=N), st.integers(0, 99))
-def test_population_is_parameters_gathered_per_agent(member, seed):
-    rng = np.random.default_rng(seed)
-    obs = rng.integers(-9, 9, (N, D)).astype(np.float32)
-    state = rng.integers(0, 99, N).astype(np.int32)
-    args = np.asarray(member, np.int32), PARAMS, obs, state
-    jax.tree.map(
-        np.testing.assert_array_equal, apply(*args), apply(*args, blocks=False)
-    )
-
-
-@pytest.mark.parametrize("num_agents", [1, 2, 7, 100])
-@pytest.mark.parametrize("size", [1, 3, 40])
-def test_every_agent_has_one_row_in_a_block_of_its_member(num_agents, size):
-    rng = np.random.default_rng(num_agents)
-    sort = quick_jit(blocks_of, static_argnums=1)
+@pytest.mark.parametrize(("num_agents", "size"), [(1, 40), (24, 5), (100, 3)])
+def test_population_is_parameters_gathered_per_agent(num_agents, size):
+    rng = np.random.default_rng(0)
+    params = {"w": rng.integers(-9, 9, (size, 3)).astype(np.float32)}
+    obs = rng.integers(-9, 9, (num_agents, 3)).astype(np.float32)
+    state = rng.integers(0, 99, num_agents).astype(np.int32)
     for member in (
         rng.integers(0, size, num_agents),
+        rng.integers(0, size, num_agents) // 2,
         np.full(num_agents, size - 1),
         np.arange(num_agents) % size,
     ):
-        agent, block_member, row = jax.device_get(sort(member.astype(np.int32), size))
-        np.testing.assert_array_equal(agent.reshape(-1)[row], np.arange(num_agents))
-        assert len(set(row.tolist())) == num_agents
-        np.testing.assert_array_equal(block_member[row // agent.shape[1]], member)
+        got, want = apply(size, member.astype(np.int32), params, obs, state)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def mapping(key, agents):

@@ -12,7 +12,6 @@ from PIL import Image
 import rollout
 from rollout import cli as command
 from rollout import envs
-from rollout.cli import make_parser, parse
 
 B, T, SEED = 3, 47, 5
 ID = "gymnasium:CartPole-v1"
@@ -55,14 +54,6 @@ def test_episodes_are_those_of_collect_episodes():
     assert table["episodes"].startswith("7 (7 terminated")
     assert_figures(table["length"], episodes.episode_length)
     assert table["steps"].split()[0] == f"{episodes.episode_length.sum()}"
-
-
-@pytest.mark.slow
-def test_gif_is_of_the_first_episode(tmp_path):
-    pytest.importorskip("pygame")
-    table = run(ID, f"--seed={SEED}", f"--gif={tmp_path}/a.gif")
-    assert table["length"] == run(ID, f"--seed={SEED}", "--num-episodes=1")["length"]
-    assert (tmp_path / "a.gif").read_bytes().startswith(b"GIF89a")
 
 
 OWN = """
@@ -119,8 +110,7 @@ def test_seed_and_parameters_go_to_envpool(monkeypatch):
     assert given == {"env_id": "A-v0", "num_envs": 2, "seed": 8, "num_threads": 1}
 
 
-@pytest.mark.parametrize("name", ["tests/Toy-v0", "json:Toy-v0", "json:tests/Toy-v0"])
-def test_id_may_have_a_module_and_a_namespace(name, monkeypatch):
+def test_id_may_have_a_module_and_a_namespace():
     made = []
 
     class Toy(CartPoleEnv):
@@ -128,14 +118,12 @@ def test_id_may_have_a_module_and_a_namespace(name, monkeypatch):
             made.append(options)
             super().__init__()
 
-    for env_id in ("tests/Toy-v0", "Toy-v0"):
-        gymnasium.register(env_id, Toy)
-    argv = f"gymnasium:{name}", "--num-envs=2", "--num-steps=2"
-    table = run(*argv, "--env-param=size=3")
-    for env_id in ("tests/Toy-v0", "Toy-v0"):
-        del gymnasium.registry[env_id]
+    gymnasium.register("tests/Toy-v0", Toy)
+    name = "gymnasium:json:tests/Toy-v0"
+    table = run(name, "--num-envs=2", "--num-steps=2", "--env-param=size=3")
+    del gymnasium.registry["tests/Toy-v0"]
     assert made == [{"size": 3}, {"size": 3}]
-    assert table["environment"] == f"gymnasium:{name} (size=3)"
+    assert table["environment"] == f"{name} (size=3)"
 
 
 def test_fault_is_one_line(count, capsys):
@@ -143,18 +131,3 @@ def test_fault_is_one_line(count, capsys):
     count.fault_fn = lambda number, env: OSError("torn") if number == 9 else None
     line = error_line(capsys, *COUNT, "--num-steps=40")
     assert "failed: OSError: torn" in line
-
-
-@pytest.mark.parametrize(
-    ("given", "num_envs"),
-    [([], 16), (["--num-episodes=9"], 9), (["--num-envs=8192"], 8192)],
-)
-def test_defaults_are_those_of_a_loop_in_python(given, num_envs):
-    made = parse(make_parser(), [ID, *given])
-    assert made.num_envs == num_envs
-
-
-def test_kinds_of_ids_are_distinguished():
-    ids = (ID, "envpool:A-v0", "pgx:chess", "gymnasium", "CartPole-v1")
-    made = [parse(make_parser(), [env_id]) for env_id in ids]
-    assert [x.is_on_host for x in made] == [True, True, False, False, False]

@@ -11,10 +11,9 @@ import pytest
 from command_line import assert_figures, error_line, output, read_table, run, spawn
 from PIL import Image
 
-from rollout import Collector, envs, random_policy, summarize
+from rollout import Collector, envs, random_policy
 from rollout import cli as command
-from rollout.cli import Result, collected, make_parser, parse
-from rollout.types import Episodes
+from rollout.cli import make_parser, parse
 
 B, T, SEED, LIMIT = 4, 47, 3, 20  # 15 batches of 3 steps and one of 2
 N, CUT = 34, 18  # some of the episodes are cut; the limit then truncates none
@@ -55,10 +54,6 @@ def episodes():
     return jax.device_get(
         collector.collect_episodes(carry, None, N, max_episode_steps=CUT)[1]
     )
-
-
-def parsed(*argv):
-    return parse(make_parser(), argv)
 
 
 def speed(table, name="steps"):
@@ -129,27 +124,6 @@ def test_profile_times_the_parts_and_writes_a_trace(tmp_path):
     np.testing.assert_allclose(sum(times.values()), whole, atol=0.005)
 
 
-def test_window_without_an_ending_says_so():
-    table = run(*RUN, "--num-steps=3")  # it balances for longer
-    assert table["episodes"] == "0 (no episode ended in this window)"
-    assert not {"return", "length"} & set(table)
-
-
-@pytest.mark.parametrize(
-    ("num_envs", "num_steps", "num_rows"),
-    [
-        (4, 1000, 50),
-        (4, 12, 1),
-        (4, 47, 3),  # the last batch has two
-        (2**22, 40, 1),  # a batch has at most so many rows
-        (2**23, 3, 1),  # but at least one step
-    ],
-)
-def test_batches_are_a_twentieth_of_the_run(num_envs, num_steps, num_rows):
-    counts = f"--num-envs={num_envs}", f"--num-steps={num_steps}"
-    assert command.num_rows(parsed("CartPole-v1", *counts)) == num_rows
-
-
 def test_queue_run_reports_the_episodes_of_collect_episodes(queue_table, episodes):
     num_terminated, num_cut = episodes.terminated.sum(), N - episodes.finished.sum()
     assert min(num_terminated, num_cut) > 0
@@ -158,9 +132,6 @@ def test_queue_run_reports_the_episodes_of_collect_episodes(queue_table, episode
     assert queue_table["episodes"] == f"{N} ({flags})"
     assert_figures(queue_table["return"], episodes.episode_return)
     assert_figures(queue_table["length"], episodes.episode_length)
-
-
-def test_queue_run_gives_the_confidence_interval_of_the_mean(queue_table, episodes):
     x = episodes.episode_return.astype(np.float64)
     # 2.0345 is Student's t at 97.5 % for 33 degrees of freedom, from a table.
     margin = 2.0345 * x.std(ddof=1) / np.sqrt(N)
@@ -194,23 +165,37 @@ def test_queue_run_of_one_episode_has_one_lane_and_no_interval(one_episode):
 
 
 @pytest.mark.parametrize(
-    ("given", "num_envs", "num_steps", "max_episode_steps"),
+    ("argv", "name", "value"),
     [
-        ([], 1024, 1000, None),
-        (["--num-envs=7"], 7, 1000, None),
-        (["--num-episodes=9"], 9, None, 1_000_000),
-        (["--num-episodes=5000"], 1024, None, 1_000_000),
-        (["--num-episodes=9", "--num-envs=12", "--max-episode-steps=3"], 12, None, 3),
-        (["--gif=a.gif"], 1, None, 1000),
+        ("CartPole-v1", "num_envs", 1024),
+        ("CartPole-v1 --num-episodes=9", "num_envs", 9),
+        ("CartPole-v1 --num-episodes=5000", "num_envs", 1024),
+        ("CartPole-v1 --num-episodes=9 --num-envs=12", "num_envs", 12),
+        ("CartPole-v1 --num-episodes=9", "max_episode_steps", 1_000_000),
+        ("CartPole-v1 --gif=a.gif", "max_episode_steps", 1000),
+        ("gymnasium:CartPole-v1", "num_envs", 16),
+        ("gymnasium:CartPole-v1 --num-episodes=9", "num_envs", 9),
+        ("envpool:A-v0", "is_on_host", True),
+        ("gymnasium", "is_on_host", False),
+        ("CartPole-v1 --env-param=a=-0.5", "env_param", [("a", -0.5)]),
+        ("CartPole-v1 --env-param=a='b=c'", "env_param", [("a", "b=c")]),
     ],
 )
-def test_defaults_are_those_of_the_kind_of_run(
-    given, num_envs, num_steps, max_episode_steps
-):
-    made = parsed("CartPole-v1", *given)
-    assert made.num_envs == num_envs
-    assert num_steps in (None, made.num_steps)
-    assert max_episode_steps in (None, made.max_episode_steps)
+def test_arguments_have_defaults_of_the_kind_of_run(argv, name, value):
+    assert getattr(parse(make_parser(), argv.split()), name) == value
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "num_steps", "num_rows"),
+    [
+        (4, 47, 3),  # a twentieth of the run; the last batch has two
+        (2**22, 40, 1),  # a batch has at most so many rows
+        (2**23, 3, 1),  # but at least one step
+    ],
+)
+def test_rows_of_a_batch(num_envs, num_steps, num_rows):
+    argv = "CartPole-v1", f"--num-envs={num_envs}", f"--num-steps={num_steps}"
+    assert command.num_rows(parse(make_parser(), argv)) == num_rows
 
 
 @slow
@@ -237,42 +222,6 @@ def test_process_that_draws_a_cut_episode_says_so_and_keeps_stderr_clean(tmp_pat
     assert read_table(stdout)["episodes"] == f"1 ({endings})"
 
 
-def made_up_episodes():
-    """Two episodes terminate, one of them at the limit, five reach it, one is cut."""
-    flags = np.arange(8)
-    return Episodes(
-        episode_return=np.linspace(0, 7, 8, dtype=np.float32),
-        episode_length=np.arange(1, 9, dtype=np.int32),
-        terminated=flags < 2,
-        truncated=(flags > 0) & (flags < 7),
-        finished=flags < 7,
-        lane=np.zeros(8, np.int32),
-        num_steps=np.int32(36),
-    )
-
-
-def test_every_ending_is_counted_once():
-    stats = jax.device_get(jax.jit(summarize)(made_up_episodes()))
-    made = Result(stats=stats, agents=None, num_rows=40, compile_time=1.0, run_time=2.0)
-    lines = "\n".join(collected(parsed("CartPole-v1", "--num-episodes=8"), made))
-    cut = "1 cut by --max-episode-steps"
-    assert f"8 (2 terminated, 5 truncated, {cut})" in lines
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a=1", ("a", 1)),
-        ("a=-0.5", ("a", -0.5)),
-        ("a=True", ("a", True)),
-        ("a=[1, 2]", ("a", [1, 2])),
-        ("a='b=c'", ("a", "b=c")),
-    ],
-)
-def test_parameter_is_a_name_and_a_python_literal(text, expected):
-    assert parsed("CartPole-v1", "--env-param", text).env_param == [expected]
-
-
 @pytest.mark.compiles(100)  # suites of others compile when they are imported
 def test_module_runs_as_a_program_and_lists_one_id_per_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["rollout", "--list-envs"])
@@ -287,26 +236,16 @@ def test_module_runs_as_a_program_and_lists_one_id_per_line(monkeypatch, capsys)
     assert others.startswith("gymnasium:ID and envpool:ID")
 
 
-@slow
-def test_process_keeps_stderr_clean():
-    stdout, stderr = output(process := spawn(*RUN, "--num-steps=20"))
-    assert (process.returncode, stderr) == (0, "")
-    assert read_table(stdout)["steps"] == f"{20 * B}"
-
-
-def test_error_of_an_environment_without_parameters_keeps_its_traceback(monkeypatch):
-    def fail(*args):
-        raise TypeError("a bug")
-
-    monkeypatch.setattr(command, "make", fail)
-    with pytest.raises(TypeError, match="a bug"):
-        command.main(["CartPole-v1"])
-
-
-@pytest.mark.parametrize("kind", [MemoryError, jax.errors.JaxRuntimeError])
-def test_lack_of_memory_is_one_line(kind, capsys, monkeypatch):
+@pytest.mark.parametrize("kind", [TypeError, MemoryError, jax.errors.JaxRuntimeError])
+def test_error_of_a_run_is_one_line_and_a_bug_keeps_its_traceback(
+    kind, capsys, monkeypatch
+):
     def fail(*args):
         raise kind("no room\nat all")
 
     monkeypatch.setattr(command, "collect", fail)
-    assert error_line(capsys, *RUN) == "python -m rollout: error: no room\n"
+    if kind is TypeError:
+        with pytest.raises(TypeError, match="no room"):
+            command.main(["CartPole-v1"])
+    else:
+        assert error_line(capsys, *RUN) == "python -m rollout: error: no room\n"

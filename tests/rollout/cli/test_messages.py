@@ -8,60 +8,37 @@ from command_line import error_line
 
 CARTPOLE, HOST = "CartPole-v1", "gymnasium:CartPole-v1"
 RUN, H100 = [CARTPOLE, "--num-envs=4"], "--inspect=h100"
-NOT_BOTH = "argument --num-episodes: not allowed with argument --num-steps"
-IN_JAX = "`collector` must be a `Collector`, whose environments are in JAX"
 MISSING = "envpool", "jaxmarl", "pygame"  # as if they were not installed
 CASES = [
     # Ids.
     ([], "the environment is missing"),
     (["CartPole"], "The nearest are CartPole-v1"),
-    (["CartPole", "--num-episodes=3"], "The nearest are CartPole-v1"),
-    (["CartPole", "--gif=a.gif"], "The nearest are CartPole-v1"),
-    (["pgx:tictactoe"], "The nearest are tic_tac_toe"),
-    (["gymnasium:Nope-v1"], "Environment `Nope` doesn't exist"),
     (["gymnasium:nope:Nope-v1"], "No module named 'nope'"),
     (["nope:Nope"], "module:Class or file.py:function, got nope:Nope: No module nam"),
     (["cases:Nope"], "got cases:Nope: 'Nope'"),
     # Counts.
     ([*RUN, "--num-envs=0"], "argument --num-envs: must be at least 1, got 0"),
     ([*RUN, "--num-steps=many"], "--num-steps: invalid count value: 'many'"),
-    ([*RUN, "--seed=1.5"], "argument --seed: invalid seed value: '1.5'"),
     ([*RUN, f"--seed={2**32}"], "argument --seed: must be from 0 to 2^32 - 1, got"),
     # Parameters of the environment.
     ([*RUN, "--env-param=gravity"], "a Python literal, got 'gravity'"),
     ([*RUN, "--env-param==1"], "must be NAME=VALUE, VALUE a Python"),
-    ([*RUN, "--env-param=gravity=g"], "a Python literal, got 'gravity=g'"),
-    ([*RUN, "--env-param=gravty=1"], "x_threshold; got gravty."),
-    ([*RUN, "--env-param=gravity='a'"], "`gravity` must be a number"),
     ([*RUN, "--env-param=num_envs=3"], "x_threshold; got num_envs."),
-    ([*RUN, "--env-param=gravity=10**30"], "a Python literal"),
-    (
-        [*RUN, f"--env-param=max_steps_in_episode={10**30}"],
-        "An overflow was",
-    ),
+    ([*RUN, "--env-param=gravity='a'"], "`gravity` must be a number"),
     (["pgx:tic_tac_toe", "--env-param=size=4"], "tic_tac_toe with size=4 fails: from"),
-    ([HOST, "--env-param=foo=1"], "got an unexpected keyword argument 'foo'"),
     ([HOST, "--env-param=num_envs=3"], "multiple values for argument 'num_envs'"),
     # Options that clash.
-    ([*RUN, "--num-steps=3", "--num-episodes=3"], NOT_BOTH),
-    ([*RUN, "--num-steps=1000", "--num-episodes=3"], NOT_BOTH),  # the default
-    ([*RUN, "--num-episodes=3", "--profile=a"], "--profile: not allowed with argument"),
+    ([*RUN, "--num-steps=1000", "--num-episodes=3"], "--num-episodes: not allowed wi"),
     ([*RUN, "--max-episode-steps=3"], "--max-episode-steps needs --num-episodes or"),
-    ([*RUN, "--nothing"], "unrecognized arguments: --nothing"),
-    # Drawings.
-    ([CARTPOLE, "--gif=a.png"], "must end in .gif, got a.png"),
+    ([CARTPOLE, H100, "--num-episodes=3"], ": not allowed with argument --inspect"),
+    # Drawings and inspection.
     ([CARTPOLE, "--gif=none/a.gif"], "must be in a folder that exists, got none/a.gif"),
     (["MemoryChain-bsuite", "--gif=a.gif"], "got MemoryChain-bsuite."),
-    (["pgx:tic_tac_toe", "--gif=a.gif"], "got TicTacToe."),
-    # Inspection.
-    ([CARTPOLE, H100, "--num-episodes=3"], ": not allowed with argument --inspect"),
-    ([HOST, H100], IN_JAX),
-    ([CARTPOLE, "--inspect=b200"], "h100"),
+    ([HOST, H100], "`collector` must be a `Collector`, whose environments are in JAX"),
     # Packages.
     ([*RUN, H100], "pip install"),
     ([CARTPOLE, "--gif=a.gif"], 'pip install ".[render]"'),
     (["jaxmarl:coin_game", "--num-episodes=2"], 'pip install ".[jaxmarl]"'),
-    (["envpool:A-v1"], 'envpool is not installed: pip install ".[envpool]"'),
 ]
 
 

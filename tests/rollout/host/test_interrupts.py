@@ -21,6 +21,7 @@ from rollout import envs
 from rollout.host import ctrl_c
 
 KEY, NUM_ENVS, NUM_STEPS = jax.random.key(6), 4, 9
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 POLICY = rollout.recurrent_policy(
     lambda params, obs, count, key: (
         jnp.ones(len(obs), jnp.int32),
@@ -32,13 +33,8 @@ POLICY = rollout.recurrent_policy(
 )
 
 
-def in_process(num_ready=None):
-    env = envs.from_gymnasium(Faultless, NUM_ENVS)
-    return rollout.HostCollector(env=env, policy=POLICY, num_ready=num_ready)
-
-
-def in_workers(num_ready=None):
-    env = envs.make_worker_envs([Faultless] * NUM_ENVS, num_workers=2)
+def make_collector(num_workers=None, num_ready=None, make_env=Faultless):
+    env = envs.from_gymnasium(make_env, NUM_ENVS, num_workers=num_workers)
     return rollout.HostCollector(env=env, policy=POLICY, num_ready=num_ready)
 
 
@@ -126,20 +122,18 @@ def interrupted(call, num_rounds):
     assert num > num_rounds / 4
 
 
-MANY = [
-    pytest.param(make, num_ready, 300, marks=pytest.mark.slow)
-    for make, num_ready in ((in_process, None), (in_workers, None), (in_workers, 2))
-]
-
-
 # `recover` cuts its rows on the device: a program per leaf and length, at random.
 @pytest.mark.compiles(50)
 @pytest.mark.parametrize(
-    ("make", "num_ready", "num_rounds"),
-    [(in_process, None, 100), (in_workers, 2, 100), *MANY],
+    ("num_workers", "num_ready", "num_rounds"),
+    [
+        (None, None, 100),
+        (2, 2, 100),
+        slow(2, None, 300),
+    ],
 )
-def test_no_row_is_lost(make, num_ready, num_rounds):
-    collector = make(num_ready)
+def test_no_row_is_lost(num_workers, num_ready, num_rounds):
+    collector = make_collector(num_workers, num_ready)
     carry, num_lost = collector.init(KEY), 0
 
     def call():
@@ -163,8 +157,7 @@ def test_no_row_is_lost(make, num_ready, num_rounds):
 
 
 INIT = {"init": lambda x, carry: (x.init(KEY),)}
-OTHERS = ("init", "step", "values", "padded episodes", "rows of each lane")
-OTHERS += ("folded steps", "folded episodes")
+OTHERS = ("init", "values", "rows of each lane", "folded steps", "folded episodes")
 
 
 @pytest.mark.compiles(40)
@@ -172,12 +165,12 @@ OTHERS += ("folded steps", "folded episodes")
     ("name", "num_ready"),
     [
         ("fewer episodes than lanes", None),
-        *(pytest.param(x, None, marks=pytest.mark.slow) for x in OTHERS),
-        pytest.param("more episodes than lanes", 2, marks=pytest.mark.slow),
+        *(slow(x, None) for x in OTHERS),
+        slow("more episodes than lanes", 2),
     ],
 )
 def test_collector_goes_on_after_any_call(name, num_ready):
-    collector = (in_workers if num_ready else in_process)(num_ready)
+    collector = make_collector(num_ready, num_ready)
     fn = (CALLS | INIT)[name]
     carry, *_ = fn(collector, collector.init(KEY))
 
@@ -202,7 +195,7 @@ def divide(acc, row):
 
 @pytest.mark.slow
 def test_recovery_may_be_interrupted():
-    collector = in_process()
+    collector = make_collector()
     carry = collector.init(KEY)
 
     def call():
@@ -221,17 +214,12 @@ def test_recovery_may_be_interrupted():
 
 
 @pytest.mark.parametrize(
-    ("apart", "num_ready"), [(False, None), (True, None), (True, 2)]
+    ("num_workers", "num_ready"), [(None, None), (2, None), (2, 2)]
 )
-def test_second_press_ends_what_hangs(apart, num_ready, tmp_path):
+def test_second_press_ends_what_hangs(num_workers, num_ready, tmp_path):
     path = tmp_path / "hangs"
     path.touch()
-    make = functools.partial(Hangs, path)
-    if apart:
-        env = envs.make_worker_envs([make] * NUM_ENVS, num_workers=2)
-    else:
-        env = envs.from_gymnasium(make, NUM_ENVS)
-    collector = rollout.HostCollector(env=env, policy=POLICY, num_ready=num_ready)
+    collector = make_collector(num_workers, num_ready, functools.partial(Hangs, path))
     start, _ = collector.collect_steps(collector.init(KEY), None, 3)
     signal.setitimer(signal.ITIMER_REAL, 1.0, 0.2)
     with pytest.raises(KeyboardInterrupt):
@@ -270,8 +258,7 @@ def test_handler_of_the_caller_is_called_between_two_rows():
 
 
 def test_press_while_environments_load_leaves_after_the_collector_has_followed():
-    env = envs.from_gymnasium(Arrays, NUM_ENVS)
-    collector = rollout.HostCollector(env=env, policy=POLICY)
+    collector = make_collector(make_env=Arrays)
     start, _ = collector.collect_steps(collector.init(KEY), None, 3)
     saved = collector.save(start)
     collector.collect_steps(start, None, 2)
@@ -304,7 +291,7 @@ def test_handler_that_another_one_sets_stays():
 
 def test_stream_goes_on():
     options = {"key": KEY, "params": None, "steps_per_batch": 4 * 5}
-    stream = rollout.Stream(in_process(), **options)
+    stream = rollout.Stream(make_collector(), **options)
     check_rows(next(stream).trajectory)
     for batch in interrupted(lambda: next(stream), 50):
         check_rows((batch or next(stream)).trajectory)
@@ -338,9 +325,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "presses", [pytest.param([], marks=pytest.mark.slow), ["first", "second"]]
-)
+@pytest.mark.parametrize("presses", [slow([]), ["first", "second"]])
 def test_exit_gives_up_a_batch_in_flight_that_hangs(presses, tmp_path):
     script = tmp_path / "main.py"
     script.write_text(IN_FLIGHT)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from host_envs import Levels, make_levels
+from host_envs import make_levels
 
 import rollout
 from rollout import envs
@@ -16,21 +16,6 @@ POLICY = rollout.stateless_policy(
 )
 
 
-def play(num_episodes):
-    """Plays the levels in a plain loop; returns their returns and lengths."""
-    env, returns, lengths = Levels(), [], []
-    for number in range(num_episodes):
-        env.at_episode(number)
-        env.reset(seed=number)
-        rewards, terminated = [], False
-        while not terminated:
-            _, reward, terminated, _, _ = env.step(0)
-            rewards.append(reward)
-        returns.append(sum(rewards))
-        lengths.append(len(rewards))
-    return returns, lengths
-
-
 def make_collector(num_envs, num_workers, **options):
     env = envs.from_gymnasium(make_levels, num_envs, num_workers=num_workers)
     return rollout.HostCollector(env=env, policy=POLICY, **options)
@@ -38,7 +23,7 @@ def make_collector(num_envs, num_workers, **options):
 
 @pytest.mark.parametrize(
     ("num_envs", "num_workers", "num_ready"),
-    [(1, None, None), (3, None, None), (16, None, None), (4, 2, None), (4, 2, 2)],
+    [(3, None, None), (16, None, None), (4, 2, 2)],
 )
 def test_every_scenario_is_played_once(num_envs, num_workers, num_ready):
     collector = make_collector(num_envs, num_workers, num_ready=num_ready)
@@ -48,9 +33,10 @@ def test_every_scenario_is_played_once(num_envs, num_workers, num_ready):
     carry, first = collector.collect_episodes(carry, None, 5)
     _, second = collector.collect_episodes(carry, None, 6)
     collector.close()
-    returns, lengths = play(11)
+    levels = np.arange(11)
+    lengths = levels % 5 + 1
     join = lambda name: np.concatenate([getattr(first, name), getattr(second, name)])  # noqa: E731
-    np.testing.assert_array_equal(join("episode_return"), returns)
+    np.testing.assert_array_equal(join("episode_return"), lengths * (levels + 1))
     np.testing.assert_array_equal(join("episode_length"), lengths)
     assert join("mask").all()
 
@@ -60,7 +46,8 @@ def test_evaluate_and_normalization_play_the_same_scenarios():
     carry = rollout.HostCollector(env=env, policy=POLICY).init(KEY)
     collector = rollout.HostCollector(env=env, policy=POLICY).freeze(carry)
     stats = rollout.evaluate(collector, None, KEY, num_episodes=8)
-    assert float(stats.returns.mean) == np.mean(play(8)[0])
+    levels = np.arange(8)
+    assert float(stats.returns.mean) == np.mean((levels % 5 + 1) * (levels + 1))
 
 
 def test_lanes_count_their_episodes_as_in_jax():

@@ -7,8 +7,6 @@ import pytest
 from host_count import HostCount, assert_same
 
 import rollout
-from rollout import envs
-from rollout.envs.host.env_checks import SpaceCheck
 from rollout.envs.host.types import EnvFault
 from rollout.host import HostCollector
 
@@ -40,8 +38,10 @@ def collect(collector, num_steps, carry=None):
 
 # The calls of an environment: 1 is a reset, 2 to 6 the steps of the first episode, 7 a
 # reset, 8 to 12 the second episode. So call 4 is step 3 of the first one, in row 2.
-@pytest.mark.parametrize("what", [BROKEN, "nan", "nan reward"])
-@pytest.mark.parametrize(("call", "lost"), [(2, (0,)), (4, (0, 1, 2)), (10, (5, 6, 7))])
+@pytest.mark.parametrize(
+    ("call", "lost", "what"),
+    [(2, (0,), "nan"), (4, (0, 1, 2), BROKEN), (10, (5, 6, 7), "nan reward")],
+)
 def test_episode_is_masked_from_its_first_row(call, lost, what):
     collector = make(fails_at(call, what=what), on_fault="restart")
     _, rows = collect(collector, 20)
@@ -74,18 +74,12 @@ def test_episode_that_began_in_an_earlier_call_keeps_the_rows_of_that():
 
 
 def test_fault_at_a_reset_takes_the_next_episode():
-    collector = make(fails_at(7, 8), on_fault="restart")  # twice in a row
+    # The first reset fails, and another one twice in a row.
+    collector = make(fails_at(1, 8, 9), on_fault="restart")
     _, rows = collect(collector, 12)
     assert rows.mask.all()
-    assert collector.fault_stats == (2, 0, 2)
-    assert rows.episode_id[5, 1] == 1 + 3 * 3
-
-
-def test_first_reset_may_fail():
-    collector = make(fails_at(1), on_fault="restart")
-    _, rows = collect(collector, 3)
-    assert rows.mask.all()
-    assert rows.episode_id[0, 1] == 4
+    assert collector.fault_stats == (3, 0, 3)
+    np.testing.assert_array_equal(rows.episode_id[[0, 5], 1], [1 + 3, 1 + 3 * 4])
 
 
 def test_environment_that_always_fails_is_given_up():
@@ -132,7 +126,7 @@ def test_lanes_begin_episodes_of_their_own_after_a_call_for_some():
     assert_same(collect(other, 12, restored)[1], want)
 
 
-@pytest.mark.parametrize("num_episodes", [1, 4, 7])
+@pytest.mark.parametrize("num_episodes", [1, 7])
 def test_lost_episode_is_among_the_episodes(num_episodes):
     collector = make(fails_at(4), on_fault="restart")
     carry, episodes = collector.collect_episodes(
@@ -153,65 +147,3 @@ def test_lost_episode_is_among_the_episodes(num_episodes):
     rows = padded.trajectory
     assert rows.mask.sum() == 10
     assert padded.mask.all()
-
-
-@pytest.mark.slow
-def test_counts_add_up_over_a_thousand_faults():
-    rng = np.random.default_rng(0)
-    fault_fn = lambda number, env: BROKEN if rng.random() < 0.01 else None  # noqa: E731
-    collector = make(fault_fn, 10, on_fault="restart", max_restarts=10_000)
-    carry, num_rows, num_masked = collector.init(KEY), 0, 0
-    while num_rows < 100_000:
-        carry, rows = collect(collector, 500, carry)
-        num_rows += rows.mask.size
-        num_masked += int((~rows.mask).sum())
-        for lane in range(10):  # every episode that ends here ends whole
-            of_lane = jax.tree.map(lambda x, lane=lane: x[:, lane], rows)
-            kept = of_lane.episode_id[of_lane.mask]
-            ended = of_lane.episode_id[of_lane.terminated]
-            assert len(ended) == len(set(ended))
-            assert set(ended) <= set(kept)
-            steps = np.diff(of_lane.episode_length[of_lane.mask])
-            assert set(steps) <= {1, -4, -3, -2, -1, 0}
-    stats = collector.fault_stats
-    assert stats.restarts > 900
-    assert num_masked == stats.lost_steps
-    assert stats.faulty_episodes == stats.restarts
-
-
-ONE, TWO = envs.Box(0.0, 1e6, (1,)), envs.Box(0.0, 1e6, (2,))
-TWICE = envs.spaces.Repeated(envs.Box(0.0, 1e6, ()), 2)
-
-
-@pytest.mark.parametrize(
-    ("space", "name"),
-    [
-        (
-            envs.spaces.Dict({"a": envs.spaces.Dict({"one": ONE}), "b": TWICE}),
-            "obs['a']['one'][0]",
-        ),
-        (envs.spaces.Tuple((ONE, TWICE)), "obs[0][0]"),
-        (envs.spaces.Composite({"a": {"one": ONE}, "b": TWO}), "obs['a']['one'][0]"),
-        (
-            envs.spaces.Dict({"a": envs.spaces.Composite({"one": ONE})}),
-            "obs['a']['one'][0]",
-        ),
-    ],
-)
-def test_error_names_the_number_that_is_not_finite(space, name):
-    draw = jax.jit(
-        lambda: jax.vmap(space.sample)(jax.random.split(jax.random.key(0), 3))
-    )
-    obs = jax.tree.map(np.array, draw())
-    check = SpaceCheck(space)
-    assert check.find(obs) == {}
-    jax.tree.leaves(obs)[0][1] = np.nan
-    ((row, cause),) = check.find(obs).items()
-    assert (row, str(cause)) == (1, f"`{name}` must be finite, got nan")
-
-
-def test_actions_may_be_out_by_rounding():
-    check = SpaceCheck(envs.Box(-0.3, 0.7, ()), "action", slack=4e-7)
-    action = np.nextafter(np.float32([-0.3, 0.7, 0.7]), np.float32([-1, 1, 0]))
-    assert check.find(action) == {}
-    assert list(check.find(action * np.float32(1.00001))) == [0, 1, 2]

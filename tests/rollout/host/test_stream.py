@@ -25,20 +25,16 @@ def make_stream(collector, **options):
 
 
 STREAMS = [
-    {"prefetch": 1, "max_episode_steps": 4},
+    {"prefetch": 1, "max_episode_steps": 4, "at_batch_end": "truncate"},
     {"steps_per_batch": None, "episodes_per_batch": 5, "total_steps": None,
      "max_episode_steps": 6, "device": "host"},
 ]  # fmt: skip
-SLOW_STREAMS = [
-    {"at_batch_end": "truncate", "check_finite": True, "total_steps": 100},
-    {"at_batch_end": "reset", "postprocess": lambda t: (t.reward, t.mask)},
-]
+RESET = {"at_batch_end": "reset", "postprocess": lambda t: (t.reward, t.mask)}
 
 
 @pytest.mark.compiles(50)
 @pytest.mark.parametrize(
-    "options",
-    [*STREAMS, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW_STREAMS)],
+    "options", [*STREAMS, pytest.param(RESET, marks=pytest.mark.slow)]
 )
 def test_batches_are_those_of_the_kernel(options):
     streams = [make_stream(collector, **options) for collector in (on_host(), in_jax())]
@@ -53,28 +49,18 @@ def test_batches_are_those_of_the_kernel(options):
         stream.close()
 
 
-@pytest.mark.slow
-def test_evaluation_is_that_of_the_kernel():
-    args = None, KEY, 9
-    host = rollout.evaluate(on_host(), *args, max_episode_steps=6)
-    kernel = rollout.evaluate(in_jax(), *args, max_episode_steps=6)
-    # Its sums are one program there, and operations one by one here.
-    chex.assert_trees_all_close(host, kernel, rtol=1e-6)
-    assert rollout.log_stats(host)["num_episodes"] == 9
-
-
-def stream_of(make_fn, policy=None, wrap=lambda env: env, **options):
+def stream_of(make_fn, wrap=lambda env: env, **options):
     env = wrap(LocalEnvs([make_fn] * 4))
-    policy = policy or rollout.random_policy(env.action_space)
+    policy = rollout.random_policy(env.action_space)
     return make_stream(HostCollector(env=env, policy=policy), **options)
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda env: env, envs.NormalizeHostEnv], ids=["plain", "normalised"]
+    ("wrap", "options"), [(lambda env: env, {}), (envs.NormalizeHostEnv, STREAMS[1])]
 )
-def test_state_that_was_saved_goes_on_exactly(wrap, tmp_path):
+def test_state_that_was_saved_goes_on_exactly(wrap, options, tmp_path):
     make = functools.partial(Arrays, 7)
-    first, second = (stream_of(make, None, wrap) for _ in "ab")
+    first, second = (stream_of(make, wrap, **options) for _ in "ab")
     next(first), next(first)
     rollout.checkpoint.save(tmp_path, first.state())
     expected = next(first)
@@ -84,9 +70,7 @@ def test_state_that_was_saved_goes_on_exactly(wrap, tmp_path):
     first.close(), second.close()
 
 
-@pytest.mark.parametrize(
-    "make_env", [envs.make_worker_envs, LocalEnvs], ids=["apart", "here"]
-)
+@pytest.mark.parametrize("make_env", [envs.make_worker_envs, LocalEnvs])
 def test_all_environments_begin_anew_where_one_has_no_state(make_env):
     env = make_env([functools.partial(kind, 7) for kind in (Faultless, Arrays)])
     stream = make_stream(HostCollector(env, rollout.random_policy(env.action_space)))
@@ -97,6 +81,17 @@ def test_all_environments_begin_anew_where_one_has_no_state(make_env):
     stream.close(), env.close()
 
 
+def test_stream_begins_new_episodes_after_a_restore_that_fails():
+    stream = stream_of(FailsAtLoad)
+    next(stream)
+    with pytest.raises(KeyError, match="no such state"):
+        stream.restore(stream.state())
+    trajectory = next(stream).trajectory
+    assert trajectory.first[0].all()
+    np.testing.assert_array_equal(trajectory.obs[0], 0)
+    stream.close()
+
+
 def test_restored_environments_have_the_settings_of_the_new_ones():
     first, second = (stream_of(functools.partial(Arrays, x)) for x in (5, 2))
     next(first)
@@ -104,21 +99,6 @@ def test_restored_environments_have_the_settings_of_the_new_ones():
     next(second)
     assert np.asarray(next(second).trajectory.episode_length).max() == 2
     first.close(), second.close()
-
-
-@pytest.mark.parametrize(
-    "make_env", [LocalEnvs, envs.make_worker_envs], ids=["here", "apart"]
-)
-def test_stream_begins_new_episodes_after_a_restore_that_fails(make_env):
-    env = make_env([FailsAtLoad] * 2)
-    stream = make_stream(HostCollector(env, rollout.random_policy(env.action_space)))
-    next(stream)
-    with pytest.raises(KeyError, match="no such state"):
-        stream.restore(stream.state())
-    trajectory = next(stream).trajectory
-    assert trajectory.first[0].all()
-    np.testing.assert_array_equal(trajectory.obs[0], 0)
-    stream.close(), env.close()
 
 
 class Slow(HostCount):
@@ -180,10 +160,11 @@ def test_episodes_restart_where_no_state_was_saved(tmp_path):
     first.close(), second.close()
 
 
-def test_batch_of_episodes_restarts_after_a_fault():
-    def fault_fn(number, env):
-        return RuntimeError("no") if (number, env) == (6, 2) else None
+def fault_fn(number, env):
+    return RuntimeError("no") if (number, env) == (6, 2) else None
 
+
+def test_batch_of_episodes_restarts_after_a_fault():
     options = {"steps_per_batch": None, "episodes_per_batch": 5, "total_steps": None}
     collector = on_host(fault_fn=fault_fn, max_length=2)
     stream = make_stream(collector, max_episode_steps=6, **options)
@@ -216,9 +197,6 @@ def test_fault_after_a_fault_leaves_the_rows_before():
 
 
 def test_batch_with_a_fault_has_the_parameters_of_its_version():
-    def fault_fn(number, env):
-        return RuntimeError("no") if (number, env) == (6, 2) else None
-
     def act(params, obs, key):
         return jnp.zeros(4, jnp.int32), {"params": jnp.broadcast_to(params, 4)}
 

@@ -49,19 +49,6 @@ def test_no_row_of_a_faulty_episode_is_data(num_ready):
     assert wait_until_gone(pids)
 
 
-@pytest.mark.slow
-def test_exactly_so_many_episodes_start_and_those_that_are_lost_are_masked():
-    collector = make()
-    _, episodes = collector.collect_episodes(
-        collector.init(KEY), None, 40, max_episode_steps=100
-    )
-    lost = int((~episodes.mask).sum())
-    assert 0 < lost < 20
-    length = np.asarray(episodes.episode_length)
-    np.testing.assert_array_equal(length, np.where(episodes.mask, LENGTH, 0))
-    collector.close()
-
-
 def test_worker_that_died_between_two_calls_is_replaced():
     env = envs.make_worker_envs([Faultless] * 2, num_workers=2)
     collector = rollout.HostCollector(env=env, policy=POLICY)

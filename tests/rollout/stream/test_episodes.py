@@ -10,8 +10,6 @@ from streams import EPISODES, B, host, make_learner, make_stream, straight
 
 import rollout
 
-slow = pytest.mark.slow
-
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_batches_of_episodes_are_those_of_the_queue(prefetch):
@@ -35,26 +33,14 @@ def test_batches_of_episodes_are_those_of_the_queue(prefetch):
     assert stream.stats.steps == sum(batch.steps for batch in batches)
 
 
-def test_stream_of_episodes_is_restored():
-    stream = make_stream(**EPISODES)
-    next(stream)
-    state, want = stream.state(), host(next(stream))
-    stream.restore(state)
-    chex.assert_trees_all_equal(host(next(stream)), want)
-
-
-@pytest.mark.parametrize("end", ["reset", pytest.param("truncate", marks=slow)])
-def test_nothing_is_under_way_where_a_batch_of_episodes_ends(end):
+def test_nothing_is_under_way_where_a_batch_of_episodes_ends():
     plain = make_stream(**EPISODES)
-    stream = make_stream(at_batch_end=end, **EPISODES)
-    for _ in range(2):
-        chex.assert_trees_all_equal(host(next(stream)), host(next(plain)))
-
-
-@pytest.mark.slow
-def test_postprocess_sees_the_padded_episodes():
-    got = next(make_stream(postprocess=lambda x: x.reward.sum(0), **EPISODES))
-    np.testing.assert_array_equal(got.trajectory, got.episodes.episode_return)
+    stream = make_stream(at_batch_end="reset", **EPISODES)
+    chex.assert_trees_all_equal(host(next(stream)), host(next(plain)))
+    state, want = plain.state(), host(next(plain))
+    chex.assert_trees_all_equal(host(next(stream)), want)
+    plain.restore(state)
+    chex.assert_trees_all_equal(host(next(plain)), want)
 
 
 def test_pieces_are_those_of_a_plain_loop():

@@ -1,6 +1,5 @@
 """Streams of steps: exact counts, with every option."""
 
-import dataclasses
 import functools
 
 import chex
@@ -8,21 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, WithCritic, make_collector
+from cases import WithCritic, make_collector
 from host_count import KEY, in_jax, on_host
-from streams import B, by_lane, host, join, make_stream, straight
+from streams import B, host, join, make_stream, straight
 
 import rollout
-from rollout import envs
-from rollout.stream.batch import make_batch
-from rollout.stream.options import Options
-
-slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("per_batch", "total", "steps"),
-    [(8, 28, [8, 8, 8, 4]), (8, 4, [4]), (4, 8, [4, 4])],
+    ("per_batch", "total", "steps"), [(8, 28, [8, 8, 8, 4]), (8, 4, [4])]
 )
 def test_batches_have_exactly_their_steps_the_rows_of_collect_steps(
     per_batch, total, steps
@@ -39,55 +32,49 @@ def test_batches_have_exactly_their_steps_the_rows_of_collect_steps(
     chex.assert_trees_all_equal(join(batches), want)
 
 
-def test_stream_without_a_total_is_endless_and_has_no_length():
-    stream = make_stream()
-    assert [next(stream).steps for _ in range(3)] == [8] * 3
-    with pytest.raises(TypeError, match="`total_steps`"):
-        len(stream)
-
-
-def lowest(params, obs, state, key):
-    """Action 0, a count of steps in its memory, and an extra."""
-    lowest.traces += 1
-    action = jnp.zeros(obs.shape[0], jnp.int32)
-    return action, state + 1, {"log_prob": jnp.full(obs.shape[0], -0.5)}
-
-
-lowest.traces = 0
 WARMUP = 12  # steps, which end within a batch
-LOWEST = rollout.recurrent_policy(lowest, lambda num_envs: jnp.zeros(num_envs))
 
 
 @functools.cache
 def warmed_up():
-    """All batches of a stream with a warm-up and a limit, and the traces of each."""
+    """All rows of a stream with a warm-up, a limit and a critic."""
+    traces = []
+
+    def lowest(params, obs, state, key):
+        """Action 0, a count of steps in its memory, and an extra."""
+        traces.append(1)
+        action, log_prob = jnp.zeros(B, jnp.int32), jnp.full(B, -0.5)
+        return action, state + 1, {"log_prob": log_prob}
+
     collector = make_collector("count", B)
-    policy = WithCritic(LOWEST, lambda params, obs, state: 10 * state)
+    policy = rollout.recurrent_policy(
+        lowest, jnp.zeros, value_fn=lambda params, obs, state: 10 * state
+    )
     policy = rollout.policies.RandomWarmup(
         policy, collector.env.action_space, WARMUP // B
     )
-    collector = collector.replace(policy=policy)
-    options = {"steps_per_batch": 8, "total_steps": 28}
-    options |= {"key": jax.random.key(7), "max_episode_steps": 3}
-    batches, traces = [], []
-    for batch in rollout.Stream(collector, **options):
-        batches.append(batch)
-        traces.append(lowest.traces)
-    return batches, join(batches), traces
+    options = {"key": jax.random.key(7), "max_episode_steps": 3}
+    stream = rollout.Stream(
+        collector.replace(policy=policy), steps_per_batch=8, **options
+    )
+    batches = [next(stream), next(stream)]
+    num_traces = len(traces)
+    batches += [next(stream), next(stream)]
+    assert len(traces) == num_traces  # one program serves all batches
+    with pytest.raises(TypeError, match="`total_steps`"):
+        len(stream)  # it is endless
+    return join(batches)
 
 
 def test_warmup_takes_exactly_so_many_random_steps():
-    batches, trajectory, traces = warmed_up()
-    assert traces[1] == traces[2]  # one program serves batches of equally many rows
-    plan = [8, 8, 8, 4]
-    assert [batch.steps for batch in batches] == plan
-    assert trajectory.action[: WARMUP // B].any()
-    assert not trajectory.action[WARMUP // B :].any()
-    np.testing.assert_array_equal(trajectory.extras["log_prob"], np.float32(-0.5))
+    rows = warmed_up()
+    assert rows.action[: WARMUP // B].any()
+    assert not rows.action[WARMUP // B :].any()
+    np.testing.assert_array_equal(rows.extras["log_prob"], np.float32(-0.5))
 
 
 def test_value_function_gets_the_policys_own_state_in_the_warmup_and_after():
-    _, rows, _ = warmed_up()
+    rows = warmed_up()
     is_cut = rows.truncated & ~rows.terminated
     assert is_cut[:3].any()
     assert is_cut[3:].any()
@@ -98,7 +85,7 @@ def test_value_function_gets_the_policys_own_state_in_the_warmup_and_after():
 def test_episodes_are_truncated_across_batches():
     # Batches of 2 rows, a limit of 3: the first episode of a lane that the
     # environment does not end before has its third step in the second batch.
-    _, trajectory, _ = warmed_up()
+    trajectory = warmed_up()
     at_limit = trajectory.episode_length == 3
     assert trajectory.episode_length.max() == 3
     assert trajectory.truncated[at_limit].all()
@@ -107,25 +94,6 @@ def test_episodes_are_truncated_across_batches():
     assert trajectory.first[1:][trajectory.done[:-1]].all()
     # Lengths are 2 to 9: one that is 3 ends both ways.
     assert (trajectory.terminated & at_limit).any()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
-def test_cut_at_the_end_of_a_batch_is_a_truncation():
-    options = {"steps_per_batch": 8, "total_steps": 28}
-    seen = set()
-    for batch in make_stream(at_batch_end="truncate", **options):
-        trajectory = host(batch)
-        ids = set(trajectory.episode_id[trajectory.mask].tolist())
-        assert not ids & seen  # nothing goes on from the batch before
-        seen |= ids
-        for lane in range(B):
-            steps = by_lane(trajectory, lane)
-            if steps.mask.any():
-                assert steps.done[-1]
-                assert steps.first[0]
-                # The true successor is one more than the observation.
-                np.testing.assert_array_equal(steps.next_obs, steps.obs + 1)
 
 
 def record_cut(t):
@@ -166,45 +134,3 @@ def test_reset_at_the_end_of_a_batch_starts_new_episodes_and_marks_nothing():
     fresh = (trajectory.done[:-1] | (np.arange(1, 12) % 2 == 0)[:, None]).sum(axis=0)
     np.testing.assert_array_equal(new, fresh)
     assert len(np.unique(ids)) == B + new.sum()
-
-
-def total(trajectory):
-    total.traces += 1
-    return {"reward": trajectory.reward.sum(), "mask": trajectory.mask}
-
-
-total.traces = 0
-
-
-@pytest.mark.slow
-def test_postprocess_runs_in_the_same_program():
-    options = {"steps_per_batch": 8, "total_steps": 24}
-    stream = make_stream(postprocess=total, **options)
-    stream.compile()
-    traces = total.traces
-    for got, want in zip(stream, make_stream(**options), strict=True):
-        assert got.trajectory["reward"] == want.trajectory.reward.sum()
-        np.testing.assert_array_equal(got.trajectory["mask"], want.trajectory.mask)
-        chex.assert_trees_all_equal(got.stats, want.stats)
-    assert total.traces == traces
-
-
-@slow
-@pytest.mark.usefixtures("quick_compile")
-def test_field_that_a_postprocess_does_not_read_has_no_array():
-    env = envs.TransformObs(CountEnv(), lambda obs: jnp.broadcast_to(obs, (5,)))
-    collector = make_collector("count", B).replace(env=envs.vectorize(env, B))
-    carry, window = collector.init(jax.random.key(7)), rollout.EpisodeWindow.init(9)
-    defaults = dict.fromkeys(x.name for x in dataclasses.fields(Options))
-    defaults |= {"num_envs": B, "steps_per_batch": 13 * B, "device": None}
-    defaults |= {"reuse_memory": False, "check_finite": False, "prefetch": 0}
-    defaults |= {"at_batch_end": "continue", "on_fault": "raise"}
-
-    def text(**changes):
-        program = jax.jit(make_batch, static_argnums=(0, 1))
-        args = Options(**defaults | changes), 13, collector, carry, None, window, ()
-        return program.lower(*args).compile().as_text()
-
-    stored = f"[13,{B},5]"  # 13 rows of observations
-    assert stored in text()
-    assert stored not in text(postprocess=lambda t: t.reward)
