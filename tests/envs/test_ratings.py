@@ -112,28 +112,6 @@ def test_environment_plays_the_tables_and_masks_what_is_not_known():
     np.testing.assert_array_equal(rows.reward, tables.feedback[user, rows.action])
 
 
-def test_masked_item_may_be_recommended_unless_no_item_is_shown_twice():
-    known = np.array([[True, False, True]])
-    env = envs.recommendation.RecommendationEnv(np.ones((1, 3)), known=known)
-    once = envs.wrappers.NoRepeat(env)
-
-    @jax.jit
-    def act(key):
-        keys = jax.random.split(key, 4)
-        masked = env.step(keys[1], env.reset(keys[0])[0], jnp.int32(1))
-        state, obs = once.reset(keys[2])
-        return (
-            masked,
-            obs["action_mask"],
-            once.step(keys[3], state, jnp.int32(0)).obs["action_mask"],
-        )
-
-    masked, *masks = jax.device_get(act(jax.random.key(0)))
-    assert masked.reward == 1.0
-    assert not masked.terminated
-    np.testing.assert_array_equal(masks, [known[0], [False, False, True]])
-
-
 LARGE = 2**53
 
 

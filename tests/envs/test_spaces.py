@@ -38,23 +38,17 @@ def integers(low, high, dtype):
 
 STARTS, ENDS = np.array([[0, 5], [7, 0]]), np.array([[1, 7], [7, 3]])
 SEVERAL = envs.spaces.MultiDiscrete(ENDS - STARTS + 1, start=STARTS)
-GYMNASIUM = gymnasium.spaces.MultiDiscrete([2, 5])
 ENTRIES = np.array([-1, 0, 5]), np.array([1, 0, 9])
 # A space, the lowest and the highest of its elements.
 INTEGERS = {
     "int32": (integers(0, 3, "int32"), 0, 3),
     "uint8": (integers(0, 255, "uint8"), 0, 255),
-    "around zero": (integers(-1, 1, "int32"), -1, 1),
     "five": (integers(-2, 2, "int8"), -2, 2),
-    "one": (integers(7, 7, "int32"), 7, 7),
     "flags": (integers(False, True, "bool"), 0, 1),
     "entries": (integers(*ENTRIES, "int32"), *ENTRIES),
     "start": (envs.Discrete(4, start=3), 3, 6),
     "several": (SEVERAL, STARTS, ENDS),
     "binary": (envs.spaces.MultiBinary((3,)), [0] * 3, [1] * 3),
-    "Gymnasium's start": (as_space(gymnasium.spaces.Discrete(4, start=3)), 3, 6),
-    "Gymnasium's several": (as_space(GYMNASIUM), [0, 0], [1, 4]),
-    "Gymnasium's binary": (as_space(gymnasium.spaces.MultiBinary(3)), [0] * 3, [1] * 3),
 }
 
 
@@ -162,30 +156,21 @@ def test_counts_may_be_numpy_integers():
     assert type(env.num_envs) is int
 
 
-def test_equal_spaces_of_integers_are_equal_and_static():
-    made = (
-        envs.spaces.MultiDiscrete([3, 4], start=1),
-        envs.spaces.MultiDiscrete((3, 4), start=(1, 1)),
-    )
-    assert made[0] == made[1]
-    assert hash(made[0]) == hash(made[1])
-    assert jax.tree.leaves(made[0]) == []
-
-
 BOX = envs.Box(-1.0, np.array([1.0, np.inf]), (2,))
 EQUAL = {
     "Discrete": (envs.Discrete(3), envs.Discrete(np.int64(3), jnp.dtype("int32"))),
     "Gymnasium's": (envs.Discrete(3, start=2), gymnasium.spaces.Discrete(3, start=2)),
     "MultiBinary": (envs.spaces.MultiBinary((3,)), gymnasium.spaces.MultiBinary(3)),
-    "broadcast": (envs.Box(0.0, 1.0, (2,)), envs.Box(np.zeros(2), np.ones((1,)), (2,))),
+    "MultiDiscrete": (
+        envs.spaces.MultiDiscrete([3, 4], start=1),
+        envs.spaces.MultiDiscrete((3, 4), start=(1, 1)),
+    ),
     "of jax": (BOX, envs.Box(jnp.float32(-1), jnp.array([1.0, jnp.inf]), (2,))),
     "negative zero": (envs.Box(-0.0, 1.0, ()), envs.Box(0.0, 1.0, ())),
-    "ints": (envs.Box(0, 1, (3,)), envs.Box(False, 1.0, (3,))),
     "Dict": (
         envs.spaces.Dict({"a": BOX, "b": envs.Discrete(2)}),
         envs.spaces.Dict({"b": envs.Discrete(2), "a": BOX.replace()}),
     ),
-    "Tuple": (envs.spaces.Tuple((BOX,)), envs.spaces.Tuple([BOX.replace()])),
     "Repeated": (
         envs.spaces.Repeated(BOX, 2),
         envs.spaces.Repeated(BOX.replace(), np.int32(2)),
@@ -201,15 +186,11 @@ DIFFERENT = {
     "start": envs.Discrete(3, start=1),
     "dtype": envs.Discrete(3, jnp.dtype("int8")),
     "class": envs.spaces.MultiDiscrete([3]),
-    "nvec": envs.spaces.MultiDiscrete([3, 3]),
-    "starts": envs.spaces.MultiDiscrete([3, 3], start=[0, 1]),
-    "flags": envs.spaces.MultiBinary((2,)),
+    "starts": envs.spaces.MultiDiscrete([3, 4], start=[0, 1]),
     "low": envs.Box(-2.0, np.array([1.0, np.inf]), (2,)),
     "one entry": envs.Box(-1.0, np.array([1.0, 9.0]), (2,)),
-    "shape": envs.Box(-1.0, 1.0, (2, 1)),
-    "other shape": envs.Box(-1.0, 1.0, (1, 2)),
+    "shape": envs.Box(-1.0, 1.0, (1, 2)),
     "dtype of a box": envs.Box(-1.0, 1.0, (1, 2), jnp.dtype("int32")),
-    "one part": envs.spaces.Dict({"a": BOX}),
     "another name": envs.spaces.Dict({"c": BOX}),
     "another part": envs.spaces.Dict({"a": envs.Box(-1.0, 1.0, (2,))}),
     "order": envs.spaces.Tuple((BOX, envs.Discrete(2))),

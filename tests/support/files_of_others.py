@@ -30,7 +30,7 @@ class WalkParams(environment.EnvParams):
 
 
 class Walking:
-    """What the three classes in gymnax's style share; not gymnax's base."""
+    """What both classes in gymnax's style share; not gymnax's base."""
 
     @property
     def default_params(self):
@@ -71,15 +71,8 @@ class Before(Walking, environment.Environment):
     def step_env(self, key, state, action, params):
         reward = jnp.where(jnp.abs(state.place) == 2, 1.5, -0.5)
         state = self.move(state, action)
-        done = self.is_terminal(state, params)
         info = {"discount": self.discount(state, params)}
-        return (
-            jax.lax.stop_gradient(self.get_obs(state)),
-            jax.lax.stop_gradient(state),
-            jnp.array(reward),
-            done,
-            info,
-        )
+        return self.get_obs(state), state, reward, self.is_terminal(state, params), info
 
     def is_terminal(self, state, params):
         is_late = state.time >= params.max_steps_in_episode
@@ -90,28 +83,6 @@ class Renamed(Before):
     """With the line that `from_gymnax` names."""
 
     is_terminated = Before.is_terminal
-
-
-class Without(Walking):
-    """As since gymnax 1.0, without its base class."""
-
-    def step_env(self, key, state, action, params):
-        reward = jnp.where(jnp.abs(state.place) == 2, 1.5, -0.5)
-        state = self.move(state, action)
-        terminated = self.is_terminated(state, params)
-        return self.get_obs(state), state, reward, terminated, {}
-
-    def is_terminated(self, state, params):
-        return self.has_arrived(state, params)
-
-    def is_truncated(self, state, params):
-        return state.time >= params.max_steps_in_episode
-
-
-class With(Without, environment.Environment):
-    """With the base class, which has `is_truncated`."""
-
-    is_truncated = environment.Environment.is_truncated
 
 
 @struct.dataclass

@@ -87,17 +87,6 @@ def test_every_way_returns_what_gymnasium_does(way, env_id):
     env.close()
 
 
-def test_id_makes_environments_in_this_process():
-    env = envs.from_gymnasium("Pendulum-v1", 3, g=9.0)
-    assert isinstance(env, LocalEnvs)
-    assert env.num_envs == 3
-    own = gymnasium.make("Pendulum-v1", g=9.0)
-    start, seeds = own.reset(seed=5)[0], np.full(3, 5, np.uint32)
-    np.testing.assert_array_equal(env.reset(seeds, np.ones(3, bool)), [start] * 3)
-    want = own.step(np.ones(1, np.float32))[0]
-    np.testing.assert_array_equal(env.step(np.ones((3, 1), np.float32)).obs, [want] * 3)
-
-
 def test_function_makes_one_environment_or_a_vector():
     one = envs.from_gymnasium(Count, 2, length=7)
     one.reset(np.zeros(2, np.uint32), np.ones(2, bool))
@@ -145,22 +134,12 @@ def test_next_step_cannot_be_cut_short():
     np.testing.assert_array_equal(env.reset(SEEDS[:2], EVERY[:2]), np.zeros((2, 2)))
 
 
-def test_num_workers_runs_the_same_environments_in_processes():
-    apart = envs.from_gymnasium("CartPole-v1", B, num_workers=2, max_episode_steps=9)
-    local = envs.from_gymnasium("CartPole-v1", B, max_episode_steps=9)
-    assert len({*apart.pids, os.getpid()}) == 3
-    for env in (apart, local):
-        env.reset(SEEDS, EVERY)
-    for action in actions("CartPole-v1")[:9]:
-        a, b = apart.step(action), local.step(action)
-        jax.tree.map(np.testing.assert_array_equal, a, b)
-        done = a.terminated | a.truncated
-        if done.any():
-            np.testing.assert_array_equal(
-                *(x.reset(SEEDS, done) for x in (apart, local))
-            )
-    assert b.truncated.any()
-    apart.close()
+def test_num_workers_runs_them_in_processes():
+    env = envs.from_gymnasium("CartPole-v1", B, num_workers=2, max_episode_steps=9)
+    assert len({*env.pids, os.getpid()}) == 3
+    env.reset(SEEDS, EVERY)
+    assert env.step(actions("CartPole-v1")[0]).reward.tolist() == [1.0] * B
+    env.close()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import host_envs
@@ -161,21 +160,6 @@ def test_call_that_is_interrupted_ends_the_workers(make, name):
     np.testing.assert_array_equal(step.obs, np.full((4, 2), 2))
 
 
-def test_copy_in_a_fork_leaves_the_workers_alone(make):
-    env = make()
-    start(env)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of forks beside the threads of jax
-        child = os.fork()
-    if not child:
-        try:
-            env.close()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert not env.step(ACTION).faulty.any()
-
-
 def test_no_worker_starts_a_backend_of_jax(make):
     env = make([host_envs.Backends], 1, record_info={"backends": np.int32(-1)})
     start(env, ("fine",), np.ones(1, bool))
@@ -220,22 +204,6 @@ def test_reset_drops_the_step_that_is_in_flight(make):
     with pytest.raises(ValueError, match="`num_ready` must be at most 0, got 1"):
         env.receive(1)
     np.testing.assert_array_equal(env.step(ACTION).obs, np.ones((4, 2)))
-
-
-def test_asynchronous_faults_come_with_their_rows(make):
-    env = make(num_workers=2)
-    start(env, ("raise", "fine", "kill", "fine"))
-    for _ in range(AT):
-        env.send(ACTION[[0, 1, 2]], np.int32([0, 1, 2]))
-        step, env_id = env.receive(3)
-    order = np.argsort(env_id)
-    np.testing.assert_array_equal(step.faulty[order], [True, False, True])
-    assert set(step.causes) == {0, 2}
-    np.testing.assert_array_equal(step.obs[env_id == 1], [[AT, AT]])
-    env.send(ACTION[[3]], np.int32([3]))  # was with the one that was killed
-    step, env_id = env.receive(1)
-    assert step.faulty.all()
-    check_renewed(env, np.bool_([True, False, True, True]))
 
 
 def test_worker_that_another_ends_during_a_rebuild_is_started_again(make):
