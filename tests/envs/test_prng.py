@@ -55,13 +55,6 @@ def test_draws_are_those_of_jax_also_under_vmap(name):
     assert (want[0] != want[1]).any()
 
 
-def test_seed_of_the_inline_implementation_is_that_of_threefry():
-    impl = jax.random.key_impl(prng.inline(jax.random.key(0)))
-    np.testing.assert_array_equal(
-        words(jax.random.key(42, impl=impl)), words(jax.random.key(42))
-    )
-
-
 @pytest.mark.parametrize("impl", ["threefry2x32", "philox2x32", "rbg"])
 def test_fold_in_is_that_of_jax_for_every_implementation(impl):
     @quick_jit

@@ -3,7 +3,6 @@
 import io
 import itertools
 import os
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -188,16 +187,6 @@ def test_mujoco_draws_by_egl_where_no_display_and_no_other_way_is_named(
     with envs.render.no_screen():
         assert os.environ.get("MUJOCO_GL") == used
     assert os.environ.get("MUJOCO_GL") == named
-
-
-def test_missing_pygame_is_only_missed_where_it_draws(catch, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pygame", None)
-    env = envs.make("CartPole-v1")
-    assert envs.render.can_render(env)
-    message = r'pygame is not installed: pip install "\.\[render\]"'
-    with pytest.raises(ModuleNotFoundError, match=message):
-        envs.render_gif(env, zero_states(env, 2), np.zeros(1))
-    assert envs.render_gif(*catch).startswith(b"GIF89a")
 
 
 def test_wrong_number_of_states_or_rewards_is_refused(catch):

@@ -192,36 +192,16 @@ def test_nested_info_is_recorded_from_both_kinds():
         np.testing.assert_array_equal(last["r"], [2, 4])
 
 
-def test_exception_in_a_vector_environment_is_raised():
-    env = envs.from_gymnasium(SyncVectorEnv([Count] * 2, **DISABLED))
-    env.reset(np.uint32([0, host_envs.seed_of("raise")]), EVERY[:2])
-    for _ in range(host_envs.AT - 1):
-        env.step(np.int32([1, 1]))
-    with pytest.raises(ZeroDivisionError, match="at step 3"):
-        env.step(np.int32([1, 1]))
-
-
-class Recorded(gymnasium.Env):
-    """Counts to `length`, and writes down every observation that it returns."""
-
-    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
+class Recorded(host_envs.Faultless):
+    """Writes down every observation that it returns; an episode starts with 100."""
 
     def __init__(self, length, log):
-        self.length, self.log, self.count = length, log, 0
+        super().__init__(length)
+        self.log = log
 
-    def observe(self):
-        self.log.append(100.0 * (self.count == 0) + self.length + self.count)
-        return np.float32(self.log[-1:])
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count = 0
-        return self.observe(), {}
-
-    def step(self, action):
-        self.count += 1
-        return self.observe(), 1.0, self.count == self.length, False, {}
+    def _obs(self):
+        self.log.append(self.count or 100.0)
+        return np.full(2, self.log[-1])
 
 
 @pytest.mark.parametrize("mode", ["DISABLED", "NEXT_STEP"])
@@ -238,4 +218,4 @@ def test_every_observation_updates_the_statistics_once(mode):
     collector.collect_steps(collector.init(jax.random.key(0)), None, 14)
     statistics = env.shared.statistics.value[0]
     assert round(float(statistics.count)) == len(log)
-    np.testing.assert_allclose(statistics.mean, [np.mean(log)], rtol=1e-3)
+    np.testing.assert_allclose(statistics.mean, np.mean(log), rtol=1e-3)

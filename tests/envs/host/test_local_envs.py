@@ -162,15 +162,6 @@ def test_environments_without_save_state_are_not_saved(make, place):
     assert make(place).save() is None
 
 
-def test_environment_that_takes_arrays_keeps_its_settings():
-    env, other = (one(functools.partial(host_envs.Described, n)) for n in (5, 3))
-    obs = np.copy(env.step(ACTION[:1]).obs)
-    other.load(env.save(), obs)
-    steps = [other.step(ACTION[:1]) for _ in range(2)]
-    assert steps[-1].obs[0, 0] == 3
-    assert steps[-1].truncated[0]  # after 3 steps, not after 5
-
-
 def test_rebuild_that_fails_leaves_the_environment_faulty():
     made = []
 

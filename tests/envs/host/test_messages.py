@@ -91,7 +91,6 @@ CALLS = [
         "`info['even']` must have shape (3, 3), got shape (3,)",
     ),
     # `LocalEnvs`
-    (lambda: LocalEnvs([]), "`make_fns` must have at least one function, got none"),
     (lambda: local(Count, host_envs.OtherCount), OTHER_SPACES),
     (lambda: local(record_info={"third": "text"}), "must map keys of `info` to exam"),
     (
@@ -100,7 +99,6 @@ CALLS = [
     ),
     (lambda: local(OldGym), "`reset(seed=, options=)` calls the old `seed`"),
     # `make_worker_envs`
-    (lambda: workers([]), FUNCTIONS),
     (lambda: workers(Count), FUNCTIONS),
     (lambda: workers(num_workers=5), "`num_workers` must be at most 3, got 5"),
     (lambda: workers(timeout=0), "`timeout` must be a finite number of seconds"),
@@ -116,7 +114,6 @@ CALLS = [
     *((lambda make=x: ended(make).reset(SEEDS, EVERY), CLOSED) for x in (local,)),
     # `from_envpool`
     (lambda: pool(batch_size=4), "`batch_size` must be at most 3, got 4"),
-    (lambda: pool(record_info=["lives"]), "`record_info` must be names of"),
     (lambda: pool(batch_size=2).step(ACTION), "`batch_size` must be `num_envs`"),
     (lambda: pool(batch_size=2).reset(SEEDS, ONE), "`mask` must be True"),
 ]

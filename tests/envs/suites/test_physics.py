@@ -62,6 +62,22 @@ def test_model_of_a_lane_reaches_kept_methods_and_done_terminates():
     assert not step.terminated
 
 
+def test_limit_that_brax_marks_is_a_truncation():
+    class Limited(Suite):
+        def step(self, state, action):
+            state = super().step(state, action)
+            state.info["truncation"] = jnp.ones(())
+            return state.replace(done=jnp.ones(()))
+
+    class Marked(Limited):
+        def reset(self, rng):
+            state = super().reset(rng)
+            return state.replace(info={**state.info, "truncation": jnp.zeros(())})
+
+    _, step = first_step(adapt(Marked()), KEY)
+    assert (bool(step.terminated), bool(step.truncated)) == (False, True)
+
+
 def test_environment_without_a_model_has_no_leaves_and_is_traced_once(brax_envs):
     suite_env = brax_envs.get_environment("fast")
     env = from_brax(suite_env)

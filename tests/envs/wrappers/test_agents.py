@@ -3,6 +3,7 @@
 import functools
 
 import agents
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,21 +87,14 @@ def played():
         return in_one_program(lanes, ENVS)
 
 
-def check_spaces(env):
-    """Observations are of the spaces that the wrapped environment has."""
-    obs = jax.eval_shape(env.reset, KEY)[1]
-    for name, members in env.groups.items():
-        space = envs.spaces.as_space(env.observation_spaces[name])
-        example = jax.eval_shape(space.sample, KEY)
-        num = len(members)
-        got = jax.tree.map(lambda x: (x.shape, x.dtype), obs[name])
-        want = jax.tree.map(lambda x, num=num: ((num, *x.shape), x.dtype), example)
-        assert got == want
-
-
 @each_env
 def test_observations_are_of_the_spaces(name):
-    check_spaces(ENVS[name])
+    env = ENVS[name]
+    obs = jax.eval_shape(env.reset, KEY)[1]
+    for group, members in env.groups.items():
+        space = envs.spaces.Repeated(env.observation_spaces[group], len(members))
+        want = jax.eval_shape(space.sample, KEY)
+        chex.assert_trees_all_equal_shapes_and_dtypes(obs[group], want)
 
 
 @pytest.mark.parametrize("name", ["limited", "limited in turn"])

@@ -173,15 +173,16 @@ def test_frozen_statistics_do_not_change_in_an_old_carry_and_a_new_one():
 
     @quick_jit
     def run(carry, key):
-        return half_of(collector)(carry), collector.init(key)
+        carry, rest = half_of(collector)(carry)
+        shown = collector.env.normalize_obs(rest.info["raw_obs"])
+        return carry, rest, shown, collector.init(key)
 
-    (carry, rest), fresh = run(carries[1], jax.random.key(1))
+    carry, rest, shown, fresh = run(carries[1], jax.random.key(1))
     chex.assert_trees_all_equal_shapes_and_dtypes(carry, carries[1])
     statistics = carries[1].env_state.statistics.value
     chex.assert_trees_all_equal(carry.env_state.statistics.value, statistics)
     second = at(trajectory, slice(NUM_STEPS // 2, None))
     chex.assert_trees_all_equal(rest.info, second.info)
-    shown = collector.env.normalize_obs(rest.info["raw_obs"])
     # The first row was normalized before the last resets counted.
     rows = at((shown, rest.obs), slice(1, None))
     chex.assert_trees_all_close(*rows, rtol=1e-5, atol=1e-5)

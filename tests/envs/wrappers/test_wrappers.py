@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import suite_checks
-from cases import CountEnv, in_one_program, quick_jit, raw
+from cases import CountEnv, in_one_program, quick_jit
 from flax import struct
 from plain_suites import side_by_side
 
@@ -117,6 +117,7 @@ PLAYED = {
     "reward": envs.TransformReward(SEVEN, cube),
     "flags": envs.TransformReward(SEVEN, lambda reward: reward > 0),
     "info": envs.ObserveInfo(SEVEN, all_info, no_noise),
+    "repeat": REPEATED,
     "limit outside": envs.TimeLimit(REPEATED, 3),
     "limit inside": envs.ActionRepeat(envs.TimeLimit(SEVEN, 3), 2),
     "frames of a tree": envs.FrameStack(envs.TransformObs(SEVEN, observed), 2),
@@ -340,64 +341,33 @@ SPACES = {
 }
 
 
-@functools.cache
-def drawn():
-    """A sample of each space, and whether it has that, and that plus 1."""
-
+def test_spaces_of_frames_and_parts_have_what_they_draw_and_nothing_beyond():
     def draw(space, key):
         sample = space.sample(key)
         beyond = jax.tree.map(lambda x: x + 1, sample)
         return sample, space.contains(sample), space.contains(beyond)
 
-    return in_one_program(draw, SPACES)
-
-
-@pytest.mark.parametrize("name", SPACES)
-def test_space_has_what_it_draws_and_nothing_beyond(name):
-    _, inside, beyond = drawn()[name]
-    assert (inside, beyond) == (True, False)
-
-
-def test_space_of_frames_has_the_bounds_of_each_frame():
-    space = SPACES["boxes"]
-    assert (space.shape, space.dtype) == ((4, 2), jnp.float32)
-    np.testing.assert_array_equal(space.low, np.tile(LOW, (4, 1)))
-    np.testing.assert_array_equal(space.high, np.tile(HIGH, (4, 1)))
-
-
-def test_each_frame_and_each_part_is_drawn_apart():
-    space, sample = SPACES["integers"], drawn()["integers"][0]
-    for each in (space, sample):
+    drawn = in_one_program(draw, SPACES)
+    assert all(found[1:] == (True, False) for found in drawn.values())
+    boxes, integers = SPACES["boxes"], SPACES["integers"]
+    assert (boxes.shape, boxes.dtype) == ((4, 2), jnp.float32)
+    np.testing.assert_array_equal(boxes.low, np.tile(LOW, (4, 1)))
+    np.testing.assert_array_equal(boxes.high, np.tile(HIGH, (4, 1)))
+    # Each frame and each part is drawn apart.
+    for each in (integers, drawn["integers"][0]):
         assert (each.shape, each.dtype) == ((50,), jnp.int32)
-    assert set(sample) == {0, 1, 2}
-    parts = drawn()["parts"][0]
-    assert (parts["a"] != parts["b"][1]).all()
+    assert set(drawn["integers"][0]) == {0, 1, 2}
+    assert (drawn["parts"][0]["a"] != drawn["parts"][0]["b"][1]).all()
 
 
-def test_repetition_agrees_with_a_plain_loop():
-    env, num_repeats = CountEnv(), 3
-    reset, one = jax.jit(env.reset), jax.jit(env.step)
-    repeat = jax.jit(envs.ActionRepeat(env, num_repeats).step)
-    endings = 0
-    for seed in range(4):
-        root = jax.random.key(seed)
-        state, _ = reset(jax.random.fold_in(root, 0))
-        done, n = False, 0
-        while not done:
-            n += 1
-            key, action = jax.random.fold_in(root, n), jnp.int32(n % 2)
-            got = repeat(key, state, action)
-            reward, taken = np.float32(0.0), 0
-            while taken < num_repeats and not done:
-                want = one(jax.random.fold_in(key, taken), state, action)
-                state, taken = want.state, taken + 1
-                reward += np.float32(want.reward)
-                done = bool(want.terminated | want.truncated)
-            want = want.replace(reward=reward)
-            chex.assert_trees_all_equal(raw(got), raw(want))
-            assert got.reward.dtype == jnp.float32
-            endings += done and taken < num_repeats
-    assert endings > 0
+def test_repeated_steps_have_keys_of_their_own():
+    _, steps = play("repeat")
+    keys = jax.random.split(jax.random.key(0), 1 + len(ACTIONS))[1:]
+    draw = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1)))
+    # The fourth action is taken once: the episode ends after seven steps.
+    np.testing.assert_array_equal(steps.info["noise"][:3], draw(keys)[:3])
+    np.testing.assert_array_equal(steps.obs[:, 0], [2, 4, 6, 7])
+    assert steps.reward.dtype == jnp.float32
 
 
 def test_observation_is_what_fn_makes_of_it():
