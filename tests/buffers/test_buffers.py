@@ -10,6 +10,7 @@ import pytest
 from buffer_checks import (
     BETA,
     CASES,
+    CHUNKS,
     GAMMA,
     KINDS,
     NUM_ENVS,
@@ -23,14 +24,15 @@ from buffer_checks import (
     row_like,
     start,
 )
-from cases import make_collector, quick_jit
+from cases import on_a_gpu, quick_jit
 from ring_model import Model, encode
 from scipy import stats as scipy_stats
 
-from rollout import buffers
+from rollout import buffers, platform
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 slow = pytest.mark.slow
+RNG = np.random.default_rng(0)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_any_sequence_of_operations_agrees_with_the_model(kind, successor):
         rng = np.random.default_rng(seed)
         state, model = start(kind, successor)
         for _ in range(1 + seed % 6):
-            steps, mask = random_chunk(model, rng)
+            steps, mask = random_chunk(model, rng, masks=seed % 2)
             model.add(steps, mask)
             state = add(state, encode(steps, mask))
         got = read(state, jax.random.key(seed))
@@ -65,6 +67,44 @@ def test_uniform_draws_are_even_over_the_rows_that_may_be_used(successor):
     values, count = np.unique(np.asarray(batch.indices), return_counts=True)
     np.testing.assert_array_equal(values, np.sort(usable))
     assert scipy_stats.chisquare(count).pvalue > 0.01
+
+
+@slow
+@pytest.mark.parametrize(("kind", "successor"), CASES)
+def test_programs_of_a_gpu_have_the_same_bits(kind, successor):
+    """Every state and every draw."""
+    both = programs(kind, successor), programs(kind, successor, is_twin=True)
+    state = start(kind, successor)[0]
+    for num_rows in CHUNKS:  # what has been traced stays as it is
+        chunk = encode(*Model(NUM_SLOTS, NUM_ENVS).make_chunk(RNG, num_rows))
+        both[0][2](both[0][1](state, chunk), jax.random.key(0))
+    with on_a_gpu():
+        for seed in range(20):
+            rng = np.random.default_rng(seed)
+            model = Model(NUM_SLOTS, NUM_ENVS)
+            states = [start(kind, successor)[0]] * 2
+            for number in range(4):
+                chunk = encode(*random_chunk(model, rng))
+                states = [
+                    add(state, chunk)
+                    for (_, add, _), state in zip(both, states, strict=True)
+                ]
+                chex.assert_trees_all_equal(*states)
+                key = jax.random.fold_in(jax.random.key(seed), number)
+                chex.assert_trees_all_equal(*(x[2](states[0], key) for x in both))
+
+
+def test_program_follows_the_platform_and_not_the_process():
+    """Lowering a program makes the choice, for the platform it is lowered for."""
+
+    def double(x):
+        return platform.choose(lambda x: x + x, lambda x: x * 2, x)
+
+    for name, used in (("cpu", "add"), ("tpu", "add"), ("cuda", "multiply")):
+        traced = jax.jit(double).trace(1.5)
+        text = traced.lower(lowering_platforms=(name,)).as_text()
+        found = {x for x in ("add", "multiply") if f"stablehlo.{x}" in text}
+        assert found == {used}
 
 
 def filled(kind, successor, num_envs, num_rows):
@@ -93,19 +133,15 @@ def check_in_place(fn, state, *args):
     return memory.temp_size_in_bytes / size
 
 
-QUICK = [
-    ("uniform", "stored", 4, 1),
-    ("episodes", "shared", 4, 1),
-    ("uniform", "shared", 4, 4),
-    ("episodes", "stored", 1, 1),
-]
-SLOW = {*((*case, 4, 1) for case in CASES), *((kind, "shared", 4, 4) for kind in KINDS)}
-SLOW |= {("episodes", "stored", 1, 4)}
-
-
 @pytest.mark.parametrize(
     ("kind", "successor", "num_envs", "num_rows"),
-    QUICK + [pytest.param(*case, marks=slow) for case in sorted(SLOW - {*QUICK})],
+    [
+        ("uniform", "stored", 4, 1),
+        ("uniform", "shared", 4, 4),
+        ("episodes", "stored", 1, 1),
+        pytest.param("episodes", "shared", 4, 4, marks=slow),
+        pytest.param("prioritized", "shared", 4, 1, marks=slow),
+    ],
 )
 def test_add_writes_in_place(kind, successor, num_envs, num_rows):
     """With one lane XLA moves reads after the write unless something stops it."""
@@ -138,46 +174,6 @@ def test_training_step_of_add_and_sample_writes_in_place(kind, successor):
         return jax.lax.scan(step, state, jax.random.split(key, 5))
 
     check_in_place(train, state, jax.random.key(0))
-
-
-@slow
-@pytest.mark.parametrize(
-    ("kind", "successor"), [("uniform", "shared"), ("episodes", "stored")]
-)
-def test_kernel_fills_it_in_one_program(kind, successor):
-    collector = make_collector("count", 4)
-    carry = collector.init(jax.random.key(0))
-    options = {} if successor == "stored" else {"next_obs": "shared"}
-    buffer = KINDS[kind][0](64 * 4, 4, **options)
-    _, transition = jax.eval_shape(collector.step, carry, None)
-
-    @quick_jit
-    def fill(carry):
-        state = buffer.init(transition)
-        carry, state = collector.fold_steps(
-            carry, None, buffer.add, state, num_steps=20
-        )
-        carry, state, episodes = collector.fold_episodes(
-            carry, None, buffer.add, state, num_episodes=6, max_episode_steps=99
-        )
-        return state, episodes
-
-    state, episodes = fill(carry)
-    _, trajectory = collector.collect_steps(carry, None, 20)
-    ended = int(trajectory.done.sum())
-    assert buffer.count_episodes(state, 9) == ended + 6
-    if kind == "episodes":
-        # Unfinished episodes were given up for the six of the queue.
-        assert state.num_abandoned == 4 - int(trajectory.done[-1].sum())
-        assert state.num_too_long == 0
-    else:
-        # Idle rows are not stored; episodes of the queue have ids below 0.
-        assert buffer.size(state) == 80 + episodes.num_steps
-        rows, mask = buffer.to_trajectory(state)
-        assert (rows.episode_id[20:][mask[20:]] < 0).all()
-        for name in ("obs", "next_obs", "reward", "done", "episode_id"):
-            want = getattr(trajectory, name)[:19]  # the last has another successor
-            np.testing.assert_array_equal(getattr(rows, name)[:19], want)
 
 
 @pytest.mark.parametrize(
@@ -292,21 +288,14 @@ def test_gamma_is_a_leaf_of_the_buffer_and_may_be_mapped():
     state = buffer.add(buffer.init(jax.tree.map(lambda x: x[0], rows)), rows)
     gammas = jnp.float32([0.5, 0.9, 1.0])
 
+    @quick_jit
+    @jax.vmap
     def draw(gamma):
         return buffer.replace(gamma=gamma).sample(state, jax.random.key(0), 16)
 
-    mapped = quick_jit(jax.vmap(draw))(gammas)
-    for number, gamma in enumerate((0.5, 0.9, 1.0)):
-        one = quick_jit(draw)(gamma)
-        num_steps = np.minimum(3, 4 - np.asarray(one.indices))
-        np.testing.assert_allclose(one.discount, gamma**num_steps, rtol=1e-6)
-        want = sum(np.where(k < num_steps, gamma**k, 0.0) for k in range(3))
-        np.testing.assert_allclose(one.experience["reward"], want, rtol=1e-6)
-        jax.tree.map(
-            lambda x, y, number=number: np.testing.assert_allclose(
-                x[number], y, rtol=1e-6
-            ),
-            mapped,
-            one,
-        )
+    batch = draw(gammas)
+    num_steps, gamma = np.minimum(3, 4 - np.asarray(batch.indices)), gammas[:, None]
+    np.testing.assert_allclose(batch.discount, gamma**num_steps, rtol=1e-6)
+    want = sum(np.where(k < num_steps, gamma**k, 0.0) for k in range(3))
+    np.testing.assert_allclose(batch.experience["reward"], want, rtol=1e-6)
     assert buffer == buffers.ReplayBuffer(8, 1, n_step=3, gamma=0.9)

@@ -69,18 +69,9 @@ def init(**rows):
     return buffer().init(rows)
 
 
-def mesh():
-    return jax.make_mesh((4,), ("lanes",))
-
-
-def shard(made=None, to=None, axis="lanes"):
-    return buffers.shard(made or buffers.ReplayBuffer(32, 8), to or mesh(), axis)
-
-
-def bare(method, *args, **options):
-    """Calls a method of a buffer whose rows have a reward only."""
-    made = buffers.ReplayBuffer(8, 2, **options)
-    return getattr(made, method)(made.init({"reward": jnp.zeros(2)}), *args)
+def shard(made=None):
+    mesh = jax.make_mesh((4,), ("lanes",))
+    return buffers.shard(made or buffers.ReplayBuffer(32, 8), mesh)
 
 
 def from_data(make=buffers.ReplayBuffer, capacity=8, num_envs=1, **changes):
@@ -103,18 +94,9 @@ def learned():
 
 COUNTS = {
     "capacity": [lambda n: buffers.ReplayBuffer(n, 1)],
-    "num_envs": [lambda n: buffers.ReplayBuffer(8, n)],
-    "max_length": [
-        lambda n: buffers.EpisodeBuffer(8, 1, max_length=n),
-        lambda n: buffer().count_episodes(filled()[1], n),
-    ],
-    "batch_size": [
-        lambda n: sample(KEY, n),
-        lambda n: buffer().can_sample(filled()[1], n),
-    ],
+    "max_length": [lambda n: buffers.EpisodeBuffer(8, 1, max_length=n)],
+    "batch_size": [lambda n: sample(KEY, n)],
     "n_step": [lambda n: sample(n_step=n, gamma=1)],
-    "stack": [lambda n: sample(stack=n)],
-    "relabel_horizon": [lambda n: buffers.ReplayBuffer(8, 1, relabel_horizon=n)],
     "length": [lambda n: buffer().sample_sequences(filled()[1], KEY, 2, n)],
 }
 FRACTIONS = {
@@ -127,25 +109,20 @@ REFUSED = {
     "`capacity` must be an int of at least 4": [lambda: buffers.ReplayBuffer(3, 4)],
     f"must be at most {2**30}, got": [lambda: buffers.ReplayBuffer(2**30 + 1, 1)],
     "must be at most 10, got 11": [lambda: buffers.EpisodeBuffer(40, 4, max_length=11)],
-    'be "stored" or "shared"': [lambda: buffers.ReplayBuffer(8, 4, next_obs="next")],
     "needs next_obs=": [lambda: buffers.ReplayBuffer(8, 4, final_obs_capacity=9)],
     "`final_obs_capacity` must be an int of at least 4": [
-        lambda: shared(40, 4, final_obs_capacity=3),
-        lambda: shared(40, 4, final_obs_capacity=0),
+        lambda: shared(40, 4, final_obs_capacity=3)
     ],
     # Rows.
     "`transition` must have arrays with the leading axes (4,), got": [
-        lambda: init(obs=1.0),
-        lambda: init(obs=jnp.zeros(3)),
+        lambda: init(obs=jnp.zeros(3))
     ],
     "`transition` must have at least one array": [init],
     "`terminated` must be": [lambda: init(terminated=jnp.zeros(B), truncated=FLAGS)],
     "`params` must be given if the policy": [lambda: buffer().init(learned())],
     "`trajectory` must match the transition of `init`: float32 of shape": [
-        lambda: add([[1.0, 2.0]]),
         lambda: add(rows(reward=jnp.zeros((5, B, 1)))),
         lambda: add(rows(reward=jnp.zeros((5, B), int))),
-        lambda: add(rows(reward=jnp.zeros((4, B)))),
     ],
     "at .reward, got another structure": [lambda: add(rows(reward=()))],
     "must have at least one row": [lambda: add(jax.tree.map(lambda x: x[:0], rows()))],
@@ -156,31 +133,19 @@ REFUSED = {
     # Draws.
     "`n_step` and `gamma` go together, got only `n_step`": [lambda: sample(n_step=3)],
     "`n_step` and `gamma` go together, got only `gamma`": [lambda: sample(gamma=0.9)],
-    "`gamma` must be a number in [0, 1], got": [
-        lambda: sample(n_step=2, gamma=1.5),
-        lambda: sample(n_step=2, gamma="0.9"),
-        lambda: sample(n_step=2, gamma=True),
-    ],
-    "`relabel_fn` must be a function": [lambda: sample(relabel_fn=3)],
+    "`gamma` must be a number in [0, 1], got": [lambda: sample(n_step=2, gamma=1.5)],
     "must not be given with": [lambda: sample(n_step=2, gamma=1, relabel_fn=max)],
     "must keep structure, shapes": [lambda: sample(relabel_fn=lambda key, x, y: x.obs)],
     "`key` must be one typed key as `jax.random.key(seed)` makes it, got": [
         lambda: sample(0, 2),
-        lambda: buffer().sample_sequences(filled()[1], jax.random.split(KEY), 2, 2),
-        lambda: buffer().sample_episodes(filled()[1], None, 2, 5),
+        lambda: buffer().sample_episodes(filled()[1], jax.random.split(KEY), 2, 5),
     ],
     # States and row numbers.
     "`state` must be a buffer state, as returned by `init`": [
-        lambda: buffer().sample(None, KEY, 2),
-        lambda: buffer().add(trajectory(), filled()[1]),
+        lambda: buffer().add(trajectory(), filled()[1])
     ],
     "`state` must come from a buffer with": [
-        lambda: buffers.EpisodeBuffer(16, B).add(
-            filled(buffers.EpisodeBuffer)[1], trajectory()
-        ),
-        lambda: buffers.PrioritizedReplayBuffer(64, B).sample(
-            filled(buffers.PrioritizedReplayBuffer)[1], KEY, 2
-        ),
+        lambda: buffers.ReplayBuffer(64, B).sample(filled()[1], KEY, 2),
         lambda: buffer().add(
             jax.tree.map(lambda x: jnp.stack([x, x]), filled()[1]), trajectory()
         ),
@@ -189,54 +154,32 @@ REFUSED = {
         lambda: update(jnp.ones(2, bool)),
         lambda: update(jnp.ones(1)),
     ],
+    "`indices` must be integers": [
+        lambda: buffer().gather(filled()[1], jnp.zeros(2)),
+        # A mask in their place would set the priorities of rows 0 and 1.
+        lambda: update(jnp.ones(2), (True, False)),
+    ],
     # Fields that are needed.
     "needs the field `terminated`": [
-        lambda: bare("sample", KEY, 1, n_step=1, gamma=1.0),
-        lambda: bare("sample", KEY, 1, stack=2),
-        lambda: bare("sample_sequences", KEY, 1, 2),
-        lambda: buffers.EpisodeBuffer(8, 2).init({"reward": jnp.zeros(2)}),
+        lambda: buffers.EpisodeBuffer(8, 2).init({"reward": jnp.zeros(2)})
     ],
-    "needs the field `episode_length`": [lambda: bare("sample_episodes", KEY, 1, 2)],
-    "needs the field `next_obs`": [lambda: shared(8, 2).init({"obs": jnp.zeros(2)})],
     # Devices.
     'must be a `ReplayBuffer` with next_obs="stored", got ': [
-        lambda: buffers.shard(None, mesh()),
         lambda: shard(shared(32, 8)),
         lambda: shard(buffers.EpisodeBuffer(32, 8, max_length=2)),
-        lambda: shard(shard()),
     ],
-    "`mesh` must be a `jax.sharding.Mesh`": [lambda: shard(to="lanes")],
-    "`axis` must be one of the mesh, lanes, got": [lambda: shard(axis="batch")],
     "must be a multiple of the 4": [lambda: shard(buffers.ReplayBuffer(60, 6))],
     "`batch_size` must be a": [
         lambda: shard().sample(shard().init({"a": jnp.zeros(8)}), KEY, 6)
     ],
     # Recorded data.
     "`reward` must be one number per row": [lambda: from_data(reward=np.ones((5, 1)))],
-    "`indices` must be integers": [
-        lambda: buffer().gather(filled()[1], jnp.zeros(2)),
-        # A mask in their place would set the priorities of rows 0 and 1.
-        lambda: update(jnp.ones(2), (True, False)),
-    ],
     "`terminated` must fit into bool, got 2": [
         lambda: from_data(terminated=np.arange(5))
     ],
     "`reward` must fit into float32": [lambda: from_data(reward=np.full(5, 1e40))],
-    "`truncated` must have rows with": [lambda: from_data(truncated=np.zeros(4))],
-    "`action` must have rows with the leading axes (5,), got": [
-        lambda: from_data(action=np.ones(4))
-    ],
     "`action` must fit into int32": [lambda: from_data(action=np.full(5, 2**40))],
-    "`action` must hold numbers": [lambda: from_data(action=np.array(["a"] * 5))],
-    "axes (5,), got float32 of shape (2,) at ['short']": [
-        lambda: from_data(obs={"short": np.zeros(2)})
-    ],
-    "`next_obs` must be like `obs`: ": [
-        lambda: from_data(next_obs=np.zeros((5, 2))),
-        lambda: from_data(
-            next_obs={"pair": np.zeros((5, 2)), "short": np.ones(5, int)}
-        ),
-    ],
+    "`next_obs` must be like `obs`: ": [lambda: from_data(next_obs=np.zeros((5, 2)))],
     "`next_obs['pair']` must": [
         lambda: from_data(
             shared, obs={"pair": np.ones(5)}, next_obs={"pair": np.zeros(5)}

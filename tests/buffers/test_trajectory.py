@@ -34,9 +34,7 @@ slow = pytest.mark.slow
 CASES = [
     (REPLAY, 64, SHARED),
     (EPISODIC, 64, {}),
-    pytest.param(REPLAY, 7, {}, marks=slow),
-    pytest.param(PRIORITIZED, 64, {}, marks=slow),
-    pytest.param(PRIORITIZED, 7, SHARED, marks=slow),
+    pytest.param(PRIORITIZED, 7, {}, marks=slow),
     pytest.param(EPISODIC, 64, SHARED, marks=slow),
 ]
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, quick_jit, raw
+from cases import quick_jit, raw
 
-from rollout.envs import auto_reset, prng, trees
-from rollout.envs.types import RESET, Lanes
+from rollout.envs import auto_reset, masked_update, prng, trees
+from rollout.envs.types import Lanes
 
 pytestmark = pytest.mark.usefixtures("key_reuse")
 
@@ -28,60 +28,34 @@ def patterns(num_envs):
         yield rng.random(num_envs) < chance
 
 
-# Below, at and above the words of 32 flags, and 1, 2, 4 and 6 lanes at a time.
-@pytest.mark.parametrize("num_envs", [1, 31, 32, 33, 64, 100])
-def test_compact_resets_the_done_lanes_and_no_other(num_envs):
+# One word of 32 flags and several, and 1, 2 and 6 lanes at a time.
+@pytest.mark.parametrize("num_envs", [1, 32, 33, 100])
+def test_every_way_resets_the_done_lanes_and_no_other(num_envs):
     lane = np.arange(num_envs, dtype=np.int32)
     lanes = Lanes(episode_key=lane, state=lane + 1000, obs=lane[:, None] * np.ones(2))
 
-    def start(env, lane):
+    def start(env, some):
+        lane = jnp.arange(num_envs, dtype=jnp.int32)[some]
         obs = -lane[:, None] * jnp.ones((1, 2))
         return Lanes(episode_key=lane + env, state=lane + 2 * env, obs=obs)
 
+    def reset(done):
+        ways = [
+            auto_reset.reset(way, 5000, start, done, lanes)
+            for way in auto_reset.BY_NAME
+        ]
+        switched = masked_update.switch(done, lambda at: start(5000, at), lanes)
+        return [*ways, switched]
+
     done = np.stack(list(patterns(num_envs)))
-    reset = lambda done: auto_reset.reset("compact", 5000, start, done, lanes)  # noqa: E731
     # One program for all patterns, which come one after the other as steps do.
-    got = quick_jit(lambda done: jax.lax.map(reset, done))(done)
-    np.testing.assert_array_equal(got.episode_key, np.where(done, lane + 5000, lane))
-    np.testing.assert_array_equal(got.state, lane + np.where(done, 10_000, 1000))
-    sign = np.where(done, -1.0, 1.0)[:, :, None]
-    np.testing.assert_array_equal(got.obs, sign * np.asarray(lanes.obs)[None])
-
-
-def test_all_ways_are_equal_bit_for_bit_with_typed_keys():
-    num_envs = 33  # two at a time
-    env, lane = CountEnv(), jnp.arange(num_envs)
-
-    def start(env, some):
-        key = prng.fold_in(jax.random.key(2), lane[some])
-        state, obs = jax.vmap(env.reset)(prng.fold_in(key, RESET))
-        return Lanes(episode_key=key, state=state, obs=obs)
-
-    @quick_jit
-    def both(done):
-        lane_keys = prng.fold_in(jax.random.key(1), lane)
-        state, _ = jax.vmap(env.reset)(lane_keys)
-        step = jax.vmap(env.step)(lane_keys, state, jnp.zeros(num_envs, jnp.int32))
-        lanes = Lanes(episode_key=lane_keys, state=step.state, obs=step.obs)
-
-        def one(done):
-            switched = auto_reset.switch(done, lambda at: start(env, at), lanes)
-            ways = [
-                auto_reset.reset(way, env, start, done, lanes)
-                for way in sorted(auto_reset.BY_NAME, reverse=True)
-            ]
-            return [raw(lanes) for lanes in (*ways, switched)]
-
-        return jax.lax.map(one, done), raw(lanes.episode_key)
-
-    done = np.stack(list(patterns(num_envs)))
-    (select, *others), before = both(done)
-    for other in others:
-        chex.assert_trees_all_equal(other, select)
-    # And both did what they should: fresh counters where done, others untouched.
-    np.testing.assert_array_equal(select.state["n"], np.where(done, 0, 1))
-    changed = (select.episode_key != np.asarray(before)[None]).any(axis=-1)
-    np.testing.assert_array_equal(changed, done)
+    for got in quick_jit(lambda done: jax.lax.map(reset, done))(done):
+        key = np.where(done, lane + 5000, lane)
+        np.testing.assert_array_equal(got.episode_key, key)
+        state = lane + np.where(done, 10_000, 1000)
+        np.testing.assert_array_equal(got.state, state)
+        sign = np.where(done, -1.0, 1.0)[:, :, None]
+        np.testing.assert_array_equal(got.obs, sign * np.asarray(lanes.obs)[None])
 
 
 def test_derivatives_pass_through_the_lanes_that_are_not_done():

@@ -1,29 +1,18 @@
-"""Environments as other people write them, played, checked, trained in and drawn.
+"""Environments as other people write them, played, checked and drawn.
 
 What is collected is compared with plain loops over its actions; see `files_of_others`.
 """
 
 import io
 
+import gymnax
 import jax
 import numpy as np
 import pytest
 from cases import quick_jit
-from files_of_others import (
-    GOAL,
-    LIMIT,
-    Arm,
-    Before,
-    FromOldGym,
-    OldGym,
-    Point,
-    Renamed,
-    Runners,
-    Team,
-    With,
-    Without,
-)
+from files_of_others import Arm, FromOldGym, OldGym, Runners, Team
 from PIL import Image
+from plain_suites import Suite
 
 import rollout
 from rollout import agents, envs
@@ -35,90 +24,18 @@ KEY, B = jax.random.key(5), 4
 CONFIG = ppo.Config(
     num_updates=2, num_steps=24, num_minibatches=2, hidden_layer_sizes=(8, 8)
 )
-WALKS = {
-    "renamed": lambda: envs.from_gymnax(Renamed()),
-    "without": lambda: envs.from_gymnax(Without()),
-    "with": lambda: envs.from_gymnax(With()),
-    "brax": lambda: envs.suites.from_brax(Point()),
-}
-slow = pytest.mark.slow
 LIMITS = np.array(Runners().limits)
-KINDS = [*WALKS, "arm", "old gym"]
-
-
-def make(name, **options):
-    """Makes the lanes of a kind; Gymnasium's play in Python."""
-    if name in WALKS:
-        return envs.vectorize(WALKS[name](), B)
-    made = {"arm": Arm, "old gym": lambda: FromOldGym(OldGym())}[name]
-    return envs.from_gymnasium(made, B, **options)
-
-
-def collector_of(env, policy):
-    is_jax = hasattr(env, "reset_done")
-    kind = rollout.Collector if is_jax else rollout.HostCollector
-    return kind(env=env, policy=policy)
 
 
 def at_random(env):
-    return collector_of(env, rollout.random_policy(env.action_space))
+    kind = rollout.Collector if hasattr(env, "reset_done") else rollout.HostCollector
+    return kind(env=env, policy=rollout.random_policy(env.action_space))
 
 
-def play(collector, params=None, num_steps=40):
-    carry = collector.init(KEY)
-    return jax.device_get(collector.collect_steps(carry, params, num_steps)[1])
-
-
-def check_walks(t):
-    """Steps left and right, by a plain loop in each lane."""
-    both = 0
-    for lane in range(t.mask.shape[1]):
-        place = time = total = None
-        for row in range(len(t.mask)):
-            obs, action = t.obs[row, lane], t.action[row, lane]
-            if place is None:
-                (place, time), total = obs, 0.0
-                assert (abs(place) in (0, 2), time) == (True, 0)
-            assert obs.tolist() == [place, time]
-            reward = 1.5 if abs(place) == 2 else -0.5
-            place, time = place + (1 if action > 0 else -1), time + 1
-            total += reward
-            assert t.next_obs[row, lane].tolist() == [place, time]
-            flags = abs(place) >= GOAL, abs(place) < GOAL and time >= LIMIT
-            assert (t.terminated[row, lane], t.truncated[row, lane]) == flags
-            got = t.reward[row, lane], t.episode_return[row, lane]
-            assert got == (reward, total)
-            if any(flags):
-                place = None
-                both |= 1 << flags[1]
-    assert both == 3  # terminations and limits
-
-
-def check_arms(t):
-    """Two angles and a load, by a plain loop in each lane."""
-    both = 0
-    for lane in range(t.mask.shape[1]):
-        angle = None
-        for row in range(len(t.mask)):
-            seen, load = t.obs["angle"][row, lane], int(t.obs["load"][row, lane])
-            if angle is None:
-                angle, start, time, total = seen, load, 0, 0.0
-                assert np.abs(angle).max() <= 1
-            assert (seen == angle).all()
-            assert load == start
-            angle = angle + t.action[row, lane] * [1, 2] - 1
-            reward, time = -np.abs(angle).sum() / load, time + 1
-            total += reward
-            assert (t.next_obs["angle"][row, lane] == angle).all()
-            fell = np.abs(angle).max() == 4
-            flags = fell, time == LIMIT and not fell
-            assert (t.terminated[row, lane], t.truncated[row, lane]) == flags
-            got = t.reward[row, lane], t.episode_return[row, lane]
-            np.testing.assert_allclose(got, (reward, total), rtol=1e-6)
-            if any(flags):
-                angle = None
-                both |= 1 << bool(flags[1])
-    assert both == 3
+def play(make_fn):
+    """Rows of environments of Gymnasium."""
+    collector = at_random(envs.from_gymnasium(make_fn, B))
+    return collector.collect_steps(collector.init(KEY), None, 40)[1]
 
 
 def brightness(path):
@@ -130,39 +47,12 @@ def brightness(path):
         return shades
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_random_play_is_that_of_a_plain_loop(name):
-    check = check_walks if name in WALKS else check_arms
-    check(play(at_random(make(name))))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=slow) if x in ("renamed", "without") else x for x in KINDS],
-)
-@pytest.mark.usefixtures("quick_compile")
-def test_probe_finds_nothing_to_mend(name):
-    env = WALKS[name]() if name in WALKS else make(name)
-    found = rollout.check_env(env, num_steps=60)
-    assert found == ()
-
-
-def test_file_from_before_gymnax_1_needs_one_line():
-    line = "write `is_terminated = is_terminal` below it"
-    (issue,) = rollout.check_env(envs.from_gymnax(Before()))
-    assert line in issue.message
-    with pytest.raises(ValueError, match=line):
-        play(at_random(envs.vectorize(envs.from_gymnax(Before()), B)))
-
-
 @pytest.mark.parametrize(
     ("env", "adapter"),
     [
-        (With(), "from_gymnax"),
-        (Without(), "from_gymnax"),
-        (Point(), "suites.from_brax"),
+        (gymnax.make("CartPole-v1")[0], "from_gymnax"),
+        (Suite(), "suites.from_brax"),
         (Team(LIMITS), "suites.from_jaxmarl"),
-        (Arm(), "from_gymnasium"),
         (OldGym(), "from_gymnasium"),
     ],
 )
@@ -187,8 +77,7 @@ class Seeded(Arm):
 
 
 def test_seed_of_ones_own_is_not_taken_for_old_gym():
-    old, new = (play(at_random(envs.from_gymnasium(x, B))) for x in (Arm, Seeded))
-    jax.tree.map(np.testing.assert_array_equal, old, new)
+    jax.tree.map(np.testing.assert_array_equal, play(Arm), play(Seeded))
 
     class Plain:
         reset = step = None
@@ -201,69 +90,41 @@ def test_seed_of_ones_own_is_not_taken_for_old_gym():
 
 
 def test_old_gym_with_a_class_around_it_plays_the_same_episodes():
-    new, old = (play(at_random(make(name))) for name in ("arm", "old gym"))
-    jax.tree.map(np.testing.assert_array_equal, new, old)
+    def adapted():
+        return FromOldGym(OldGym())
+
+    jax.tree.map(np.testing.assert_array_equal, play(Arm), play(adapted))
+    assert rollout.check_env(envs.from_gymnasium(adapted, B), num_steps=60) == ()
 
 
-@pytest.mark.parametrize("name", ["renamed", "arm"])
-def test_game_with_a_drawing_of_its_own_is_drawn(name, tmp_path):
-    options = {"render_mode": "rgb_array"} if name == "arm" else {}
-    collector = at_random(make(name, **options))
+def test_environment_of_gymnasium_is_drawn(tmp_path):
+    collector = at_random(envs.from_gymnasium(Arm, B, render_mode="rgb_array"))
     path = tmp_path / "a.gif"
-    episode = rollout.record_gif(collector, None, KEY, path)
-    (length,), first = episode.episode_length, 10 if name == "renamed" else 0
-    step = 40 if name == "renamed" else 10
-    assert brightness(path) == [first + step * n for n in range(length + 1)]
+    (length,) = rollout.record_gif(collector, None, KEY, path).episode_length
+    assert brightness(path) == [10 * n for n in range(length + 1)]
 
 
-def test_class_in_the_style_of_brax_may_draw_itself():
-    class Drawn(Point):
+def test_class_in_the_style_of_brax_is_drawn_if_it_draws_itself():
+    class Drawn(Suite):
         def render_frames(self, states):
             for state in states:
-                yield np.full((9, 30, 3), 10 * state.obs[1], np.uint8)
+                yield np.full((9, 30, 3), 20 * int(state.data), np.uint8)
 
-    env = envs.vectorize(envs.suites.from_brax(Drawn()), B)
-    gif, episode = draw_episode(at_random(env), None, jax.random.key(5), 99)
-    shown = brightness(io.BytesIO(gif))
-    assert shown == [10 * n for n in range(episode.episode_length[0] + 1)]
+    def adapt(suite):
+        return envs.vectorize(envs.suites.from_brax(suite), B)
 
-
-def test_environment_in_the_style_of_brax_without_physics_is_not_drawn():
-    env = WALKS["brax"]()
-    assert not envs.render.can_render(env)
-    with pytest.raises(ValueError, match=r"method `render_frames`, got Point"):
-        rollout.record_gif(at_random(envs.vectorize(env, B)), None, KEY, "a.gif")
-
-
-@slow
-@pytest.mark.usefixtures("quick_training", "key_reuse")
-@pytest.mark.parametrize("name", KINDS)
-def test_ppo_trains_and_its_episodes_are_those_of_a_plain_loop(name):
-    env = make(name)
-    agent = ppo.PPO(env, CONFIG)
-    collector = agent.collector
-    train = agent.train if collector.is_host else jax.jit(agent.train)
-    state, metrics = jax.device_get(train(agent.init(KEY)))
-    assert agent.env_steps(2) == 192
-    assert ((metrics["kl"] > 0) & (metrics["kl"] < 0.5)).all()
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
-    t = play(collector, state.params)
-    (check_walks if name in WALKS else check_arms)(t)
-    stats = rollout.evaluate(collector, state.params, KEY, 10)
-    _, episodes = collector.collect_episodes(
-        collector.init(KEY), state.params, 10, max_episode_steps=99
-    )
-    assert stats.num_episodes == 10
-    assert stats.lengths.max <= LIMIT
-    assert float(stats.returns.mean) == pytest.approx(episodes.episode_return.mean())
+    gif, episode = draw_episode(at_random(adapt(Drawn())), None, KEY, 99)
+    (length,) = episode.episode_length
+    assert brightness(io.BytesIO(gif)) == [40 * n for n in range(length + 1)]
+    assert not envs.render.can_render(adapt(Suite()))
+    with pytest.raises(ValueError, match=r"method `render_frames`, got Suite"):
+        rollout.record_gif(at_random(adapt(Suite())), None, KEY, "a.gif")
 
 
 RUNNERS = {
     "runners": Runners(),
     "team": envs.suites.from_jaxmarl(Team(LIMITS)),
-    "team by name": envs.suites.from_jaxmarl(
-        Team(dict(zip("abc", LIMITS, strict=True)))
-    ),
+    "team by name": envs.suites.from_jaxmarl(Team({"a": 2, "b": 5, "c": 3})),
 }
 
 
@@ -304,7 +165,7 @@ def check_runners(t, is_merged):
 
 
 @pytest.mark.parametrize(
-    "name", ["runners", "team", pytest.param("team by name", marks=slow)]
+    "name", ["runners", "team", pytest.param("team by name", marks=pytest.mark.slow)]
 )
 def test_limits_of_single_agents_cut_and_bootstrap_these_alone(name):
     agent, collector = runners(name)
@@ -331,18 +192,3 @@ def test_limits_of_single_agents_cut_and_bootstrap_these_alone(name):
     valid = rows.mask & ~rows.terminated
     np.testing.assert_allclose(next_value[valid], expected[valid], rtol=1e-5, atol=1e-6)
     assert 0 < metrics["kl"] < 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("name", ["runners", "team"])
-def test_runners_are_probed_and_evaluated(name):
-    assert rollout.check_env(RUNNERS[name], num_steps=60) == ()
-    agent, collector = runners(name)
-    obs = np.zeros((12, 2), np.float32)
-    params = {"one": quick_jit(agent.init_learner)(jax.random.key(0), obs).params}
-    stats = agents.evaluate_agents(collector, params, jax.random.key(1), 12)
-    lengths = {name: x.lengths.max for name, x in stats.agents.items()}
-    assert lengths["a"] == 2  # it ends at its limit or there
-    assert lengths["b"] <= 5
-    assert lengths["c"] == 3

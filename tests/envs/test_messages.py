@@ -12,21 +12,19 @@ import numpy as np
 import pytest
 from agents import ChanceEnv
 from cases import CountEnv
-from host_count import HostCount
 
 import rollout
 from rollout import envs
 from rollout.envs import make, ratings, vectorize, vectorize_each
 from rollout.envs.recommendation import LeaveByCategory, LeaveByDistance
-from rollout.envs.spaces import MultiBinary, MultiDiscrete
-from rollout.envs.wrappers import FixedLength, History, NoRepeat
+from rollout.envs.spaces import MultiDiscrete
+from rollout.envs.wrappers import FixedLength, NoRepeat
 
 KEY = jax.random.key(0)
 B = 3
 TABLE = np.arange(12, dtype=np.float32).reshape(3, 4)
 HOLES = np.where(TABLE == 3, np.nan, TABLE)
 FLAGS = np.ones((5, 2), bool)
-LARGE = 2**53
 FEW = {"two": np.zeros((1, 3)), "one": np.zeros((1, 1))}
 
 
@@ -109,8 +107,8 @@ def normalize(info, **options):
     return step(envs.NormalizeObs(env, **options))
 
 
-def return_float(name, wrap):
-    return step(vectorize(wrap(returning(**{name: jnp.float32(0.3)})), 2))
+def return_float(wrap):
+    return step(vectorize(wrap(returning(truncated=jnp.float32(0.3))), 2))
 
 
 def rescale_integers():
@@ -118,10 +116,6 @@ def rescale_integers():
         action_space = envs.Box(0, 9, (1,), jnp.dtype(jnp.int32))
 
     return envs.RescaleAction(jax.tree_util.register_static(Steps)())
-
-
-def rescale_twice():
-    return envs.RescaleAction(envs.RescaleAction(pendulum(), "tanh"))
 
 
 def pendulum(**params):
@@ -152,19 +146,6 @@ def show(item):
     return env.step(KEY, jax.jit(env.reset)(KEY)[0], np.int32(item))
 
 
-def users_by_fn(**options):
-    return recommend(lambda user, item: 0.0, num_items=3, **options)
-
-
-def normalize_twice():
-    once = envs.NormalizeReward(vectorize(CountEnv(), 2))
-    return step(envs.NormalizeReward(once))
-
-
-def force_twice():
-    return step(vectorize(FixedLength(FixedLength(CountEnv(), 3), 2), 2))
-
-
 GROUPS = "every agent in exactly one group and no empty group, got {"
 WRAPPERS = [
     lambda env: env,
@@ -173,65 +154,30 @@ WRAPPERS = [
     lambda env: envs.ActionRepeat(env, 2),
     envs.wrappers.TruncateOnNonFinite,
 ]
-BOUNDS = [
-    (0, 300, (), np.uint8, "must be values of `dtype`, got 300 and uint8."),
-    (-200, 5, (), np.int8, "must be values of `dtype`, got -200 and int8."),
-    (0.5, 1.5, (), np.int32, "must be values of `dtype`, got 0.5 and int32."),
-    (-np.inf, 0, (), np.int32, "must be values of `dtype`, got -inf and int32."),
-    ([0, -1e5], 0, (2,), np.float16, "got -100000 and float16."),
-    (0, 2**40, (), np.int64, "got 1.09951e+12 and int32."),
-    (0, 1, (), np.complex64, "`dtype` must be a float, integer or bool dtype, got co"),
-]
 MESSAGES = [
     # `make`, `env_ids`, `render_gif`
-    (lambda: make("CartPole"), "'CartPole'. The nearest are CartPole-v1, Catch-bsuite"),
-    (lambda: make("zzzz"), "`env_id` must be one of the 26 ids"),
     (lambda: make("ant"), "Ids of other suites begin with the suite name, for exampl"),
     (lambda: make("gymnasium:A-v1"), "with `rollout.envs.from_gymnasium` and"),
-    (lambda: make("CartPole-v1", a=1), "parameters of CartPole-v1 are max_steps_in"),
     (lambda: make("CartPole-v1", size=2, color=1), "; got color, size."),
     (lambda: make("CartPole-v1", gravity=np.ones(3)), "`gravity` must have shape ()"),
     (lambda: make("CartPole-v1", max_steps_in_episode=1.5), "be an integer, got 1.5"),
-    (lambda: make("zzz:hanabi"), "or xminigrid:, got 'zzz:hanabi'."),
     (lambda: make("pgx:2048", speed=[3]), "pgx:2048 with speed=[3] fails"),
-    (lambda: make("pgx:2048", max_steps_in_episode=9), "(`max_episode_steps` limits"),
-    (
-        lambda: make("pgx:go"),
-        "20 ids of `rollout.envs.env_ids('pgx')`, got",
-    ),
     (lambda: make("pgx:go"), "got 'pgx:go'. The nearest"),
-    (
-        lambda: envs.env_ids("zzz"),
-        "`suite` must be one of installed, gymnax, ",
-    ),
+    (lambda: envs.env_ids("zzz"), "`suite` must be one of installed, gymnax, "),
     (lambda: envs.render_gif(CountEnv(), {}, TABLE), "`render_frames`, got CountEnv."),
     # Spaces
-    (lambda: envs.Discrete(2, start=0.5), "`start` must be an int, got 0.5"),
     (lambda: envs.Discrete(300, dtype=jnp.uint8), "integers from 0 to 299, got uint8"),
-    (lambda: envs.Box(np.zeros(3), 1.0, (2,)), "must broadcast to `shape`, (2,), got"),
     (lambda: envs.Box(np.zeros(2), np.ones(3), (2,)), "got a bound of shape (3,)"),
-    (lambda: envs.Box(0.0, np.ones((1, 2)), (2,)), "got a bound of shape (1, 2)"),
-    *((functools.partial(envs.Box, *x), what) for *x, what in BOUNDS),
-    (lambda: MultiBinary((2,), np.float32), "must be an integer dtype, got float32."),
+    (lambda: envs.Box(0, 300, (), np.uint8), "values of `dtype`, got 300 and uint8."),
+    (lambda: envs.Box(-np.inf, 0, (), np.int32), "got -inf and int32."),
+    (lambda: envs.Box(0, 1, (), np.complex64), "a float, integer or bool dtype, got"),
     (lambda: MultiDiscrete((3, 0)), "`nvec` must be an array of ints of at least 1"),
-    (lambda: MultiDiscrete(5), "`start` an int or as many ints, got 5 and 0."),
-    (lambda: MultiDiscrete((1.5, 2)), "`nvec` must be an array of ints"),
-    (
-        lambda: MultiDiscrete((3, 4), start=(1, 2, 3)),
-        "and `start` an int or as many ints, got",
-    ),
-    (lambda: MultiDiscrete((3, 4), start=0.5), "got (3, 4) and 0.5."),
+    (lambda: MultiDiscrete((3, 4), start=(1, 2, 3)), "`start` an int or as many ints"),
     # `vectorize`, `vectorize_each`
-    (
-        lambda: vectorize_each(CountEnv()),
-        "with the same leading axis, one per lane, go",
-    ),
     (lambda: vectorize_each(uneven()), "got (3,), (4,). For equal environments"),
     (lambda: vectorize_each(Agents()), "one per lane, got no leaves"),
-    (lambda: vectorize_each([CountEnv()]), "`env` must have the methods"),
     (lambda: groups(), GROUPS),
     (lambda: groups(one=("b", "a")), GROUPS),
-    (lambda: groups(one=("b", "d")), GROUPS),
     (lambda: groups(one=("b",), no=()), GROUPS),
     (lambda: agents(agents=("a", "b", "b")), GROUPS),
     (lambda: agents(action_spaces={"two": 0}), "have the groups two, one, got two"),
@@ -239,82 +185,40 @@ MESSAGES = [
     (lambda: agents(reset=lambda key: (0, 1)), "return (state, obs, acting)"),
     (lambda: agents(step=lambda *args: 3), "MultiAgentStep`, got int"),
     (lambda: agents_returning(reward=np.ones(2)), "value per agent, shape (3,), got"),
-    (lambda: agents_returning(terminated=np.bool_(0)), "`terminated` must be one"),
     (lambda: agents_returning(obs={"two": TABLE}), "the groups one, two, got ['two']"),
     (lambda: agents_returning(obs=FEW), "must have agents with the leading axes (2,)"),
     # Wrappers
     *[
-        (functools.partial(return_float, name, wrap), f"return `{name}` as bool, got")
-        for name in ("terminated", "truncated")
+        (functools.partial(return_float, wrap), "return `truncated` as bool, got")
         for wrap in WRAPPERS
     ],
-    (lambda: envs.RescaleAction(pendulum(), "a"), '`bound` must be "clip" or "tanh"'),
     (lambda: envs.RescaleAction(CountEnv()), "with finite bounds, got Discrete"),
-    (rescale_twice, "a box of floats with finite bounds, got TanhSpace"),
     (lambda: envs.RescaleAction(pendulum(max_torque=np.inf)), "bounds, got Box"),
-    (lambda: envs.RescaleAction(pendulum(max_torque=1e300)), "got -1e+300 and float32"),
     (rescale_integers, "must be a box of floats with finite bounds, got Box"),
-    (lambda: observe_info({"noise": 0.0}), "must return `obs` as `env.reset` does"),
-    (lambda: observe_info(jnp.zeros(2)), "must return `obs` as `env.reset` does"),
     (lambda: observe_info(jnp.int32(0)), "must return `obs` as `env.reset` does"),
-    (lambda: History(CountEnv(), 0), "at least 1, got 0"),
-    (lambda: FixedLength(CountEnv(), 0), "at least 1, got 0"),
-    (force_twice, "`info` must be a dict without the names left"),
-    (lambda: NoRepeat(pendulum()), "`env` must have a discrete action space"),
-    (
-        mask_picture,
-        "`action_mask` in the observation must be bool of shape (3,), one for",
-    ),
+    (mask_picture, "`action_mask` in the observation must be bool of shape (3,)"),
     (lambda: normalize(()), "`info` must be a dict without the names raw_obs"),
     (lambda: normalize({"raw_obs": jnp.zeros(2)}), "raw_next_obs, got ['raw_obs']"),
-    (lambda: envs.NormalizeObs(HostCount(2)), "with `rollout.envs.NormalizeHostEnv`"),
     (lambda: envs.NormalizeObs(Duck()), "must subclass `rollout.envs.types.VectorEnv`"),
-    (lambda: envs.NormalizeHostEnv(Duck()), "subclass `rollout.envs.host.types.Host"),
     (lambda: normalize({}, only="x"), "`only` must be names, such as"),
-    (normalize_twice, "`info` must be a dict without the names raw_reward"),
     # `from_interactions`
     (lambda: log(feedback="stars"), "have the columns ['stars'], got ['user_id'"),
     (lambda: log(column=["1", "five"]), "five"),
     (lambda: log([None, None]), "must have a record"),
-    (lambda: log(missing="mean"), "`missing` must be a finite number or one of user_"),
     (lambda: log(missing=np.nan), "item_mean, mask, got nan"),
     (lambda: log([1, 2**24 + 0.5]), "integers or text, got the float 16777216.5"),
-    (lambda: log(np.array([LARGE, np.nan])), "0992.0: floats from 9007199254740992"),
+    (lambda: log(np.array([2.0**53, np.nan])), "0992.0: floats from 9007199254740992"),
     (lambda: log(np.float32([2**24, 1])), "float 16777216.0: floats from 16777216"),
-    (lambda: ratings.from_interactions(5, missing=0), "`data` must be the path of"),
-    (lambda: ratings.from_interactions([1, 2], missing=0), "got list"),
-    (lambda: ratings.from_interactions(([1], [2]), missing=0), "got 2 of them"),
     # `RecommendationEnv` and its rules
     (lambda: recommend(HOLES), "`feedback` must be finite, got NaN or inf"),
     (lambda: recommend(TABLE[0]), "`feedback` must be [U, I]"),
-    (lambda: recommend(log()), "got Interactions. Pass the attribute"),
-    (lambda: users_by_fn(), "`num_users` must be an int"),
-    (
-        lambda: recommend(TABLE, num_users=7),
-        "omitted if `feedback` is an array, got (7, No",
-    ),
-    (
-        lambda: recommend(TABLE, num_items=3),
-        "omitted if `feedback` is an array, got (None,",
-    ),
-    (lambda: recommend(TABLE, max_turn=0), "`max_turn`"),
-    (lambda: recommend(TABLE, random_first=1), "`random_first` must be a bool, got"),
+    (lambda: recommend(TABLE, num_users=7), "is an array, got (7, None)"),
     (lambda: recommend(TABLE, LeaveByCategory(FLAGS, 5, 1)), "`leave` must be for"),
     (lambda: recommend(TABLE, known=FLAGS), "`known` must be bool of shape (3, 4)"),
     (lambda: recommend(TABLE, known=TABLE), "bool of shape (3, 4), got float32"),
-    (
-        lambda: recommend(TABLE, known=FLAGS[0]),
-        "bool of shape (3, 4), got bool of shape (2,)",
-    ),
-    (
-        lambda: users_by_fn(num_users=2, known=FLAGS),
-        "must be bool of shape (2, 3), got",
-    ),
     (lambda: show(4), "from 0 to 3, got 4"),
     (lambda: show(-1), "from 0 to 3, got -1"),
     (lambda: LeaveByCategory(TABLE, 5, 1), "`categories` must be [I, C] bool"),
-    (lambda: LeaveByDistance(TABLE, 0, 1.0), "`window`"),
-    (lambda: LeaveByDistance(FLAGS, 5, 1.0), "`features` must be [I, F] of floats"),
     (lambda: LeaveByDistance(HOLES, 5, 1.0), "`features` must be finite"),
 ]
 

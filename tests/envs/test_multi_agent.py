@@ -78,26 +78,6 @@ def test_word_of_an_agent_counts_to_its_end():
         assert acted.all()
 
 
-def test_space_of_several_parts_draws_each_from_a_key_of_its_own():
-    space = envs.spaces.Repeated(
-        envs.spaces.Dict({"x": envs.Discrete(9), "y": envs.Box(0, 1, (2,))}), 4
-    )
-
-    @quick_jit
-    def draw(key):
-        drawn = space.sample(key)
-        beyond = {**drawn, "x": drawn["x"].at[2].set(9)}
-        return drawn, space.contains(drawn), space.contains(beyond)
-
-    drawn, inside, beyond = draw(jax.random.key(1))
-    assert drawn["x"].shape == (4,)
-    assert drawn["y"].shape == (4, 2)
-    assert len(np.unique(drawn["y"])) == 8
-    assert (bool(inside), bool(beyond)) == (True, False)
-    assert space.shape is None
-    assert envs.spaces.Repeated(envs.Box(0, 1, (2,)), 4).shape == (4, 2)
-
-
 def test_lanes_of_one_agent_are_those_of_the_plain_environment():
     plain = envs.vectorize(CountEnv(), B)
     env = envs.vectorize(OneAgent(CountEnv()), B)
@@ -113,24 +93,3 @@ def test_lanes_of_one_agent_are_those_of_the_plain_environment():
         )
     np.testing.assert_array_equal(obs["all"][:, 0], want)
     jax.tree.map(np.testing.assert_array_equal, state, want_state)
-
-
-def test_every_lane_of_agents_has_parameters_of_its_own():
-    length = np.array([2, 3, 4])
-    every = OneAgent(CountEnv(min_length=length, max_length=length, limit=9 + length))
-    env = envs.vectorize_each(every)
-    assert env.agents == ("only",)
-
-    @quick_jit
-    def run(key):
-        reset_keys, *step_keys = jax.random.split(key, (5, B))
-        state, _ = env.reset(reset_keys)
-        ended = []
-        for step_key in step_keys:
-            step = env.step(step_key, state, {"all": jnp.zeros((B, 1), jnp.int32)})
-            state = step.state
-            ended.append(step.terminated)
-        return jnp.stack(ended)
-
-    ended = np.asarray(run(jax.random.key(0)))
-    np.testing.assert_array_equal(ended.argmax(axis=0) + 1, length)

@@ -3,7 +3,6 @@
 import io
 import itertools
 import os
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from flax import struct
 from gymnax.visualize import Visualizer
 from gymnax.visualize.vis_gym import render_gym_frame
 from PIL import Image, ImageDraw
@@ -66,13 +64,6 @@ def zero_states(env, num_states):
     return jax.tree.map(lambda x: np.zeros((num_states, *x.shape), x.dtype), state)
 
 
-@struct.dataclass(kw_only=True)
-class Around:
-    """A wrapper as `can_render` looks through it."""
-
-    env: envs.types.Env
-
-
 @pytest.mark.parametrize(
     "env_id",
     [
@@ -103,16 +94,14 @@ def test_gif_has_one_frame_per_state_at_the_pace_of_gymnax(gif):
     assert len(frames) == LENGTH + 1
     assert duration == 100
     assert {frame.shape for frame in frames} == {(520, 600, 3)}  # with a title
-    for before, after in itertools.pairwise(frames):
-        assert (before != after).any()
+    # The ball is one row lower in each.
+    assert all((x != y).any() for x, y in itertools.pairwise(frames))
 
 
 CLASSIC = {
     "Acrobot-v1": {"link_length_1": 0.5},
-    "CartPole-v1": {"length": 0.2},
     "Pendulum-v1": {"max_speed": 4.0},
     "MountainCar-v0": {"goal_position": 0.1},
-    "MountainCarContinuous-v0": {"goal_position": 0.1},
 }
 
 
@@ -130,24 +119,11 @@ def test_classic_control_looks_as_gymnax_draws_it(env_id):
         np.testing.assert_allclose(frame[20:].astype(int), plain, atol=1)
 
 
-@pytest.mark.parametrize(("num_colors", "error"), [(2, 0), (100, 0), (400, 64)])
-def test_gif_keeps_the_colors_of_a_frame_with_few(num_colors, error):
+def test_gif_keeps_the_colors_of_a_frame_with_few():
     pixels = np.zeros((200, 200, 3), np.uint8)
-    pixels.reshape(-1, 3)[:num_colors] = np.random.default_rng(0).integers(
-        256, size=(num_colors, 3)
-    )
+    pixels[0, :100] = np.random.default_rng(0).integers(256, size=(100, 3))
     (frame,), _ = open_frames(envs.render.frames_to_gif([pixels], []))
-    np.testing.assert_allclose(frame[20:].astype(int), pixels, atol=error)
-
-
-def test_frames_show_the_states_in_order(catch):
-    env, states, rewards = catch
-    forth, _ = open_frames(envs.render_gif(env, states, 0 * rewards))
-    back, _ = open_frames(
-        envs.render_gif(env, jax.tree.map(lambda x: x[::-1], states), 0 * rewards)
-    )
-    for before, after in zip(forth, back[::-1], strict=True):  # below the titles
-        np.testing.assert_array_equal(before[20:], after[20:])
+    np.testing.assert_array_equal(frame[20:], pixels)
 
 
 def test_titles_count_the_steps_taken_and_the_return_so_far(catch, monkeypatch):
@@ -164,7 +140,6 @@ def test_titles_count_the_steps_taken_and_the_return_so_far(catch, monkeypatch):
 def test_exposed_states_are_those_of_the_episode(catch):
     env, states, _ = catch
     np.testing.assert_array_equal(states.ball_y, np.arange(LENGTH + 1))
-    assert states.time.shape == (LENGTH + 1,)
     exposed = envs.render.expose_state(env)
 
     @jax.jit
@@ -179,13 +154,6 @@ def test_exposed_states_are_those_of_the_episode(catch):
 
     with jax.debug_key_reuse(False):
         np.testing.assert_array_equal(*check(jax.random.key(1)))
-
-
-def test_wrappers_are_looked_through(catch, gif):
-    env, states, rewards = catch
-    wrapped = Around(env=Around(env=env))
-    assert envs.render.can_render(wrapped)
-    assert envs.render_gif(wrapped, states, rewards) == gif
 
 
 def test_drawing_leaves_neither_figure_nor_setting_behind(catch, monkeypatch):
@@ -219,16 +187,6 @@ def test_mujoco_draws_by_egl_where_no_display_and_no_other_way_is_named(
     with envs.render.no_screen():
         assert os.environ.get("MUJOCO_GL") == used
     assert os.environ.get("MUJOCO_GL") == named
-
-
-def test_missing_pygame_is_only_missed_where_it_draws(catch, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pygame", None)
-    env = envs.make("CartPole-v1")
-    assert envs.render.can_render(env)
-    message = r'pygame is not installed: pip install "\.\[render\]"'
-    with pytest.raises(ModuleNotFoundError, match=message):
-        envs.render_gif(env, zero_states(env, 2), np.zeros(1))
-    assert envs.render_gif(*catch).startswith(b"GIF89a")
 
 
 def test_wrong_number_of_states_or_rewards_is_refused(catch):

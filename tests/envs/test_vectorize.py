@@ -1,11 +1,9 @@
 """One environment becomes B of them."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from cases import CountEnv, quick_jit, raw
+from cases import CountEnv
 from flax import struct
 from suite_checks import play
 
@@ -94,23 +92,3 @@ def test_a_class_of_ones_own_has_the_defaults_of_the_contract():
     normalized = envs.NormalizeObs(env)
     assert normalized.learns
     assert normalized.num_envs == 3
-
-
-@pytest.mark.usefixtures("key_reuse")
-def test_lanes_with_equal_parameters_are_those_of_vectorize():
-    each = of_each(np.full(4, 9), np.full(4, 5))
-    same = envs.vectorize(CountEnv(min_length=9, max_length=9, limit=5), 4)
-    assert each.action_space == same.action_space
-
-    @quick_jit
-    def run(keys):
-        results = []
-        for env in (each, same):
-            state, obs = env.reset(keys)
-            step = env.step(keys, state, jnp.arange(4) % 3)
-            lanes = envs.types.Lanes(episode_key=keys, state=step.state, obs=step.obs)
-            fresh = env.reset_done(lambda lane: keys[lane], jnp.arange(4) < 2, lanes)
-            results.append(raw((obs, step, fresh)))
-        return results
-
-    chex.assert_trees_all_equal(*run(jax.random.split(jax.random.key(0), 4)))

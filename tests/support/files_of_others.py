@@ -1,8 +1,4 @@
-"""Environments as other people write them, a small file of each kind.
-
-The walks of gymnax and brax are one task: from an even place in [-2, 2] a step to the
-left or to the right, until place 3 or -3, at an odd step, or after six steps.
-"""
+"""Environments as other people write them, a small file of each kind."""
 
 from typing import Any
 
@@ -11,143 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from gymnax.environments import environment, spaces
 
 from rollout import envs
 
-GOAL, LIMIT = 3, 6
-
-
-@struct.dataclass
-class WalkState(environment.EnvState):
-    place: jax.Array
-
-
-@struct.dataclass
-class WalkParams(environment.EnvParams):
-    goal: int = GOAL
-    max_steps_in_episode: int = LIMIT
-
-
-class Walking:
-    """What the three classes in gymnax's style share; not gymnax's base."""
-
-    @property
-    def default_params(self):
-        return WalkParams()
-
-    def reset_env(self, key, params):
-        place = 2 * jax.random.randint(key, (), -1, 2)
-        state = WalkState(time=0, place=place)
-        return self.get_obs(state), state
-
-    def get_obs(self, state, params=None, key=None):
-        return jnp.array([state.place, state.time], jnp.float32)
-
-    def move(self, state, action):
-        return WalkState(time=state.time + 1, place=state.place + 2 * action - 1)
-
-    def has_arrived(self, state, params):
-        return jnp.abs(state.place) >= params.goal
-
-    def action_space(self, params=None):
-        return spaces.Discrete(2)
-
-    def observation_space(self, params):
-        return spaces.Box(-6.0, 6.0, (2,), jnp.float32)
-
-    def render_frames(self, states):
-        """Draws a game: the walker as a bright column, brighter with every step."""
-        for state in states:
-            frame = np.zeros((12, 7 * 30, 3), np.uint8)
-            left = 30 * (int(state.place) + 3)
-            frame[:, left : left + 30] = 40 * int(state.time) + 10
-            yield frame
-
-
-class Before(Walking, environment.Environment):
-    """As in files before gymnax 1.0: one `done`, and the discount in `info`."""
-
-    def step_env(self, key, state, action, params):
-        reward = jnp.where(jnp.abs(state.place) == 2, 1.5, -0.5)
-        state = self.move(state, action)
-        done = self.is_terminal(state, params)
-        info = {"discount": self.discount(state, params)}
-        return (
-            jax.lax.stop_gradient(self.get_obs(state)),
-            jax.lax.stop_gradient(state),
-            jnp.array(reward),
-            done,
-            info,
-        )
-
-    def is_terminal(self, state, params):
-        is_late = state.time >= params.max_steps_in_episode
-        return jnp.logical_or(self.has_arrived(state, params), is_late)
-
-
-class Renamed(Before):
-    """With the line that `from_gymnax` names."""
-
-    is_terminated = Before.is_terminal
-
-
-class Without(Walking):
-    """As since gymnax 1.0, without its base class."""
-
-    def step_env(self, key, state, action, params):
-        reward = jnp.where(jnp.abs(state.place) == 2, 1.5, -0.5)
-        state = self.move(state, action)
-        terminated = self.is_terminated(state, params)
-        return self.get_obs(state), state, reward, terminated, {}
-
-    def is_terminated(self, state, params):
-        return self.has_arrived(state, params)
-
-    def is_truncated(self, state, params):
-        return state.time >= params.max_steps_in_episode
-
-
-class With(Without, environment.Environment):
-    """With the base class, which has `is_truncated`."""
-
-    is_truncated = environment.Environment.is_truncated
-
-
-@struct.dataclass
-class PointState:
-    """As brax has it."""
-
-    pipeline_state: Any
-    obs: jax.Array
-    reward: jax.Array
-    done: jax.Array
-    metrics: dict
-    info: dict
-
-
-class Point:
-    """In brax's style, without physics: the walk, and a limit as brax marks it."""
-
-    observation_size, action_size, backend = 2, 1, "generalized"
-
-    def reset(self, rng):
-        rng, key = jax.random.split(rng)
-        place = 2.0 * jax.random.randint(key, (), -1, 2)
-        zero = jnp.zeros(())
-        info = {"rng": rng, "truncation": zero}
-        obs = jnp.stack([place, zero])
-        return PointState(None, obs, zero, zero, {"far": zero}, info)
-
-    def step(self, state, action):
-        place, time = state.obs
-        reward = jnp.where(jnp.abs(place) == 2, 1.5, -0.5)
-        place, time = place + jnp.where(action[0] > 0, 1.0, -1.0), time + 1
-        has_arrived, is_late = jnp.abs(place) >= GOAL, time >= LIMIT
-        state.info["truncation"] = jnp.where(is_late & ~has_arrived, 1.0, 0.0)
-        state.metrics.update(far=jnp.abs(place))
-        done = jnp.where(has_arrived | is_late, 1.0, 0.0)
-        return state.replace(obs=jnp.stack([place, time]), reward=reward, done=done)
+LIMIT = 6
 
 
 class Arm(gymnasium.Env):

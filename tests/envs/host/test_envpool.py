@@ -101,19 +101,6 @@ def test_a_restart_within_an_episode_starts_those_and_no_other(rng):
     np.testing.assert_array_equal(step.info["elapsed_step"], np.where(mask, 1, 4))
 
 
-def test_a_restart_of_ended_and_others_starts_all_of_them_at_once(rng):
-    env = make(record_info=["elapsed_step"])
-    env.reset(SEEDS, ALL)
-    ended = np.zeros(B, bool)
-    while not ended.any():
-        ended = env.step(draw(rng, B)).terminated
-    assert not ended.all()
-    env.reset(SEEDS, ALL)
-    step = env.step(draw(rng, B))
-    assert step.mask.all()
-    assert (step.info["elapsed_step"] == 1).all()
-
-
 @pytest.mark.parametrize("chunk", [B, 5])
 def test_none_is_lost_or_doubled_in_batches(rng, chunk):
     env = make(batch_size=R, record_info=["elapsed_step"])
@@ -165,19 +152,6 @@ def test_a_restart_of_all_waits_for_those_in_flight(rng, batch_size, num_receive
         assert (step.info["elapsed_step"] == 1).all()
 
 
-def test_each_stream_in_batches_is_that_of_all_together(rng):
-    env, other = make(seed=3), make(seed=3, batch_size=B // 2)
-    np.testing.assert_array_equal(env.reset(SEEDS, ALL), other.reset(SEEDS, ALL))
-    for _ in range(50):
-        action = draw(rng, B)
-        want = env.step(action)
-        other.send(action, np.arange(B))
-        for _ in range(2):
-            got, at = other.receive(B // 2)
-            here = jax.tree.map(lambda x, at=at: x[at], want)
-            jax.tree.map(np.testing.assert_array_equal, got, here)
-
-
 def test_64_bits_become_32_and_info_is_recorded():
     env = make("HalfCheetah-v4", 2, record_info=("x_velocity", "elapsed_step"))
     obs = env.reset(SEEDS[:2], ALL[:2])
@@ -188,16 +162,6 @@ def test_64_bits_become_32_and_info_is_recorded():
     assert list(step.info) == ["x_velocity", "elapsed_step"]
     kinds = [{x: (y.shape, y.dtype) for x, y in z.info.items()} for z in (env, step)]
     assert kinds[0] == kinds[1]  # `row_shape` reads the first
-
-
-def test_observations_by_name():
-    env = make("CartpoleBalance-v1", 2)
-    assert isinstance(env.observation_space, envs.spaces.Dict)
-    env.reset(SEEDS[:2], ALL[:2])
-    env.step(np.zeros((2, 1), np.float32))
-    obs = env.reset(SEEDS[:2], ALL[:2])
-    want = {"position": ((2, 3), np.float32), "velocity": ((2, 2), np.float32)}
-    assert {name: (x.shape, x.dtype) for name, x in obs.items()} == want
 
 
 def test_a_life_lost_is_an_ending_though_the_game_goes_on(rng):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import host_envs
@@ -99,19 +98,6 @@ def test_worker_that_is_lost_takes_along_its_own_environments_only(make, fault):
     check_renewed(env, step.faulty)
 
 
-def test_others_of_a_lost_worker_stay_faulty_until_they_are_rebuilt(make):
-    env = make()
-    go_wrong(env, ("kill", "fine", "fine", "fine"))
-    first = np.bool_([True, False, False, False])
-    env.rebuild(first)
-    start(env, mask=first)
-    for _ in range(2):
-        step = env.step(ACTION)
-    np.testing.assert_array_equal(step.faulty, [False, True, False, False])
-    np.testing.assert_array_equal(step.obs[[0, 2, 3], 0], [2, AT + 2, AT + 2])
-    check_renewed(env, np.bool_([False, True, False, False]))
-
-
 def test_worker_that_dies_between_calls_is_noticed_at_the_next(make):
     env = make()
     start(env)
@@ -161,21 +147,6 @@ def test_call_that_is_interrupted_ends_the_workers(make, name):
     np.testing.assert_array_equal(step.obs, np.full((4, 2), 2))
 
 
-def test_copy_in_a_fork_leaves_the_workers_alone(make):
-    env = make()
-    start(env)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of forks beside the threads of jax
-        child = os.fork()
-    if not child:
-        try:
-            env.close()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert not env.step(ACTION).faulty.any()
-
-
 def test_no_worker_starts_a_backend_of_jax(make):
     env = make([host_envs.Backends], 1, record_info={"backends": np.int32(-1)})
     start(env, ("fine",), np.ones(1, bool))
@@ -220,22 +191,6 @@ def test_reset_drops_the_step_that_is_in_flight(make):
     with pytest.raises(ValueError, match="`num_ready` must be at most 0, got 1"):
         env.receive(1)
     np.testing.assert_array_equal(env.step(ACTION).obs, np.ones((4, 2)))
-
-
-def test_asynchronous_faults_come_with_their_rows(make):
-    env = make(num_workers=2)
-    start(env, ("raise", "fine", "kill", "fine"))
-    for _ in range(AT):
-        env.send(ACTION[[0, 1, 2]], np.int32([0, 1, 2]))
-        step, env_id = env.receive(3)
-    order = np.argsort(env_id)
-    np.testing.assert_array_equal(step.faulty[order], [True, False, True])
-    assert set(step.causes) == {0, 2}
-    np.testing.assert_array_equal(step.obs[env_id == 1], [[AT, AT]])
-    env.send(ACTION[[3]], np.int32([3]))  # was with the one that was killed
-    step, env_id = env.receive(1)
-    assert step.faulty.all()
-    check_renewed(env, np.bool_([True, False, True, True]))
 
 
 def test_worker_that_another_ends_during_a_rebuild_is_started_again(make):
@@ -347,45 +302,10 @@ if __name__ == "__main__":
     env = envs.make_worker_envs([Count] * 2, 2)
     env.reset(np.uint32([seed_of("hang"), seed_of("fine")]), np.ones(2, bool))
     print(*env.pids, flush=True)
-    for _ in range({steps}):
-        env.step(np.int32([1, 1]))
+    {rest}
 """
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, AT])
-def test_workers_end_with_a_main_process(tmp_path, steps):
-    """One that ends without `close`, or is killed while an environment hangs."""
-    script = tmp_path / "main.py"
-    script.write_text(MAIN.format(support=str(SUPPORT), steps=steps))
-    command = [sys.executable, "-W", "error", str(script)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    path = os.pathsep.join([str(SUPPORT.parent.parent), *sys.path])
-    main = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **pipes)
-    running = [int(pid) for pid in main.stdout.readline().split()]
-    assert len(running) == 2, main.communicate()[1]
-    if steps == AT:
-        assert not named_files([*running, main.pid])
-    if steps == AT:
-        time.sleep(0.3)  # until it hangs
-        main.kill()
-    _, errors = main.communicate(timeout=30)
-    assert wait_until_gone(running)
-    assert main.returncode == (0 if steps == 1 else -signal.SIGKILL), errors
-    assert not errors  # nor a warning of multiprocessing
-
-
-FORK = """
-import os, sys, time
-import numpy as np
-sys.path.insert(0, {support!r})
-from host_envs import Count
-from rollout import envs
-
-if __name__ == "__main__":
-    env = envs.make_worker_envs([Count] * 2, 2)
-    env.reset(np.uint32([0, 0]), np.ones(2, bool))
-    child = os.fork()
+STEPS = "for _ in range({}): env.step(np.int32([1, 1]))"
+FORK = """child = os.fork()
     if not child:
         sys.exit(3)
     while os.waitpid(child, os.WNOHANG) == (0, 0):
@@ -394,18 +314,40 @@ if __name__ == "__main__":
 """
 
 
-def test_fork_of_the_main_process_ends_and_leaves_the_workers(tmp_path):
+def start_main(tmp_path, rest):
+    """Runs a main process with two workers, the pids of which are returned too."""
     script = tmp_path / "main.py"
-    script.write_text(FORK.format(support=str(SUPPORT)))
+    script.write_text(MAIN.format(support=str(SUPPORT), rest=rest))
+    command = [sys.executable, "-W", "error", str(script)]
+    if rest == FORK:
+        command[1:3] = []  # of a fork beside threads
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     path = os.pathsep.join([str(SUPPORT.parent.parent), *sys.path])
-    main = subprocess.run(
-        [sys.executable, str(script)],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (main.stdout, main.returncode) == ("1.0 2.0\n", 0), main.stderr
+    main = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **pipes)
+    running = [int(pid) for pid in main.stdout.readline().split()]
+    assert len(running) == 2, main.communicate()[1]
+    return main, running
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, AT])
+def test_workers_end_with_a_main_process(tmp_path, steps):
+    """One that ends without `close`, or is killed while an environment hangs."""
+    main, running = start_main(tmp_path, STEPS.format(steps))
+    if steps == AT:
+        assert not named_files([*running, main.pid])
+        time.sleep(0.3)  # until it hangs
+        main.kill()
+    _, errors = main.communicate(timeout=30)
+    assert wait_until_gone(running)
+    assert main.returncode == (0 if steps == 1 else -signal.SIGKILL), errors
+    assert not errors  # nor a warning of multiprocessing
+
+
+def test_fork_of_the_main_process_ends_and_leaves_the_workers(tmp_path):
+    main, _ = start_main(tmp_path, FORK)
+    output, errors = main.communicate(timeout=120)
+    assert (output, main.returncode) == ("1.0 2.0\n", 0), errors
 
 
 def test_functions_may_be_lambdas_and_classes_of_a_notebook(make):

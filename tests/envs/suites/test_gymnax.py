@@ -200,14 +200,3 @@ def test_foreign_environment_gets_keys_of_the_caller():
 
     jax.eval_shape(envs.from_gymnax(Foreign(), LIMIT).reset, jax.random.key(0))
     assert seen == ["threefry2x32"]
-
-
-def test_spaces_of_gymnax_become_ours():
-    torque = envs.make("Pendulum-v1").action_space
-    assert (torque.shape, float(torque.high)) == ((1,), 2.0)
-    assert not torque.contains(np.array([3.0]))
-    space = envs.make("Acrobot-v1").action_space
-    assert space == envs.Discrete(3)
-    np.testing.assert_array_equal(
-        jax.vmap(space.contains)(np.array([-1, 0, 2, 3])), [False, True, True, False]
-    )

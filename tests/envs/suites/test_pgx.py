@@ -10,7 +10,6 @@ from cases import quick_jit
 from plain_suites import first_allowed
 from suite_checks import collect
 
-import rollout
 from rollout import envs
 
 KEY = jax.random.key(3)
@@ -50,44 +49,6 @@ def test_one_player_has_a_game_of_its_own(key_reuse):
     rows = jax.eval_shape(lambda: collect(lanes, num_steps=2))
     assert rows.info.agents.reward.shape == (2, 3, 1)
     assert rows.next_obs["players"]["action_mask"].shape == (2, 3, 1, 4)
-
-
-@pytest.mark.slow
-def test_masked_policies_never_make_an_illegal_move():
-    """A million moves: half drawn evenly, half sampled from a policy's logits."""
-    env = envs.vectorize(envs.suites.from_pgx(pgx.make("tic_tac_toe")), 1000)
-    space = env.action_spaces["players"]
-
-    def sample(params, obs, key):
-        del params
-        mask = obs["action_mask"]
-        logits = jax.random.normal(key, mask.shape) * 9.0
-        logits = jnp.where(mask, logits, -jnp.inf)
-        return jax.random.categorical(jax.random.fold_in(key, 1), logits)
-
-    policies = {
-        "random": rollout.random_policy(
-            space, action_mask_fn=lambda obs: obs["action_mask"]
-        ),
-        "sampled": rollout.stateless_policy(sample),
-    }
-
-    def count(totals, transition):
-        illegal = transition.info.env["illegal_action"]
-        moves = transition.info.agents.acted.sum(axis=1)
-        return totals + jnp.array([illegal.sum(), moves.sum()], jnp.int32)
-
-    for name, policy in policies.items():
-        mapped = rollout.agents.policy_map(
-            {name: policy}, rollout.agents.static_mapping(name), env
-        )
-        collector = rollout.Collector(env=env, policy=mapped)
-        carry = collector.init(jax.random.key(5))
-        totals = jnp.zeros(2, jnp.int32)
-        _, totals = collector.fold_steps(
-            carry, {name: None}, count, totals, num_steps=500
-        )
-        assert totals.tolist() == [0, 500_000]
 
 
 @pytest.mark.slow

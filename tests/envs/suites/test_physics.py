@@ -1,11 +1,29 @@
-"""The shared part of brax and MuJoCo Playground, on an environment made up here."""
+"""What brax and MuJoCo Playground share, on a suite made up here, and what each has."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import plain_suites
+import pytest
 from plain_suites import Suite
+from suite_checks import check_contract, collect
 
 from rollout import envs
 from rollout.envs.suites import physics
+from rollout.envs.suites.brax import from_brax
+from rollout.envs.suites.playground import from_playground
+
+KEY = jax.random.key(3)
+
+
+@pytest.fixture
+def brax_envs(rank_promotion):
+    return plain_suites.import_quietly("brax.envs")
+
+
+@pytest.fixture
+def playground(rank_promotion):
+    return plain_suites.import_quietly("mujoco_playground")
 
 
 def adapt(env):
@@ -25,24 +43,133 @@ def test_keys_of_another_kind_are_taken():
 
 
 def test_state_that_is_passed_in_stays_as_it_is():
-    state, step = first_step(adapt(Suite()), jax.random.key(3))
+    state, step = first_step(adapt(Suite()), KEY)
     assert state.metrics["drawn"] == 0
     assert step.state.metrics["drawn"] != 0
 
 
 def test_model_of_a_lane_reaches_kept_methods_and_done_terminates():
     env = adapt(Suite())
-    _, step = first_step(env.replace(model=jnp.float32(5.0)), jax.random.key(3))
+    assert isinstance(env.observation_space, envs.spaces.Dict)
+    assert len(repr(env)) < 1000
+    _, step = first_step(env.replace(model=jnp.float32(5.0)), KEY)
     assert (step.reward, step.obs["privileged_state"][0]) == (5.0, 5.0)
     assert (step.reward.dtype, step.terminated.dtype) == (jnp.float32, bool)
     assert step.terminated
     assert not step.truncated
-    _, step = first_step(env, jax.random.key(3))
+    _, step = first_step(env, KEY)
     assert step.reward == 2.0
     assert not step.terminated
 
 
-def test_observations_by_name_have_a_space_by_name():
-    env = adapt(Suite())
-    assert isinstance(env.observation_space, envs.spaces.Dict)
-    assert len(repr(env)) < 1000
+def test_limit_that_brax_marks_is_a_truncation():
+    class Limited(Suite):
+        def step(self, state, action):
+            state = super().step(state, action)
+            state.info["truncation"] = jnp.ones(())
+            return state.replace(done=jnp.ones(()))
+
+    class Marked(Limited):
+        def reset(self, rng):
+            state = super().reset(rng)
+            return state.replace(info={**state.info, "truncation": jnp.zeros(())})
+
+    _, step = first_step(adapt(Marked()), KEY)
+    assert (bool(step.terminated), bool(step.truncated)) == (False, True)
+
+
+def test_environment_without_a_model_has_no_leaves_and_is_traced_once(brax_envs):
+    suite_env = brax_envs.get_environment("fast")
+    env = from_brax(suite_env)
+    assert jax.tree.leaves(env) == []
+    lanes = envs.vectorize(envs.TimeLimit(env, 3), 2)
+    rows = collect(lanes, num_steps=8)
+    counts = suite_env.reset_count, suite_env.step_count
+    collect(lanes, num_steps=8)
+    assert (suite_env.reset_count, suite_env.step_count) == counts
+    np.testing.assert_array_equal(rows.truncated[:, 0], np.arange(1, 9) % 3 == 0)
+    assert not rows.terminated.any()
+    assert not envs.render.can_render(env)
+
+
+@pytest.mark.parametrize("backend", ["generalized", "spring", "positional", "mjx"])
+def test_every_backend_of_brax_keeps_the_contract(backend, brax_envs):
+    check_contract(envs.make("brax:inverted_pendulum", backend=backend))
+
+
+def test_episodes_of_brax_end_after_a_thousand_steps_or_as_asked(brax_envs):
+    """As in `brax.envs.create`."""
+    env = envs.make("brax:fast")
+    assert (type(env), env.num_steps) == (envs.TimeLimit, 1000)
+    longer = envs.make("brax:fast", max_episode_steps=2000)
+    assert longer == envs.TimeLimit(env.env, 2000)  # in the place of the other
+    with pytest.raises(ValueError, match="`max_episode_steps` limits episodes"):
+        envs.make("brax:inverted_pendulum", episode_length=5)
+
+
+def test_wrappers_of_training_in_brax_are_refused_and_others_get_the_model(brax_envs):
+    training, fast = brax_envs.training, brax_envs.get_environment("fast")
+    for env in (
+        brax_envs.create("fast"),
+        training.VmapWrapper(fast),
+        brax_envs.Wrapper(training.AutoResetWrapper(fast)),
+    ):
+        with pytest.raises(ValueError, match=r"`env` must be without .* got .*Wrapper"):
+            from_brax(env)
+
+    class Weigh(brax_envs.Wrapper):
+        def step(self, state, action):
+            return state.replace(reward=self.sys.gravity[2])
+
+    env = from_brax(Weigh(brax_envs.get_environment("inverted_pendulum")))
+    state = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(env.reset, KEY)[0]
+    )
+    for scale in (1.0, 3.0):
+        model = env.model.replace(gravity=env.model.gravity * scale)
+        step = env.replace(model=model).step(KEY, state, jnp.zeros(1))
+        np.testing.assert_allclose(step.reward, -9.81 * scale, rtol=1e-6)
+
+
+def test_wrappers_of_training_in_playground_are_refused_and_others_kept(playground):
+    wrapper, overrides = playground.wrapper, {"impl": "jax"}
+    suite_env = playground.registry.load("CartpoleBalance", config_overrides=overrides)
+    for env in (
+        wrapper.wrap_for_brax_training(suite_env),
+        wrapper.Wrapper(wrapper.brax_training.EpisodeWrapper(suite_env, 10, 1)),
+    ):
+        with pytest.raises(ValueError, match=r"`env` must be without .* got .*Wrapper"):
+            from_playground(env)
+    assert from_playground(wrapper.Wrapper(suite_env)).action_space.shape == (1,)
+
+
+def test_options_of_playground_are_passed_on_and_unknown_ones_refused(playground):
+    env = envs.make("playground:PendulumSwingup", sim_dt=0.005)
+    assert env.env.env.mjx_model.impl.value == "jax"
+    assert env.env.env.sim_dt == 0.005
+    for options, message in (
+        ({"impl": "warp"}, r"`env` must be made with .*'warp'"),
+        ({"gravity": 1.0}, r"are action_repeat, .*; got gravity"),
+        ({"sim_dt": "short"}, "PendulumSwingup with sim_dt='short' fails"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            envs.make("playground:PendulumSwingup", **options)
+
+
+def test_episodes_of_playground_end_as_the_configuration_says(playground):
+    for options, limit in (
+        ({}, 1000),
+        ({"episode_length": 7}, 7),
+        ({"max_episode_steps": 9}, 9),
+    ):
+        env = envs.make("playground:PendulumSwingup", **options)
+        assert (type(env), env.num_steps) == (envs.TimeLimit, limit)
+
+
+def test_missing_download_of_playground_is_reported(playground, monkeypatch):
+    def load(name, config_overrides):
+        raise OSError("no network")
+
+    monkeypatch.setattr(playground.registry, "load", load)
+    with pytest.raises(ValueError, match="Go1Getup cannot be created here: no network"):
+        envs.make("playground:Go1Getup")

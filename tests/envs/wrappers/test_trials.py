@@ -51,51 +51,6 @@ def test_rows_are_those_of_episodes_one_after_another():
 
 
 @struct.dataclass
-class Bandit:
-    """One arm of two pays with chance 0.9, the other with 0.1; one pull an episode."""
-
-    observation_space = envs.Box(0.0, 1.0, ())
-    action_space = envs.Discrete(2)
-
-    def reset(self, key):
-        return jax.random.randint(key, (), 0, 2), jnp.zeros((), jnp.float32)
-
-    def step(self, key, state, action):
-        pays = jax.random.bernoulli(key, jnp.where(action == state, 0.9, 0.1))
-        return envs.EnvStep(
-            state=state,
-            obs=jnp.zeros((), jnp.float32),
-            reward=pays.astype(jnp.float32),
-            terminated=jnp.bool_(True),
-            truncated=jnp.bool_(False),
-            info={},
-        )
-
-
-def test_policy_sees_what_the_last_action_of_an_episode_paid():
-    """Stay where it paid, else shift: right 90 % of the time after a right pull."""
-
-    def stay_or_shift(params, obs, key):
-        shift = obs["reward"] == 0
-        return jnp.where(shift, 1 - obs["action"], obs["action"])
-
-    def mean_reward(env):
-        lanes = envs.vectorize(env, 64)
-        policy = rollout.stateless_policy(stay_or_shift)
-        collector = rollout.Collector(env=lanes, policy=policy)
-        collect = quick_jit(
-            lambda key: collector.collect_steps(collector.init(key), None, 200)[
-                1
-            ].reward.mean()
-        )
-        return collect(KEY)
-
-    # P(right) = 0.9 P + 0.9 (1 - P) = 0.9, so 0.9 * 0.9 + 0.1 * 0.1 = 0.82 is paid.
-    assert abs(mean_reward(Trials(Bandit(), 100)) - 0.82) < 0.02
-    assert abs(mean_reward(ObservePrevious(Bandit())) - 0.5) < 0.03
-
-
-@struct.dataclass
 class Level(CountEnv):
     """Tells the number of its level."""
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import suite_checks
-from cases import CountEnv, in_one_program, quick_jit, raw
+from cases import CountEnv, in_one_program, quick_jit
 from flax import struct
 from plain_suites import side_by_side
 
@@ -64,34 +64,6 @@ def no_noise(state, obs):
     return {"noise": jnp.float32(-1.0), "action": jnp.int32(-1)}
 
 
-def no_discount(state, obs):
-    return {"discount": jnp.float32(1.0)}
-
-
-def short_pendulum():
-    return envs.make("Pendulum-v1", max_steps_in_episode=9)
-
-
-# Each wrapper once; the inner environments are small.
-WRAPPED = {
-    "limit": lambda: envs.TimeLimit(CountEnv(), 5),
-    "clip": lambda: envs.RescaleAction(BoxEnv()),
-    "tanh": lambda: envs.RescaleAction(short_pendulum(), bound="tanh"),
-    "stack": lambda: envs.FrameStack(CountEnv(), 3),
-    "repeat": lambda: envs.ActionRepeat(CountEnv(), 2),
-    "obs": lambda: envs.TransformObs(BoxEnv(), observed),
-    "reward": lambda: envs.TransformReward(CountEnv(), cube),
-    "info": lambda: envs.ObserveInfo(CountEnv(), all_info, no_noise),
-}
-each_wrapper = pytest.mark.parametrize("name", WRAPPED)
-
-
-def stack_pendulum():
-    env = envs.ObserveInfo(short_pendulum(), all_info, no_discount)
-    env = envs.RescaleAction(envs.TransformObs(env, lambda obs: obs["obs"]), "tanh")
-    return envs.FrameStack(envs.TimeLimit(env, 7), 4)
-
-
 def only_noise(state, obs):
     return {"noise": jnp.float32(-1.0)}
 
@@ -102,120 +74,32 @@ def stack_all():
     return envs.TimeLimit(envs.ActionRepeat(envs.FrameStack(env, 2), 2), 3)
 
 
-# Every wrapper at once; and over an environment that computes, in another order.
-CASES = {"all": stack_all, "Pendulum": stack_pendulum}
-each_case = pytest.mark.parametrize(
-    "name", ["all", pytest.param("Pendulum", marks=pytest.mark.slow)]
-)
+ALL = stack_all()
 
 
 @functools.cache
-def wrapped(name):
-    return CASES[name]()
-
-
-@functools.cache
-def collect(name):
-    """The trajectory of a case, collected in two halves."""
-    env = envs.vectorize(wrapped(name), NUM_LANES, auto_reset="compact")
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.Collector(env=env, policy=policy)
-
-    @quick_jit
-    def half(carry):
-        return collector.collect_steps(carry, None, NUM_STEPS // 2)
-
-    carry, first = half(quick_jit(collector.init)(suite_checks.KEY))
-    _, second = half(carry)
-    return jax.tree.map(lambda *x: np.concatenate(x), first, second)
+def collect():
+    """The trajectory of every wrapper at once."""
+    return suite_checks.play(envs.vectorize(ALL, NUM_LANES), NUM_STEPS)[1]
 
 
 def at(tree, index):
     return jax.tree.map(lambda x: x[index], tree)
 
 
-# Properties of every wrapper.
-
-
-@each_case
-def test_next_obs_is_the_next_row_but_at_an_ending(name):
-    done = collect(name).done
-    assert 0 < done.sum() < done.size
-    suite_checks.check_successors(collect(name))
-
-
-@each_case
-def test_every_row_agrees_with_a_plain_loop(name):
-    env = wrapped(name)
+def test_rows_agree_with_a_plain_loop_and_are_in_the_spaces():
+    rows = collect()
+    assert 0 < rows.done.sum() < rows.done.size
+    suite_checks.check_successors(rows)
+    suite_checks.check_spaces(ALL, rows)
 
     def advance(_, key, state, action):
-        result = env.step(key, state, action)
+        result = ALL.step(key, state, action)
         ends = result.terminated, result.truncated
         return result.state, result.obs, result.reward, *ends, result.info
 
-    plain = side_by_side(env, lambda _, key: env.reset(key), advance)
-    suite_checks.check_is_as_in_plain_loop(collect(name), plain, atol=3e-5)
-
-
-@each_case
-def test_halves_lanes_and_auto_reset_do_not_change_a_bit(name):
-    """One call of all steps, in twice the lanes, with the other auto-reset."""
-    env = envs.vectorize(wrapped(name), 2 * NUM_LANES, auto_reset="select")
-    _, whole = suite_checks.play(env, NUM_STEPS)
-    # Episode ids count lanes.
-    want, got = (x.replace(episode_id=()) for x in (collect(name), whole))
-    chex.assert_trees_all_equal(at(got, (slice(None), slice(NUM_LANES))), want)
-
-
-@each_case
-def test_spaces_are_those_of_what_is_recorded(name):
-    suite_checks.check_spaces(wrapped(name), collect(name))
-
-
-# The wrappers as pytrees.
-
-
-@quick_jit
-def start(every, stacked, key):
-    """First observations: of constants, of arguments, and of two mapped ones twice."""
-
-    def reset(env):
-        return env.reset(key)[1]
-
-    found = {}
-    for name, env in every.items():
-        each = jax.tree.map(lambda x: 0, env)
-        found[name] = [reset(WRAPPED[name]()), reset(env)]
-        found[name] += [jax.vmap(reset, (x,))(stacked[name]) for x in (0, each)]
-    return found
-
-
-@functools.cache
-def started():
-    def make():
-        return {name: make() for name, make in WRAPPED.items()}
-
-    stack = lambda x: jax.device_put(np.stack([np.asarray(x)] * 2))  # noqa: E731
-    stacked = jax.tree.map(stack, make())
-    with jax.debug_key_reuse(False):
-        found = [start(make(), stacked, jax.random.key(0)) for _ in range(2)]
-    assert start._cache_size() == 1
-    return jax.device_get(found)
-
-
-@each_wrapper
-def test_wrapper_is_a_pytree_of_its_parameters(name):
-    for found in started():
-        want, got, *mapped = found[name]
-        chex.assert_trees_all_close(got, want, rtol=1e-6)
-        for both in mapped:
-            for lane in range(2):
-                chex.assert_trees_all_close(at(both, lane), want, rtol=1e-6)
-    env = WRAPPED[name]()
-    for value in (None, object(), "x", 0):
-        replaced = jax.tree.map(lambda x, value=value: value, env)
-        assert all(leaf is value for leaf in jax.tree.leaves(replaced))
-        assert type(replaced) is type(env)
+    plain = side_by_side(ALL, lambda _, key: ALL.reset(key), advance)
+    suite_checks.check_is_as_in_plain_loop(rows, plain, atol=3e-5)
 
 
 # Each wrapper alone.
@@ -228,20 +112,14 @@ PLAYED = {
         f"limit {n}": envs.TimeLimit(CountEnv(min_length=n, max_length=n), 4)
         for n in (3, 4, 9)
     },
-    "own limit": envs.TimeLimit(SEVEN, 100),
     "frames": envs.FrameStack(SEVEN, 3),
     "obs": envs.TransformObs(SEVEN, observed),
     "reward": envs.TransformReward(SEVEN, cube),
     "flags": envs.TransformReward(SEVEN, lambda reward: reward > 0),
     "info": envs.ObserveInfo(SEVEN, all_info, no_noise),
+    "repeat": REPEATED,
     "limit outside": envs.TimeLimit(REPEATED, 3),
     "limit inside": envs.ActionRepeat(envs.TimeLimit(SEVEN, 3), 2),
-    "cube outside": envs.TransformReward(REPEATED, cube),
-    "cube inside": envs.ActionRepeat(envs.TransformReward(SEVEN, cube), 2),
-    "frames outside": envs.FrameStack(envs.ObserveInfo(SEVEN, all_info, no_noise), 2),
-    "frames inside": envs.ObserveInfo(envs.FrameStack(SEVEN, 2), all_info, no_noise),
-    "add inside": envs.FrameStack(envs.TransformObs(SEVEN, lambda obs: obs + 1.0), 2),
-    "sum outside": envs.TransformObs(envs.FrameStack(SEVEN, 2), lambda obs: obs.sum()),
     "frames of a tree": envs.FrameStack(envs.TransformObs(SEVEN, observed), 2),
     "previous": envs.wrappers.ObservePrevious(SEVEN),
     "forced": envs.wrappers.FixedLength(CountEnv(min_length=9, limit=4), 6),
@@ -254,7 +132,7 @@ BOX_ACTION = np.float32([0.1, 0.2])  # times those
 
 
 # Those whose observations are trees.
-TREES = ("obs", "info", "frames outside", "frames inside", "frames of a tree")
+TREES = ("obs", "info", "frames of a tree")
 TREES += ("previous", "no repeat", "history 1", "history 3", "history of boxes")
 
 
@@ -305,6 +183,14 @@ def test_observations_are_in_the_space_of_the_wrapper(name):
     assert played()[-1][name].all()
 
 
+def test_leaves_of_a_wrapper_may_be_replaced_by_anything():
+    for env in (*PLAYED.values(), envs.RescaleAction(BoxEnv())):
+        for value in (None, object(), "x", 0):
+            replaced = jax.tree.map(lambda x, value=value: value, env)
+            assert all(leaf is value for leaf in jax.tree.leaves(replaced))
+            assert type(replaced) is type(env)
+
+
 @pytest.mark.parametrize("length", [3, 4, 9])
 def test_time_limit_truncates_and_keeps_both_flags(length):
     _, steps = play(f"limit {length}")
@@ -312,11 +198,6 @@ def test_time_limit_truncates_and_keeps_both_flags(length):
     np.testing.assert_array_equal(steps.obs[:, 0], n)
     np.testing.assert_array_equal(steps.truncated, n == 4)
     np.testing.assert_array_equal(steps.terminated, n == length)
-
-
-def test_time_limit_leaves_the_own_limit_of_the_environment():
-    _, steps = play("own limit")
-    np.testing.assert_array_equal(steps.truncated, np.arange(1, 8) == 7)
 
 
 LOW, HIGH = np.array([-2.0, 0.1], np.float32), np.array([0.5, 0.7], np.float32)
@@ -396,7 +277,7 @@ def test_random_policy_covers_the_box_uniformly(bound):
 
 
 def test_recorded_action_is_what_the_policy_chose():
-    trajectory = collect("all")
+    trajectory = collect()
     # The case repeats an action until an ending, and shows it twice in two frames.
     action, shown = trajectory.action, trajectory.next_obs["obs"]["twice"][:, :, -1]
     assert (np.abs(action) <= 1.0).all()
@@ -460,64 +341,33 @@ SPACES = {
 }
 
 
-@functools.cache
-def drawn():
-    """A sample of each space, and whether it has that, and that plus 1."""
-
+def test_spaces_of_frames_and_parts_have_what_they_draw_and_nothing_beyond():
     def draw(space, key):
         sample = space.sample(key)
         beyond = jax.tree.map(lambda x: x + 1, sample)
         return sample, space.contains(sample), space.contains(beyond)
 
-    return in_one_program(draw, SPACES)
-
-
-@pytest.mark.parametrize("name", SPACES)
-def test_space_has_what_it_draws_and_nothing_beyond(name):
-    _, inside, beyond = drawn()[name]
-    assert (inside, beyond) == (True, False)
-
-
-def test_space_of_frames_has_the_bounds_of_each_frame():
-    space = SPACES["boxes"]
-    assert (space.shape, space.dtype) == ((4, 2), jnp.float32)
-    np.testing.assert_array_equal(space.low, np.tile(LOW, (4, 1)))
-    np.testing.assert_array_equal(space.high, np.tile(HIGH, (4, 1)))
-
-
-def test_each_frame_and_each_part_is_drawn_apart():
-    space, sample = SPACES["integers"], drawn()["integers"][0]
-    for each in (space, sample):
+    drawn = in_one_program(draw, SPACES)
+    assert all(found[1:] == (True, False) for found in drawn.values())
+    boxes, integers = SPACES["boxes"], SPACES["integers"]
+    assert (boxes.shape, boxes.dtype) == ((4, 2), jnp.float32)
+    np.testing.assert_array_equal(boxes.low, np.tile(LOW, (4, 1)))
+    np.testing.assert_array_equal(boxes.high, np.tile(HIGH, (4, 1)))
+    # Each frame and each part is drawn apart.
+    for each in (integers, drawn["integers"][0]):
         assert (each.shape, each.dtype) == ((50,), jnp.int32)
-    assert set(sample) == {0, 1, 2}
-    parts = drawn()["parts"][0]
-    assert (parts["a"] != parts["b"][1]).all()
+    assert set(drawn["integers"][0]) == {0, 1, 2}
+    assert (drawn["parts"][0]["a"] != drawn["parts"][0]["b"][1]).all()
 
 
-def test_repetition_agrees_with_a_plain_loop():
-    env, num_repeats = CountEnv(), 3
-    reset, one = jax.jit(env.reset), jax.jit(env.step)
-    repeat = jax.jit(envs.ActionRepeat(env, num_repeats).step)
-    endings = 0
-    for seed in range(4):
-        root = jax.random.key(seed)
-        state, _ = reset(jax.random.fold_in(root, 0))
-        done, n = False, 0
-        while not done:
-            n += 1
-            key, action = jax.random.fold_in(root, n), jnp.int32(n % 2)
-            got = repeat(key, state, action)
-            reward, taken = np.float32(0.0), 0
-            while taken < num_repeats and not done:
-                want = one(jax.random.fold_in(key, taken), state, action)
-                state, taken = want.state, taken + 1
-                reward += np.float32(want.reward)
-                done = bool(want.terminated | want.truncated)
-            want = want.replace(reward=reward)
-            chex.assert_trees_all_equal(raw(got), raw(want))
-            assert got.reward.dtype == jnp.float32
-            endings += done and taken < num_repeats
-    assert endings > 0
+def test_repeated_steps_have_keys_of_their_own():
+    _, steps = play("repeat")
+    keys = jax.random.split(jax.random.key(0), 1 + len(ACTIONS))[1:]
+    draw = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1)))
+    # The fourth action is taken once: the episode ends after seven steps.
+    np.testing.assert_array_equal(steps.info["noise"][:3], draw(keys)[:3])
+    np.testing.assert_array_equal(steps.obs[:, 0], [2, 4, 6, 7])
+    assert steps.reward.dtype == jnp.float32
 
 
 def test_observation_is_what_fn_makes_of_it():
@@ -604,46 +454,3 @@ def test_time_limit_counts_the_steps_it_sees():
     np.testing.assert_array_equal(inside.obs[:, 0], [2, 3])
     np.testing.assert_array_equal(inside.truncated, [False, True])
     np.testing.assert_array_equal(inside.reward, [1 + 2, 3])
-
-
-def test_reward_is_transformed_before_or_after_the_sum():
-    outside, inside = (play(f"cube {x}")[1].reward for x in ("outside", "inside"))
-    np.testing.assert_array_equal(outside, [3**3, 7**3, 11**3, 7**3])
-    pairs = [1 + 2**3, 3**3 + 4**3, 5**3 + 6**3, 7**3]
-    np.testing.assert_array_equal(inside, pairs)
-
-
-def test_frames_and_info_combine_in_both_orders():
-    both, beside = (play(f"frames {x}")[1].obs for x in ("outside", "inside"))
-    np.testing.assert_array_equal(both["obs"], beside["obs"])
-    action = both["info"]["action"][:3]
-    np.testing.assert_array_equal(action, [[-1, 2], [2, 0], [0, 1]])
-    np.testing.assert_array_equal(beside["info"]["action"][:3], [2, 0, 1])
-
-
-def test_observation_is_transformed_before_or_after_stacking():
-    n = np.arange(1, 8)
-    np.testing.assert_array_equal(play("sum outside")[1].obs, n + n - 1)
-    np.testing.assert_array_equal(play("add inside")[1].obs[:, 0, 0], n)
-    assert PLAYED["sum outside"].observation_space.shape == ()
-
-
-@pytest.mark.usefixtures("key_reuse")
-def test_action_is_rescaled_for_all_its_repeats():
-    box = BoxEnv(LOW, HIGH)
-    both = [
-        envs.ActionRepeat(envs.RescaleAction(box), 2),
-        envs.RescaleAction(envs.ActionRepeat(box, 2)),
-    ]
-    assert [env.action_space for env in both] == 2 * [envs.Box(-1.0, 1.0, (2,))]
-
-    @jax.jit
-    def act(reset_key, step_key):
-        return [
-            env.step(step_key, env.reset(reset_key)[0], jnp.ones(2)) for env in both
-        ]
-
-    results = act(*jax.random.split(jax.random.key(0)))
-    chex.assert_trees_all_equal(*results)
-    # Both steps get the upper bounds, 0.5 and 0.7.
-    np.testing.assert_allclose(results[0].reward, 2 * 1.2, rtol=1e-6)
