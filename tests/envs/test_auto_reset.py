@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import quick_jit, raw
 
-from rollout.envs import auto_reset, masked_update, prng, trees
+from rollout.envs import auto_reset, prng, trees
 from rollout.envs.types import Lanes
 
 pytestmark = pytest.mark.usefixtures("key_reuse")
@@ -44,7 +44,7 @@ def test_every_way_resets_the_done_lanes_and_no_other(num_envs):
             auto_reset.reset(way, 5000, start, done, lanes)
             for way in auto_reset.BY_NAME
         ]
-        switched = masked_update.switch(done, lambda at: start(5000, at), lanes)
+        switched = auto_reset.switch(done, lambda at: start(5000, at), lanes)
         return [*ways, switched]
 
     done = np.stack(list(patterns(num_envs)))

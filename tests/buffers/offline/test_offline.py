@@ -114,7 +114,7 @@ def test_data_of_many_chunks_makes_the_state_of_one(monkeypatch):
     """64 MiB go to the device at a time; the last chunk is the shorter one."""
     buffer, data = PRIORITIZED(40, 1), make_data([4, 1, 9, 2, 2, 6], open_end=True)
     want = buffers.from_data(buffer, **data)
-    monkeypatch.setattr("rollout.buffers.offline.data._CHUNK_BYTES", 300)
+    monkeypatch.setattr("rollout.buffers.offline._CHUNK_BYTES", 300)
     got = buffers.from_data(buffer, **data)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
