@@ -38,7 +38,7 @@ from rollout.inspection.compilation import NAMES
 from rollout.moments import Moments, merge
 from rollout.policies import masks, random_policy
 from rollout.stats import CollectStats, summarize
-from rollout.stream.stream import Stream
+from rollout.stream import Stream
 from rollout.types import Transition
 
 _OTHER_IDS = "gymnasium:ID and envpool:ID, such as gymnasium:CartPole-v1"

@@ -14,8 +14,7 @@ from streams import B, by_lane, host, join, make_stream, straight
 
 import rollout
 from rollout import envs
-from rollout.stream.batch import make_batch
-from rollout.stream.options import Options
+from rollout.stream.batch import Options, make_batch
 
 slow = pytest.mark.slow
 
