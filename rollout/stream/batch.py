@@ -73,8 +73,8 @@ class Options:
         ints: dict[str, Any] = {}
         for name in ("steps_per_batch", "episodes_per_batch", "total_steps"):
             if (value := getattr(self, name)) is not None:
-                most = None if name == "total_steps" else checks.INT32_MAX
-                ints[name] = value = checks.int_between(name, value, most=most)
+                limit = None if name == "total_steps" else checks.INT32_MAX
+                ints[name] = value = checks.int_between(name, value, most=limit)
                 if name != "episodes_per_batch":
                     label = f"num_envs={self.num_envs}"
                     checks.multiple(name, value, self.num_envs, label)
@@ -89,6 +89,19 @@ class Options:
         checks.choice("at_batch_end", self.at_batch_end, ends)
         checks.choice("on_fault", self.on_fault, ("raise", "drop"))
         checks.choice("prefetch", self.prefetch, (0, 1))
+        self._check_rules(collector)
+        return dataclasses.replace(self, **ints)
+
+    def num_rows(self, steps: int) -> int:
+        """Returns the rows of the batch after `steps` steps, 0 after the last batch."""
+        # The step count of complete episodes is unknown: use any number above 0.
+        num_steps = self.steps_per_batch or self.num_envs
+        if self.total_steps is not None:
+            num_steps = min(num_steps, max(0, self.total_steps - steps))
+        return num_steps // self.num_envs
+
+    def _check_rules(self, collector: Collector | HostCollector) -> None:
+        """Raises if options are incompatible, or not supported by the collector."""
         device, drops = self.device, self.on_fault == "drop"
         is_device = isinstance(device, jax.Device | jax.sharding.Sharding)
         has_episodes = self.episodes_per_batch is not None
@@ -131,15 +144,6 @@ class Options:
         for message, is_violated in rules.items():
             if is_violated:
                 raise ValueError(message)
-        return dataclasses.replace(self, **ints)
-
-    def num_rows(self, steps: int) -> int:
-        """Returns the rows of the batch after `steps` steps, 0 after the last batch."""
-        # The step count of complete episodes is unknown: use any number above 0.
-        num_steps = self.steps_per_batch or self.num_envs
-        if self.total_steps is not None:
-            num_steps = min(num_steps, max(0, self.total_steps - steps))
-        return num_steps // self.num_envs
 
 
 class StreamStats(NamedTuple):
@@ -263,20 +267,6 @@ def make_batch(
     return result
 
 
-def _play(
-    options: Options, collector: Any, carry: Carry, params: Any
-) -> tuple[Carry, Transition, Episodes]:
-    """Collects complete episodes; returns their trajectory separately."""
-    carry, episodes = collector.collect_episodes(
-        carry,
-        params,
-        options.episodes_per_batch,
-        max_episode_steps=options.max_episode_steps,
-        return_trajectory=True,
-    )
-    return carry, episodes.trajectory, episodes.replace(trajectory=())
-
-
 def complete(
     options: Options,
     carry: Any,
@@ -317,6 +307,20 @@ def complete(
     )
 
 
+def _play(
+    options: Options, collector: Any, carry: Carry, params: Any
+) -> tuple[Carry, Transition, Episodes]:
+    """Collects complete episodes; returns their trajectory separately."""
+    carry, episodes = collector.collect_episodes(
+        carry,
+        params,
+        options.episodes_per_batch,
+        max_episode_steps=options.max_episode_steps,
+        return_trajectory=True,
+    )
+    return carry, episodes.trajectory, episodes.replace(trajectory=())
+
+
 def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:
     """Masks out faulty episodes; returns the trajectory and the number of faults.
 
@@ -347,10 +351,7 @@ class JaxBatches:
         self._compiled: set[int] = set()  # row counts
 
     def begin(self, state: State, params: VersionedParams, memory: ArrayTree) -> Wait:
-        """Starts the batch after `state`.
-
-        With `reuse_memory`, the batch reuses `memory`, an earlier `output` or None.
-        """
+        """Starts the batch after `state`; `memory` is an earlier `output`, or None."""
         collector, num_rows = self._collector, self._options.num_rows(state.steps)
         carry, window, (params, version) = state.carry, state.stats.window, params
         memory = self.compile(state, params, memory)
@@ -405,8 +406,9 @@ class JaxBatches:
         """Returns the carry of a state, on the devices of `like`."""
 
         def put(x: jax.Array, old: jax.Array) -> jax.Array:
-            same = x.sharding == old.sharding  # else `x` is on other devices
-            return x if same else jax.device_put(x, old.sharding)
+            if x.sharding == old.sharding:
+                return x
+            return jax.device_put(x, old.sharding)
 
         return jax.tree.map(put, copied(state["carry"]), like)
 
@@ -494,8 +496,9 @@ class HostBatches:
             if len(parts) > 1:
                 trajectory = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
         else:
-            played = _play(options, collector, self._carry, params)
-            self._carry, trajectory, episodes = played
+            self._carry, trajectory, episodes = _play(
+                options, collector, self._carry, params
+            )
         num_faulty = np.int32(collector.fault_stats.faulty_episodes - num_before)
         window = self._start.stats.window
         result = self._program((), window, trajectory, episodes, num_faulty)

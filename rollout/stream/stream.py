@@ -319,7 +319,7 @@ class Stream(Generic[ParamsT]):
             "stats": jax.tree.map(np.asarray, state.stats),
         }
         saved |= self._batches.save(state.carry)
-        # Only prefetched batches can have older parameters.
+        # A prefetched batch can have older parameters.
         return saved | ({"next_params": next_params} if self._options.prefetch else {})
 
     def restore(self, state: dict[str, Any]) -> None:
