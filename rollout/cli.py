@@ -37,7 +37,7 @@ from rollout.host.host_collector import HostCollector
 from rollout.inspection.compilation import NAMES
 from rollout.policies import masks, random_policy
 from rollout.stats import CollectStats, Moments, merge, summarize
-from rollout.stream.stream import Stream
+from rollout.stream import Stream
 from rollout.types import Transition
 
 _OTHER_IDS = "gymnasium:ID and envpool:ID, such as gymnasium:CartPole-v1"

@@ -3,7 +3,7 @@
 import numbers
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Self
+from typing import Any, Generic, NamedTuple, Self
 
 import chex
 import jax
@@ -15,12 +15,20 @@ from rollout.collector import Collector
 from rollout.envs import trees
 from rollout.envs.types import ArrayTree, strong
 from rollout.host.host_collector import HostCollector
-from rollout.stats import CollectStats
-from rollout.stream.batch import NO_FAULT
-from rollout.stream.makers import HostMaker, JaxMaker, Position, Wait, copied
-from rollout.stream.options import Destination, Options
-from rollout.stream.progress import Bar
-from rollout.stream.stream_stats import StreamStats
+from rollout.stats import CollectStats, merge
+from rollout.stream.batch import (
+    NO_FAULT,
+    BatchResult,
+    Destination,
+    HostBatches,
+    JaxBatches,
+    Options,
+    State,
+    StreamStats,
+    VersionedParams,
+    Wait,
+    copied,
+)
 from rollout.types import Carry, Episodes, ParamsT, Transition
 
 _NEWEST = -1  # version of parameters to be read when the batch starts
@@ -44,6 +52,13 @@ class StreamBatch(struct.PyTreeNode, kw_only=True):
     steps: int
     params_version: int
     episodes: Episodes | None = None  # [N]
+
+
+class _Pending(NamedTuple):
+    """The next batch, with fixed parameters."""
+
+    params: VersionedParams
+    wait: Wait | None = None  # waits for the batch, if it has started
 
 
 class Stream(Generic[ParamsT]):
@@ -134,11 +149,8 @@ class Stream(Generic[ParamsT]):
         progress: bool = False,
     ) -> None:
         checks.collects(collector)
-        if isinstance(collector, HostCollector) and collector.num_ready is not None:
-            raise ValueError(
-                "`collector` must step all environments together, got "
-                f"num_ready={collector.num_ready}: call `collect_steps` in your loop."
-            )
+        checks.boolean("progress", progress)
+        checks.outside_of_jit("Stream")
         self._options = options = Options(
             num_envs=collector.env.num_envs,
             steps_per_batch=steps_per_batch,
@@ -152,17 +164,18 @@ class Stream(Generic[ParamsT]):
             reuse_memory=reuse_memory,
             check_finite=check_finite,
             on_fault=on_fault,
-        )
-        checks.boolean("progress", progress)
-        checks.outside_of_jit("Stream")
-        maker_type: Any = HostMaker if collector.is_host else JaxMaker
-        self._maker: JaxMaker | HostMaker = maker_type(collector, options)
+        ).checked(collector)
+        batches: Any = HostBatches if collector.is_host else JaxBatches
+        self._batches: JaxBatches | HostBatches = batches(collector, options)
         carry = collector.init(key)
-        self._position = Position(carry, StreamStats.create(carry))
-        self._params = _copy_params(params), 0
+        # The state after the last batch, and the batch in flight. One assignment sets
+        # both, because a signal handler may raise between two assignments.
+        self._position: tuple[State, _Pending | None]
+        self._position = State(carry, StreamStats.init(carry)), None
+        self._params: VersionedParams = _copy_params(params), 0
         self._must_stop, self._is_closed = False, False
         self._next_lock, self._params_lock = threading.RLock(), threading.Lock()
-        self._bar = Bar(total_steps, is_on=progress)
+        self._has_bar, self._bar = progress, None
 
     def __enter__(self) -> Self:
         """Returns the stream, which is closed at the end of the `with` block."""
@@ -196,18 +209,21 @@ class Stream(Generic[ParamsT]):
             if self._must_stop:
                 self._must_stop = False
                 raise StopIteration
-            # If this call raises, the next call resumes from `_position`, which has the
-            # pending batch.
-            start = self._position = self._begin(self._position, self._position.memory)
-            if start.pending is None:
+            # If this call raises, the next call continues with `_position`, which has
+            # the batch in flight.
+            state, pending = self._position
+            pending = self._begin(state, pending, state.output)
+            if pending is None or pending.wait is None:
                 raise StopIteration
-            batch, position = self._receive(start, start.pending)
+            self._position = state, pending
+            batch, next_state = self._receive(state, pending.wait)
+            next_pending = None
             if self._options.prefetch and not self._must_stop:
-                position = self._begin(position, start.memory)
-            self._bar.show(position.steps, position.stats)
-            self._position = position
+                next_pending = self._begin(next_state, None, state.output)
+            self._show_bar(next_state)
+            self._position = next_state, next_pending
         except BaseException:
-            self._bar.close()
+            self._close_bar()
             raise
         finally:
             self._next_lock.release()
@@ -218,7 +234,7 @@ class Stream(Generic[ParamsT]):
         options = self._options
         if options.total_steps is None:
             raise TypeError("A stream without `total_steps` has no length.")
-        assert options.steps_per_batch is not None  # validated by `Options`
+        assert options.steps_per_batch is not None  # validated by `Options.checked`
         return -(-options.total_steps // options.steps_per_batch)
 
     @property
@@ -229,28 +245,27 @@ class Stream(Generic[ParamsT]):
     @property
     def carry(self) -> Carry:
         """Carry after the last batch, for example for `collector.freeze`."""
-        return self._position.carry
+        return self._position[0].carry
 
     @property
     def steps(self) -> int:
         """Environment steps of all batches so far, including those before `restore`."""
-        return self._position.steps
+        return self._position[0].steps
 
     @property
     def stats(self) -> StreamStats:
         """Statistics of the batches since `reset_stats`."""
-        return self._position.stats
+        return self._position[0].stats
 
     def reset_stats(self) -> None:
         """Resets the statistics, except for the window; ids and `steps` continue."""
-        start = self._position
-        stats = StreamStats.create(start.carry)._replace(window=start.stats.window)
-        self._position = start._replace(stats=stats)
+        state, pending = self._position
+        stats = StreamStats.init(state.carry)._replace(window=state.stats.window)
+        self._position = state._replace(stats=stats), pending
 
     def compile(self) -> None:
         """Compiles the program in advance; otherwise the first batch compiles it."""
-        start = self._position._replace(params=self._params, memory=None)
-        self._maker.compile(self._num_rows(start), start)
+        self._batches.compile(self._position[0], self._params[0])
 
     def set_params(self, params: ParamsT) -> None:
         """Sets the parameters of all batches that start later, from any thread.
@@ -280,8 +295,8 @@ class Stream(Generic[ParamsT]):
     def close(self) -> None:
         """Closes the stream after the pending batch; later calls of `next` raise."""
         self._is_closed = True
-        self._bar.close()
-        self._maker.close()
+        self._close_bar()
+        self._batches.close()
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the stream, from which `restore` resumes.
@@ -293,18 +308,18 @@ class Stream(Generic[ParamsT]):
         The state includes the states of host environments if no batch is pending and
         if all of these environments implement `save_state`.
         """
-        position, (params, version) = self._position, self._params
-        next_params, next_version = position.params or (params, _NEWEST)
-        state = {
-            "carry": position.carry,
+        (state, pending), (params, version) = self._position, self._params
+        next_params, next_version = pending.params if pending else (params, _NEWEST)
+        saved = {
+            "carry": state.carry,
             # Use 64 bits: the steps of all lanes exceed 2^31 within hours.
-            "counts": np.array((position.steps, version, next_version), np.int64),
+            "counts": np.array((state.steps, version, next_version), np.int64),
             "params": params,
-            "stats": jax.tree.map(np.asarray, position.stats),
+            "stats": jax.tree.map(np.asarray, state.stats),
         }
-        state |= self._maker.save(position.carry)
-        # Only prefetched batches can have older parameters.
-        return state | ({"next_params": next_params} if self._options.prefetch else {})
+        saved |= self._batches.save(state.carry)
+        # A prefetched batch can have older parameters.
+        return saved | ({"next_params": next_params} if self._options.prefetch else {})
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resumes from a saved state, bitwise equal to an uninterrupted stream.
@@ -324,42 +339,44 @@ class Stream(Generic[ParamsT]):
         message = "`state` must be the state of a stream of the same kind"
         checks.same(message, self.state(), state)
         steps, version, next_version = (int(x) for x in state["counts"])
-        next_params = None
+        pending = None
         if self._options.prefetch and next_version != _NEWEST:
-            next_params = _copy_params(state["next_params"]), next_version
-        carry = self._maker.restore(state, self._position.carry)
+            pending = _Pending((_copy_params(state["next_params"]), next_version))
+        carry = self._batches.restore(state, self._position[0].carry)
         # Copy instead of viewing `state`, and convert `[]` arrays to scalars.
         stats = jax.tree.map(lambda x: np.array(x)[()], state["stats"])
         self._params = _copy_params(state["params"]), version
-        self._position = Position(carry, stats, steps, params=next_params)
+        self._position = State(carry, stats, steps), pending
 
-    def _begin(self, start: Position, memory: ArrayTree | None) -> Position:
-        """Starts the batch after `start`, unless it is pending or the stream ends."""
-        if start.pending is not None or not self._num_rows(start):
-            return start
-        start = start._replace(params=start.params or self._params)
-        wait = self._maker.begin(self._num_rows(start), start._replace(memory=memory))
-        return start._replace(pending=wait)
+    def _begin(
+        self, state: State, pending: _Pending | None, memory: ArrayTree | None
+    ) -> _Pending | None:
+        """Starts the batch after `state`, unless it has started; None after the end."""
+        if not self._options.num_rows(state.steps):
+            return None
+        if pending is not None and pending.wait is not None:
+            return pending
+        params = self._params if pending is None else pending.params
+        return _Pending(params, self._batches.begin(state, params, memory))
 
-    def _receive(self, start: Position, wait: Wait) -> tuple[StreamBatch, Position]:
-        """Waits for the pending batch; returns the batch and the next position."""
-        options = self._options
+    def _receive(self, state: State, wait: Wait) -> tuple[StreamBatch, State]:
+        """Waits for the batch after `state`; returns the batch and the next state."""
+        options, old = self._options, state.stats
         try:
             result, seconds, version = wait()
             window = jax.tree.map(programs.gather, result.window)
             # Copy the statistics to the host in one transfer, but not the trajectory.
-            statistics = result.stats, window, result.num_faulty
-            faults = result.faults, result.fault_step
-            (stats, window, num_faulty), faults = jax.device_get((statistics, faults))
-            self._raise_fault(faults[0], faults[1], version)
+            small = result._replace(carry=(), output=(), episodes=None, window=window)
+            small = jax.device_get(small)
+            _raise_fault(options, small, version)
             output = _placed(result.output, options.device)
         except Exception:  # after Ctrl-C the batch is still pending
-            self._position = start._replace(pending=None, params=None)
+            self._position = state, None
             raise
-        num_steps = int(stats.num_steps)
+        num_steps = int(small.stats.num_steps)
         if options.episodes_per_batch is None:
             # Count the steps of dropped episodes as well.
-            num_steps = self._num_rows(start) * options.num_envs
+            num_steps = options.num_rows(state.steps) * options.num_envs
         batch = StreamBatch(
             trajectory=output,
             stats=result.stats,
@@ -367,44 +384,53 @@ class Stream(Generic[ParamsT]):
             params_version=version,
             episodes=result.episodes,
         )
-        position = Position(
-            carry=result.carry,
-            stats=start.stats.add(
-                stats,
-                window,
-                steps=num_steps,
-                seconds=seconds,
-                num_faulty=int(num_faulty),
-            ),
-            steps=start.steps + num_steps,
-            memory=output if options.reuse_memory else None,
+        stats = StreamStats(
+            collected=merge([old.collected, small.stats]),
+            window=small.window,
+            batches=old.batches + 1,
+            steps=old.steps + num_steps,
+            seconds=old.seconds + seconds,
+            faulty_episodes=old.faulty_episodes + int(small.num_faulty),
         )
-        return batch, position
+        memory = output if options.reuse_memory else None
+        return batch, State(result.carry, stats, state.steps + num_steps, memory)
 
-    def _num_rows(self, start: Position) -> int:
-        """Returns the number of rows of the next batch, 0 after the last batch."""
-        options = self._options
-        # The step count of complete episodes is unknown: use any number above 0.
-        num_steps = options.steps_per_batch or options.num_envs
-        if options.total_steps is not None:
-            num_steps = min(num_steps, max(0, options.total_steps - start.steps))
-        return num_steps // options.num_envs
-
-    def _raise_fault(self, faults: dict[str, Any], step: Any, version: int) -> None:
-        """Raises if a checked field is not finite."""
-        first = min(faults.values(), default=NO_FAULT)
-        if first == NO_FAULT:
+    def _show_bar(self, state: State) -> None:
+        """Displays the number of steps and the mean return of recent episodes."""
+        if not self._has_bar:
             return
-        options = self._options
-        names = [f"`{name}`" for name, entry in faults.items() if entry == first]
-        # Entries are numbered along `[T, B]`, or `[L, N]` for complete episodes.
-        column = first % (options.episodes_per_batch or options.num_envs)
-        label = "episode" if options.episodes_per_batch else "an episode in lane"
-        raise FloatingPointError(
-            f"{' and '.join(names)} must be finite with `check_finite`, got a "
-            f"nonfinite value, first at step {step} of {label} {column}, in a batch "
-            f"with `params_version` {version}."
-        )
+        if self._bar is None:
+            from tqdm import tqdm  # slow to import
+
+            total = self._options.total_steps
+            self._bar = tqdm(
+                total=total, unit="step", unit_scale=True, dynamic_ncols=True
+            )
+        self._bar.set_postfix_str(str(state.stats.window), refresh=False)
+        self._bar.update(state.steps - self._bar.n)
+
+    def _close_bar(self) -> None:
+        """Closes the bar and its line; the next `_show_bar` creates a new bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _raise_fault(options: Options, result: BatchResult, version: int) -> None:
+    """Raises if a checked field is not finite."""
+    faults: dict[str, Any] = result.faults
+    first = min(faults.values(), default=NO_FAULT)
+    if first == NO_FAULT:
+        return
+    names = [f"`{name}`" for name, entry in faults.items() if entry == first]
+    # Entries are numbered along `[T, B]`, or `[L, N]` for complete episodes.
+    column = first % (options.episodes_per_batch or options.num_envs)
+    label = "episode" if options.episodes_per_batch else "an episode in lane"
+    raise FloatingPointError(
+        f"{' and '.join(names)} must be finite with `check_finite`, got a nonfinite "
+        f"value, first at step {result.fault_step} of {label} {column}, in a batch "
+        f"with `params_version` {version}."
+    )
 
 
 def _copy_params(params: Any) -> Any:
