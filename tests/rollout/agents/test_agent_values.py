@@ -99,6 +99,7 @@ def check(trajectory, rows, value, counts=True):
     want = np.where(rows.stale_next_obs, again, want)
     here = np.asarray(rows.mask & ~rows.terminated)
     np.testing.assert_array_equal(value[here], want[here])
+    assert not np.any(rows.final_value[~rows.truncated | rows.terminated])
     assert np.any(rows.truncated & here)
     assert np.any(~rows.truncated & here)
 

@@ -152,6 +152,7 @@ def test_faults_are_masked_where_they_were_served():
     stats = collector.fault_stats
     assert (stats.faulty_episodes, stats.restarts) == (2, 2)
     assert (~rows.mask).sum() == stats.lost_steps >= 2
+    assert np.isfinite(rows.next_obs).all()
     np.testing.assert_array_equal(rows.accumulated["sum"], rows.episode_return)
     for row, mask in columns(rows):
         assert mask[: mask.sum()].all()

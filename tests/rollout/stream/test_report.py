@@ -150,6 +150,25 @@ def test_first_fault_in_whole_episodes_is_named():
         next(checked)
 
 
+def test_parameters_that_are_not_finite_show_in_the_output_of_the_policy():
+    def act(params, obs, key):
+        value = obs[:, 0] * params
+        extras = {"value": value, "logits": value[:, None] - jnp.inf}
+        return jnp.zeros(B, jnp.int32), extras
+
+    collector = make_collector("count", B).replace(policy=rollout.stateless_policy(act))
+    options = {"key": jax.random.key(7), "params": jnp.float32(1), "steps_per_batch": 8}
+    stream = rollout.Stream(collector, check_finite=True, **options)
+    last = jax.device_get(jax.tree.map(lambda x: x[-1, 0], next(stream).trajectory))
+    step = 1 if last.done else last.episode_length + 1
+    stream.set_params(jnp.float32(jnp.nan))
+    message = f"`extras.value` must be .* at step {step} of .* lane 0, .*version` 1"
+    with pytest.raises(FloatingPointError, match=message):
+        next(stream)
+    stream.set_params(jnp.float32(2))
+    assert next(stream).params_version == 2
+
+
 @pytest.mark.usefixtures("quick_compile")
 def test_faulty_episode_is_dropped_and_the_lane_goes_on():
     options = {"key": jax.random.key(7), "steps_per_batch": 400}
