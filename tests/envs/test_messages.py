@@ -28,13 +28,6 @@ FLAGS = np.ones((5, 2), bool)
 FEW = {"two": np.zeros((1, 3)), "one": np.zeros((1, 1))}
 
 
-class Duck:
-    """A vector environment that subclasses nothing."""
-
-    num_envs = B
-    reset = step = reset_done = close = print
-
-
 class Agents:
     """A `ChanceEnv` with some attributes or methods replaced."""
 
@@ -199,7 +192,6 @@ MESSAGES = [
     (mask_picture, "`action_mask` in the observation must be bool of shape (3,)"),
     (lambda: normalize(()), "`info` must be a dict without the names raw_obs"),
     (lambda: normalize({"raw_obs": jnp.zeros(2)}), "raw_next_obs, got ['raw_obs']"),
-    (lambda: envs.NormalizeObs(Duck()), "must subclass `rollout.envs.types.VectorEnv`"),
     (lambda: normalize({}, only="x"), "`only` must be names, such as"),
     # `from_interactions`
     (lambda: log(feedback="stars"), "have the columns ['stars'], got ['user_id'"),

@@ -143,14 +143,3 @@ def test_every_user_comes_and_every_item_may_be_first():
         counts = np.bincount(obs[name], minlength=num)
         assert len(counts) == num
         assert (np.abs(counts - 400 / num) < 60).all()
-
-
-def test_tables_may_be_lists():
-    rule = envs.recommendation.LeaveByCategory([[True], [False]], 5, 1)
-    env = envs.recommendation.RecommendationEnv(
-        [[1.0, 2.0]], rule, known=[[True, False]]
-    )
-    assert jax.jit(env.reset)(jax.random.key(0))[1]["action_mask"].tolist() == [
-        True,
-        False,
-    ]

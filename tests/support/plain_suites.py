@@ -96,36 +96,39 @@ def in_style_of_gymnax(env: Any, from_suite: Callable, endings: Callable) -> Pla
 def navix(name: str) -> Plain:
     grid = pytest.importorskip("navix").make(name, max_steps=20)
 
-    def begin(_, key):
-        timestep = grid.reset(key)
-        return timestep, timestep.observation
+    def endings(timestep):
+        return timestep.is_termination(), timestep.is_truncation()
 
-    def advance(_, key, timestep, action):
-        # `step` of a time step that is not the last one resets nothing.
-        keyed = timestep.replace(state=timestep.state.replace(key=key))
-        after = grid.step(keyed, action)
-        ends = after.is_termination(), after.is_truncation()
-        return after, after.observation, after.reward, *ends, {}
-
-    adapt = functools.partial(envs.suites.from_navix, grid)
-    return side_by_side(adapt, begin, advance)
+    return of_timesteps(grid, (), endings, envs.suites.from_navix)
 
 
 @functools.cache
 def xminigrid(name: str) -> Plain:
     grid, params = pytest.importorskip("xminigrid").make(name, max_steps=20)
 
+    def endings(timestep):
+        last, ends = timestep.last(), timestep.discount == 0
+        return last & ends, last & ~ends
+
+    return of_timesteps(grid, (params,), endings, envs.suites.from_xminigrid)
+
+
+def of_timesteps(
+    grid: Any, params: tuple, endings: Callable, from_suite: Callable
+) -> Plain:
+    """Plays grids whose state has the key of the next step."""
+
     def begin(params, key):
-        timestep = grid.reset(params, key)
+        timestep = grid.reset(*params, key)
         return timestep, timestep.observation
 
     def advance(params, key, timestep, action):
+        # `step` of a time step that is not the last one resets nothing.
         keyed = timestep.replace(state=timestep.state.replace(key=key))
-        after = grid.step(params, keyed, action)
-        last, ends = after.last(), after.discount == 0
-        return after, after.observation, after.reward, last & ends, last & ~ends, {}
+        after = grid.step(*params, keyed, action)
+        return after, after.observation, after.reward, *endings(after), {}
 
-    adapt = functools.partial(envs.suites.from_xminigrid, grid, params)
+    adapt = functools.partial(from_suite, grid, *params)
     return side_by_side(adapt, begin, advance, params)
 
 
