@@ -24,8 +24,11 @@ SPACES = {
         {"b": gym.Tuple([gym.Dict({"c": BOX}), gym.Discrete(2)]), "a": gym.Discrete(4)}
     ),
     # As a `HostVectorEnv` of one's own may have them.
-    "repeated": envs.spaces.Tuple(
-        (envs.spaces.Repeated(envs.Box(0, 1, (2,)), 3), envs.spaces.Repeated(PAIR, 2))
+    "repeated": envs.spaces.Dict(
+        {
+            "a": envs.spaces.Repeated(envs.Box(0, 1, (2,)), 3),
+            "b": envs.spaces.Repeated(PAIR, 2),
+        }
     ),
     "plain": {"a": gym.Discrete(3), "b": (BOX, envs.spaces.MultiBinary((2,)))},
 }
