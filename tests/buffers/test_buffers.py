@@ -70,6 +70,7 @@ def test_uniform_draws_are_even_over_the_rows_that_may_be_used(successor):
 
 
 @slow
+@pytest.mark.usefixtures("key_reuse")  # both programs draw from one key
 @pytest.mark.parametrize(("kind", "successor"), CASES)
 def test_programs_of_a_gpu_have_the_same_bits(kind, successor):
     """Every state and every draw."""
