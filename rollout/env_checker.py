@@ -180,7 +180,8 @@ def _random_policy(env: VectorEnv | HostVectorEnv) -> Policy:
 
     def sample_action(params: Any, obs: Any, key: chex.PRNGKey) -> Any:
         del params, obs  # unused
-        return jax.vmap(space.sample)(jax.random.split(key, num_envs))
+        # Return a pair: an action that is a tuple would be read as (action, extras).
+        return jax.vmap(space.sample)(jax.random.split(key, num_envs)), {}
 
     return stateless_policy(sample_action)
 
@@ -348,10 +349,10 @@ def _check_host_env(
     other_lanes = np.arange(env.num_envs) > 0
 
     # The actions of a pass depend only on a key. The lanes in `mask` use another key.
-    def act(mask: Any, obs: ArrayTree, key: chex.PRNGKey) -> ArrayTree:
+    def act(mask: Any, obs: ArrayTree, key: chex.PRNGKey) -> tuple[ArrayTree, dict]:
         keys = key, jax.random.fold_in(key, 1)
         action, other_action = (random.apply(None, obs, (), x).action for x in keys)
-        return trees.select(mask, other_action, action)
+        return trees.select(mask, other_action, action), {}  # as in `sample_action`
 
     collector = HostCollector(env=checked_env, policy=stateless_policy(act))
     _play(issues, collector, no_lanes, key, num_steps)

@@ -2,6 +2,7 @@
 
 import inspect
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -236,10 +237,23 @@ def test_agents_that_take_turns_and_say_otherwise_are_found():
     assert "before step 1: leave it out" in messages["contract"]
 
 
+@struct.dataclass
+class TwoParts(Toy):
+    """The action is a tuple of two parts, which are not an action and extras."""
+
+    action_space = envs.spaces.as_space(
+        gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(n) for n in (3, 2)])
+    )
+
+    def step(self, key, state, action):
+        return super().step(key, state, action[0] + action[1])
+
+
 @pytest.mark.parametrize(
     "env",
     [
         envs.TimeLimit(CountEnv(), 3),
+        TwoParts(),
         pytest.param(OneAgent(Toy()), marks=pytest.mark.slow),
     ],
 )

@@ -6,6 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 from host_count import HostCount
+from space_envs import Sampled
 
 import rollout
 from rollout import envs
@@ -254,3 +255,10 @@ def test_window_without_an_ending_says_that_nothing_is_known_of_it():
     env = HostCount(3, min_length=10, max_length=20, limit=99)
     assert names(env, num_steps=8) == ["ending", "seed"]  # it counts, so far
     assert check_env(env) == ()
+
+
+def test_actions_may_be_tuples():
+    """Two parts, which are not an action and extras."""
+    space = gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(n) for n in (3, 2)])
+    env = envs.from_gymnasium(functools.partial(Sampled, space), 2)
+    assert rollout.check_env(env, num_steps=20) == ()
