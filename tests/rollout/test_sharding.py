@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from cases import CountEnv, make_collector, make_env, raw
 from flax import struct
-from jax.sharding import Mesh
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import rollout
@@ -247,6 +248,57 @@ def test_step_of_an_accelerator_is_that_of_one_with_as_many_lanes(
     assert every.per_step("launches") <= one.per_step("launches") + 1
     assert every.per_step("loose_launches") <= one.per_step("loose_launches")
     assert every.per_step("cycles") <= 1.05 * one.per_step("cycles")
+
+
+def loss(params, batch):
+    """Policy-gradient loss of a network with two layers, with scaled advantages."""
+    obs, action, advantage = batch
+    scaled = (advantage - advantage.mean()) / advantage.std()
+    log_probs = jax.nn.log_softmax(jnp.tanh(obs @ params[0]) @ params[1])
+    log_prob = jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
+    return -jnp.mean(log_prob * scaled)
+
+
+def learn_locally(mesh):
+    """Trains as docs/devices.md: each device shuffles the rows of its lanes."""
+
+    def update(params, batch):
+        grads = lax.pmean(jax.grad(loss)(params, batch), "lanes")
+        return jax.tree.map(lambda x, grad: x - 0.1 * grad, params, grads), ()
+
+    def local(params, data, key):
+        key = jax.random.fold_in(key, lax.axis_index("lanes"))
+        counts = {"num_minibatches": 4, "num_epochs": 2}
+        return rollout.scan_minibatches(update, params, key, data, **counts)[0]
+
+    options = {"in_specs": (P(), P(None, "lanes"), P()), "out_specs": P()}
+    return jax.shard_map(local, mesh=mesh, check_vma=False, **options)
+
+
+def describe_batch(mesh, num_envs):
+    """Returns the shapes of parameters, rows and a key."""
+
+    def make(spec, shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    row = functools.partial(make, P(None, "lanes"))
+    rows = row((T, num_envs, 4)), row((T, num_envs), jnp.int32), row((T, num_envs))
+    key = make(P(), (), jax.eval_shape(lambda: jax.random.key(0)).dtype)
+    return [make(P(), (4, 64)), make(P(), (64, 2))], rows, key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("accelerator", "num_devices"), ABSENT)
+def test_updates_of_an_accelerator_exchange_only_gradients(accelerator, num_devices):
+    mesh = Mesh(np.asarray(devices(accelerator, num_devices)), ("lanes",))
+    args = describe_batch(mesh, 128 * num_devices)
+    report = rollout.inspect_program(
+        learn_locally(mesh), *args, accelerator=accelerator
+    )
+    (updates,) = [x for x in report.program.walk() if x.trips == 8]
+    assert updates.collectives == ("all-reduce",)
+    assert not report.program.collectives
+    assert report.waits == ()
 
 
 def test_no_device_holds_all_lanes():
