@@ -58,8 +58,8 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
     """
 
     # Set a new field in `kernel/step.py`, and on the host in `Loop` and `host/rows.py`.
-    # Add state that outlives a call to `Carry`, and on the host to `Loop.resume`,
-    # `HostCollector._carry` and `LatestCarry`.
+    # Add state that outlives a call to `Carry`, and on the host to `carry`, `check` and
+    # `restore` of `Loop`.
     obs: ObsT  # [T, B, ...]
     action: ActionT  # [T, B, ...]
     reward: jax.Array  # [T, B]

@@ -28,6 +28,8 @@ from rollout.envs.spaces import (
 from rollout.envs.types import AnySpace, ArrayTree
 
 _LARGEST_N = 1 << 16  # so that the product of two 16-bit halves fits 32 bits
+_WIDE = 128  # masks with at least this many columns are counted in blocks
+_BLOCK = 32
 ActionMaskFn = Callable[[ArrayTree], ArrayTree]  # obs to a mask
 
 _NAME = "action_mask"
@@ -80,12 +82,35 @@ def among(action_mask: jax.Array, key: chex.PRNGKey) -> tuple[jax.Array, jax.Arr
     If no column of a lane is True, its column is sampled from all. The second array,
     `[B]` bool, is True in these lanes.
     """
-    num_valid = jnp.cumsum(action_mask, axis=1, dtype=jnp.int32)
-    rank, no_valid = _rank(num_valid[:, -1], action_mask.shape[1], key)
-    # The column of a rank has at most `rank` valid columns before it.
-    index = jnp.sum(num_valid <= rank[:, None], axis=1, dtype=jnp.int32)
+    num_envs, n = action_mask.shape
+    if n < _WIDE:  # one column after another: `jnp.cumsum` is slower on a CPU
+        total = action_mask.sum(axis=1, dtype=jnp.int32)
+        rank, no_valid = _rank(total, n, key)
+        # `index` counts the columns with at most `rank` valid columns up to them.
+        num_valid = index = jnp.zeros(num_envs, jnp.int32)
+        for column in action_mask.T:
+            num_valid += (column | no_valid).astype(jnp.int32)
+            index += (num_valid <= rank).astype(jnp.int32)
+        return index, no_valid
+    # Count the valid columns in each block and up to the end of each block, and sample
+    # a rank among all of them.
+    num_blocks = -(-n // _BLOCK)
+    padded = jnp.pad(action_mask, ((0, 0), (0, num_blocks * _BLOCK - n)))
+    count = padded.reshape(num_envs, num_blocks, _BLOCK).sum(axis=2, dtype=jnp.int32)
+    cumulative_count = jnp.cumsum(count, axis=1)
+    lane_rank, no_valid = _rank(cumulative_count[:, -1], n, key)
+    rank = lane_rank[:, None]
+    # The blocks that end at or before the rank come before the block that contains it.
+    is_before = cumulative_count <= rank
+    block = jnp.sum(is_before, axis=1, keepdims=True, dtype=jnp.int32)
+    num_before = jnp.sum(jnp.where(is_before, count, 0), axis=1, keepdims=True)
+    column = block * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)[None]
+    # Positions past the end repeat the last column. The rank is reached before them.
+    inside = jnp.take_along_axis(action_mask, jnp.minimum(column, n - 1), axis=1)
+    num_valid = num_before + jnp.cumsum(inside, axis=1, dtype=jnp.int32)
+    index = block[:, 0] * _BLOCK + jnp.sum(num_valid <= rank, axis=1, dtype=jnp.int32)
     # If no column is valid, the rank was sampled from all columns: it is the column.
-    return jnp.where(no_valid, rank, index), no_valid
+    return jnp.where(no_valid, lane_rank, index), no_valid
 
 
 def _rank(total: jax.Array, n: int, key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:

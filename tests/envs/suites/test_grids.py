@@ -70,7 +70,7 @@ def test_discount_tells_termination_from_truncation(discount, terminated):
     assert bool(result.truncated) == (not terminated)
 
 
-# Of the scatter of some games.
+# Some games warn about their scatters.
 @pytest.mark.filterwarnings("ignore:scatter inputs have:FutureWarning")
 def test_every_game_of_jumanji_keeps_the_contract():
     pytest.importorskip("jumanji")

@@ -347,7 +347,7 @@ def test_spaces_of_frames_and_parts_have_what_they_draw_and_nothing_beyond():
     assert (boxes.shape, boxes.dtype) == ((4, 2), jnp.float32)
     np.testing.assert_array_equal(boxes.low, np.tile(LOW, (4, 1)))
     np.testing.assert_array_equal(boxes.high, np.tile(HIGH, (4, 1)))
-    # Each frame and each part is drawn apart.
+    # Frames and parts are sampled independently.
     for each in (integers, drawn["integers"][0]):
         assert (each.shape, each.dtype) == ((50,), jnp.int32)
     assert set(drawn["integers"][0]) == {0, 1, 2}

@@ -30,7 +30,7 @@ POLICY = rollout.recurrent_policy(act, lambda num: jnp.zeros((num,), jnp.int32))
 
 @functools.partial(quick_jit, static_argnames="size")
 def apply(size, member, params, obs, state):
-    """By a population, and by each agent's parameters."""
+    """Applies the population, and each member with the parameters of that member."""
     keys = jax.vmap(jax.random.fold_in, (None, 0))(KEY, jnp.arange(member.shape[0]))
 
     def one(member, obs, state, key):

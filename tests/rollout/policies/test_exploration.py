@@ -414,7 +414,7 @@ OBS = {
 
 
 MASKED_POLICIES = {
-    # What they wrap draws from all actions, whatever the mask says.
+    # The wrapped policies ignore the mask and sample from all actions.
     "epsilon": EpsilonGreedy(
         rollout.random_policy(DISCRETE), DISCRETE, 0.5, action_mask_fn=random_part
     ),

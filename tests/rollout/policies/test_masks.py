@@ -11,7 +11,7 @@ from cases import in_one_program, quick_jit
 
 import rollout
 from rollout import envs
-from rollout.policies import EpsilonGreedy
+from rollout.policies import EpsilonGreedy, masks
 from rollout.recommendation import item_policy
 
 NUM_LANES = 6_000
@@ -186,6 +186,23 @@ def test_parts_have_masks_of_their_own_or_none(kind):
     assert set(c.tolist()) == {0, 1}
     assert not decision.extras["no_valid_action"].any()
     assert set(jax.tree.leaves(sent)[0].tolist()) == {0, 2}  # 1 is not allowed
+
+
+@pytest.mark.parametrize("n", [2, 128, 255])
+def test_columns_and_blocks_sample_the_same_actions(n, monkeypatch):
+    """Also in lanes without a valid action."""
+    rng, results = np.random.default_rng(n), []
+    action_mask = rng.random((37, n)) < 0.1
+    action_mask[0], action_mask[1], action_mask[2, -1] = False, True, True
+    for wide in (n + 1, n):
+        monkeypatch.setattr(masks, "_WIDE", wide)
+        sample = quick_jit(lambda mask, key: masks.among(mask, key))
+        results.append(jax.device_get(sample(action_mask, KEY)))
+    (index, no_valid), (block_index, block_no_valid) = results
+    np.testing.assert_array_equal(index, block_index)
+    np.testing.assert_array_equal(no_valid, ~action_mask.any(axis=1))
+    np.testing.assert_array_equal(block_no_valid, no_valid)
+    assert action_mask[np.arange(37), index][~no_valid].all()
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float32"])

@@ -1,4 +1,4 @@
-"""The random policy draws evenly, whatever the space and the number of lanes."""
+"""The random policy samples uniformly in every space, for any number of lanes."""
 
 import functools
 
