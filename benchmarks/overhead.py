@@ -30,12 +30,12 @@ from rollout.minibatches import mean_gradient
 from rollout.recipes import dqn, ppo, recurrent_ppo, sac
 
 # The barrier keeps XLA from hoisting computations on the fixed rows out of the loop.
-fenced = jax.lax.optimization_barrier
+barrier = jax.lax.optimization_barrier
 UPDATES = 4  # updates per training run of PPO
 BATCHES = 1000  # steps and batches per update of SAC
 
 
-class Parts(NamedTuple):
+class Programs(NamedTuple):
     """An update and its parts; a call of `update` runs `num_updates` updates."""
 
     update: Program
@@ -45,7 +45,7 @@ class Parts(NamedTuple):
     num_updates: int = 1
 
 
-def parts_of(agent: Any, num_seeds: int = 1) -> Parts:
+def parts_of(agent: Any, num_seeds: int = 1) -> Programs:
     """Makes the parts of PPO or recurrent PPO."""
     config = agent.config
 
@@ -69,7 +69,7 @@ def parts_of(agent: Any, num_seeds: int = 1) -> Parts:
     def descend(state: Any, trajectory: Any) -> Any:
         return gradients(agent, state, minibatch_of(agent, state.carry, trajectory))
 
-    return Parts(
+    return Programs(
         functools.partial(batched(lambda key: agent.train(agent.init(key))), inputs),
         part(profiling._env_step),
         part(profiling._policy),
@@ -104,21 +104,21 @@ def gradients(agent: Any, state: Any, batch: Any) -> Any:
     """Takes the gradient steps of an update of PPO, all on the same minibatch."""
 
     def step(learner: Any, _: None) -> Any:
-        return agent.minibatch_step(*fenced((learner, batch)))[0], None
+        return agent.minibatch_step(*barrier((learner, batch)))[0], None
 
     count = agent.config.num_epochs * agent.config.num_minibatches
     learner = state.params, state.opt_state, jnp.bool_(False)
     return jax.lax.scan(step, learner, length=count)[0]
 
 
-def of_ppo(env_id: str, num_envs: int, num_seeds: int = 1, **settings: Any) -> Parts:
+def of_ppo(env_id: str, num_envs: int, num_seeds: int = 1, **settings: Any) -> Programs:
     """Makes the parts of `ppo.py` with its default settings."""
     config = recipes.PPOSettings(num_updates=UPDATES, num_envs=num_envs)
     config = config.replace(**settings)
     return parts_of(ppo.PPO(recipes.make_lanes(env_id, config), config), num_seeds)
 
 
-def of_recurrent_ppo() -> Parts:
+def of_recurrent_ppo() -> Programs:
     """Makes the parts of `recurrent_ppo.py` with the settings of its page."""
     config = recurrent_ppo.Config(num_updates=UPDATES, num_steps=64, num_minibatches=4)
     env = envs.TransformObs(envs.make("CartPole-v1"), lambda obs: obs[::2])
@@ -126,7 +126,7 @@ def of_recurrent_ppo() -> Parts:
     return parts_of(recurrent_ppo.RecurrentPPO(env, config))
 
 
-def of_ippo() -> Parts:
+def of_ippo() -> Programs:
     """Makes the parts of the IPPO recipe page."""
     names = recipes.setup("ippo", "carry_key, ")
     agent, collector, config = (names[x] for x in ("agent", "collector", "config"))
@@ -141,7 +141,7 @@ def of_ippo() -> Parts:
     descend = jax.jit(
         lambda state, rows: gradients(agent, state, minibatch_of(agent, carry, rows))
     )
-    return Parts(
+    return Programs(
         functools.partial(names["update"], state, window),
         functools.partial(jax.jit(profiling._env_step), inputs),
         functools.partial(jax.jit(profiling._policy), inputs),
@@ -149,7 +149,7 @@ def of_ippo() -> Parts:
     )
 
 
-def of_dqn() -> Parts:
+def of_dqn() -> Programs:
     """Makes the parts of `dqn.py` with the settings of its page."""
     env = envs.TransformObs(
         envs.make("Breakout-MinAtar"), lambda obs: jnp.ravel(obs > 0)
@@ -173,7 +173,7 @@ def of_dqn() -> Parts:
 
     def descend(params: Any, opt_state: Any, sample: Any) -> Any:
         def step(learner: Any, _: None) -> Any:
-            learner, (target_params, rows) = fenced((learner, (params, sample)))
+            learner, (target_params, rows) = barrier((learner, (params, sample)))
             batch = dqn.Batch(
                 obs=rows.experience.obs,
                 action=rows.experience.action,
@@ -188,7 +188,7 @@ def of_dqn() -> Parts:
 
     learner = jax.tree.map(jnp.copy, (state.params, state.opt_state))
     inputs = inputs_of(agent, learner[0], config.num_steps)
-    return Parts(
+    return Programs(
         update,
         functools.partial(jax.jit(profiling._env_step), inputs),
         functools.partial(jax.jit(profiling._policy), inputs),
@@ -203,7 +203,7 @@ def apply(optimizer: optax.GradientTransformation, learner: Any, grads: Any) -> 
     return optax.apply_updates(params, updates), opt_state
 
 
-def of_sac() -> Parts:
+def of_sac() -> Programs:
     """Makes the parts of `sac.py` with the settings of its page."""
     env = envs.make("brax:inverted_pendulum", backend="positional")
     agent = sac.SAC(envs.vectorize(env, 1), sac.Config(num_steps=BATCHES))
@@ -214,7 +214,7 @@ def of_sac() -> Parts:
 
     def descend(state: Any, rows: Any, weight: jax.Array) -> Any:
         def step(learner: Any, key: jax.Array) -> Any:
-            learner, experience = fenced((learner, rows))
+            learner, experience = barrier((learner, rows))
             target_key, noise_key = jax.random.split(key)
             action = agent.distribution.normalize(experience.action)
             batch = sac.Batch(
@@ -232,7 +232,7 @@ def of_sac() -> Parts:
         return jax.lax.scan(step, (state.params, state.opt_state), keys)[0]
 
     inputs = inputs_of(agent, state.params, BATCHES)
-    return Parts(
+    return Programs(
         functools.partial(jax.jit(lambda state: agent.update(state)[0]), state),
         functools.partial(jax.jit(profiling._env_step), inputs),
         functools.partial(jax.jit(profiling._policy), inputs),
@@ -249,7 +249,7 @@ def inputs_of(agent: Any, params: Any, num_steps: int) -> profiling._Given:
 
 ROBOT = {"num_minibatches": 32, "learning_rate": 1e-3, "ent_coef": 0.0}
 RELU = {"activation": "relu", "learning_rate": 5e-3}
-RECIPES: dict[str, Callable[[], Parts]] = {
+RECIPES: dict[str, Callable[[], Programs]] = {
     **{
         f"PPO, {name}, {num_envs:,} lanes": functools.partial(
             of_ppo, env_id, num_envs, **settings

@@ -103,7 +103,7 @@ def is_done(ring: RingState, row: jax.Array) -> jax.Array:
     return read_field(ring, "terminated", row) | read_field(ring, "truncated", row)
 
 
-def goes_on(ring: RingState, row: jax.Array) -> jax.Array:
+def continues(ring: RingState, row: jax.Array) -> jax.Array:
     """Returns bool, True if the next row of the lane is the next step."""
     columns = marks(ring.experience)
     first, second = (read(columns, r) for r in (row, move(ring, row, 1)))
@@ -133,7 +133,7 @@ def has_successor(ring: RingState, row: jax.Array) -> jax.Array:
         return jnp.ones(row.shape, bool)
     index = read(ring.final_obs.place, row)
     has_final = (index >= 0) & (ring.final_obs.row[index] == row)
-    return jnp.where(is_done(ring, row), has_final, goes_on(ring, row))
+    return jnp.where(is_done(ring, row), has_final, continues(ring, row))
 
 
 def has_next_obs(ring: RingState) -> bool:
@@ -165,7 +165,7 @@ def window(ring: RingState, row: jax.Array, length: int) -> tuple[jax.Array, jax
     """
 
     def reaches(first: jax.Array, second: jax.Array) -> jax.Array:
-        return goes_on(ring, first) & has_successor(ring, second)
+        return continues(ring, first) & has_successor(ring, second)
 
     return _connected_rows(ring, row, length, 1, reaches)
 
@@ -181,7 +181,7 @@ def history(
     """
 
     def reaches(_: jax.Array, previous: jax.Array) -> jax.Array:
-        return is_stored(ring, previous) & goes_on(ring, previous)
+        return is_stored(ring, previous) & continues(ring, previous)
 
     rows, valid = _connected_rows(ring, row, length, -1, reaches)
     # A history is complete if it has L rows or reaches the first row of the episode.
@@ -224,7 +224,7 @@ def is_first(ring: RingState, row: jax.Array) -> jax.Array:
     if not isinstance(ring.lost, tuple):
         lane = row % ring.num_envs
         may_be_evicted |= ring.lost[lane] & (age(ring, row) == ring.size[lane] - 1)
-    return ~(is_stored(ring, previous) & goes_on(ring, previous)) & ~may_be_evicted
+    return ~(is_stored(ring, previous) & continues(ring, previous)) & ~may_be_evicted
 
 
 def ends_whole(ring: RingState, row: jax.Array, max_length: int) -> jax.Array:

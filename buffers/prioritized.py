@@ -186,29 +186,29 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
         return usable
 
-    def _draw(
+    def _sample_rows(
         self, state: PrioritizedState, key: chex.PRNGKey, options: SampleOptions
     ) -> tuple[jax.Array, jax.Array]:
         """Samples `[S]` rows and their importance weights, 0 for an unusable row."""
-        tree, num_draws = state.priorities, options.batch_size
+        tree, num_samples = state.priorities, options.batch_size
         usable_fn = self._usable_fn(state)
         # If the base class has no predicate, only rows of priority 0 are unusable.
         all_usable = super()._usable_fn(state) is None
         sample_key, resample_key = (key, key) if all_usable else jax.random.split(key)
-        row = sum_tree.draw(tree, sample_key, num_draws)
+        row = sum_tree.sample_stratified(tree, sample_key, num_samples)
         usable = usable_fn(row)
         if not all_usable:
-            row, usable = sampling.redraw(
+            row, usable = sampling.resample_invalid(
                 row,
                 # Resample from the whole tree: stratified resampling would overweight
                 # segments with few usable rows.
-                lambda key: sum_tree.draw_apart(tree, key, num_draws),
+                lambda key: sum_tree.sample_iid(tree, key, num_samples),
                 usable_fn,
-                lambda key: sampling.in_proportion_to(
+                lambda key: sampling.weighted(
                     lambda row: jnp.where(usable_fn(row), tree[0][row], 0.0),
                     state.ring,
                     key,
-                    num_draws,
+                    num_samples,
                 ),
                 resample_key,
             )

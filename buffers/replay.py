@@ -303,7 +303,7 @@ class ReplayBuffer(struct.PyTreeNode):
         def is_end(row: jax.Array) -> jax.Array:
             return neighbours.ends_whole(state.ring, row, max_length)
 
-        last = sampling.in_proportion_to(is_end, state.ring, key, batch_size)
+        last = sampling.weighted(is_end, state.ring, key, batch_size)
         is_valid = neighbours.is_stored(state.ring, last) & is_end(last)
         first = neighbours.first_of(state.ring, last)
         weights = is_valid.astype(jnp.float32)
@@ -428,27 +428,27 @@ class ReplayBuffer(struct.PyTreeNode):
         read_key = key
         if options.relabel_fn is not None:
             key, read_key = jax.random.split(key)
-        row, weights = self._draw(state, key, options)
+        row, weights = self._sample_rows(state, key, options)
         if options.length is not None:
             return sampling.sequences(state.ring, row, weights, options.length)
         return sampling.transitions(state.ring, row, weights, read_key, options)
 
-    def _draw(
+    def _sample_rows(
         self, state: ArrayTree, key: chex.PRNGKey, options: sampling.SampleOptions
     ) -> tuple[jax.Array, jax.Array]:
         """Samples `[S]` rows and their weights; the weight of an unusable row is 0."""
-        memory, num_draws = state.ring, options.batch_size
+        memory, num_samples = state.ring, options.batch_size
         usable_fn = self._usable_fn(state)
         if usable_fn is None:
-            row = sampling.evenly(memory, key, num_draws)
+            row = sampling.uniform(memory, key, num_samples)
             usable = jnp.broadcast_to(self.size(state) > 0, row.shape)
             return row, usable.astype(jnp.float32)
         first_key, resample_key = jax.random.split(key)
-        row, usable = sampling.redraw(
-            sampling.evenly(memory, first_key, num_draws),
-            lambda key: sampling.evenly(memory, key, num_draws),
+        row, usable = sampling.resample_invalid(
+            sampling.uniform(memory, first_key, num_samples),
+            lambda key: sampling.uniform(memory, key, num_samples),
             lambda row: neighbours.is_stored(memory, row) & usable_fn(row),
-            lambda key: sampling.in_proportion_to(usable_fn, memory, key, num_draws),
+            lambda key: sampling.weighted(usable_fn, memory, key, num_samples),
             resample_key,
         )
         return row, usable.astype(jnp.float32)

@@ -30,14 +30,14 @@ _ROUNDS = 16  # if half of the rows are usable, 1 of 65,536 samples fails all ro
 RelabelFn = Callable[[chex.PRNGKey, ArrayTree, ArrayTree], ArrayTree]
 
 
-def evenly(ring: RingState, key: chex.PRNGKey, num_draws: int) -> jax.Array:
+def uniform(ring: RingState, key: chex.PRNGKey, num_samples: int) -> jax.Array:
     """Samples `[S]` int32 rows uniformly from the stored rows, with replacement."""
     # One number enumerates the stored rows of all lanes, so rows are equally likely. If
     # all lanes have the same size, it enumerates the lanes for each age, which needs no
     # search. The number is the high word of (random word * number of rows): unlike
     # `jax.random.randint`, this uses one random word and no division. The bias is the
     # same, below (number of rows) / 2**32.
-    word = jax.random.bits(key, (num_draws,), jnp.uint32)
+    word = jax.random.bits(key, (num_samples,), jnp.uint32)
     number = prng.product(word, jnp.sum(ring.size, dtype=jnp.uint32))[0]
     number = number.astype(jnp.int32)
     lane, age = lax.cond(
@@ -49,34 +49,34 @@ def evenly(ring: RingState, key: chex.PRNGKey, num_draws: int) -> jax.Array:
     return slot * ring.num_envs + lane
 
 
-def redraw(
+def resample_invalid(
     first: jax.Array,
-    draw_fn: Callable[[chex.PRNGKey], jax.Array],
+    sample_fn: Callable[[chex.PRNGKey], jax.Array],
     usable_fn: RowFn,
-    draw_usable_fn: Callable[[chex.PRNGKey], jax.Array],
+    sample_usable_fn: Callable[[chex.PRNGKey], jax.Array],
     key: chex.PRNGKey,
 ) -> tuple[jax.Array, jax.Array]:
     """Replaces unusable rows by rejection sampling.
 
     Args:
         first: `[S]` int32, initial sample.
-        draw_fn: function that samples `[S]` rows from all rows.
+        sample_fn: function that samples `[S]` rows from all rows.
         usable_fn: function that returns a bool for each row.
-        draw_usable_fn: function that samples `[S]` usable rows in a pass over all rows.
+        sample_usable_fn: function that samples `[S]` usable rows, in O(capacity).
         key: one typed key.
 
     Returns:
         `[S]` int32 rows, and `[S]` bool, False if the buffer has no usable row.
     """
 
-    def redraw_in_rounds(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
+    def resample_in_rounds(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
         """Resamples until all rows are usable; usually no round is needed."""
 
         def resample(carry: _Round) -> _Round:
             # After `_ROUNDS` rounds, a last round makes a pass over all rows.
             number, row, usable = carry
             round_key = jax.random.fold_in(key, number)
-            sampled = lax.cond(number < _ROUNDS, draw_fn, draw_usable_fn, round_key)
+            sampled = lax.cond(number < _ROUNDS, sample_fn, sample_usable_fn, round_key)
             row = jnp.where(usable, row, sampled)
             return number + 1, row, usable_fn(row)
 
@@ -85,34 +85,34 @@ def redraw(
             lambda carry: ~jnp.all(carry[2]) & (carry[0] <= _ROUNDS), resample, start
         )[1:]
 
-    def redraw_at_once(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
+    def resample_at_once(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
         """Samples all rounds in parallel, and takes the first usable row."""
-        # The keys and the selected rows are the same as in `redraw_in_rounds`.
+        # The keys and the selected rows are the same as in `resample_in_rounds`.
         number = jnp.arange(_ROUNDS, dtype=jnp.int32)
         round_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, number)
-        rows = jnp.concatenate([first[None], jax.vmap(draw_fn)(round_keys)])
+        rows = jnp.concatenate([first[None], jax.vmap(sample_fn)(round_keys)])
         usable = usable_fn(rows)
         row = jnp.take_along_axis(rows, jnp.argmax(usable, axis=0)[None], axis=0)[0]
         valid = usable.any(axis=0)
 
         def use_all_rows(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
-            sampled = jnp.where(valid, row, draw_usable_fn(key))
+            sampled = jnp.where(valid, row, sample_usable_fn(key))
             return sampled, usable_fn(sampled)
 
         last_key = jax.random.fold_in(key, _ROUNDS)
         return lax.cond(valid.all(), lambda _: (row, valid), use_all_rows, last_key)
 
-    return platform.choose(redraw_in_rounds, redraw_at_once, key)
+    return platform.choose(resample_in_rounds, resample_at_once, key)
 
 
-def in_proportion_to(
-    weight_fn: RowFn, ring: RingState, key: chex.PRNGKey, num_draws: int
+def weighted(
+    weight_fn: RowFn, ring: RingState, key: chex.PRNGKey, num_samples: int
 ) -> jax.Array:
     """Samples `[S]` int32 rows in proportion to `weight_fn(row)`, in O(capacity)."""
     row = neighbours.all_rows(ring)
     weight = weight_fn(row).astype(jnp.float32)
     weight = jnp.where(neighbours.is_stored(ring, row), weight, 0.0)
-    return sum_tree.draw_apart(sum_tree.build(weight), key, num_draws)
+    return sum_tree.sample_iid(sum_tree.build(weight), key, num_samples)
 
 
 def has_usable(

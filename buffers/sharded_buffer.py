@@ -122,7 +122,7 @@ class _Sharded(ReplayBuffer):
                 weights=first,
             )
 
-        def draw(
+        def sample(
             state: RingState, key: chex.PRNGKey, options: SampleOptions
         ) -> Batch | Sequences:
             device = lax.axis_index(self.axis)
@@ -141,7 +141,7 @@ class _Sharded(ReplayBuffer):
             )
 
         in_specs = ring, PartitionSpec(), PartitionSpec()
-        return self._map(draw, in_specs, out_specs)(state, key, options)
+        return self._map(sample, in_specs, out_specs)(state, key, options)
 
     def _map(
         self, fn: Callable[..., Any], in_specs: Any, out_specs: Any

@@ -65,25 +65,25 @@ def _sum_up(tree: Tree, level: jax.Array, leaf: jax.Array) -> Tree:
     return tuple(levels)
 
 
-def draw(tree: Tree, key: chex.PRNGKey, num_draws: int) -> jax.Array:
+def sample_stratified(tree: Tree, key: chex.PRNGKey, num_samples: int) -> jax.Array:
     """Samples `[S]` int32 leaves in proportion, one from each of S equal segments.
 
     A leaf of value zero is never sampled, unless all leaves are zero.
     """
-    share = jnp.sum(tree[-1]) / num_draws
-    fine = jax.random.uniform(key, (num_draws,)) * share
-    return _find(tree, jnp.arange(num_draws, dtype=jnp.float32) * share, fine)
+    share = jnp.sum(tree[-1]) / num_samples
+    fine = jax.random.uniform(key, (num_samples,)) * share
+    return _find(tree, jnp.arange(num_samples, dtype=jnp.float32) * share, fine)
 
 
-def draw_apart(tree: Tree, key: chex.PRNGKey, num_draws: int) -> jax.Array:
+def sample_iid(tree: Tree, key: chex.PRNGKey, num_samples: int) -> jax.Array:
     """Samples `[S]` int32 leaves in proportion, independently of each other."""
     # One random word selects a segment and another the point in the segment: the 24
     # bits of a single float32 are too coarse for a million leaves.
     coarse_key, fine_key = jax.random.split(key)
     num_shares = 1 << 12
     share = jnp.sum(tree[-1]) / num_shares
-    coarse = jax.random.randint(coarse_key, (num_draws,), 0, num_shares)
-    fine = jax.random.uniform(fine_key, (num_draws,)) * share
+    coarse = jax.random.randint(coarse_key, (num_samples,), 0, num_shares)
+    fine = jax.random.uniform(fine_key, (num_samples,)) * share
     return _find(tree, coarse.astype(jnp.float32) * share, fine)
 
 

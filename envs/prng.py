@@ -122,7 +122,7 @@ def num_parts() -> int:
     return _NUM_PARTS.get()
 
 
-def draw(
+def sample_uniform(
     key: chex.PRNGKey,
     low: jax.typing.ArrayLike,
     high: jax.typing.ArrayLike,

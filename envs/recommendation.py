@@ -314,7 +314,7 @@ class RecommendationEnv(struct.PyTreeNode):
 
 
 def _sample(key: chex.PRNGKey, num: int) -> jax.Array:
-    return prng.draw(key, 0, num - 1, (), jnp.int32)
+    return prng.sample_uniform(key, 0, num - 1, (), jnp.int32)
 
 
 def _is_table(x: Any) -> bool:

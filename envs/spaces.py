@@ -74,7 +74,7 @@ class _Bounded(Space):
 
     def sample(self, key: chex.PRNGKey) -> jax.Array:
         """Samples an element uniformly."""
-        return prng.draw(key, self.low, self.high, self.shape, self.dtype)
+        return prng.sample_uniform(key, self.low, self.high, self.shape, self.dtype)
 
     def contains(self, x: jax.Array) -> jax.Array:
         """Returns whether every entry lies within its bounds, `()` bool."""
@@ -205,7 +205,7 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
         # Sample with `key` itself, as `super().sample` does: the bits must not depend
         # on whether the bounds are known.
         first, last = (xp.where(has_both, x, 0) for x in (low, high))
-        uniform = prng.draw(key, first, last, self.shape, self.dtype)
+        uniform = prng.sample_uniform(key, first, last, self.shape, self.dtype)
         tail_key, normal_key = prng.fold_in(key, jnp.arange(1, 3, dtype=jnp.int32))
         tail = jax.random.exponential(tail_key, self.shape, self.dtype)
         normal = jax.random.normal(normal_key, self.shape, self.dtype)

@@ -15,7 +15,7 @@ from rollout.kernel import episodes, scan, step
 from rollout.kernel.state import (
     check_fits,
     check_values,
-    checked_parts,
+    checked_accumulators,
     mask_out,
     roots_of,
 )
@@ -99,7 +99,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
 
     def __post_init__(self) -> None:
         check_vector_env(self.env)
-        object.__setattr__(self, "accumulators", checked_parts(self))
+        object.__setattr__(self, "accumulators", checked_accumulators(self))
         object.__setattr__(self, "_types", hash_of_types((self.env, self.policy)))
 
     def freeze(self, carry: Carry) -> Self:

@@ -113,17 +113,17 @@ def scan(
 
 
 def steps_while(
-    goes_on: Callable[[_State], jax.Array],
+    cond_fn: Callable[[_State], jax.Array],
     step: Callable[[_State, jax.Array], _State],
     state: _State,
 ) -> _State:
-    """Takes steps while `goes_on`; the result is the same on every platform.
+    """Takes steps while `cond_fn`; the result is the same on every platform.
 
     Args:
-        goes_on: maps the state to `()` bool, True if another step is due.
+        cond_fn: maps the state to `()` bool, True if another step is due.
         step: maps `(state, go)` to the next state. `go` is `()` bool. If it is False
             the step lies beyond the end and must return the state unchanged, for
-            example by `hold`.
+            example by `where_active`.
         state: any pytree; it may hold typed keys.
     """
     # Jitted, so that both loops trace it once; inlined, since XLA:CPU rounds
@@ -132,23 +132,23 @@ def steps_while(
 
     def one_by_one(state: _State) -> _State:
         return lax.while_loop(
-            goes_on, lambda state: take(state, _always(goes_on(state))), state
+            cond_fn, lambda state: take(state, _always(cond_fn(state))), state
         )
 
     def in_blocks(state: _State) -> _State:
         def block(state: _State) -> _State:
             return lax.fori_loop(
-                0, BLOCK, lambda _, state: take(state, goes_on(state)), state
+                0, BLOCK, lambda _, state: take(state, cond_fn(state)), state
             )
 
-        return lax.while_loop(goes_on, block, state)
+        return lax.while_loop(cond_fn, block, state)
 
     return choose(one_by_one, in_blocks, state)
 
 
 @jax.custom_batching.custom_vmap
 def _always(flag: jax.Array) -> jax.Array:
-    """Returns True, so that XLA removes the selects of `hold`; under `vmap` `flag`."""
+    """Returns True, so that XLA removes `where_active`; under `vmap` `flag`."""
     return jnp.ones_like(flag)
 
 
@@ -158,7 +158,7 @@ def _always_batched(size: int, is_mapped: list, flag: jax.Array) -> tuple:
     return flag, is_mapped[0]
 
 
-def hold(go: jax.Array, new: _State, old: _State) -> _State:
+def where_active(go: jax.Array, new: _State, old: _State) -> _State:
     """Returns `new`, or `old` if the step lies beyond the end; see `steps_while`."""
     return jax.tree.map(
         lambda new, old: old if new is old else trees.select(go, new, old), new, old

@@ -390,7 +390,7 @@ def _in_one_line(value: Any) -> str:
     return text if len(text) <= 60 else f"{type(value).__name__}(...)"
 
 
-class Parts(Protocol):
+class KernelSpec(Protocol):
     """The parts of a collector that the kernel reads; `Collector` documents them."""
 
     env: VectorEnv

@@ -205,8 +205,8 @@ def check_episodes(names, out):
 
 
 def check_host_environments(names, out):
-    first, steps, *issues, stats, judged = out.splitlines()
-    assert judged.endswith(", 8 episodes")
+    first, steps, *issues, stats, evaluated = out.splitlines()
+    assert evaluated.endswith(", 8 episodes")
     assert int(first.split()[0]) > 50
     assert int(steps) == 16 * 256
     assert issues == ["", "[20 20  1 20]"]  # `check_env` found nothing
@@ -325,12 +325,12 @@ def check_evolution(names, out):
 
 def check_own_gymnasium(names, out):
     """It flies as well as the rule; the file chooses what the agent does."""
-    issues, *progress, half, judged, off_policy = out.splitlines()
+    issues, *progress, half, evaluated, off_policy = out.splitlines()
     assert issues == ""
     assert progress[0].split()[0] == "61,440"
     assert float(off_policy.split()[1]) > -25  # below -30 at random
     assert half.startswith("61440 ")
-    assert 4.1 < float(judged.split()[1]) < 5.1
+    assert 4.1 < float(evaluated.split()[1]) < 5.1
     assert names["state"].num_updates == 60
     with open("drone.bin", "rb") as file:
         act = jax.export.deserialize(bytearray(file.read())).call
@@ -379,11 +379,11 @@ def check_tuning(names, out):
 
 
 def check_training(names, out):
-    *returns, raw, judged = out.splitlines()
+    *returns, raw, evaluated = out.splitlines()
     returns = [float(line) for line in returns]
     assert len(returns) == 10
     assert "return" in raw
-    assert judged.endswith(", 100 episodes")
+    assert evaluated.endswith(", 100 episodes")
     t = names["t"]
     assert (t.episode_return == t.episode_length).all()  # raw rewards are 1
     assert (t.reward != 1).all()

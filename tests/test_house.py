@@ -150,7 +150,7 @@ def test_the_step_is_one_screen_and_a_half():
 def test_module_names_stand_for_one_thing():
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     names = [path.stem for path in paths if path.stem != "__init__"]
-    # The contracts of a package; users and items, to step and to judge.
+    # The contracts of a package; users and items, to step and to evaluate.
     same = {"types", "recommendation"}
     assert {name for name in names if names.count(name) > 1} <= same
 

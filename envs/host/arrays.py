@@ -1,8 +1,8 @@
 """The arrays that host environments write to, with one slot per environment.
 
-Elements of a space are trees of dicts and tuples. `Parts` computes the paths of the
-arrays in such a tree once per space. All other functions work on flat lists of arrays,
-without jax, because they run at every step.
+Elements of a space are trees of dicts and tuples. `SpaceLeaves` computes the paths of
+the arrays in such a tree once per space. All other functions work on flat lists of
+arrays, without jax, because they run at every step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ WriteFn = Callable[[int, Any], None]
 EmptyFn = Callable[[tuple[int, ...], Any], np.ndarray]
 
 
-class Parts:
+class SpaceLeaves:
     """The arrays in the elements of a space.
 
     Attributes:
@@ -79,9 +79,9 @@ class Parts:
 class Layout(NamedTuple):
     """The arrays of the observations, actions and infos of environments."""
 
-    obs: Parts
-    action: Parts
-    info: Parts
+    obs: SpaceLeaves
+    action: SpaceLeaves
+    info: SpaceLeaves
 
 
 def make_layout(
@@ -94,14 +94,18 @@ def make_layout(
     if observe_info:
         obs = Dict({"obs": obs, "info": space_like(observe_info)})
     info = space_like(record_info or {})
-    return Layout(Parts(obs, "obs"), Parts(action, "action"), Parts(info, "info"))
+    return Layout(
+        SpaceLeaves(obs, "obs"),
+        SpaceLeaves(action, "action"),
+        SpaceLeaves(info, "info"),
+    )
 
 
 class StepArrays:
     """Memory for the outputs and the actions of `B` environments.
 
     Attributes:
-        obs, info, action: `[B, ...]` arrays in the order of `Parts`.
+        obs, info, action: `[B, ...]` arrays in the order of `SpaceLeaves`.
         reward, terminated, truncated: `[B]` arrays.
         obs_tree, info_tree: `[B, ...]`, the same arrays as elements of their spaces.
     """
@@ -149,7 +153,7 @@ def place_rows(tree: ArrayTree, index: Any, rows: ArrayTree) -> None:
 
 
 def leaf_at(tree: Any, path: Sequence[Any]) -> Any:
-    """Returns the array at a path of `Parts`."""
+    """Returns the array at a path of `SpaceLeaves`."""
     for key in path:
         tree = tree[key]
     return tree
@@ -183,7 +187,7 @@ def assign(
         array[index] = value
 
 
-def writer(parts: Parts, arrays: Sequence[np.ndarray]) -> WriteFn:
+def writer(parts: SpaceLeaves, arrays: Sequence[np.ndarray]) -> WriteFn:
     """Makes a function that writes one element to a slot and checks its arrays."""
     fns = [leaf_writer(*pair) for pair in zip(arrays, parts.names, strict=True)]
     if parts.is_single:
@@ -256,7 +260,7 @@ def batched_action(space: Any) -> Callable[[ArrayTree], Any]:
     Args:
         space: Gymnasium action space of a single environment.
     """
-    parts, dtypes = Parts(as_space(space), "action"), []
+    parts, dtypes = SpaceLeaves(as_space(space), "action"), []
     # Read dtypes from Gymnasium's spaces: `as_space` narrows them to 32 bits.
     for path in parts.paths:
         leaf = space
@@ -282,7 +286,7 @@ def split_action(space: Any) -> Callable[[ArrayTree], Sequence[Any]]:
     Args:
         space: Gymnasium action space of a single environment.
     """
-    parts, batch = Parts(as_space(space), "action"), batched_action(space)
+    parts, batch = SpaceLeaves(as_space(space), "action"), batched_action(space)
     if isinstance(parts.space, Discrete):  # a fast path for the most common case
         return lambda action: list(batch(action))
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from rollout import checks
 from rollout.checks import import_optional
-from rollout.envs.host.arrays import Parts, narrowed, place_rows
+from rollout.envs.host.arrays import SpaceLeaves, narrowed, place_rows
 from rollout.envs.host.types import AsyncHostVectorEnv, HostStep
 from rollout.envs.spaces import as_space, narrow
 from rollout.envs.types import ArrayTree
@@ -90,8 +90,8 @@ class _EnvPool(AsyncHostVectorEnv):
             self.info[name] = _narrow(np.zeros((self.num_envs, *shape), spec.dtype))
         self.observation_space = as_space(env.observation_space)
         self.action_space = as_space(env.action_space)
-        self._parts = Parts(self.observation_space, "obs")
-        self._action = Parts(self.action_space, "action")
+        self._parts = SpaceLeaves(self.observation_space, "obs")
+        self._action = SpaceLeaves(self.action_space, "action")
         self._all = np.arange(self.num_envs, dtype=np.int32)
         self._obs: ArrayTree = None  # [B, ...], None before the first reset
         self._ended = np.ones(self.num_envs, bool)  # the next result is a reset

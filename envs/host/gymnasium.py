@@ -13,7 +13,7 @@ from rollout import checks
 from rollout.checks import import_optional
 from rollout.envs.host import env_checks as host_checks
 from rollout.envs.host.arrays import (
-    Parts,
+    SpaceLeaves,
     StepArrays,
     assign,
     batched_action,
@@ -131,11 +131,11 @@ class _VectorEnv(HostVectorEnv):
         self._layout = make_layout(spaces, observe_info, record_info)
         self.observation_space = self._layout.obs.space
         self.action_space = self._layout.action.space
-        self._env_obs = Parts(as_space(spaces[0]), "obs")
+        self._env_obs = SpaceLeaves(as_space(spaces[0]), "obs")
         self._batch = batched_action(spaces[1])
         arrays = StepArrays(self._layout, self.num_envs)
         # The leaves of "info" precede the leaves of "obs" in an observation.
-        info = Parts(space_like(observe_info or {}), "info")
+        info = SpaceLeaves(space_like(observe_info or {}), "info")
         self._observed = list(zip(info.paths, arrays.obs, strict=False))
         self._recorded = list(zip(self._layout.info.paths, arrays.info, strict=True))
         self.info = arrays.info_tree

@@ -14,7 +14,7 @@ from rollout.envs.host.types import HostVectorEnv, check_host_env
 from rollout.host.ctrl_c import held_back
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
 from rollout.host.rows import fold, row_shape
-from rollout.kernel.state import checked_parts
+from rollout.kernel.state import checked_accumulators
 from rollout.types import (
     NO_VALUE,
     ActionT,
@@ -94,7 +94,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def __post_init__(self) -> None:
         checks.outside_of_jit("HostCollector")
         check_host_env(self.env)
-        self.accumulators = checked_parts(self)
+        self.accumulators = checked_accumulators(self)
         self._loop = Loop(
             self.env,
             self.policy,

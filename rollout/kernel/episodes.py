@@ -24,7 +24,7 @@ from rollout.kernel import keys
 from rollout.kernel.keys import Start
 from rollout.kernel.state import pack_flags, record, roots_of, unpack_flags
 from rollout.kernel.step import advance, restart
-from rollout.types import Carry, Episode, Episodes, Parts, Transition
+from rollout.types import Carry, Episode, Episodes, KernelSpec, Transition
 
 Acc = TypeVar("Acc")
 
@@ -46,7 +46,7 @@ class _Run(struct.PyTreeNode, kw_only=True):
 
 
 def play(
-    parts: Parts,
+    spec: KernelSpec,
     carry: Carry,
     params: Any,
     fn: Callable[[Acc, Transition, jax.Array], Acc],
@@ -66,9 +66,9 @@ def play(
     `fn` ignores lanes with a False `mask`: then `acc` need not be held in the steps
     beyond the end.
     """
-    env = parts.env
+    env = spec.env
     num_envs, sharding = env.num_envs, env.sharding
-    roots = roots_of(parts, carry)
+    roots = roots_of(spec, carry)
     lane = jnp.arange(num_envs, dtype=jnp.int32)
     # A discarded episode keeps its number: no number is used twice.
     new_id = carry.episode.episode_id + num_envs  # of the next episodes
@@ -93,15 +93,15 @@ def play(
     # all lanes, before the first step.
     # Beyond the end every lane is idle, so results and counts do not change.
     def step(run: _Run, go: jax.Array) -> _Run:
-        carry = restart(parts, run.carry, run.restarts & go, start(run.index))
+        carry = restart(spec, run.carry, run.restarts & go, start(run.index))
         policy_key = keys.at_step(roots.policy, carry.step)
-        carry, row, hit_limit = advance(parts, carry, params, policy_key, at_limit)
+        carry, row, hit_limit = advance(spec, carry, params, policy_key, at_limit)
         mask = run.index < number
         masked_row = _mask_idle(row, mask, hit_limit)
-        acc = fn(run.acc, record(parts.record_fn, masked_row), run.index)
+        acc = fn(run.acc, record(spec.record_fn, masked_row), run.index)
         next_run = run.replace(
-            carry=platform.hold(go, carry, run.carry),
-            acc=platform.hold(go, acc, run.acc) if holds else acc,
+            carry=platform.where_active(go, carry, run.carry),
+            acc=platform.where_active(go, acc, run.acc) if holds else acc,
             restarts=row.done,
             results=_write_results(run, row, hit_limit, lane),
         )
@@ -160,7 +160,7 @@ def play(
     # Finally every lane starts the next episode of its stream.
     all_lanes = jnp.ones((num_envs,), bool)
     start_after = Start(roots.lane, resume_id, num_envs)
-    end = restart(parts, run.carry, all_lanes, start_after)
+    end = restart(spec, run.carry, all_lanes, start_after)
     episodes = _read(run.results)
     if min_steps is not None:
         episodes = first_of(episodes, min_steps)

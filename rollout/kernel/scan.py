@@ -14,7 +14,7 @@ from rollout.envs.types import ArrayTree
 from rollout.kernel import keys
 from rollout.kernel.state import pack, roots_of, unpack_flags
 from rollout.kernel.step import step
-from rollout.types import Carry, FlagFn, Parts, Transition
+from rollout.types import Carry, FlagFn, KernelSpec, Transition
 
 Acc = TypeVar("Acc")
 Out = TypeVar("Out")
@@ -26,7 +26,7 @@ _GPU_UNROLL = 2
 
 
 def collect_steps(
-    parts: Parts, carry: Carry, params: Any, num_steps: int, **ends: Any
+    spec: KernelSpec, carry: Carry, params: Any, num_steps: int, **ends: Any
 ) -> tuple[Carry, Transition]:
     """Stacks `num_steps` recorded transitions, `[T, B, ...]`.
 
@@ -36,7 +36,7 @@ def collect_steps(
     def stack(carry: Carry, acc: tuple[()], row: Transition) -> tuple[tuple[()], Any]:
         return acc, _writable(pack(row), carry.step)
 
-    folded = scan_steps(parts, carry, params, num_steps, stack, (), **ends)
+    folded = scan_steps(spec, carry, params, num_steps, stack, (), **ends)
     carry, _, (rows, flags) = folded
     terminated, truncated = unpack_flags(flags, 2)
     # No lane is ever idle here, so the mask is created after the loop.
@@ -45,7 +45,7 @@ def collect_steps(
 
 
 def scan_steps(
-    parts: Parts,
+    spec: KernelSpec,
     carry: Carry,
     params: Any,
     num_steps: int,
@@ -62,7 +62,7 @@ def scan_steps(
     output; the outputs are stacked, `[T, ...]`. Episodes are truncated after `limit`
     steps, and in the last row if `cut_last`; `drop_fn` is passed to `step`.
     """
-    roots = roots_of(parts, carry)
+    roots = roots_of(spec, carry)
     last = carry.step + num_steps - 1
 
     def body(
@@ -86,7 +86,7 @@ def scan_steps(
                 default=lambda hashed: hashed,
             )
         next_carry, row = step(
-            parts,
+            spec,
             carry,
             params,
             roots,

@@ -26,7 +26,7 @@ from rollout.types import (
     Accumulators,
     Carry,
     EpisodeKey,
-    Parts,
+    KernelSpec,
     Policy,
     RecordFn,
     Transition,
@@ -41,13 +41,13 @@ _BOOKKEEPING = (
 )
 
 
-def roots_of(parts: Parts, carry: Carry) -> Roots:
+def roots_of(spec: KernelSpec, carry: Carry) -> Roots:
     """Validates a carry, and hashes the root keys from which step keys derive."""
-    check_fits(parts, carry)
-    return place(parts.env, keys.roots(carry.key, parts.env.num_envs))
+    check_fits(spec, carry)
+    return place(spec.env, keys.roots(carry.key, spec.env.num_envs))
 
 
-def check_fits(parts: Parts, carry: Carry) -> None:
+def check_fits(spec: KernelSpec, carry: Carry) -> None:
     """Checks that a carry matches the output of this collector's `init`."""
     check_carry(carry)
     # The type of an array inside `shard_map` names the axes over which it varies.
@@ -58,7 +58,7 @@ def check_fits(parts: Parts, carry: Carry) -> None:
             f"that varies over {', '.join(map(repr, sorted(varying)))}: the branches "
             "for different platforms vary over different axes, and fail the check."
         )
-    template = jax.eval_shape(parts.init, carry.key)  # from the cache after an `init`
+    template = jax.eval_shape(spec.init, carry.key)  # from the cache after an `init`
     for name, expected in vars(template).items():
         message = f"`carry.{name}` must match the output of this collector's `init`"
         checks.same(message, expected, vars(carry)[name])
@@ -104,10 +104,10 @@ def restart_policy_state(
 
 
 def final_value(
-    parts: Parts, carry: Carry, params: Any, transition: Transition
+    spec: KernelSpec, carry: Carry, params: Any, transition: Transition
 ) -> ArrayTree:
     """Returns `Transition.final_value`; `carry` must hold the true successors."""
-    if not parts.policy.has_value:
+    if not spec.policy.has_value:
         return ()
     with jax.named_scope("final_value"):
         bootstraps = transition.truncated & ~transition.terminated
@@ -115,7 +115,7 @@ def final_value(
         if (truncated := getattr(agents, "truncated", None)) is not None:
             bootstraps |= jnp.any(truncated, axis=-1)  # an agent truncated alone
         inputs = carry.obs, carry.policy_state
-        return values_where(parts.env, parts.policy, params, *inputs, bootstraps)
+        return values_where(spec.env, spec.policy, params, *inputs, bootstraps)
 
 
 def values_where(
@@ -193,7 +193,7 @@ def _values_where(
     return auto_reset.masked_update(flag, fn, zeros)
 
 
-def checked_parts(collector: Any) -> Accumulators:
+def checked_accumulators(collector: Any) -> Accumulators:
     """Validates the options of a collector; returns the accumulators as a tuple."""
     check_policy(collector.policy)
     if collector.record_fn is not None:

@@ -24,28 +24,36 @@ from rollout.kernel.state import (
 )
 from rollout.platform import is_endless, step_once
 from rollout.policies import base
-from rollout.types import Carry, Episode, FlagFn, Params, Parts, PolicyStep, Transition
+from rollout.types import (
+    Carry,
+    Episode,
+    FlagFn,
+    KernelSpec,
+    Params,
+    PolicyStep,
+    Transition,
+)
 
 
-def init(parts: Parts, key: chex.PRNGKey) -> Carry:
+def init(spec: KernelSpec, key: chex.PRNGKey) -> Carry:
     """Starts the first episode of every lane; see `Collector.init`."""
-    num_envs = parts.env.num_envs
+    num_envs = spec.env.num_envs
     first_keys = prng.fold_in(keys.roots(key, num_envs).lane, 0)
-    env_state, obs = trees.barrier(parts.env).reset(prng.fold_in(first_keys, RESET))
+    env_state, obs = trees.barrier(spec.env).reset(prng.fold_in(first_keys, RESET))
     carry = Carry(
         key=key,
         step=jnp.zeros((), jnp.int32),
         next_episode=jnp.zeros((), jnp.int32),
         env_state=env_state,
         obs=obs,
-        policy_state=init_policy_state(parts.policy, first_keys),
-        episode=_begin(parts, first_keys, jnp.arange(num_envs, dtype=jnp.int32)),
+        policy_state=init_policy_state(spec.policy, first_keys),
+        episode=_begin(spec, first_keys, jnp.arange(num_envs, dtype=jnp.int32)),
     )
-    return place(parts.env, carry)
+    return place(spec.env, carry)
 
 
 def step(
-    parts: Parts,
+    spec: KernelSpec,
     carry: Carry,
     params: Params,
     roots: Roots,
@@ -57,7 +65,7 @@ def step(
     """Takes one step in every lane, and starts new episodes in the finished lanes.
 
     Args:
-        parts: environments, policy, accumulators and `record_fn`.
+        spec: environments, policy, accumulators and `record_fn`.
         carry: the carry of `init` or of an earlier step.
         params: parameters of the policy.
         roots: root keys of the call, the same at every step.
@@ -70,19 +78,19 @@ def step(
     """
     if policy_key is None:
         policy_key = keys.at_step(roots.policy, carry.step)
-    next_carry, transition, _ = advance(parts, carry, params, policy_key, cut_fn)
-    recorded = record(parts.record_fn, transition)
+    next_carry, transition, _ = advance(spec, carry, params, policy_key, cut_fn)
+    recorded = record(spec.record_fn, transition)
     if drop_fn is None and is_endless(transition):
         return next_carry, recorded
     restarts = transition.done
     if drop_fn is not None:
         restarts |= drop_fn(recorded)
-    start = keys.next_episodes(parts.env, next_carry, roots)
-    return restart(parts, next_carry, restarts, start), recorded
+    start = keys.next_episodes(spec.env, next_carry, roots)
+    return restart(spec, next_carry, restarts, start), recorded
 
 
 def advance(
-    parts: Parts,
+    spec: KernelSpec,
     carry: Carry,
     params: Params,
     policy_key: chex.PRNGKey,
@@ -91,9 +99,9 @@ def advance(
     """Steps without resets; also returns which lanes only `cut_fn` truncated, `[B]`."""
     episode = carry.episode
     with jax.named_scope("policy"):
-        decision = act(parts, carry, params, policy_key)
+        decision = act(spec, carry, params, policy_key)
     with jax.named_scope("env_step"):
-        result = step_env(parts, carry, decision.action)
+        result = step_env(spec, carry, decision.action)
     with jax.named_scope("bookkeeping"):
         raw_reward = result.reward if result.raw_reward is None else result.raw_reward
         transition = Transition(
@@ -103,7 +111,7 @@ def advance(
             terminated=result.terminated,
             truncated=result.truncated,
             next_obs=result.obs,
-            mask=jnp.ones((parts.env.num_envs,), bool),
+            mask=jnp.ones((spec.env.num_envs,), bool),
             episode_id=episode.episode_id,
             episode_return=episode.episode_return + raw_reward,
             episode_length=episode.episode_length + 1,
@@ -116,7 +124,7 @@ def advance(
             is_forced = truncate & ~result.truncated
             transition = transition.replace(truncated=result.truncated | truncate)
         # Accumulate last, so that accumulators observe the final flags.
-        transition = accumulate(parts.accumulators, episode.accumulated, transition)
+        transition = accumulate(spec.accumulators, episode.accumulated, transition)
         next_carry = carry.replace(
             step=carry.step + 1,
             env_state=result.state,
@@ -129,23 +137,25 @@ def advance(
             ),
         )
     # Nothing is reset yet, so the new carry has the true successor.
-    value = final_value(parts, next_carry, params, transition)
+    value = final_value(spec, next_carry, params, transition)
     return next_carry, transition.replace(final_value=value), is_forced
 
 
-def act(parts: Parts, carry: Carry, params: Params, key: chex.PRNGKey) -> PolicyStep:
+def act(
+    spec: KernelSpec, carry: Carry, params: Params, key: chex.PRNGKey
+) -> PolicyStep:
     """Applies the policy to the carry's observations, and validates the output."""
-    sharding = parts.env.sharding
+    sharding = spec.env.sharding
     with prng.in_parts(sharding.num_devices if sharding else 1):
         args = params, carry.obs, carry.policy_state, key
-        return base.act(parts.policy, parts.env.action_space, parts.env.num_envs, *args)
+        return base.act(spec.policy, spec.env.action_space, spec.env.num_envs, *args)
 
 
-def step_env(parts: Parts, carry: Carry, action: ArrayTree) -> EnvStep:
+def step_env(spec: KernelSpec, carry: Carry, action: ArrayTree) -> EnvStep:
     """Steps the environments without resets."""
     # If a function closes over the collector, XLA folds the parameters as constants,
     # and rounds differently than for an argument. The barrier prevents that.
-    env, episode = trees.barrier(parts.env), carry.episode
+    env, episode = trees.barrier(spec.env), carry.episode
 
     def checked_step(*args: ArrayTree) -> EnvStep:
         return check_env_step(carry, env.step(*args))
@@ -157,17 +167,17 @@ def step_env(parts: Parts, carry: Carry, action: ArrayTree) -> EnvStep:
     return step_once(checked_step, *args, counter=carry.step)
 
 
-def restart(parts: Parts, carry: Carry, restarts: jax.Array, start: Start) -> Carry:
+def restart(spec: KernelSpec, carry: Carry, restarts: jax.Array, start: Start) -> Carry:
     """Starts the episodes of `start` in the lanes with `restarts`, `[B]` bool."""
-    env, episode = parts.env, carry.episode
+    env, episode = spec.env, carry.episode
     with jax.named_scope("auto_reset"):
         # `start` maps lane indices to keys, so only restarted lanes derive keys.
         old = Lanes(episode_key=episode.key, state=carry.env_state, obs=carry.obs)
         new = trees.barrier(env).reset_done(start, restarts, old)
     with jax.named_scope("bookkeeping"):
         key, state = new.episode_key, carry.policy_state
-        state = restart_policy_state(parts.policy, state, restarts, key)
-        new_episode = _begin(parts, key, start.episode_id)
+        state = restart_policy_state(spec.policy, state, restarts, key)
+        new_episode = _begin(spec, key, start.episode_id)
         episode = trees.select(restarts, new_episode, episode.replace(key=key))
         carry = carry.replace(
             env_state=new.state, obs=new.obs, policy_state=state, episode=episode
@@ -175,11 +185,11 @@ def restart(parts: Parts, carry: Carry, restarts: jax.Array, start: Start) -> Ca
         return place(env, carry)
 
 
-def _begin(parts: Parts, key: chex.PRNGKey, episode_id: jax.Array) -> Episode:
+def _begin(spec: KernelSpec, key: chex.PRNGKey, episode_id: jax.Array) -> Episode:
     return Episode(
         key=key,
         episode_return=jnp.zeros(key.shape, jnp.float32),
         episode_length=jnp.zeros(key.shape, jnp.int32),
         episode_id=episode_id,
-        accumulated=accumulate_nothing(parts.accumulators, parts.env.num_envs),
+        accumulated=accumulate_nothing(spec.accumulators, spec.env.num_envs),
     )

@@ -58,7 +58,9 @@ def uniform(space: AnySpace, num_envs: int, key: chex.PRNGKey) -> ArrayTree:
         )
     if space.bounds is not None:
         low, high = space.bounds
-        return prng.draw(key, low, high, (num_envs, *space.shape), space.dtype)
+        return prng.sample_uniform(
+            key, low, high, (num_envs, *space.shape), space.dtype
+        )
     lane = jnp.arange(num_envs, dtype=jnp.int32)
     return jax.vmap(space.sample)(prng.fold_in(key, lane))
 
@@ -142,7 +144,9 @@ def _below(
         rejection step; arXiv:1805.10941.
     """
     if largest > _LARGEST_N:
-        return prng.draw(key, 0, jnp.asarray(n, jnp.int32) - 1, shape, jnp.int32)
+        return prng.sample_uniform(
+            key, 0, jnp.asarray(n, jnp.int32) - 1, shape, jnp.int32
+        )
     word = prng.bits(key, shape)
     # word * n has 48 bits and does not fit uint32. Multiply each half of the word by n;
     # `low` carries into the upper product.

@@ -200,8 +200,8 @@ def test_draws_of_a_large_tree_are_proportional_in_every_part():
     @quick_jit
     def draw_both(keys):
         tree = sum_tree.build((jnp.arange(1_000_000) % 4).astype(jnp.float32))
-        drawn = [sum_tree.draw(tree, keys[0], 9999)]
-        drawn.append(sum_tree.draw_apart(tree, keys[1], 9999))
+        drawn = [sum_tree.sample_stratified(tree, keys[0], 9999)]
+        drawn.append(sum_tree.sample_iid(tree, keys[1], 9999))
         return tree[-1].sum(), drawn
 
     total, draws = draw_both(jax.random.split(jax.random.key(0)))

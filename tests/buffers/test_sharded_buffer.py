@@ -95,9 +95,9 @@ def test_weights_make_the_draw_even_where_devices_hold_unlike_numbers():
     _, sharded = make_pair()
     mask = np.arange(N)[:, None] < np.array([6, 6, 3, 3, 2, 1, 1, 1])
     state = filled(sharded, mask=mask)
-    num_draws = 4096 * D
-    batch = sharded.sample(state, jax.random.key(1), num_draws)
-    chance = np.bincount(batch.indices, batch.weights, minlength=N * B) / num_draws
+    num_samples = 4096 * D
+    batch = sharded.sample(state, jax.random.key(1), num_samples)
+    chance = np.bincount(batch.indices, batch.weights, minlength=N * B) / num_samples
     stored = np.asarray(mask).ravel()
     assert not chance[~stored].any()
     # Of a device's 4,096 draws a row gets at most half: three deviations are 6 %.

@@ -102,9 +102,9 @@ def test_next_values_are_those_of_every_successor(ending, policy):
     carry, trajectory = jax.device_get(collect(make(ending, policy)))
     expected = plain_next_values(trajectory, is_recurrent=policy == "recurrent")
     np.testing.assert_array_equal(next_values(carry, trajectory), expected)
-    goes_on = trajectory.truncated & ~trajectory.terminated
-    assert goes_on.any() == (ending != "never")
-    assert not trajectory.final_value[~goes_on].any()
+    continues = trajectory.truncated & ~trajectory.terminated
+    assert continues.any() == (ending != "never")
+    assert not trajectory.final_value[~continues].any()
 
 
 def test_other_fields_are_those_without_values():

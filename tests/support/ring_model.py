@@ -141,8 +141,8 @@ class Model:
         if position + 1 == len(self.lanes[lane]) or self.step(row).done:
             return None
         here, there = self.step(row), self.step((lane, position + 1))
-        goes_on = here.number + 1 == there.number
-        return (lane, position + 1) if goes_on else None
+        continues = here.number + 1 == there.number
+        return (lane, position + 1) if continues else None
 
     def previous(self, row):
         before = (row[0], row[1] - 1)

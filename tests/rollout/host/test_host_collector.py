@@ -265,11 +265,11 @@ def test_normalising_host_collector_is_evaluated_with_fixed_statistics():
     with pytest.raises(ValueError, match="must have statistics of the same wrapper"):
         host.freeze(carries[0])
     learnt = carries[1].env_state[1].statistics
-    judge = host.freeze(carries[1])
-    stats = rollout.evaluate(judge, None, KEY, 9)
+    frozen = host.freeze(carries[1])
+    stats = rollout.evaluate(frozen, None, KEY, 9)
     want = rollout.evaluate(kernel.freeze(carries[0]), None, KEY, 9)
     assert stats.returns.mean == want.returns.mean
-    chex.assert_trees_all_equal(judge.init(KEY).env_state[1].statistics, learnt)
+    chex.assert_trees_all_equal(frozen.init(KEY).env_state[1].statistics, learnt)
     with pytest.raises(ValueError, match="another collector steps these"):
         host.step(carries[1], None)
 

@@ -86,9 +86,9 @@ def check(trajectory, value, carry):
     """Compares with the critic of the policy itself, at every true successor."""
     t = jax.device_get(trajectory)
     want = 3.0 * t.next_obs[..., 0] + 100.0 * t.extras["memory"]
-    goes_on = t.truncated & ~t.terminated
-    assert goes_on.any()
-    np.testing.assert_array_equal(t.final_value, np.where(goes_on, want, 0.0))
+    continues = t.truncated & ~t.terminated
+    assert continues.any()
+    np.testing.assert_array_equal(t.final_value, np.where(continues, want, 0.0))
     memory = np.where(t.done[-1], 0.0, t.extras["memory"][-1])
     want = 3.0 * np.asarray(carry.obs)[:, 0] + 100.0 * memory
     np.testing.assert_array_equal(value, want)
