@@ -473,7 +473,8 @@ def test_names_that_changed_are_nowhere_any_more():
     for pattern in (*folders, "benchmarks/*.py", "README.md", ".ci/*"):
         for path in ROOT.glob(pattern):
             text = path.read_text()
-            found = [x for x in names if re.search(rf"(?<![\w.]){re.escape(x)}", text)]
+            found = [x for x in names if x in text]  # much faster than the pattern
+            found = [x for x in found if re.search(rf"(?<![\w.]){re.escape(x)}", text)]
             assert not found, f"{path.relative_to(ROOT)} has {found}"
 
 
