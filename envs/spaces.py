@@ -19,6 +19,7 @@ from rollout.envs import prng
 from rollout.envs.types import AnySpace, ArrayTree
 
 MASK = "action_mask"  # name of the entry of an observation with the action mask
+_NUM_PRINTED = 8  # entries of a bound that `repr` prints one by one
 
 
 class Space:
@@ -164,9 +165,12 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
         if checks.is_known(bounds) and not np.all(
             np.asarray(self.low) <= np.asarray(self.high)
         ):
-            raise ValueError(
-                f"`low` must be at most `high`, got low={self.low}, high={self.high}."
-            )
+            raise ValueError(f"`low` must be at most `high`, got {self!r}.")
+
+    def __repr__(self) -> str:
+        """Formats the bounds in one line: a large array by its range."""
+        low, high = map(_format_bound, self.bounds)
+        return f"Box(low={low}, high={high}, shape={self.shape}, dtype={self.dtype})"
 
     def _check_bound(self, bound: Any, dtype: np.dtype) -> None:
         shape, value = np.shape(bound), np.asarray(bound, np.float64)
@@ -720,3 +724,15 @@ def _limits(dtype: np.dtype) -> tuple[int, int]:
 
 _CLASS_NAMES = ("Box", "Dict", "Discrete", "MultiBinary", "MultiDiscrete", "Tuple")
 _NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32"}
+
+
+def _format_bound(bound: Any) -> str:
+    """Formats a number, a small array, or the range of a large array."""
+    if not checks.is_known(bound):
+        return checks.describe(bound)
+    values = np.asarray(bound)
+    if values.size and values.min() == values.max():
+        return str(values.flat[0])
+    if values.size <= _NUM_PRINTED:
+        return str(values.tolist())
+    return f"{values.dtype}{list(values.shape)} in [{values.min()}, {values.max()}]"

@@ -68,6 +68,11 @@ class Agent:
                     f"`{field.name}` must be an object, got the class "
                     f"{value.__name__}. Write `{value.__name__}(...)`."
                 )
+        if self.config is not None and not dataclasses.is_dataclass(self.config):
+            raise ValueError(
+                "`config` must be a dataclass, such as the `Config(...)` of a recipe, "
+                f"got {checks.describe(self.config)}."
+            )
         has_buffer = getattr(self.config, "learning_starts", None) is not None
         if has_buffer and isinstance(self.env, BaseVectorEnv) and self.env.learns:
             raise ValueError(
@@ -153,8 +158,14 @@ class Agent:
             The next state and the metrics of every update, `[num_updates]` by name.
 
         Raises:
-            ValueError: if `num_updates` is not an int of at least 1.
+            ValueError: if `state` is not a training state, or if `num_updates` is not
+                an int of at least 1.
         """
+        if not hasattr(state, "carry"):
+            raise ValueError(
+                "`state` must be a result of `agent.init(key)` or of an earlier "
+                f"training, got {checks.describe(state)}."
+            )
         size: Any = self.config.num_updates if num_updates is None else num_updates
         is_host = isinstance(self.env, HostVectorEnv)
         return scan_updates(self.update, state, size, is_host=is_host)

@@ -19,6 +19,7 @@ import rollout
 from rollout import checkpoint
 from rollout.gif import draw_episode
 from rollout.host import AsyncInfo
+from rollout.recipes.ppo import PPO
 
 KEY, ROWS = jax.random.key(0), jnp.zeros((64, 16))
 
@@ -170,6 +171,9 @@ MESSAGES = [
     ),
     (lambda: step_with(record_fn=lambda t: t.replace(obs=None)), "set a dropped"),
     *((functools.partial(record, x), f"must leave `{x}` as it is") for x in KEPT),
+    # Configurations and states of another kind.
+    (lambda: PPO(None, {"gamma": 0.9}), "`config` must be a dataclass, such as"),
+    (lambda: PPO(None).train({"params": 1}), "`state` must be a result of `agent.init"),
     # Rows of another shape, dtype or kind.
     (lambda: gae(next_value=ROWS[0]), "`next_value` must be an array of shape"),
     (lambda: gae(truncated=ROWS), "`truncated` must be bool, got float32"),
