@@ -17,7 +17,7 @@ from jax import lax
 
 from rollout import checks
 from rollout.envs import auto_reset, prng, trees
-from rollout.envs.types import ArrayTree, LaneIndex, VectorEnv, place, strong
+from rollout.envs.types import ArrayTree, EnvStep, LaneIndex, VectorEnv, place, strong
 from rollout.kernel import keys
 from rollout.kernel.keys import POLICY_EPISODE, Roots
 from rollout.policies.base import restart
@@ -62,6 +62,22 @@ def check_fits(spec: KernelSpec, carry: Carry) -> None:
     for name, expected in vars(template).items():
         message = f"`carry.{name}` must match the output of this collector's `init`"
         checks.same(message, expected, vars(carry)[name])
+
+
+def check_env_step(carry: Carry, result: EnvStep) -> EnvStep:
+    """Checks that a step returns the structure, shapes and dtypes of a reset."""
+    checks.kind("`env.step` must return a `rollout.envs.EnvStep`", result, EnvStep)
+    dtypes = {"reward": jnp.float32, "terminated": jnp.bool_, "truncated": jnp.bool_}
+    dtypes |= {} if result.raw_reward is None else {"raw_reward": jnp.float32}
+    lanes = carry.episode.episode_id.shape
+    for name, dtype in dtypes.items():
+        message = f"`env.step` must return `{name}` as"
+        checks.shaped(message, getattr(result, name), lanes, dtype)
+    message = "`env.step` must return the state as `env.reset` does"
+    checks.same(message, carry.env_state, result.state)
+    message = "`env.step` must return `obs` as `env.reset` does"
+    checks.same(message, carry.obs, result.obs)
+    return result
 
 
 def init_policy_state(policy: Policy, episode_key: chex.PRNGKey) -> ArrayTree:

@@ -9,7 +9,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rollout import checks
 from rollout.envs import prng, trees
 from rollout.envs.types import RESET, ArrayTree, EnvStep, Lanes, place
 from rollout.kernel import keys
@@ -17,6 +16,7 @@ from rollout.kernel.keys import Roots, Start
 from rollout.kernel.state import (
     accumulate,
     accumulate_nothing,
+    check_env_step,
     final_value,
     init_policy_state,
     record,
@@ -158,7 +158,7 @@ def step_env(spec: KernelSpec, carry: Carry, action: ArrayTree) -> EnvStep:
     env, episode = trees.barrier(spec.env), carry.episode
 
     def checked_step(*args: ArrayTree) -> EnvStep:
-        return _check_env_step(carry, env.step(*args))
+        return check_env_step(carry, env.step(*args))
 
     step_keys = prng.fold_in(episode.key, episode.episode_length + 1)
     args = step_keys, carry.env_state, action
@@ -193,19 +193,3 @@ def _begin(spec: KernelSpec, key: chex.PRNGKey, episode_id: jax.Array) -> Episod
         episode_id=episode_id,
         accumulated=accumulate_nothing(spec.accumulators, spec.env.num_envs),
     )
-
-
-def _check_env_step(carry: Carry, result: EnvStep) -> EnvStep:
-    """Checks that a step returns the structure, shapes and dtypes of a reset."""
-    checks.kind("`env.step` must return a `rollout.envs.EnvStep`", result, EnvStep)
-    dtypes = {"reward": jnp.float32, "terminated": jnp.bool_, "truncated": jnp.bool_}
-    dtypes |= {} if result.raw_reward is None else {"raw_reward": jnp.float32}
-    lanes = carry.episode.episode_id.shape
-    for name, dtype in dtypes.items():
-        message = f"`env.step` must return `{name}` as"
-        checks.shaped(message, getattr(result, name), lanes, dtype)
-    message = "`env.step` must return the state as `env.reset` does"
-    checks.same(message, carry.env_state, result.state)
-    message = "`env.step` must return `obs` as `env.reset` does"
-    checks.same(message, carry.obs, result.obs)
-    return result
