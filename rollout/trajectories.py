@@ -30,9 +30,10 @@ class Pieces(NamedTuple):
 def split_trajectories(trajectory: Transition) -> Pieces:
     """Splits a trajectory at episode boundaries. Call it on the host, outside of `jit`.
 
-    The number of pieces depends on the data, so this cannot be compiled. A piece begins
-    at the start of an episode or of the trajectory. The first row is `first` only if
-    the episode began in this trajectory, and the last row is `done` only if it ended.
+    The number of pieces depends on the data, so this function cannot be jitted. A piece
+    begins at the start of an episode or of the trajectory. Its first row is `first` if
+    the episode began in this trajectory, and its last row is `done` if the episode
+    ended.
 
     Args:
         trajectory: `[T, B, ...]`; masked-out rows belong to no piece.

@@ -352,9 +352,9 @@ class Policy(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     def value(self, params: ParamsT, obs: ObsT, state: PolicyState) -> ArrayTree:
         """Evaluates the critic.
 
-        Collectors call it only for lanes whose episode was truncated, and record the
-        result in `final_value`. The value of an observation must not depend on the
-        other observations.
+        Collectors record the values of truncated steps in `final_value`. They may call
+        it with any subset of the lanes, so the value of an observation must not depend
+        on other observations.
 
         Args:
             params: parameters of the policy.
