@@ -152,7 +152,7 @@ MESSAGES = [
         "`stats` must have different names, got 'a/b' twice.",
     ),
     # What runs in Python, in one thread, on this machine.
-    (lambda: jax.jit(save)(ROWS), "`checkpoint.save` runs in Python, so it must"),
+    (lambda: jax.jit(save)(ROWS), "`checkpoint.save` runs in Python and must"),
     (
         lambda: checkpoint.save("gs://bucket/run", 1),
         "`path` must name a folder of this machine, got 'gs://",
