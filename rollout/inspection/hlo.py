@@ -66,7 +66,7 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """Name of the operation in jax, with the scopes around it."""
+        """Name of the operation in JAX, with its scopes."""
         match = re.search(r'op_name="([^"]*)"', self.text)
         return match[1] if match else ""
 
@@ -119,7 +119,7 @@ class Module:
         return frames
 
     def op_name(self, x: Instruction) -> str:
-        """Returns jax's name of an operation, or of the last operation in a fusion."""
+        """Returns JAX's name of an operation, or of the last operation in a fusion."""
         fused = self.computations.get(x.attribute("calls"), {})
         names = (y.op_name for y in reversed((*fused.values(), x)))
         return next(filter(None, names), "")
@@ -210,9 +210,9 @@ def read_tpu(text: str) -> Block:
 def find_source(frames: list[Frame]) -> Frame | None:
     """Finds the line of code that causes an operation, so that a user can change it.
 
-    Usually this is the innermost line outside of jax. If that line is in this library
-    and was called by foreign code, such as an environment that the library had called,
-    the line in the foreign code is returned instead.
+    Usually this is the innermost line outside of JAX. If this line is in the library
+    and was called by other code that the library called, for example an environment,
+    the line in the other code is returned instead.
     """
     candidates = [x for x in frames if not x.file.startswith(_JAX)]
     for i, frame in enumerate(candidates):
@@ -290,7 +290,7 @@ def _source(
         return default, "", 0
     name = x.op_name.rpartition("/")[2]
     frame = find_source(module.frames(x)) or Frame("", 0)
-    # jax compiles both loops and scans to `while`.
+    # JAX compiles both loops and scans to `while`.
     return default if name in ("", "while") else name, frame.file, frame.line
 
 

@@ -20,7 +20,7 @@ class Wait(NamedTuple):
         cause: "while_loop" or "cond" if the host must read the predicate, or the name
             of a callback, such as "pure_callback".
         file: file of the calling line: your code or an environment if it calls the
-            function, else this library. "" if XLA has lost the file.
+            function, else this library. "" if the file is unknown.
         line: line in the file.
         count: minimum number of waits.
         per: unit of `count`: "step" of a collector; "round" of a function's loop over
@@ -92,8 +92,8 @@ class Block:
             no estimate.
         collectives: names of exchanges between devices, such as "all-reduce".
         callbacks: calls back into Python: name, file, line.
-        operations: every launch of a GPU, or operation of a TPU: its name in jax with
-            the scopes around it, and 1 for a launch, or the number of cycles.
+        operations: every launch of a GPU, or operation of a TPU: the name in JAX with
+            its scopes, and the number of launches, 1, or of cycles.
         blocks: inner blocks, in the order in which they run.
     """
 
@@ -146,14 +146,14 @@ class Report:
 
     Attributes:
         accelerator: name of the accelerator.
-        description: name of the device, as the vendor calls it.
+        description: the vendor's name of the device.
         num_devices: number of devices.
-        jax_version: version of jax that compiled the program.
+        jax_version: version of JAX that compiled the program.
         compile_seconds: seconds taken to compile.
         memory: bytes on one device.
         flops: XLA's count of arithmetic operations of one call, with one round of every
             loop. None if XLA does not count them, for example for an absent GPU.
-        bytes_moved: XLA's count of bytes read and written, in the same way.
+        bytes_moved: XLA's count of bytes read and written, under the same conditions.
         program: whole program, as a tree of blocks.
         loop: loop over time, with the costs of one round: the outermost loop with the
             most launches or cycles. The program if there is no loop.
@@ -219,8 +219,8 @@ class Report:
     def by_scope(self) -> dict[str, float]:
         """Counts launches of a GPU, or cycles of a TPU, per step and part of the step.
 
-        A kernel that computes several parts counts for the part of its last operation.
-        A loop whose number of rounds depends on data adds nothing.
+        A kernel that computes several parts is assigned to the part of its last
+        operation. A loop whose number of rounds depends on data adds nothing.
 
         Returns:
             The count of each part, per step, or per round of a function: "policy",
