@@ -171,7 +171,7 @@ def vtrace(threshold=1.0, **options):
 
 REFUSED = {
     # What a collector is made of.
-    "`policy` must be a `Policy`, such as": [
+    "`policy` must be a `Policy`, for example": [
         lambda: step_with(policy=lambda *args: 0),
         lambda: rollout.policies.Greedy(3),
     ],

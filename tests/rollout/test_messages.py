@@ -173,7 +173,7 @@ MESSAGES = [
     # Rows of another shape, dtype or kind.
     (lambda: gae(next_value=ROWS[0]), "`next_value` must be an array of shape"),
     (lambda: gae(truncated=ROWS), "`truncated` must be bool, got float32"),
-    (lambda: next_values(), "it is recorded if the policy has a critic"),
+    (lambda: next_values(), "collectors record it if the policy has a critic"),
     (
         lambda: next_values(last_value=ROWS, final_value=ROWS),
         "`last_value` must be an array of shape",
