@@ -137,10 +137,12 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
         step = checks.int_between("step", step, least=0, most=None)
     specs, saved = _read(path, step)
     expected = _describe("like", like)
-    for want, got in itertools.zip_longest(expected, specs, fillvalue="no more"):
-        if want != got:
+    pairs = itertools.zip_longest(expected, specs, fillvalue="no more")
+    for like_spec, saved_spec in pairs:
+        if like_spec != saved_spec:
             raise ValueError(
-                f"`like` must have the leaves that were saved: {got}, got {want}."
+                f"`like` must have the leaves that were saved: {saved_spec}, "
+                f"got {like_spec}."
             )
     # Free each array once it is converted, so that the tree is not in memory twice.
     remaining = collections.deque(saved)

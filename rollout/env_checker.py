@@ -368,8 +368,8 @@ def _check_host_env(
 
     # Comparisons are meaningful only if two passes with equal seeds agree.
     (sums, length), (repeat_sums, _) = (play(no_lanes, no_lanes) for _ in range(2))
-    if (differs := repeat_sums != sums).any():
-        t, lane = np.argwhere(differs)[0]
+    if (mismatch := repeat_sums != sums).any():
+        t, lane = np.argwhere(mismatch)[0]
         message = f"equal seeds start different episodes of environment {lane}"
         issues["seed"] = message + _describe_step(length[t, lane])
         return
@@ -378,9 +378,9 @@ def _check_host_env(
             "different seeds start equal episodes, which is correct only if the "
             "environment is deterministic"
         )
-    if (differs := play(other_lanes, other_lanes)[0][:, 0] != sums[:, 0]).any():
+    if (mismatch := play(other_lanes, other_lanes)[0][:, 0] != sums[:, 0]).any():
         message = "environment 0 depends on seeds and actions of other environments"
-        issues["shared"] = message + _describe_step(length[differs.argmax(), 0])
+        issues["shared"] = message + _describe_step(length[mismatch.argmax(), 0])
     inner: Any = getattr(env, "env", env)
     if not type(inner).__module__.startswith("rollout.envs.host."):
         checked_env.issues = issues
@@ -457,12 +457,14 @@ class _CheckedHostEnv(HostVectorEnv):
         if self.issues is not None and ended.any():
             with contextlib.suppress(Exception):  # an exception is also valid
                 result = self.env.step(action)
-                live = ended & ~(result.terminated | result.truncated | result.faulty)
+                stopped = result.terminated | result.truncated | result.faulty
+                is_running = ended & ~stopped
                 if result.mask is not None:  # False if the step was a reset
-                    live &= result.mask
-                if live.any():
-                    text = f"environment {live.argmax()} continues after the end: if it"
-                    text += " resets itself, `obs` at the end is not the true successor"
+                    is_running &= result.mask
+                if is_running.any():
+                    lane = is_running.argmax()
+                    text = f"environment {lane} continues after the end: if it resets "
+                    text += "itself, `obs` at the end is not the true successor"
                     self.issues.setdefault("ending", text)
             raise _StepAfterEnd
         self._num_steps += 1

@@ -247,9 +247,9 @@ def _add(window: EpisodeWindow, data: Transition | Episodes) -> EpisodeWindow:
     is_row = mask[:, lane] & (first[:, lane] == start[None])
     is_row &= (lane < mask.shape[1])[None]  # false if the data lack the lane
     is_end = is_row & done[:, lane]
-    end, ends = jnp.argmax(is_end, axis=0), jnp.any(is_end, axis=0)
+    end, has_ended = jnp.argmax(is_end, axis=0), jnp.any(is_end, axis=0)
     values: _Values = jax.tree.map(
-        lambda old, new: jnp.where(ends, new[end, lane], old), listed.values, rows
+        lambda old, new: jnp.where(has_ended, new[end, lane], old), listed.values, rows
     )
     is_running = (slot < listed.num) & (values[1] == 0)
     # A running episode without the last row was discarded, or rows are missing.
@@ -259,11 +259,11 @@ def _add(window: EpisodeWindow, data: Transition | Episodes) -> EpisodeWindow:
     oldest = jnp.min(jnp.where(is_running, start, num_rows))
     num_new = jnp.sum((slot < listed.num) & (start < oldest), dtype=jnp.int32)
     # Remove these episodes from the list, and count starts from the next trajectory.
-    start, lane, rest = jax.tree.map(
+    start, lane, values_left = jax.tree.map(
         lambda x: jnp.roll(x, -num_new), (start - num_rows, lane, values)
     )
     num = jnp.where(jnp.any(is_lost), 0, listed.num - num_new)
-    listed = _Listed(num=num, start=start, lane=lane, values=rest)
+    listed = _Listed(num=num, start=start, lane=lane, values=values_left)
     return window._append(values, num_new).replace(listed=listed)
 
 
@@ -307,10 +307,10 @@ def log_stats(
     )
     paths = [jax.tree_util.keystr(x, simple=True, separator="/") for x, _ in leaves]
     if len(set(paths)) < len(paths):
-        twice = sorted({x for x in paths if paths.count(x) > 1})
+        duplicates = sorted({x for x in paths if paths.count(x) > 1})
         raise ValueError(
-            f"`stats` must have different names, got {twice[0]!r} twice. A nested name "
-            'is a path joined by "/".'
+            f"`stats` must have different names, got {duplicates[0]!r} twice. A nested "
+            'name is a path joined by "/".'
         )
     for name, (_, leaf) in zip(paths, leaves, strict=True):
         value, is_defined = leaf if isinstance(leaf, _Statistic) else (leaf, True)

@@ -203,12 +203,19 @@ def mean_gradient(
 
         return mean(loss), jax.tree.map(mean, metrics)
 
-    save = jax.checkpoint(mean_loss, policy=jax.checkpoint_policies.everything_saveable)
-    gradient, saving = (jax.grad(fn, has_aux=True) for fn in (mean_loss, save))
+    policy = jax.checkpoint_policies.everything_saveable
+    saving_loss = jax.checkpoint(mean_loss, policy=policy)
+    grad_fn = jax.grad(mean_loss, has_aux=True)
+    saving_grad_fn = jax.grad(saving_loss, has_aux=True)
 
     def differentiate(params: Any, batch: Any, weight: jax.Array) -> tuple[Any, Any]:
         return jax.lax.platform_dependent(
-            params, batch, weight, cuda=saving, rocm=saving, default=gradient
+            params,
+            batch,
+            weight,
+            cuda=saving_grad_fn,
+            rocm=saving_grad_fn,
+            default=grad_fn,
         )
 
     if num_microbatches == 1:

@@ -128,22 +128,22 @@ def steps_while(
     """
     # Jitted, so that both loops trace it once; inlined, since XLA:CPU rounds
     # differently in a separate function.
-    take = jax.jit(step, inline=True)
+    jitted_step = jax.jit(step, inline=True)
 
-    def one_by_one(state: _State) -> _State:
+    def loop_over_steps(state: _State) -> _State:
         return lax.while_loop(
-            cond_fn, lambda state: take(state, _always(cond_fn(state))), state
+            cond_fn, lambda state: jitted_step(state, _always(cond_fn(state))), state
         )
 
-    def in_blocks(state: _State) -> _State:
+    def loop_over_blocks(state: _State) -> _State:
         def block(state: _State) -> _State:
             return lax.fori_loop(
-                0, BLOCK, lambda _, state: take(state, cond_fn(state)), state
+                0, BLOCK, lambda _, state: jitted_step(state, cond_fn(state)), state
             )
 
         return lax.while_loop(cond_fn, block, state)
 
-    return choose(one_by_one, in_blocks, state)
+    return choose(loop_over_steps, loop_over_blocks, state)
 
 
 @jax.custom_batching.custom_vmap
@@ -246,49 +246,51 @@ def step_once(
     """
     # Jitted, so that the functions below trace it once; inlined, since XLA:CPU rounds
     # differently in a separate function.
-    take = jax.jit(step, inline=True)
+    jitted_step = jax.jit(step, inline=True)
 
-    def between_barriers(*operands: ArrayTree) -> EnvStep:
+    def step_with_barriers(*operands: ArrayTree) -> EnvStep:
         keys, inputs = operands[0], trees.barrier(operands[1:])
-        result = take(keys, *inputs)
+        result = jitted_step(keys, *inputs)
         # Leave `info` outside the barrier, so that XLA removes an unused `info`.
-        barred = lax.platform_dependent(
+        output = lax.platform_dependent(
             result.replace(info=()), tpu=lambda result: result, default=trees.barrier
         )
-        return barred.replace(info=result.info)
+        return output.replace(info=result.info)
 
-    def in_a_conditional(*operands: ArrayTree) -> EnvStep:
-        shapes = jax.eval_shape(take, *operands)
-        hoisted, closed_over = auto_reset.hoist(take, *operands)
+    def step_in_conditional(*operands: ArrayTree) -> EnvStep:
+        shapes = jax.eval_shape(jitted_step, *operands)
+        hoisted, closed_over = auto_reset.hoist(jitted_step, *operands)
 
         # Pass raw key data: the key-reuse checker treats `custom_jvp` as using keys.
-        def always(closed_over: list, *words: ArrayTree) -> EnvStep:
+        def run_step(closed_over: list, *words: ArrayTree) -> EnvStep:
             return hoisted(closed_over, *trees.wrap_keys(words, operands))
 
-        def never(_: list, *words: ArrayTree) -> EnvStep:
+        def skip_step(_: list, *words: ArrayTree) -> EnvStep:
             _, state, _ = trees.wrap_keys(words, operands)
             return trees.blank(shapes.replace(state=())).replace(state=state)
 
         # Differentiate without the conditional, which would fill residuals with zeros
-        # in `never`. The stored residuals also prevent the fusion.
+        # in `skip_step`. The stored residuals also prevent the fusion.
         @jax.custom_jvp
-        def isolated(flag: jax.Array, *words: ArrayTree) -> EnvStep:
-            return lax.cond(flag, always, never, *words)
+        def isolated_step(flag: jax.Array, *words: ArrayTree) -> EnvStep:
+            return lax.cond(flag, run_step, skip_step, *words)
 
-        @isolated.defjvp
+        @isolated_step.defjvp
         def _(primals: tuple, tangents: tuple) -> tuple[EnvStep, EnvStep]:
-            return jax.jvp(always, primals[1:], tangents[1:])
+            return jax.jvp(run_step, primals[1:], tangents[1:])
 
-        return isolated((counter | 1) != 0, closed_over, *trees.unwrap_keys(operands))
+        return isolated_step(
+            (counter | 1) != 0, closed_over, *trees.unwrap_keys(operands)
+        )
 
     operands = (step_keys, state, action)
     if jax.__version_info__ >= (0, 11):
-        result = between_barriers(*operands)
+        result = step_with_barriers(*operands)
     else:
         result = lax.platform_dependent(
-            *operands, cpu=in_a_conditional, default=between_barriers
+            *operands, cpu=step_in_conditional, default=step_with_barriers
         )
-    return result.replace(**_constant_flags(take.trace(*operands)))
+    return result.replace(**_constant_flags(jitted_step.trace(*operands)))
 
 
 def is_endless(step: Any) -> bool:

@@ -132,20 +132,20 @@ class LaneSharding(NamedTuple):
 
         return jax.tree.map(make, tree, is_leaf=lambda x: isinstance(x, Shared))
 
-    def map(self, fn: Callable[..., ArrayTree], whole: ArrayTree, *lanes: Any) -> Any:
-        """Calls `fn(whole, *lanes)` on each device, with the lanes of the device.
+    def map(self, fn: Callable[..., ArrayTree], shared: ArrayTree, *lanes: Any) -> Any:
+        """Calls `fn(shared, *lanes)` on each device, with the lanes of the device.
 
-        `whole` and the scalars in `lanes` are replicated.
+        `shared` and the scalars in `lanes` are replicated.
         """
-        over_lanes, whole_spec = PartitionSpec(self.axis), PartitionSpec()
-        specs = jax.tree.map(lambda x: over_lanes if jnp.ndim(x) else whole_spec, lanes)
+        over_lanes, replicated = PartitionSpec(self.axis), PartitionSpec()
+        specs = jax.tree.map(lambda x: over_lanes if jnp.ndim(x) else replicated, lanes)
         return jax.shard_map(
             fn,
             mesh=self.mesh,
-            in_specs=(whole_spec, *specs),
+            in_specs=(replicated, *specs),
             out_specs=over_lanes,
             check_vma=False,  # branches of `step_once` vary over different axes
-        )(whole, *lanes)
+        )(shared, *lanes)
 
 
 class _ShardedEnv(BaseWrapper, VectorEnv, kw_only=True):

@@ -308,8 +308,8 @@ def _next_values(rows: tuple[jax.Array, ...], last_value: jax.Array) -> jax.Arra
     is_valid = jnp.concatenate([mask, jnp.ones_like(mask[:1])])
     value = jnp.concatenate([value, last_value[None]])
 
-    def select_valid(following: tuple, row: tuple) -> tuple:
-        return following[0] | row[0], jnp.where(row[0], row[1], following[1])
+    def select_valid(next_row: tuple, row: tuple) -> tuple:
+        return next_row[0] | row[0], jnp.where(row[0], row[1], next_row[1])
 
     pairs = is_valid, value
     _, next_value = jax.lax.associative_scan(select_valid, pairs, reverse=True)
@@ -380,8 +380,8 @@ def _accumulate(
 
     # Backward in time. The carry holds x of the next row that is not masked out, and
     # whether this row exists; a masked-out row does not change the carry.
-    def step(following: tuple, row: tuple) -> tuple:
-        next_x, exists = following
+    def step(carry: tuple, row: tuple) -> tuple:
+        next_x, exists = carry
         term, row_weight, baseline, done, mask = row
         has_next, scale = exists & ~done, row_weight if weight.ndim else weight
         x = term + jnp.where(has_next, scale * (next_x - baseline), 0.0)

@@ -51,9 +51,9 @@ def split_trajectories(trajectory: Transition) -> Pieces:
     is_new = np.ones(ids.shape, bool)
     is_new[1:] = (lane[1:] != lane[:-1]) | (ids[1:] != ids[:-1])
     piece = np.cumsum(is_new) - 1
-    begin = np.flatnonzero(is_new)
-    row = np.arange(ids.size) - begin[piece] if ids.size else piece  # within the piece
-    shape = int(row.max(initial=-1)) + 1, begin.size
+    start = np.flatnonzero(is_new)
+    row = np.arange(ids.size) - start[piece] if ids.size else piece  # within the piece
+    shape = int(row.max(initial=-1)) + 1, start.size
 
     def gather(x: jax.Array) -> np.ndarray:
         host = np.asarray(x)
@@ -63,4 +63,4 @@ def split_trajectories(trajectory: Transition) -> Pieces:
 
     words = trees.unwrap_keys(trajectory)
     pieces = trees.wrap_keys(jax.tree.map(gather, words), trajectory)
-    return Pieces(pieces, np.asarray(pieces.mask), ids[begin], lane[begin].astype("i4"))
+    return Pieces(pieces, np.asarray(pieces.mask), ids[start], lane[start].astype("i4"))

@@ -208,9 +208,9 @@ def decide(
     apply = policy.mode if use_mode and policy.has_mode else policy.apply
     decision = _call(subgroup, apply, policy_id, params, obs, state, key)
     num_envs, num = policy_id.shape[0], len(subgroup.columns)
-    who, space = str(subgroup), subgroup.group
+    caller, space = str(subgroup), subgroup.group
     group_obs = merge(obs[space.name])
-    decision = base.decision(who, decision, space, num_envs * num, group_obs)
+    decision = base.decision(caller, decision, space, num_envs * num, group_obs)
     message = f"{subgroup} must return a state like its input state"
     checks.same(message, merge(state), decision.state)
     return unmerge(decision, num_envs)

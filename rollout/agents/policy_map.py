@@ -101,10 +101,11 @@ def policy_map(
             )
     group_names = {group.name for group in layout.groups}
     policy_names = set(policies) if by_agent is None else set()
-    requested = {name for names in groups.values() for name in names}
+    used_groups = {name for names in groups.values() for name in names}
     subgroups = mapping.make_subgroups(policies, index, layout, by_agent, groups)
-    unused = group_names - {subgroup.group.name for subgroup in subgroups}
-    if unused or not (set(groups) <= policy_names and requested <= group_names):
+    unused_groups = group_names - {subgroup.group.name for subgroup in subgroups}
+    has_valid_names = set(groups) <= policy_names and used_groups <= group_names
+    if unused_groups or not has_valid_names:
         raise ValueError(
             "`groups` must map the policies of a mapping function "
             f"({', '.join(sorted(policy_names)) or 'none'}) to groups "

@@ -125,10 +125,11 @@ def _ranks(member: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     chunks = jnp.pad(member, (0, -num_agents % _CHUNK), constant_values=size)
     chunks = chunks.reshape(-1, _CHUNK)
     is_earlier = jnp.tri(_CHUNK, k=-1, dtype=bool)[None]
-    within = jnp.sum((chunks[:, :, None] == chunks[:, None]) & is_earlier, axis=2)
+    chunk_rank = jnp.sum((chunks[:, :, None] == chunks[:, None]) & is_earlier, axis=2)
     # Rank: number of equal members earlier in the chunk and in all earlier chunks.
     counts = jnp.sum(chunks[:, :, None] == jnp.arange(size)[None, None], axis=1)
     is_earlier = jnp.tri(counts.shape[0], k=-1, dtype=bool)[:, :, None]
     offset = jnp.sum(jnp.where(is_earlier, counts[None], 0), axis=1)
     chunk = jnp.arange(num_agents) // _CHUNK
-    return offset[chunk, member] + within.reshape(-1)[:num_agents], counts.sum(axis=0)
+    rank = offset[chunk, member] + chunk_rank.reshape(-1)[:num_agents]
+    return rank, counts.sum(axis=0)

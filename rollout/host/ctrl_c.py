@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout.envs.host.workers import raise_at_exit
 
-_PATIENCE = 0.05  # s, polling interval: the maximum delay until Ctrl-C raises
+_POLL_INTERVAL = 0.05  # s, polling interval: the maximum delay until Ctrl-C raises
 
 
 @contextlib.contextmanager
@@ -96,5 +96,5 @@ def wait(future: futures.Future[Any]) -> None:
     # Check between two waits: an interrupt inside Python's locks could raise a
     # different error.
     with held_back() as check:
-        while not futures.wait([future], _PATIENCE).done:
+        while not futures.wait([future], _POLL_INTERVAL).done:
             check()

@@ -156,11 +156,11 @@ class RayCollector(
         self._args = make_collector, steps_per_batch, str(jax.random.key_impl(key))
         self._key, self._numbers = key, itertools.count()
         self._actors: dict[int, Any] = {}  # by number
-        self._proven: set[int] = set()  # actors that have returned a batch
+        self._checked_actors: set[int] = set()  # actors that have returned a batch
         # By reference, oldest first: actor and version of the parameters.
         self._in_flight: dict[Any, tuple[int, int]] = {}
         self.stats = RemoteStats()
-        self._setting, self._is_closed = threading.Lock(), False
+        self._params_lock, self._is_closed = threading.Lock(), False
         try:
             # Convert to NumPy: actors may lack the learner's devices.
             tree = _on_host(params)
@@ -201,7 +201,7 @@ class RayCollector(
                 self._replace(self._in_flight.pop(reference)[0], error)
                 continue
             number, version = self._in_flight[reference]
-            self._proven.add(number)
+            self._checked_actors.add(number)
             # Begin the actor's next batch first, to collect while the caller updates.
             newest = self._begin(number)
             del self._in_flight[reference]  # last: Ctrl-C leaves no actor without work
@@ -240,7 +240,7 @@ class RayCollector(
             raise RuntimeError("`set_params` must be called before `close`.")
         tree = _on_host(params)
         checks.same("`params` must keep structure, shapes and dtypes", self._spec, tree)
-        with self._setting:  # two threads must not set the same version
+        with self._params_lock:  # two threads must not set the same version
             self._params = self._ray.put(tree), self._params[1] + 1
 
     def close(self) -> None:
@@ -278,7 +278,7 @@ class RayCollector(
         has_raised |= getattr(error, "actor_init_failed", False)
         reason = f"{type(cause).__name__}: {cause}"
         # Raise errors before the first batch: a replacement would likely fail as well.
-        if has_raised and number not in self._proven:
+        if has_raised and number not in self._checked_actors:
             self.close()
             raise RuntimeError(f"Actor {number} raised {reason}") from error
         if self.stats.restarts >= self._max_restarts:

@@ -129,12 +129,12 @@ def _tpus(name: str, num_devices: int) -> tuple[Device, ...]:
 @contextlib.contextmanager
 def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets unset environment variables for the duration of a block."""
-    added = [name for name in variables if name not in os.environ]
-    os.environ.update({name: variables[name] for name in added})
+    new_names = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in new_names})
     try:
         yield
     finally:
-        for name in added:
+        for name in new_names:
             os.environ.pop(name, None)
 
 

@@ -245,8 +245,8 @@ class Report:
         return tuple(name for x in self.loop.walk() for name in x.collectives)
 
     def __str__(self) -> str:
-        several = self.num_devices > 1
-        count = f", {self.num_devices} devices" if several else ""
+        is_multi_device = self.num_devices > 1
+        count = f", {self.num_devices} devices" if is_multi_device else ""
         used, capacity = self.memory.total / 1e6, self.memory.capacity / 1e6
         fits = "" if self.memory.fits else ", DOES NOT FIT"
         rows = {
@@ -262,7 +262,7 @@ class Report:
             costs = _describe(self.loop, self.steps_per_round or 1)
             rows[f"per {self._unit}"] = [costs]
         rows["program"] = [*self._tree(self.program)]
-        if several:
+        if is_multi_device:
             tally = Counter(self.collectives_per_round).items()
             names = ", ".join(f"{count} {name}" for name, count in tally) or "none"
             rows["collectives"] = [f"{names} per round"]

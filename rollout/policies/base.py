@@ -388,7 +388,7 @@ def restart(restarts: jax.Array, initial: ArrayTree, state: ArrayTree) -> ArrayT
 
 
 def decision(
-    who: str, result: PolicyStep, space: AnySpace, num_envs: int, obs: ArrayTree
+    caller: str, result: PolicyStep, space: AnySpace, num_envs: int, obs: ArrayTree
 ) -> PolicyStep:
     """Checks that a result for `obs` is a `PolicyStep` whose action fits the space.
 
@@ -397,7 +397,7 @@ def decision(
         only to integers and floats only to floats, for example the int64 that
         `jax.random.categorical` returns with `jax_enable_x64`.
     """
-    message = f"{who} must return a `PolicyStep`, with `action`, `state` and `extras`"
+    message = f"{caller} must return a `PolicyStep` with `action`, `state` and `extras`"
     checks.kind(message, result, PolicyStep)
     if space.shape is None:
         return result  # a composite space: `act` checks the action
@@ -406,7 +406,7 @@ def decision(
     if getattr(action, "dtype", None) != spec.dtype or action.shape != spec.shape:
         has_scalar_obs = [x.ndim for x in jax.tree.leaves(obs)] == [1]
         raise ValueError(
-            f"{who} must return actions as {jnp.dtype(spec.dtype).name} of shape "
+            f"{caller} must return actions as {jnp.dtype(spec.dtype).name} of shape "
             f"{spec.shape}, got {checks.describe(action)}."
             + (f" Each observation is a scalar. {_FLAT}" if has_scalar_obs else "")
         )

@@ -283,8 +283,8 @@ def load(
         raw_space = spaces.from_json(normalizer["observation_space"])
         only, raw = normalizer["only"], shape_of_obs(raw_space, 1)
         statistics = prior(raw, space=raw_space, only=only, xp=np)
-    like: Any = {"params": params, "statistics": statistics}
-    tree: Any = checkpoint.restore(folder / name, like)
+    template: Any = {"params": params, "statistics": statistics}
+    tree: Any = checkpoint.restore(folder / name, template)
     if normalizer is not None:
         statistics, epsilon = tree["statistics"], normalizer["epsilon"]
         spec = dataclasses.replace(
