@@ -1,7 +1,7 @@
 """Checks options, arguments and the results of users' callables.
 
-Messages name the condition and the value. Checks of arrays run while jax traces and
-cost nothing at run time.
+Messages contain the condition and the value. Checks of arrays run while JAX traces and
+have no cost at run time.
 """
 
 import importlib

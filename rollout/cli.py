@@ -238,7 +238,7 @@ def _execute(run: Namespace) -> None:
         _print(*env_ids("installed"), _OTHER_IDS)
     elif run.inspect:
         if not os.path.exists("/dev/nvidiactl"):
-            # If only the compiler for GPUs is installed, jax would print a traceback.
+            # With only the compiler for GPUs installed, JAX would print a traceback.
             os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
         sizes = {"envs": run.num_envs, "steps": run.num_envs * run.num_steps}
         rows = [line(name, f"{size:,}") for name, size in sizes.items()]

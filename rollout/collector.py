@@ -278,7 +278,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         lanes. One call of N then returns the same episodes as two calls of N/2. The key
         argument of a policy changes at every step: if the policy samples from it, as
         `random_policy` does, episode k starts from the same state, but its actions
-        depend on the step at which the episode starts.
+        depend on the lane and on the step at which the episode starts.
 
         Args:
             carry: the carry of `init` or of an earlier call. Unfinished episodes are
@@ -361,9 +361,10 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             params: parameters of the policy.
             fn: maps `(acc, transition)` to the next `acc`, of unchanged structure,
                 shapes and dtypes. The transition is `[B, ...]`. If `mask` is False, the
-                lane is idle, and its reward and flags are 0. The last step within
-                `max_episode_steps` is `truncated`. The episode at position e of the
-                queue has the `episode_id` `-1 - e`. Static, as in `fold_steps`.
+                lane is idle, and its reward and flags are 0. If an episode reaches
+                `max_episode_steps`, its last step is `truncated`. The episode at
+                position e of the queue has the `episode_id` `-1 - e`. Static, as in
+                `fold_steps`.
             acc: the initial `acc`, any pytree of arrays.
             num_episodes: N, at least 1.
             max_episode_steps: steps after which an episode is truncated, at least 1;

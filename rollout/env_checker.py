@@ -138,7 +138,7 @@ def check_env(
         key = jax.random.key(seed)
         lanes: Any = vectorize(env, _NUM_LANES)
         collector = Collector(env=lanes, policy=_random_policy(lanes))
-        # `step` checks the environment's outputs while jax traces it.
+        # `step` checks the environment's outputs while JAX traces it.
         jax.eval_shape(lambda key: collector.step(collector.init(key), None), key)
         for name in ("observation_space", "action_space"):
             contains_fn = _contains_samples(getattr(lanes, name))

@@ -245,7 +245,7 @@ def _add(window: EpisodeWindow, data: Transition | Episodes) -> EpisodeWindow:
     lane, start = listed.lane, listed.start
     # A row belongs to a listed episode of the same lane if the starts match.
     is_row = mask[:, lane] & (first[:, lane] == start[None])
-    is_row &= (lane < mask.shape[1])[None]  # false if the data lack the lane
+    is_row &= (lane < mask.shape[1])[None]  # False if the data lack the lane
     is_end = is_row & done[:, lane]
     end, has_ended = jnp.argmax(is_end, axis=0), jnp.any(is_end, axis=0)
     values: _Values = jax.tree.map(

@@ -115,7 +115,7 @@ class RayCollector(
             keeps all batches, 0 keeps batches of the newest version. Values below
             `num_actors` drop many batches, see above.
         total_steps: steps after which the iteration ends; None never ends it. The last
-            batch is complete; dropped and lost batches do not count.
+            batch is complete; dropped and lost batches are not included.
         max_restarts: maximum number of replaced actors in total.
         ray_options: resources of each actor, as in `ray.remote`: `num_cpus`,
             `num_gpus`, `resources`, `runtime_env`. The default is one CPU per actor. If

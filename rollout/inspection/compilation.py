@@ -103,7 +103,7 @@ def _gpus(name: str, num_devices: int) -> tuple[Device, ...]:
         try:
             topology = make_topology()
         except NotImplementedError:
-            # Without a driver, jax starts without the plugin: load the plugin now.
+            # Without a driver, JAX starts without the plugin: load the plugin now.
             version = plugin.removeprefix("jax-").removesuffix("-plugin")
             importlib.import_module(f"jax_plugins.xla_{version}").initialize()
             topology = make_topology()
@@ -195,7 +195,7 @@ def inspect_program(
 
     Raises:
         ValueError: if there is no such accelerator, if an option does not fit the
-            program, or if a program for a GPU calls back into Python, which jax cannot
+            program, or if a program for a GPU calls back into Python, which JAX cannot
             compile for an absent GPU.
         ImportError: if the accelerator's compiler is not installed; the message has the
             command that installs it.

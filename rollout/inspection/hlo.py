@@ -286,7 +286,7 @@ def _block(
 def _source(
     module: Module, x: Instruction | None, default: str
 ) -> tuple[str, str, int]:
-    """Returns the jax function that made an instruction, with its file and line."""
+    """Returns the JAX function that made an instruction, with its file and line."""
     if x is None:
         return default, "", 0
     name = x.op_name.rpartition("/")[2]

@@ -82,7 +82,7 @@ class Block:
         trips: number of rounds of a loop; None if the number depends on data.
         asks_host: whether the host must read the predicate of the loop or conditional
             before the device can continue.
-        cause: name of the jax function that made the loop or conditional.
+        cause: name of the JAX function that made the loop or conditional.
         file: file of the line that called the function.
         line: line in the file.
         graph_launches: number of launches in CUDA graphs.

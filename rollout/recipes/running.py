@@ -255,7 +255,7 @@ def load(
         field = settings["fields"][missing[0]]
         raise ValueError(
             f"`{missing[0]}` must be passed to `load`: the agent in {folder} has a "
-            f"{field}, and `run` saves no code."
+            f"{field}, and `run` does not save code."
         )
     config_class = type(agent_class.__dataclass_fields__["config"].default)
     # Skip dicts: they are the names of schedules, whose code is not saved.
