@@ -3,13 +3,13 @@
 A rollout is a fold over time of one pure step. `Collector` folds it; `random_policy`,
 `stateless_policy` and `recurrent_policy` make a policy; `policies` has wrappers for
 exploration, such as `EpsilonGreedy` and `RandomWarmup`; `summarize` computes statistics
-of finished episodes. All functions run inside an outer `jit`, or jitted from a
-notebook.
+of finished episodes. All functions work inside an outer `jit`, and are jitted if called
+from Python.
 
 `Stream` yields batches to a training loop in Python; `checkpoint` saves and restores
 it; `shard` shards the lanes over devices. `profile` times the parts of a step, and
-`inspect_program` reports the launches and waits of a program on an accelerator, which
-may be absent.
+`inspect_program` reports the launches and waits of a program on an accelerator, even on
+a machine without one.
 
 This package exports the names that most programs need. `rollout.agents` is for several
 agents: it assigns policies to agents and returns the transitions of each agent.
@@ -21,9 +21,9 @@ programs between equal objects, and `platform` chooses implementations by device
 `stats`, `trajectories`, `targets` and `minibatches` compute on trajectories, and `logs`
 has a window over episodes and flattens statistics; `distributions` has distributions
 over actions, and `training` the interface of agents; `collector`, `evaluation`,
-`env_checker`, `profiling` and `checkpoint` have functions of the same name; `sharding`
-shards lanes over devices; `gif` renders an episode; `cli` is the command line. The
-packages `policies`, `kernel`, `stream` and `inspection` list their modules.
+`env_checker`, `profiling` and `sharding` define `Collector`, `evaluate`, `check_env`,
+`profile` and `shard`; `gif` renders an episode; `cli` is the command line. The packages
+`policies`, `kernel`, `stream` and `inspection` list their modules.
 """
 
 import importlib

@@ -1,8 +1,7 @@
-"""One step of every lane: a rollout is a fold over time of `step`, a pure function.
+"""One step of every lane, as a pure function. A rollout is a fold of `step` over time.
 
 `init` creates the first carry. In `step`, `advance` applies the policy and steps the
-environments, and `restart` starts new episodes in the finished lanes. `scan` folds
-`step` over T steps, and `episodes` folds both halves until N episodes are done.
+environments, and `restart` starts new episodes in the finished lanes.
 """
 
 import chex
@@ -62,7 +61,7 @@ def step(
     cut_fn: FlagFn | None = None,
     drop_fn: FlagFn | None = None,
 ) -> tuple[Carry, Transition]:
-    """Takes one step in every lane, and starts new episodes in the finished lanes.
+    """Takes a step in every lane, resets finished lanes, and records the transition.
 
     Args:
         spec: environments, policy, accumulators and `record_fn`.
@@ -70,11 +69,8 @@ def step(
         params: parameters of the policy.
         roots: root keys of the call, the same at every step.
         policy_key: the policy's key at this step; None derives it from `roots`.
-        cut_fn: returns the lanes to truncate, for example at a limit of steps.
+        cut_fn: returns the lanes to truncate, for example at a time limit.
         drop_fn: returns the lanes to discard; it receives the recorded transition.
-
-    Returns:
-        The next carry, and the recorded transition, `[B, ...]`.
     """
     if policy_key is None:
         policy_key = keys.at_step(roots.policy, carry.step)
@@ -96,7 +92,7 @@ def advance(
     policy_key: chex.PRNGKey,
     cut_fn: FlagFn | None = None,
 ) -> tuple[Carry, Transition, jax.Array]:
-    """Steps without resets; also returns which lanes only `cut_fn` truncated, `[B]`."""
+    """Steps without resets; also returns the lanes that only `cut_fn` truncated."""
     episode = carry.episode
     with jax.named_scope("policy"):
         decision = act(spec, carry, params, policy_key)
@@ -136,7 +132,7 @@ def advance(
                 accumulated=transition.accumulated,
             ),
         )
-    # Nothing is reset yet, so the new carry has the true successor.
+    # No lane is reset yet, so the new carry contains the true successors.
     value = final_value(spec, next_carry, params, transition)
     return next_carry, transition.replace(final_value=value), is_forced
 
@@ -153,8 +149,7 @@ def act(
 
 def step_env(spec: KernelSpec, carry: Carry, action: ArrayTree) -> EnvStep:
     """Steps the environments without resets."""
-    # If a function closes over the collector, XLA folds the parameters as constants,
-    # and rounds differently than for an argument. The barrier prevents that.
+    # Without the barrier XLA would fold closed-over parameters and round differently.
     env, episode = trees.barrier(spec.env), carry.episode
 
     def checked_step(*args: ArrayTree) -> EnvStep:

@@ -185,7 +185,7 @@ def test_host_environments_are_not_both_trained_and_evaluated(tmp_path):
     env = envs.from_gymnasium("CartPole-v1", num_envs=2)
     agent = PPO(envs.NormalizeHostEnv(env), SMALL)
     for eval_env in (agent.env, envs.NormalizeHostEnv(env)):
-        with pytest.raises(ValueError, match="`eval_env` must be other environments"):
+        with pytest.raises(ValueError, match="`eval_env` must be separate"):
             run(agent, jax.random.key(0), folder=tmp_path / "a", eval_env=eval_env)
 
 
@@ -226,7 +226,9 @@ def test_agent_that_cannot_be_trained_leaves_the_folder_free(tmp_path):
 def test_runs_do_not_mix(finished):
     folder, agent, _, _ = finished
     key = jax.random.key(0)
-    with pytest.raises(ValueError, match=r"`folder` must be free, .*resume=True"):
+    with pytest.raises(
+        ValueError, match=r"`folder` must not contain a run, .*resume=True"
+    ):
         run(agent, key, folder=folder)
     other = agent.replace(config=agent.config.replace(gamma=0.9))
     with pytest.raises(
@@ -347,7 +349,7 @@ def test_command_trains_in_host_environments_and_resumes(tmp_path):
     ]
     assert [x.returncode for x in results] == [0, 2, 0], [x.stderr for x in results]
     assert "3 episodes" in results[0].stdout
-    assert results[1].stderr.startswith("`folder` must be free")
+    assert results[1].stderr.startswith("`folder` must not contain a run")
     folder = tmp_path / "runs" / "ppo-gymnasium-cartpole-v1"
     assert table(folder / "metrics.csv")["steps"].tolist() == list(range(32, 193, 32))
     assert checkpoint.steps(folder / "resume") == [6]

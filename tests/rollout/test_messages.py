@@ -153,7 +153,7 @@ MESSAGES = [
         "`stats` must have different names, got 'a/b' twice.",
     ),
     # What runs in Python, in one thread, on this machine.
-    (lambda: jax.jit(save)(ROWS), "`checkpoint.save` runs in Python, so it must"),
+    (lambda: jax.jit(save)(ROWS), "`checkpoint.save` runs in Python and must"),
     (
         lambda: checkpoint.save("gs://bucket/run", 1),
         "`path` must name a folder of this machine, got 'gs://",
@@ -177,7 +177,7 @@ MESSAGES = [
     # Rows of another shape, dtype or kind.
     (lambda: gae(next_value=ROWS[0]), "`next_value` must be an array of shape"),
     (lambda: gae(truncated=ROWS), "`truncated` must be bool, got float32"),
-    (lambda: next_values(), "it is recorded if the policy has a critic"),
+    (lambda: next_values(), "collectors record it if the policy has a critic"),
     (
         lambda: next_values(last_value=ROWS, final_value=ROWS),
         "`last_value` must be an array of shape",

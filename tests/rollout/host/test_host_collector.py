@@ -260,7 +260,7 @@ def test_returns_are_of_raw_rewards_whatever_scales_them_first():
 def test_normalising_host_collector_is_evaluated_with_fixed_statistics():
     kernel, host = normalising()
     carries = [x.collect_steps(x.init(KEY), None, 20)[0] for x in (kernel, host)]
-    with pytest.raises(ValueError, match="that learns them: pass"):
+    with pytest.raises(ValueError, match="that updates them: pass"):
         rollout.evaluate(host, None, KEY, 9)
     with pytest.raises(ValueError, match="must have statistics of the same wrapper"):
         host.freeze(carries[0])

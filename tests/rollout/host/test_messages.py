@@ -14,7 +14,7 @@ import rollout
 from rollout import envs
 from rollout.host import HostCollector
 
-OUTSIDE = "must be used outside of `jit`"
+OUTSIDE = "must be called outside of `jit`"
 
 
 def collector(env=None, **options):
