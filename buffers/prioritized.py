@@ -97,7 +97,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
                 `ReplayBuffer.sample`.
         """
         checks.fraction("beta", beta)
-        return self._sample_rows(state, key, batch_size, beta)
+        return self._sample_transitions(state, key, batch_size, beta)
 
     def sample_sequences(
         self,

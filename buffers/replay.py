@@ -243,7 +243,7 @@ class ReplayBuffer(struct.PyTreeNode):
             ValueError: if `batch_size` is not an int of at least 1, if `gamma` is a
                 number out of range, or if the transition lacks a required field.
         """
-        return self._sample_rows(state, key, batch_size)
+        return self._sample_transitions(state, key, batch_size)
 
     def sample_sequences(
         self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, length: int
@@ -369,7 +369,7 @@ class ReplayBuffer(struct.PyTreeNode):
         """Stores the rows `[T, B, ...]` for which `mask`, `[T, B]` bool, is True."""
         return ring.write(state, rows, mask)[0]
 
-    def _sample_rows(
+    def _sample_transitions(
         self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, beta: Any = None
     ) -> Batch:
         """Samples transitions; `beta` is the exponent of importance weights."""
