@@ -21,9 +21,9 @@ class EpisodeBuffer(ReplayBuffer):
     Rows of an unfinished episode are written after the visible rows of the lane, and
     every method ignores them. When the episode ends, all of its rows become visible
     without a copy. An episode longer than `max_length` is skipped and counted in
-    `num_too_long`. An episode interrupted without a flag is discarded and
-    counted in `num_abandoned`. Rows of skipped and discarded episodes may already have
-    overwritten the oldest rows of the lane.
+    `num_too_long`. An episode interrupted without a flag is discarded and counted in
+    `num_abandoned`. Rows of skipped and discarded episodes may already have overwritten
+    the oldest rows of the lane.
 
     Attributes:
         max_length: maximum number of steps of a stored episode, at most `num_slots`;

@@ -125,7 +125,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
                 `ReplayBuffer.sample_sequences`.
         """
         checks.fraction("beta", beta)
-        return self._sample_pieces(state, key, batch_size, length, beta)
+        return self._sample_sequences(state, key, batch_size, length, beta)
 
     @jit_method()
     def update_priorities(
@@ -138,8 +138,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             indices: `[S]` int32, `batch.indices`. If a row appears twice, its last
                 priority is used. Row numbers without a stored row are skipped.
             priorities: `[S]` float, at least 0, for example absolute TD errors. A
-                priority below 0, above 1e30 or not finite is rejected and
-                counted in `num_rejected`.
+                priority below 0, above 1e30 or not finite is rejected and counted in
+                `num_rejected`.
 
         Returns:
             The buffer state after the update.

@@ -66,7 +66,7 @@ def write_final_obs(
     order = jnp.where(is_kept, number - 1 - jnp.maximum(total - capacity, 0), -1)
     memory = final_obs.obs, final_obs.row
     obs, final_row = platform.choose(
-        _write_in_rounds, _write_apart, memory, rows, order, index
+        _write_in_rounds, _write_scattered, memory, rows, order, index
     )
     head = (final_obs.head + total) % capacity
     written = final_obs.replace(obs=obs, row=final_row, head=head)
@@ -92,7 +92,7 @@ def _write_in_rounds(
         jnp.arange(num_rows, dtype=jnp.int32), mode="drop"
     )
 
-    def write_some(loop: tuple[jax.Array, ArrayTree]) -> tuple[jax.Array, ArrayTree]:
+    def write_chunk(loop: tuple[jax.Array, ArrayTree]) -> tuple[jax.Array, ArrayTree]:
         start, memory = loop
         row = lax.dynamic_slice_in_dim(source, start, chunk_size)
         target = jnp.where(row < num_rows, index.at[row].get(mode="clip"), capacity)
@@ -106,10 +106,10 @@ def _write_in_rounds(
 
     count = jnp.max(order) + 1
     start = jnp.int32(0), memory
-    return lax.while_loop(lambda loop: loop[0] < count, write_some, start)[1]
+    return lax.while_loop(lambda loop: loop[0] < count, write_chunk, start)[1]
 
 
-def _write_apart(
+def _write_scattered(
     memory: ArrayTree, rows: ArrayTree, order: jax.Array, index: jax.Array
 ) -> ArrayTree:
     """Writes all rows with one scatter."""
@@ -242,13 +242,13 @@ def _put(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
         fits = slot.shape[0] <= num_slots
         contiguous = fits & jnp.all((slot == slot[:, :1]) & (slot < num_slots))
         if fits:
-            memory = platform.write_if(contiguous, _put_together, memory, slot, rows)
-        return platform.write_if(~contiguous, _put_apart, memory, slot, rows)
+            memory = platform.write_if(contiguous, _put_contiguous, memory, slot, rows)
+        return platform.write_if(~contiguous, _scatter_rows, memory, slot, rows)
 
-    return platform.choose(put_in_loops, _put_apart, memory, slot, rows)
+    return platform.choose(put_in_loops, _scatter_rows, memory, slot, rows)
 
 
-def _put_together(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
+def _put_contiguous(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
     """Writes the rows of all lanes contiguously, from the first slot of lane 0."""
     num_rows, start = slot.shape[0], slot[0, 0]
     number = jnp.arange(num_rows)
@@ -273,7 +273,7 @@ def _put_together(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayT
     return jax.tree.map(put_leaf, memory, rows)
 
 
-def _put_apart(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
+def _scatter_rows(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
     """Scatters all rows to their slots."""
     num_slots = jax.tree.leaves(memory)[0].shape[0]
     time, lane = jnp.indices(slot.shape, dtype=jnp.int32)

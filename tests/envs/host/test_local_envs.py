@@ -207,8 +207,10 @@ class Rounded(Large):
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
 
 
-TOO_WIDE = "as numbers have 32 bits, got"
-ROUNDED = "integers of at most 16777216, as float32 rounds larger ones, got 16777217"
+TOO_WIDE = "since jax uses 32 bits, got"
+ROUNDED = (
+    "integers of at most 16777216, since float32 rounds larger integers, got 16777217"
+)
 
 
 @pytest.mark.parametrize(
