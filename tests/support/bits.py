@@ -99,8 +99,8 @@ def make_policy(name: str, space: envs.spaces.Space) -> rollout.Policy:
 def hash_stream(collector, *, resume=False, warmup=0, **options) -> str:
     """Hashes four batches.
 
-    With `resume`, a restored stream returns the last two batches. The first `warmup`
-    steps of each lane are random.
+    A restored stream returns the last two batches if `resume` is set. The first
+    `warmup` steps of each lane are random.
     """
     if warmup:
         space = collector.env.action_space
