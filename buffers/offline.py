@@ -242,9 +242,8 @@ def from_minari(buffer: ReplayBuffer, dataset: "MinariDataset | str") -> ArrayTr
             observation more than steps, or as in `from_data`.
     """
     minari = import_optional("minari")
-    if isinstance(dataset, str):
-        dataset = minari.load_dataset(dataset)
-    episodes = [_steps(episode) for episode in dataset.iterate_episodes()]
+    source = minari.load_dataset(dataset) if isinstance(dataset, str) else dataset
+    episodes = [_steps(episode) for episode in source.iterate_episodes()]
     if not sum(len(episode["reward"]) for episode in episodes):
         raise ValueError("`dataset` must have at least one step, got none.")
     data = jax.tree.map(lambda *leaves: np.concatenate(leaves), *episodes)
