@@ -122,8 +122,9 @@ def _compare_successors(obs: ArrayTree, next_obs: ArrayTree) -> Iterator[Any]:
     """Yields each leaf's path and `[K - 1]` bool, True if the next row continues it."""
     successors = jax.tree.leaves(next_obs)
     for (path, x), y in zip(jax.tree.leaves_with_path(obs), successors, strict=True):
-        got, want = y[:-1], x[1:]
-        is_equal = (got == want) | ((got != got) & (want != want))  # NaN equals NaN
+        successor, row = y[:-1], x[1:]
+        both_nan = (successor != successor) & (row != row)
+        is_equal = (successor == row) | both_nan
         yield path, is_equal.all(axis=tuple(range(1, is_equal.ndim)))
 
 

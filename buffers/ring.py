@@ -57,7 +57,7 @@ def write_final_obs(
     # Final observations are numbered from 1 in time order.
     number = jnp.cumsum(is_final, dtype=jnp.int32)
     total = number[-1]
-    # If they exceed the capacity, only the last ones are written: no index repeats.
+    # If they exceed the capacity, write only the last ones: no index repeats.
     is_kept = is_final & (number > total - capacity)
     index = jnp.where(is_kept, (final_obs.head + number - 1) % capacity, -1)
     row = (slot * num_envs + jnp.arange(num_envs, dtype=jnp.int32)[None]).reshape(-1)
@@ -69,8 +69,8 @@ def write_final_obs(
         _write_in_rounds, _write_scattered, memory, rows, order, index
     )
     head = (final_obs.head + total) % capacity
-    written = final_obs.replace(obs=obs, row=final_row, head=head)
-    return written, index.reshape(slot.shape)
+    new_final_obs = final_obs.replace(obs=obs, row=final_row, head=head)
+    return new_final_obs, index.reshape(slot.shape)
 
 
 def _write_in_rounds(
@@ -144,18 +144,18 @@ def init(
         flag = neighbours.get_field(transition, name)
         if flag is not None and flag.dtype != bool:
             raise ValueError(f"`{name}` must be bool, got {flag.dtype}.")
-    stored, side_ring = neighbours.replace_fields(transition, mask=()), ()
+    experience, side_ring = neighbours.replace_fields(transition, mask=()), ()
     if final_obs_capacity:
-        needed = ("obs", "next_obs", *neighbours.FLAGS)
-        obs, next_obs = neighbours.require_fields(stored, needed, 'next_obs="shared"')[
-            :2
-        ]
+        names = ("obs", "next_obs", *neighbours.FLAGS)
+        obs, next_obs = neighbours.require_fields(
+            experience, names, 'next_obs="shared"'
+        )[:2]
         chex.assert_trees_all_equal_shapes_and_dtypes(obs, next_obs)
-        stored = neighbours.replace_fields(stored, next_obs=())
+        experience = neighbours.replace_fields(experience, next_obs=())
         side_ring = init_final_obs(next_obs, final_obs_capacity, num_slots, num_envs)
     return RingState(
         experience=jax.tree.map(
-            lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), stored
+            lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), experience
         ),
         head=jnp.zeros((num_envs,), jnp.int32),
         size=jnp.zeros((num_envs,), jnp.int32),
@@ -173,18 +173,18 @@ def check_rows(
     Returns:
         The rows `[T, B, ...]` without their field `mask`, and the mask `[T, B]` bool.
     """
-    stored, rows = ring.experience, neighbours.replace_fields(trajectory, mask=())
+    experience, rows = ring.experience, neighbours.replace_fields(trajectory, mask=())
     if ring.final_obs:  # new rows have `next_obs`, but the ring does not store it
-        stored = neighbours.replace_fields(
-            stored, next_obs=neighbours.get_field(stored, "obs")
+        experience = neighbours.replace_fields(
+            experience, next_obs=neighbours.get_field(experience, "obs")
         )
     first: Any = next(iter(jax.tree.leaves(rows)), None)
-    is_step = np.ndim(first) == jax.tree.leaves(stored)[0].ndim - 1
+    is_step = np.ndim(first) == jax.tree.leaves(experience)[0].ndim - 1
     length = () if is_step else np.shape(first)[:1]
     if length == (0,):
         raise ValueError("`trajectory` must have at least one row, got none.")
     expected = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((*length, *x.shape[1:]), x.dtype), stored
+        lambda x: jax.ShapeDtypeStruct((*length, *x.shape[1:]), x.dtype), experience
     )
     checks.same("`trajectory` must match the transition of `init`", expected, rows)
     shape = (*length, ring.num_envs)
@@ -219,19 +219,19 @@ def write_slots(ring: RingState, chunk: ArrayTree, slot: jax.Array) -> RingState
 
     The slots of a lane must be consecutive. A row with slot N is not written.
     """
-    stored, rows = ring.experience, chunk
+    experience, rows = ring.experience, chunk
     if not ring.final_obs:
-        stored = _put(stored, slot, rows)
-        return ring.replace(experience=stored)
+        experience = _put(experience, slot, rows)
+        return ring.replace(experience=experience)
     next_obs, done = neighbours.get_field(chunk, "next_obs"), neighbours.done_of(chunk)
     final, index = write_final_obs(ring.final_obs, next_obs, done, slot)
     # Write each row together with the index of its final observation.
-    stored, rows = (
-        (stored, final.place),
+    experience, rows = (
+        (experience, final.place),
         (neighbours.replace_fields(chunk, next_obs=()), index),
     )
-    stored, index = _put(stored, slot, rows)
-    return ring.replace(experience=stored, final_obs=final.replace(place=index))
+    experience, index = _put(experience, slot, rows)
+    return ring.replace(experience=experience, final_obs=final.replace(place=index))
 
 
 def _put(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:

@@ -227,11 +227,11 @@ def narrowed(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
     if np.dtype(dtype).kind in "iu" and values.size:
         low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
         # Compare as Python integers: int64 may not fit the dtype of the space.
-        least, most = int(values.min()), int(values.max())
-        if least < low or most > high:
+        min_value, max_value = int(values.min()), int(values.max())
+        if min_value < low or max_value > high:
             raise ValueError(
                 f"{name} must be from {low} to {high}, since jax uses 32 bits, got "
-                f"{most if most > high else least}"
+                f"{max_value if max_value > high else min_value}"
             )
     if np.dtype(dtype).kind == "f" and values.dtype.kind in "iu" and values.size:
         largest = 2 ** (np.finfo(dtype).nmant + 1)

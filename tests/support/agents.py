@@ -44,8 +44,8 @@ class ScheduleEnv:
         terminated: `[L, A]` bool, terminations of single agents.
         truncated: `[L, A]` bool, truncations of single agents.
         episode_terminated: `[L]` bool, termination of all agents.
-        episode_truncated: `[L]` bool, truncation of all agents. Step L ends the episode
-            in one of both ways.
+        episode_truncated: `[L]` bool, truncation of all agents. One flag is set for the
+            last step.
     """
 
     acting: jax.Array  # [L + 1, A]
@@ -118,10 +118,8 @@ class OneAgent:
         return state, {"all": obs[None]}, jnp.ones(1, bool)
 
     def step(self, key, state, action):
-        result, no_agent = (
-            self.env.step(key, state, action["all"][0]),
-            jnp.zeros(1, bool),
-        )
+        result = self.env.step(key, state, action["all"][0])
+        no_agent = jnp.zeros(1, bool)
         return envs.multi_agent.MultiAgentStep(
             state=result.state,
             obs={"all": result.obs[None]},
@@ -243,11 +241,8 @@ def play(env, *, is_team=False):
             else:
                 pending[a][1] += reward[a]
             if not any(final_flags[a]):
-                step_flags[a] = (
-                    bool(tables.terminated[n, a]),
-                    bool(tables.truncated[n, a]),
-                )
-                final_flags[a] = step_flags[a]
+                flags = tables.terminated[n, a], tables.truncated[n, a]
+                final_flags[a] = step_flags[a] = tuple(map(bool, flags))
         all_done = all(map(any, final_flags))
         is_truncated = n == num_steps - 1 and not tables.episode_terminated[n]
         all_terminated = all(terminated for terminated, _ in final_flags)
@@ -256,9 +251,8 @@ def play(env, *, is_team=False):
             is_truncated or (all_done and not all_terminated),
         )
         for a in range(num_agents):
-            is_valid = any(step_flags[a]) or (
-                tables.acting[n + 1, a] and not any(final_flags[a])
-            )
+            acts_next = tables.acting[n + 1, a] and not any(final_flags[a])
+            is_valid = any(step_flags[a]) or acts_next
             if pending[a] is None:
                 rows[a] += [(None, reward[a], None, *end, False, False)] * is_team
             elif is_valid or any(end):
