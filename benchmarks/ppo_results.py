@@ -128,14 +128,14 @@ def load(detail: str = "as it is") -> Any:
 
 
 def make_robot(env_id: str) -> Any:
-    """Makes a Gymnasium environment with clipped actions; runs in a worker process."""
+    """Creates a Gymnasium environment with clipped actions, in a worker process."""
     import gymnasium
 
     return gymnasium.wrappers.ClipAction(gymnasium.make(env_id))
 
 
 def make_env(env_id: str, config: recipes.PPOSettings, only: str = "") -> Any:
-    """Makes the environments of a task; normalizes continuous tasks."""
+    """Creates the environments of a task; normalizes continuous tasks."""
     if env_id.endswith("-v5"):
         makers = [functools.partial(make_robot, env_id)] * config.num_envs
         workers = envs.make_worker_envs(makers, num_workers=2)

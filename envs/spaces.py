@@ -200,7 +200,7 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
         if not jnp.issubdtype(self.dtype, jnp.floating):
             return super().sample(key)
         is_known = checks.is_known(self.bounds)
-        xp = np if is_known else jnp  # NumPy keeps known values out of the program
+        xp = np if is_known else jnp  # NumPy computes known values during tracing
         low, high = (xp.broadcast_to(x, self.shape) for x in self.bounds)
         has_low, has_high = xp.isfinite(low), xp.isfinite(high)
         has_both = has_low & has_high
@@ -208,8 +208,10 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
             return super().sample(key)
         # Sample with `key` itself, as `super().sample` does: the bits must not depend
         # on whether the bounds are known.
-        first, last = (xp.where(has_both, x, 0) for x in (low, high))
-        uniform = prng.sample_uniform(key, first, last, self.shape, self.dtype)
+        finite_low, finite_high = (xp.where(has_both, x, 0) for x in (low, high))
+        uniform = prng.sample_uniform(
+            key, finite_low, finite_high, self.shape, self.dtype
+        )
         tail_key, normal_key = prng.fold_in(key, jnp.arange(1, 3, dtype=jnp.int32))
         tail = jax.random.exponential(tail_key, self.shape, self.dtype)
         normal = jax.random.normal(normal_key, self.shape, self.dtype)
@@ -588,7 +590,7 @@ def to_json(space: AnySpace) -> Any:
         case Repeated():
             return {"Repeated": [to_json(space.space), space.num]}
         case Dict():
-            # Pairs, since JSON would convert names that are numbers to strings.
+            # Store pairs: JSON would convert names that are numbers to strings.
             parts = space.spaces.items()
             return {"Dict": [[name, to_json(part)] for name, part in parts]}
         case Tuple():
@@ -600,7 +602,7 @@ def from_json(data: Any) -> AnySpace:
     """Inverts `to_json`.
 
     Raises:
-        ValueError: if the space was a custom one.
+        ValueError: if the saved space was a custom space.
     """
     if data is None:
         raise ValueError("`data` must describe a space of `rollout.envs.spaces`.")
@@ -659,7 +661,7 @@ def lost_in_cast(value: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def _value_of(space: Any) -> Any:
-    """Returns hashable data: equal for two spaces of a class only if they are equal."""
+    """Returns hashable data: spaces of one class are equal if their data is equal."""
     if isinstance(space, Box):
         if not checks.is_known(space.bounds):  # traced bounds are equal by identity
             return space.shape, space.dtype, *map(id, space.bounds)

@@ -71,7 +71,7 @@ def from_envpool(
             make = import_optional("envpool").make
             pool = make(env, env_type="gymnasium", **counts, **options)
         except (AssertionError, TypeError) as error:
-            raise ValueError(f"{env} cannot be made: {error}") from error
+            raise ValueError(f"{env} cannot be created: {error}") from error
         return _EnvPool(pool, _names(pool, record_info))
 
 

@@ -87,7 +87,7 @@ class Restless(Toy):
 
     def change(self, step):
         over = step.terminated | step.truncated
-        self.over[:] = False
+        self.is_done[:] = False
         self.obs[over] = 0.0
         return step._replace(obs=self.obs)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_count import POLICY, Late, assert_same
+from host_count import POLICY, DelayedCount, assert_same
 
 import rollout
 from rollout import envs
@@ -18,7 +18,7 @@ def exponential(rng, env):
     return rng.exponential(1.0 + env)  # some are slower than others
 
 
-def make(num_envs=5, num_ready=2, kind=Late, **options):
+def make(num_envs=5, num_ready=2, kind=DelayedCount, **options):
     given = {x: options.pop(x) for x in ("latency_fn", "fault_fn") if x in options}
     env = kind(num_envs, **{"latency_fn": exponential, **given})
     options = {"policy": POLICY, "num_ready": num_ready, **options}
@@ -125,7 +125,9 @@ def test_episodes_are_those_of_their_seeds_however_slow_a_lane_is():
 
 def test_observations_are_normalised_as_they_are_served():
     collector = make(
-        kind=lambda *args, **options: envs.NormalizeHostEnv(Late(*args, **options))
+        kind=lambda *args, **options: envs.NormalizeHostEnv(
+            DelayedCount(*args, **options)
+        )
     )
     rows = collect(collector, 30, 1, 19)
     for row, mask in columns(rows):
@@ -182,7 +184,7 @@ def test_call_that_raises_keeps_the_rows_and_names_the_environment(options, mess
     assert rows.mask.all()
 
 
-class Fixed(Late):
+class Fixed(DelayedCount):
     """One that returns two at a time, neither more nor fewer."""
 
     batch_size = 2
