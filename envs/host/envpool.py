@@ -80,7 +80,7 @@ class _EnvPool(AsyncHostVectorEnv):
 
     def __init__(self, env: Any, names: tuple[str, ...]) -> None:
         self.num_envs = int(env.config["num_envs"])
-        self.batch_size = int(env.config["batch_size"])
+        self.batch_size: int = int(env.config["batch_size"])
         self._env: Any = env
         self._names = names
         specs, self.info = env.spec.state_array_spec, {}
