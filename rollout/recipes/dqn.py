@@ -45,7 +45,7 @@ class Config:
     buffer_size: int = 100_000
     n_step: int = 3  # rewards in a target
     gamma: float = 0.99
-    exploration_fraction: float = 0.1  # fraction of steps in which epsilon falls from 1
+    exploration_fraction: float = 0.1  # of all environment steps; epsilon decays
     exploration_final_eps: float = 0.01
     prioritized: bool = True  # False: uniform replay
     beta: float = 0.4  # exponent of importance weights, annealed to 1

@@ -44,7 +44,7 @@ class Config:
     anneal_lr: bool = True  # linear decay to 0; not applied to a schedule
     gamma: float = 0.99
     lambda_: float = 0.95
-    exploration_fraction: float = 0.2  # fraction of steps in which epsilon falls
+    exploration_fraction: float = 0.2  # of all environment steps; epsilon decays
     exploration_initial_eps: float = 1.0
     exploration_final_eps: float = 0.05
     max_grad_norm: float = 10.0

@@ -46,7 +46,7 @@ class Config:
     num_updates: int = 20
     num_steps: int = 1000  # steps per environment in each update
     gradient_steps: int = 1  # gradient steps after each step of all environments
-    learning_starts: int = 1000  # random environment steps before the first update
+    learning_starts: int = 1000  # environment steps before the first update
     batch_size: int = 256
     learning_rate: float | optax.Schedule = 1e-3  # a schedule counts gradient steps
     buffer_size: int = 100_000  # transitions of all environments
@@ -192,7 +192,10 @@ class TD3(Agent):
 
     @functools.cached_property
     def policy(self) -> rollout.Policy:
-        """The policy for collection: random actions first, then Gaussian noise."""
+        """The policy for collection: Gaussian noise, after random actions in a box.
+
+        Unbounded actions have no uniform distribution, so their noise begins at once.
+        """
         noise, space = self.config.exploration_noise, self.spec.action_space
         policy = Policy(self.actor, self.distribution, noise)
         if not all(np.isfinite(x).all() for x in space.bounds):  # no uniform samples
