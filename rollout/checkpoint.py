@@ -3,7 +3,7 @@
 A checkpoint is a file of NumPy arrays in `path`. It is written under a temporary name
 and renamed once every byte is on disk. If the process is killed, earlier checkpoints
 are unchanged, and incomplete files are never read. The file contains the path, dtype
-and shape of every leaf, and checksums.
+and shape of every leaf, checksums, and the version of rollout.
 
 A folder has one writer at a time, and any number of readers.
 
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+import rollout
 from rollout import checks, programs
 from rollout.envs import trees
 from rollout.envs.types import ArrayTree
@@ -99,7 +100,8 @@ def save(
             part = file.with_name(file.name + _UNFINISHED)
             try:
                 with part.open("wb") as stream:
-                    np.savez(stream, np.array(specs), *arrays)
+                    version = np.array(rollout.__version__)
+                    np.savez(stream, np.array(specs), *arrays, version=version)
                     stream.flush()
                     os.fsync(stream.fileno())
             except BaseException:  # for example a full disk
@@ -135,14 +137,15 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
     """
     if step is not None:
         step = checks.int_between("step", step, least=0, most=None)
-    specs, saved = _read(path, step)
+    version, specs, saved = _read(path, step)
     expected = _describe("like", like)
     pairs = itertools.zip_longest(expected, specs, fillvalue="no more")
     for like_spec, saved_spec in pairs:
         if like_spec != saved_spec:
             raise ValueError(
                 f"`like` must have the leaves that were saved: {saved_spec}, "
-                f"got {like_spec}."
+                f"got {like_spec}. Version {version} of rollout saved the checkpoint, "
+                f"and version {rollout.__version__} is installed."
             )
     # Free each array once it is converted, so that the tree is not in memory twice.
     remaining = collections.deque(saved)
@@ -192,14 +195,18 @@ def _locked(path: str | Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _read(path: str | Path, step: int | None) -> tuple[list[str], list[np.ndarray]]:
-    """Reads the descriptions and the leaves of a checkpoint."""
+def _read(
+    path: str | Path, step: int | None
+) -> tuple[str, list[str], list[np.ndarray]]:
+    """Reads the version, the descriptions and the leaves of a checkpoint."""
     numbers = steps(path)
     number = numbers[-1] if step is None and numbers else step
     try:
         with zipfile.ZipFile(_file(path, number)) as archive:
-            specs = _read_array(archive, 0).tolist()
-            return specs, [_read_array(archive, 1 + i) for i in range(len(specs))]
+            version = str(_read_array(archive, "version"))
+            specs = _read_array(archive, "arr_0").tolist()
+            names = [f"arr_{1 + i}" for i in range(len(specs))]
+            return version, specs, [_read_array(archive, name) for name in names]
     except Exception as error:  # NumPy does not document the types
         if numbers != steps(path):  # replaced during the read
             return _read(path, step)
@@ -217,8 +224,8 @@ def _read(path: str | Path, step: int | None) -> tuple[list[str], list[np.ndarra
         ) from error
 
 
-def _read_array(archive: zipfile.ZipFile, number: int) -> np.ndarray:
-    with archive.open(f"arr_{number}.npy") as member:
+def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    with archive.open(f"{name}.npy") as member:
         array = np.lib.format.read_array(member)
         # Read to the end, where `zipfile` compares the checksum, even if the shape is
         # damaged.
