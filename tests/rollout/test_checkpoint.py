@@ -231,7 +231,9 @@ def test_save_that_fails_leaves_nothing_and_the_next_one_fits(tmp_path, monkeypa
 def test_foreign_file_under_the_name_of_a_checkpoint_is_named(tmp_path):
     checkpoint.save(tmp_path, {"n": 1})
     np.savez(tmp_path / "3.checkpoint.npz", mine=np.ones(3))
-    with pytest.raises(ValueError, match=r"not a checkpoint .* delete 3\.checkpoint\.npz"):
+    with pytest.raises(
+        ValueError, match=r"not a checkpoint .* delete 3\.checkpoint\.npz"
+    ):
         checkpoint.restore(tmp_path, {"n": 0})
     (tmp_path / "3.checkpoint.npz").unlink()
     assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 1
