@@ -61,13 +61,12 @@ from rollout.stats import summarize
 from rollout.stream import Stream
 from rollout.targets import discounted_returns, gae, lambda_returns, next_values, vtrace
 from rollout.types import Accumulator, Carry, Policy, PolicyStep, Transition
+from rollout.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from rollout import buffers as buffers
     from rollout import inspection as inspection
     from rollout.inspection import inspect_program as inspect_program
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Accumulator",

@@ -27,10 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-import rollout
 from rollout import checks, programs
 from rollout.envs import trees
 from rollout.envs.types import ArrayTree
+from rollout.version import __version__
 
 _SUFFIX = ".checkpoint.npz"  # only files with this suffix are deleted
 _UNFINISHED = ".part"  # appended to the names of incomplete files
@@ -100,7 +100,7 @@ def save(
             part = file.with_name(file.name + _UNFINISHED)
             try:
                 with part.open("wb") as stream:
-                    version = np.array(rollout.__version__)
+                    version = np.array(__version__)
                     np.savez(stream, np.array(specs), *arrays, version=version)
                     stream.flush()
                     os.fsync(stream.fileno())
@@ -145,7 +145,7 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
             raise ValueError(
                 f"`like` must have the leaves that were saved: {saved_spec}, "
                 f"got {like_spec}. Version {version} of rollout saved the checkpoint, "
-                f"and version {rollout.__version__} is installed."
+                f"and version {__version__} is installed."
             )
     # Free each array once it is converted, so that the tree is not in memory twice.
     remaining = collections.deque(saved)

@@ -61,7 +61,7 @@ def assert_same(got, want):
 def test_checkpoint_of_another_version_is_restored_or_named(tmp_path, monkeypatch):
     tree = {"a": jnp.arange(3.0)}
     with monkeypatch.context() as patch:
-        patch.setattr(rollout, "__version__", "0.0.7")
+        patch.setattr(checkpoint, "__version__", "0.0.7")
         checkpoint.save(tmp_path, tree)
     chex.assert_trees_all_equal(checkpoint.restore(tmp_path, tree), tree)
     versions = f"0.0.7 of rollout saved .*version {rollout.__version__} is installed"
