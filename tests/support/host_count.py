@@ -83,14 +83,16 @@ class HostCount(HostVectorEnv):
         causes = {}
         for env in np.flatnonzero(mask):
             self.number[env] += 1
-            if fault := self.fault_fn(int(self.number[env]), int(env)):
-                self.has_failed[env], causes[int(env)] = True, fault
+            fault = self.fault_fn(int(self.number[env]), int(env))
+            self.has_failed[env] = fault is not None
+            if isinstance(fault, Exception):
+                causes[int(env)] = fault
                 continue
             self.num_resets += 1
             if self.resets_itself and self.is_done[env] and self.length[env]:
                 self.resets_next[env] = True
             else:
-                self.obs[env] = 0.0
+                self.obs[env] = np.nan if fault == "nan" else 0.0
             low, high, _ = (bound[env] for bound in self.bounds)
             self.length[env] = low + (int(seeds[env]) >> 1) % (high - low + 1)
             self.is_done[env] = False
