@@ -112,6 +112,13 @@ def test_first_episodes_that_start_are_played(num_episodes):
     assert rows.mask.all()
 
 
+def test_environments_without_an_episode_get_no_action():
+    collector = make(num_envs=4, num_ready=2)
+    carry, num_sent = collector.init(KEY), collector.env.num_sent
+    _, episodes = collector.collect_episodes(carry, None, 1, max_episode_steps=9)
+    assert collector.env.num_sent - num_sent == episodes.num_steps
+
+
 def test_episodes_are_those_of_their_seeds_however_slow_a_lane_is():
     """Episode k has the length that it has where all step at once."""
     host = make(num_envs=4, num_ready=None)
