@@ -84,7 +84,7 @@ def test_one_lane_is_what_adding_the_rows_in_order_makes(make, successor, open_e
 
 
 def test_lanes_hold_whole_episodes_in_order():
-    lengths, num_envs = [4, 1, 9, 2, 2, 6, 3, 1], 2
+    lengths, num_envs = [4, 1, 9, 2, 2, 6, 3, 2], 2  # lanes of 14 and 15 rows
     buffer = REPLAY(num_envs * 16, num_envs, **options("shared"))
     data = make_data(lengths)
     state = buffers.from_data(buffer, **data)
