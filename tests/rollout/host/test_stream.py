@@ -49,6 +49,23 @@ def test_batches_are_those_of_the_kernel(options):
         stream.close()
 
 
+def test_stop_during_a_batch_begins_no_other_batch():
+    collector, num_steps = on_host(), 0
+    stream = make_stream(collector, prefetch=1)
+    step = collector.env.step
+
+    def step_and_stop(action):
+        nonlocal num_steps
+        num_steps += 1
+        stream.stop()
+        return step(action)
+
+    collector.env.step = step_and_stop
+    batch = next(stream)
+    stream.close()  # waits for a batch that has begun
+    assert num_steps == batch.steps // collector.env.num_envs
+
+
 def stream_of(make_fn, wrap=lambda env: env, **options):
     env = wrap(LocalEnvs([make_fn] * 4))
     policy = rollout.random_policy(env.action_space)
