@@ -129,8 +129,8 @@ def test_actions_are_valid_elements_of_their_space(name, action_space, key_reuse
     @quick_jit
     def act(key):
         obs = jax.vmap(agent.spec.observation_space.sample)(jax.random.split(key, 64))
-        few = jax.tree.map(lambda x: x[:2], obs)
-        params = agent.init_learner(key, few).params
+        first_obs = jax.tree.map(lambda x: x[:2], obs)
+        params = agent.init_learner(key, first_obs).params
         params = jax.tree.map(lambda x: 3 * x, params)
         state = agent.policy.init(64)
         return obs, [
@@ -255,13 +255,14 @@ def test_advantages_over_time_limits_are_those_of_a_plain_loop():
     [(dqn.DQN, {"num_steps": 8, "gradient_steps": 8}), (pqn.PQN, {"num_updates": 30})],
 )
 def test_q_learning_finds_the_best_valid_action(agent_class, options):
-    """The action of the largest number that is valid."""
+    """The best action is the largest valid number."""
     sizes = {"num_updates": 60, "hidden_layer_sizes": (16, 16)}
     env = envs.vectorize(MaskedEnv(), NUM_ENVS)
     agent = agent_class(env, agent_class.config.replace(**sizes | options))
     state, _ = jax.jit(lambda key: agent.train(agent.init(key)))(jax.random.key(0))
     collector = agent.collector.replace(policy=agent.eval_policy)
-    _, t = collector.collect_steps(state.carry, state.params, 32)
+    carry = collector.init(jax.random.key(1))
+    _, t = collector.collect_steps(carry, state.params, 32)
     best = np.where(t.obs["action_mask"], np.arange(-2, 1), -3).max(axis=-1)
     assert (t.action == best).mean() > 0.95
 

@@ -21,23 +21,22 @@ from rollout.recipes import dqn, ppo, pqn, sac, td3
 from rollout.types import Persistent
 
 OFF_POLICY = ("dqn", "sac", "td3")
-KEY = jax.random.key(0)
 MODELS = {"network": "model", "actor_network": "actor", "critic_network": "critic"}
 
 
 def named(*names, slow=()):
-    """Parametrizes a test with names of agents, some of which are slow."""
+    """Parametrizes a test with names of agents. Tests of `slow` agents are slow."""
     marked = [pytest.param(name, marks=pytest.mark.slow) for name in slow]
     return pytest.mark.parametrize("name", [*names, *marked])
 
 
 @named(*AGENTS)
 def test_agents_compare_by_value_and_share_their_policy(name):
-    agent, same = make_agent(name), make_agent(name)
-    assert agent == same
-    assert hash(agent) == hash(same)
-    assert agent.policy == same.policy
-    assert agent.eval_policy == same.eval_policy
+    agent, copy = make_agent(name), make_agent(name)
+    assert agent == copy
+    assert hash(agent) == hash(copy)
+    assert agent.policy == copy.policy
+    assert agent.eval_policy == copy.eval_policy
     faster = make_agent(name, learning_rate=0.1)
     assert faster != agent
     assert faster.policy == agent.policy  # the same network
@@ -49,14 +48,16 @@ def test_agents_compare_by_value_and_share_their_policy(name):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(agent, field.name, None)
         if field.name in MODELS:
-            other = agent.replace(**{field.name: network})
-            assert getattr(other, MODELS[field.name]) is network
+            changed = agent.replace(**{field.name: network})
+            assert getattr(changed, MODELS[field.name]) is network
 
 
 @named(*AGENTS)
 def test_steps_and_episodes_are_counted(name):
     agent = make_agent(name, stats_window_size=3)
-    state, metrics = jax.eval_shape(lambda key: agent.train(agent.init(key)), KEY)
+    state, metrics = jax.eval_shape(
+        lambda key: agent.train(agent.init(key)), jax.random.key(0)
+    )
     assert {x.shape for x in metrics.values()} == {(2,)}
     assert state.window.episode_return.shape == (3,)
     first = 8 if name in OFF_POLICY else 0
@@ -65,7 +66,7 @@ def test_steps_and_episodes_are_counted(name):
     assert agent.env_steps(np.array([0, 2**31])).tolist() == [first, first + 2**34]
     if name in OFF_POLICY:
         assert make_agent(name, learning_starts=0).num_initial_steps == 1
-        # jax takes trees for equal that differ in a class only, and shares programs.
+        # jax would share programs with a tree that differs only in its class.
         assert type(state.buffer_state.ring.experience) is rollout.Transition
 
 
@@ -80,7 +81,7 @@ def test_steps_and_episodes_are_counted(name):
 def test_learning_rate_anneals_or_is_constant_or_follows_a_schedule(
     name, changes, annealed
 ):
-    """As with a rate of 1, step by step: optax scales by the rate at the end."""
+    """The updates are rates times the updates of rate 1: optax scales at the end."""
     schedule = optax.linear_schedule(1.0, 0.1, 8)
     optimizers = [
         make_agent(name, **changes | options).optimizer
@@ -133,7 +134,7 @@ def test_epsilon_falls_linearly_and_all_actions_are_valid(name, changes, expecte
         action = agent.policy.apply(params, obs, state, keys[3]).action
         return agent.model.apply(params, obs), obs, best, predicted, action
 
-    values, obs, best, predicted, action = jax.device_get(act(KEY))
+    values, obs, best, predicted, action = jax.device_get(act(jax.random.key(0)))
     valid_values = np.where(obs["action_mask"], values, -np.inf)
     np.testing.assert_array_equal(best, valid_values.argmax(-1) - 2)
     assert predicted == best[0]
@@ -158,7 +159,7 @@ NUMBERS = {
 @pytest.mark.usefixtures("quick_compile", "key_reuse")
 @named("ppo", "dqn", slow=("recurrent_ppo", "pqn", "sac", "td3"))
 def test_training_runs_under_vmap_over_seeds_and_numbers(name):
-    """The first two lanes differ in the seed, the others in one number."""
+    """The first two lanes differ in the seed, and each further lane in one number."""
     agent = make_agent(name, learning_rate=0.05)
     changes = {"learning_rate": 0.0} | NUMBERS[name]
     num_lanes = 2 + len(changes)
@@ -185,9 +186,9 @@ def test_training_runs_under_vmap_over_seeds_and_numbers(name):
         [flatten([x[i] for x in jax.tree.leaves(tree)]) for i in range(num_lanes)]
         for tree in params
     )
-    np.testing.assert_array_equal(params[2], old_params[2])  # of the rate 0
-    for one, other in itertools.combinations(params, 2):
-        assert abs(one - other).max() > 1e-4
+    np.testing.assert_array_equal(params[2], old_params[2])  # the learning rate is 0
+    for x, y in itertools.combinations(params, 2):
+        assert abs(x - y).max() > 1e-4
 
 
 @pytest.mark.usefixtures("quick_compile")
@@ -199,7 +200,7 @@ def test_equal_agents_of_host_environments_share_their_programs(name):
     for _ in range(2):
         env = envs.from_gymnasium(env_id, num_envs=2)
         agent = make_agent(name, env, learning_rate=0.05)
-        state = agent.init(KEY)
+        state = agent.init(jax.random.key(0))
         with count_compiles() as events:
             new_state, metrics = agent.train(state)
         results.append(jax.device_get((state.params, new_state.params, metrics)))
@@ -221,13 +222,13 @@ def test_equal_agents_of_host_environments_share_their_programs(name):
 @named(*AGENTS)
 def test_training_in_parts_has_the_bits_of_a_training_at_once(name):
     agent = make_agent(name)
-    state = jax.jit(agent.init)(KEY)
+    state = jax.jit(agent.init)(jax.random.key(0))
     train = jax.jit(agent.train, static_argnums=1)
-    whole, metrics = train(state, 2)
+    last, metrics = train(state, 2)
     first, first_metrics = train(state, 1)
     second, second_metrics = train(first, 1)
     parts = jax.tree.map(lambda *x: np.concatenate(x), first_metrics, second_metrics)
-    jax.tree.map(np.testing.assert_array_equal, raw(whole), raw(second))
+    jax.tree.map(np.testing.assert_array_equal, raw(last), raw(second))
     jax.tree.map(np.testing.assert_array_equal, metrics, parts)
 
 
@@ -251,7 +252,7 @@ def test_training_in_parts_has_the_bits_of_a_training_at_once(name):
 def test_agent_learns(agent_class, env_id, num_envs, changes, least):
     config = agent_class.config.replace(**changes)
     agent = agent_class(envs.make_vec(env_id, num_envs), config)
-    state, _ = jax.jit(agent.train)(agent.init(KEY))
+    state, _ = jax.jit(agent.train)(agent.init(jax.random.key(0)))
     collector = agent.collector.replace(policy=agent.eval_policy)
     stats = rollout.evaluate(collector, state.params, jax.random.key(1), 50)
     assert stats.returns.mean > least
@@ -259,7 +260,7 @@ def test_agent_learns(agent_class, env_id, num_envs, changes, least):
 
 
 class Layers(nn.Module):
-    """An output per size; the size None is a last axis that is left out."""
+    """One output per size. The size None removes the last axis."""
 
     sizes: tuple
 
@@ -294,7 +295,7 @@ WRONG = [
 
 def init_learner(agent_class, action_space, **networks):
     agent = agent_class(EnvSpec(Box(-1.0, 1.0, (5,)), action_space, 1), **networks)
-    return jax.eval_shape(agent.init_learner, KEY, jnp.zeros((1, 5)))
+    return jax.eval_shape(agent.init_learner, jax.random.key(0), jnp.zeros((1, 5)))
 
 
 @pytest.mark.parametrize(("agent_class", "space", "name", "sizes", "message"), WRONG)
@@ -320,7 +321,7 @@ class Table(nn.Module):
 def test_custom_network_replaces_the_default(agent_class):
     network = Table(5, with_value=agent_class is ppo.PPO)
     agent = agent_class(EnvSpec(Discrete(2), Discrete(5), 1), network=network)
-    state = jax.eval_shape(agent.init_learner, KEY, jnp.zeros(1, int))
+    state = jax.eval_shape(agent.init_learner, jax.random.key(0), jnp.zeros(1, int))
     assert state.params["params"]["table"].shape == (2, 5)
     params = {"params": {"table": jnp.eye(5)[jnp.array([1, 4])]}}
     assert [agent.predict(params, obs) for obs in (0, 1)] == [1, 4]
@@ -341,7 +342,7 @@ def test_loss_without_a_value_for_each_row_raises(name):
 
     agent = ScalarLoss(envs.vectorize(env, 2), make_agent(name).config)
     with pytest.raises(ValueError, match="`loss` must have one value per row"):
-        jax.eval_shape(lambda key: agent.update(agent.init(key)), KEY)
+        jax.eval_shape(agent.update, init(agent))
 
 
 @named(*OFF_POLICY)
@@ -351,13 +352,17 @@ def test_agents_with_a_buffer_require_fixed_statistics(name):
     with pytest.raises(ValueError, match="`env` must have fixed statistics"):
         agent.replace(env=env)
     collector = rollout.Collector(env=env, policy=agent.policy)
-    agent = agent.replace(env=collector.freeze(collector.init(KEY)).env)
-    assert jax.eval_shape(agent.init, KEY).params
+    agent = agent.replace(env=collector.freeze(collector.init(jax.random.key(0))).env)
+    assert init(agent).params
 
 
-def update(name, **changes):
-    agent = make_agent(name, **changes)
-    return jax.eval_shape(lambda key: agent.update(agent.init(key)), KEY)
+def init(agent):
+    return jax.eval_shape(agent.init, jax.random.key(0))
+
+
+def update(**changes):
+    agent = make_agent("recurrent_ppo", **changes)
+    return jax.eval_shape(agent.update, init(agent))
 
 
 def make_with(name, action_space):
@@ -369,65 +374,43 @@ def predict(space, obs):
     return agent.predict({}, obs)
 
 
-FOUR = Box(-1.0, 1.0, (4,))
-SHAPE, NUMBER = (
-    r"`obs` must be .* of shape \(4,\), got",
-    r"`obs` must be in Discrete\(n=3",
-)
-REFUSED = {
-    r"`network` must be an object, .* class Dense": [
-        lambda: ppo.PPO(make_agent("ppo").env, network=nn.Dense)
-    ],
-    "`config` must be an object": [
-        lambda: ppo.PPO(make_agent("ppo").env, config=ppo.Config)
-    ],
-    "`env` must be parallel environments": [
-        lambda: ppo.PPO("CartPole-v1").init(KEY),
-        lambda: ppo.PPO(envs.make("CartPole-v1")).init(KEY),
-    ],
-    "`key` must be one typed key": [lambda: make_agent("ppo").init(0)],
-    "`num_updates` must be": [
-        lambda: make_agent("ppo").train(None, 0),
-        lambda: make_agent("ppo").train(None, 1.0),
-        lambda: make_agent("ppo").train(None, True),
-    ],
-    "`config.gradient_steps` must be an int of at": [
-        lambda: make_agent("sac", gradient_steps=0)
-    ],
-    "`config.policy_delay` must be an int of at": [
-        lambda: make_agent("td3", policy_delay=0)
-    ],
-    "`num_minibatches` must divide the 2 items": [
-        lambda: update("recurrent_ppo", num_minibatches=3)
-    ],
-    r"`obs` must be .* of shape \(4,\), got": [
-        lambda: predict(FOUR, np.zeros(3)),
-        lambda: predict(FOUR, np.zeros((1, 4))),
-        lambda: predict(FOUR, (np.zeros(4), {})),
-        lambda: predict(FOUR, [0.0] * 3),
-    ],
-    r"`obs` must be in Discrete\(n=3": [
-        lambda: predict(Discrete(3), 3),
-        lambda: predict(Discrete(3), -1),
-        lambda: predict(Discrete(3), 1.5),
-        lambda: predict(Discrete(3), np.int64(7)),
-    ],
-    "must be a Discrete .*PPO.*SAC": [
-        lambda: make_with("dqn", FORCE),
-        lambda: make_with("pqn", FORCE),
-    ],
-    "must be a Box of floats.* DQN .* PPO ": [
-        lambda: make_with("sac", CHOICE),
-        lambda: make_with("sac", Box(0, 3, (2,), jnp.dtype("int32"))),
-        lambda: make_with("sac", spaces.Tuple((FORCE,))),
-        lambda: make_with("td3", CHOICE),
-    ],
-}
+FOUR, INTEGERS = Box(-1.0, 1.0, (4,)), Box(0, 3, (2,), jnp.dtype("int32"))
+SHAPE = r"`obs` must be .* of shape \(4,\), got"
+ELEMENT = r"`obs` must be in Discrete\(n=3"
+OBJECT = "must be an object, got the class"
+COUNT = "must be an int of at least 1"
+NO_CHOICE = "must be a Discrete .*PPO.*SAC"
+NO_BOX = "must be a Box of floats.* DQN .* PPO "
+REFUSED = [
+    (f"`network` {OBJECT} Dense", lambda: make_agent("ppo").replace(network=nn.Dense)),
+    (f"`config` {OBJECT} Config", lambda: make_agent("ppo").replace(config=ppo.Config)),
+    ("`env` must be parallel", lambda: init(ppo.PPO("CartPole-v1"))),
+    ("`env` must be parallel", lambda: init(ppo.PPO(envs.make("CartPole-v1")))),
+    ("`key` must be one typed key", lambda: make_agent("ppo").init(0)),
+    ("`num_updates` must be", lambda: make_agent("ppo").train(None, 0)),
+    ("`num_updates` must be", lambda: make_agent("ppo").train(None, 1.0)),
+    ("`num_updates` must be", lambda: make_agent("ppo").train(None, True)),
+    (f"`config.gradient_steps` {COUNT}", lambda: make_agent("sac", gradient_steps=0)),
+    (f"`config.policy_delay` {COUNT}", lambda: make_agent("td3", policy_delay=0)),
+    ("`num_minibatches` must divide the 2 items", lambda: update(num_minibatches=3)),
+    (SHAPE, lambda: predict(FOUR, np.zeros(3))),
+    (SHAPE, lambda: predict(FOUR, np.zeros((1, 4)))),
+    (SHAPE, lambda: predict(FOUR, (np.zeros(4), {}))),
+    (SHAPE, lambda: predict(FOUR, [0.0] * 3)),
+    (ELEMENT, lambda: predict(CHOICE, 3)),
+    (ELEMENT, lambda: predict(CHOICE, -1)),
+    (ELEMENT, lambda: predict(CHOICE, 1.5)),
+    (ELEMENT, lambda: predict(CHOICE, np.int64(7))),
+    (NO_CHOICE, lambda: make_with("dqn", FORCE)),
+    (NO_CHOICE, lambda: make_with("pqn", FORCE)),
+    (NO_BOX, lambda: make_with("sac", CHOICE)),
+    (NO_BOX, lambda: make_with("sac", INTEGERS)),
+    (NO_BOX, lambda: make_with("sac", spaces.Tuple((FORCE,)))),
+    (NO_BOX, lambda: make_with("td3", CHOICE)),
+]
 
 
-@pytest.mark.parametrize(
-    ("words", "call"), [(words, call) for words in REFUSED for call in REFUSED[words]]
-)
+@pytest.mark.parametrize(("words", "call"), REFUSED)
 def test_wrong_arguments_are_named(words, call):
     with pytest.raises(ValueError, match=words):
         call()

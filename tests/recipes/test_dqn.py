@@ -1,4 +1,4 @@
-"""DQN's loss is that of the papers, and `update` applies exactly its gradient."""
+"""DQN has the loss of the papers, and `update` applies its gradient exactly."""
 
 import functools
 
@@ -11,7 +11,7 @@ from cases import quick_jit
 from recipe_cases import MaskedEnv, mlp
 
 from rollout import envs
-from rollout.recipes.dqn import DQN, Config, QNetwork, select_experience
+from rollout.recipes.dqn import DQN, Config, select_experience
 
 B = 4
 CONFIG = Config(
@@ -33,7 +33,7 @@ close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
 
 
 def plain_targets(config, rows, indices, params, target_params):
-    """The targets of rows `n * B + i`, one after the other, and how each ended."""
+    """Computes the targets of rows `n * B + i` one by one, and their endings."""
     targets, endings = [], []
     for index in indices:
         slot, env = divmod(int(index), B)
@@ -55,32 +55,25 @@ def plain_targets(config, rows, indices, params, target_params):
     return np.float32(targets), endings
 
 
-@functools.cache
-def make_plain_step(config):
+OPTIMIZER = optax.adam(lambda count: 0.05 * (1 + jnp.cos(jnp.pi * count / 9)) / 2)
+
+
+@quick_jit
+def plain_step(params, opt_state, obs, action, target, weight):
     """Adam with the gradient of `mean(weight * huber)` by `jax.grad`."""
-    total = config.num_updates * config.gradient_steps
-    optimizer = optax.adam(
-        lambda count: config.learning_rate * (1 + jnp.cos(jnp.pi * count / total)) / 2
-    )
 
-    @quick_jit
-    def step(params, opt_state, obs, action, target, weight):
-        def mean_loss(params):
-            values = QNetwork(3, MaskedEnv().observation_space, (8,), "relu").apply(
-                params, obs
-            )
-            q_value = values[jnp.arange(len(action)), action + 2]
-            error = jnp.abs(target - q_value)
-            huber = jnp.where(error < 1, error**2 / 2, error - 0.5)
-            return jnp.mean(weight * huber), (error, q_value)
+    def mean_loss(params):
+        values = mlp(params, obs["x"], xp=jnp)
+        q_value = values[jnp.arange(len(action)), action + 2]
+        error = jnp.abs(target - q_value)
+        huber = jnp.where(error < 1, error**2 / 2, error - 0.5)
+        return jnp.mean(weight * huber), (error, q_value)
 
-        grads_fn = jax.value_and_grad(mean_loss, has_aux=True)
-        (loss, (error, q_value)), grads = grads_fn(params)
-        updates, opt_state = optimizer.update(grads, opt_state)
-        metrics = {"loss": loss, "td_error": error.mean(), "q_value": q_value.mean()}
-        return optax.apply_updates(params, updates), opt_state, error, metrics
-
-    return optimizer, step
+    grads_fn = jax.value_and_grad(mean_loss, has_aux=True)
+    (loss, (error, q_value)), grads = grads_fn(params)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state)
+    metrics = {"loss": loss, "td_error": error.mean(), "q_value": q_value.mean()}
+    return optax.apply_updates(params, updates), opt_state, error, metrics
 
 
 def make_state(agent: DQN):
@@ -102,11 +95,10 @@ def test_update_takes_the_steps_of_a_plain_loop(changes, key_reuse):
     """Two updates, with all kinds of endings and both sides of the Huber loss."""
     agent = DQN(envs.vectorize(MaskedEnv(), B), CONFIG.replace(**changes))
     config, buffer, state = agent.config, agent.buffer, make_state(agent)
-    optimizer, plain_step = make_plain_step(CONFIG)
-    opt_state = quick_jit(optimizer.init)(state.params)
+    opt_state = quick_jit(OPTIMIZER.init)(state.params)
     train = quick_jit(lambda state: agent.train(state, 1), donate_argnums=0)
     add = quick_jit(lambda state, t: buffer.add(state, select_experience(t)))
-    num_steps, seen, errors, weights = 0, set(), [], []
+    num_steps, all_endings, errors, weights = 0, set(), [], []
     for number in (1, 2):
         new = slice(8 * number, 8 * number + 8)
         _, t = agent.collector.collect_steps(state.carry, state.params, 8)
@@ -141,7 +133,7 @@ def test_update_takes_the_steps_of_a_plain_loop(changes, key_reuse):
                     buffer_state, sample.indices, priorities
                 )
             metrics.append(step_metrics)
-            seen.update(endings)
+            all_endings.update(endings)
             errors.append(error)
             weights.append(sample.weights)
         state, got = train(state)
@@ -153,10 +145,10 @@ def test_update_takes_the_steps_of_a_plain_loop(changes, key_reuse):
         jax.tree.map(lambda x, *y: close(x, [np.mean(y)]), got, *metrics)
         np.testing.assert_array_equal(*map(jax.random.key_data, (state.key, key)))
     assert int(state.num_updates) == 2
-    # The case has all that it is to have.
-    assert {end for end, *_ in seen} == {"length", "terminated", "truncated"}
-    assert {count for _, count, _ in seen} == set(range(1, config.n_step + 1))
-    assert {is_same for *_, is_same in seen} == {False, True}
+    # The case has every kind of ending and both sides of the Huber loss.
+    assert {end for end, *_ in all_endings} == {"length", "terminated", "truncated"}
+    assert {count for _, count, _ in all_endings} == set(range(1, config.n_step + 1))
+    assert {is_same for *_, is_same in all_endings} == {False, True}
     assert (np.array(errors) > 1.2).sum() > 30
     assert (np.array(errors) < 0.8).sum() > 30
     assert (np.array(weights) < 0.9).any() == config.prioritized

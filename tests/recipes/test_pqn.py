@@ -29,7 +29,7 @@ close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
 
 
 class WithMask(PQN):
-    """PQN without a part of the steps, whose rewards would be far too large."""
+    """PQN with masked-out steps, whose rewards are far too large."""
 
     def learn(self, state, trajectory, last_value):
         return super().learn(state, mask_out(trajectory), last_value)
@@ -56,7 +56,7 @@ def best_value(params, obs) -> np.ndarray:
 
 
 def plain_targets(params, t, last_value):
-    """The λ-returns: a loop over the steps that are not masked out, backwards."""
+    """Computes λ-returns by a loop over the valid steps, backwards."""
     gamma, lambda_ = CONFIG.gamma, CONFIG.lambda_
     value, final_value = best_value(params, t.obs), best_value(params, t.next_obs)
     target = np.zeros((T, B), np.float32)
@@ -113,7 +113,7 @@ def plain_batch(t, target) -> Batch:
 
 
 def test_update_takes_the_steps_of_a_plain_loop(key_reuse):
-    """Two updates, with all kinds of endings and with steps that are masked out."""
+    """Two updates, with all kinds of endings and with masked-out steps."""
     agent, norms = WithMask(envs.vectorize(MaskedEnv(), B), CONFIG), []
     state = quick_jit(agent.init)(jax.random.key(0))
     opt_state, update = quick_jit(optimizer.init)(state.params), quick_jit(agent.update)

@@ -31,7 +31,7 @@ def make_agent(config: Config = CONFIG) -> RecurrentPPO:
 
 
 def make_batch(seed: int = 0) -> Batch:
-    """Sequences with several episodes, and with steps that are masked out."""
+    """Sequences with several episodes and with masked-out steps."""
     rng, shape = np.random.default_rng(seed), (T, B)
     floats = np.float32(rng.normal(size=(4, *shape)))
     first = rng.random(shape) < 0.2
@@ -178,12 +178,12 @@ def test_update_takes_the_steps_of_a_plain_loop(cell, key_reuse):
     "cell", ["GRUCell", pytest.param(LSTM, marks=pytest.mark.slow)]
 )
 def test_replay_has_the_probabilities_of_the_collection(cell):
-    """Without a gradient step, in windows that begin in the middle of episodes."""
+    """The learning rate is 0, and windows begin in the middle of episodes."""
     agent = make_agent(CONFIG.replace(cell=cell, learning_rate=0.0, num_steps=9))
 
     @jax.jit
     def train(state):
-        # With larger parameters, whose actions depend on the memory.
+        # Larger parameters make the actions depend on the memory.
         params = jax.tree.map(lambda x: 2 * x + 0.3, state.params)
         state, metrics = agent.train(state.replace(params=params))
         return metrics, state.carry.episode.episode_length

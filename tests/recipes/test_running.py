@@ -16,7 +16,7 @@ from compiles import QUICK_FLAGS
 
 import rollout
 from rollout import checkpoint, envs
-from rollout.recipes import load, run
+from rollout.recipes import load, run, running
 from rollout.recipes.command import number_fields
 from rollout.recipes.ppo import PPO, Config
 from rollout.recipes.running import (
@@ -31,13 +31,27 @@ from rollout.recipes.running import (
 ROOT = Path(__file__).parents[2]
 SMALL = Config(num_updates=4, num_steps=8, num_minibatches=2, num_epochs=1)
 SMALL = SMALL.replace(hidden_layer_sizes=(8,))
-KEY = jax.random.key(0)
 EVALUATE = {"evaluate_every": 64, "num_eval_episodes": 4}
 
 
 def make_agent(config=SMALL):
     env = envs.NormalizeObs(envs.make_vec("CartPole-v1", 4))
     return PPO(env, config)
+
+
+def start(agent, folder, *, key=None, **options):
+    """Calls `run`, with seed 0 unless there is another key."""
+    key = jax.random.key(0) if key is None else key
+    return run(agent, key, folder=folder, **options)
+
+
+def check_equal_files(folder, other):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 6
+    for path in files:
+        if not path.name.startswith("events."):  # they have the time of day
+            other_path = other / path.relative_to(folder)
+            assert path.read_bytes() == other_path.read_bytes(), path.name
 
 
 def table(path):
@@ -49,35 +63,29 @@ def finished(tmp_path_factory):
     """A run of four updates, evaluated after every second one."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     agent = make_agent()
-    state, evaluation = run(agent, KEY, folder=folder, **EVALUATE)
+    state, evaluation = start(agent, folder, **EVALUATE)
     return folder, agent, state, evaluation
 
 
-@pytest.mark.parametrize(
-    ("module", "draw", "hint"),
-    [
-        (
-            "matplotlib.pyplot",
-            lambda agent, state, path: draw_curve(Folder(path), agent),
-            "no curve: install matplotlib\n",
-        ),
-        (
-            "pygame",
-            lambda agent, state, path: draw_gif(
-                agent, state, KEY, None, path / "agent.gif"
-            ),
-            'no GIF: pygame is not installed: pip install ".[render]"\n',
-        ),
-    ],
-    ids=["curve", "gif"],
-)
-def test_missing_package_for_drawing_does_not_end_a_run(
-    module, draw, hint, finished, capsys, monkeypatch, tmp_path
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Drawing takes more time than a short run."""
+    for name in ("draw_curve", "draw_gif"):
+        monkeypatch.setattr(running, name, lambda *args: None)
+
+
+def test_missing_packages_for_drawing_do_not_end_a_run(
+    finished, capsys, monkeypatch, tmp_path
 ):
     _, agent, state, _ = finished
-    monkeypatch.setitem(sys.modules, module, None)
-    draw(agent, state, tmp_path)
-    assert capsys.readouterr().out == hint
+    for name in ("matplotlib.pyplot", "pygame"):
+        monkeypatch.setitem(sys.modules, name, None)
+    draw_curve(Folder(tmp_path), agent)
+    draw_gif(agent, state, jax.random.key(0), None, tmp_path / "agent.gif")
+    assert capsys.readouterr().out == (
+        "no curve: install matplotlib\n"
+        'no GIF: pygame is not installed: pip install ".[render]"\n'
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -114,30 +122,27 @@ def test_loaded_agent_predicts_like_the_trained_one_without_an_environment(finis
 
 def test_resumed_run_equals_an_uninterrupted_one_byte_for_byte(finished, tmp_path):
     folder, agent, _, _ = finished
-    run(agent, KEY, folder=tmp_path, callback=lambda _: False, **EVALUATE)
+    start(agent, tmp_path, callback=lambda _: False, **EVALUATE)
     # A process that was killed after the checkpoint leaves more rows.
     for name in ("metrics.csv", "evaluations.csv"):
         with (tmp_path / name).open("a") as file:
             file.write("96,0.1,0.2")
-    run(make_agent(), KEY, folder=tmp_path, resume=True, **EVALUATE)
-    for path in sorted(x for x in folder.rglob("*") if x.is_file()):
-        if not path.name.startswith("events."):  # they have the time of day
-            same = tmp_path / path.relative_to(folder)
-            assert path.read_bytes() == same.read_bytes(), path.name
+    start(make_agent(), tmp_path, resume=True, **EVALUATE)
+    check_equal_files(folder, tmp_path)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_target_return_and_callback_stop_the_training(finished, tmp_path):
     _, agent, *_ = finished
     for resume in (False, True):  # also a run that is resumed after its last update
         options = {"target_return": 1.0, "resume": resume, **EVALUATE}
-        state, _ = run(agent, KEY, folder=tmp_path / "a", **options)
+        state, _ = start(agent, tmp_path / "a", **options)
         assert int(state.num_updates) == 2
     assert table(tmp_path / "a" / "evaluations.csv")["steps"] == 64
     # A comparison of a metric is a `np.bool_`.
-    state, evaluation = run(
+    state, evaluation = start(
         agent,
-        KEY,
-        folder=tmp_path / "b",
+        tmp_path / "b",
         num_eval_episodes=4,
         callback=lambda x: x.metrics["entropy"][-1] < 0,
     )
@@ -145,10 +150,11 @@ def test_target_return_and_callback_stop_the_training(finished, tmp_path):
     assert evaluation.num_episodes == 4
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_best_policy_is_that_of_the_largest_mean_return(
     finished, tmp_path, monkeypatch
 ):
-    """NaN is not the largest; a stopped run knows the best one when it is resumed."""
+    """NaN is not the largest mean. A resumed run knows the best mean so far."""
     *_, stats = finished
     means = iter([np.nan, 2.0, 1.0, 1.5])
 
@@ -157,57 +163,52 @@ def test_best_policy_is_that_of_the_largest_mean_return(
         return stats.replace(returns=stats.returns.replace(total=total))
 
     monkeypatch.setattr(rollout, "evaluate", evaluate)
-    options = {"evaluate_every": 32, "num_eval_episodes": 4, "folder": tmp_path}
     best = []
     for steps in (32, 96, 128):
-        run(
-            make_agent(),
-            KEY,
-            resume=True,
-            callback=lambda progress, steps=steps: progress.steps < steps,
-            **options,
-        )
+        stop = lambda progress, steps=steps: progress.steps < steps  # noqa: E731
+        options = {"evaluate_every": 32, "num_eval_episodes": 4, "callback": stop}
+        start(make_agent(), tmp_path, resume=True, **options)
         best.append(checkpoint.steps(tmp_path / "best")[-1])
     assert best == [1, 2, 2]
     assert checkpoint.steps(tmp_path / "last")[-1] == 4
 
 
-REFUSED = {
-    "`evaluate_every` must be an int of at least 1": [
-        lambda agent, folder: run(agent, KEY, folder=folder, evaluate_every=0),
-        lambda agent, folder: run(agent, KEY, folder=folder, evaluate_every=64.0),
-    ],
-    "`num_eval_episodes` must be an int of at least 1": [
-        lambda agent, folder: run(agent, KEY, folder=folder, num_eval_episodes=0)
-    ],
-    "`key` must be one typed key": [lambda agent, folder: run(agent, 0, folder=folder)],
-    "`eval_env` must normalize": [
-        lambda agent, folder: run(agent, KEY, folder=folder, eval_env=agent.env.env),
-        lambda agent, folder: run(
-            agent.replace(env=agent.env.env), KEY, folder=folder, eval_env=agent.env
-        ),
-    ],
-    "'a, b'": [lambda agent, folder: check_metrics({"a, b": np.zeros(4)}, 4)],
-    "'steps'": [lambda agent, folder: check_metrics({"steps": np.zeros(4)}, 4)],
-    "'loss'": [lambda agent, folder: check_metrics({"loss": np.zeros((4, 3))}, 4)],
-}
+AT_LEAST_1 = "must be an int of at least 1"
 
 
 @pytest.mark.parametrize(
-    ("words", "call"), [(words, call) for words in REFUSED for call in REFUSED[words]]
+    ("words", "options"),
+    [
+        (f"`evaluate_every` {AT_LEAST_1}", {"evaluate_every": 0}),
+        (f"`evaluate_every` {AT_LEAST_1}", {"evaluate_every": 64.0}),
+        (f"`num_eval_episodes` {AT_LEAST_1}", {"num_eval_episodes": 0}),
+        ("`key` must be one typed key", {"key": 0}),
+    ],
 )
-def test_wrong_options_raise_before_training(words, call, tmp_path):
+def test_wrong_options_raise_before_training(words, options, tmp_path):
     with pytest.raises(ValueError, match=words):
-        call(make_agent(), tmp_path / "a")
+        start(make_agent(), tmp_path / "a", **options)
     assert not (tmp_path / "a").exists()
 
 
-def test_host_environments_are_not_both_trained_and_evaluated(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "shape"), [("a, b", (4,)), ("steps", (4,)), ("loss", (4, 3))]
+)
+def test_metrics_must_fit_a_table(name, shape):
+    with pytest.raises(ValueError, match=name):
+        check_metrics({name: np.zeros(shape)}, 4)
+
+
+def test_evaluation_environments_are_others_that_normalize_alike(tmp_path):
     env = envs.from_gymnasium("CartPole-v1", num_envs=2)
     agent = PPO(envs.NormalizeHostEnv(env), SMALL)
     for eval_env in (agent.env, envs.NormalizeHostEnv(env)):
         with pytest.raises(ValueError, match=r"`eval_env` must be .*Create it like"):
-            run(agent, KEY, folder=tmp_path / "a", eval_env=eval_env)
+            start(agent, tmp_path / "a", eval_env=eval_env)
+    agent = make_agent()
+    for one, other in ((agent, agent.env.env), (PPO(agent.env.env, SMALL), agent.env)):
+        with pytest.raises(ValueError, match="`eval_env` must normalize"):
+            start(one, tmp_path / "a", eval_env=other)
 
 
 def test_settings_may_be_numpy_numbers():
@@ -219,12 +220,13 @@ def test_settings_may_be_numpy_numbers():
     assert settings["hidden_layer_sizes"] == [8]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_agent_that_cannot_be_trained_leaves_the_folder_free(tmp_path):
-    """Without options, a run is evaluated once, at its end."""
+    """A run without options is evaluated once, at its end."""
     with pytest.raises(ValueError, match="`num_minibatches` must divide"):
-        run(make_agent(SMALL.replace(num_minibatches=7)), KEY, folder=tmp_path)
+        start(make_agent(SMALL.replace(num_minibatches=7)), tmp_path)
     assert not list(tmp_path.iterdir())
-    _, evaluation = run(make_agent(SMALL.replace(num_updates=1)), KEY, folder=tmp_path)
+    _, evaluation = start(make_agent(SMALL.replace(num_updates=1)), tmp_path)
     assert evaluation.num_episodes == 100
     assert table(tmp_path / "evaluations.csv")["steps"] == 32
     assert checkpoint.steps(tmp_path / "best") == [1]
@@ -241,9 +243,9 @@ def test_agent_that_cannot_be_trained_leaves_the_folder_free(tmp_path):
 )
 def test_runs_do_not_mix(words, config, options, finished):
     folder, *_ = finished
-    options = {"key": KEY, "resume": True, **EVALUATE} | options
+    options = {"resume": True, **EVALUATE} | options
     with pytest.raises(ValueError, match=words):
-        run(make_agent(config), folder=folder, **options)
+        start(make_agent(config), folder, **options)
 
 
 @pytest.mark.parametrize(
@@ -323,29 +325,28 @@ def test_killed_runs_equal_an_undisturbed_one(tmp_path):
             time.sleep(0.002)
         process.wait()
     subprocess.run(program, cwd=killed, env=env, check=True)
-    files = [x for x in undisturbed.rglob("*") if x.is_file()]
-    assert len(files) > 6
-    for path in files:
-        if not path.name.startswith("events."):
-            same = killed / path.relative_to(undisturbed)
-            assert path.read_bytes() == same.read_bytes(), path.name
+    check_equal_files(undisturbed, killed)
+
+
+def command(folder, env_id, *options):
+    """Runs the command of PPO in a small environment."""
+    program = [sys.executable, "-m", "rollout.recipes.ppo", env_id, *options]
+    sizes = "--num-envs 2 --num-steps 16 --num-minibatches 2 --num-eval-episodes 3"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
+    return subprocess.run(
+        [*program, *sizes.split()], cwd=folder, env=env, capture_output=True, text=True
+    )
 
 
 @pytest.mark.slow
 def test_command_trains_in_host_environments_and_resumes(tmp_path):
-    sizes = "--num-envs 2 --num-steps 16 --num-minibatches 2 --evaluate-every 64"
-    program = [sys.executable, "-m", "rollout.recipes.ppo", "gymnasium:CartPole-v1"]
-    program += [*sizes.split(), "--num-eval-episodes", "3"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
     results = [
-        subprocess.run(
-            [*program, "--num-updates", str(number), *more],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
+        command(
+            tmp_path,
+            "gymnasium:CartPole-v1",
+            *("--evaluate-every", "64", "--num-updates", *more),
         )
-        for number, more in ((4, ()), (4, ()), (6, ("--resume",)))
+        for more in (["4"], ["4"], ["6", "--resume"])
     ]
     assert [x.returncode for x in results] == [0, 2, 0], [x.stderr for x in results]
     assert "3 episodes" in results[0].stdout
@@ -355,7 +356,6 @@ def test_command_trains_in_host_environments_and_resumes(tmp_path):
     assert checkpoint.steps(folder / "resume") == [6]
     agent, state = load(folder)
     assert agent.predict(state.params, np.zeros(4, np.float32)) in (0, 1)
-    assert rollout.__version__
 
 
 @pytest.mark.slow
@@ -366,11 +366,7 @@ def test_command_trains_in_host_environments_and_resumes(tmp_path):
         ("mine.py:make_jax", (), ""),
         ("mine.py:nothing", (), "file.py:function, got mine.py:nothing: 'nothing'"),
         ("none.py:make", (), "file.py:function, got none.py:make: [Errno 2]"),
-        (
-            "CartPole-v1",
-            ("--seed", str(2**32)),
-            "`--seed` must be from 0 to 2^32 - 1, got",
-        ),
+        ("CartPole-v1", ("--seed", str(2**32)), "`--seed` must be from 0 to 2^32 - 1"),
     ],
 )
 def test_command_takes_functions_in_files(tmp_path, env_id, options, message):
@@ -380,15 +376,7 @@ def test_command_takes_functions_in_files(tmp_path, env_id, options, message):
         "make = lambda: gymnasium.make('CartPole-v1')\n"
         "make_jax = lambda: envs.make('CartPole-v1')\n"
     )
-    sizes = "--num-envs 2 --num-steps 8 --num-minibatches 2 --num-updates 1"
-    options = *sizes.split(), "--num-eval-episodes", "2", *options
-    result = subprocess.run(
-        [sys.executable, "-m", "rollout.recipes.ppo", env_id, *options],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    result = command(tmp_path, env_id, "--num-updates", "1", *options)
     assert result.returncode == (2 if message else 0), result.stderr
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1 or not message

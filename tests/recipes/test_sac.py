@@ -117,5 +117,5 @@ def test_entropy_to_reach_may_be_given():
         return [agent.loss(params, batch)[0] for agent in agents]
 
     with jax.debug_key_reuse(False):
-        default, given = losses(jax.random.key(0))
-    np.testing.assert_allclose(default - given, 0.5 * (2 + 0.7), rtol=1e-4)
+        default, custom = losses(jax.random.key(0))
+    np.testing.assert_allclose(default - custom, 0.5 * (2 + 0.7), rtol=1e-4)

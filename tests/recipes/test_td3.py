@@ -23,8 +23,8 @@ CONFIG = Config(
     learning_rate=0.01,
     gamma=0.9,
     tau=0.25,
-    target_policy_noise=0.5,
-    target_noise_clip=0.4,
+    target_policy_noise=1.0,
+    target_noise_clip=0.7,
     exploration_noise=0.8,
     hidden_layer_sizes=(8,),
 )
@@ -46,7 +46,7 @@ def plain_step(learner, buffer_state, key):
     params, target_params, opt_state, number = learner
     sample_key, target_key = jax.random.split(key)
     rows = make_agent().buffer.sample(buffer_state, sample_key, 16).experience
-    noise = jnp.clip(0.5 * jax.random.normal(target_key, (16, 2)), -0.4, 0.4)
+    noise = jnp.clip(jax.random.normal(target_key, (16, 2)), -0.7, 0.7)
     next_action = jnp.clip(act(target_params["actor"], rows.next_obs) + noise, -1, 1)
     pair = critic_values(target_params["critic"], rows.next_obs, next_action)
     next_value = jnp.where(pair[0] < pair[1], *pair)
@@ -69,11 +69,11 @@ def plain_step(learner, buffer_state, key):
 
     grads, metrics = jax.grad(critic_loss, has_aux=True)(params["critic"])
     params, opt_state = step("critic", grads)
-    after = step("actor", jax.grad(actor_loss)(params["actor"]))
-    average = jax.tree.map(lambda x, y: 0.25 * x + 0.75 * y, after[0], target_params)
+    updated = step("actor", jax.grad(actor_loss)(params["actor"]))
+    average = jax.tree.map(lambda x, y: 0.25 * x + 0.75 * y, updated[0], target_params)
     params, opt_state, target_params = jax.tree.map(
         lambda x, y: jnp.where(number % 2 == 0, x, y),
-        (*after, average),
+        (*updated, average),
         (params, opt_state, target_params),
     )
     return (params, target_params, opt_state, number + 1), metrics
@@ -110,11 +110,11 @@ def test_actions_are_random_at_first_and_then_have_noise_within_the_bounds(key_r
     first, noisy, plain, expected, noise = jax.device_get(play(jax.random.key(0)))
     assert len(np.unique(first[:4])) == 16  # random
     assert np.abs(first[:4] - 0.5).max() > 1
-    np.testing.assert_array_equal(first[4:], 0.5)  # of an actor that is zero everywhere
+    np.testing.assert_array_equal(first[4:], 0.5)  # the actor is zero everywhere
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
     close(plain[..., 0], 0.5 + 2.5 * expected)
     assert (np.abs(expected + noise) > 1).any()
     close(noisy[..., 0], 0.5 + 2.5 * np.clip(expected + noise, -1, 1))
     spec = EnvSpec(agent.spec.observation_space, envs.Box(0.0, np.inf, (2,)), 2)
-    unbounded = TD3(spec, CONFIG)  # no uniform distribution, so none is random
+    unbounded = TD3(spec, CONFIG)  # no uniform distribution for the first actions
     assert unbounded.eval_policy == rollout.policies.Greedy(unbounded.policy)

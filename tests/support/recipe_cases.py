@@ -151,7 +151,7 @@ def check_update(agent, plain_step, init_fn, close):
     def init(key):
         """Starts with target networks and a temperature that differ."""
         state = agent.init(key)
-        target_params = jax.tree.map(lambda x: 0.8 * x + 0.05, state.target_params)
+        target_params = jax.tree.map(lambda x: 2 * x + 0.1, state.target_params)
         params = state.params
         if "log_alpha" in params:
             params = params | {"log_alpha": params["log_alpha"] + 0.5}
