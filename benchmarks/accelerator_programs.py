@@ -259,7 +259,7 @@ class CostlyReset(Wrapper):
 
 
 def costly_reset(mode: str, num_envs: int, strategy: str) -> Any:
-    """Makes a collector over environments with an expensive reset."""
+    """Creates a collector over environments with an expensive reset."""
     # "auto" selects `switch` if it is fastest; it has no public name.
     auto_reset.BY_NAME.setdefault("switch", auto_reset.switch)
     env = CostlyReset(envs.make(ENV_ID), mode)

@@ -14,7 +14,7 @@ counts launches and host waits on a GPU or cycles on a TPU. Nothing runs. The ta
     python benchmarks/accelerators.py --tables programs --purejaxrl FOLDER
 
 The folder contains PureJaxRL's `ppo.py`; the script compiles a training run of one
-update. `learning_compared.py` says how to install PureJaxRL.
+update. `learning_compared.py` explains how to install PureJaxRL.
 
 The script needs the extra `accelerators`, and `JAX_PLATFORMS=cpu` on a machine without
 an accelerator.
@@ -38,7 +38,7 @@ from rollout.inspection import Block, Report
 
 NUM_ENVS = (2048, 65536)
 NUM_STEPS, FEW_STEPS = 128, 16
-LARGE = 2**31  # bytes of `[T, B, ...]` observations; larger ones use FEW_STEPS
+LARGE = 2**31  # bytes; larger `[T, B, ...]` observations use FEW_STEPS
 
 
 def recorded_fields(t: rollout.Transition) -> tuple[Any, ...]:
@@ -70,29 +70,31 @@ def loop_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
 def costs_of(result: Report, num_steps: int) -> dict[str, str]:
     """Computes the costs of one step of all lanes in the loop over time."""
     loop = result.loop
-    times = (loop.trips or 1) / num_steps
+    trips_per_step = (loop.trips or 1) / num_steps
     if "tpu" in result.accelerator:
-        return {"Thousand cycles": f"{times * likely(loop, 'cycles') / 1e3:,.1f}"}
-    graph, loose = (
-        times * likely(loop, x) for x in ("graph_launches", "loose_launches")
+        cycles = trips_per_step * likely_cost(loop, "cycles")
+        return {"Thousand cycles": f"{cycles / 1e3:,.1f}"}
+    graph, loose, seconds = (
+        trips_per_step * likely_cost(loop, x)
+        for x in ("graph_launches", "loose_launches", "seconds")
     )
     unit = "round" if result.steps_per_round is None else "step"
     waits = sum(wait.count for wait in result.waits if wait.per == unit)
     return {
         "Launches": f"{graph:.4g} + {loose:.4g}",
-        "us in kernels": f"{1e6 * times * likely(loop, 'seconds'):.2f}",
-        "Waits": f"{times * waits:.3g}",
+        "us in kernels": f"{1e6 * seconds:.2f}",
+        "Waits": f"{trips_per_step * waits:.3g}",
     }
 
 
-def likely(block: Block, cost: str) -> float:
+def likely_cost(block: Block, cost: str) -> float:
     """Estimates a cost of a step in which few lanes are done.
 
     Counts one round of a loop whose number of rounds depends on data, and the second of
     the three branches of the conditional around a reset.
     """
     costs = [
-        likely(inner, cost) * ((inner.trips or 1) if inner.kind == "loop" else 1)
+        likely_cost(inner, cost) * ((inner.trips or 1) if inner.kind == "loop" else 1)
         for inner in block.blocks
     ]
     if block.kind == "conditional":

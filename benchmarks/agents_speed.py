@@ -69,7 +69,7 @@ class StaticAgents:
         return {"agents": envs.Discrete(NUM_ACTIONS)}
 
     def reset(self, key: jax.Array) -> tuple[Any, dict[str, Any], jax.Array]:
-        """Begins an episode of 25 steps."""
+        """Starts an episode of 25 steps."""
         obs = jax.random.normal(key, (NUM_AGENTS, OBS_SIZE))
         return (jnp.int32(0), obs), {"agents": obs}, jnp.ones(NUM_AGENTS, bool)
 
@@ -79,21 +79,21 @@ class StaticAgents:
         """Adds the scaled action to the observation."""
         number, obs = state[0] + 1, state[1]
         obs = obs + 1e-3 * action["agents"][:, None].astype(jnp.float32)
-        none = jnp.zeros(NUM_AGENTS, bool)
+        no_agent = jnp.zeros(NUM_AGENTS, bool)
         return envs.multi_agent.MultiAgentStep(
             state=(number, obs),
             obs={"agents": obs},
-            acting=~none,
+            acting=~no_agent,
             reward=obs[:, 0],
-            terminated=none,
-            truncated=none,
+            terminated=no_agent,
+            truncated=no_agent,
             episode_terminated=jnp.bool_(False),
             episode_truncated=number >= 25,
         )
 
 
 def one_programs(env_id: str, num_envs: int) -> dict[str, Program]:
-    """Makes collectors of an environment with and without the multi-agent interface."""
+    """Creates collectors with and without the multi-agent interface."""
     agent = envs.vectorize(OneAgent(envs.make(env_id)), num_envs)
     policy = rollout.random_policy(agent.action_space)
     programs = {}
@@ -112,7 +112,7 @@ def sample_action(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def population_programs(size: int) -> dict[str, Program]:
-    """Makes programs with one policy, with a population and with gathered members."""
+    """Creates programs with one policy, with a population and with gathered members."""
     env = envs.vectorize(StaticAgents(), NUM_LANES)
     policy = rollout.stateless_policy(sample_action)
     init_key = jax.random.key(1)
@@ -130,13 +130,13 @@ def population_programs(size: int) -> dict[str, Program]:
         return jax.vmap(act_one)(member, obs, agent_keys), state
 
     members = jax.random.randint(init_key, (NUM_LANES * NUM_AGENTS,), 0, size)
-    gathered = rollout.recurrent_policy(gather, lambda num: members)
+    gather_policy = rollout.recurrent_policy(gather, lambda num: members)
     shared = rollout.agents.static_mapping("it")
     single = jax.tree.map(lambda x: x[0], league)
     cases = {
         "one": (policy, shared, single),
         "blocks": (rollout.agents.Population(policy, size), mapping, league),
-        "gather": (gathered, shared, league),
+        "gather": (gather_policy, shared, league),
     }
     read = lambda t: (t.obs["agents"], t.action["agents"], t.reward)  # noqa: E731
     programs = {}

@@ -2,8 +2,8 @@
 
 A step adds `rows` transitions and samples 256. A step with priorities also updates the
 priorities of the sample. The loop is a `lax.scan` with a donated state. Its carry holds
-the sample, so that XLA cannot eliminate any part of it. Times are medians of runs in
-turn in one process, in microseconds per step.
+the sample, so that XLA cannot eliminate any part of it. Times are medians of
+interleaved runs in one process, in microseconds per step.
 
 - flashbax `flat`, `trajectory` (sequences of two) and `prioritised flat`: these buffers
   store no `next_obs` and use the next row, even if it begins a new episode;
@@ -45,7 +45,7 @@ CASES = [
 
 
 def make_rows(rows: int, obs: jax.ShapeDtypeStruct) -> dict[str, jax.Array]:
-    """Makes the transitions of one step, `[B, ...]`."""
+    """Creates the transitions of one step, `[B, ...]`."""
     return {
         "obs": jnp.ones((rows, *obs.shape), obs.dtype),
         "action": jnp.zeros((rows,), jnp.int32),
@@ -58,7 +58,7 @@ def make_rows(rows: int, obs: jax.ShapeDtypeStruct) -> dict[str, jax.Array]:
 def make_rollout(
     name: str, capacity: int, rows: int, step: dict[str, jax.Array]
 ) -> tuple[Any, Callable]:
-    """Makes an empty state and a step function for a buffer of this library."""
+    """Creates an empty state and a step function for a buffer of this library."""
     step = {**step, "next_obs": step["obs"]}
     if name == "prioritized":
         buffer = buffers.PrioritizedReplayBuffer(capacity, rows)
@@ -85,7 +85,7 @@ def make_rollout(
 def make_flashbax(
     name: str, capacity: int, rows: int, step: dict[str, jax.Array]
 ) -> tuple[Any, Callable]:
-    """Makes an empty state and a step function for a buffer of flashbax."""
+    """Creates an empty state and a step function for a buffer of flashbax."""
     options = {"add_sequences": False, "add_batch_size": rows}
     if name == "flat":
         buffer = flashbax.make_flat_buffer(capacity, 1, SAMPLE, **options)
@@ -121,7 +121,7 @@ def make_flashbax(
 def make_program(
     make_fn: Callable, name: str, case: tuple, num_steps: int
 ) -> tuple[Callable[[], Any], int]:
-    """Makes a compiled loop that continues from the last state; also returns bytes."""
+    """Returns a compiled loop that continues from the last state, and its bytes."""
     capacity, rows, obs = case
     step = make_rows(rows, obs)
     state, step_fn = make_fn(name, capacity, rows, step)

@@ -300,7 +300,7 @@ def line_of_team(data: dict[str, Any], task: str, maker: str) -> dict[str, Any]:
 
 
 def team_curves(ylabel: str, tasks: dict[str, str], **options: Any) -> Callable:
-    """Makes a function that plots the recipe's curves of tasks, by label."""
+    """Creates a function that plots the recipe's curves of tasks, by label."""
 
     def draw(data: dict[str, Any]) -> Figure:
         lines = {x: line_of_team(data, y, "ours") for x, y in tasks.items()}

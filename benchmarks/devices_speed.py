@@ -34,14 +34,14 @@ NUM_ENVS = (128, 1024, 4096, 16384)
 
 
 def make_mesh(num_devices: int) -> jax.sharding.Mesh:
-    """Makes a mesh of the first `num_devices` devices."""
+    """Creates a mesh of the first `num_devices` devices."""
     return jax.make_mesh(
         (num_devices,), ("lanes",), devices=jax.devices()[:num_devices]
     )
 
 
 def make_programs(case: Case) -> dict[str, Program]:
-    """Makes the four programs, each with a separate carry."""
+    """Creates the four programs, each with a separate carry."""
     policy, init_params = make_policy(case)
     params = init_params(jax.random.key(1))
     plain = lanes(case.env_id, case.num_envs, policy)
@@ -52,23 +52,23 @@ def make_programs(case: Case) -> dict[str, Program]:
         "two": rollout.shard(plain, make_mesh(2)),
     }
     programs = {x: steps(y, case.num_steps, params) for x, y in collectors.items()}
-    split = PartitionSpec("lanes")
-    sharded = functools.partial(jax.shard_map, mesh=make_mesh(2), check_vma=False)
-    init = sharded(
+    lane_spec = PartitionSpec("lanes")
+    shard_map = functools.partial(jax.shard_map, mesh=make_mesh(2), check_vma=False)
+    init = shard_map(
         lambda keys: jax.tree.map(lambda x: x[None], half.init(keys[0])),
-        in_specs=split,
-        out_specs=split,
+        in_specs=lane_spec,
+        out_specs=lane_spec,
     )
-    collect = sharded(
+    collect = shard_map(
         lambda carry, params: half.collect_steps(
             jax.tree.map(lambda x: x[0], carry), params, case.num_steps
         )[1],
-        in_specs=(split, PartitionSpec()),
+        in_specs=(lane_spec, PartitionSpec()),
         out_specs=PartitionSpec(None, "lanes"),
     )
     keys = jax.device_put(
         jax.random.split(jax.random.key(0), 2),
-        jax.sharding.NamedSharding(make_mesh(2), split),
+        jax.sharding.NamedSharding(make_mesh(2), lane_spec),
     )
     programs["peer"] = functools.partial(
         jax.jit(collect), jax.jit(init)(keys), jax.device_put(params)

@@ -37,14 +37,14 @@ class Case(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """`init(key)` returns a carry; `run(carry, params)` the next carry and outputs."""
+    """`init(key)` returns a carry; `run(carry, params)` returns a carry and outputs."""
 
     init: Callable[[jax.Array], Any]
     run: Callable[[Any, Any], tuple[Any, Any]]
 
 
 def make_policy(case: Case) -> tuple[rollout.Policy, Callable[[jax.Array], Any]]:
-    """Makes the policy of a case, and a function from a key to its parameters."""
+    """Creates the policy of a case, and a function from a key to its parameters."""
     env = envs.make(case.env_id)
     if case.policy == "random":
         return rollout.random_policy(env.action_space), lambda key: ()
@@ -64,7 +64,7 @@ def make_policy(case: Case) -> tuple[rollout.Policy, Callable[[jax.Array], Any]]
 
 
 def our_loop(case: Case, read: Callable[[rollout.Transition], Any]) -> Loop:
-    """Makes a loop that applies `read` to the trajectory of `collect_steps`."""
+    """Creates a loop that applies `read` to the trajectory of `collect_steps`."""
     collector = lanes(case.env_id, case.num_envs, make_policy(case)[0])
 
     def run(carry: Any, params: Any) -> tuple[Any, Any]:
@@ -75,7 +75,7 @@ def our_loop(case: Case, read: Callable[[rollout.Transition], Any]) -> Loop:
 
 
 def gymnax_loop(case: Case) -> Loop:
-    """Makes PureJaxRL's loop; returns obs, action, reward, done, extras and info."""
+    """Creates PureJaxRL's loop; returns obs, action, reward, done, extras and info."""
     env, env_params = gymnax.make(case.env_id)
     env = LogWrapper(FlattenObservationWrapper(env))
     space, policy = env.action_space(env_params), make_policy(case)[0]

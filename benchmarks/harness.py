@@ -64,8 +64,8 @@ def measure(
             wall, cpu = time.perf_counter(), time.process_time()
             for _ in range(calls):
                 jax.block_until_ready(program())
-            ends = time.perf_counter() - wall, time.process_time() - cpu
-            times[name].append([x / calls for x in ends])
+            seconds = time.perf_counter() - wall, time.process_time() - cpu
+            times[name].append([x / calls for x in seconds])
     return {
         name: Timing(*map(statistics.median, zip(*samples, strict=True)), first[name])
         for name, samples in times.items()
@@ -102,7 +102,7 @@ def run(doc: str, repeats: int, row_fns: dict[str, Table], **lists: Any) -> None
 
 
 def lanes(env: Any, num_envs: int, policy: Any = None, **options: Any) -> Any:
-    """Makes a collector over lanes of an environment or id; default: random policy."""
+    """Creates a collector over lanes; the default policy is the random policy."""
     make = envs.make_vec if isinstance(env, str) else envs.vectorize
     env = make(env, num_envs)
     policy = policy or rollout.random_policy(env.action_space)
@@ -115,7 +115,7 @@ def steps(
     params: Any = None,
     read: Callable[[rollout.Transition], Any] = lambda t: t,
 ) -> Program:
-    """Makes a program that collects from a fixed carry and returns `read(t)`."""
+    """Creates a program that collects from a fixed carry and returns `read(t)`."""
 
     @jax.jit
     def program(carry: rollout.Carry, params: Any) -> tuple[rollout.Carry, Any]:
@@ -149,8 +149,8 @@ def report(
         print(line(cells[-1]), flush=True)
     if args.json:
         tables = json.loads(args.json.read_text()) if args.json.exists() else {}
-        measured = {"machine": machine(), "columns": columns, "rows": cells}
-        tables[table] = {**tables.get(table, {}), **measured}
+        data = {"machine": machine(), "columns": columns, "rows": cells}
+        tables[table] = {**tables.get(table, {}), **data}
         args.json.write_text(dump(tables))
 
 
@@ -167,15 +167,15 @@ def complete(
     Returns:
         All results in the file.
     """
-    stored = json.loads(path.read_text()) if path.exists() else {"machine": machine()}
-    results = stored.setdefault("results", {})
+    data = json.loads(path.read_text()) if path.exists() else {"machine": machine()}
+    results = data.setdefault("results", {})
     for keys, run in runs:
         parent = results
         for key in keys[:-1]:
             parent = parent.setdefault(key, {})
         if keys[-1] not in parent:
             parent[keys[-1]] = run()
-            path.write_text(dump(stored))
+            path.write_text(dump(data))
     return results
 
 

@@ -50,7 +50,7 @@ class SeededOnce(gymnasium.Wrapper):
 
 
 def make_breakout() -> gymnasium.Env:
-    """Makes Atari's Breakout with the usual wrappers: four frames per step, 84 x 84."""
+    """Creates Atari's Breakout with four frames per step and 84 x 84 observations."""
     import ale_py
 
     gymnasium.register_envs(ale_py)
@@ -107,7 +107,7 @@ class Network:
         return self.distribution.postprocess(raw_action), {"log_prob": log_prob}
 
     def plain_loop(self, env: Any, *, resets: bool) -> Program:
-        """Makes a loop over a vector environment of Gymnasium that stores nothing."""
+        """Creates a loop over a vector environment of Gymnasium that stores nothing."""
 
         @jax.jit
         def choose(params: Any, obs: Any, key: jax.Array) -> tuple:
@@ -128,12 +128,12 @@ class Network:
         return program
 
     def collector(self, env: Any, **options: Any) -> rollout.HostCollector:
-        """Makes a `HostCollector` over vectorized host environments."""
+        """Creates a `HostCollector` over vectorized host environments."""
         policy = rollout.stateless_policy(self.act)
         return rollout.HostCollector(env=env, policy=policy, **options)
 
     def collect(self, host: rollout.HostCollector, num_rows: int = ROWS) -> Program:
-        """Makes a program that calls `collect_steps` and continues from its carry."""
+        """Creates a program that calls `collect_steps` and continues from its carry."""
         carry = host.init(jax.random.key(0))
 
         def program() -> Any:
@@ -145,7 +145,7 @@ class Network:
 
 
 def numpy_cartpole() -> VectorEnv:
-    """Makes Gymnasium's CartPole that steps all environments as one NumPy array."""
+    """Creates Gymnasium's CartPole that steps all environments as one NumPy array."""
     mode = "vector_entry_point"
     return gymnasium.make_vec("CartPole-v1", NUM_ENVS, vectorization_mode=mode)
 

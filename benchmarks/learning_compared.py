@@ -81,7 +81,7 @@ Makers = dict[str, Callable[[str, PPOSettings | DQNSettings], Learner]]
 def make(
     env_id: str, config: PPOSettings | DQNSettings, *, limit_is_failure: bool = False
 ) -> Learner:
-    """Makes the learner of a recipe with these settings."""
+    """Creates the learner of a recipe with these settings."""
     env = recipes.make_env(env_id)
     env = LimitIsFailure(env) if limit_is_failure else env
     if isinstance(config, DQNSettings):
@@ -106,7 +106,7 @@ def time_call(fn: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def make_evaluator(learner: Learner, env_id: str) -> rollout.Collector:
-    """Makes the collector for the evaluation of a learner."""
+    """Creates the collector for the evaluation of a learner."""
     env = envs.vectorize(recipes.make_env(env_id), NUM_EPISODES)
     policy = rollout.stateless_policy(learner.act)
     return rollout.Collector(env=env, policy=policy)
@@ -127,8 +127,8 @@ def run(
         program, result["compile"] = time_call(lowered.compile)
         programs[task, maker] = program, learner, make_evaluator(learner, env_id)
     program, learner, evaluator = programs[task, maker]
-    trained, seconds = time_call(lambda: program(key))
-    params = learner.params(trained)
+    outputs, seconds = time_call(lambda: program(key))
+    params = learner.params(outputs)
     stats = rollout.evaluate(evaluator, params, eval_key, NUM_EPISODES)
     print(f"{task}, {maker} {seed}: {stats}, {seconds:.1f} s", flush=True)
     return {"return": float(stats.returns.mean), "seconds": seconds, **result}

@@ -46,7 +46,7 @@ PANELS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class MistakenPPO(ppo.PPO):
+class PPOWithMistake(ppo.PPO):
     """PPO with a mistake.
 
     Attributes:
@@ -68,11 +68,11 @@ class MistakenPPO(ppo.PPO):
         return super().learn(state, trajectory, last_value)
 
 
-def make_agent(learning_rate: Any, scale: Any, is_failure: Any) -> MistakenPPO:
-    """Makes PPO with one of the mistakes of `VARIANTS`."""
+def make_agent(learning_rate: Any, scale: Any, is_failure: Any) -> PPOWithMistake:
+    """Creates PPO with one of the mistakes of `VARIANTS`."""
     env = envs.make_vec("CartPole-v1", NUM_ENVS)
     config = CONFIG.replace(learning_rate=learning_rate)
-    return MistakenPPO(env, config, scale=scale, is_failure=is_failure)
+    return PPOWithMistake(env, config, scale=scale, is_failure=is_failure)
 
 
 def train_from_one_carry(key: jax.Array) -> dict[str, jax.Array]:
@@ -125,11 +125,11 @@ def draw(metrics: dict[str, Any], names: list[str]) -> None:
         plt.close(figure)
 
 
-def mistaken(agent_class: Any) -> Any:
+def with_wrong_endings(agent_class: Any) -> Any:
     """Returns a subclass of DQN or SAC with wrong endings in the replay buffer."""
 
     @dataclasses.dataclass(frozen=True)
-    class Mistaken(agent_class):
+    class WrongEndings(agent_class):
         endings: str = "healthy"
 
         def change(self, t: Any) -> Any:
@@ -145,16 +145,17 @@ def mistaken(agent_class: Any) -> Any:
         def learn(self, state: Any, buffer_state: Any, trajectory: Any) -> Any:
             return super().learn(state, buffer_state, self.change(trajectory))
 
-    return Mistaken
+    return WrongEndings
 
 
 def print_off_policy(name: str, num_seeds: int) -> None:
     """Trains DQN or SAC with each kind of endings, and prints the metrics."""
     if name == "dqn":
-        agent = mistaken(dqn.DQN)(envs.make_vec("CartPole-v1", 16), dqn.Config())
+        env = envs.make_vec("CartPole-v1", 16)
+        agent = with_wrong_endings(dqn.DQN)(env, dqn.Config())
     else:
-        config = sac.Config(num_updates=12)
-        agent = mistaken(sac.SAC)(envs.make_vec("Pendulum-v1", 1), config)
+        env, config = envs.make_vec("Pendulum-v1", 1), sac.Config(num_updates=12)
+        agent = with_wrong_endings(sac.SAC)(env, config)
     updates = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0])
     updates = np.maximum(1, np.round(updates * agent.config.num_updates)).astype(int)
     print("updates", updates)

@@ -46,7 +46,7 @@ class Programs(NamedTuple):
 
 
 def parts_of(agent: Any, num_seeds: int = 1) -> Programs:
-    """Makes the parts of PPO or recurrent PPO."""
+    """Creates the parts of PPO or recurrent PPO."""
     config = agent.config
 
     def collect(key: jax.Array) -> Any:
@@ -60,11 +60,11 @@ def parts_of(agent: Any, num_seeds: int = 1) -> Programs:
     state, trajectory = batched(collect)(inputs)
 
     def part(fn: Callable[[Any], Any]) -> Program:
-        def alone(state: Any, trajectory: Any) -> Any:
+        def run_part(state: Any, trajectory: Any) -> Any:
             inputs = agent.collector, state.carry, state.params, trajectory
             return fn(profiling._Given(*inputs))
 
-        return functools.partial(batched(alone), state, trajectory)
+        return functools.partial(batched(run_part), state, trajectory)
 
     def descend(state: Any, trajectory: Any) -> Any:
         return gradients(agent, state, minibatch_of(agent, state.carry, trajectory))
@@ -79,7 +79,7 @@ def parts_of(agent: Any, num_seeds: int = 1) -> Programs:
 
 
 def minibatch_of(agent: Any, carry: rollout.Carry, t: rollout.Transition) -> Any:
-    """Makes a minibatch of PPO from the first rows of a trajectory."""
+    """Creates a minibatch of PPO from the first rows of a trajectory."""
     num_minibatches = agent.config.num_minibatches
     rows = {
         "obs": t.obs,
@@ -112,14 +112,14 @@ def gradients(agent: Any, state: Any, batch: Any) -> Any:
 
 
 def of_ppo(env_id: str, num_envs: int, num_seeds: int = 1, **settings: Any) -> Programs:
-    """Makes the parts of `ppo.py` with its default settings."""
+    """Creates the parts of `ppo.py` with its default settings."""
     config = recipes.PPOSettings(num_updates=UPDATES, num_envs=num_envs)
     config = config.replace(**settings)
     return parts_of(ppo.PPO(recipes.make_lanes(env_id, config), config), num_seeds)
 
 
 def of_recurrent_ppo() -> Programs:
-    """Makes the parts of `recurrent_ppo.py` with the settings of its page."""
+    """Creates the parts of `recurrent_ppo.py` with the settings of its page."""
     config = recurrent_ppo.Config(num_updates=UPDATES, num_steps=64, num_minibatches=4)
     env = envs.TransformObs(envs.make("CartPole-v1"), lambda obs: obs[::2])
     env = envs.NormalizeReward(envs.vectorize(env, 64), gamma=config.gamma)
@@ -127,7 +127,7 @@ def of_recurrent_ppo() -> Programs:
 
 
 def of_ippo() -> Programs:
-    """Makes the parts of the IPPO recipe page."""
+    """Creates the parts of the IPPO recipe page."""
     names = recipes.setup("ippo", "carry_key, ")
     agent, collector, config = (names[x] for x in ("agent", "collector", "config"))
     carry = collector.init(jax.random.key(0))
@@ -150,7 +150,7 @@ def of_ippo() -> Programs:
 
 
 def of_dqn() -> Programs:
-    """Makes the parts of `dqn.py` with the settings of its page."""
+    """Creates the parts of `dqn.py` with the settings of its page."""
     env = envs.TransformObs(
         envs.make("Breakout-MinAtar"), lambda obs: jnp.ravel(obs > 0)
     )
@@ -204,7 +204,7 @@ def apply(optimizer: optax.GradientTransformation, learner: Any, grads: Any) -> 
 
 
 def of_sac() -> Programs:
-    """Makes the parts of `sac.py` with the settings of its page."""
+    """Creates the parts of `sac.py` with the settings of its page."""
     env = envs.make("brax:inverted_pendulum", backend="positional")
     agent = sac.SAC(envs.vectorize(env, 1), sac.Config(num_steps=BATCHES))
     state = agent.init(jax.random.key(0))
@@ -241,7 +241,7 @@ def of_sac() -> Programs:
 
 
 def inputs_of(agent: Any, params: Any, num_steps: int) -> profiling._Given:
-    """Makes the inputs of the timed parts of a collection."""
+    """Creates the inputs of the timed parts of a collection."""
     carry = agent.collector.init(jax.random.key(0))
     trajectory = agent.collector.collect_steps(carry, params, num_steps)[1]
     return profiling._Given(agent.collector, carry, params, trajectory)

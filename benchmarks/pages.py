@@ -8,8 +8,8 @@ process and a temporary folder. If a `text` block directly follows a Python bloc
 output of the Python block replaces it. A picture that the program saves under a name
 that the page shows replaces the picture next to the page.
 
-Other commands make the remaining pictures, the curves over several seeds for example.
-`README.md` of this folder lists these files, and `curves.py` plots `NAME.png` from
+Other commands create the remaining pictures, for example curves over several seeds.
+`README.md` of this folder lists these files, and `charts.py` plots `NAME.png` from
 `NAME.json`. The script does not replace them.
 """
 
@@ -45,10 +45,10 @@ def run(program: str, folder: Path) -> str:
 
 def with_outputs(text: str, outputs: list[str]) -> str:
     """Replaces the `text` blocks of a page by the outputs of the Python blocks."""
-    remaining = iter(outputs)
+    output_iter = iter(outputs)
 
     def replace(block: re.Match) -> str:
-        code, output = block[1], next(remaining)
+        code, output = block[1], next(output_iter)
         if block[2] is None:
             return block[0]
         return f"```python\n{code}```\n\n```text\n{output}```"
@@ -57,14 +57,14 @@ def with_outputs(text: str, outputs: list[str]) -> str:
 
 
 def pictures(page: Path, text: str, program: str) -> list[str]:
-    """Lists the pictures of a page that its program saves, and no other command."""
-    listed = (ROOT / "benchmarks" / "README.md").read_text()
+    """Lists the pictures of a page that only its program saves."""
+    readme = (ROOT / "benchmarks" / "README.md").read_text()
     return [
         name
         for name in re.findall(r"\]\((\w+\.(?:png|gif))\)", text)
         if f'"{name}"' in program
         and not (page.parent / name).with_suffix(".json").exists()
-        and not re.search(rf"/{re.escape(name)}`", listed)
+        and not re.search(rf"/{re.escape(name)}`", readme)
     ]
 
 
@@ -91,14 +91,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pages", nargs="*", type=Path)
     pages = parser.parse_args().pages
-    failed = []
+    failures = []
     for page in pages or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         try:
             regenerate(page)
         except subprocess.CalledProcessError:
-            failed.append(str(page))
-    if failed:
-        sys.exit(f"programs that failed: {', '.join(failed)}")
+            failures.append(str(page))
+    if failures:
+        sys.exit(f"programs that failed: {', '.join(failures)}")
 
 
 if __name__ == "__main__":

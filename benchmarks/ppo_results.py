@@ -100,23 +100,19 @@ DETAILS: dict[str, tuple[str, str] | dict[str, Any]] = {
 }
 # Reason for each detail, for the table of the page.
 REASONS = {
-    "ratio not clipped": "a large step spoils the policy that collects the next rows",
+    "ratio not clipped": "limits the size of a policy update",
     "one epoch": (
-        "instead of 10 and 4: rows are used again while the policy is still near the "
-        "one that collected them"
+        "instead of 10 and 4; reuses rows while the policy is still close to the "
+        "policy that collected them"
     ),
-    "advantages not normalized": "the learning rate suits rewards of any size",
-    "rewards not normalized": "the critic's errors have the size of 1",
-    "observations not normalized": (
-        "inputs have the size of 1; Pendulum's have already"
-    ),
-    "flax's own initialization": (
-        "small last layers begin with a policy that explores"
-    ),
-    "constant learning rate": "the last steps are small",
-    "gradients not clipped": "one bad minibatch does little",
-    "no entropy bonus": "the policy stays random for longer",
-    "values clipped at 0.2": "it is off here: `clip_range_vf` is infinite",
+    "advantages not normalized": "makes the learning rate independent of reward scale",
+    "rewards not normalized": "keeps errors of the critic near 1",
+    "observations not normalized": "keeps inputs near 1; in Pendulum they are near 1",
+    "flax's own initialization": "small last layers give a policy that explores",
+    "constant learning rate": "makes the last steps small",
+    "gradients not clipped": "limits the effect of a single minibatch",
+    "no entropy bonus": "keeps the policy random for longer",
+    "values clipped at 0.2": "disabled by default: `clip_range_vf` is infinite",
 }
 
 
@@ -132,14 +128,14 @@ def load(detail: str = "as it is") -> Any:
 
 
 def make_robot(env_id: str) -> Any:
-    """Makes a Gymnasium environment with clipped actions; runs in a worker process."""
+    """Creates a Gymnasium environment with clipped actions, in a worker process."""
     import gymnasium
 
     return gymnasium.wrappers.ClipAction(gymnasium.make(env_id))
 
 
 def make_env(env_id: str, config: recipes.PPOSettings, only: str = "") -> Any:
-    """Makes the environments of a task; normalizes continuous tasks."""
+    """Creates the environments of a task; normalizes continuous tasks."""
     if env_id.endswith("-v5"):
         makers = [functools.partial(make_robot, env_id)] * config.num_envs
         workers = envs.make_worker_envs(makers, num_workers=2)

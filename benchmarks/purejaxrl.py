@@ -41,7 +41,7 @@ class OneFlag:
 
 
 def make_one_flag(env_id: str) -> tuple[OneFlag, Any]:
-    """Makes an environment of gymnax with `OneFlag`, and its parameters."""
+    """Creates an environment of gymnax with `OneFlag`, and its parameters."""
     env, params = MAKE(env_id)
     return OneFlag(env), params
 
@@ -91,7 +91,7 @@ def make_learner(
     *,
     normalize: bool = False,
 ) -> Learner:
-    """Makes the learner of a script.
+    """Creates the learner of a script.
 
     Args:
         env_id: id of an environment of gymnax or brax.

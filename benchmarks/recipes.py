@@ -59,8 +59,8 @@ class LimitIsFailure(Wrapper):
         """Takes one step."""
         result = self.env.step(key, state, action)
         terminated = result.terminated | result.truncated
-        none = jnp.zeros_like(result.truncated)
-        return result.replace(terminated=terminated, truncated=none)
+        truncated = jnp.zeros_like(result.truncated)
+        return result.replace(terminated=terminated, truncated=truncated)
 
 
 def total_steps(config: PPOSettings | DQNSettings) -> int:
@@ -71,7 +71,7 @@ def total_steps(config: PPOSettings | DQNSettings) -> int:
 
 
 def make_env(env_id: str) -> Any:
-    """Makes an environment with flat observations and actions in [-1, 1]."""
+    """Creates an environment with flat observations and actions in [-1, 1]."""
     options: dict[str, Any] = (
         {"backend": "positional"} if env_id.startswith("brax:") else {}
     )
@@ -118,7 +118,7 @@ def setup(
 
 
 def make_lanes(env_id: str, config: PPOSettings, only: str = "") -> Any:
-    """Makes the environments for a training run of PPO.
+    """Creates the environments for a training run of PPO.
 
     Args:
         env_id: id of an environment of gymnax or brax.
@@ -137,7 +137,7 @@ def make_lanes(env_id: str, config: PPOSettings, only: str = "") -> Any:
 
 
 def make_ppo(env: Any, config: ppo.Config) -> Learner:
-    """Makes a learner of `ppo.py` for vectorized environments."""
+    """Creates a learner of `ppo.py` for vectorized environments."""
     agent = ppo.PPO(env, config)
 
     def act(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
@@ -162,7 +162,7 @@ class PureJaxRLDQN(dqn.DQN):
 
 
 def make_dqn(env: Any, settings: DQNSettings) -> Learner:
-    """Makes a learner of DQN with PureJaxRL's settings, and vectorizes `env`.
+    """Creates a learner of DQN with PureJaxRL's settings, and vectorizes `env`.
 
     An update is one period of the target network: 500 environment steps.
     """

@@ -9,17 +9,17 @@ Times four loops in interleaved runs in one process:
 - `bare loop`: the step of the kernel without resets and statistics;
 - `all fields`: the kernel with every field of `Transition`.
 
-The first three return the same fields: obs, action, reward, done, episode return and
-episode length. `bare loop` has no statistics and returns the reward instead of the
-episode return. Also times the parts of a step with `rollout.profile`, and
+The first three return six fields: obs, action, reward, done, episode return and episode
+length. `bare loop` has no statistics: it returns the reward instead of the episode
+return. Also times the parts of a step with `rollout.profile`, and
 `a learned model`: rollouts of a network that replaces an environment, and their
 gradient, against a plain scan.
 
     python benchmarks/rollout_speed.py --tables "random policy" "a network"
     python benchmarks/rollout_speed.py --num-steps 16000 --impl philox2x32
 
-Each table of loops has further columns in a second table, for example "more on random
-policy". Tables "jax 0.11" and "one flag of XLA" repeat the random policy with this
+Each table of loops has more columns in a second table, for example "more on random
+policy". The tables "jax 0.11" and "one flag of XLA" repeat the random policy with this
 version of JAX and with `XLA_FLAGS` set to `harness.LOOP_FLAG`.
 """
 
@@ -55,7 +55,7 @@ LOOPS = ("rollout", "gymnax loop", "bare loop", "all fields")
 
 
 def bare_loop(case: Case) -> Loop:
-    """Makes `bare loop`: only the policy and the environment step of the kernel."""
+    """Creates `bare loop`: only the policy and the environment step of the kernel."""
     policy = make_policy(case)[0]
     collector = lanes(case.env_id, case.num_envs, policy)
 
@@ -87,14 +87,14 @@ def bare_loop(case: Case) -> Loop:
     return Loop(functools.partial(init, collector), run)
 
 
-def six_of(t: rollout.Transition) -> tuple[Any, ...]:
+def recorded_fields(t: rollout.Transition) -> tuple[Any, ...]:
     """Selects the six fields that `gymnax loop` also returns."""
     totals = t.episode_return, t.episode_length
     return t.obs, t.action, t.reward, t.done, *totals
 
 
 def purejaxrl_loop(case: Case) -> Loop:
-    """Makes `gymnax loop`; its info is reduced to episode return and length."""
+    """Creates `gymnax loop`; its info is reduced to episode return and length."""
     init, run = gymnax_loop(case)
 
     def run_and_read(carry: Any, params: Any) -> tuple[Any, Any]:
@@ -120,16 +120,16 @@ def measure_loops(case: Case, repeats: int) -> tuple[dict[str, str], dict[str, s
     """Times the four loops of a case; returns a row of each table."""
     params = make_policy(case)[1](jax.random.key(1))
     loops = {
-        "rollout": our_loop(case, six_of),
+        "rollout": our_loop(case, recorded_fields),
         "gymnax loop": purejaxrl_loop(case),
         "bare loop": bare_loop(case),
         "all fields": our_loop(case, lambda t: t.replace(extras=())),
     }
-    compiled = {name: compile_loop(case, loop, params) for name, loop in loops.items()}
-    timing = measure({x: run for x, (run, *_) in compiled.items()}, repeats)
+    programs = {name: compile_loop(case, loop, params) for name, loop in loops.items()}
+    timing = measure({x: run for x, (run, *_) in programs.items()}, repeats)
     ours, gymnax_loop, bare = (timing[name] for name in LOOPS[:3])
     speed = {x: case.num_envs * case.num_steps / timing[x].wall / 1e6 for x in LOOPS}
-    memory = compiled["all fields"][1].memory_analysis()
+    memory = programs["all fields"][1].memory_analysis()
     peak = memory.output_size_in_bytes + memory.temp_size_in_bytes
     setting = {"environment": f"`{case.env_id}`", "lanes": f"{case.num_envs:,}"}
     row = setting | {f"`{x}`, M/s": f"{speed[x]:.2f}" for x in LOOPS[:3]}
@@ -139,8 +139,8 @@ def measure_loops(case: Case, repeats: int) -> tuple[dict[str, str], dict[str, s
         "`all fields`, M/s": f"{speed['all fields']:.2f}",
         "CPU time, `gymnax loop` / `rollout`": f"{gymnax_loop.cpu / ours.cpu:.2f}",
         "CPU time, `bare loop` / `rollout`": f"{bare.cpu / ours.cpu:.2f}",
-        "compiling `rollout`, s": f"{compiled['rollout'][2]:.1f}",
-        "compiling `gymnax loop`, s": f"{compiled['gymnax loop'][2]:.1f}",
+        "compiling `rollout`, s": f"{programs['rollout'][2]:.1f}",
+        "compiling `gymnax loop`, s": f"{programs['gymnax loop'][2]:.1f}",
         "peak memory of `all fields` / its outputs": (
             f"{peak / memory.output_size_in_bytes:.3f}"
         ),
@@ -193,13 +193,13 @@ class Model:
     def step(self, key: jax.Array, state: jax.Array, action: jax.Array) -> envs.EnvStep:
         """Adds the output of the network to the state."""
         del key
-        obs, never = state + mlp(self.params, jnp.append(state, action)), jnp.bool_(0)
+        obs = state + mlp(self.params, jnp.append(state, action))
         return envs.EnvStep(
             state=obs,
             obs=obs,
             reward=-jnp.square(obs).sum(),
-            terminated=never,
-            truncated=never,
+            terminated=jnp.bool_(False),
+            truncated=jnp.bool_(False),
             info=(),
         )
 

@@ -4,7 +4,7 @@ Each row runs in a new process, which measures the time from its first line: an 
 or the first program of the README up to the statistics of the first batch. The program
 runs without a compilation cache, with a filled cache (JAX_COMPILATION_CACHE_DIR) of
 programs that took at least a second to compile, and with a cache of all programs
-(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0). Rows run in turn; reports medians.
+(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0). Reports medians of interleaved runs.
 
     python benchmarks/start_speed.py
 """
@@ -24,11 +24,11 @@ from harness import run
 ROOT = Path(__file__).parents[1]
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 KEEP_ALL = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-BEFORE = "import time\n_begin = time.perf_counter()\n"
-AFTER = "\nprint(time.perf_counter() - _begin)"
+PROLOGUE = "import time\n_begin = time.perf_counter()\n"
+EPILOGUE = "\nprint(time.perf_counter() - _begin)"
 
 
-def twenty_lines() -> str:
+def first_program() -> str:
     """Returns the first program of the README, which prints statistics of a batch."""
     readme = (ROOT / "README.md").read_text()
     return re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1]
@@ -42,22 +42,22 @@ def cases(folder: str) -> dict[str, tuple[str, dict[str, str]]]:
         "`import jax`": ("import jax", {}),
         "`import jax, flax, chex`": ("import jax, flax, chex", {}),
         "`import rollout`": ("import rollout", {}),
-        "first batch, no cache": (twenty_lines(), {}),
-        "first batch, filled cache": (twenty_lines(), partial),
-        "first batch, cache of everything": (twenty_lines(), complete),
+        "first batch, no cache": (first_program(), {}),
+        "first batch, filled cache": (first_program(), partial),
+        "first batch, cache of everything": (first_program(), complete),
     }
 
 
 def seconds(code: str, variables: dict[str, str]) -> float:
     """Runs code in a new process; returns its time in seconds."""
     env = {k: v for k, v in os.environ.items() if k not in (CACHE, KEEP_ALL)}
-    command = [sys.executable, "-c", BEFORE + code + AFTER]
+    command = [sys.executable, "-c", PROLOGUE + code + EPILOGUE]
     out = subprocess.check_output(command, cwd=ROOT, env=env | variables)
     return float(out.split()[-1])
 
 
 def rows(args: Namespace) -> Iterator[dict[str, str]]:
-    """Times all cases in turn."""
+    """Times all cases in interleaved runs."""
     with tempfile.TemporaryDirectory() as folder:
         runs = cases(folder)
         times = {name: [] for name in runs}

@@ -29,7 +29,7 @@ CARTPOLE, BREAKOUT = "CartPole-v1", "Breakout-MinAtar"
 
 
 def stream_loop(env_id: str, *, delay: float = 0.0, **options: Any) -> Program:
-    """Makes a program that waits for the next batch and then sleeps for `delay`."""
+    """Creates a program that waits for the next batch and then sleeps for `delay`."""
     options = {"key": jax.random.key(0), "steps_per_batch": BATCH, **options}
     batches, stats = rollout.Stream(lanes(env_id, NUM_ENVS), **options), ()
 
@@ -44,7 +44,7 @@ def stream_loop(env_id: str, *, delay: float = 0.0, **options: Any) -> Program:
 
 
 def bare_loop(env_id: str) -> Program:
-    """Makes one iteration of a plain loop around `collect_steps`."""
+    """Creates one iteration of a plain loop around `collect_steps`."""
     collector = lanes(env_id, NUM_ENVS)
     carry = collector.init(jax.random.key(0))
 
@@ -62,10 +62,10 @@ def bare_loop(env_id: str) -> Program:
 
 
 def prefetch_pair(repeats: int) -> tuple[Program, Program]:
-    """Makes streams for a loop that works on the host as long as a collection takes."""
+    """Creates streams for a loop with host work as long as a collection."""
     size = {"steps_per_batch": 16 * BATCH}  # `sleep` is accurate for delays of 0.1 s
-    alone = measure({"": stream_loop(CARTPOLE, **size)}, repeats, warmup=4)[""].wall
-    return tuple(stream_loop(CARTPOLE, prefetch=x, delay=alone, **size) for x in (1, 0))
+    delay = measure({"": stream_loop(CARTPOLE, **size)}, repeats, warmup=4)[""].wall
+    return tuple(stream_loop(CARTPOLE, prefetch=x, delay=delay, **size) for x in (1, 0))
 
 
 PAIRS: dict[str, Callable[[int], tuple[Program, Program]]] = {

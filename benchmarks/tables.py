@@ -288,7 +288,7 @@ def details(results: dict[str, Any]) -> str:
                 "Changed": detail,
                 "Pendulum": returns(results.get(f"Pendulum-v1{ending}"), 0),
                 "Breakout": returns(results.get(f"Breakout-MinAtar{ending}"), 0),
-                "Why the detail is there": reason,
+                "Purpose of the detail": reason,
             }
         )
     return markdown(rows)

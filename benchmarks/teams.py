@@ -70,13 +70,13 @@ def run(task: str, seed: int) -> dict[str, Any]:
     lowered = update.lower(*names["arguments"])
     start = time.process_time()
     memory = lowered.compile().memory_analysis()
-    compiling = time.process_time() - start
+    compile_seconds = time.process_time() - start
     nbytes = memory.temp_size_in_bytes + memory.argument_size_in_bytes
     nbytes += memory.output_size_in_bytes - memory.alias_size_in_bytes
     jax.clear_caches()
     print(f"{task}, seed {seed}: {curve[-1]:.2f}, {seconds:.0f} s", flush=True)
     curve = [None if math.isnan(x) else round(x, 3) for x in curve]
-    return {"curve": curve, "s": seconds, "compile": compiling, "bytes": nbytes}
+    return {"curve": curve, "s": seconds, "compile": compile_seconds, "bytes": nbytes}
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ class Training(NamedTuple):
         script: name of the script without `.py`.
         env_id: id of the environment.
         config: settings of both programs.
-        ours: makes the training function of the recipe from the settings.
+        ours: creates the training function of the recipe from the settings.
         seeds: numbers of seeds to train at once.
     """
 
@@ -124,9 +124,9 @@ LAYERS = {
 
 def trainings() -> Iterator[Training]:
     """Yields all comparisons."""
-    sweep, two = (1, 8), PUREJAXRL.replace(num_updates=2)
-    breakout = two.replace(num_minibatches=8, learning_rate=5e-3, activation="relu")
-    robot = two.replace(
+    sweep, base = (1, 8), PUREJAXRL.replace(num_updates=2)
+    breakout = base.replace(num_minibatches=8, learning_rate=5e-3, activation="relu")
+    robot = base.replace(
         num_minibatches=8,
         learning_rate=3e-4,
         ent_coef=0.0,
@@ -141,7 +141,7 @@ def trainings() -> Iterator[Training]:
     yield from ppo_trainings(name, "Breakout-MinAtar", breakout, sweep)
     yield from ppo_trainings("PPO, hopper, 64 lanes", "brax:hopper", robot, (1,))
     name = "Recurrent PPO, CartPole, 64 lanes"
-    yield Training(name, "ppo_rnn", "CartPole-v1", two, train_recurrent)
+    yield Training(name, "ppo_rnn", "CartPole-v1", base, train_recurrent)
     name, config = "DQN, CartPole, 10 lanes", DQNSettings(4000)
     yield Training(name, "dqn", "CartPole-v1", config, train_dqn, sweep)
 
@@ -163,12 +163,12 @@ def ppo_trainings(
 
 
 def train_ppo(env_id: str, config: PPOSettings) -> Train:
-    """Makes a training function of PPO; normalizes robot observations and rewards."""
+    """Creates a training function of PPO; normalizes robot observations and rewards."""
     return recipes.make_ppo(recipes.make_lanes(env_id, config), config).train
 
 
 def train_recurrent(config: PPOSettings) -> Train:
-    """Makes a training function of recurrent PPO with the network of PureJaxRL."""
+    """Creates a training function of recurrent PPO with the network of PureJaxRL."""
     env = envs.vectorize(make_env("CartPole-v1"), config.num_envs)
     network = RecurrentNetwork(env.action_space.n)
     agent = recurrent_ppo.RecurrentPPO(
@@ -185,7 +185,7 @@ def train_recurrent(config: PPOSettings) -> Train:
 
 
 def train_dqn(config: DQNSettings) -> Train:
-    """Makes a training function of DQN with the settings of PureJaxRL."""
+    """Creates a training function of DQN with the settings of PureJaxRL."""
     return recipes.make_dqn(make_env("CartPole-v1"), config).train
 
 
@@ -209,13 +209,13 @@ def row_of(training: Training, num_seeds: int, args: Namespace) -> dict[str, str
         training.script,
         normalize=True,
     )
-    compiled, programs = [], {}
+    compile_seconds, programs = [], {}
     for maker, train in (("ours", training.ours(config)), ("theirs", learner.train)):
         train = jax.vmap(train) if num_seeds > 1 else train
         inputs = keys if num_seeds > 1 else keys[0]
         start = time.process_time()
         program = jax.jit(train).lower(inputs).compile()
-        compiled.append(time.process_time() - start)
+        compile_seconds.append(time.process_time() - start)
         programs[maker] = functools.partial(program, inputs)
     ours, theirs = measure(programs, args.repeats).values()
 
@@ -231,9 +231,9 @@ def row_of(training: Training, num_seeds: int, args: Namespace) -> dict[str, str
         "there, CPU ms": ms(theirs.cpu),
         "CPU time, there / here": f"{theirs.cpu / ours.cpu:.2f}",
         "wall time, there / here": f"{theirs.wall / ours.wall:.2f}",
-        "compiling here, CPU s": f"{compiled[0]:.1f}",
-        "compiling there, CPU s": f"{compiled[1]:.1f}",
-        "compiling, there / here": f"{compiled[1] / compiled[0]:.2f}",
+        "compiling here, CPU s": f"{compile_seconds[0]:.1f}",
+        "compiling there, CPU s": f"{compile_seconds[1]:.1f}",
+        "compiling, there / here": f"{compile_seconds[1] / compile_seconds[0]:.2f}",
         "repeats": f"{args.repeats}",
     }
 
@@ -252,7 +252,7 @@ def layer_rows(args: Namespace) -> Iterator[dict[str, str]]:
 
 
 def descend(network: nn.Module) -> Callable[[Any, jax.Array], Any]:
-    """Makes a program that takes `STEPS` gradient descent steps."""
+    """Creates a program that takes `STEPS` gradient descent steps."""
 
     def loss(params: Any, obs: jax.Array) -> jax.Array:
         return jnp.square(network.apply(params, obs)).mean()

@@ -21,9 +21,9 @@ class EpisodeBuffer(ReplayBuffer):
     Rows of an unfinished episode are written after the visible rows of the lane, and
     every method ignores them. When the episode ends, all of its rows become visible
     without a copy. An episode longer than `max_length` is skipped and counted in
-    `num_too_long`. An episode interrupted without a flag is discarded and
-    counted in `num_abandoned`. Rows of skipped and discarded episodes may already have
-    overwritten the oldest rows of the lane.
+    `num_too_long`. An episode interrupted without a flag is discarded and counted in
+    `num_abandoned`. Rows of skipped and discarded episodes may already have overwritten
+    the oldest rows of the lane.
 
     Attributes:
         max_length: maximum number of steps of a stored episode, at most `num_slots`;
@@ -82,14 +82,14 @@ class EpisodeBuffer(ReplayBuffer):
         too_long = mask & (pending == (self.max_length or self.num_slots))
         pending, skipping = jnp.where(too_long, 0, pending), skipping | too_long
 
-        written = mask & ~skipping
+        write_mask = mask & ~skipping
         slot = (state.ring.head + pending) % self.num_slots
         memory = ring.write_slots(
             state.ring,
             jax.tree.map(lambda x: x[None], row),
-            jnp.where(written, slot, self.num_slots)[None],
+            jnp.where(write_mask, slot, self.num_slots)[None],
         )
-        pending = pending + written.astype(jnp.int32)
+        pending = pending + write_mask.astype(jnp.int32)
         # In a full lane, the slots after the head hold the oldest visible rows.
         size = jnp.minimum(memory.size, self.num_slots - pending)
         lost = memory.lost | (size < memory.size)

@@ -94,8 +94,8 @@ def age(ring: RingState, row: jax.Array) -> jax.Array:
 
 def is_stored(ring: RingState, row: jax.Array) -> jax.Array:
     """Returns bool, True for rows that the ring stores."""
-    inside = (row >= 0) & (row < ring.num_slots * ring.num_envs)
-    return inside & (age(ring, row) < ring.size[row % ring.num_envs])
+    in_range = (row >= 0) & (row < ring.num_slots * ring.num_envs)
+    return in_range & (age(ring, row) < ring.size[row % ring.num_envs])
 
 
 def is_done(ring: RingState, row: jax.Array) -> jax.Array:

@@ -45,11 +45,10 @@ def from_data(
     The rows of an episode are consecutive and in time order, and an episode ends at a
     row with a flag. Without a flag, a row whose successor differs from the observation
     of the next row is marked as `truncated`, so that no window of steps joins two
-    episodes. If the last row has no flag, its episode is incomplete, and rows
-    that are added later do not continue it. A buffer with one lane keeps the order of
-    the rows. With more lanes, complete episodes are assigned to lanes, longest episode
-    first, each to the lane with the fewest rows. Episodes within a lane keep their
-    order.
+    episodes. If the last row has no flag, its episode is incomplete, and rows that are
+    added later do not continue it. A buffer with one lane keeps the order of the rows.
+    With more lanes, complete episodes are assigned to lanes, longest episode first,
+    each to the lane with the fewest rows. Episodes within a lane keep their order.
 
     Args:
         buffer: any buffer. `num_envs=1` is sufficient if no rows are added later.
@@ -120,11 +119,12 @@ def check_successors(obs: ArrayTree, next_obs: ArrayTree, done: Any) -> None:
 
 
 def _compare_successors(obs: ArrayTree, next_obs: ArrayTree) -> Iterator[Any]:
-    """Yields a path and `[K - 1]` bool per leaf, True if the next row continues it."""
+    """Yields each leaf's path and `[K - 1]` bool, True if the next row continues it."""
     successors = jax.tree.leaves(next_obs)
     for (path, x), y in zip(jax.tree.leaves_with_path(obs), successors, strict=True):
-        got, want = y[:-1], x[1:]
-        is_equal = (got == want) | ((got != got) & (want != want))  # NaN equals NaN
+        successor, row = y[:-1], x[1:]
+        both_nan = (successor != successor) & (row != row)
+        is_equal = (successor == row) | both_nan
         yield path, is_equal.all(axis=tuple(range(1, is_equal.ndim)))
 
 
@@ -172,9 +172,9 @@ def _array(name: str, value: Any, dtype: Any = None) -> np.ndarray:
     dtype = jax.dtypes.canonicalize_dtype(dtype or value.dtype)
     if value.dtype == dtype:
         return value
-    bad = lost_in_cast(value, dtype)
-    if bad.any():
-        raise ValueError(f"{name} must fit into {dtype}, got {value[bad].flat[0]}.")
+    is_lost = lost_in_cast(value, dtype)
+    if is_lost.any():
+        raise ValueError(f"{name} must fit into {dtype}, got {value[is_lost].flat[0]}.")
     return value.astype(dtype)
 
 
@@ -243,8 +243,8 @@ def from_minari(buffer: ReplayBuffer, dataset: "MinariDataset | str") -> ArrayTr
             observation more than steps, or as in `from_data`.
     """
     minari = import_optional("minari")
-    opened = minari.load_dataset(dataset) if isinstance(dataset, str) else dataset
-    episodes = [_steps(episode) for episode in opened.iterate_episodes()]
+    source = minari.load_dataset(dataset) if isinstance(dataset, str) else dataset
+    episodes = [_steps(episode) for episode in source.iterate_episodes()]
     if not sum(len(episode["reward"]) for episode in episodes):
         raise ValueError("`dataset` must have at least one step, got none.")
     data = jax.tree.map(lambda *leaves: np.concatenate(leaves), *episodes)
@@ -288,7 +288,7 @@ def to_minari(
             within an episode differs from the observation of the next row.
     """
     minari = import_optional("minari")
-    episodes = _whole_episodes(buffer, state)
+    episodes = _complete_episodes(buffer, state)
     spaces = [_space(name, episodes[0][name]) for name in ("obs", "action")]
     if metadata.get("env") is None:
         observation_space = (
@@ -346,15 +346,15 @@ def _steps(episode: Any) -> dict[str, ArrayTree]:
     }
 
 
-def _whole_episodes(buffer: ReplayBuffer, state: ArrayTree) -> list[dict[str, Any]]:
+def _complete_episodes(buffer: ReplayBuffer, state: ArrayTree) -> list[dict[str, Any]]:
     """Reads the steps of all complete episodes, lane by lane, oldest first."""
-    needed = ("obs", "action", "reward", "terminated", "truncated", "episode_length")
-    neighbours.require_fields(state.ring.experience, needed, "`to_minari`")
+    names = ("obs", "action", "reward", "terminated", "truncated", "episode_length")
+    neighbours.require_fields(state.ring.experience, names, "`to_minari`")
     if not neighbours.has_next_obs(state.ring):
         raise ValueError("`to_minari` needs the field `next_obs` in the transition.")
     trajectory, mask = buffer.to_trajectory(state)
     columns = {
-        name: neighbours.get_field(trajectory, name) for name in (*needed, "next_obs")
+        name: neighbours.get_field(trajectory, name) for name in (*names, "next_obs")
     }
     rows, mask = jax.device_get((columns, mask))
     done, length = rows["terminated"] | rows["truncated"], rows["episode_length"]

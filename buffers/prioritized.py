@@ -62,14 +62,14 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         self, state: PrioritizedState, rows: ArrayTree, mask: jax.Array
     ) -> PrioritizedState:
         """Appends the rows `[T, B, ...]` where `mask` is True, at `max_priority`."""
-        written, slot = ring.write(state.ring, rows, mask)
+        memory, slot = ring.write(state.ring, rows, mask)
         # Slot N marks unwritten rows: map them to an out-of-range row number.
         row = slot * self.num_envs + jnp.arange(self.num_envs, dtype=jnp.int32)[None]
         row = jnp.where(slot < self.num_slots, row, state.priorities[0].shape[0])
         priorities = sum_tree.set_distinct_leaves(
             state.priorities, row.reshape(-1), self._mass(state.max_priority)
         )
-        return state.replace(ring=written, priorities=priorities)
+        return state.replace(ring=memory, priorities=priorities)
 
     def sample(
         self,
@@ -97,7 +97,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
                 `ReplayBuffer.sample`.
         """
         checks.fraction("beta", beta)
-        return self._sample_rows(state, key, batch_size, beta)
+        return self._sample_transitions(state, key, batch_size, beta)
 
     def sample_sequences(
         self,
@@ -125,7 +125,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
                 `ReplayBuffer.sample_sequences`.
         """
         checks.fraction("beta", beta)
-        return self._sample_pieces(state, key, batch_size, length, beta)
+        return self._sample_sequences(state, key, batch_size, length, beta)
 
     @jit_method()
     def update_priorities(
@@ -138,8 +138,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             indices: `[S]` int32, `batch.indices`. If a row appears twice, its last
                 priority is used. Row numbers without a stored row are skipped.
             priorities: `[S]` float, at least 0, for example absolute TD errors. A
-                priority below 0, above 1e30 or not finite is rejected and
-                counted in `num_rejected`.
+                priority below 0, above 1e30 or not finite is rejected and counted in
+                `num_rejected`.
 
         Returns:
             The buffer state after the update.
@@ -158,8 +158,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             )
         priorities = priorities.astype(jnp.float32)
         valid = (priorities >= 0) & (priorities <= _LARGEST)
-        stored = neighbours.is_stored(state.ring, indices)
-        accepted = valid & stored
+        is_stored = neighbours.is_stored(state.ring, indices)
+        accepted = valid & is_stored
         out_of_range = state.priorities[0].shape[0]  # `set_leaves` skips this leaf
         leaf = jnp.where(accepted, indices, out_of_range)
         largest = jnp.max(jnp.where(accepted, priorities, 0), initial=0)

@@ -17,7 +17,7 @@ from rollout.envs.types import ArrayTree
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
-_MOST_ROWS = 2**30  # row numbers up to twice the capacity must fit int32
+_MAX_ROWS = 2**30  # row numbers up to twice the capacity must fit int32
 
 
 def jit_method(*static: str) -> Callable[[Fn], Fn]:
@@ -52,7 +52,7 @@ def jit_method(*static: str) -> Callable[[Fn], Fn]:
 
 
 class ReplayBuffer(struct.PyTreeNode):
-    """A ring of transitions per lane with uniform sampling.
+    """A replay buffer with uniform sampling and one ring of transitions per lane.
 
     All methods are pure and jitted. Jit them together with the surrounding code and
     donate the state, so that `add` writes in place: a call outside of `jit` copies the
@@ -72,12 +72,13 @@ class ReplayBuffer(struct.PyTreeNode):
             after its successor was evicted from the side ring.
         final_obs_capacity: F, capacity of the side ring for "shared", at least
             `num_envs`. The default is a quarter of `capacity`, which is sufficient for
-            episodes of four or more steps. Twice `capacity` divided by the mean episode
-            length is ample. `num_evicted` reports whether F was too small.
+            episodes of four or more steps. If episodes are longer,
+            `2 * capacity / mean_episode_length` is ample. `num_evicted` reports whether
+            F was too small.
         n_step: maximum number of rewards in an n-step return, at least 1; None for
             one-step rewards without `discount`. The sum stops at an episode end and at
-            the newest row. In this case it has fewer terms, and `discount` and
-            `next_obs` correspond to its last step.
+            the newest row, so it may have fewer terms. `discount` and `next_obs` belong
+            to its last step.
 
                 G = r_t + γ r_{t+1} + ... + γ^{m-1} r_{t+m-1},  1 <= m <= n_step
                 target = G + discount V(next_obs),  discount = γ^m (1 - terminated)
@@ -122,7 +123,7 @@ class ReplayBuffer(struct.PyTreeNode):
     def __post_init__(self) -> None:
         # The ring and the side ring must have room for one step of all lanes.
         least = checks.int_between("num_envs", self.num_envs)
-        checks.int_between("capacity", self.capacity, least=least, most=_MOST_ROWS)
+        checks.int_between("capacity", self.capacity, least=least, most=_MAX_ROWS)
         checks.choice("next_obs", self.next_obs, ("stored", "shared"))
         self._check_options()
         if self.final_obs_capacity is None:
@@ -157,8 +158,8 @@ class ReplayBuffer(struct.PyTreeNode):
         Args:
             transition: `[B, ...]`, one `Transition` or any other pytree; only shapes
                 and dtypes are read. A `rollout.Collector` or `rollout.HostCollector`
-                stands for its transitions. A field `mask` is not stored, because every
-                stored row is valid.
+                may be passed instead of its transition. A field `mask` is not stored,
+                because every stored row is valid.
             params: parameters of the policy, if `transition` is a collector.
 
         Returns:
@@ -243,7 +244,7 @@ class ReplayBuffer(struct.PyTreeNode):
             ValueError: if `batch_size` is not an int of at least 1, if `gamma` is a
                 number out of range, or if the transition lacks a required field.
         """
-        return self._sample_rows(state, key, batch_size)
+        return self._sample_transitions(state, key, batch_size)
 
     def sample_sequences(
         self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, length: int
@@ -269,7 +270,7 @@ class ReplayBuffer(struct.PyTreeNode):
             ValueError: if a count is not an int of at least 1, or if the transition has
                 no `terminated` or `truncated`.
         """
-        return self._sample_pieces(state, key, batch_size, length)
+        return self._sample_sequences(state, key, batch_size, length)
 
     @jit_method("batch_size", "max_length")
     def sample_episodes(
@@ -369,7 +370,7 @@ class ReplayBuffer(struct.PyTreeNode):
         """Stores the rows `[T, B, ...]` for which `mask`, `[T, B]` bool, is True."""
         return ring.write(state, rows, mask)[0]
 
-    def _sample_rows(
+    def _sample_transitions(
         self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, beta: Any = None
     ) -> Batch:
         """Samples transitions; `beta` is the exponent of importance weights."""
@@ -381,7 +382,7 @@ class ReplayBuffer(struct.PyTreeNode):
             checks.fraction("gamma", self.gamma)
         relabel_fn = self.relabel_fn
         if relabel_fn is not None:
-            # A new object keeps the function from being reused from the jit cache.
+            # A function that is not static gets a new object and a new jit cache entry.
             static_fn = programs.static(relabel_fn, state, key, self.gamma)
             relabel_fn = static_fn or functools.partial(relabel_fn)
         options = sampling.SampleOptions(
@@ -397,7 +398,7 @@ class ReplayBuffer(struct.PyTreeNode):
         buffer = self.replace(n_step=None, gamma=None, relabel_fn=None)
         return buffer._sample(state, key, options)
 
-    def _sample_pieces(
+    def _sample_sequences(
         self,
         state: ArrayTree,
         key: chex.PRNGKey,
@@ -420,9 +421,9 @@ class ReplayBuffer(struct.PyTreeNode):
         self._check_state(state)
         checks.typed_key(key)
         options.check()
-        return self._draw_batch(state, key, options)
+        return self._sample_batch(state, key, options)
 
-    def _draw_batch(
+    def _sample_batch(
         self, state: ArrayTree, key: chex.PRNGKey, options: sampling.SampleOptions
     ) -> Batch | Sequences:
         read_key = key

@@ -57,7 +57,7 @@ def write_final_obs(
     # Final observations are numbered from 1 in time order.
     number = jnp.cumsum(is_final, dtype=jnp.int32)
     total = number[-1]
-    # If they exceed the capacity, only the last ones are written: no index repeats.
+    # If they exceed the capacity, write only the last ones: no index repeats.
     is_kept = is_final & (number > total - capacity)
     index = jnp.where(is_kept, (final_obs.head + number - 1) % capacity, -1)
     row = (slot * num_envs + jnp.arange(num_envs, dtype=jnp.int32)[None]).reshape(-1)
@@ -66,11 +66,11 @@ def write_final_obs(
     order = jnp.where(is_kept, number - 1 - jnp.maximum(total - capacity, 0), -1)
     memory = final_obs.obs, final_obs.row
     obs, final_row = platform.choose(
-        _write_in_rounds, _write_apart, memory, rows, order, index
+        _write_in_rounds, _write_scattered, memory, rows, order, index
     )
     head = (final_obs.head + total) % capacity
-    written = final_obs.replace(obs=obs, row=final_row, head=head)
-    return written, index.reshape(slot.shape)
+    new_final_obs = final_obs.replace(obs=obs, row=final_row, head=head)
+    return new_final_obs, index.reshape(slot.shape)
 
 
 def _write_in_rounds(
@@ -92,7 +92,7 @@ def _write_in_rounds(
         jnp.arange(num_rows, dtype=jnp.int32), mode="drop"
     )
 
-    def write_some(loop: tuple[jax.Array, ArrayTree]) -> tuple[jax.Array, ArrayTree]:
+    def write_chunk(loop: tuple[jax.Array, ArrayTree]) -> tuple[jax.Array, ArrayTree]:
         start, memory = loop
         row = lax.dynamic_slice_in_dim(source, start, chunk_size)
         target = jnp.where(row < num_rows, index.at[row].get(mode="clip"), capacity)
@@ -106,10 +106,10 @@ def _write_in_rounds(
 
     count = jnp.max(order) + 1
     start = jnp.int32(0), memory
-    return lax.while_loop(lambda loop: loop[0] < count, write_some, start)[1]
+    return lax.while_loop(lambda loop: loop[0] < count, write_chunk, start)[1]
 
 
-def _write_apart(
+def _write_scattered(
     memory: ArrayTree, rows: ArrayTree, order: jax.Array, index: jax.Array
 ) -> ArrayTree:
     """Writes all rows with one scatter."""
@@ -144,18 +144,18 @@ def init(
         flag = neighbours.get_field(transition, name)
         if flag is not None and flag.dtype != bool:
             raise ValueError(f"`{name}` must be bool, got {flag.dtype}.")
-    stored, side_ring = neighbours.replace_fields(transition, mask=()), ()
+    experience, side_ring = neighbours.replace_fields(transition, mask=()), ()
     if final_obs_capacity:
-        needed = ("obs", "next_obs", *neighbours.FLAGS)
-        obs, next_obs = neighbours.require_fields(stored, needed, 'next_obs="shared"')[
-            :2
-        ]
+        names = ("obs", "next_obs", *neighbours.FLAGS)
+        obs, next_obs = neighbours.require_fields(
+            experience, names, 'next_obs="shared"'
+        )[:2]
         chex.assert_trees_all_equal_shapes_and_dtypes(obs, next_obs)
-        stored = neighbours.replace_fields(stored, next_obs=())
+        experience = neighbours.replace_fields(experience, next_obs=())
         side_ring = init_final_obs(next_obs, final_obs_capacity, num_slots, num_envs)
     return RingState(
         experience=jax.tree.map(
-            lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), stored
+            lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), experience
         ),
         head=jnp.zeros((num_envs,), jnp.int32),
         size=jnp.zeros((num_envs,), jnp.int32),
@@ -173,18 +173,18 @@ def check_rows(
     Returns:
         The rows `[T, B, ...]` without their field `mask`, and the mask `[T, B]` bool.
     """
-    stored, rows = ring.experience, neighbours.replace_fields(trajectory, mask=())
+    experience, rows = ring.experience, neighbours.replace_fields(trajectory, mask=())
     if ring.final_obs:  # new rows have `next_obs`, but the ring does not store it
-        stored = neighbours.replace_fields(
-            stored, next_obs=neighbours.get_field(stored, "obs")
+        experience = neighbours.replace_fields(
+            experience, next_obs=neighbours.get_field(experience, "obs")
         )
     first: Any = next(iter(jax.tree.leaves(rows)), None)
-    is_step = np.ndim(first) == jax.tree.leaves(stored)[0].ndim - 1
+    is_step = np.ndim(first) == jax.tree.leaves(experience)[0].ndim - 1
     length = () if is_step else np.shape(first)[:1]
     if length == (0,):
         raise ValueError("`trajectory` must have at least one row, got none.")
     expected = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((*length, *x.shape[1:]), x.dtype), stored
+        lambda x: jax.ShapeDtypeStruct((*length, *x.shape[1:]), x.dtype), experience
     )
     checks.same("`trajectory` must match the transition of `init`", expected, rows)
     shape = (*length, ring.num_envs)
@@ -219,19 +219,19 @@ def write_slots(ring: RingState, chunk: ArrayTree, slot: jax.Array) -> RingState
 
     The slots of a lane must be consecutive. A row with slot N is not written.
     """
-    stored, rows = ring.experience, chunk
+    experience, rows = ring.experience, chunk
     if not ring.final_obs:
-        stored = _put(stored, slot, rows)
-        return ring.replace(experience=stored)
+        experience = _put(experience, slot, rows)
+        return ring.replace(experience=experience)
     next_obs, done = neighbours.get_field(chunk, "next_obs"), neighbours.done_of(chunk)
     final, index = write_final_obs(ring.final_obs, next_obs, done, slot)
     # Write each row together with the index of its final observation.
-    stored, rows = (
-        (stored, final.place),
+    experience, rows = (
+        (experience, final.place),
         (neighbours.replace_fields(chunk, next_obs=()), index),
     )
-    stored, index = _put(stored, slot, rows)
-    return ring.replace(experience=stored, final_obs=final.replace(place=index))
+    experience, index = _put(experience, slot, rows)
+    return ring.replace(experience=experience, final_obs=final.replace(place=index))
 
 
 def _put(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
@@ -242,13 +242,13 @@ def _put(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
         fits = slot.shape[0] <= num_slots
         contiguous = fits & jnp.all((slot == slot[:, :1]) & (slot < num_slots))
         if fits:
-            memory = platform.write_if(contiguous, _put_together, memory, slot, rows)
-        return platform.write_if(~contiguous, _put_apart, memory, slot, rows)
+            memory = platform.write_if(contiguous, _put_contiguous, memory, slot, rows)
+        return platform.write_if(~contiguous, _scatter_rows, memory, slot, rows)
 
-    return platform.choose(put_in_loops, _put_apart, memory, slot, rows)
+    return platform.choose(put_in_loops, _scatter_rows, memory, slot, rows)
 
 
-def _put_together(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
+def _put_contiguous(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
     """Writes the rows of all lanes contiguously, from the first slot of lane 0."""
     num_rows, start = slot.shape[0], slot[0, 0]
     number = jnp.arange(num_rows)
@@ -273,7 +273,7 @@ def _put_together(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayT
     return jax.tree.map(put_leaf, memory, rows)
 
 
-def _put_apart(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
+def _scatter_rows(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
     """Scatters all rows to their slots."""
     num_slots = jax.tree.leaves(memory)[0].shape[0]
     time, lane = jnp.indices(slot.shape, dtype=jnp.int32)

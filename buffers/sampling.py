@@ -131,8 +131,8 @@ def has_usable(
             first, count = carry
             age = first + row_age
             slot = (ring.head[None] - 1 - age) % ring.num_slots
-            stored = age < ring.size[None]
-            usable = stored & usable_fn(slot * ring.num_envs + lane)
+            is_stored = age < ring.size[None]
+            usable = is_stored & usable_fn(slot * ring.num_envs + lane)
             return first + num_ages, count + jnp.sum(usable, dtype=jnp.int32)
 
         longest = jnp.max(ring.size)
@@ -240,10 +240,10 @@ def _complete(
     ring: RingState, row: jax.Array, valid: jax.Array, last: jax.Array
 ) -> ArrayTree:
     """Reads rows, and adds `mask` and the successor of `last` as `next_obs`."""
-    missing = {"mask": valid}
+    fields = {"mask": valid}
     if neighbours.has_next_obs(ring):
-        missing["next_obs"] = neighbours.successor(ring, last)
-    return neighbours.replace_fields(neighbours.read(ring.experience, row), **missing)
+        fields["next_obs"] = neighbours.successor(ring, last)
+    return neighbours.replace_fields(neighbours.read(ring.experience, row), **fields)
 
 
 def _n_step(

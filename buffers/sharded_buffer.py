@@ -30,8 +30,8 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
 
     If all devices store the same number of rows, every stored row is equally likely.
     Otherwise, for example after masked-out rows, `weights` is the number of rows on the
-    device divided by the mean over all devices. A loss averaged with these
-    weights has the same expectation as under uniform sampling.
+    device divided by the mean over all devices. A loss averaged with these weights has
+    the same expectation as under uniform sampling.
 
     `add`, `sample`, `sample_sequences` and `can_sample` never gather rows. All other
     methods return the same result as on one device, but may gather rows.
@@ -106,7 +106,7 @@ class _Sharded(ReplayBuffer):
         in_specs = ring, PartitionSpec()
         return jnp.all(self._map(can_sample, in_specs, first)(state, batch_size))
 
-    def _draw_batch(
+    def _sample_batch(
         self, state: RingState, key: chex.PRNGKey, options: SampleOptions
     ) -> Batch | Sequences:
         """Samples on every device from local rows, with one key per device."""
@@ -127,7 +127,7 @@ class _Sharded(ReplayBuffer):
         ) -> Batch | Sequences:
             device = lax.axis_index(self.axis)
             key = jax.random.fold_in(key, device)
-            batch = self._local._draw_batch(state, key, options)
+            batch = self._local._sample_batch(state, key, options)
             # Convert local row numbers to row numbers over all lanes.
             slot, lane = jnp.divmod(batch.indices, state.num_envs)
             lane = lane + device * state.num_envs

@@ -1,9 +1,9 @@
 """Auto-reset: starts new episodes in the done lanes.
 
-All methods return the same bits, for any number of done lanes. `"select"` resets all
-`B` lanes and selects the result in the done lanes: the reference method, without a
-loop. `"compact"` resets only done lanes, `K` at a time, in lane order. `"auto"` chooses
-by the platform that the program is lowered for:
+All methods return the same bits, for any number of done lanes. `"select"`, the
+reference method, resets all `B` lanes without a loop and selects the result in the done
+lanes. `"compact"` resets only done lanes, `K` at a time, in lane order. `"auto"`
+chooses by the platform that the program is lowered for:
 
 | platform | cheap reset | costly reset |
 |---|---|---|
@@ -11,13 +11,13 @@ by the platform that the program is lowered for:
 | GPU | select | switch |
 | TPU and others | select | compact |
 
-`"auto"` calls `masked_update`, which applies any function only to the lanes that need
-it; the kernel evaluates critics with it. It chooses one of three functions, which
-return the same bits:
+`"auto"` calls `masked_update`, which applies a function only to the lanes that need it.
+The kernel also evaluates critics with `masked_update`. It chooses one of three
+functions, which return the same bits:
 
 - `select` computes all lanes.
-- `rounds` computes `K` lanes at a time in a loop, which runs no round if no flag is
-  set. It suits CPUs, and TPUs, which control loops on the device.
+- `rounds` computes `K` lanes at a time in a loop, with zero rounds if no flag is set.
+  It suits CPUs, and TPUs, which control loops on the device.
 - `switch` computes no lane, up to `K` lanes, or all lanes. It suits GPUs, on which a
   loop of unknown length waits for the host.
 
@@ -97,16 +97,16 @@ def _estimate_jaxpr(jaxpr: Any) -> Work:
             rounds += length * max(1.0, inner_rounds) if length else inner_rounds
             operations += (length or 1) * total(work.operations for work in inner)
             continue
-        read, written = (
+        input_sizes, output_sizes = (
             [math.prod(getattr(x.aval, "shape", ())) for x in variables]
             for variables in (eqn.invars, eqn.outvars)
         )
         if name.startswith("threefry") or name in _HASHES:
-            operations += _HASH * sum(written)
+            operations += _HASH * sum(output_sizes)
         elif name in _SLICES:
-            operations += sum(written)
+            operations += sum(output_sizes)
         else:  # a matrix product or a sum reads more elements than it writes
-            operations += max(sum(written), *read, 0)
+            operations += max(sum(output_sizes), *input_sizes, 0)
     return Work(operations, rounds, equations)
 
 
@@ -190,7 +190,7 @@ def masked_update(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
     """
     # Trace `fn` for a single lane: all lanes have the same cost.
     work = estimate_cost(fn, jnp.zeros((1,), jnp.int32))
-    # The cost of all lanes together counts, so a few lanes may do more work each.
+    # The second limit is for all lanes together: with few lanes, each may cost more.
     is_cheap = work.operations <= max(_FEW_OPERATIONS, _FEW_IN_ALL / flag.size)
     all_lanes, switched, compact = (
         functools.partial(update, flag, fn) for update in (select, switch, rounds)
@@ -271,22 +271,24 @@ def hoist(
         The converted function and the list of values. The list has words instead of
         typed keys.
     """
-    closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-    structure, consts = jax.tree.structure(shape), jax.eval_shape(lambda: closed.consts)
+    program, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    structure = jax.tree.structure(shape)
+    consts = jax.eval_shape(lambda: program.consts)
 
     def hoisted(values: list[jax.Array], *args: ArrayTree) -> ArrayTree:
         values = trees.wrap_keys(values, trees.blank(consts))
-        flat_fn = core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, values))
+        flat_fn = core.jaxpr_as_fun(core.ClosedJaxpr(program.jaxpr, values))
         return structure.unflatten(flat_fn(*jax.tree.leaves(args)))
 
-    return hoisted, trees.unwrap_keys(closed.consts)
+    return hoisted, trees.unwrap_keys(program.consts)
 
 
 def _num_slots(flag: jax.Array) -> int:
     """Returns K, the number of lanes computed per round.
 
-    K is so large that one round nearly always suffices, and so small that a round is
-    cheap. If K is 1, there is no scatter, and XLA:CPU compiles the loop to one kernel.
+    K is large enough that one round nearly always suffices, and small enough that a
+    round is cheap. If K is 1, there is no scatter, and XLA:CPU compiles the loop to one
+    kernel.
     """
     return max(1, flag.shape[0] // 16)
 
@@ -297,11 +299,11 @@ def _replace_first(
     """Replaces the first `K` lanes with a flag; returns remaining flags and lanes."""
     num_lanes, num_slots = flag.shape[0], _num_slots(flag)
     lane, is_used = _first_true(flag, num_slots)
-    fresh = fn(lane)
+    new_lanes = fn(lane)
     # Each unused slot writes to a different lane out of range, since `_write` promises
     # XLA unique, ascending indices.
     target = jnp.where(is_used, lane, num_lanes + jnp.arange(num_slots))
-    lanes = jax.tree.map(lambda old, new: _write(old, target, new), lanes, fresh)
+    lanes = jax.tree.map(lambda old, new: _write(old, target, new), lanes, new_lanes)
     return _write(flag, target, jnp.zeros((num_slots,), bool)), lanes
 
 
@@ -314,8 +316,8 @@ def _write(old: jax.Array, lane: jax.Array, new: jax.Array) -> jax.Array:
 def _first_true(flag: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Finds the first `size` positions where `flag` is True.
 
-    `jnp.nonzero` costs a cumulative sum and a scatter over all lanes. This function
-    packs the flags into words, which costs one small reduction. Then it looks up the
+    `jnp.nonzero` needs a cumulative sum and a scatter over all lanes. This function
+    packs the flags into words, which needs one small reduction. Then it looks up the
     word of each rank and finds the bit by a binary search in five steps.
 
     Returns:
@@ -390,10 +392,10 @@ def reset(
     # transposed. `_attach` adds the derivative outside the loop.
     fixed_env, fixed_words = lax.stop_gradient((env, words))
     replace = merge_mapped(BY_NAME[method])
-    fresh = replace(
+    new_words = replace(
         done, lambda lane: trees.unwrap_keys(start_fn(fixed_env, lane)), fixed_words
     )
-    return trees.wrap_keys(_attach(fresh, words, done), lanes)
+    return trees.wrap_keys(_attach(new_words, words, done), lanes)
 
 
 BY_NAME = {
@@ -404,15 +406,15 @@ BY_NAME = {
 
 
 @jax.custom_jvp
-def _attach(fresh: ArrayTree, lanes: ArrayTree, done: jax.Array) -> ArrayTree:
-    """Returns `fresh` and defines its derivative with respect to `lanes`."""
+def _attach(new: ArrayTree, lanes: ArrayTree, done: jax.Array) -> ArrayTree:
+    """Returns `new` and defines its derivative with respect to `lanes`."""
     del lanes, done  # read only by the derivative
-    return fresh
+    return new
 
 
 @_attach.defjvp
 def _attach_jvp(primals: tuple, tangents: tuple) -> tuple:
-    fresh, _, done = primals
+    new, _, done = primals
 
     # Reset lanes are constant: set the tangent to zero. All other lanes keep it.
     def mask_tangent(x: jax.Array, tangent: jax.Array) -> jax.Array:
@@ -420,4 +422,4 @@ def _attach_jvp(primals: tuple, tangents: tuple) -> tuple:
             return tangent  # an integer has a float0 tangent, which `select` rejects
         return trees.select(done, jnp.zeros_like(x), tangent)
 
-    return fresh, jax.tree.map(mask_tangent, fresh, tangents[1])
+    return new, jax.tree.map(mask_tangent, new, tangents[1])

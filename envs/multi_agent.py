@@ -59,13 +59,13 @@ class MultiAgentStep(struct.PyTreeNode, kw_only=True):
     reward: jax.Array  # [A]
     terminated: jax.Array  # [A]
     truncated: jax.Array  # [A]
-    episode_terminated: Any  # (), an array or a bool of Python
-    episode_truncated: Any  # (), an array or a bool of Python
+    episode_terminated: Any  # (), an array or a Python bool
+    episode_truncated: Any  # (), an array or a Python bool
     info: ArrayTree = struct.field(default_factory=dict)
 
 
 class MultiAgentEnv(Protocol):
-    """ONE environment with `A` agents: pure, and it never resets itself.
+    """A single environment with `A` agents. It is pure and never resets itself.
 
     An implementation is a pytree whose leaves are the environment's parameters. It may
     define a class attribute `simultaneous`, True if every agent that has not ended acts
@@ -209,7 +209,7 @@ class MultiAgentInfo(struct.PyTreeNode):
 def pack_status(length: jax.Array, flags: dict[Flag, jax.Array]) -> jax.Array:
     """Packs a 24-bit count and the flags into one word.
 
-    A step on XLA:CPU costs time for every array that it writes.
+    On XLA:CPU, a step is faster if it writes fewer arrays.
     """
     # The count occupies the bits above the flags, so one shift reads it.
     word = jnp.minimum(length, _MAX_ACTIONS).astype(jnp.uint32) << len(Flag)

@@ -73,10 +73,10 @@ def fold_in(key: chex.PRNGKey, data: jax.typing.ArrayLike) -> chex.PRNGKey:
     # Apply one `vmap` per axis; a scalar argument is shared along all axes.
     for _ in range(max(key.ndim, data.ndim)):
         fold = jax.vmap(fold, (0 if key.ndim else None, 0 if data.ndim else None))
-    folded = fold(inline(key), data)
+    new_key = fold(inline(key), data)
     # The barrier keeps XLA from copying the hash into every consumer of the key, and a
     # chain of two hashes into every element of a large sample.
-    return plain(trees.barrier(folded))
+    return plain(trees.barrier(new_key))
 
 
 def bits(key: chex.PRNGKey, shape: tuple[int, ...]) -> jax.Array:
@@ -168,7 +168,7 @@ def uniform(
     )
     # Use 24 bits: float32 represents every multiple of 2**-24 in [0, 1) exactly.
     unit = (bits(key, shape) >> 8).astype(jnp.float32) * jnp.float32(2**-24)
-    # `low + (high - low) * unit` is not an option: the difference may overflow.
+    # Avoid `low + (high - low) * unit`: the difference may overflow.
     return jnp.clip(low * (1.0 - unit) + high * unit, low, high)
 
 

@@ -105,11 +105,11 @@ def from_interactions(
     }
     if len(records) < len(log):
         counts = ", ".join(f"{x} {reason}" for reason, x in num_dropped.items() if x)
-        dropped = f"{len(log) - len(records)} of {len(log)} records"
-        warnings.warn(f"Dropped {dropped} of `data`: {counts}.", stacklevel=2)
+        share = f"{len(log) - len(records)} of {len(log)} records"
+        warnings.warn(f"Dropped {share} of `data`: {counts}.", stacklevel=2)
     pairs = records.groupby(["user", "item"], observed=True)
     table = pairs["feedback"].mean().unstack()
-    mask = table.notna().to_numpy()  # NaN if a pair is not in the data
+    mask = table.notna().to_numpy()  # missing pairs are NaN
     # The means of pandas ignore missing pairs.
     means: dict[Any, Any] = {
         "user_mean": table.mean(axis=1).to_numpy()[:, None],
@@ -144,8 +144,10 @@ def _read(data: Any, names: dict[str, str]) -> Any:
             "`data` must be the path of a CSV file, a DataFrame, a mapping, or a tuple "
             f"of {len(names)} columns, got {got}."
         )
-    if lost := [name for name in names.values() if name not in data]:
-        raise ValueError(f"`data` must have the columns {lost}, got {list(data)}.")
+    if missing_names := [name for name in names.values() if name not in data]:
+        raise ValueError(
+            f"`data` must have the columns {missing_names}, got {list(data)}."
+        )
     table: Any = data
     columns: dict[str, Any] = {key: table[name] for key, name in names.items()}
     for key in ("user", "item"):

@@ -76,7 +76,7 @@ class LeaveByCategory(struct.PyTreeNode):
 
     @property
     def num_items(self) -> int:
-        """I, the number of items that the rule knows."""
+        """I, the number of items in `categories`."""
         return self.categories.shape[0]
 
     def leaves(self, item: jax.Array, last: jax.Array, mask: jax.Array) -> jax.Array:
@@ -120,7 +120,7 @@ class LeaveByDistance(struct.PyTreeNode):
 
     @property
     def num_items(self) -> int:
-        """I, the number of items that the rule knows."""
+        """I, the number of items in `features`."""
         return self.features.shape[0]
 
     def leaves(self, item: jax.Array, last: jax.Array, mask: jax.Array) -> jax.Array:

@@ -101,11 +101,11 @@ def make(
     ids = _ids(suite)
     if name not in ids:
         matches = difflib.get_close_matches(name, ids, n=3, cutoff=0.4)
-        nearest = f" The nearest are {', '.join(matches)}." if matches else ""
-        nearest += "" if prefix else _HINT
+        hint = f" The nearest are {', '.join(matches)}." if matches else ""
+        hint += "" if prefix else _HINT
         raise ValueError(
             f"`env_id` must be one of the {len(ids)} ids of "
-            f"`rollout.envs.env_ids({suite!r})`, got {env_id!r}.{nearest}"
+            f"`rollout.envs.env_ids({suite!r})`, got {env_id!r}.{hint}"
         )
     env = _build(suite, name, env_params)
     if max_episode_steps is None:

@@ -73,7 +73,9 @@ def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
     rows = [jax.tree.map(lambda x: x[t], states) for t in range(len(rewards) + 1)]  # noqa: B023
     inner = _innermost(env)
     with no_screen():
-        frames = _checked(type(inner).__name__, inner.render_frames(rows), len(rows))
+        frames = _check_frames(
+            type(inner).__name__, inner.render_frames(rows), len(rows)
+        )
         return _to_gif(frames, rewards, getattr(inner, "frame_interval", _INTERVAL))
 
 
@@ -165,7 +167,7 @@ class _ExposedState(Wrapper):
 
 
 def _innermost(env: Any) -> Any:
-    """Returns the outermost environment with a renderer, or else the innermost one."""
+    """Returns the outermost environment with a renderer, or the innermost if none."""
     inner = getattr(env, "env", None)
     return env if inner is None or _draws(env) else _innermost(inner)
 
@@ -174,8 +176,8 @@ def _draws(env: Any) -> bool:
     return hasattr(env, "render_frames") and getattr(env, "draws", True)
 
 
-def _checked(name: str, frames: Iterable[Any], num: int) -> Iterator[np.ndarray]:
-    """Yields the frames of an environment; checks their shapes and that `num` exist."""
+def _check_frames(name: str, frames: Iterable[Any], num: int) -> Iterator[np.ndarray]:
+    """Yields the frames of an environment; checks their shapes and number."""
     condition, count = f"`render_frames` of {name} must", 0
     for count, pixels in enumerate(frames, 1):  # noqa: B007
         yield check_frame(pixels, f"{condition} return frames of")

@@ -19,6 +19,7 @@ from rollout.envs import prng
 from rollout.envs.types import AnySpace, ArrayTree
 
 MASK = "action_mask"  # name of the entry of an observation with the action mask
+_NUM_PRINTED = 8  # entries of a bound that `repr` prints one by one
 
 
 class Space:
@@ -164,9 +165,12 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
         if checks.is_known(bounds) and not np.all(
             np.asarray(self.low) <= np.asarray(self.high)
         ):
-            raise ValueError(
-                f"`low` must be at most `high`, got low={self.low}, high={self.high}."
-            )
+            raise ValueError(f"`low` must be at most `high`, got {self!r}.")
+
+    def __repr__(self) -> str:
+        """Formats the bounds in one line: a large array by its range."""
+        low, high = map(_format_bound, self.bounds)
+        return f"Box(low={low}, high={high}, shape={self.shape}, dtype={self.dtype})"
 
     def _check_bound(self, bound: Any, dtype: np.dtype) -> None:
         shape, value = np.shape(bound), np.asarray(bound, np.float64)
@@ -196,7 +200,7 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
         if not jnp.issubdtype(self.dtype, jnp.floating):
             return super().sample(key)
         is_known = checks.is_known(self.bounds)
-        xp = np if is_known else jnp  # NumPy keeps known values out of the program
+        xp = np if is_known else jnp  # NumPy computes known values during tracing
         low, high = (xp.broadcast_to(x, self.shape) for x in self.bounds)
         has_low, has_high = xp.isfinite(low), xp.isfinite(high)
         has_both = has_low & has_high
@@ -204,8 +208,10 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
             return super().sample(key)
         # Sample with `key` itself, as `super().sample` does: the bits must not depend
         # on whether the bounds are known.
-        first, last = (xp.where(has_both, x, 0) for x in (low, high))
-        uniform = prng.sample_uniform(key, first, last, self.shape, self.dtype)
+        finite_low, finite_high = (xp.where(has_both, x, 0) for x in (low, high))
+        uniform = prng.sample_uniform(
+            key, finite_low, finite_high, self.shape, self.dtype
+        )
         tail_key, normal_key = prng.fold_in(key, jnp.arange(1, 3, dtype=jnp.int32))
         tail = jax.random.exponential(tail_key, self.shape, self.dtype)
         normal = jax.random.normal(normal_key, self.shape, self.dtype)
@@ -584,7 +590,7 @@ def to_json(space: AnySpace) -> Any:
         case Repeated():
             return {"Repeated": [to_json(space.space), space.num]}
         case Dict():
-            # Pairs, since JSON would convert names that are numbers to strings.
+            # Store pairs: JSON would convert names that are numbers to strings.
             parts = space.spaces.items()
             return {"Dict": [[name, to_json(part)] for name, part in parts]}
         case Tuple():
@@ -596,7 +602,7 @@ def from_json(data: Any) -> AnySpace:
     """Inverts `to_json`.
 
     Raises:
-        ValueError: if the space was a custom one.
+        ValueError: if the saved space was a custom space.
     """
     if data is None:
         raise ValueError("`data` must describe a space of `rollout.envs.spaces`.")
@@ -655,7 +661,7 @@ def lost_in_cast(value: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def _value_of(space: Any) -> Any:
-    """Returns hashable data: equal for two spaces of a class only if they are equal."""
+    """Returns hashable data: spaces of one class are equal if their data is equal."""
     if isinstance(space, Box):
         if not checks.is_known(space.bounds):  # traced bounds are equal by identity
             return space.shape, space.dtype, *map(id, space.bounds)
@@ -720,3 +726,15 @@ def _limits(dtype: np.dtype) -> tuple[int, int]:
 
 _CLASS_NAMES = ("Box", "Dict", "Discrete", "MultiBinary", "MultiDiscrete", "Tuple")
 _NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32"}
+
+
+def _format_bound(bound: Any) -> str:
+    """Formats a number, a small array, or the range of a large array."""
+    if not checks.is_known(bound):
+        return checks.describe(bound)
+    values = np.asarray(bound)
+    if values.size and values.min() == values.max():
+        return str(values.flat[0])
+    if values.size <= _NUM_PRINTED:
+        return str(values.tolist())
+    return f"{values.dtype}{list(values.shape)} in [{values.min()}, {values.max()}]"

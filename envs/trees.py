@@ -62,8 +62,8 @@ def select(flag: jax.Array, new: ArrayTree, old: ArrayTree) -> ArrayTree:
         column = flag.reshape(flag.shape + (1,) * (old.ndim - flag.ndim))
         return jnp.where(column, new, old)
 
-    chosen = jax.tree.map(choose, unwrap_keys(new), unwrap_keys(old))
-    return wrap_keys(chosen, old)
+    words = jax.tree.map(choose, unwrap_keys(new), unwrap_keys(old))
+    return wrap_keys(words, old)
 
 
 def _is_key(x: jax.Array) -> bool:

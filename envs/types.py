@@ -65,9 +65,9 @@ class EnvStep(struct.PyTreeNode, Generic[StateT, ObsT], kw_only=True):
 
     state: StateT
     obs: ObsT
-    reward: Any  # (), an array or a number of Python
-    terminated: Any  # (), an array or a bool of Python
-    truncated: Any = False  # (), an array or a bool of Python
+    reward: Any  # (), an array or a Python number
+    terminated: Any  # (), an array or a Python bool
+    truncated: Any = False  # (), an array or a Python bool
     info: ArrayTree = struct.field(default_factory=dict)
     raw_reward: Any = None  # ()
 
@@ -95,7 +95,7 @@ class Lanes(NamedTuple):
 
 
 class Env(Protocol):
-    """ONE environment: pure, and it never resets itself.
+    """A single environment. It is pure and never resets itself.
 
     An implementation is a pytree whose leaves are the environment's parameters, so that
     `jax.vmap` over parameters works.
@@ -105,7 +105,7 @@ class Env(Protocol):
     returned environment is then reset instead of the original environment. In
     `collect_episodes` `number` is the position in the queue, so that each level is
     played once. In other methods it counts the episodes of all lanes, lane by lane.
-    Lanes without an assigned episode continue to count, so any number may occur.
+    Lanes without an assigned episode also advance the count, so any number may occur.
     """
 
     @property

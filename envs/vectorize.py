@@ -203,7 +203,7 @@ def vectorize(
         num_envs: B, at least 1.
         auto_reset: `"compact"` resets only the done lanes; `"select"` resets every lane
             at every step and selects the result in the done lanes; `"auto"` chooses by
-            the platform that the program is lowered for. All options play the same
+            the platform that the program is lowered for. All options generate the same
             episodes, bit for bit. Values computed from the episodes, such as normalized
             observations or network outputs, may be rounded differently.
 
@@ -253,7 +253,7 @@ def _vectorize(env: Any, num_envs: int, auto_reset: str, *, each: bool) -> Vecto
     checks.choice("auto_reset", auto_reset, tuple(auto_resets.BY_NAME))
     num_envs = checks.int_between("num_envs", num_envs)
     if has_agents(env):
-        # Read the agents of lane 0: names are not parameters, so all lanes are equal.
+        # Read the agents of lane 0: names are not parameters, so all lanes share them.
         env = _Joint(env, layout_of(jax.tree.map(lambda x: x[0], env) if each else env))
     return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset, each=each)
 
@@ -269,7 +269,7 @@ class _VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):
     _types: int = struct.field(pytree_node=False, default=0, repr=False)
 
     def __post_init__(self) -> None:
-        # `jit` may treat two classes of `env` as equal without this static hash.
+        # Without this static hash, `jit` may treat two classes of `env` as equal.
         object.__setattr__(self, "_types", hash_of_types(self.env))
 
     @property
@@ -326,18 +326,18 @@ class _VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):
     def _lay_out(self, env: Env, num_lanes: int) -> tuple[Env, Env]:
         """Returns the parameters of `num_lanes` lanes and the mapped axis of each leaf.
 
-        Shared floats are repeated here once, instead of by XLA at each use. The way XLA
-        divides depends on how often the divisor is used, and the number of uses of
-        equal divisors depends on the number of devices.
+        Broadcast shared floats here once, instead of in XLA at each use. XLA compiles a
+        division differently depending on the number of uses of its divisor, which
+        depends on the number of devices.
         """
         if self.each:
             return env, jax.tree.map(lambda _: 0, env)
         # Scalar floats get a lane axis; integers and arrays remain shared and unmapped.
         axes = jax.tree.map(lambda x: 0 if _is_float(x) else None, env)
-        repeated = jax.tree.map(
+        lane_env = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (num_lanes,)) if _is_float(x) else x, env
         )
-        return repeated, axes
+        return lane_env, axes
 
 
 # A program may contain a step or a reset several times, once for each platform. `jit`

@@ -3,27 +3,28 @@
 A rollout is a fold over time of one pure step. `Collector` folds it; `random_policy`,
 `stateless_policy` and `recurrent_policy` make a policy; `policies` has wrappers for
 exploration, such as `EpsilonGreedy` and `RandomWarmup`; `summarize` computes statistics
-of finished episodes. All functions run inside an outer `jit`, or jitted from a
-notebook.
+of finished episodes. All functions work inside an outer `jit`, and are jitted if called
+from Python.
 
 `Stream` yields batches to a training loop in Python; `checkpoint` saves and restores
 it; `shard` shards the lanes over devices. `profile` times the parts of a step, and
-`inspect_program` reports the launches and waits of a program on an accelerator, which
-may be absent.
+`inspect_program` reports the launches and waits of a program on an accelerator, even on
+a machine without one.
 
 This package exports the names that most programs need. `rollout.agents` is for several
 agents: it assigns policies to agents and returns the transitions of each agent.
 `rollout.host` is for environments outside of JAX, `rollout.recommendation` for items
 and users. `rollout.envs` has environments, and `rollout.buffers` has replay buffers.
 
-`types` has the contracts, and `checks` validates arguments; `programs` shares compiled
-programs between equal objects, and `platform` chooses implementations by device;
-`stats`, `trajectories`, `targets` and `minibatches` compute on trajectories, and `logs`
-has a window over episodes and flattens statistics; `distributions` has distributions
-over actions, and `training` the interface of agents; `collector`, `evaluation`,
-`env_checker`, `profiling` and `checkpoint` have functions of the same name; `sharding`
-shards lanes over devices; `gif` renders an episode; `cli` is the command line. The
-packages `policies`, `kernel`, `stream` and `inspection` list their modules.
+`types` has the contracts, `version` the version, and `checks` validates arguments;
+`programs` shares compiled programs between equal objects, and `platform` chooses
+implementations by device; `stats`, `trajectories`, `targets` and `minibatches` compute
+on trajectories, and `logs` has a window over episodes and flattens statistics;
+`distributions` has distributions over actions, and `training` the interface of agents;
+`collector`, `evaluation`, `env_checker`, `profiling` and `sharding` define `Collector`,
+`evaluate`, `check_env`, `profile` and `shard`; `gif` renders an episode; `cli` is the
+command line. The packages `policies`, `kernel`, `stream` and `inspection` list their
+modules.
 """
 
 import importlib
@@ -61,13 +62,12 @@ from rollout.stats import summarize
 from rollout.stream import Stream
 from rollout.targets import discounted_returns, gae, lambda_returns, next_values, vtrace
 from rollout.types import Accumulator, Carry, Policy, PolicyStep, Transition
+from rollout.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from rollout import buffers as buffers
     from rollout import inspection as inspection
     from rollout.inspection import inspect_program as inspect_program
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Accumulator",

@@ -1,9 +1,9 @@
 """Saves and restores any pytree, bit for bit and atomically.
 
-A checkpoint is a file of NumPy arrays in `path`, written under another name and renamed
-once every byte is on disk. A process may therefore be killed at any moment: earlier
-checkpoints stay unchanged, and half-written files are never read. The file holds the
-path, dtype and shape of every leaf, and checksums.
+A checkpoint is a file of NumPy arrays in `path`. It is written under a temporary name
+and renamed once every byte is on disk. If the process is killed, earlier checkpoints
+are unchanged, and incomplete files are never read. The file contains the path, dtype
+and shape of every leaf, checksums, and the version of rollout.
 
 A folder has one writer at a time, and any number of readers.
 
@@ -30,9 +30,10 @@ from jax.experimental import multihost_utils
 from rollout import checks, programs
 from rollout.envs import trees
 from rollout.envs.types import ArrayTree
+from rollout.version import __version__
 
 _SUFFIX = ".checkpoint.npz"  # only files with this suffix are deleted
-_UNFINISHED = ".part"  # appended to the names of half-written files
+_UNFINISHED = ".part"  # appended to the names of incomplete files
 
 
 def save(
@@ -55,7 +56,7 @@ def save(
             `stream.state()`, the parameters, the state of an optimizer or of a buffer.
         step: number of the checkpoint, at least 0 and above all earlier numbers; None
             for the next number.
-        every: interval, at least 1: the call saves only if it divides `step`.
+        every: interval, at least 1: the call saves only if `step` is a multiple of it.
         keep: number of newest checkpoints to keep, at least 1.
 
     Returns:
@@ -66,7 +67,7 @@ def save(
         ValueError: if `step` is not an int above all earlier numbers, or None while
             `every` is not 1; if `every` or `keep` is not an int of at least 1; if the
             tree has a leaf of another type, which the message names; inside `jit`.
-        OSError: if `path` is no folder and cannot be created.
+        OSError: if `path` is not a folder and cannot be created.
         RuntimeError: if another process or thread of this machine is saving to the
             folder.
     """
@@ -86,27 +87,28 @@ def save(
         existing = steps(path)
         lowest = existing[-1] + 1 if existing else 0
         step = lowest if step is None else step
-        # Never replace a checkpoint: a kill could leave neither version.
+        # Never replace a checkpoint: a killed process could leave neither version.
         step = checks.int_between("step", step, least=lowest, most=None)
-        # All processes must join the gathers, though only the first process writes.
+        # All processes must call `gather`, although only the first process writes.
         leaves = [programs.gather(_words(leaf)) for leaf in jax.tree.leaves(tree)]
         arrays = [_bits(np.asarray(leaf)) for leaf in jax.device_get(leaves)]
         multihost_utils.sync_global_devices("all have listed the checkpoints")
         if jax.process_index() == 0:
             file = _file(path, step)
             for part in file.parent.glob(f"*{_SUFFIX}{_UNFINISHED}"):
-                part.unlink()  # left by a killed process: it takes up disk space
+                part.unlink()  # left by a killed process
             part = file.with_name(file.name + _UNFINISHED)
             try:
                 with part.open("wb") as stream:
-                    np.savez(stream, np.array(specs), *arrays)
+                    version = np.array(__version__)
+                    np.savez(stream, np.array(specs), *arrays, version=version)
                     stream.flush()
                     os.fsync(stream.fileno())
             except BaseException:  # for example a full disk
                 part.unlink(missing_ok=True)
                 raise
             part.rename(file)
-            # Delete after the new one is on disk: a kill then leaves one too many.
+            # Delete old checkpoints only after the new checkpoint is on disk.
             for old in [*existing, step][:-keep]:
                 _file(path, old).unlink()
         multihost_utils.sync_global_devices("the checkpoint is on disk")
@@ -118,10 +120,10 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
 
     Args:
         path: the folder passed to `save`.
-        like: a tree of the saved structure, shapes and dtypes, or its `jax.eval_shape`;
-            values are not read, and bytes may have any length. For a stream, pass the
-            `state()` of a new stream. Each restored array is placed on the devices, and
-            in the processes, of the matching leaf.
+        like: a tree with the saved structure, shapes and dtypes, or its
+            `jax.eval_shape`. Values are not read, and bytes may have any length. For a
+            stream, pass the `state()` of a new stream. Each restored array is placed on
+            the devices and in the processes of the matching leaf.
         step: number of the checkpoint; None for the newest checkpoint.
 
     Returns:
@@ -135,14 +137,17 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
     """
     if step is not None:
         step = checks.int_between("step", step, least=0, most=None)
-    specs, saved = _read(path, step)
+    version, specs, saved = _read(path, step)
     expected = _describe("like", like)
-    for want, got in itertools.zip_longest(expected, specs, fillvalue="no more"):
-        if want != got:
+    pairs = itertools.zip_longest(expected, specs, fillvalue="no more")
+    for like_spec, saved_spec in pairs:
+        if like_spec != saved_spec:
             raise ValueError(
-                f"`like` must have the leaves that were saved: {got}, got {want}."
+                f"`like` must have the leaves that were saved: {saved_spec}, "
+                f"got {like_spec}. Version {version} of rollout saved the checkpoint, "
+                f"and version {__version__} is installed."
             )
-    # Free each array once it is read: a large tree is not in memory twice.
+    # Free each array once it is converted, so that the tree is not in memory twice.
     remaining = collections.deque(saved)
     del saved
     return jax.tree.map(lambda old: _read_leaf(remaining.popleft(), old), like)
@@ -170,7 +175,7 @@ def _file(path: str | Path, step: int | None) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: str | Path) -> Iterator[None]:
-    """Creates the folder, and raises for a second writer until the block ends."""
+    """Creates the folder and locks it for a single writer until the block ends."""
     folder = _folder(path)
     if jax.process_index() > 0:  # the first process writes
         yield
@@ -190,14 +195,18 @@ def _locked(path: str | Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _read(path: str | Path, step: int | None) -> tuple[list[str], list[np.ndarray]]:
-    """Reads the descriptions and the leaves of a checkpoint."""
+def _read(
+    path: str | Path, step: int | None
+) -> tuple[str, list[str], list[np.ndarray]]:
+    """Reads the version, the descriptions and the leaves of a checkpoint."""
     numbers = steps(path)
     number = numbers[-1] if step is None and numbers else step
     try:
         with zipfile.ZipFile(_file(path, number)) as archive:
-            specs = _read_array(archive, 0).tolist()
-            return specs, [_read_array(archive, 1 + i) for i in range(len(specs))]
+            version = str(_read_array(archive, "version"))
+            specs = _read_array(archive, "arr_0").tolist()
+            names = [f"arr_{1 + i}" for i in range(len(specs))]
+            return version, specs, [_read_array(archive, name) for name in names]
     except Exception as error:  # NumPy does not document the types
         if numbers != steps(path):  # replaced during the read
             return _read(path, step)
@@ -210,15 +219,16 @@ def _read(path: str | Path, step: int | None) -> tuple[list[str], list[np.ndarra
         hint = f"`step={older[-1]}` is the previous one" if older else "it is the first"
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"Checkpoint {number} in {path} is damaged or no checkpoint ({reason}); "
+            f"Checkpoint {number} in {path} is damaged or not a checkpoint ({reason}); "
             f"{hint}. To continue without it, delete {_file(path, number).name}."
         ) from error
 
 
-def _read_array(archive: zipfile.ZipFile, number: int) -> np.ndarray:
-    with archive.open(f"arr_{number}.npy") as member:
+def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    with archive.open(f"{name}.npy") as member:
         array = np.lib.format.read_array(member)
-        # The checksum is compared at the end: reach it even if the shape is damaged.
+        # Read to the end, where `zipfile` compares the checksum, even if the shape is
+        # damaged.
         member.read()
         return array
 
@@ -252,7 +262,7 @@ def _read_leaf(array: np.ndarray, old: Any) -> Any:
         )
         return jax.random.wrap_key_data(_read_leaf(array, words), impl=impl[0])
     array = array.view(old.dtype)
-    # jax narrows 64 bits unless `jax_enable_x64` is set: return NumPy arrays instead.
+    # JAX narrows 64-bit types unless `jax_enable_x64` is set: return a NumPy array.
     is_wide = jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
     if not isinstance(old, jax.Array | jax.ShapeDtypeStruct) or is_wide:
         return array

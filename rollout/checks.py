@@ -1,7 +1,7 @@
 """Checks options, arguments and the results of users' callables.
 
-Messages name the condition and the value. Checks of arrays run while jax traces and
-cost nothing at run time.
+Messages contain the condition and the value. Checks of arrays run while JAX traces and
+have no cost at run time.
 """
 
 import importlib
@@ -21,7 +21,7 @@ ArrayTree = Any  # as in `envs.types`, which imports this module
 INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
 MAX_EPISODE_STEPS = 1_000_000  # default, which bounds calls if an episode never ends
 _REAL: Any = numbers.Real  # `Any`: type checkers find no comparison of `Real`
-# An attribute that identifies the environments of a suite, and their adapter.
+# An attribute of the environments of each suite, and their adapter.
 _ADAPTERS = (
     ("reset_env", "from_gymnax"),
     ("step_env", "suites.from_jaxmarl"),
@@ -69,8 +69,8 @@ def single(env: Any) -> None:
     not_of_gymnasium(env)
     if hasattr(env, "num_envs"):
         raise ValueError(
-            "`env` must be one environment, got many side by side: wrap or check it "
-            "before `vectorize`."
+            "`env` must be a single environment, got parallel environments: wrap or "
+            "check it before `vectorize`."
         )
     missing = [name for name in ("reset", "step") if not hasattr(env, name)]
     # Inspect the class, because a field of a custom environment may be named `seed`.
@@ -94,8 +94,8 @@ def flag(name: str, value: Any) -> jax.Array:
     value = real(name, value)
     if jnp.issubdtype(value.dtype, jnp.inexact):
         raise ValueError(
-            f"`env.step` must return `{name}` as bool, got {value.dtype}: compare it, "
-            "as in `done > 0.5`."
+            f"`env.step` must return `{name}` as bool, got {value.dtype}: compare it "
+            "with a number, for example `done > 0.5`."
         )
     return value.astype(bool)
 
@@ -142,7 +142,7 @@ def positive(name: str, value: Any) -> None:
 
 
 def fraction(name: str, value: Any, *, lowest: int = 0, highest: float = 1) -> None:
-    """Checks a number within bounds; of a scalar array, only the shape and dtype."""
+    """Checks a number within bounds, or the shape and dtype of a scalar array."""
     if _is_real(value):
         is_wrong = not lowest <= value <= highest
     else:
@@ -154,15 +154,15 @@ def fraction(name: str, value: Any, *, lowest: int = 0, highest: float = 1) -> N
 
 
 def holds(dtype: Any, low: int, high: int) -> None:
-    """Checks that `dtype` is an integer dtype that holds `low` to `high`."""
+    """Checks that `dtype` is an integer dtype whose range contains `low` to `high`."""
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"`dtype` must be an integer dtype, got {dtype}.")
     limits = jnp.iinfo(dtype)
     if not limits.min <= low <= high <= limits.max:
         raise ValueError(
-            f"`dtype` must hold the integers from {low} to {high}, got {dtype}, which "
-            f"holds those from {limits.min} to {limits.max}."
+            f"`dtype` must hold the integers from {low} to {high}, got {dtype} with "
+            f"the range from {limits.min} to {limits.max}."
         )
 
 
@@ -177,7 +177,7 @@ def _is_integer(value: Any) -> bool:
 def is_known(tree: Any) -> bool:
     """Returns whether every leaf is a number or a concrete array.
 
-    jax also builds pytrees of tracers and of placeholder objects.
+    JAX also builds pytrees of tracers and of placeholder objects.
     """
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
     types = (numbers.Number, np.ndarray, np.generic, jax.Array)
@@ -192,7 +192,7 @@ def typed_key(key: Any) -> None:
     if not is_key or key.shape:
         hint = " For several keys, call `jax.vmap` of this function." if is_key else ""
         raise ValueError(
-            "`key` must be one typed key as `jax.random.key(seed)` makes it, got "
+            "`key` must be one typed key, for example `jax.random.key(seed)`, got "
             f"{describe(key)}.{hint}"
         )
 
@@ -215,8 +215,8 @@ def function(name: str, value: Any, *arguments: str) -> None:
         _ = signature and signature.bind(*arguments)
     except TypeError:
         raise ValueError(
-            f"`{name}` must be a function of ({', '.join(arguments)}), got one of "
-            f"{signature}."
+            f"`{name}` must be a function of ({', '.join(arguments)}), got a function "
+            f"of {signature}."
         ) from None
 
 
@@ -225,8 +225,8 @@ def max_episode_steps(value: Any, return_trajectory: bool = False) -> int:
     if value is None:
         if return_trajectory:
             raise ValueError(
-                "`max_episode_steps` must be given with `return_trajectory=True`, the "
-                "number of rows of each episode, got None."
+                "`max_episode_steps` must be given with `return_trajectory=True`, "
+                "since it is the number of rows per episode, got None."
             )
         return MAX_EPISODE_STEPS
     return min(int_between("max_episode_steps", value, most=None), INT32_MAX)
@@ -236,8 +236,8 @@ def min_steps(value: Any, per_env: bool) -> int | None:
     """Checks the number of steps after which no queued episode starts."""
     if value is not None and per_env:
         raise ValueError(
-            "`min_steps` must be None with `per_env=True`, where every lane plays all "
-            f"of its episodes, got {value!r}: leave one of them out."
+            "`min_steps` must be None with `per_env=True`, since every lane plays all "
+            f"its episodes, got {value!r}. Remove one of the two options."
         )
     return None if value is None else int_between("min_steps", value)
 
@@ -271,23 +271,23 @@ def statistics_are_fixed(collector: Any) -> None:
     """Raises if the environments still update normalization statistics."""
     if collector.env.learns:
         raise ValueError(
-            "`collector` must have normalizing wrappers with the statistics of "
-            f"training, got {type(collector.env).__name__} that learns them: pass "
+            "`collector` must have fixed normalization statistics, got a "
+            f"{type(collector.env).__name__} that updates them: pass "
             "`collector.freeze(carry)` with the carry of the training."
         )
 
 
 def is_tracing() -> bool:
-    """Returns whether jax is currently tracing a function."""
+    """Returns whether JAX is currently tracing a function."""
     return isinstance(jnp.add(1, 1), Tracer)
 
 
 def outside_of_jit(name: str) -> None:
-    """Raises while jax traces: a Python loop would run only at trace time."""
+    """Raises while JAX traces: a Python loop would run only at trace time."""
     if is_tracing():
         raise ValueError(
-            f"`{name}` runs in Python, so it must be used outside of `jit`, got a call "
-            "while jax traces a function."
+            f"`{name}` runs in Python and must be called outside of `jit`, got a call "
+            "while JAX traces a function."
         )
 
 
@@ -316,11 +316,12 @@ def lane_mesh(mesh: Any, axis: Any) -> jax.sharding.Mesh:
 
     Explicit axes would become part of the types of arrays.
     """
-    text = "`mesh` must be a `jax.sharding.Mesh`, as `jax.make_mesh` makes it"
+    text = "`mesh` must be a `jax.sharding.Mesh`, for example from `jax.make_mesh`"
     kind(text, mesh, jax.sharding.Mesh)
     if axis not in mesh.shape:
         raise ValueError(
-            f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."
+            f"`axis` must be an axis of the mesh ({', '.join(mesh.shape)}), got "
+            f"{axis!r}."
         )
     types = (jax.sharding.AxisType.Auto,) * mesh.devices.ndim
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)

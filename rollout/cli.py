@@ -69,7 +69,7 @@ def head(run: Namespace) -> list[str]:
     return [line("environment", run.title), device, line("jax", jax.__version__)]
 
 
-def collected(run: Namespace, result: Result) -> Iterator[str]:
+def result_lines(run: Namespace, result: Result) -> Iterator[str]:
     """Yields the lines about the episodes and the speed."""
     stats, agents, seconds = result.stats, result.agents, result.run_time
     num_steps, note = int(stats.num_steps), ""
@@ -175,7 +175,7 @@ def parse(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
 
 
 def seed(text: str) -> int:
-    """Parses a seed; `jax.random.key` would truncate one of more than 32 bits."""
+    """Parses a seed; `jax.random.key` would truncate a seed of more than 32 bits."""
     if not 0 <= int(text) < 2**32:
         raise ArgumentTypeError(f"must be from 0 to 2^32 - 1, got {text}")
     return int(text)
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_and_exit() -> NoReturn:
     """Runs the command line and exits the process with its status."""
-    # Ctrl-C ends the process: XLA compiles for seconds without checking signals.
+    # Let Ctrl-C end the process: XLA compiles for seconds without checking signals.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main())
@@ -238,7 +238,7 @@ def _execute(run: Namespace) -> None:
         _print(*env_ids("installed"), _OTHER_IDS)
     elif run.inspect:
         if not os.path.exists("/dev/nvidiactl"):
-            # If only the compiler for GPUs is installed, jax would print a traceback.
+            # With only the compiler for GPUs installed, JAX would print a traceback.
             os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
         sizes = {"envs": run.num_envs, "steps": run.num_envs * run.num_steps}
         rows = [line(name, f"{size:,}") for name, size in sizes.items()]
@@ -249,7 +249,7 @@ def _execute(run: Namespace) -> None:
         _print(*head(run), profile(run))
     else:
         result = play(run) if run.num_episodes else collect(run)
-        _print(*head(run), *collected(run, result))
+        _print(*head(run), *result_lines(run, result))
 
 
 def _print(*lines: object) -> None:
@@ -293,13 +293,13 @@ def make_collector(run: Namespace) -> tuple[Any, Any]:
 
 
 def collect(run: Namespace) -> Result:
-    """Collects `num_steps` steps of every lane, with a bar if stderr is a terminal."""
+    """Collects `num_steps` steps of every lane; shows progress in a terminal."""
     start = time.perf_counter()
     collector, params = make_collector(run)
     is_for_agents = has_agents(collector.env)
 
     def reduce_batch(trajectory: Transition) -> Any:
-        """Reduces a batch to statistics, so that rows are not stored."""
+        """Reduces a batch to statistics instead of storing the transitions."""
         return summarize_agents(trajectory) if is_for_agents else ()
 
     with Stream(
@@ -314,7 +314,7 @@ def collect(run: Namespace) -> Result:
         progress=sys.stderr.isatty(),
     ) as stream:
         stream.compile()
-        # The time to create the environments counts as compile time.
+        # Compile time includes the time to create the environments.
         compile_time = time.perf_counter() - start
         metrics = [batch.trajectory for batch in stream]
     return Result(
@@ -393,7 +393,7 @@ def num_rows(run: Namespace) -> int:
 
 
 def _make_custom(text: str, **options: Any) -> Any:
-    """Makes a user's JAX environment; adapts environments with gymnax's interface."""
+    """Makes a custom JAX environment; adapts environments with gymnax's interface."""
     env = _find_factory(text)(**options)
     return from_gymnax(env) if hasattr(env, "step_env") else env
 

@@ -42,7 +42,7 @@ def _jit(*static: str) -> Callable[[Fn], Fn]:
 
 
 def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
-    """Jits a method that folds `fn`, unless jax is tracing or `fn` has no hash."""
+    """Jits a method that folds `fn`, unless JAX is tracing or `fn` is not hashable."""
 
     def decorate(method: Any) -> Any:
         jitted = jax.jit(method, static_argnames=("fn", *static))
@@ -51,8 +51,8 @@ def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
         def call(
             self: Any, carry: Carry, params: Any, fn: Any, acc: Any, **options: Any
         ) -> Any:
-            # A function that may hold tracers must not become a cache key of `jit`,
-            # which would keep them alive. The fold is then traced at every call.
+            # A function that may close over tracers must not become a cache key of
+            # `jit`, which would keep the tracers alive. Every call then traces again.
             static_fn = programs.static(fn, self, carry, params, acc)
             run = method if static_fn is None else jitted
             return run(self, carry, params, static_fn or fn, acc, **options)
@@ -66,21 +66,20 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     """Collects the experience of a policy in a vector of environments.
 
     A collector is a pytree whose leaves are the parameters of the environment and the
-    numbers of the policy, so a jitted function may take it as an argument or close over
-    it. Every method is a pure function of the arguments, is jitted, and returns the
-    same bits inside an outer `jit`.
+    numeric fields of the policy, so a jitted function may take it as an argument or
+    close over it. Every method is a pure function of its arguments. Jitted methods
+    return bitwise identical results inside an outer `jit`.
 
     Attributes:
         env: vector of `B` environments.
         policy: the policy that chooses the actions.
         record_fn: maps each `Transition` to the recorded transition. Pure. It may add
             to `extras`, cast `obs`, clip `reward` or drop a field by setting it to
-            `()`. Every method returns recorded transitions; the policy and the running
-            totals never observe them. It must not change the flags, `mask`,
-            `episode_id`, `episode_return`, `episode_length` and `accumulated`.
-        accumulators: custom values to accumulate per episode, by name, besides
-            `episode_return` and `episode_length`; transitions, episodes and statistics
-            hold them in `accumulated`.
+            `()`. Every method returns recorded transitions, but the policy and the
+            returns use the original transitions. It must not change `terminated`,
+            `truncated`, `mask`, `accumulated` and fields that begin with `episode_`.
+        accumulators: custom values to accumulate per episode, by name. Transitions,
+            episodes and statistics return them in `accumulated`.
         is_host: whether Python steps the environments, as in a `HostCollector`.
     """
 
@@ -107,11 +106,11 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
 
         Args:
             carry: carry of a training run with the same wrappers and any number of
-                lanes. Only the statistics are read: start the collector with `init`.
+                lanes. Only the statistics are read: call `init` for a new carry.
 
         Returns:
-            A collector whose environments never change these statistics, or this
-            collector if the environments have none.
+            A collector whose environments never change the statistics. If the
+            environments have no statistics, the same collector.
 
         Raises:
             ValueError: if `carry` has statistics of other wrappers or observations.
@@ -125,8 +124,8 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         """Starts the first episode of every lane. Jitted.
 
         Args:
-            key: one typed key: the source of all randomness in the run. The
-                implementation of the key selects the generator.
+            key: one typed key, the source of all randomness in the run. The
+                implementation of the key determines the random number generator.
 
         Returns:
             The carry to pass to the other methods.
@@ -152,13 +151,13 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             The next carry, and the transition, `[B, ...]`.
 
         Raises:
-            ValueError: while tracing, if the policy or the environment returns
-                something of the wrong structure, shape or dtype.
+            ValueError: while tracing, if an output of the policy or the environment
+                has the wrong structure, shape or dtype.
         """
         return step.step(self, carry, params, roots_of(self, carry))
 
     def row_shape(self, params: ParamsT) -> Transition[ObsT, ActionT]:
-        """Returns the shapes and dtypes of a row, `[B, ...]`, without stepping.
+        """Returns the shapes and dtypes of a transition, `[B, ...]`, without a step.
 
         Args:
             params: parameters of the policy.
@@ -175,18 +174,18 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         """Evaluates the policy's critic at the current observations. Jitted.
 
         Call it after `collect_steps` to compute `last_value` for `next_values`: the
-        values of the observations after the last row.
+        values of the observations after the last step.
 
         Args:
             carry: the carry of `init` or of an earlier call.
             params: parameters of the policy.
 
         Returns:
-            `[B]` float, or by group `[B, A_g]`, as `Policy.value` returns them.
+            `[B]` float, or `[B, A_g]` by group, as `Policy.value` returns them.
 
         Raises:
-            ValueError: if the policy has no critic; while tracing, if it does not
-                return one float per lane, or per agent.
+            ValueError: if the policy has no critic; while tracing, if the critic does
+                not return one float per lane, or per agent.
         """
         check_fits(self, carry)
         values = self.policy.value(params, carry.obs, carry.policy_state)
@@ -199,8 +198,8 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes `num_steps` steps in every lane. Jitted.
 
-        The call is inlined in an outer `jit`, where unused fields of the trajectory
-        cost no memory.
+        Inside an outer `jit` the call is inlined, and unused fields of the trajectory
+        take no memory.
 
         Args:
             carry: the carry of `init` or of an earlier call; it is not donated.
@@ -235,8 +234,8 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             carry: the carry of `init` or of an earlier call.
             params: parameters of the policy.
             fn: maps `(acc, transition)` to the next `acc`, of unchanged structure,
-                shapes and dtypes; the transition is `[B, ...]`. Static: another
-                function object is compiled again.
+                shapes and dtypes; the transition is `[B, ...]`. Static: every new
+                function object is compiled.
             acc: the initial `acc`, any pytree of arrays.
             num_steps: steps per lane, at least 1.
 
@@ -270,37 +269,39 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Episodes]:
         """Plays exactly `num_episodes` new episodes. Jitted.
 
-        The lanes serve one queue: a finished lane takes the next episode that has not
-        started, and the call returns when all episodes have ended. Episodes count in
-        the order in which they start, so short episodes are not favored.
+        The lanes take episodes from one queue: a finished lane starts the next episode
+        of the queue, and the call returns when all N episodes have ended. The N
+        episodes are the first to start, so there is no bias toward short episodes.
 
-        Suppose that the policy samples nothing, or only from an `EpisodeKey`, and
-        stores nothing in `Persistent`. Then episode k does not depend on the lane or
-        the number of lanes, and one call of N returns the episodes of two calls of N/2.
-        The key argument of a policy belongs to a step: if the policy samples from it,
-        as `random_policy` does, episode k starts from the same state, but the actions
-        depend on when the episode is played.
+        If the policy is deterministic or samples only from an `EpisodeKey`, and has no
+        `Persistent` state, episode k does not depend on the lane or the number of
+        lanes. One call of N then returns the same episodes as two calls of N/2. The key
+        argument of a policy changes at every step: if the policy samples from it, as
+        `random_policy` does, episode k starts from the same state, but its actions
+        depend on the lane and on the step at which the episode starts.
 
         Args:
             carry: the carry of `init` or of an earlier call. Unfinished episodes are
                 discarded.
             params: parameters of the policy.
             num_episodes: N, at least 1. Static: one trace per value.
-            max_episode_steps: L, steps after which an episode is truncated, at least 1;
-                None for 1,000,000, which bounds the call if an episode never ends.
-                Required with `return_trajectory`.
-            min_steps: total number of steps to play, at least 1: only the first
-                episodes, in the order of their start, that reach this total count, for
-                any number of lanes. `Episodes.mask` is True for them. N is the maximum
-                number of episodes, and may be too few. None plays all N.
+            max_episode_steps: L, steps after which an episode is truncated, at least 1.
+                None is 1,000,000, so that the call returns even if an episode never
+                ends. Required with `return_trajectory`.
+            min_steps: total number of steps, at least 1. Stops early: the call returns
+                the first episodes, in the order of their start, that have this many
+                steps together, for any number of lanes. `Episodes.mask` is True for
+                these episodes. If all N episodes have fewer steps, the call returns
+                all of them. None plays all N.
             per_env: whether every lane plays N episodes, without a queue. Use it if
                 lanes differ, as in `rollout.envs.vectorize_each`: a lane with short
                 episodes would take more of the queue. The call returns `N * B`
-                episodes: lane i's n-th (from 0) has the index `n * B + i`, and from a
-                fresh carry also this number for `at_episode`. An episode of the carry
-                without a step is the first. Not allowed with `min_steps`.
-            return_trajectory: whether `episodes.trajectory` has all steps of the
-                episodes, which takes the memory of L x N transitions.
+                episodes. Episode n (from 0) of lane i has the index `n * B + i`, which
+                is also its number for `at_episode` if the carry is from `init`. If the
+                current episode of a lane has no steps yet, it is episode 0. Not
+                allowed with `min_steps`.
+            return_trajectory: whether `episodes.trajectory` contains all steps of the
+                episodes, which needs memory for L x N transitions.
 
         Returns:
             The next carry, with every lane at the start of a new episode; and the
@@ -316,7 +317,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             max_episode_steps, return_trajectory
         )
         min_steps = checks.min_steps(min_steps, per_env)
-        # `acc` stays empty without rows: `play` stores the results of the episodes.
+        # Without a trajectory `acc` stays empty: `play` stores the episode results.
         fn: Any = lambda acc, transition, index: acc  # noqa: E731
         acc: Any = ()
         if return_trajectory:
@@ -359,14 +360,15 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             carry: the carry of `init` or of an earlier call.
             params: parameters of the policy.
             fn: maps `(acc, transition)` to the next `acc`, of unchanged structure,
-                shapes and dtypes. The transition is `[B, ...]`; a lane with a False
-                `mask` is idle: no reward, no flag. The step at which
-                `max_episode_steps` runs out is `truncated`. The episode at position e
-                of the queue has the `episode_id` `-1 - e`. Static, as in `fold_steps`.
+                shapes and dtypes. The transition is `[B, ...]`. If `mask` is False, the
+                lane is idle, and its reward and flags are 0. If an episode reaches
+                `max_episode_steps`, its last step is `truncated`. The episode at
+                position e of the queue has the `episode_id` `-1 - e`. Static, as in
+                `fold_steps`.
             acc: the initial `acc`, any pytree of arrays.
             num_episodes: N, at least 1.
             max_episode_steps: steps after which an episode is truncated, at least 1;
-                None for 1,000,000.
+                None is 1,000,000.
 
         Returns:
             The next carry, `acc` after the last step, and the episodes, as

@@ -35,9 +35,9 @@ class ActionDistribution:
 
     Every integer of an action has a categorical distribution, and every float a
     Gaussian. Composite spaces, such as a `Dict`, have independent parts. A raw action
-    has the structure of an action. Its integers count from 0 and its floats are
-    unbounded; `postprocess` turns it into an action of the space. Probabilities
-    refer to the raw action, so record the raw action for the loss.
+    has the structure of an action, but its integers count from 0 and its floats are
+    unbounded; `postprocess` converts it to an action of the space. Probabilities refer
+    to the raw action, so record the raw action for the loss.
 
     The parameters of all parts are concatenated: first logits and means in the order of
     `jax.tree.leaves`, then `num_log_stds` logarithms of standard deviations. A network
@@ -97,8 +97,8 @@ class ActionDistribution:
             key: one typed key.
             action_mask: `[..., num_mask_flags]` bool or int, or any shape with as many
                 entries: True if a value of an integer is valid. The flags of all
-                integers are concatenated. An integer without a valid value is sampled
-                from all values. None if all values are valid.
+                integers are concatenated. If an integer has no valid value, it is
+                sampled from all values. None if all values are valid.
 
         Returns:
             The raw action, a pytree of `[..., *shape]` in the structure of an action.
@@ -174,12 +174,12 @@ class ActionDistribution:
         return total
 
     def postprocess(self, raw_action: ArrayTree) -> ArrayTree:
-        """Turns a raw action into an action of the space.
+        """Converts a raw action to an action of the space.
 
-        Integers start at the lower bound of the space. Floats between two finite bounds
-        are scaled, so that -1 and 1 become the bounds, and clipped. With one finite
-        bound, -1 becomes the lower bound, or 1 the upper bound, without scaling. Floats
-        without bounds do not change.
+        Integers are shifted to the lower bound of the space. Floats with two finite
+        bounds are scaled from [-1, 1] to the bounds, and clipped. Floats with a single
+        finite bound are shifted, so that -1 becomes the lower bound or 1 the upper
+        bound, and clipped. Floats without bounds do not change.
 
         Args:
             raw_action: `[..., *shape]`, result of `sample` or `mode`.
@@ -204,7 +204,7 @@ class ActionDistribution:
         return self._structure.unflatten(actions)
 
     def _split(self, params: jax.Array, action_mask: jax.Array | None) -> "list[_Leaf]":
-        """Splits the parameters by parts of an action."""
+        """Splits the parameters into the parts of an action."""
         if params.shape[-1] != self.num_params:
             raise ValueError(
                 f"`params` must have shape [..., {self.num_params}] for "
@@ -227,13 +227,13 @@ class ActionDistribution:
                 leaves.append(_Leaf(mean=mean, log_std=log_std))
                 continue
             logits = values.reshape(*lanes, *part.shape, -1)
-            # The extra logits of entries with fewer values are never valid.
+            # Entries with fewer values have extra logits, which are never valid.
             is_value = np.arange(logits.shape[-1]) < part.num_values[..., None]
             valid = _expand(is_value, logits.ndim)
             if mask is not None:
                 flag = start_flag + np.cumsum(is_value).reshape(is_value.shape) - 1
                 is_valid = mask[..., flag] & valid
-                # If no value is valid, ignore the mask: a value must be sampled.
+                # If no value is valid, ignore the mask, since sampling needs a value.
                 is_valid |= valid & ~is_valid.any(-1, keepdims=True)
                 logits = jnp.where(is_valid, logits, _MASKED_LOGIT)
             elif not is_value.all():
@@ -325,7 +325,7 @@ class TanhNormal:
     def log_prob(self, params: jax.Array, raw_action: jax.Array) -> jax.Array:
         """Computes the log-density of the squashed action, `[...]`.
 
-        The density is per unit of `squash(raw_action)`.
+        The density refers to `squash(raw_action)`, before scaling to the space.
 
         Args:
             params: `[..., num_params]` float, output of a network.
@@ -411,7 +411,7 @@ class _Leaf(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Facts about one leaf of an action space."""
+    """Static description of one leaf of an action space."""
 
     is_float: bool
     shape: tuple[int, ...]
@@ -429,7 +429,7 @@ class _Part(NamedTuple):
 
 
 def _describe_part(space: AnySpace) -> _Part:
-    """Collects the facts about one leaf of an action space."""
+    """Describes one leaf of an action space."""
     if space.bounds is None or space.shape is None:
         raise ValueError(
             "`action_space` must have bounds in all parts, got a part without "
@@ -455,14 +455,14 @@ def _describe_part(space: AnySpace) -> _Part:
 
 
 def _slice(params: jax.Array, start: int, size: int) -> jax.Array:
-    """Returns `size` parameters from `start` on; does not slice the whole axis."""
+    """Returns `size` parameters from `start` on, without a slice of the whole axis."""
     if params.shape[-1] == size:
         return params
     return params[..., start : start + size]
 
 
 def _expand(x: np.ndarray, ndim: int) -> np.ndarray:
-    """Prepends axes of size 1, so that no rank promotion takes place."""
+    """Prepends axes of size 1 to avoid rank promotion."""
     return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 

@@ -138,12 +138,12 @@ def check_env(
         key = jax.random.key(seed)
         lanes: Any = vectorize(env, _NUM_LANES)
         collector = Collector(env=lanes, policy=_random_policy(lanes))
-        # `step` checks the environment's outputs while jax traces it.
+        # `step` checks the environment's outputs while JAX traces it.
         jax.eval_shape(lambda key: collector.step(collector.init(key), None), key)
         for name in ("observation_space", "action_space"):
             contains_fn = _contains_samples(getattr(lanes, name))
             if not np.all(contains_fn(jax.random.split(key, _NUM_LANES))):
-                issues[name] = "`contains` must be True of what `sample` draws"
+                issues[name] = "`contains` must be True for every sample of `sample`"
         _check_traces(issues, lanes.env if has_agents(env) else env)
         if has_agents(env) and lanes.env.layout.simultaneous:
             _check_simultaneous(issues, lanes.env, key)
@@ -210,7 +210,7 @@ def _check_traces(issues: dict[str, str], env: Env) -> None:
             issues.setdefault("weak_type", f"`{name}{path}` {message}")
     try:
         sample = jax.eval_shape(as_space(env.observation_space).sample, key)
-        checks.same("an observation must be as its space has it", sample, obs)
+        checks.same("an observation must match its space", sample, obs)
     except ValueError as error:
         issues["obs"] = str(error)
     for name, *args in (("reset", key), ("step", key, state, action)):
@@ -251,12 +251,12 @@ def _key_message(fn: Any, *args: Any) -> str:
     # NumPy and Python sample at trace time, so their constants differ between traces.
     jaxpr, second_jaxpr = (jax.make_jaxpr(lambda *x: fn(*x))(*args) for _ in range(2))
     if "random_seed[" in str(jaxpr) or any(map(trees.has_keys, jaxpr.consts)):
-        return "draws from a key of its own: derive all keys from its argument"
+        return "samples from a key that it creates: derive all keys from its argument"
     # Remove the addresses of functions, which differ between traces.
     texts = {re.sub("0x[0-9a-f]+", "", str(x)) for x in (jaxpr, second_jaxpr)}
     is_same = all(map(np.array_equal, jaxpr.consts, second_jaxpr.consts))
     if len(texts) > 1 or not is_same:
-        return "is another function when traced again: NumPy and Python draw only then"
+        return "differs between two traces: NumPy and Python sample only at trace time"
     return ""
 
 
@@ -284,8 +284,8 @@ def _play(
     # sets both flags at its time limit.
     elif num_both == num_truncated >= 3:
         issues["ending"] = (
-            f"each of the {num_both} truncations is a termination, too, so no time "
-            "limit is bootstrapped: set `terminated` only where the task itself ended"
+            f"each of the {num_both} truncations is also a termination, so no time "
+            "limit is bootstrapped: set `terminated` only if the task itself ended"
         )
 
 
@@ -299,15 +299,15 @@ def _check_rows(
 ) -> None:
     """Reports invalid entries of rows `[T, B, ...]`."""
 
-    def report(name: str, bad: Any, text_fn: Callable[[int], str], end: bool) -> None:
-        for index in np.flatnonzero(bad & (rows.mask | (not end)).ravel())[:1]:
+    def report(name: str, flag: Any, text_fn: Callable[[int], str], end: bool) -> None:
+        for index in np.flatnonzero(flag & (rows.mask | (not end)).ravel())[:1]:
             step = rows.episode_length.ravel()[index] if end else 0
             issues.setdefault(name, f"{text_fn(index)}{_describe_step(step)}")
 
     def check(name: str, space: Space, tree: Any, mask: Any, end: bool) -> None:
         if isinstance(tree, tuple) and not tree:  # not recorded
             return
-        # Leaves may have no entries, so the size of the batch is written out.
+        # Do not use -1 for the batch size: leaves may have no entries.
         flat = jax.tree.map(
             lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree
         )
@@ -316,20 +316,20 @@ def _check_rows(
             f"{jax.tree.map(lambda x, index=index: x[index], flat)}"
             for index in np.flatnonzero(~np.asarray(_contains(space)(flat)))
         }
-        bad = np.isin(np.arange(rows.mask.size), list(causes)) & mask.ravel()
-        report(name, bad, lambda index: str(causes[index]), end)
+        flag = np.isin(np.arange(rows.mask.size), list(causes)) & mask.ravel()
+        report(name, flag, lambda index: str(causes[index]), end)
 
     check("obs", observation_space, rows.obs, rows.first, end=False)
     check("obs", observation_space, rows.next_obs, rows.mask, end=True)
     if check_action:
         check("action", action_space, rows.action, rows.mask, end=True)
-    bad_rows = {**nonfinite(rows), "reward": ~np.isfinite(rows.reward)}
-    for name, bad in bad_rows.items():
+    flags = {**nonfinite(rows), "reward": ~np.isfinite(rows.reward)}
+    for name, flag in flags.items():
         if name.split(".")[0] in ("reward", "extras", "final_value"):
             text = f"`{name}` must be finite"
-            if name == "reward" and bad.any():
-                text += f", got {rows.reward[bad][0]}"
-            report(name.split(".")[0], np.ravel(bad), lambda _, text=text: text, True)
+            if name == "reward" and flag.any():
+                text += f", got {rows.reward[flag][0]}"
+            report(name.split(".")[0], np.ravel(flag), lambda _, text=text: text, True)
 
 
 def _describe_step(number: Any) -> str:
@@ -368,16 +368,19 @@ def _check_host_env(
 
     # Comparisons are meaningful only if two passes with equal seeds agree.
     (sums, length), (repeat_sums, _) = (play(no_lanes, no_lanes) for _ in range(2))
-    if (differs := repeat_sums != sums).any():
-        t, lane = np.argwhere(differs)[0]
-        message = f"the same one starts another episode of environment {lane}"
+    if (mismatch := repeat_sums != sums).any():
+        t, lane = np.argwhere(mismatch)[0]
+        message = f"equal seeds start different episodes of environment {lane}"
         issues["seed"] = message + _describe_step(length[t, lane])
         return
     if (play(~no_lanes, no_lanes)[0] == sums).all():
-        issues["seed"] = "others start the same episodes: right if nothing is random"
-    if (differs := play(other_lanes, other_lanes)[0][:, 0] != sums[:, 0]).any():
-        message = "environment 0 depends on the seeds and actions of the others"
-        issues["shared"] = message + _describe_step(length[differs.argmax(), 0])
+        issues["seed"] = (
+            "different seeds start equal episodes, which is correct only if the "
+            "environment is deterministic"
+        )
+    if (mismatch := play(other_lanes, other_lanes)[0][:, 0] != sums[:, 0]).any():
+        message = "environment 0 depends on seeds and actions of other environments"
+        issues["shared"] = message + _describe_step(length[mismatch.argmax(), 0])
     inner: Any = getattr(env, "env", env)
     if not type(inner).__module__.startswith("rollout.envs.host."):
         checked_env.issues = issues
@@ -393,7 +396,7 @@ def _check_by_gymnasium(issues: dict[str, str], env: HostVectorEnv) -> None:
     if isinstance(single_env, gymnasium.Env):
         checker = importlib.import_module("gymnasium.utils.env_checker")
         try:
-            with warnings.catch_warnings(action="ignore"):  # about style
+            with warnings.catch_warnings(action="ignore"):  # warnings concern style
                 checker.check_env(single_env, skip_render_check=True)
         except Exception as error:
             issues["gymnasium"] = f"{type(error).__name__}: {error}"
@@ -440,7 +443,7 @@ class _CheckedHostEnv(HostVectorEnv):
         if not mask.all():
             pairs = zip(*map(jax.tree.leaves, (old, obs)), strict=True)
             if not all(np.array_equal(x[~mask], y[~mask]) for x, y in pairs):
-                text = "`reset` must leave the observations of others as they are"
+                text = "`reset` must not change the observations of other environments"
                 raise ValueError(f"{text}.")
         return obs
 
@@ -454,12 +457,14 @@ class _CheckedHostEnv(HostVectorEnv):
         if self.issues is not None and ended.any():
             with contextlib.suppress(Exception):  # an exception is also valid
                 result = self.env.step(action)
-                live = ended & ~(result.terminated | result.truncated | result.faulty)
+                stopped = result.terminated | result.truncated | result.faulty
+                is_running = ended & ~stopped
                 if result.mask is not None:  # False if the step was a reset
-                    live &= result.mask
-                if live.any():
-                    text = f"environment {live.argmax()} plays on after its end: if "
-                    text += "it resets itself, `obs` at an ending is no true successor"
+                    is_running &= result.mask
+                if is_running.any():
+                    lane = is_running.argmax()
+                    text = f"environment {lane} continues after the end: if it resets "
+                    text += "itself, `obs` at the end is not the true successor"
                     self.issues.setdefault("ending", text)
             raise _StepAfterEnd
         self._num_steps += 1

@@ -23,8 +23,8 @@ def evaluate(
 ) -> CollectStats:
     """Plays exactly `num_episodes` and summarizes them. Jitted for a `Collector`.
 
-    The set of episodes that count is fixed before any of them ends, so the mean return
-    is unbiased and the confidence interval holds.
+    The N episodes are the first to start, so the mean return is unbiased and the
+    confidence interval holds.
 
     A `HostCollector` with `on_fault="restart"` may lose some of the N episodes to
     faults. The statistics then omit them: `num_episodes` is smaller, and the mean is
@@ -38,20 +38,20 @@ def evaluate(
     below `num_envs`. If lanes differ, as in `rollout.envs.vectorize_each`, summarize
     `collect_episodes(per_env=True)`, which plays N episodes in every lane.
 
-    The return of several agents is the team's return, which is 0 in a zero-sum game:
+    With several agents the return is the team return, which is 0 in a zero-sum game:
     `rollout.agents.evaluate_agents` returns statistics of each agent and policy.
 
-    Returns are sums of raw rewards, also under `NormalizeReward`. Fix the statistics of
+    Returns are sums of raw rewards, even with `NormalizeReward`. Fix the statistics of
     `NormalizeObs` first, for example by `collector.freeze(carry)`.
 
     Args:
-        collector: policy and environments; fastest if `num_envs` is near
+        collector: policy and environments. Evaluation is fastest if `num_envs` is near
             `num_episodes`.
         params: parameters of the policy.
         key: one typed key: the source of all randomness.
         num_episodes: N, at least 1. Static: one trace per value.
-        max_episode_steps: steps after which an episode is truncated, at least 1;
-            truncated episodes count, and `num_unfinished` is their number.
+        max_episode_steps: steps after which an episode is truncated, at least 1.
+            Statistics include these episodes; `num_unfinished` is their number.
 
     Returns:
         Statistics of the N episodes, each `()`.
@@ -87,7 +87,7 @@ def _evaluate(
     return summarize(episodes).replace(num_nonfinite=num_nonfinite)
 
 
-# At module level: another function object would compile the fold again.
+# At module level: a new function object per call would compile the fold again.
 def _count(num_nonfinite: jax.Array, row: Transition) -> jax.Array:
     return num_nonfinite + count_nonfinite(row)
 

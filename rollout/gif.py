@@ -101,7 +101,7 @@ def _render_states(
     """Plays an episode of a JAX environment and renders the states."""
     lanes, env = expose_lane_states(collector.env)
     check_render(env)
-    # Record only states, because records and accumulators would cost memory.
+    # Record only states: recorded fields and accumulators would take memory.
     exposed = collector.replace(env=lanes, record_fn=None, accumulators=())
     info, returns, episodes = _play_jitted(exposed, params, key, max_episode_steps)
     # Render the states before each step and the state after the last step.
@@ -165,7 +165,7 @@ class _FrameRecorder(HostWrapper):
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         obs = self.env.reset(seeds, mask)
-        # The lane plays more episodes until the call ends. Render only the first one.
+        # The lane continues with more episodes. Render only the first episode.
         if mask[0] and not self._is_done:
             self.frames = [self.env.draw(0)]
         return obs

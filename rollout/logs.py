@@ -26,18 +26,18 @@ from rollout.stats import (
 )
 from rollout.types import Episodes, Transition, check_data, check_trajectory
 
-_BLOCK = 64  # flags per block of a count
+_BLOCK = 64  # flags that `_list_starts` counts together
 
 # Values per episode: return, length and accumulated values.
 _Values = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
 
 
 class _Listed(struct.PyTreeNode, kw_only=True):
-    """The episodes that will count, in the order in which they started.
+    """Episodes to add to the window later, in the order in which they started.
 
     Attributes:
-        num: `()` int32, number of listed episodes: the first entries of the arrays
-            below.
+        num: `()` int32, number of listed episodes, which are the first entries of the
+            arrays below.
         start: `[K]` int32, row at which the episode started, counted from the start of
             the next trajectory: negative.
         lane: `[K]` int32, the lane.
@@ -58,23 +58,24 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
         window = rollout.EpisodeWindow.init(100)  # before the loop
         window = window.add(trajectory)  # in each update
 
-    An episode is listed when it starts, if the list has fewer than K entries. It counts
-    once all listed episodes that started no later have ended. The selection does not
-    depend on the course of an episode, so short episodes are not favored. The first
-    mean covers the first episodes of all lanes, or of the first K lanes. It is NaN
-    until the longest of these episodes has ended.
+    An episode is listed when it starts, if the list has fewer than K entries. It is
+    added to the window once it and all listed episodes that started earlier or at the
+    same step have ended. The selection does not depend on the length of an episode, so
+    the mean has no bias toward short episodes. The first mean covers the first episodes
+    of all lanes, or of the first K lanes. It is NaN until the longest of these episodes
+    has ended.
 
-    A window takes every trajectory of one collector, in order. If a listed episode
-    neither continues nor ends, as after a fault or a missing trajectory, the window
-    starts a new list. If lanes differ, as in `rollout.envs.vectorize_each`, choose K
-    above the number of lanes, so that all lanes count.
+    Call `add` with every trajectory of one collector, in order. If a listed episode
+    neither continues nor ends, for example after a fault or a missing trajectory, the
+    window starts a new list. If lanes differ, as in `rollout.envs.vectorize_each`,
+    choose K above the number of lanes, so that the window covers all lanes.
 
     Attributes:
         episode_return: `[K]` float32, undiscounted returns, in the order of the starts.
         episode_length: `[K]` int32, lengths in steps, zero for entries without an
             episode.
         episode_accumulated: `[K]` float32 by name, accumulated values named in `init`.
-        listed: the episodes that will count.
+        listed: episodes to add to the window later.
     """
 
     episode_return: jax.Array  # [K]
@@ -97,7 +98,7 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
         size = checks.int_between("num_episodes", num_episodes)
 
         def zero(dtype: Any = jnp.float32) -> jax.Array:
-            return jnp.zeros(size, dtype)  # a buffer per field, so that all are donated
+            return jnp.zeros(size, dtype)  # one array per field, since all are donated
 
         def values() -> _Values:
             return zero(), zero(jnp.int32), {name: zero() for name in accumulated}
@@ -113,11 +114,11 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
         )
 
     def add(self, data: Transition | Episodes) -> Self:
-        """Adds the episodes that count after `data` to the window. Pure and jitted.
+        """Adds episodes that ended to the window. Pure and jitted.
 
         Args:
-            data: the next trajectory, `[T, B, ...]`, whose masked-out rows do not
-                count; or `Episodes`, which all count.
+            data: the next trajectory, `[T, B, ...]`, whose masked-out rows are ignored;
+                or `Episodes`, which are all added.
 
         Raises:
             ValueError: if `data` is neither, has other axes, comes from a
@@ -127,7 +128,7 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
         return _add(self, data)
 
     def _append(self, values: _Values, num_new: jax.Array) -> Self:
-        """Appends the first `num_new` of `values`, and drops as many old entries."""
+        """Appends the first `num_new` of `values`, and drops the oldest entries."""
         size = len(self.episode_length)
         old = self.episode_return, self.episode_length, self.episode_accumulated
         returns, lengths, totals = jax.tree.map(
@@ -172,8 +173,8 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
 
     def _moments(self, values: jax.Array) -> Moments:
         xp = xp_of(self)  # NumPy outside of tracing: see `Moments`
-        is_there = self.episode_length > 0
-        return moments(xp.asarray(values), xp.asarray(is_there), axis=-1, xp=xp)
+        is_filled = self.episode_length > 0
+        return moments(xp.asarray(values), xp.asarray(is_filled), axis=-1, xp=xp)
 
 
 def _values(data: Any, names: list[str]) -> _Values:
@@ -196,14 +197,14 @@ def _values(data: Any, names: list[str]) -> _Values:
 def _list_starts(listed: _Listed, is_first: jax.Array) -> _Listed:
     """Lists the episodes that start in a trajectory, up to the capacity of the list."""
     slot = jnp.arange(len(listed.start), dtype=jnp.int32)
-    # Count blocks of flags, and read only blocks that contain a needed start: a running
-    # count of all flags would take longer than the episodes.
+    # Count flags per block, and read only the blocks that contain a new start: a
+    # cumulative sum over all flags would be slower.
     flags = jnp.pad(is_first.reshape(-1), (0, -is_first.size % _BLOCK))
     blocks = flags.reshape(-1, _BLOCK)
     count = jnp.cumsum(jnp.sum(blocks, axis=1, dtype=jnp.int32))
     # The new starts fill the free slots in order.
     number = slot - listed.num + 1  # of the start, 1 for the first
-    # A GPU pays for every round of a binary search: compare all at once instead.
+    # On a GPU every round of a binary search is a launch: compare all at once instead.
     compare_all = functools.partial(jnp.searchsorted, method="compare_all")
     block = choose(jnp.searchsorted, compare_all, count, number)
     block = jnp.minimum(block, len(count) - 1)
@@ -223,20 +224,20 @@ def _list_starts(listed: _Listed, is_first: jax.Array) -> _Listed:
     return _Listed(num=num, start=start, lane=lane, values=values)
 
 
-# Jitted: from Python, each operation would be a program.
+# Jitted: otherwise a call from Python would compile a program for each operation.
 @jax.jit
 def _add(window: EpisodeWindow, data: Transition | Episodes) -> EpisodeWindow:
     """Adds episodes to a window; see `EpisodeWindow.add`."""
     rows = _values(data, list(window.episode_accumulated))
     slot = jnp.arange(len(window.episode_length), dtype=jnp.int32)
     if isinstance(data, Episodes):
-        # Number the episodes that count from 1, and look up the last K by number.
+        # Number the valid episodes from 1, and look up the last K by number.
         number = jnp.cumsum(present(data), dtype=jnp.int32)  # 1 for the first
         num_new = jnp.minimum(number[-1], slot.size)
         index = jnp.searchsorted(number, number[-1] - num_new + 1 + slot)
         return window._append(jax.tree.map(lambda x: x[index], rows), num_new)
-    # First list the episodes that start here, then find the end of each listed
-    # episode, then count the finished episodes at the front of the list.
+    # List the episodes that start in this trajectory, find the end of each listed
+    # episode, then move the ended episodes at the front of the list to the window.
     mask, done, length = jnp.asarray(data.mask), jnp.asarray(data.done), rows[1]
     listed, num_rows = _list_starts(window.listed, mask & (length == 1)), len(mask)
     # The rows of each listed episode, `[T, K]`, and the row in which it ends.
@@ -244,30 +245,30 @@ def _add(window: EpisodeWindow, data: Transition | Episodes) -> EpisodeWindow:
     lane, start = listed.lane, listed.start
     # A row belongs to a listed episode of the same lane if the starts match.
     is_row = mask[:, lane] & (first[:, lane] == start[None])
-    is_row &= (lane < mask.shape[1])[None]  # else the lane is missing
+    is_row &= (lane < mask.shape[1])[None]  # False if the data lack the lane
     is_end = is_row & done[:, lane]
-    end, ends = jnp.argmax(is_end, axis=0), jnp.any(is_end, axis=0)
+    end, has_ended = jnp.argmax(is_end, axis=0), jnp.any(is_end, axis=0)
     values: _Values = jax.tree.map(
-        lambda old, new: jnp.where(ends, new[end, lane], old), listed.values, rows
+        lambda old, new: jnp.where(has_ended, new[end, lane], old), listed.values, rows
     )
     is_running = (slot < listed.num) & (values[1] == 0)
     # A running episode without the last row was discarded, or rows are missing.
     is_lost = is_running & ~is_row[-1]
-    # Episodes that started before the oldest running episode count now. Episodes
-    # that started with it wait: otherwise short episodes would be favored.
+    # Add the episodes that started before the oldest running episode. Episodes that
+    # started at the same step wait: otherwise the mean would favor short episodes.
     oldest = jnp.min(jnp.where(is_running, start, num_rows))
     num_new = jnp.sum((slot < listed.num) & (start < oldest), dtype=jnp.int32)
-    # Move the list up, and count starts from the next trajectory.
-    start, lane, rest = jax.tree.map(
+    # Remove these episodes from the list, and count starts from the next trajectory.
+    start, lane, values_left = jax.tree.map(
         lambda x: jnp.roll(x, -num_new), (start - num_rows, lane, values)
     )
     num = jnp.where(jnp.any(is_lost), 0, listed.num - num_new)
-    listed = _Listed(num=num, start=start, lane=lane, values=rest)
+    listed = _Listed(num=num, start=start, lane=lane, values=values_left)
     return window._append(values, num_new).replace(listed=listed)
 
 
-class _Figure(NamedTuple):
-    """A statistic and whether there were enough episodes to define it."""
+class _Statistic(NamedTuple):
+    """A number, and whether there were enough episodes to define it."""
 
     value: Any
     is_defined: Any
@@ -280,17 +281,17 @@ def log_stats(
 
     Args:
         stats: a `CollectStats`, a `StreamStats`, an `EpisodeWindow`, an `AgentStats`, a
-            mapping, or any of these nested; every leaf a number or a `()` array.
-        prefix: group of names: "train" turns "return_mean" into "train/return_mean".
+            mapping, or any of these nested; every leaf is a number or a `()` array.
+        prefix: group of names: "train" changes "return_mean" to "train/return_mean".
         num_seeds: S, if `jax.vmap` returned statistics of S runs: leaves may then be
             `[S]`. Each leaf is averaged over the seeds. For floats, entries with the
             suffixes "_ci_low" and "_ci_high" hold the 95 % confidence interval of this
             mean, and replace the intervals of single seeds.
 
     Returns:
-        Names to floats; a nested name is a path joined by "/". Values that no episode
-        defines, such as a mean before the first episode ends, are omitted. Seeds
-        without such an episode do not count in the mean.
+        Floats by name; a nested name is a path joined by "/". Undefined values, such as
+        a mean before the first episode ends, are omitted. The mean over seeds skips
+        seeds with undefined values.
 
     Raises:
         ValueError: if a leaf is not a scalar, if it is not a real number, if two leaves
@@ -302,17 +303,17 @@ def log_stats(
     flat: dict[str, float] = {}
     group = f"{prefix.rstrip('/')}/" if prefix else ""
     leaves = jax.tree.leaves_with_path(
-        _named(stats), is_leaf=lambda x: isinstance(x, _Figure)
+        _named(stats), is_leaf=lambda x: isinstance(x, _Statistic)
     )
     paths = [jax.tree_util.keystr(x, simple=True, separator="/") for x, _ in leaves]
     if len(set(paths)) < len(paths):
-        twice = sorted({x for x in paths if paths.count(x) > 1})
+        duplicates = sorted({x for x in paths if paths.count(x) > 1})
         raise ValueError(
-            f"`stats` must have different names, got {twice[0]!r} twice. A nested name "
-            'is a path joined by "/".'
+            f"`stats` must have different names, got {duplicates[0]!r} twice. A nested "
+            'name is a path joined by "/".'
         )
     for name, (_, leaf) in zip(paths, leaves, strict=True):
-        value, is_defined = leaf if isinstance(leaf, _Figure) else (leaf, True)
+        value, is_defined = leaf if isinstance(leaf, _Statistic) else (leaf, True)
         _check(name, value, num_seeds)
         value = np.asarray(value)
         if value.ndim and name.endswith(("_ci_low", "_ci_high")):
@@ -325,7 +326,7 @@ def log_stats(
             flat[group + name] = float(defined.mean())
         if value.ndim and is_float and defined.size > 1:
             constants: Any = {"count": 1, "squared_deviations": 0.0}
-            # Merged moments of one value each have the deviation between the seeds.
+            # Merging one `Moments` per seed computes the deviation between seeds.
             over_seeds = merge(
                 [Moments(**constants, total=x, low=x, high=x) for x in defined]
             )
@@ -347,25 +348,28 @@ def _check(name: str, value: Any, num_seeds: int | None) -> None:
 
 
 def _named(stats: Any) -> Any:
-    """Converts statistics to plain dicts of numbers and `_Figure`s."""
+    """Converts statistics to plain dicts of numbers and `_Statistic`s."""
     if isinstance(stats, CollectStats):
         # Counts are 0, not undefined, if no episode ended.
         named = {x: y for x, y in vars(stats).items() if x.startswith("num_")}
         for noun, moments in (("return", stats.returns), ("length", stats.lengths)):
             named |= {f"{noun}_{name}": x for name, x in _moments(moments).items()}
         is_defined = np.greater(stats.returns.count, 1)
-        named["return_ci_low"] = _Figure(stats.returns.ci_low, is_defined)
-        named["return_ci_high"] = _Figure(stats.returns.ci_high, is_defined)
+        named["return_ci_low"] = _Statistic(stats.returns.ci_low, is_defined)
+        named["return_ci_high"] = _Statistic(stats.returns.ci_high, is_defined)
         extra = {f"{name}_mean": x.mean for name, x in stats.accumulated.items()}
-        return named | {"accumulated": _figures(extra, stats.num_episodes)}
+        return named | {"accumulated": _statistics(extra, stats.num_episodes)}
     if isinstance(stats, Moments):
         return {"count": stats.count, **_moments(stats)}
     if isinstance(stats, EpisodeWindow):
         extra = {f"{name}_mean": x.mean for name, x in stats.accumulated.items()}
         means = {"return_mean": stats.returns.mean, "length_mean": stats.lengths.mean}
         count = stats.num_episodes
-        figures = {"accumulated": _figures(extra, count), **_figures(means, count)}
-        return {"num_episodes": count, **figures}
+        statistics = {
+            "accumulated": _statistics(extra, count),
+            **_statistics(means, count),
+        }
+        return {"num_episodes": count, **statistics}
     if dataclasses.is_dataclass(stats) and not isinstance(stats, type):
         stats = vars(stats)
     if isinstance(stats, tuple | list):
@@ -376,10 +380,10 @@ def _named(stats: Any) -> Any:
     return stats
 
 
-def _moments(x: Moments) -> dict[str, _Figure]:
+def _moments(x: Moments) -> dict[str, _Statistic]:
     named = {"mean": x.mean, "std": x.std, "min": x.min, "max": x.max}
-    return _figures(named, x.count)
+    return _statistics(named, x.count)
 
 
-def _figures(values: Mapping[str, Any], count: Any) -> dict[str, _Figure]:
-    return {name: _Figure(x, np.greater(count, 0)) for name, x in values.items()}
+def _statistics(values: Mapping[str, Any], count: Any) -> dict[str, _Statistic]:
+    return {name: _Statistic(x, np.greater(count, 0)) for name, x in values.items()}

@@ -1,7 +1,7 @@
 """Takes gradient steps on shuffled minibatches of a trajectory, also inside `jit`.
 
-`permutation` samples the order of an epoch. `jax.random.permutation`, which sorts
-twice, would take a third of an update of PPO.
+`permutation` samples the order of an epoch. `jax.random.permutation` sorts twice, which
+would take a third of the time of a PPO update.
 """
 
 import functools
@@ -18,7 +18,7 @@ from rollout.envs import prng
 from rollout.envs.types import ArrayTree
 
 _MAX_ROUNDS = 16
-_SHARE = 2.0**-10  # of neighbors that the construction may leave adjacent
+_MAX_PAIRS = 2.0**-10  # expected number of neighbors that keep their distance
 
 
 def permutation(key: chex.PRNGKey, n: int) -> jax.Array:
@@ -31,9 +31,9 @@ def permutation(key: chex.PRNGKey, n: int) -> jax.Array:
 
     Two numbers that differ only in y keep their distance if the hashes agree in all
     R / 2 rounds that change x, with probability a ** (-R / 2). R is the least even
-    number for which fewer than 2 ** -10 of the n pairs of neighbors do so: 8 for 8,192
-    and for 131,072, 6 for a million. If 16 rounds do not suffice for any two factors of
-    n, for example if n is prime, `jax.random.permutation` sorts instead.
+    number for which the expected number of such pairs among n neighbors is at most
+    2 ** -10: 8 for n = 8,192 and 131,072, and 6 for n = 2 ** 20. If this takes more
+    than 16 rounds, for example if n is prime, `jax.random.permutation` sorts instead.
 
     Args:
         key: one typed key.
@@ -55,13 +55,15 @@ def permutation(key: chex.PRNGKey, n: int) -> jax.Array:
     return _permutation(key, checks.int_between("n", n))
 
 
-# Jitted: from Python, each operation would be a program.
+# Jitted: otherwise a call from Python would compile a program for each operation.
 @functools.partial(jax.jit, static_argnums=1)
 def _permutation(key: chex.PRNGKey, n: int) -> jax.Array:
     """Samples a permutation; see `permutation`."""
     # Choose the most balanced factors: a small factor would need many rounds.
     a = next(a for a in range(math.isqrt(n), 0, -1) if n % a == 0)
-    b, rounds = n // a, math.inf if a == 1 else 2 * math.ceil(math.log(n / _SHARE, a))
+    b, rounds = n // a, math.inf
+    if a > 1:
+        rounds = 2 * math.ceil(math.log(n / _MAX_PAIRS, a))
     if rounds > _MAX_ROUNDS:
         return jax.random.permutation(key, n)
     x, y = jnp.divmod(jnp.arange(n, dtype=jnp.uint32), b)
@@ -71,8 +73,8 @@ def _permutation(key: chex.PRNGKey, n: int) -> jax.Array:
         y = _add(y, _hash(x ^ word[1]), b)
     order = x * b + y
     if a % 2 and b % 2:
-        # Every round consists of cycles of odd length, so it is an even permutation:
-        # swap the items 0 and 1 with probability 1/2 to reach the odd ones.
+        # Every round consists of cycles of odd length, so it is an even permutation.
+        # Swap the items 0 and 1 with probability 1/2 to also sample odd permutations.
         swap = _hash(words[0, 0] ^ words[-1, 1]) >> 31
         order = jnp.where(order < 2, order ^ swap, order)
     return order.astype(jnp.int32)
@@ -97,11 +99,11 @@ def scan_minibatches(
     One minibatch is in memory at a time. Every step is in exactly one minibatch of
     each epoch, and each epoch is shuffled again. Minibatches include masked-out steps,
     with their `mask`. If lanes are sharded over devices, call it under `jax.shard_map`,
-    so that steps stay on their device: docs/devices.md has an example.
+    so that steps stay on their device; see the example in docs/devices.md.
 
     Args:
         update_fn: `(carry, minibatch) -> (carry, output)`, as the function of a
-            `jax.lax.scan`. Outside of `jit`, another function object is compiled again.
+            `jax.lax.scan`. Outside of `jit`, every new function object is compiled.
             A minibatch is `tree` with leaves `[T * B / M, ...]`; with axis 1 `[T, B /
             M, ...]`, with axis 0 `[T / M, ...]`.
         init: the initial carry, such as `(params, opt_state)`.
@@ -135,7 +137,7 @@ def scan_minibatches(
             f"`num_minibatches` must divide the {num_items} items, got "
             f"{num_minibatches}."
         )
-    # Never cache a function that holds tracers: see `Collector.fold_steps`.
+    # Never cache a function that closes over tracers: the cache would keep them alive.
     static_fn = programs.static(update_fn, init, key, tree)
     scan: Any = _scan if static_fn is None else _scan_jitted
     fn = static_fn or update_fn
@@ -157,20 +159,20 @@ def mean_gradient(
         sum_i weight_i loss_i / sum_i weight_i
 
     up to rounding. On a GPU the forward pass saves every intermediate value, so that
-    XLA does not compute activations again for the derivative.
+    XLA does not recompute activations in the backward pass.
 
     Args:
         loss_fn: `(params, batch) -> (loss, metrics)`. `loss` has the shape of `weight`,
             one loss per row. `metrics` is a pytree of arrays of this shape.
         params: any pytree of float arrays.
         batch: a pytree of `[M, ...]`, or of `[T, M, ...]` for sequences.
-        weight: `[M]` or `[T, M]`, at least 0. Rows of weight 0 do not count. They must
-            be finite: collectors set masked-out rows to zero.
-        microbatch_size: None differentiates all rows at once. A number accumulates the
-            gradients of equal microbatches of at least this many rows of the leading
-            axis. This takes less memory, and on a CPU less time, since the intermediate
-            values of 256 rows fit into a cache. The loss of a row must then not depend
-            on other rows, as it does with batch normalization or a mean over the batch.
+        weight: `[M]` or `[T, M]`, at least 0. Rows of weight 0 are ignored, but must be
+            finite: collectors set masked-out rows to zero.
+        microbatch_size: minimum number of rows (of the leading axis) per microbatch.
+            Gradients are accumulated over equal microbatches. This takes less memory,
+            and on a CPU less time, since the intermediate values of 256 rows fit into a
+            cache. The loss of a row must then not depend on other rows, as it does with
+            batch normalization or a mean over the batch. None uses a single batch.
 
     Returns:
         The gradient, of the structure of `params`, and the weighted means of `metrics`,
@@ -201,12 +203,19 @@ def mean_gradient(
 
         return mean(loss), jax.tree.map(mean, metrics)
 
-    save = jax.checkpoint(mean_loss, policy=jax.checkpoint_policies.everything_saveable)
-    gradient, saving = (jax.grad(fn, has_aux=True) for fn in (mean_loss, save))
+    policy = jax.checkpoint_policies.everything_saveable
+    saving_loss = jax.checkpoint(mean_loss, policy=policy)
+    grad_fn = jax.grad(mean_loss, has_aux=True)
+    saving_grad_fn = jax.grad(saving_loss, has_aux=True)
 
     def differentiate(params: Any, batch: Any, weight: jax.Array) -> tuple[Any, Any]:
         return jax.lax.platform_dependent(
-            params, batch, weight, cuda=saving, rocm=saving, default=gradient
+            params,
+            batch,
+            weight,
+            cuda=saving_grad_fn,
+            rocm=saving_grad_fn,
+            default=grad_fn,
         )
 
     if num_microbatches == 1:
@@ -231,7 +240,7 @@ def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
 
     Args:
         x: `[...]` float.
-        weight: weights of the rows, of the shape of `x`. Rows of weight 0 do not count.
+        weight: weights of the rows, of the shape of `x`; rows of weight 0 are ignored.
 
     Returns:
         The normalized rows, of the shape of `x`; zeros if all rows are equal.
@@ -247,8 +256,8 @@ def _check_rows(name: str, value: Any, weight: jax.Array) -> None:
     if jnp.shape(value) != weight.shape:
         raise ValueError(
             f"`{name}` must have one value per row, of shape {weight.shape}, got shape "
-            f"{jnp.shape(value)}. Return the loss of every row: the caller computes "
-            "the mean."
+            f"{jnp.shape(value)}. Return one value per row: the caller computes the "
+            "mean."
         )
 
 
@@ -301,7 +310,7 @@ def _count_items(tree: ArrayTree, axis: int | None) -> int:
         shapes = sorted({jnp.shape(x) for x in jax.tree.leaves(tree)})
         got = ", ".join(map(str, shapes)) or "none"
         raise ValueError(
-            f"`tree` must have leaves {axes} with equal shuffled axes, not empty, got "
+            f"`tree` must have leaves {axes} with equal, nonempty shuffled axes, got "
             f"{got}."
         )
     return math.prod(min(counts))

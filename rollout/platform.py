@@ -1,15 +1,15 @@
-"""Chooses implementations by the platform of a program, with the same bits on each.
+"""Chooses implementations by platform, with bitwise equal results.
 
 The platform is the target of the compiled program, never the default backend of the
 process.
 
-On a GPU launches are costly, and so is a loop of unknown length: the host reads the
-predicate before every round, and the GPU waits. On a GPU `steps_while` therefore runs
-such a loop in blocks of steps, `choose` takes an equal implementation without loops,
-and `scan` computes several rows per iteration, which also helps a TPU. On a CPU such
-loops cost little if they run few rounds, and code without loops may compute more.
-`to_host` fetches results for a loop in Python, and `blank_on` makes zeros on devices.
-`step_once` keeps XLA from computing an environment step several times.
+On a GPU launches are costly. A loop of unknown length is also costly, since the host
+reads the predicate before every round while the GPU waits. On a GPU, `steps_while`
+therefore checks the predicate once per block of steps, `choose` selects an
+implementation without loops, and `scan` computes several rows per iteration, which is
+also faster on a TPU. On a CPU, loops of a few rounds are cheap. `to_host` fetches
+results for a loop in Python, and `blank_on` makes zeros on devices. `step_once` keeps
+XLA from computing an environment step several times.
 """
 
 import functools
@@ -29,9 +29,9 @@ from rollout.envs import auto_reset, trees
 from rollout.envs.types import ArrayTree, EnvStep
 
 BLOCK = 8  # steps between two reads of the predicate on a GPU
-# A step of this many equations is not unrolled: this would save no launches, and XLA
-# would take three times as long to compile two steps. CartPole has 900 equations, SMAX
-# 10,000, an ant of brax 29,000.
+# A step of this many equations is not unrolled: unrolling would save no launches, and
+# XLA would take three times as long to compile. CartPole has 900 equations, SMAX
+# 10,000, and the ant of brax 29,000.
 _LARGE = 15_000
 
 _State = TypeVar("_State", bound=ArrayTree)
@@ -80,11 +80,11 @@ def scan(
     other: int,
     reverse: bool = False,
 ) -> tuple[_State, _Row]:
-    """Scans as `lax.scan` does, with the same bits, unrolled on accelerators.
+    """Scans like `lax.scan`, bitwise equal, and unrolls on accelerators.
 
-    A GPU pays for every launch and a TPU for every operation, even for a small one; in
-    an unrolled iteration the operations of several rows fuse. On a CPU one row at a
-    time is as fast and compiles faster. The platform is the target of the program, and
+    Every launch on a GPU and every operation on a TPU has a fixed cost. In an unrolled
+    iteration, XLA fuses the operations of several rows. On a CPU one row per iteration
+    is as fast and compiles faster. The platform is the target of the program, and
     `step` is traced once.
 
     Args:
@@ -97,7 +97,7 @@ def scan(
     """
     scan = functools.partial(lax.scan, step, reverse=reverse)
     config: Any = jax.config
-    if config.jax_disable_jit:  # a user debugs, with values instead of tracers
+    if config.jax_disable_jit:  # for debugging, with values instead of tracers
         return scan(start, rows)
     # This traces `step`, and the scans below reuse the trace.
     is_large = auto_reset.estimate_cost(scan, start, rows).equations >= _LARGE
@@ -117,33 +117,33 @@ def steps_while(
     step: Callable[[_State, jax.Array], _State],
     state: _State,
 ) -> _State:
-    """Takes steps while `cond_fn`; the result is the same on every platform.
+    """Takes steps while `cond_fn` is True; the result is the same on every platform.
 
     Args:
-        cond_fn: maps the state to `()` bool, True if another step is due.
-        step: maps `(state, go)` to the next state. `go` is `()` bool. If it is False
-            the step lies beyond the end and must return the state unchanged, for
-            example by `where_active`.
+        cond_fn: maps the state to `()` bool, True if the loop continues.
+        step: maps `(state, go)` to the next state. `go` is `()` bool. If it is False,
+            the loop has ended and the step must return the state unchanged, for example
+            with `where_active`.
         state: any pytree; it may hold typed keys.
     """
     # Jitted, so that both loops trace it once; inlined, since XLA:CPU rounds
     # differently in a separate function.
-    take = jax.jit(step, inline=True)
+    jitted_step = jax.jit(step, inline=True)
 
-    def one_by_one(state: _State) -> _State:
+    def loop_over_steps(state: _State) -> _State:
         return lax.while_loop(
-            cond_fn, lambda state: take(state, _always(cond_fn(state))), state
+            cond_fn, lambda state: jitted_step(state, _always(cond_fn(state))), state
         )
 
-    def in_blocks(state: _State) -> _State:
+    def loop_over_blocks(state: _State) -> _State:
         def block(state: _State) -> _State:
             return lax.fori_loop(
-                0, BLOCK, lambda _, state: take(state, cond_fn(state)), state
+                0, BLOCK, lambda _, state: jitted_step(state, cond_fn(state)), state
             )
 
         return lax.while_loop(cond_fn, block, state)
 
-    return choose(one_by_one, in_blocks, state)
+    return choose(loop_over_steps, loop_over_blocks, state)
 
 
 @jax.custom_batching.custom_vmap
@@ -159,7 +159,7 @@ def _always_batched(size: int, is_mapped: list, flag: jax.Array) -> tuple:
 
 
 def where_active(go: jax.Array, new: _State, old: _State) -> _State:
-    """Returns `new`, or `old` if the step lies beyond the end; see `steps_while`."""
+    """Returns `new` if `go`, else `old`; see `steps_while`."""
     return jax.tree.map(
         lambda new, old: old if new is old else trees.select(go, new, old), new, old
     )
@@ -176,8 +176,8 @@ def dot_general(
 
     Pass it to the layers of a network: `nn.Dense(64, dot_general=dot_general)`.
 
-    The derivative by the kernel is a product of two matrices with as many rows as the
-    batch. If the number of columns is a multiple of 64, rows compete for the same cache
+    The gradient of the kernel is a product of two matrices with as many rows as the
+    batch. If the number of columns is a multiple of 64, rows map to the same cache
     lines. On a CPU the function therefore appends a zero to the contracted axis of both
     operands. The result and all derivatives are the same up to rounding.
     """
@@ -203,10 +203,10 @@ def _append_zero(x: jax.Array, axis: int) -> jax.Array:
 
 
 def to_host(tree: ArrayTree) -> ArrayTree:
-    """Converts arrays of jax to NumPy, on a CPU without a copy."""
+    """Converts JAX arrays to NumPy, on a CPU without a copy."""
     leaves, structure = jax.tree.flatten(tree)
     first = next((x for x in leaves if isinstance(x, jax.Array)), None)
-    # The devices of the arrays decide, not jax's default device.
+    # Check the devices of the arrays, not JAX's default device.
     if first is not None and any(x.platform != "cpu" for x in first.devices()):
         return jax.device_get(tree)  # starts all copies before it waits
     return structure.unflatten([np.asarray(x) for x in leaves])
@@ -233,63 +233,64 @@ def step_once(
     """Computes `step(step_keys, state, action)` once, isolated from surrounding code.
 
     XLA fuses a step into each of its consumers (the next state, the reward, the flags,
-    the recorded fields) and computes it once per consumer: slower, and with rounding
-    that depends on the consumer. `lax.optimization_barrier` keeps the step in one
-    piece, but XLA:CPU before jaxlib 0.11 drops barriers before it fuses. There a
-    conditional has the same effect: the predicate is always true, which XLA cannot
-    know. On a TPU only the inputs pass a barrier, since fusing a step with consumers
-    saves cycles.
+    the recorded fields) and computes it once per consumer. This is slower, and rounding
+    depends on the consumer. `lax.optimization_barrier` prevents the fusion, but XLA:CPU
+    before jaxlib 0.11 removes barriers before it fuses. There, a conditional has the
+    same effect: its predicate is always true, but not constant for XLA. On a TPU only
+    the inputs pass a barrier, since fusing a step with its consumers saves cycles.
 
-    If both flags depend on no argument, as in a task without an end, they are
-    constants, whose values may be read while tracing.
+    If both flags depend on no argument, as in a task that never ends, they are
+    constants whose values may be read while tracing.
 
     `counter` is any `()` int32 whose value is unknown at compile time.
     """
     # Jitted, so that the functions below trace it once; inlined, since XLA:CPU rounds
     # differently in a separate function.
-    take = jax.jit(step, inline=True)
+    jitted_step = jax.jit(step, inline=True)
 
-    def between_barriers(*operands: ArrayTree) -> EnvStep:
+    def step_with_barriers(*operands: ArrayTree) -> EnvStep:
         keys, inputs = operands[0], trees.barrier(operands[1:])
-        result = take(keys, *inputs)
+        result = jitted_step(keys, *inputs)
         # Leave `info` outside the barrier, so that XLA removes an unused `info`.
-        barred = lax.platform_dependent(
+        output = lax.platform_dependent(
             result.replace(info=()), tpu=lambda result: result, default=trees.barrier
         )
-        return barred.replace(info=result.info)
+        return output.replace(info=result.info)
 
-    def in_a_conditional(*operands: ArrayTree) -> EnvStep:
-        shapes = jax.eval_shape(take, *operands)
-        hoisted, closed_over = auto_reset.hoist(take, *operands)
+    def step_in_conditional(*operands: ArrayTree) -> EnvStep:
+        shapes = jax.eval_shape(jitted_step, *operands)
+        hoisted, closed_over = auto_reset.hoist(jitted_step, *operands)
 
         # Pass raw key data: the key-reuse checker treats `custom_jvp` as using keys.
-        def always(closed_over: list, *words: ArrayTree) -> EnvStep:
+        def run_step(closed_over: list, *words: ArrayTree) -> EnvStep:
             return hoisted(closed_over, *trees.wrap_keys(words, operands))
 
-        def never(_: list, *words: ArrayTree) -> EnvStep:
+        def skip_step(_: list, *words: ArrayTree) -> EnvStep:
             _, state, _ = trees.wrap_keys(words, operands)
             return trees.blank(shapes.replace(state=())).replace(state=state)
 
-        # The derivative has no conditional, which would fill the residuals with zeros
-        # in `never`. The stored residuals also keep the step in one piece.
+        # Differentiate without the conditional, which would fill residuals with zeros
+        # in `skip_step`. The stored residuals also prevent the fusion.
         @jax.custom_jvp
-        def isolated(flag: jax.Array, *words: ArrayTree) -> EnvStep:
-            return lax.cond(flag, always, never, *words)
+        def isolated_step(flag: jax.Array, *words: ArrayTree) -> EnvStep:
+            return lax.cond(flag, run_step, skip_step, *words)
 
-        @isolated.defjvp
+        @isolated_step.defjvp
         def _(primals: tuple, tangents: tuple) -> tuple[EnvStep, EnvStep]:
-            return jax.jvp(always, primals[1:], tangents[1:])
+            return jax.jvp(run_step, primals[1:], tangents[1:])
 
-        return isolated((counter | 1) != 0, closed_over, *trees.unwrap_keys(operands))
+        return isolated_step(
+            (counter | 1) != 0, closed_over, *trees.unwrap_keys(operands)
+        )
 
     operands = (step_keys, state, action)
     if jax.__version_info__ >= (0, 11):
-        result = between_barriers(*operands)
+        result = step_with_barriers(*operands)
     else:
         result = lax.platform_dependent(
-            *operands, cpu=in_a_conditional, default=between_barriers
+            *operands, cpu=step_in_conditional, default=step_with_barriers
         )
-    return result.replace(**_constant_flags(take.trace(*operands)))
+    return result.replace(**_constant_flags(jitted_step.trace(*operands)))
 
 
 def is_endless(step: Any) -> bool:

@@ -31,9 +31,9 @@ class Profile(NamedTuple):
         env_step: stepping the environments.
         auto_reset: starting new episodes in finished lanes.
         recording: writing the trajectory.
-        whole: the whole collection, all parts together.
-        unexplained: `whole` minus the four parts. Negative if XLA fuses parts, which
-            are timed separately here.
+        whole: the whole collection, with all parts.
+        unexplained: `whole` minus the four parts. Negative if XLA fuses parts in the
+            whole collection.
     """
 
     policy: float
@@ -51,7 +51,7 @@ class Profile(NamedTuple):
         return "\n".join(f"  {x:<17} {1e3 * y:.3f} ms" for x, y in parts.items())
 
 
-class _Given(NamedTuple):
+class _Inputs(NamedTuple):
     """Inputs of every timed part."""
 
     collector: Any
@@ -70,13 +70,13 @@ def profile(
 ) -> Profile:
     """Times policy, environment, auto-reset and recording, each as a separate scan.
 
-    Each part receives the observations, actions and endings of a real collection, which
-    runs first. The environments are stepped without resets, so the time is wrong for an
-    environment that steps faster or slower after an ending. The parts are timed in
-    turn, and each part reports a median.
+    Each part receives the observations, actions and episode ends of a real collection,
+    which runs first. The environments are stepped without resets, so the time is wrong
+    if the speed of an environment changes after the end of an episode. The parts are
+    timed in turn, and each time is a median.
 
     A `HostCollector` is timed in whole collections, at the calls of the environments:
-    `policy` is the time between calls, including moving arrays, and `recording` the
+    `policy` is the time between calls, including transfers, and `recording` is the
     time after the last call. Profiling resets the environments, so earlier carries
     become invalid.
 
@@ -85,8 +85,8 @@ def profile(
         params: parameters of the policy.
         key: one typed key: the source of all randomness.
         num_steps: T, steps per lane, or rows with `num_ready`, at least 1. Profiling
-            takes the memory of two trajectories.
-        num_repeats: number of times per part, at least 1; compiling is not timed.
+            needs memory for two trajectories.
+        num_repeats: repetitions per part, at least 1; compilation is not timed.
 
     Returns:
         Seconds per part.
@@ -102,9 +102,9 @@ def profile(
         return _profile_host(collector, params, key, num_steps, num_repeats)
     carry = collector.init(key)
     _, trajectory = collector.collect_steps(carry, params, num_steps)
-    inputs = _Given(collector, carry, params, trajectory)
+    inputs = _Inputs(collector, carry, params, trajectory)
     timed = _policy, _env_step, _auto_reset, _recording  # in the order of `Profile`
-    programs: list[Callable[[_Given], Any]] = [jax.jit(part) for part in timed]
+    programs: list[Callable[[_Inputs], Any]] = [jax.jit(part) for part in timed]
     programs.append(lambda _: collector.collect_steps(carry, params, num_steps))
     # Time the parts in turn, so that a slow moment of the machine hits all parts.
     times = [[_time(x, inputs) for x in programs] for _ in range(num_repeats)]
@@ -118,7 +118,7 @@ _TIMED |= dict.fromkeys(("step", "send", "receive"), "env_step")
 
 
 class _TimedEnv(HostWrapper):
-    """Host environments that add up the time in and between calls."""
+    """Measures the total time in and between calls of host environments."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -130,7 +130,7 @@ class _TimedEnv(HostWrapper):
     def _call(self, name: str, *args: Any) -> Any:
         start = time.perf_counter()
         result = getattr(self.env, name)(*args)
-        # Time outside of the environments: the policy, and moving arrays to it.
+        # Time outside of the environments: the policy and its transfers.
         self.seconds["policy"] += start - self.last
         self.last = time.perf_counter()
         self.seconds[_TIMED[name]] += self.last - start
@@ -156,15 +156,15 @@ def _profile_host(
     return Profile(*medians, whole=total, unexplained=total - sum(medians))
 
 
-def _time(program: Callable[[_Given], Any], inputs: _Given) -> float:
-    # Call once before timing, so that all parts reuse memory that was just freed.
+def _time(program: Callable[[_Inputs], Any], inputs: _Inputs) -> float:
+    # Call once before timing, so that all parts reuse recently freed memory.
     jax.block_until_ready(program(inputs))
     start = time.perf_counter()
     jax.block_until_ready(program(inputs))
     return time.perf_counter() - start
 
 
-def _policy(inputs: _Given) -> Any:
+def _policy(inputs: _Inputs) -> Any:
     collector, carry, params, trajectory = inputs
     roots = roots_of(collector, carry)
 
@@ -174,19 +174,19 @@ def _policy(inputs: _Given) -> Any:
         key = keys.at_step(roots.policy, carry.step)
         decision = act(collector, input_carry, params, key)
         carry = carry.replace(step=carry.step + 1, policy_state=decision.state)
-        # XLA cannot drop outputs in the carry, and does not stack them.
+        # Outputs in the carry are not removed by XLA, and are not stacked.
         return (carry, (decision.action, decision.extras)), None
 
     last = _last(trajectory.action), _last(trajectory.extras)
     return lax.scan(step, (carry, last), trajectory.obs)[0]
 
 
-def _env_step(inputs: _Given) -> Any:
+def _env_step(inputs: _Inputs) -> Any:
     collector, carry, _, trajectory = inputs
 
     def step(state: Any, action: ArrayTree) -> Any:
         carry, _ = state
-        # Step keys depend on the number of the step in the episode, so count it here.
+        # Count the steps of the episode: step keys depend on the count.
         length = carry.episode.episode_length + 1
         result = step_env(collector, carry, action)
         carry = carry.replace(
@@ -202,7 +202,7 @@ def _env_step(inputs: _Given) -> Any:
     return lax.scan(step, start, trajectory.action)[0]
 
 
-def _auto_reset(inputs: _Given) -> Any:
+def _auto_reset(inputs: _Inputs) -> Any:
     collector, carry, _, trajectory = inputs
     roots = roots_of(collector, carry)
 
@@ -213,11 +213,11 @@ def _auto_reset(inputs: _Given) -> Any:
     return lax.scan(step, carry, trajectory.done)[0]
 
 
-def _recording(inputs: _Given) -> Any:
+def _recording(inputs: _Inputs) -> Any:
     rows = pack(inputs.trajectory)
 
     def step(row: ArrayTree, _: None) -> tuple[ArrayTree, ArrayTree]:
-        # The barrier makes jax write rows: otherwise it would broadcast the row.
+        # Without the barrier XLA would broadcast one row instead of writing T rows.
         row = trees.barrier(row)
         return row, row
 

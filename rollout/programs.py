@@ -1,9 +1,9 @@
 """Memoizes factories, and compares the programs of several processes.
 
-jax looks up compiled programs by functions. A factory that defines a function returns a
-new one at every call, and jax compiles again. `shared` returns the first result of
-equal calls; `static` converts a user's function to a static argument of `jit`.
-`compare_processes` raises unless all processes of one run have equal programs.
+JAX looks up compiled programs by function object. A factory that defines a function
+returns a new object at every call, and JAX compiles again. `shared` returns the same
+object for equal calls; `static` converts a user's function to a static argument of
+`jit`. `compare_processes` raises unless all processes of a run have equal programs.
 """
 
 import functools
@@ -34,20 +34,20 @@ def compare_processes(name: str, facts: dict[str, object]) -> None:
     Raises:
         ValueError: in every process, if any two processes differ.
     """
-    # Checksums, since processes exchange only arrays of equal shapes.
+    # Compare checksums, since processes can exchange only arrays of equal shapes.
     words = [zlib.crc32(str(fact).encode()) for fact in facts.values()]
     all_words = multihost_utils.process_allgather(np.array(words, np.uint32))
     for index, (label, fact) in enumerate(facts.items()):
         mismatches = np.flatnonzero(all_words[:, index] != words[index])
         if mismatches.size:
             raise ValueError(
-                f"`{name}` must be the same in all processes, got {label} {fact} here "
-                f"and a different one in process {mismatches[0]}."
+                f"`{name}` must be the same in all processes, got {label} {fact} in "
+                f"this process and another value in process {mismatches[0]}."
             )
 
 
 def is_elsewhere(x: Any) -> bool:
-    """Returns whether a part of an array lies only in other processes."""
+    """Returns whether a part of an array is only in other processes."""
     is_local = not isinstance(x, jax.Array) or x.is_fully_addressable
     return not (is_local or x.is_fully_replicated)
 
@@ -62,7 +62,7 @@ def shared(make: Fn) -> Fn:
 
     Functions are equal if they are the same object; arrays are equal if they have the
     same type, shape, dtype, bits and devices. The last 256 objects are cached. While
-    jax traces, and for arguments that have no hash and are no pytrees, every call
+    JAX traces, and for arguments that are neither hashable nor pytrees, every call
     returns a new object.
     """
 
@@ -85,13 +85,13 @@ def shared(make: Fn) -> Fn:
 def static(fn: Any, *args: Any) -> Any:
     """Returns a user's function as a static argument of `jit`, or None.
 
-    Returns None if the function has no hash, or if it may read tracers, also through a
-    bound method whose object has new tracers at the next call: tracers must not stay in
-    the cache of `jit`.
+    Returns None if the function is not hashable, or if it may close over tracers,
+    including tracers in the object of a bound method: tracers must not stay in the
+    cache of `jit`.
 
     Args:
-        fn: the function. A method of a hashable object is replaced by the first cached
-            method of an equal object.
+        fn: the function. A method of a hashable object is replaced by the cached method
+            of an equal object.
         *args: arguments of the call of `fn`.
     """
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
@@ -104,7 +104,7 @@ def static(fn: Any, *args: Any) -> Any:
     if isinstance(fn, types.MethodType):
         try:
             return _method(fn.__func__, fn.__self__)
-        except TypeError:  # an object without a hash: methods hash by identity
+        except TypeError:  # not a hashable object: methods hash by identity
             pass
     return fn
 
@@ -122,7 +122,7 @@ class _Call:
     def __init__(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.args, self.options = args, options
         leaves, structure = jax.tree.flatten((args, options))
-        # In jax 0.10 and 0.11, trees that differ only in a class compare equal but have
+        # In JAX 0.10 and 0.11, trees that differ only in a class compare equal but have
         # different hashes.
         values = *map(_value, leaves), structure
         try:
@@ -147,7 +147,7 @@ def _value(leaf: Any) -> Any:
             or is_elsewhere(leaf)
         ):
             raise _NoHashError
-        # Hashing and comparing a digest is faster than the bits.
+        # Hashing and comparing a digest is faster than comparing the bits.
         digest = hashlib.sha256(np.asarray(leaf).tobytes()).digest()
         placement = [getattr(leaf, name, None) for name in ("weak_type", "sharding")]
         return type(leaf), leaf.shape, leaf.dtype, digest, *placement

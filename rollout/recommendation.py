@@ -1,9 +1,9 @@
-"""Policies that recommend items, and their evaluation with the metrics of the field.
+"""Policies that recommend items, and standard metrics of recommendation.
 
 `item_policy` makes a policy from scores of items, and `choose_items` chooses among the
-valid items. A setting of an evaluation is a `Collector`. The settings share a policy,
-and differ in whether items may be repeated and whether users leave. Metrics are folds
-over every step of exactly N episodes.
+valid items. Each setting of an evaluation is a `Collector`. The settings share a policy
+and differ in whether items may be repeated and whether users may leave. Metrics are
+folds over every step of exactly N episodes.
 """
 
 import functools
@@ -44,11 +44,11 @@ class ItemPolicy(Policy):
     )
 
     def apply(self, params: Any, obs: Any, state: Any, key: chex.PRNGKey) -> PolicyStep:
-        """Samples items, or chooses the items of the highest score."""
+        """Samples items, or chooses the items with the highest score."""
         return self._choose(params, obs, state, key if self.sample else None)
 
     def mode(self, params: Any, obs: Any, state: Any, key: chex.PRNGKey) -> PolicyStep:
-        """Chooses the items of the highest score."""
+        """Chooses the items with the highest score."""
         del key  # unused
         return self._choose(params, obs, state, None)
 
@@ -96,10 +96,10 @@ def item_policy(
         fn: function `(params, obs)` that returns scores, `[B, I]`, or `(scores,
             extras)` with a dict of extras; all are batched, `[B, ...]`. If `items` are
             given, it returns points, `[B, F]`, instead of scores.
-        sample: True samples items from the softmax of their scores, False takes the
-            item of the highest score. `Greedy` takes the highest score in both cases.
+        sample: True samples items from the softmax of their scores; False takes the
+            item with the highest score. `Greedy` takes the highest score in both cases.
         items: `[I, F]`, one point per item. The policy chooses the valid item nearest
-            to the point that `fn` returns, which maps a continuous action to an item.
+            to the point that `fn` returns, to map a continuous action to an item.
             `sample` must be False.
         start: action of the first item: the `start` of the `Discrete` space.
         action_mask_fn: function of `obs`, `[B, ...]`, that returns the valid items,
@@ -138,14 +138,14 @@ def choose_items(
 
     Args:
         scores: `[B, I]` float32, of any sign.
-        action_mask: `[B, I]` bool or numbers, True or not 0 for valid items.
+        action_mask: `[B, I]` bool or numbers, True or nonzero for valid items.
         key: one typed key to sample from the softmax of the scores of valid items. None
-            takes the highest score; the first item wins ties.
+            takes the highest score, and the first item in a tie.
 
     Returns:
         Items, `[B]` int32, and a dict with `no_valid_action`, `[B]` bool, and
         `log_prob`, `[B]` float32. `log_prob` is the log-probability of the item under
-        the softmax, also without a key. Inside `jit`, unused entries cost nothing.
+        the softmax, also without a key. Inside `jit`, XLA removes unused entries.
 
     Raises:
         ValueError: if `action_mask` does not have the shape of `scores`.
@@ -171,12 +171,12 @@ def choose_items(
 
 
 class Catalogue(struct.PyTreeNode, kw_only=True):
-    """Tables about the items, for the metrics; None if unknown.
+    """Properties of the items, for the metrics; None if unknown.
 
     Attributes:
         features: `[I, F]` float32, features of each item, for the diversity.
-        popularity: `[I]` float32, the share of users who know an item, above 0 and at
-            most 1, for the novelty.
+        popularity: `[I]` float32, the fraction of users who know an item, above 0 and
+            at most 1, for the novelty.
         dominated: `[I]` bool, whether an item has a value that dominates a feature,
             such as the most frequent category.
     """
@@ -194,14 +194,15 @@ class RecommendationStats(struct.PyTreeNode, kw_only=True):
     Attributes:
         episodes: statistics of the episodes, as `summarize` returns them.
         click_through_rate: mean reward of a recommendation.
-        coverage: share of the catalogue that was recommended at least once.
-        coverage_per_turn: number of different items over number of recommendations.
+        coverage: fraction of the items that was recommended at least once.
+        coverage_per_turn: number of different items divided by number of
+            recommendations.
         diversity: 1 minus the cosine of the features of two items, averaged over all
             pairs in an episode, then over episodes; 1 for an episode of one item.
         novelty: minus the natural logarithm of the popularity, averaged over
             recommendations: the self-information in nats.
-        dominated_share: share of recommendations of `dominated` items.
-        no_valid_action_share: share of recommendations made when no item was left.
+        dominated_share: fraction of recommendations of `dominated` items.
+        no_valid_action_share: fraction of recommendations without a valid item.
 
     Source:
         Click-through rate, coverages, dominated share: "EasyRL4Rec", arXiv:2402.15164,
@@ -226,7 +227,7 @@ class _Sums(struct.PyTreeNode, kw_only=True):
 
     Attributes:
         counts: `[I]` int32, number of recommendations of each item.
-        no_valid_action: `()` int32, number of recommendations when no item was left.
+        no_valid_action: `()` int32, number of recommendations without a valid item.
         total: `[B, F]`, sum of the unit feature vectors in the current episode.
         squares: `[B]`, sum of the squared lengths of these vectors.
         diversity: `()` float32, sum of the diversities of the episodes that ended.
@@ -240,7 +241,7 @@ class _Sums(struct.PyTreeNode, kw_only=True):
 
 
 def recommendation_settings(env: Env, force_length: int = 10) -> dict[str, Env]:
-    """Makes the three usual settings from one environment.
+    """Makes the three settings of "EasyRL4Rec" from one environment.
 
     Args:
         env: an environment whose users may leave, such as
@@ -259,11 +260,11 @@ def recommendation_settings(env: Env, force_length: int = 10) -> dict[str, Env]:
         "EasyRL4Rec", arXiv:2402.15164, section 3.4.
     """
     force_length = checks.int_between("force_length", force_length)
-    without = NoRepeat(env)
+    no_repeat = NoRepeat(env)
     return {
         "FB": env,
-        "NX_0": without,
-        f"NX_{force_length}": FixedLength(without, force_length),
+        "NX_0": no_repeat,
+        f"NX_{force_length}": FixedLength(no_repeat, force_length),
     }
 
 
@@ -276,7 +277,7 @@ def evaluate_settings(
     catalogue: Catalogue | None = None,
     max_episode_steps: int = checks.MAX_EPISODE_STEPS,
 ) -> dict[str, RecommendationStats]:
-    """Plays exactly `num_episodes` in each setting. Jitted, as one program.
+    """Plays exactly `num_episodes` in each setting, in one jitted program.
 
     All settings use the same key, so episode k has the same user in every setting.
 
@@ -285,7 +286,7 @@ def evaluate_settings(
         params: parameters of the policies.
         key: one typed key: the source of all randomness.
         num_episodes: N, at least 1. Static: one trace per value.
-        catalogue: tables about the items.
+        catalogue: properties of the items.
         max_episode_steps: steps after which an episode is truncated, at least 1.
 
     Returns:
@@ -302,7 +303,7 @@ def evaluate_settings(
     checks.kind("`settings` must be a dict", settings, Mapping)
     checks.kind("`catalogue` must be a `Catalogue`", catalogue, Catalogue)
     for name, collector in settings.items():
-        # Check lengths: jax reads beyond the end of a table without an error.
+        # Check lengths: JAX reads beyond the end of a table without an error.
         _check(name, collector, catalogue)
     catalogue = jax.tree.map(
         jnp.asarray, catalogue, is_leaf=lambda x: isinstance(x, list)

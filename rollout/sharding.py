@@ -1,8 +1,8 @@
-"""`shard`: runs a collector on many devices, with the same calls and the same bits.
+"""`shard`: shards the lanes of a collector over devices.
 
-The policy, the recording and the totals are computed for all lanes, `[B, ...]`, and XLA
-partitions them: samples for all lanes are the same as on one device. The steps and
-resets of the environments are local, and `jax.shard_map` maps them over the devices.
+The policy, the recording and the statistics are computed for all lanes, `[B, ...]`, and
+XLA partitions them, so that all samples are the same as on one device. The steps and
+resets of the environments are local: `jax.shard_map` maps them over the devices.
 """
 
 import zlib
@@ -38,26 +38,26 @@ def shard(
     Every method works as on one device, with the same random numbers for any number of
     devices. Carry and trajectories are sharded over lanes, starting with `init`, and
     statistics cover all lanes. In an outer `jit` the parameters may be replicated over
-    the same devices. An axis of the type Explicit is treated as Auto: all arrays in
-    this `jit` must be on a mesh of Auto axes.
+    the same devices. An axis of type Explicit is treated as Auto: all arrays in this
+    `jit` must be on a mesh of Auto axes.
 
-    The bits are the same as on one device, unless XLA rounds the last place
-    differently. This happens for sums of floats over lanes, as in the statistics of
+    Results are bitwise equal to results on one device, unless XLA rounds differently.
+    This happens for sums of floats over lanes, for example in the statistics of
     `NormalizeObs`; if a device has a single lane; and for network outputs that
-    `collect_episodes` only records. Once states differ, actions and endings also
-    differ after enough steps.
+    `collect_episodes` only records. If states differ, actions and the ends of episodes
+    also differ after enough steps.
 
-    Steps and streams wait for other devices only to sum over all lanes: for the
-    statistics of `NormalizeObs` and `NormalizeReward`, or in the `fn` of `fold_steps`.
-    Whole episodes come from one queue: at every step the devices exchange the number of
+    Steps and streams synchronize devices only to sum over all lanes: for the statistics
+    of `NormalizeObs` and `NormalizeReward`, or in the `fn` of `fold_steps`. Whole
+    episodes come from one queue: at every step the devices exchange the number of
     finished lanes, and each device has all results.
 
     The mesh may span several processes of `jax.distributed`. Each process runs the same
     script, makes the same calls in the same order, and holds the lanes of its devices.
-    This call waits for all processes and checks that they have as many lanes, on the
-    same devices, and the same environment parameters.
+    This call waits for all processes and checks that they have the same number of
+    lanes, the same devices and the same environment parameters.
 
-    The mesh may have absent devices, from `rollout.inspection.devices`. Pass such a
+    The mesh may contain absent devices from `rollout.inspection.devices`, to pass the
     collector to `rollout.inspect_program`.
 
     Args:
@@ -68,18 +68,19 @@ def shard(
             along all other axes.
 
     Returns:
-        A collector of the same lanes.
+        A collector with the same lanes.
 
     Raises:
-        ValueError: if `collector` is no `Collector` or `mesh` no `Mesh`; if the mesh
-            lacks the axis; if the size of the axis does not divide the number of lanes;
-            if the environment has another type or is sharded already; if processes
-            have different collectors or meshes; later, if a carry is on other devices.
+        ValueError: if `collector` is not a `Collector` or `mesh` is not a `Mesh`; if
+            the mesh lacks the axis; if the size of the axis does not divide the number
+            of lanes; if the environment has another type or is already sharded; if
+            processes have different collectors or meshes; later, if a carry is on other
+            devices.
     """
     checks.collects_in_jax(collector)
     mesh = checks.lane_mesh(mesh, axis)
     if mesh.is_multi_process and not _is_absent(mesh):
-        # Compare before the checks below, which may raise in a single process.
+        # Compare first: the checks below may raise in only one of the processes.
         parts = trees.unwrap_keys((collector.env, collector.policy))
         leaves = jax.tree.leaves(parts)
         local_leaves = [x for x in leaves if not programs.is_elsewhere(x)]
@@ -131,20 +132,20 @@ class LaneSharding(NamedTuple):
 
         return jax.tree.map(make, tree, is_leaf=lambda x: isinstance(x, Shared))
 
-    def map(self, fn: Callable[..., ArrayTree], whole: ArrayTree, *lanes: Any) -> Any:
-        """Calls `fn(whole, *lanes)` on each device, with the lanes of the device.
+    def map(self, fn: Callable[..., ArrayTree], shared: ArrayTree, *lanes: Any) -> Any:
+        """Calls `fn(shared, *lanes)` on each device, with the lanes of the device.
 
-        All of `whole` is replicated, and so are scalars among the lanes.
+        `shared` and the scalars in `lanes` are replicated.
         """
-        over_lanes, whole_spec = PartitionSpec(self.axis), PartitionSpec()
-        specs = jax.tree.map(lambda x: over_lanes if jnp.ndim(x) else whole_spec, lanes)
+        over_lanes, replicated = PartitionSpec(self.axis), PartitionSpec()
+        specs = jax.tree.map(lambda x: over_lanes if jnp.ndim(x) else replicated, lanes)
         return jax.shard_map(
             fn,
             mesh=self.mesh,
-            in_specs=(whole_spec, *specs),
+            in_specs=(replicated, *specs),
             out_specs=over_lanes,
             check_vma=False,  # branches of `step_once` vary over different axes
-        )(whole, *lanes)
+        )(shared, *lanes)
 
 
 class _ShardedEnv(BaseWrapper, VectorEnv, kw_only=True):
@@ -161,10 +162,10 @@ class _ShardedEnv(BaseWrapper, VectorEnv, kw_only=True):
         return self._map(lambda env, keys: env.reset(keys), keys)
 
     def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        # `step_once` on each device, so that XLA compiles the step as on one device.
+        # Call `step_once` per device, so that XLA compiles the step as on one device.
         def step(env: VectorEnv, *args: ArrayTree) -> EnvStep:
             leaves = jax.tree.leaves(trees.unwrap_keys(args[1:]))
-            # `step_once` needs any number that is unknown to XLA.
+            # `step_once` needs a number that is unknown at compile time.
             leaf = next(x for x in leaves if x.size)
             counter = leaf.ravel()[0].astype(jnp.int32)
             return step_once(env.step, *args, counter=counter)
@@ -195,7 +196,7 @@ class _ShardedEnv(BaseWrapper, VectorEnv, kw_only=True):
 def _shard(env: Any, sharding: LaneSharding) -> VectorEnv:
     if isinstance(env, _VectorizedEnv):
         if not _is_absent(sharding.mesh):
-            # Put numbers on the devices once: otherwise each call would send them.
+            # Put numbers on the devices once: otherwise each call would transfer them.
             spec = PartitionSpec(sharding.axis) if env.each else PartitionSpec()
             env = _device_put(env, NamedSharding(sharding.mesh, spec))
         return _ShardedEnv(env=env, sharding=sharding)
@@ -216,8 +217,8 @@ def _is_absent(mesh: Mesh) -> bool:
 def _device_put(tree: ArrayTree, sharding: NamedSharding) -> ArrayTree:
     """Puts numbers and arrays on a mesh, with the types that `jit` assigns.
 
-    Over several processes `device_put` compares a Python float with the float32 value,
-    and so raises for most floats. It also raises for NaN and typed keys.
+    Across processes, `device_put` compares a Python float with its float32 value, which
+    raises for most floats. It also raises for NaN and typed keys.
     """
     if not sharding.mesh.is_multi_process:
         return jax.device_put(tree, sharding)

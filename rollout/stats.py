@@ -1,10 +1,10 @@
 """Statistics of episodes, means over seeds, moments, and counts of nonfinite values.
 
 `Moments` holds the mean, the variance and the range of numbers; `merge` merges
-statistics of separate batches. `nonfinite` has the rule for all checks of the package:
-observations, actions, rewards and final values must be finite. In extras, such as
-logits, minus infinity marks an invalid action, so only NaN and plus infinity count
-there. In accumulated values only NaN counts: a minimum starts at infinity.
+statistics of separate batches. `nonfinite` defines the rule for all checks of the
+package: observations, actions, rewards and final values must be finite. Extras may
+contain minus infinity, since logits use it for invalid actions. Accumulated values may
+be infinite, since a running minimum starts at infinity.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ _FIELDS = "obs", "action", "next_obs", "reward", "extras", "final_value", "accum
 
 
 class Moments(struct.PyTreeNode, kw_only=True):
-    """Count, sum, squared deviations and bounds of some values; never NaN.
+    """Count, sum, squared deviations and bounds of a set of values.
 
     The mean and all other statistics are computed on access, as NumPy floats or
-    tracers. They are NaN if there are no values.
+    tracers. They are NaN if there are no values; the fields are then 0 or infinite.
 
     Attributes:
         count: `()` int32, number of values.
@@ -68,7 +68,7 @@ class Moments(struct.PyTreeNode, kw_only=True):
 
         Uses Student's t; NaN for fewer than two values.
         """
-        return self._derive(lambda xp, x, n: x.total / n - _margin(xp, x, n), least=2)
+        return self._derive(lambda xp, x, n: x.total / n - _margin(xp, x, n), 2)
 
     @property
     def ci_high(self) -> jax.Array:
@@ -76,7 +76,7 @@ class Moments(struct.PyTreeNode, kw_only=True):
 
         Uses Student's t; NaN for fewer than two values.
         """
-        return self._derive(lambda xp, x, n: x.total / n + _margin(xp, x, n), least=2)
+        return self._derive(lambda xp, x, n: x.total / n + _margin(xp, x, n), 2)
 
     def __str__(self) -> str:
         """Formats the mean and its 95 % interval, if there are at least two values."""
@@ -86,17 +86,17 @@ class Moments(struct.PyTreeNode, kw_only=True):
             return f"{self.mean:.6g}" if self.count else "none"
         return f"{self.mean:.6g} (95 %: {self.ci_low:.6g} to {self.ci_high:.6g})"
 
-    def _derive(self, fn: Callable[..., Any], least: int = 1) -> Any:
-        """Computes a statistic; NaN for fewer than `least` values.
+    def _derive(self, fn: Callable[..., Any], min_count: int = 1) -> Any:
+        """Computes a statistic; NaN for fewer than `min_count` values.
 
-        Untraced statistics are computed on the host: a NaN on the device would trip
-        `jax_debug_nans`.
+        Untraced statistics are computed on the host: a NaN on the device would raise
+        an error if `jax_debug_nans` is set.
         """
         xp = xp_of(self)
         x = self if xp is jnp else jax.device_get(self)
         with np.errstate(all="ignore"):
             value = fn(xp, x, xp.maximum(x.count, 1).astype(np.float32))
-            return xp.where(x.count < least, np.float32(np.nan), value)[()]
+            return xp.where(x.count < min_count, np.float32(np.nan), value)[()]
 
 
 def moments(
@@ -106,7 +106,7 @@ def moments(
 
     Args:
         value: array of numbers.
-        flag: bool, True for values that count, of the same shape.
+        flag: bool, True for values to include, of the same shape.
         axis: the axis to reduce; None reduces all axes.
         xp: `jnp`, or NumPy if no array is traced.
     """
@@ -122,7 +122,7 @@ def moments(
         count=count.squeeze(axis),
         total=total.squeeze(axis),
         squared_deviations=xp.sum(deviation**2, axis=axis),
-        # Infinite without values, so that merging ignores these bounds.
+        # Without values the bounds are infinite, so that `merge` ignores them.
         low=xp.min(xp.where(flag, value, limit), axis=axis, initial=limit),
         high=xp.max(xp.where(flag, value, -limit), axis=axis, initial=-limit),
     )
@@ -159,7 +159,7 @@ def merge(parts: Sequence[Any]) -> Any:
             return sum(np.asarray(x).item() for x in parts)
         sums = [(x.count, x.total, x.squared_deviations) for x in parts]
         count, total, squared = np.array(sums, float).T
-        # Add deviations within each part and deviations of the means of the parts.
+        # Add the deviations within each part and between the means of the parts.
         with np.errstate(invalid="ignore"):  # infinite values
             between = total / np.maximum(count, 1) - total.sum() / max(count.sum(), 1)
             deviations = np.sum(squared + count * between**2)
@@ -226,13 +226,13 @@ def nonfinite(trajectory: Transition) -> dict[str, jax.Array]:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        bad, field = ~jnp.isfinite(leaf), name.split(".")[0]
+        flag, field = ~jnp.isfinite(leaf), name.split(".")[0]
         if field == "extras":
-            bad = jnp.isnan(leaf) | (leaf == jnp.inf)
+            flag = jnp.isnan(leaf) | (leaf == jnp.inf)
         if field == "accumulated":
-            bad = jnp.isnan(leaf)
+            flag = jnp.isnan(leaf)
         axes = range(trajectory.mask.ndim, leaf.ndim)
-        flags[name] = jnp.any(bad, axis=tuple(axes))
+        flags[name] = jnp.any(flag, axis=tuple(axes))
     return flags
 
 
@@ -244,11 +244,11 @@ def is_nonfinite(trajectory: Transition) -> jax.Array:
 def count_nonfinite(trajectory: Transition) -> jax.Array:
     """Counts the rows in which an action, reward or extra is not finite, `()` int32.
 
-    Skips all other fields, so that a program need not compute unused ones.
+    Skips all other fields, so that XLA can remove the ones that are unused.
     """
-    unread = {"obs": (), "next_obs": (), "final_value": (), "accumulated": ()}
-    bad = is_nonfinite(trajectory.replace(**unread))
-    return jnp.sum(trajectory.mask & bad, dtype=jnp.int32)
+    skipped_fields = {"obs": (), "next_obs": (), "final_value": (), "accumulated": ()}
+    flag = is_nonfinite(trajectory.replace(**skipped_fields))
+    return jnp.sum(trajectory.mask & flag, dtype=jnp.int32)
 
 
 class CollectStats(struct.PyTreeNode, kw_only=True):
@@ -261,14 +261,14 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
         num_steps: `()` int32, environment steps over all lanes, without idle rows.
         num_episodes: `()` int32, episodes that ended, including earlier starts.
         num_terminated: `()` int32, episodes that terminated.
-        num_truncated: `()` int32, episodes that were only truncated, also by
-            `max_episode_steps`.
+        num_truncated: `()` int32, episodes that were truncated but not terminated,
+            including truncations by `max_episode_steps`.
         num_unfinished: `()` int32, episodes that `max_episode_steps` truncated: return
             and length cover the steps taken.
         num_nonfinite: `()` int32, rows with a NaN or infinity in the reward, the action
             or the extras, except minus infinity in extras such as logits. Use it to
             detect NaN parameters; a discrete policy must record log_prob or logits for
-            this. `Episodes` have no rows: counts episodes with a nonfinite return.
+            this. For `Episodes`, the number of episodes with a nonfinite return.
         returns: moments of the undiscounted returns.
         lengths: moments of the lengths in steps.
         accumulated: moments of each accumulated value that is one number per episode,
@@ -303,13 +303,14 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
 def summarize(data: Transition | Episodes) -> CollectStats:
     """Summarizes the episodes that ended in `data`, inside or outside of `jit`.
 
-    An episode that spans several trajectories counts in the last one, with the full
-    return and length. A window favors short episodes, since more of them end in it: for
-    an unbiased mean play exactly N episodes, with `collect_episodes` or `evaluate`.
+    An episode that spans several trajectories counts in the last one, with its full
+    return and length. A trajectory of T steps is biased toward short episodes, since
+    more of them end in it. For an unbiased mean, play exactly N episodes with
+    `collect_episodes` or `evaluate`.
 
     Args:
         data: a trajectory, `[T, B, ...]` or with any other leading axes, whose
-            masked-out rows do not count; or `Episodes`. It is not donated.
+            masked-out rows are ignored; or `Episodes`. It is not donated.
 
     Returns:
         Statistics, each `()`.
@@ -321,7 +322,7 @@ def summarize(data: Transition | Episodes) -> CollectStats:
     return _summarize(data)
 
 
-# Jitted: from Python, each operation would be a program.
+# Jitted: otherwise a call from Python would compile a program for each operation.
 @jax.jit
 def _summarize(data: Transition | Episodes) -> CollectStats:
     if isinstance(data, Episodes):
@@ -353,8 +354,8 @@ def mean_interval(
 
         mean, low, high = mean_interval(metrics["return_mean"])  # [seeds, updates]
 
-    The interval is Student's t for independent values along `axis`. A NaN or infinity
-    is not skipped: the mean and the interval at that point are not finite.
+    The interval uses Student's t for independent values along `axis`. If one of the S
+    values is NaN or infinite, the mean and the interval are not finite.
 
     Args:
         x: `[S, ...]` numbers, for example one curve per seed.
@@ -374,27 +375,26 @@ def mean_interval(
             f"`x` must have at least 2 values along axis {axis}, got shape {x.shape}. "
             "A single seed has no interval: train more seeds."
         )
-    of_axis = moments(x, xp.ones(x.shape, bool), axis=axis, xp=xp)
-    return of_axis.mean, of_axis.ci_low, of_axis.ci_high
+    result = moments(x, xp.ones(x.shape, bool), axis=axis, xp=xp)
+    return result.mean, result.ci_low, result.ci_high
 
 
 def present(episodes: Episodes) -> jax.Array:
-    """Returns which entries hold an episode that counts, `[N]` bool."""
-    # () stands for True: without `min_steps` all episodes count.
-    is_any = isinstance(episodes.mask, tuple)
-    return jnp.ones(episodes.terminated.shape, bool) if is_any else episodes.mask
+    """Returns `Episodes.mask` as an array, `[N]` bool."""
+    is_default = isinstance(episodes.mask, tuple)  # () means that all are True
+    return jnp.ones(episodes.terminated.shape, bool) if is_default else episodes.mask
 
 
 def ended_episodes(trajectory: Transition) -> Episodes:
     """Lists the episodes that ended in a trajectory, inside or outside of `jit`.
 
     Args:
-        trajectory: `[T, B, ...]`; masked-out rows do not count.
+        trajectory: `[T, B, ...]`; masked-out rows are ignored.
 
     Returns:
         One entry per lane and step, `[T * B]`, ordered by time, then by lane. `mask` is
         True if an episode ended; all other entries hold the return and length so far.
-        Outside of `jit`, `ended.episode_return[ended.mask]` is the list of returns.
+        Outside of `jit`, `ended.episode_return[ended.mask]` contains the returns.
         `accumulated` is `()`.
 
     Raises:

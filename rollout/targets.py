@@ -1,10 +1,10 @@
 """Computes advantages and returns from the arrays of a rollout.
 
 All functions take arrays `[T, ...]` of one shape, time first, from a `Transition`, from
-the rows of agents, or from any other rollout. Each row bootstraps from the next row
-that is not masked out: an agent that waits for its turn has masked-out rows between its
-steps. The last row of an episode or of the arrays bootstraps from `next_value` instead,
-unless the task terminated. All functions are jitted, so that notebooks may call them.
+the transitions of agents, or from any other rollout. Each row bootstraps from the next
+row that is not masked out: in a turn-based game an agent has masked-out rows between
+its steps. The last row of an episode or of the arrays bootstraps from `next_value`
+instead, unless the task terminated. All functions are jitted.
 """
 
 import math
@@ -19,8 +19,8 @@ from rollout.types import Transition, check_trajectory
 Scalar = float | jax.Array  # (), may be traced
 _Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # see `_rows`
 
-# Rows per iteration. The three launches of 16 rows are too few for XLA to form a CUDA
-# graph; 128 rows are a whole rollout, which needs no loop.
+# Rows per loop iteration. On a GPU an iteration of 16 rows has three launches, too few
+# for XLA to form a CUDA graph. A rollout of up to 128 rows needs no loop.
 _ROWS_ON_GPU, _ROWS_ELSEWHERE = 128, 16
 
 
@@ -29,9 +29,8 @@ def next_values(
 ) -> jax.Array:
     """Computes V(next_obs) of every step from previously computed values.
 
-    If a step does not end an episode, V(next_obs) is V(obs) of the next row. Only two
-    kinds of values come from elsewhere: `final_value` at truncated steps, and
-    `last_value` of the observation after the last step.
+    If a step does not end an episode, V(next_obs) is V(obs) of the next row. At
+    truncated steps V(next_obs) is `final_value`, and after the last step `last_value`.
 
         value, last_value = t.extras["value"], collector.value(carry, params)
         next_value = rollout.next_values(t, value, last_value)
@@ -40,7 +39,7 @@ def next_values(
         trajectory: `[T, B, ...]` of a policy with a critic, `Policy.value`.
         value: `[T, B]` float, V(obs), as the policy recorded it.
         last_value: `[B]` float, V(obs) of the carry after the last step; see
-            `rollout.agents.last_values` for the rows of agents.
+            `rollout.agents.last_values` for several agents.
 
     Returns:
         `[T, B]` float, `next_value` for the functions below: 0 if the task terminated,
@@ -52,18 +51,18 @@ def next_values(
     check_trajectory(trajectory)
     if isinstance(trajectory.final_value, tuple):
         raise ValueError(
-            "`trajectory` must have `final_value`, got none: it is recorded if the "
-            "policy has a critic, as `stateless_policy(..., value_fn=...)`. Without a "
+            "`trajectory` must have `final_value`, got none: collectors record it if "
+            "the policy has a critic. Pass `value_fn` to `stateless_policy`. Without a "
             "critic, compute V(next_obs) from `next_obs`."
         )
     shape, final_value = trajectory.mask.shape, trajectory.final_value
     checks.shaped("`value` must be", value, shape)
-    # A critic of several agents returns a dict by group, for rows of whole steps.
+    # With several agents `final_value` of a step is a dict by group.
     rule = "`trajectory.final_value` (of `agent_transitions` if by group) must be"
     checks.shaped(rule, final_value, shape)
     checks.shaped("`last_value` must be", last_value, shape[1:])
     value = jnp.asarray(value)
-    # `final_value` is 0 at terminations: there is nothing to bootstrap from.
+    # `final_value` is 0 at terminations, where the value is 0 by definition.
     rows = trajectory.done, trajectory.mask, value, final_value
     return _next_values(rows, jnp.asarray(last_value, value.dtype))
 
@@ -84,8 +83,8 @@ def gae(
         δ_t = r_t + γ (1 - terminated_t) V(next_obs_t) - V(obs_t)
         A_t = δ_t + γ λ (1 - done_t) A_{t+1}
 
-    Row t + 1 is the next row that is not masked out, and γ is per row. If V(next_obs)
-    equals V(obs) of the next row, the sum of A and V(obs) is the λ-return, the usual
+    Row t + 1 is the next row that is not masked out; γ applies once between the two. If
+    V(next_obs) equals V(obs) of the next row, A + V(obs) is the λ-return, the usual
     target of the value function.
 
     Args:
@@ -93,11 +92,11 @@ def gae(
         value: `[T, B]` float, V(obs).
         next_value: `[T, B]` float, V(next_obs) of the true successors.
         terminated: `[T, B]` bool, the task ended.
-        truncated: `[T, B]` bool, the episode was cut off, as by a time limit.
+        truncated: `[T, B]` bool, the episode was cut off, for example by a time limit.
         gamma: γ, discount per step, in [-1, 1]: negative if two players of a zero-sum
             game alternate.
         lambda_: λ, in [0, 1]: 0 for the one-step error, 1 for return minus value.
-        mask: `[T, B]` bool, False for rows without a step; None for no such rows.
+        mask: `[T, B]` bool, False for rows without a step; None if there are none.
 
     Returns:
         `[T, B]` float, in discounted reward; 0 where `mask` is False.
@@ -177,8 +176,8 @@ def discounted_returns(
         terminated: as in `gae`.
         truncated: as in `gae`.
         gamma: as in `gae`.
-        next_value: `[T, B]` float, V(next_obs), replaces the missing rewards of an
-            episode that was truncated or continues after the window; None for 0.
+        next_value: `[T, B]` float, V(next_obs), which replaces the rewards after a
+            truncation and after the last row; None is 0.
         mask: as in `gae`.
 
     Returns:
@@ -212,7 +211,7 @@ def vtrace(
     clip_c_threshold: Scalar = 1.0,
     mask: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes advantages and targets for actions of an older policy, by V-trace.
+    """Computes V-trace advantages and value targets for actions of an older policy.
 
         ρ_t = min(ρ̄, π(a_t) / μ(a_t)), c_t = λ min(c̄, π(a_t) / μ(a_t))
         δ_t = ρ_t (r_t + γ (1 - terminated_t) V(next_obs_t) - V(obs_t))
@@ -220,8 +219,8 @@ def vtrace(
         A_t = ρ_t (r_t + γ (1 - terminated_t) v_{t+1} - V(obs_t))
 
     V(next_obs_t) replaces v_{t+1} in the last row of an episode or of the window. If
-    both policies are the same, v - V is the advantage of `gae`. Actors with older
-    parameters, as in `Stream(prefetch=1)` or with Ray, act by μ.
+    both policies are the same, v - V is the advantage of `gae`. Use it if actors have
+    older parameters, for example in `Stream(prefetch=1)` or with Ray.
 
     Args:
         reward: as in `gae`.
@@ -230,7 +229,7 @@ def vtrace(
         terminated: as in `gae`.
         truncated: as in `gae`.
         log_rhos: `[T, B]` float, log π(a) - log μ(a), for the learner's policy π and
-            the actor's policy μ. No derivative passes through.
+            the actor's policy μ. Gradients are stopped.
         gamma: as in `gae`.
         lambda_: λ, in [0, 1].
         clip_rho_threshold: ρ̄, the largest ρ, at least 0: the critic learns the value of
@@ -257,7 +256,7 @@ def vtrace(
     checks.fraction("clip_c_threshold", clip_c_threshold, highest=math.inf)
     arrays = {"value": value, "next_value": next_value, "log_rhos": log_rhos}
     rows = _rows(reward, terminated, truncated, mask, **arrays)
-    # The weights are constant corrections: no gradient passes through them.
+    # Importance weights are constants of the loss: stop their gradients.
     ratio = jnp.exp(jax.lax.stop_gradient(jnp.asarray(log_rhos)))
     return _vtrace(
         rows, jnp.asarray(value), next_value, ratio, gamma, lambda_, *thresholds
@@ -272,7 +271,7 @@ def explained_variance(
     Args:
         value: V(obs), an array of floats.
         target: returns that the critic is trained on, of the same shape.
-        mask: bool, rows that count; None for all rows.
+        mask: bool, rows to include; None for all rows.
 
     Returns:
         `()` float: 1 if the critic is perfect, 0 if it predicts a constant, and less
@@ -305,15 +304,16 @@ def _rows(
 @jax.jit
 def _next_values(rows: tuple[jax.Array, ...], last_value: jax.Array) -> jax.Array:
     done, mask, value, final_value = rows
-    # An associative scan has no loop, whose launches would be outside of CUDA graphs.
+    # Use an associative scan: XLA would launch the steps of a loop outside CUDA graphs.
     is_valid = jnp.concatenate([mask, jnp.ones_like(mask[:1])])
     value = jnp.concatenate([value, last_value[None]])
 
-    def nearest(following: tuple, row: tuple) -> tuple:
-        return following[0] | row[0], jnp.where(row[0], row[1], following[1])
+    def select_valid(next_row: tuple, row: tuple) -> tuple:
+        return next_row[0] | row[0], jnp.where(row[0], row[1], next_row[1])
 
-    _, following = jax.lax.associative_scan(nearest, (is_valid, value), reverse=True)
-    return jnp.where(done, final_value, following[1:])
+    pairs = is_valid, value
+    _, next_value = jax.lax.associative_scan(select_valid, pairs, reverse=True)
+    return jnp.where(done, final_value, next_value[1:])
 
 
 @jax.jit
@@ -330,8 +330,8 @@ def _gae(
 def _lambda_returns(
     rows: _Rows, next_value: jax.Array, gamma: Any, lambda_: Any
 ) -> jax.Array:
-    # `term` bootstraps from V alone. If there is a next row, its return replaces the
-    # share λ of V.
+    # `term` bootstraps from V. If there is a next row, its return replaces the fraction
+    # λ of V.
     term, baseline = _errors(rows, next_value, gamma)
     weight = jnp.asarray(gamma * lambda_, term.dtype)
     return _accumulate(rows, term, weight, baseline)[0]
@@ -352,7 +352,7 @@ def _vtrace(
     error, _ = _errors(rows, next_value, gamma)
     error, rho = error - value, jnp.minimum(ratio, clip_rho)
     weight = jnp.asarray(gamma * lambda_, error.dtype) * jnp.minimum(ratio, clip_c)
-    # The sum is v - V; `next_total` is v - V of the next row.
+    # `total` is v - V of each row, and `next_total` of the next row.
     total, next_total = _accumulate(rows, rho * error, weight, jnp.zeros_like(error))
     advantage = rho * (error + jnp.asarray(gamma, error.dtype) * next_total)
     return jnp.where(mask, advantage, 0.0), jnp.where(mask, value + total, 0.0)
@@ -380,8 +380,8 @@ def _accumulate(
 
     # Backward in time. The carry holds x of the next row that is not masked out, and
     # whether this row exists; a masked-out row does not change the carry.
-    def step(following: tuple, row: tuple) -> tuple:
-        next_x, exists = following
+    def step(carry: tuple, row: tuple) -> tuple:
+        next_x, exists = carry
         term, row_weight, baseline, done, mask = row
         has_next, scale = exists & ~done, row_weight if weight.ndim else weight
         x = term + jnp.where(has_next, scale * (next_x - baseline), 0.0)

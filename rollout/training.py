@@ -41,8 +41,7 @@ class Agent:
     - `update(state)`: collects experience and updates the parameters; returns the next
       state and metrics by name.
 
-    Agents compare by value. Assigning to a field raises; `replace` returns another
-    agent.
+    Agents compare by value. Assigning to a field raises; `replace` returns a copy.
 
     Attributes:
         env: `B` parallel environments, JAX or host. An `EnvSpec` suffices for
@@ -68,6 +67,11 @@ class Agent:
                     f"`{field.name}` must be an object, got the class "
                     f"{value.__name__}. Write `{value.__name__}(...)`."
                 )
+        if self.config is not None and not dataclasses.is_dataclass(self.config):
+            raise ValueError(
+                "`config` must be a dataclass, such as the `Config(...)` of a recipe, "
+                f"got {checks.describe(self.config)}."
+            )
         has_buffer = getattr(self.config, "learning_starts", None) is not None
         if has_buffer and isinstance(self.env, BaseVectorEnv) and self.env.learns:
             raise ValueError(
@@ -84,7 +88,7 @@ class Agent:
 
     @functools.cached_property
     def eval_policy(self) -> Policy:
-        """The greedy policy for evaluation and `predict`: it takes the modal action."""
+        """The policy for evaluation and `predict`: takes the most likely action."""
         return Greedy(self.policy)
 
     @functools.cached_property
@@ -98,7 +102,7 @@ class Agent:
         return make_collector(self.env, self.policy)
 
     def replace(self, **changes: Any) -> Self:
-        """Returns another agent with some fields changed."""
+        """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> Any:
@@ -153,8 +157,14 @@ class Agent:
             The next state and the metrics of every update, `[num_updates]` by name.
 
         Raises:
-            ValueError: if `num_updates` is not an int of at least 1.
+            ValueError: if `state` is not a training state, or if `num_updates` is not
+                an int of at least 1.
         """
+        if not hasattr(state, "carry"):
+            raise ValueError(
+                "`state` must be a result of `agent.init(key)` or of an earlier "
+                f"training, got {checks.describe(state)}."
+            )
         size: Any = self.config.num_updates if num_updates is None else num_updates
         is_host = isinstance(self.env, HostVectorEnv)
         return scan_updates(self.update, state, size, is_host=is_host)
@@ -168,7 +178,7 @@ class Agent:
         return max(1, -(-learning_starts // self.spec.num_envs))
 
     def env_steps(self, num_updates: Any) -> Any:
-        """Returns the environment steps after `num_updates`, an int or an array."""
+        """Returns the number of environment steps after `num_updates`, int or array."""
         steps = np.asarray(num_updates, np.int64) * self.config.num_steps
         steps = (steps + self.num_initial_steps) * self.spec.num_envs
         return steps if steps.ndim else int(steps)
@@ -188,7 +198,7 @@ class Agent:
         return _predict(hash_of_types(policy), policy, params, self.prepare_obs(obs))
 
     def prepare_obs(self, obs: ArrayTree) -> ArrayTree:
-        """Normalizes a single observation in the same way as `env` and checks it."""
+        """Normalizes a single observation as `env` does, and checks it."""
         if isinstance(obs, list):
             obs = np.asarray(obs, self.spec.observation_space.dtype)
         obs, expected = self.env.normalize_obs(obs), self._obs_shape
@@ -201,7 +211,7 @@ class Agent:
             is_integer = jnp.issubdtype(space.dtype or float, jnp.integer)
             if not is_integer or space.bounds is None or not checks.is_known(x):
                 continue
-            # The network would not distinguish an invalid integer from a valid integer.
+            # A network accepts an integer outside the space without an error.
             x, (low, high) = np.asarray(x), space.bounds
             if np.any((x < low) | (x > high) | (x % 1 != 0)):
                 raise ValueError(f"`obs` must be in {space}, got {checks.describe(x)}.")
@@ -219,7 +229,7 @@ class Agent:
 
     @property
     def _obs_leaves(self) -> Any:
-        """A single observation, with shapes and dtypes in place of arrays."""
+        """Shapes and dtypes of a single observation."""
         sample = self.spec.observation_space.sample
         return jax.eval_shape(sample, jax.random.key(0))
 
@@ -231,7 +241,7 @@ class Agent:
 def jit_on_host(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compiles a method of an agent if its environments are host environments.
 
-    In JAX environments, the method is traced as a part of its caller. Equal agents
+    For JAX environments, the method is traced as a part of its caller. Equal agents
     share the compiled program, which depends only on the spaces of the environments.
 
     Args:
@@ -325,7 +335,7 @@ def scan_updates(
     """Runs updates as one `jax.lax.scan` or as a Python loop.
 
     Args:
-        update_fn: function from the state to the next state and metrics.
+        update_fn: function that maps the state to the next state and metrics.
         state: initial state.
         num_updates: number of updates, at least 1.
         is_host: whether the environments are host environments, which require a Python

@@ -30,9 +30,10 @@ class Pieces(NamedTuple):
 def split_trajectories(trajectory: Transition) -> Pieces:
     """Splits a trajectory at episode boundaries. Call it on the host, outside of `jit`.
 
-    The number of pieces depends on the data, so this cannot be compiled. A piece begins
-    at the start of an episode or of the trajectory. The first row is `first` only if
-    the episode began in this trajectory, and the last row is `done` only if it ended.
+    The number of pieces depends on the data, so this function cannot be jitted. A piece
+    begins at the start of an episode or of the trajectory. Its first row is `first` if
+    the episode began in this trajectory, and its last row is `done` if the episode
+    ended.
 
     Args:
         trajectory: `[T, B, ...]`; masked-out rows belong to no piece.
@@ -50,9 +51,9 @@ def split_trajectories(trajectory: Transition) -> Pieces:
     is_new = np.ones(ids.shape, bool)
     is_new[1:] = (lane[1:] != lane[:-1]) | (ids[1:] != ids[:-1])
     piece = np.cumsum(is_new) - 1
-    begin = np.flatnonzero(is_new)
-    row = np.arange(ids.size) - begin[piece] if ids.size else piece  # within the piece
-    shape = int(row.max(initial=-1)) + 1, begin.size
+    start = np.flatnonzero(is_new)
+    row = np.arange(ids.size) - start[piece] if ids.size else piece  # within the piece
+    shape = int(row.max(initial=-1)) + 1, start.size
 
     def gather(x: jax.Array) -> np.ndarray:
         host = np.asarray(x)
@@ -62,4 +63,4 @@ def split_trajectories(trajectory: Transition) -> Pieces:
 
     words = trees.unwrap_keys(trajectory)
     pieces = trees.wrap_keys(jax.tree.map(gather, words), trajectory)
-    return Pieces(pieces, np.asarray(pieces.mask), ids[begin], lane[begin].astype("i4"))
+    return Pieces(pieces, np.asarray(pieces.mask), ids[start], lane[start].astype("i4"))

@@ -19,7 +19,7 @@ Obs = ArrayTree  # [B, ...]
 PolicyState = ArrayTree  # [B, ...]
 
 # Types of a custom policy. A type checker infers them from `fn` of `stateless_policy`
-# or `recurrent_policy` and passes them to `Transition`. Without the bound it would
+# or `recurrent_policy` and passes them to `Transition`. Without `bound=Any` it would
 # infer `object` for the arguments of a `lambda`.
 ParamsT = TypeVar("ParamsT", bound=Any, default=Any)
 ObsT = TypeVar("ObsT", bound=Any, default=Any)
@@ -39,7 +39,7 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
         reward: `[T, B]` float32, reward for that action.
         terminated: `[T, B]` bool, the task ended here: do not bootstrap.
         truncated: `[T, B]` bool, the episode was cut off, for example by a time limit:
-            bootstrap from `next_obs`. If both flags are set, `terminated` wins.
+            bootstrap from `next_obs`. `terminated` takes precedence over `truncated`.
         next_obs: `[T, B, ...]`, the true successor, even at the end of an episode:
             never the observation of a reset.
         mask: `[T, B]` bool, False if the lane was idle: the row is masked out.
@@ -47,8 +47,8 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
         episode_return: `[T, B]` float32, undiscounted sum of the episode's rewards
             including this step: the return of the episode if `done`.
         episode_length: `[T, B]` int32, steps of the episode including this step.
-        extras: `[T, B, ...]`, returned by the policy along with the action.
-        info: `[T, B, ...]`, returned by the environment along with the step.
+        extras: `[T, B, ...]`, outputs of the policy besides the action.
+        info: `[T, B, ...]`, the `info` that the environment returned.
         accumulated: `[T, B, ...]` by name, values of the collector's accumulators for
             the episode including this step; `()` without accumulators.
         final_value: `[T, B]` float, value of `next_obs` if the episode was `truncated`
@@ -57,9 +57,9 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
             only one agent was truncated.
     """
 
-    # Set a new field in `kernel/step.py`, and on the host in `Loop` and `host/rows.py`.
-    # Add state that outlives a call to `Carry`, and on the host to `carry`, `check` and
-    # `restore` of `Loop`.
+    # To add a field, set it in `kernel/step.py`, and on the host in `Loop` and
+    # `host/rows.py`. If its state must survive between calls, add the state to `Carry`,
+    # and on the host to `carry`, `check` and `restore` of `Loop`.
     obs: ObsT  # [T, B, ...]
     action: ActionT  # [T, B, ...]
     reward: jax.Array  # [T, B]
@@ -88,7 +88,7 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
 
 RecordFn = Callable[[Transition[ObsT, ActionT]], Transition[ObsT, ActionT]]
 
-FlagFn = Callable[[Transition], jax.Array]  # one step to `[B]` bool
+FlagFn = Callable[[Transition], jax.Array]  # maps one step to `[B]` bool
 
 
 class Episode(struct.PyTreeNode, kw_only=True):
@@ -136,10 +136,9 @@ class Carry(struct.PyTreeNode, kw_only=True):
 
 
 class Persistent(struct.PyTreeNode):
-    """A part of a policy's state that survives the end of an episode.
+    """A part of a policy's state that is not reset at the end of an episode.
 
-    The rest of a policy's state is reset with the episode. Use it for a step count,
-    running statistics or a memory over several episodes.
+    Use it for a step count, running statistics or memory across episodes.
 
     Attributes:
         value: `[B, ...]`, any pytree.
@@ -149,14 +148,14 @@ class Persistent(struct.PyTreeNode):
 
 
 class EpisodeKey(struct.PyTreeNode):
-    """A slot in a policy's state for the key of the lane's episode.
+    """A part of a policy's state that holds a key for the current episode.
 
-    `policy.init` leaves it empty, and the kernel fills it with a new key per episode.
-    Samples from this key are the same at every step of an episode and in every lane.
-    Use it to choose an opponent, or a head of an ensemble, for a whole episode.
+    `policy.init` leaves it empty, and the kernel sets a new key in every episode.
+    Samples from this key are constant within an episode, and do not depend on the lane
+    that plays it. Use it to sample an opponent, or a head of an ensemble, per episode.
 
     Attributes:
-        value: `[B]` typed keys; None until the kernel fills it.
+        value: `[B]` typed keys; None until the kernel sets them.
     """
 
     value: chex.PRNGKey | None = None  # [B]
@@ -175,7 +174,7 @@ class Episodes(struct.PyTreeNode, kw_only=True):
         lane: `[N]` int32, the lane that played the episode.
         num_steps: `()` int32, steps of all lanes, without idle steps.
         mask: `[N]` bool, False for entries without an episode, whose other fields are
-            zero: only with `min_steps`, after the last episode that counts.
+            zero. With `min_steps`, these entries follow the last episode.
         accumulated: `[N, ...]` by name, values of the collector's accumulators at the
             end of each episode; `()` without accumulators.
         trajectory: `[L, N, ...]`, a `Transition` with step t of episode k at `[t, k]`;
@@ -190,7 +189,7 @@ class Episodes(struct.PyTreeNode, kw_only=True):
     finished: jax.Array  # [N]
     lane: jax.Array  # [N]
     num_steps: jax.Array  # ()
-    mask: ArrayTree = ()  # [N]; () stands for True
+    mask: ArrayTree = ()  # [N]; () means that all are True
     accumulated: ArrayTree = ()  # [N, ...]
     trajectory: Any = ()  # [L, N, ...]
 
@@ -211,8 +210,8 @@ class Accumulator(NamedTuple):
     """A custom value to accumulate per episode, batched over lanes.
 
     Attributes:
-        init: maps `num_envs` to `[B, ...]`, any pytree: the value before the first
-            step. A lane is reset to it at the start of every episode.
+        init: maps `num_envs` to the value at the start of an episode, `[B, ...]`, any
+            pytree.
         update: maps `(value, transition)` to the value after the step, of unchanged
             structure, shapes and dtypes; the transition is `[B, ...]`. Pure.
     """
@@ -225,10 +224,10 @@ Accumulators = tuple[tuple[str, Accumulator], ...]  # by name, hashable
 
 
 class AsyncInfo(struct.PyTreeNode):
-    """The `info` of a `HostCollector` with `num_ready`: which environments answered.
+    """The `info` of a `HostCollector` with `num_ready`: which environments stepped.
 
     Attributes:
-        env_id: `[T, num_ready]` int32, the environment that answered.
+        env_id: `[T, num_ready]` int32, the environment that took the step.
         info: `[T, num_ready, ...]`, the `info` of the environment.
         num_envs: B, the number of environments.
     """
@@ -239,11 +238,11 @@ class AsyncInfo(struct.PyTreeNode):
 
 
 class EnvIssue(NamedTuple):
-    """A mistake that `check_env` found; prints as `name: message`.
+    """An error that `check_env` found; prints as `name: message`.
 
     Attributes:
         name: a name from the list in `check_env`.
-        message: the mistake, and the step of the episode at which it occurred.
+        message: the error, and the step of the episode at which it occurred.
     """
 
     name: str
@@ -268,11 +267,11 @@ class PolicyStep(NamedTuple, Generic[ActionT]):
 
 
 NO_MODE = (
-    "`policy` must have a `mode`, got one without. Pass `mode_fn` to "
+    "`policy` must have a `mode`, got a policy without `mode`. Pass `mode_fn` to "
     "`stateless_policy` or `recurrent_policy`, or define `mode`."
 )
 NO_VALUE = (
-    "`policy` must have a critic, got one without. Pass `value_fn` to "
+    "`policy` must have a critic, got a policy without `value`. Pass `value_fn` to "
     "`stateless_policy` or `recurrent_policy`, or define `value`."
 )
 
@@ -280,7 +279,7 @@ NO_VALUE = (
 class Policy(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     """A policy, batched over environments.
 
-    `rollout.stateless_policy` and `rollout.recurrent_policy` make it from a function.
+    `rollout.stateless_policy` and `rollout.recurrent_policy` create one from functions.
     To add options, write a subclass:
 
         class Softmax(rollout.Policy):
@@ -300,7 +299,7 @@ class Policy(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # Otherwise `dataclasses` would define another `__repr__` for the subclass.
+        # Keep `dataclasses` from generating another `__repr__` for the subclass.
         super().__init_subclass__(**{"repr": False, **kwargs})
 
     def __repr__(self) -> str:
@@ -353,9 +352,9 @@ class Policy(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     def value(self, params: ParamsT, obs: ObsT, state: PolicyState) -> ArrayTree:
         """Evaluates the critic.
 
-        Collectors call it only for lanes whose episode was truncated, and record the
-        result in `final_value`. The value of an observation must not depend on the
-        other observations.
+        Collectors record the values of truncated steps in `final_value`. They may call
+        it with any subset of the lanes, so the value of an observation must not depend
+        on other observations.
 
         Args:
             params: parameters of the policy.
@@ -402,7 +401,7 @@ class KernelSpec(Protocol):
 
 def check_policy(value: Any) -> None:
     """Raises `ValueError` unless the value is a policy."""
-    rule = "`policy` must be a `Policy`, such as `stateless_policy` returns"
+    rule = "`policy` must be a `Policy`, for example from `stateless_policy`"
     checks.kind(rule, value, Policy)
 
 

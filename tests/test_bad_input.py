@@ -171,7 +171,7 @@ def vtrace(threshold=1.0, **options):
 
 REFUSED = {
     # What a collector is made of.
-    "`policy` must be a `Policy`, such as": [
+    "`policy` must be a `Policy`, for example": [
         lambda: step_with(policy=lambda *args: 0),
         lambda: rollout.policies.Greedy(3),
     ],
@@ -182,7 +182,7 @@ REFUSED = {
     "`record_fn` must return leaves": [lambda: record(extras=jnp.zeros(()))],
     "must return a `Transition`": [lambda: step_with(record_fn=lambda t: {})],
     # Keys and carries.
-    "`key` must be one typed key as `jax.random.key(seed)` makes it, got": [
+    "`key` must be one typed key, for example `jax.random.key(seed)`, got": [
         lambda: collector().init(jax.random.PRNGKey(0)),
         lambda: collector().init(jax.random.split(KEY)),
         lambda: stream(key=0),
@@ -198,7 +198,7 @@ REFUSED = {
         ),
         lambda: collector().step(carry().env_state, None),
     ],
-    "`min_steps` must be None with `per_env=True`, where every lane plays all": [
+    "`min_steps` must be None with `per_env=True`, since every lane plays all": [
         lambda: collector().collect_episodes(
             carry(), None, 2, max_episode_steps=3, min_steps=5, per_env=True
         )
@@ -223,7 +223,7 @@ REFUSED = {
     # Environments.
     "`env` must have the methods `reset` and `step`": [lambda: envs.vectorize(3, B)],
     "`env` must be a pytree, such as": [lambda: envs.vectorize(plain_class(), B)],
-    "`env` must be one environment, got many side by side": [
+    "`env` must be a single environment, got parallel environments": [
         lambda: envs.vectorize(MANY, B),
         lambda: rollout.check_env(MANY),
     ],

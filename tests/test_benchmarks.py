@@ -243,7 +243,7 @@ def test_ranges_in_the_sentences_of_the_speed_page_are_those_of_the_chart(charts
             cells = charts.cells(data, peer._replace(is_time=False))
             ends[0].add(min(cells, key=float))
             ends[1].add(max(cells, key=float))
-    ranges = re.findall(r"([\d.]+)\s+to\s+([\d.]+)(?: times|\s+of)", sentences)
+    ranges = re.findall(r"([\d.]+)\s+to\s+([\d.]+)\s+(?:times|of)", sentences)
     assert len(ranges) == 8
     for low, high in ranges:
         assert low in ends[0]

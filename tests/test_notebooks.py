@@ -19,6 +19,7 @@ TIMEOUT = 300  # seconds per cell; whole notebooks take well under a minute
 # What is set in a cell after the one with the tag "parameters", by notebook. Cells with
 # the tag "learning", the claims about learning, are left out.
 SMALLER = {
+    "00": {"NUM_UPDATES": 2},
     "03": {
         "INTERRUPTED_STEPS": 1_000,
         "KILLED_STEPS": 7_168,  # checkpoints, and a kill after 5

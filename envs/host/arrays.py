@@ -68,7 +68,7 @@ class SpaceLeaves:
         return leaves
 
     def unflatten(self, leaves: Sequence[Any]) -> ArrayTree:
-        """Makes an element from its arrays."""
+        """Builds an element from its arrays."""
         return self._structure.unflatten(leaves)
 
     def map(self, fn: Callable[[Any], Any], tree: ArrayTree) -> ArrayTree:
@@ -89,7 +89,7 @@ def make_layout(
     observe_info: Mapping[str, Any] | None,
     record_info: Mapping[str, Any] | None,
 ) -> Layout:
-    """Makes the layout of environments with these observation and action spaces."""
+    """Returns the layout of environments with these observation and action spaces."""
     obs, action = map(as_space, spaces)
     if observe_info:
         obs = Dict({"obs": obs, "info": space_like(observe_info)})
@@ -127,11 +127,11 @@ class StepArrays:
     def answer(
         self, broken: Mapping[int, BaseException], ids: np.ndarray | None = None
     ) -> HostStep:
-        """Returns the step of all environments as views, or of some as copies.
+        """Returns the step of all environments as views, or of a subset as copies.
 
         Args:
-            broken: the exception of each faulty environment, by its number.
-            ids: `[K]` int32, the numbers of the environments; None for all.
+            broken: exception of each faulty environment, by index.
+            ids: `[K]` int32, indices of the environments; None for all.
         """
         faulty = np.zeros(len(self.reward), bool)
         # The rows of faulty environments contain stale values.
@@ -177,7 +177,7 @@ def space_like(example: Any) -> AnySpace:
 def assign(
     arrays: Sequence[np.ndarray], index: Any, values: Sequence[Any], name: str
 ) -> None:
-    """Writes one value to `array[index]` of every array; raises on another shape."""
+    """Writes one value to `array[index]` of every array; raises if a shape differs."""
     for array, value in zip(arrays, values, strict=True):
         value, shape = np.asarray(value), array[index].shape
         if value.shape != shape:  # NumPy would broadcast it
@@ -188,7 +188,7 @@ def assign(
 
 
 def writer(parts: SpaceLeaves, arrays: Sequence[np.ndarray]) -> WriteFn:
-    """Makes a function that writes one element to a slot and checks its arrays."""
+    """Returns a function that writes one element to a slot and checks its arrays."""
     fns = [leaf_writer(*pair) for pair in zip(arrays, parts.names, strict=True)]
     if parts.is_single:
         return fns[0]
@@ -201,7 +201,7 @@ def writer(parts: SpaceLeaves, arrays: Sequence[np.ndarray]) -> WriteFn:
 
 
 def leaf_writer(array: np.ndarray, name: str) -> WriteFn:
-    """Makes a function that writes one value to a slot of an array and checks it."""
+    """Returns a function that writes one value to a slot of an array and checks it."""
     shape, dtype = array.shape[1:], array.dtype
 
     # Convert only if necessary: `write` runs per environment, step and leaf.
@@ -227,19 +227,19 @@ def narrowed(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
     if np.dtype(dtype).kind in "iu" and values.size:
         low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
         # Compare as Python integers: int64 may not fit the dtype of the space.
-        least, most = int(values.min()), int(values.max())
-        if least < low or most > high:
+        min_value, max_value = int(values.min()), int(values.max())
+        if min_value < low or max_value > high:
             raise ValueError(
-                f"{name} must be from {low} to {high}, as numbers have 32 bits, got "
-                f"{most if most > high else least}"
+                f"{name} must be from {low} to {high}, since jax uses 32 bits, got "
+                f"{max_value if max_value > high else min_value}"
             )
     if np.dtype(dtype).kind == "f" and values.dtype.kind in "iu" and values.size:
         largest = 2 ** (np.finfo(dtype).nmant + 1)
         value = max(int(values.max()), -int(values.min()))
         if value > largest:
             raise ValueError(
-                f"{name} must be integers of at most {largest}, as {dtype} rounds "
-                f"larger ones, got {value}"
+                f"{name} must be integers of at most {largest}, since {dtype} rounds "
+                f"larger integers, got {value}"
             )
     return values.astype(dtype)
 

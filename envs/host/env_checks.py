@@ -37,8 +37,8 @@ def check_interface(env: Any) -> None:
         raise ValueError(
             f"`env` must have the methods of `gymnasium.Env`, got {name} of gym before "
             "0.26, whose `reset` takes no `seed`. Wrap it in a `gymnasium.Env` whose "
-            "`reset(seed=, options=)` calls the old `seed` and returns (obs, {}), and "
-            'whose `step` makes two flags of `done` and `info["TimeLimit.truncated"]`.'
+            "`reset(seed=, options=)` calls the old `seed` and returns (obs, {}). Its "
+            '`step` must split `done` into two flags by `info["TimeLimit.truncated"]`.'
         ) from None
     except (AttributeError, ValueError):  # no `reset`, or a compiled one
         return
@@ -60,7 +60,7 @@ def check_same_spaces(
     for name, a, b in zip(("observation", "action"), first, spaces, strict=True):
         if a != b:
             raise ValueError(
-                f"`make_fns` must make environments with the same {name} space, got "
+                f"`make_fns` must create environments with the same {name} space, got "
                 f"{a} and, for environment {number}, {b}."
             )
 
@@ -122,24 +122,24 @@ class SpaceCheck:
         if len(leaves) != len(self._bounds):
             return causes  # a user-defined space with unknown leaves
         for number, (leaf, bounds) in enumerate(zip(leaves, self._bounds, strict=True)):
-            if bounds is None:  # every value of the dtype is inside
+            if bounds is None:  # every value of the dtype is valid
                 continue
             # One test finds both errors: bounds are finite, and NaN compares as False.
-            inside = (leaf >= bounds[0]) & (leaf <= bounds[1])
-            if np.count_nonzero(inside) < inside.size:
+            valid = (leaf >= bounds[0]) & (leaf <= bounds[1])
+            if np.count_nonzero(valid) < valid.size:
                 path, _ = jax.tree.leaves_with_path(value)[number]
                 name = self._name + jax.tree_util.keystr(path)
-                for row in np.unique(np.argwhere(~inside)[:, 0]).tolist():
-                    cause = _explain(name, leaf[row], inside[row], bounds)
+                for row in np.unique(np.argwhere(~valid)[:, 0]).tolist():
+                    cause = _explain(name, leaf[row], valid[row], bounds)
                     causes.setdefault(row, cause)
         return causes
 
 
 def _explain(
-    name: str, obs: np.ndarray, inside: np.ndarray, bounds: tuple[np.ndarray, ...]
+    name: str, obs: np.ndarray, valid: np.ndarray, bounds: tuple[np.ndarray, ...]
 ) -> ValueError:
     """Returns an error that names the first invalid value of a row."""
-    index = np.unravel_index(np.argmin(inside), inside.shape)
+    index = np.unravel_index(np.argmin(valid), valid.shape)
     position = [int(x) for x in index] if index else ""
     low, high = (np.broadcast_to(x, obs.shape)[index] for x in bounds)
     rule = f"in [{low:g}, {high:g}]" if np.isfinite(obs[index]) else "finite"
@@ -149,7 +149,7 @@ def _explain(
 def _finite_bounds(
     space: AnySpace, slack: float
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the bounds clipped to the dtype, or None if every value is inside."""
+    """Returns the bounds clipped to the dtype, or None if every value is valid."""
     if space.bounds is None:
         return None
     dtype, (low, high) = np.dtype(space.dtype), map(np.asarray, space.bounds)
@@ -157,7 +157,7 @@ def _finite_bounds(
         return None
     if dtype.kind == "f" and slack:
         low, high = low - slack * np.abs(low), high + slack * np.abs(high)
-    # Replace infinite bounds by the largest finite number, so that infinity is outside.
+    # Replace infinite bounds by the largest finite number: infinity is then invalid.
     limits = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
     if dtype.kind != "f" and (low <= limits.min).all() and (high >= limits.max).all():
         return None
@@ -173,7 +173,8 @@ def new_user() -> int:
 
 def claim(env: Any, user: int) -> None:
     """Records `user` as the owner of the current episodes of these environments."""
-    object.__setattr__(_innermost(env), "_rollout_user", user)  # also if it is frozen
+    # `object.__setattr__` also works for frozen dataclasses.
+    object.__setattr__(_innermost(env), "_rollout_user", user)
 
 
 def is_claimed(env: Any, user: int) -> bool:
@@ -182,7 +183,7 @@ def is_claimed(env: Any, user: int) -> bool:
 
 
 def _innermost(env: Any) -> Any:
-    """Returns the environments inside all wrappers."""
+    """Returns the innermost environments, without wrappers."""
     # Collectors of a wrapper and of the wrapped object step the same environments.
     while isinstance(inner := getattr(env, "env", None), HostVectorEnv):
         env = inner

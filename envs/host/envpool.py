@@ -71,7 +71,7 @@ def from_envpool(
             make = import_optional("envpool").make
             pool = make(env, env_type="gymnasium", **counts, **options)
         except (AssertionError, TypeError) as error:
-            raise ValueError(f"{env} cannot be made: {error}") from error
+            raise ValueError(f"{env} cannot be created: {error}") from error
         return _EnvPool(pool, _names(pool, record_info))
 
 
@@ -80,7 +80,7 @@ class _EnvPool(AsyncHostVectorEnv):
 
     def __init__(self, env: Any, names: tuple[str, ...]) -> None:
         self.num_envs = int(env.config["num_envs"])
-        self.batch_size = int(env.config["batch_size"])
+        self.batch_size: int = int(env.config["batch_size"])
         self._env: Any = env
         self._names = names
         specs, self.info = env.spec.state_array_spec, {}

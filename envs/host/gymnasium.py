@@ -76,7 +76,7 @@ def from_gymnasium(
     if isinstance(env, gymnasium.vector.VectorEnv):
         if num_envs is not None or num_workers is not None or options:
             raise ValueError(
-                "`num_envs`, `num_workers` and options must be left out for a vector "
+                "`num_envs`, `num_workers` and options must be omitted for a vector "
                 f"environment, got num_envs={num_envs}, num_workers={num_workers}, "
                 f"options={options}."
             )
@@ -117,8 +117,8 @@ class _VectorEnv(HostVectorEnv):
         self._resets_itself = _mode(env) == "NEXT_STEP"
         # These two classes accept a list of seeds; other classes accept a single seed.
         vector = import_optional("gymnasium").vector
-        lists = vector.SyncVectorEnv | vector.AsyncVectorEnv
-        self._accepts_seeds = isinstance(env.unwrapped, lists)
+        list_types = vector.SyncVectorEnv | vector.AsyncVectorEnv
+        self._accepts_seeds = isinstance(env.unwrapped, list_types)
         for single_env in getattr(env.unwrapped, "envs", ()):
             if host_checks.find_method(single_env, "at_episode"):
                 raise ValueError(
@@ -209,7 +209,7 @@ class _VectorEnv(HostVectorEnv):
             missing = np.flatnonzero(mask & ~_read(array, info, path, mask))
             if missing.size:
                 raise ValueError(
-                    "`observe_info` must have keys of every `info`, got an `info` "
+                    "`observe_info` must have keys that exist in every `info`, got one "
                     f"without {path[0]!r} from environment {missing[0]}."
                 )
         pairs = zip(self._env_obs.flatten(obs), self._env_obs.spaces, strict=True)
@@ -247,7 +247,7 @@ def _read(
     is_present = mask & np.asarray(info.get(f"_{key}", key in info))
     if is_present.any():
         values = np.asarray(leaf_at(info, path))[is_present]
-        if values.dtype == object:  # how gymnasium collects unknown types
+        if values.dtype == object:  # gymnasium collects unknown types as objects
             values = np.stack([np.asarray(value) for value in values])
         name = "info" + "".join(f"[{key!r}]" for key in path)
         assign([array], is_present, [narrowed(values, array.dtype, name)], name)

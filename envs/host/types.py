@@ -95,10 +95,10 @@ class HostVectorEnv(BaseVectorEnv):
 
     @property
     def pending_reset(self) -> np.ndarray | None:
-        """`[B]` bool, environments whose next step only resets them; None for none.
+        """`[B]` bool, environments that the next step only resets; None if none.
 
-        In the autoreset mode NEXT_STEP, `reset` returns the final observation again,
-        and the first observation comes in a row of `step` with a `mask` of False.
+        In the autoreset mode NEXT_STEP, `reset` returns the final observation again.
+        The next `step` returns the first observation, with `mask` False.
         """
         return None
 

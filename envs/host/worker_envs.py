@@ -49,8 +49,8 @@ def make_worker_envs(
             most B.
         timeout: maximum time in seconds for one request to a worker: a step of all its
             environments, a step of one environment after `send`, or a reset. After a
-            timeout, the worker is killed and all its environments are faulty. None
-            disables the timeout; it does not apply to the creation of environments.
+            timeout, the worker is killed and all its environments are faulty. The
+            creation of environments has no timeout. None disables the timeout.
         observe_info: keys of `info` to include in the observation, each with an
             example value, as in `LocalEnvs`.
         record_info: keys of `info` to record in `HostStep.info`, each with an example
@@ -190,9 +190,9 @@ class WorkerEnvs(AsyncHostVectorEnv):
                         f"within {timeout} s."
                     )
             # Workers do not write to these rows before the next `send`.
-            first = [pool.ready.popleft() for _ in range(num_ready)]
-            pool.in_flight.difference_update(first)
-            ids = np.asarray(first, np.int32)
+            env_ids = [pool.ready.popleft() for _ in range(num_ready)]
+            pool.in_flight.difference_update(env_ids)
+            ids = np.asarray(env_ids, np.int32)
             return self._arrays.answer(pool.broken, ids), ids
 
     def rebuild(self, mask: np.ndarray) -> None:

@@ -35,7 +35,7 @@ from rollout.envs.host.local_envs import LocalEnvs
 from rollout.envs.host.types import EnvFault
 
 _ALIGN = 64  # bytes, a cache line
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_PR_SET_PDEATHSIG = 1  # option of prctl(2)
 _GRACE = 2.0  # seconds to close environments before a process is killed
 _POLL = 0.5  # seconds between checks for an exit of the main thread
 _UNTIMED = ("make", "share")  # no timeout for the creation of environments
@@ -43,7 +43,7 @@ _UNTIMED = ("make", "share")  # no timeout for the creation of environments
 
 def allocate(layout: Layout, num_envs: int) -> int:
     """Creates a file for arrays of `num_envs` environments; returns its descriptor."""
-    allocator = _Allocator(None)  # a dry run of `arrays` measures the size
+    allocator = _Allocator(None)  # a dry run measures the size
     StepArrays(layout, num_envs, allocator.allocate)
     # Do not use /dev/shm: containers often limit it to 64 MiB.
     if hasattr(os, "memfd_create"):
@@ -58,7 +58,7 @@ def allocate(layout: Layout, num_envs: int) -> int:
 def map_arrays(
     layout: Layout, num_envs: int, descriptor: int, rows: slice = slice(None)
 ) -> StepArrays:
-    """Maps `rows` of the file of `new`; the mapping lives as long as the arrays."""
+    """Maps `rows` of a file of `allocate`; the mapping lives as long as the arrays."""
     memory = mmap.mmap(descriptor, 0)
     return StepArrays(layout, num_envs, _Allocator(memory, rows).allocate)
 
@@ -122,10 +122,10 @@ def serve(pipe: connection.Connection) -> None:
                     result = envs.spaces
                 else:
                     result = getattr(envs, method)(*args)
-            except Exception as raised:
+            except Exception as exception:
                 # Continuing is safe: after a failed method, each environment is either
                 # intact or in `causes`.
-                error = make_picklable(raised)
+                error = make_picklable(exception)
             causes = {}
             if envs is not None:
                 for index, cause in envs.causes.items():

@@ -184,7 +184,7 @@ class NormalizeHostEnv(HostWrapper):
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments; see `HostVectorEnv`."""
         raw = self.env.reset(seeds, mask)
-        # The final observation of an environment that resets itself already counts.
+        # The statistics already include the final observation of pending environments.
         pending = self.env.pending_reset
         is_first = mask if pending is None else mask & ~pending
         if is_first.any():
@@ -210,7 +210,7 @@ class NormalizeHostEnv(HostWrapper):
 
     def _normalize_step(self, result: HostStep, index: Any) -> HostStep:
         """Updates the statistics with a step of some environments and normalizes it."""
-        # A faulty lane has no observation, and a lane that reset itself has no reward.
+        # A faulty lane has no observation. A lane that only reset has no reward.
         has_obs = ~result.faulty
         valid = has_obs if result.mask is None else has_obs & result.mask
         discounted_sum = self._discounted[index]

@@ -43,8 +43,8 @@ def from_craftax(env: Any, env_params: ArrayTree | None = None) -> Env:
     Raises:
         TypeError: if `env` lacks the methods of a Craftax environment.
     """
-    needed = ("reset_env", "step_env", "is_terminal", "action_space", "default_params")
-    check_methods(env, "Craftax", needed)
+    methods = ("reset_env", "step_env", "is_terminal", "action_space", "default_params")
+    check_methods(env, "Craftax", methods)
     env_params = env.default_params if env_params is None else env_params
     return _CraftaxEnv(env_params=env_params, env=env)
 

@@ -80,10 +80,10 @@ def from_gymnax(
             state has no field `time_field`, or if a class written for gymnax before 1.0
             must define `is_terminated` for gymnax's `discount`.
     """
-    needed = ("reset_env", "step_env", "action_space", "observation_space")
+    methods = ("reset_env", "step_env", "action_space", "observation_space")
     if env_params is None:
-        needed += ("default_params",)
-    check_methods(env, "gymnax", needed)
+        methods += ("default_params",)
+    check_methods(env, "gymnax", methods)
     env_params = env.default_params if env_params is None else env_params
     if limit_field is not None and not hasattr(env_params, limit_field):
         raise ValueError(
@@ -139,13 +139,15 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
         return as_space(self.env.action_space(self.env_params))
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        obs, state = self.env.reset_env(self._cheap(key), self.env_params)
+        obs, state = self.env.reset_env(self._inline(key), self.env_params)
         return strong((state, obs))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         # `step_env` returns the true successor; gymnax's `step` replaces it by a reset.
         try:
-            result = self.env.step_env(self._cheap(key), state, action, self.env_params)
+            result = self.env.step_env(
+                self._inline(key), state, action, self.env_params
+            )
         except NotImplementedError as error:
             if _defines(self.env, "is_terminated") or not _defines(
                 self.env, "is_terminal"
@@ -224,7 +226,7 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
             return _classic_frames(self._name, self.env_params, states)
         return _visualizer_frames(self.env, self.env_params, states)
 
-    def _cheap(self, key: chex.PRNGKey) -> chex.PRNGKey:
+    def _inline(self, key: chex.PRNGKey) -> chex.PRNGKey:
         # gymnax's environments call no sampler that is slow with inline keys. The
         # samplers of other environments are unknown.
         is_gymnax = type(self.env).__module__.startswith("gymnax.")
@@ -245,8 +247,8 @@ def _merges_time_limit(env: Any) -> bool:
         return True
     # A class written for gymnax before 1.0 defines `is_terminal`, possibly also as
     # `is_terminated`, and inherits `is_truncated` from the new base class.
-    renamed = _defines(env, "is_terminated") and not _defines(env, "is_terminal")
-    return not (renamed or _defines(env, "is_truncated"))
+    is_new = _defines(env, "is_terminated") and not _defines(env, "is_terminal")
+    return not (is_new or _defines(env, "is_truncated"))
 
 
 def _defines(env: Any, name: str) -> bool:
@@ -261,7 +263,7 @@ def _build(name: str, **arguments: Any) -> tuple[Any, Any]:
         env, params = import_optional("gymnax").make(name, **arguments)
     except OSError as error:
         raise ValueError(
-            f"{name} must download its data set when it is made, got: {error}."
+            f"{name} must download its data set when it is created, got: {error}."
         ) from error
     # gymnax stops the gradients of its differentiable environments by default.
     if getattr(env, "supports_transition_gradients", False):
@@ -297,12 +299,12 @@ def _classic_frames(
     env = gymnasium.make(name, render_mode="rgb_array")
     try:
         env.reset()
-        plain: Any = env.unwrapped
-        vis_gym.set_gym_params(plain, name, env_params)
+        inner: Any = env.unwrapped
+        vis_gym.set_gym_params(inner, name, env_params)
         for state in states:
-            plain.state = vis_gym.get_gym_state(state, name)
+            inner.state = vis_gym.get_gym_state(state, name)
             if name == "Pendulum-v1":
-                plain.last_u = np.asarray(state.last_u, np.float64)
+                inner.last_u = np.asarray(state.last_u, np.float64)
             frame: Any = env.render()
             yield frame
     finally:

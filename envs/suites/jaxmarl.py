@@ -26,7 +26,7 @@ from rollout.envs.types import AnySpace, ArrayTree, strong
 
 # Time limits of JaxMARL's environments, and the step counts in their states.
 _LIMITS = {"max_steps": ("step", "time", "t"), "num_outer_steps": ("outer_t",)}
-_MASKS = ("get_avail_actions", "get_legal_moves")  # the second is Hanabi's
+_MASKS = ("get_avail_actions", "get_legal_moves")  # Hanabi has the second method
 _WORLD = "world_state"
 
 
@@ -67,8 +67,8 @@ def from_jaxmarl(
         TypeError: if `env` lacks one of these methods, or is a JaxMARL wrapper.
         ValueError: if `limit_field` or `time_field` does not exist.
     """
-    needed = ("agents", "reset", "step_env", "action_space", "observation_space")
-    check_methods(env, "JaxMARL", needed)
+    methods = ("agents", "reset", "step_env", "action_space", "observation_space")
+    check_methods(env, "JaxMARL", methods)
     _check_bare(env)
     obs, state = jax.eval_shape(env.reset, jax.eval_shape(jax.random.key, 0))
     limit_field, time_field = _find_limit(env, state, limit_field, time_field)
@@ -137,7 +137,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
     def reset(
         self, key: chex.PRNGKey
     ) -> tuple[ArrayTree, dict[str, ArrayTree], jax.Array]:
-        obs, state = self.env.reset(self._cheap(key))
+        obs, state = self.env.reset(self._inline(key))
         state = strong(state)
         return state, self._observe(obs, state), jnp.ones((len(self.agents),), bool)
 
@@ -151,7 +151,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         actions = {x: action[index[x][0]][index[x][1]] for x in self.agents}
         # `step_env` returns the true successor; `step` replaces it by a reset.
         obs, next_state, reward, dones, info = self.env.step_env(
-            self._cheap(key), state, actions
+            self._inline(key), state, actions
         )
         # Some leaves are Python numbers after `reset` and arrays after a step.
         next_state = jax.tree.map(like, next_state, state)
@@ -177,7 +177,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         """Whether an observation is a dict with an action mask or a world state."""
         return self.mask_method is not None or self.has_world
 
-    def _cheap(self, key: chex.PRNGKey) -> chex.PRNGKey:
+    def _inline(self, key: chex.PRNGKey) -> chex.PRNGKey:
         # MPE samples noise at every step, which is faster with inline keys. Inline keys
         # would enlarge the compiled programs of all other environments.
         is_mpe = type(self.env).__module__.startswith("jaxmarl.environments.mpe.")
@@ -296,7 +296,7 @@ def _find_limit(
     if limit_field is None and time_field is None:
         return None, None
     raise ValueError(
-        "`limit_field` must be a field of `env`, and `time_field` one of its state, "
+        "`limit_field` must be a field of `env`, and `time_field` of its state, "
         f"got {limit_field!r} and {time_field!r} with {type(env).__name__} and "
         f"{type(state).__name__}."
     )

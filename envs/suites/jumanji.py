@@ -47,8 +47,8 @@ def from_jumanji(env: Any) -> Env | MultiAgentEnv:
         TypeError: if `env` lacks the methods of a Jumanji environment.
         ValueError: if `env` resets automatically.
     """
-    needed = ("reset", "step", "observation_spec", "action_spec", "reward_spec")
-    check_methods(env, "Jumanji", needed)
+    methods = ("reset", "step", "observation_spec", "action_spec", "reward_spec")
+    check_methods(env, "Jumanji", methods)
     check_no_reset(env)
     if not env.reward_spec.shape:
         return _JumanjiEnv(env=env)

@@ -69,9 +69,9 @@ class _NavixEnv(struct.PyTreeNode, kw_only=True):
         return strong((_slim(timestep), timestep.observation))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
-        keyed = state.replace(state=state.state.replace(key=key))
+        old_timestep = state.replace(state=state.state.replace(key=key))
         # Do not call `step`, which resets instead of stepping after an episode end.
-        timestep = self.held.value._step(keyed, action)
+        timestep = self.held.value._step(old_timestep, action)
         return EnvStep(
             state=jax.tree.map(like, _slim(timestep), state),
             obs=timestep.observation,

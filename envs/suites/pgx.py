@@ -134,14 +134,14 @@ class _PgxEnv(_Pgx, kw_only=True):
     ) -> MultiAgentStep:
         player_action = action[_GROUP][state.current_player]
         next_state = self.env.step(state, player_action, key)
-        none = jnp.zeros((len(self.agents),), bool)
+        no_agent = jnp.zeros((len(self.agents),), bool)
         return MultiAgentStep(
             state=next_state,
             obs=self._observe(next_state),
             acting=self._turn(next_state),
             reward=jnp.asarray(next_state.rewards, jnp.float32),
-            terminated=none,
-            truncated=none,
+            terminated=no_agent,
+            truncated=no_agent,
             episode_terminated=next_state.terminated,
             episode_truncated=next_state.truncated,
             info={"illegal_action": ~state.legal_action_mask[player_action]},

@@ -88,14 +88,14 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         # Copy the dicts of the state, because the suites write into them.
-        copied = jax.tree.map(lambda x: x, state)
-        old, new = copied.info.get("rng"), _raw(key)
+        state_copy = jax.tree.map(lambda x: x, state)
+        old, new = state_copy.info.get("rng"), _raw(key)
         is_raw = isinstance(old, jax.Array) and old.dtype == new.dtype
         if is_raw and old.shape == new.shape:
-            copied.info["rng"] = new
+            state_copy.info["rng"] = new
         # `next_state` is the true successor, because no training wrapper resets.
         env = _with_model(self.env, self.model_field, self.model)
-        next_state = env.step(copied, action)
+        next_state = env.step(state_copy, action)
         next_state = jax.tree.map(like, next_state, state)
         # `done` is also True at time limits, which brax marks in `info`.
         truncated = jnp.asarray(next_state.info.get("truncation", False)).astype(bool)

@@ -32,7 +32,7 @@ class RescaleAction(Wrapper):
         env: an environment whose action space is a bounded box of floats.
         bound: `"clip"`: the policy acts in [-1, 1], and other values are clipped;
             `"tanh"`: the policy acts over the reals, and tanh squashes the actions.
-            Samples of that action space (`rollout.random_policy`) cover the
+            Samples from this action space (`rollout.random_policy`) cover the
             environment's box uniformly.
 
     Raises:
@@ -49,8 +49,8 @@ class RescaleAction(Wrapper):
         if not checks.is_known(self.env):
             return
         space = super().action_space
-        is_fit = isinstance(space, Box) and jnp.issubdtype(space.dtype, jnp.floating)
-        if not is_fit or not np.all(
+        is_float = isinstance(space, Box) and jnp.issubdtype(space.dtype, jnp.floating)
+        if not is_float or not np.all(
             np.isfinite([np.max(np.abs(x)) for x in space.bounds])
         ):
             raise ValueError(
@@ -75,7 +75,7 @@ class RescaleAction(Wrapper):
         )
         squash = jnp.tanh if self.bound == "tanh" else lambda x: jnp.clip(x, -1.0, 1.0)
         weight = 0.5 * (squash(action) + 1.0)
-        # `low + (high - low) * weight` is not an option: the difference may overflow.
+        # Avoid `low + (high - low) * weight`: the difference may overflow.
         scaled = low * (1.0 - weight) + high * weight
         return self.env.step(key, state, jnp.clip(scaled, low, high))
 
@@ -142,7 +142,7 @@ class ActionRepeat(Wrapper):
 
 
 class TransformReward(Wrapper):
-    """Replaces every reward with `fn(reward)`, for several agents the reward of each.
+    """Replaces every reward with `fn(reward)`, separately for each agent.
 
     Attributes:
         env: the environment.

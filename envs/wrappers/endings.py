@@ -52,16 +52,16 @@ class TimeLimit(Wrapper):
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:
         """Takes one step, and truncates at the limit."""
         result = self.env.step(key, state.env_state, action)
-        num_taken = state.memory + 1
-        at_length = num_taken >= self.num_steps
-        state = WrapperState(env_state=result.state, memory=num_taken)
+        step_count = state.memory + 1
+        at_limit = step_count >= self.num_steps
+        state = WrapperState(env_state=result.state, memory=step_count)
         if isinstance(result, MultiAgentStep):
             # Set the flag of the episode: per-agent flags would end single agents only.
-            truncated = result.episode_truncated | at_length
+            truncated = result.episode_truncated | at_limit
             return result.replace(state=state, episode_truncated=truncated)
         # Convert the flags, which may be Python bools.
         result = cast_step(result)
-        return result.replace(state=state, truncated=result.truncated | at_length)
+        return result.replace(state=state, truncated=result.truncated | at_limit)
 
 
 class FixedLength(Wrapper):
@@ -98,14 +98,14 @@ class FixedLength(Wrapper):
             ValueError: while tracing, if `info` is not a dict or contains `left`.
         """
         result = cast_step(self.env.step(key, state.env_state, action))
-        num_steps, had_left = state.memory
-        num_taken = num_steps + 1
+        step_count, had_left = state.memory
+        step_count += 1
         # The flag stays set: the user is absent for the rest of the episode.
         has_left = had_left | result.terminated | result.truncated
         return result.replace(
-            state=WrapperState(env_state=result.state, memory=(num_taken, has_left)),
+            state=WrapperState(env_state=result.state, memory=(step_count, has_left)),
             terminated=jnp.bool_(False),
-            truncated=num_taken >= self.num_steps,
+            truncated=step_count >= self.num_steps,
             info=with_names(result.info, {"left": has_left}),
         )
 
@@ -162,9 +162,9 @@ class Trials(Wrapper):
     and reward are zero only at the start of the trial. Combine the wrapper with a
     recurrent policy, whose memory lasts for a trial, to implement RL².
 
-    A trial has the ending of its last episode and hides the endings of its previous
-    episodes. The wrapper resets the environment at every step and uses the result only
-    if an episode has ended.
+    A trial ends with its last episode and has the flags of that ending. The endings of
+    earlier episodes are hidden. The wrapper resets the environment at every step and
+    uses the result only if an episode has ended.
 
     Attributes:
         env: the environment.
@@ -210,18 +210,18 @@ class Trials(Wrapper):
         result = cast_step(self.env.step(key, state.env_state, action))
         done = result.terminated | result.truncated
         num_ended = num_episodes + done.astype(jnp.int32)
-        # Hide the endings of earlier episodes: the policy's memory must survive them.
+        # Hide the endings of earlier episodes, so that the policy keeps its state.
         is_last = num_ended >= self.num_episodes
-        begins = done & ~is_last
+        is_first = done & ~is_last
         # Pass the last action and reward also to the first step of the next episode.
         agent = Agent(self.env, action=action, reward=result.reward)
-        start = jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
+        reset_key = jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
         env_state, obs = trees.select(
-            begins, env.reset(start), (result.state, result.obs)
+            is_first, env.reset(reset_key), (result.state, result.obs)
         )
         return result.replace(
             state=WrapperState(env_state=env_state, memory=(words, num_ended, number)),
-            obs=with_previous(agent, obs, begins),
+            obs=with_previous(agent, obs, is_first),
             terminated=result.terminated & is_last,
             truncated=result.truncated & is_last,
         )

@@ -1,6 +1,6 @@
 """`NormalizeObs`, `NormalizeReward`: normalize by running statistics of all lanes.
 
-`Statistics` has the running mean and variance, which `NormalizeHostEnv` also uses.
+`NormalizeHostEnv` also uses `Statistics`, the running mean and variance.
 """
 
 import math
@@ -29,7 +29,7 @@ from rollout.envs.spaces import (
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep, LaneIndex, Lanes, Shared
 from rollout.envs.wrappers.wrapper import VectorWrapper, with_names
 
-_PRIOR_COUNT = 1e-4  # as Gymnasium's RunningMeanStd
+_PRIOR_COUNT = 1e-4  # as in Gymnasium's `RunningMeanStd`
 NOT_FROZEN = (
     "`normalize_obs` needs fixed statistics: call it on `collector.freeze(carry).env`."
 )
@@ -161,7 +161,7 @@ def updated(
 ) -> Statistics:
     """Updates the statistics with the batch `value`, `[B, ...]`.
 
-    The count grows by the number of rows B, also if the batch has more axes. The mean
+    The count grows by the number of rows B, even if the batch has more axes. The mean
     and variance of an entry are unchanged if a value of the batch is not finite.
 
     Args:
@@ -185,7 +185,7 @@ def updated(
         if flag is None:
             delta, batch_var = xp.mean(x, axes) - mean, xp.var(x, axes)
         else:
-            # Deviations from the old mean, which is close, need one pass over lanes.
+            # Deviations from the old mean, which is close, need only one pass.
             is_counted = flag.reshape(-1, *[1] * (x.ndim - 1))
             x = xp.where(is_counted, x - xp.expand_dims(mean, axes), 0)
             num_values = xp.maximum(num_new, 1) * math.prod(x.shape[1:num_axes])
@@ -279,7 +279,7 @@ class _Normalizer(VectorWrapper, kw_only=True):
         checks.positive("epsilon", self.epsilon)
 
     def freeze(self, env_state: ArrayTree) -> Self:
-        """Fixes the statistics, also in wrapped environments; see `Collector.freeze`.
+        """Fixes the statistics of this and all inner wrappers; see `Collector.freeze`.
 
         Raises:
             ValueError: if `env_state` does not belong to the same wrappers in the same
@@ -327,8 +327,8 @@ class NormalizeObs(_Normalizer):
     Normalized observations of a lane depend on the observations and the number of all
     lanes, because the statistics are shared. Raw observations, and the dynamics under
     the same actions, are independent of other lanes. Every step of every lane updates
-    the statistics, also in masked-out rows. For evaluation, fix the statistics with
-    `Collector.freeze`.
+    the statistics, even if its row is masked out. For evaluation, fix the statistics
+    with `Collector.freeze`.
 
     If an entry of a batch is NaN, infinite or beyond 1.8e19, whose square overflows
     float32, the statistics of that entry do not change. `info` must be a dict. The

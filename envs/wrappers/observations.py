@@ -295,12 +295,14 @@ def first_of(space: AnySpace) -> ArrayTree:
     return trees.blank(jax.eval_shape(space.sample, key))
 
 
-def _by_name(tree: Any, otherwise: Any) -> dict[str, Any]:
-    """Returns the entries of a dict without `agent`, or else `{"obs": otherwise}`."""
+def _by_name(tree: Any, default: Any) -> dict[str, Any]:
+    """Returns the entries of a dict; `{"obs": default}` if `tree` is not a dict."""
     if not isinstance(tree, Mapping):
-        return {"obs": otherwise}
+        return {"obs": default}
     if "agent" in tree:
-        raise ValueError("`obs` must be without `agent` for `AgentNumber`, got one.")
+        raise ValueError(
+            "`obs` must have no entry `agent` for `AgentNumber`, got one. Rename it."
+        )
     return dict(tree)
 
 
@@ -412,18 +414,19 @@ def _flat(space: AnySpace, x: jax.Array) -> jax.Array:
             f"MultiBinary to be flattened, got {space!r}."
         )
     x, sizes = jnp.asarray(x), _sizes(space)
-    lead = x.shape[: x.ndim - len(space.shape)]
+    batch_shape = x.shape[: x.ndim - len(space.shape)]
     if sizes is None:
-        return x.reshape(*lead, -1).astype(jnp.float32)
+        return x.reshape(*batch_shape, -1).astype(jnp.float32)
     # Subtract the lowest value: the range of an entry need not begin at 0.
     low = jnp.broadcast_to(jnp.asarray(space.bounds[0], x.dtype), space.shape)
-    index = (x - jnp.expand_dims(low, range(len(lead)))).reshape(*lead, -1, len(sizes))
-    hot = [
+    index = x - jnp.expand_dims(low, range(len(batch_shape)))
+    index = index.reshape(*batch_shape, -1, len(sizes))
+    one_hot = [
         # A number out of range is encoded as zeros.
         jax.nn.one_hot(index[..., i], n, dtype=jnp.float32)
         for i, n in enumerate(sizes.tolist())
     ]
-    return jnp.concatenate(hot, axis=-1).reshape(*lead, -1)
+    return jnp.concatenate(one_hot, axis=-1).reshape(*batch_shape, -1)
 
 
 def _bounds(space: AnySpace) -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 A wrapper is an `Env` that contains an `Env`: it is pure and a pytree. A wrapper changes
 observations, actions, rewards or endings, but not the contract: `step` returns the true
-successor, and termination and truncation are separate flags. Wrappers apply to ONE
+successor, and termination and truncation are separate flags. Wrappers apply to a single
 environment, before `vectorize`, and can be nested in any order:
 
     env = TimeLimit(ActionRepeat(make("Pendulum-v1"), 4), 50)
@@ -62,8 +62,8 @@ class BaseWrapper(struct.PyTreeNode):
     for_agents = ""
 
     def _check_agents(self) -> None:
-        acts = self.simultaneous or self.for_agents == "all"
-        if has_agents(self.env) and not (self.for_agents and acts):
+        is_allowed = self.simultaneous or self.for_agents == "all"
+        if has_agents(self.env) and not (self.for_agents and is_allowed):
             agents = (
                 "whose agents act at every step" if self.for_agents else "of one agent"
             )

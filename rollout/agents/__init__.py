@@ -1,8 +1,9 @@
 """Multi-agent policies, transitions and statistics.
 
-`policy_map` combines single-agent policies; `mapping` assigns agents to policies;
-`population` evaluates one policy with many sets of parameters; `transitions` rearranges
-a trajectory by agent; `agent_stats` summarizes the results of agents and policies.
+`policy_map` combines single-agent policies; `mapping` assigns policies to agents;
+`population` evaluates one policy with many sets of parameters; `transitions` converts a
+trajectory to the transitions of each agent; `agent_stats` computes statistics of agents
+and policies.
 """
 
 from rollout.agents.agent_stats import (

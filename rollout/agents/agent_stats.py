@@ -24,9 +24,9 @@ _NAME = "agents"  # name of the accumulator
 class WinDrawLoss(struct.PyTreeNode, kw_only=True):
     """Results of games: returns above 0 are wins, below 0 losses, and equal to 0 draws.
 
-    An episode counts once. The result of a policy that controls several of its agents
-    is the sign of their mean return, which is a draw in zero-sum self-play: the
-    statistics by agent tell the sides apart.
+    An episode counts once. If a policy controls several agents, the result is the sign
+    of their mean return, which is a draw in zero-sum self-play. Use the statistics by
+    agent to distinguish the sides.
 
     Attributes:
         wins: `()` int32, number of wins.
@@ -45,7 +45,7 @@ class WinDrawLoss(struct.PyTreeNode, kw_only=True):
             name: "wins", "draws" or "losses".
 
         Returns:
-            Lower and upper bound, in [0, 1], also for shares of 0 and 1.
+            Lower and upper bound, in [0, 1]; valid also for shares of 0 and 1.
 
         Source:
             "Probable inference, the law of succession, and statistical inference"
@@ -54,7 +54,7 @@ class WinDrawLoss(struct.PyTreeNode, kw_only=True):
         xp, z = xp_of(self), 1.959964
         n = xp.maximum(self.wins + self.draws + self.losses, 1) * 1.0
         share = getattr(self, name) / n
-        # Wilson's interval is not centered on the share: it is shifted towards 1/2.
+        # The center of Wilson's interval is shifted from the share toward 1/2.
         middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
         margin = z * xp.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
         margin /= 1 + z**2 / n
@@ -91,20 +91,20 @@ class AgentMetrics(struct.PyTreeNode, kw_only=True):
 class AgentStats(struct.PyTreeNode, kw_only=True):
     """Statistics per agent and per policy.
 
-    `print` shows the results of every policy, or of every agent without a `policy_map`.
+    `print` shows the results of each policy, or of each agent without a `policy_map`.
 
     Attributes:
         num_steps: `()` int32, environment steps over all lanes, without idle steps.
         num_agent_steps: `()` int32, actions that agents took in these steps.
-        num_episodes: `()` int32, episodes that ended in these steps. They may have
-            started earlier.
+        num_episodes: `()` int32, episodes that ended in these steps, including earlier
+            starts.
         unassigned_reward: `()` float32, sum of the rewards in these steps that belong
             to no action: rewards before an agent's first action and after its end.
             `agent_transitions` drops these rewards. Use `team_transitions` if agents
             win or lose together.
         num_stale: `()` int32, agents without a last observation in these episodes.
-        num_unmapped: `()` int32, actions in these steps of agents that the mapping
-            assigned to no policy that can act for them.
+        num_unmapped: `()` int32, actions in these steps of agents without a policy that
+            can act for them.
         agents: metrics by agent.
         policies: metrics by policy of a `policy_map`; empty without one.
     """
@@ -137,9 +137,9 @@ def evaluate_agents(
 ) -> AgentStats:
     """Plays exactly `num_episodes` and summarizes agents and policies. Jitted.
 
-    The episodes are the episodes of `rollout.evaluate`, which reports team returns: the
+    The episodes are the same as in `rollout.evaluate`, which reports team returns: the
     team return is 0 in every zero-sum game. This function reports results and returns
-    for each agent and for each policy of a `policy_map`:
+    of each agent and of each policy of a `policy_map`:
 
         print(rollout.agents.evaluate_agents(collector, params, key, 1000))
 
@@ -149,7 +149,7 @@ def evaluate_agents(
         key: one typed key, the source of all randomness.
         num_episodes: N, at least 1. Static: one trace per value.
         max_episode_steps: number of steps after which an episode is truncated, at least
-            1. Truncated episodes count with the returns collected so far.
+            1. Statistics include the returns of these episodes up to the truncation.
 
     Returns:
         Statistics as in `summarize_agents`; `num_unmapped` is 0.
@@ -174,8 +174,8 @@ def _evaluate(
     num_episodes: int,
     max_episode_steps: int,
 ) -> AgentStats:
-    # Add the accumulator inside `jit`: its functions are new at every call, and passing
-    # them into `jit` would compile again.
+    # Add the accumulator inside `jit`: its functions are new objects at every call, so
+    # passing them to `jit` would compile again.
     collector = keep_agents(collector, params)
     carry = collector.init(key)
     _, episodes = collector.collect_episodes(
@@ -220,12 +220,13 @@ def keep_agents(collector: Collector, params: Any) -> Collector:
 def summarize_agents(data: Transition | Episodes) -> AgentStats:
     """Summarizes agents and policies, inside or outside of `jit`.
 
-    Returns, lengths and results cover the episodes that ended, from their first step.
-    A window of steps favors short episodes; `evaluate_agents` plays exactly N episodes.
+    Returns, lengths and results cover the episodes that ended, from their first step. A
+    trajectory of T steps is biased toward short episodes; `evaluate_agents` plays
+    exactly N episodes instead.
 
     Args:
         data: a trajectory, `[T, B, ...]`, of an environment with several agents, whose
-            masked-out rows do not count; or the `Episodes` of a collector made by
+            masked-out rows are ignored; or the `Episodes` of a collector made by
             `rollout.agents.agent_stats.keep_agents`, for which `num_unmapped` is 0.
 
     Returns:

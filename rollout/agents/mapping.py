@@ -1,13 +1,13 @@
 """Maps agents to policies, and joins the actions of all policies.
 
 A mapping is either fixed, or a function that samples each agent's policy in every
-episode. Policies are numbered in their order, and a population has one number per
-member. Trajectories store a `PolicyIndex`, which maps numbers to names.
+episode. Policies are numbered in order, and a population has one number per member.
+Trajectories store a `PolicyIndex`, which maps numbers to names.
 
 A subgroup contains the agents of one group that one policy controls: the same columns
-in every lane. Under a fixed mapping the subgroups partition the group. Under a mapping
-function a policy may control any agent, so every policy acts for the whole group, and
-each agent's action is selected afterwards. A population evaluates one member per agent.
+in every lane. With a fixed mapping the subgroups partition the group. With a mapping
+function any policy may control any agent, so every policy acts for the whole group, and
+then each agent's action is selected. A population evaluates one member per agent.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -31,13 +31,13 @@ MappingFn = Callable[[Key, tuple[str, ...]], jax.Array]
 
 
 class FixedMapping(NamedTuple):
-    """The name of each agent's policy, the same in every episode."""
+    """The name of each agent's policy, constant over episodes."""
 
     policies: tuple[tuple[str, str], ...] | str
 
 
 def static_mapping(policies: Mapping[str, str] | str) -> FixedMapping:
-    """Makes a mapping that assigns the same policy to an agent in every episode.
+    """Makes a mapping from agents to policies that is constant over episodes.
 
     A policy is evaluated only for the agents that it controls.
 
@@ -51,7 +51,7 @@ def static_mapping(policies: Mapping[str, str] | str) -> FixedMapping:
 
 
 class PolicyIndex(struct.PyTreeNode):
-    """Names the policy indices of a policy map. All fields are static.
+    """Maps the policy indices of a policy map to names. All fields are static.
 
     Attributes:
         indices: `(name, first, last)` of every policy, with `last` excluded.
@@ -84,7 +84,7 @@ class MapExtras(struct.PyTreeNode):
         agents: extras of the policies by group, `[T, B, A_g, ...]`.
         policy_id: `[T, B, A]` int32, index of each agent's policy; -1 if the mapping
             assigned no policy that can act for the agent.
-        policy_index: names of the indices.
+        policy_index: maps the indices to names.
     """
 
     agents: dict[str, Any]  # by group [T, B, A_g, ...]
@@ -170,7 +170,7 @@ def make_subgroups(
 ) -> tuple[Subgroup, ...]:
     """Lists the subgroups that a mapping can use, group by group.
 
-    Under a fixed mapping, `by_agent` has the policy of each agent. Under a mapping
+    With a fixed mapping, `by_agent` has the policy of each agent. With a mapping
     function, `groups` has the groups that a policy can act for; a policy without an
     entry can act for all groups.
     """
@@ -208,9 +208,9 @@ def decide(
     apply = policy.mode if use_mode and policy.has_mode else policy.apply
     decision = _call(subgroup, apply, policy_id, params, obs, state, key)
     num_envs, num = policy_id.shape[0], len(subgroup.columns)
-    who, space = str(subgroup), subgroup.group
+    caller, space = str(subgroup), subgroup.group
     group_obs = merge(obs[space.name])
-    decision = base.decision(who, decision, space, num_envs * num, group_obs)
+    decision = base.decision(caller, decision, space, num_envs * num, group_obs)
     message = f"{subgroup} must return a state like its input state"
     checks.same(message, merge(state), decision.state)
     return unmerge(decision, num_envs)
@@ -235,7 +235,7 @@ def value(
         check_values(values, obs)
         return values
 
-    # `_call` passes a key as for a policy, but a critic does not use it.
+    # `_call` needs a key, which a critic does not use.
     no_key = jax.random.key(0)
     values = _call(subgroup, apply, policy_id, params, obs, state, no_key)
     return unmerge(values, num_envs)
@@ -257,7 +257,7 @@ def _call(
     try:
         if size is None:
             return apply(params[name], lane_obs, state, key)
-        # An agent of another policy gets any member; `join` discards the action.
+        # Agents of other policies get an arbitrary member; `join` discards the action.
         member = subgroup.of(policy_id) - subgroup.first
         member = jnp.clip(member, 0, size - 1).reshape(-1)
         return apply_members(apply, size, member, params[name], lane_obs, state, key)
@@ -280,8 +280,8 @@ def join(
         # The columns are a permutation of the group's agents; `argsort` inverts it.
         order = np.argsort(np.concatenate([x.columns for x in subgroups]))
         return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1)[:, order], *values)
-    # All policies acted for all agents: select the value of each agent's policy. An
-    # agent without a policy gets zeros.
+    # All policies acted for all agents: select the value of each agent's policy, or
+    # zeros for an agent without a policy.
     joined = jax.tree.map(jnp.zeros_like, values[0])
     for subgroup, value in zip(subgroups, values, strict=True):
         joined = trees.select(subgroup.controls(subgroup.of(policy_id)), value, joined)
@@ -298,7 +298,7 @@ def fill_extras(subgroups: list[Subgroup], steps: list[PolicyStep]) -> list[Any]
         checks.kind(message, extras, dict)
         all_extras.append(extras)
         for name, x in extras.items():
-            # Compare one agent: policies may control different numbers of agents.
+            # Compare entries of one agent: policies may control different numbers.
             template = jax.eval_shape(lambda x: jax.tree.map(lambda y: y[0, 0], x), x)
             message = f"Policies of one group must return the same kind of `{name}`"
             checks.same(message, templates.setdefault(name, template), template)

@@ -37,23 +37,23 @@ def policy_map(
 
     Each policy observes the agents that it controls as a batch: the `obs` of their
     group, `[B * n, ...]`, lane by lane. An agent's recurrent state is reset in every
-    episode and stays unchanged at steps at which the agent does not act. If a single
-    policy controls a single group, it acts with the key of the step. Several policies
-    act with keys derived from the key of the step.
+    episode and does not change at steps at which the agent does not act. If a single
+    policy controls a single group, it receives the key of the step. Several policies
+    receive keys derived from the key of the step.
 
     Args:
         policies: policies and populations by name. Policies of one group may have
-            different classes. Dicts of extras are joined by name, with zeros for
-            policies without an entry.
+            different classes. Extras are joined by name, with zeros for policies
+            without an entry.
         policy_mapping_fn: function `(key, agents)` of a key and the names of the agents
             that returns the index of each agent's policy, `[A]` integers. Indices
             follow the order of `policies`, and a population has one index per member.
             The key belongs to the lane's episode, so the mapping is constant within an
-            episode and does not depend on the number of lanes. Alternatively, a mapping
-            made by `static_mapping`.
-        env: environment whose agents are mapped: a `MultiAgentEnv`, or lanes of it made
-            by `rollout.envs.vectorize`. The policy acts in any number of lanes of
-            environments with these agents.
+            episode and does not depend on the number of lanes. Or the result of
+            `static_mapping`.
+        env: environment with the agents: a `MultiAgentEnv`, or the result of
+            `rollout.envs.vectorize`. The policy acts in any number of lanes of
+            environments with the same agents.
         groups: names of the groups that a policy can act for, by policy; only for a
             mapping function. A policy without an entry must be able to act for all
             groups.
@@ -65,9 +65,9 @@ def policy_map(
         A policy for lanes of an environment with several agents. Its `params` are a
         dict with an entry for every policy name. Its extras are `MapExtras`. Agents
         without a policy that can act for them take the action zero. Its mode uses the
-        mode of every policy that has one. Without a `value_fn`, its critic returns
-        values by group, `[K, A_g]`, for groups with a critic, and 0 for agents whose
-        policy has no critic.
+        modes of the policies, and `apply` of policies without a mode. Without a
+        `value_fn`, its critic returns values by group, `[K, A_g]`, for groups with a
+        critic, and 0 for agents whose policy has no critic.
 
     Raises:
         ValueError: if `policies` is not a dict of policies by name, or contains a
@@ -101,10 +101,11 @@ def policy_map(
             )
     group_names = {group.name for group in layout.groups}
     policy_names = set(policies) if by_agent is None else set()
-    requested = {name for names in groups.values() for name in names}
+    used_groups = {name for names in groups.values() for name in names}
     subgroups = mapping.make_subgroups(policies, index, layout, by_agent, groups)
-    unused = group_names - {subgroup.group.name for subgroup in subgroups}
-    if unused or not (set(groups) <= policy_names and requested <= group_names):
+    unused_groups = group_names - {subgroup.group.name for subgroup in subgroups}
+    has_valid_names = set(groups) <= policy_names and used_groups <= group_names
+    if unused_groups or not has_valid_names:
         raise ValueError(
             "`groups` must map the policies of a mapping function "
             f"({', '.join(sorted(policy_names)) or 'none'}) to groups "
@@ -127,7 +128,7 @@ def policy_state(state: Carry | ArrayTree, name: str) -> dict[str, ArrayTree]:
     """Returns the recurrent state of one policy of a `policy_map`.
 
     Args:
-        state: a carry, or its `policy_state`, which `Policy.value` gets.
+        state: a carry, or its `policy_state`, which `Policy.value` receives.
         name: name of the policy.
 
     Returns:
@@ -193,7 +194,7 @@ class PolicyMap(Policy):
         return self._act(False, params, obs, state, key)
 
     def mode(self, params: Any, obs: Any, state: Any, key: Key) -> PolicyStep:
-        """Applies the mode of every policy that has one, and `apply` of the rest."""
+        """Applies the modes of the policies, and `apply` of policies without a mode."""
         return self._act(True, params, obs, state, key)
 
     def value(self, params: Any, obs: Any, state: Any) -> Any:
@@ -235,7 +236,7 @@ class PolicyMap(Policy):
     def _act(
         self, use_mode: bool, params: Params, obs: Obs, state: _MapState, key: Key
     ) -> PolicyStep:
-        message = "`policy_map` must act in an environment of several agents"
+        message = "`policy_map` must act in an environment with several agents"
         checks.kind(message, obs, Mapping)
         acting = obs[ACTING]
         policy_id = self._policy_ids(state, acting.shape)
@@ -249,7 +250,7 @@ class PolicyMap(Policy):
             steps = []
             for subgroup in subgroups:
                 group_state = inner[subgroup.name][group]
-                step_key = key  # a single policy samples the same without a map
+                step_key = key  # a single policy samples as without a map
                 if len(self.subgroups) > 1:
                     step_key = prng.fold_in(key, subgroup.number)
                 policy = self.policy_of(subgroup)
@@ -283,7 +284,7 @@ class PolicyMap(Policy):
                 members = [subgroup.group.members[x] for x in subgroup.columns]
                 ids[members] = subgroup.first
             return jnp.broadcast_to(jnp.asarray(ids)[None], shape)
-        # Sample the mapping at every step. Storing it in the state would save nothing:
+        # Sample the mapping at every step. Storing it in the state would not be faster:
         # all lanes would still sample at every step, because some lanes are reset.
         sample = jax.vmap(lambda key: self.policy_mapping_fn(key, agents))
         policy_id = sample(prng.inline(state.key.value)).astype(jnp.int32)
@@ -291,5 +292,5 @@ class PolicyMap(Policy):
         for subgroup in self.subgroups:
             is_member = np.isin(np.arange(len(agents)), subgroup.group.members)
             is_mapped |= subgroup.controls(policy_id) & is_member[None]
-        # -1 is not the index of a policy: no policy acts, and the action is zero.
+        # The index -1 means that no policy acts and the action is zero.
         return jnp.where(is_mapped, policy_id, -1)

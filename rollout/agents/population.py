@@ -1,10 +1,10 @@
 """A policy with many sets of parameters, one set per agent.
 
 Agents are sorted into blocks, and all agents of a block have the same member of the
-population. Parameters are gathered per block, not per agent, and every agent is
-evaluated by one member only. `N` agents of `P` members fill at most `N / K + P` blocks
-of `K` agents, for every distribution of agents over members: shapes stay static, and no
-agent is dropped.
+population. Parameters are gathered per block instead of per agent, and every agent is
+evaluated by a single member. `N` agents of `P` members fill at most `N / K + P` blocks
+of `K` agents, for every distribution of agents over members. Shapes are therefore
+static, and no agent is dropped.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ _CHUNK = 32  # number of agents in a pairwise comparison
 
 
 class Population(struct.PyTreeNode):
-    """A policy of `policy_map` with many members, for example past selves or a league.
+    """A policy of `policy_map` with many members, such as past checkpoints or a league.
 
     The population's entry in `params` has the leading axis P. The members have P
-    consecutive indices, in the order of policies. Each agent is evaluated by one member
-    only, with a separate key, as a batch of one.
+    consecutive policy indices. Each agent is evaluated by a single member, with a
+    separate key, as a batch of one.
 
     Attributes:
         policy: policy that all members share.
@@ -107,7 +107,7 @@ def blocks_of(member: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.A
     agent = jnp.zeros((num_blocks * block_size,), jnp.int32)
     agent_index = jnp.arange(num_agents, dtype=jnp.int32)
     agent = agent.at[slot].set(agent_index, unique_indices=True)
-    # A block belongs to the first member whose blocks end after it. Unused blocks come
+    # A block belongs to the first member whose blocks end after it. Unused blocks are
     # last and get the last member; their results are never read.
     is_after = jnp.arange(num_blocks)[:, None] >= end[None]
     block_member = jnp.minimum(jnp.sum(is_after, axis=1), size - 1)
@@ -125,10 +125,11 @@ def _ranks(member: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     chunks = jnp.pad(member, (0, -num_agents % _CHUNK), constant_values=size)
     chunks = chunks.reshape(-1, _CHUNK)
     is_earlier = jnp.tri(_CHUNK, k=-1, dtype=bool)[None]
-    within = jnp.sum((chunks[:, :, None] == chunks[:, None]) & is_earlier, axis=2)
+    chunk_rank = jnp.sum((chunks[:, :, None] == chunks[:, None]) & is_earlier, axis=2)
     # Rank: number of equal members earlier in the chunk and in all earlier chunks.
     counts = jnp.sum(chunks[:, :, None] == jnp.arange(size)[None, None], axis=1)
     is_earlier = jnp.tri(counts.shape[0], k=-1, dtype=bool)[:, :, None]
     offset = jnp.sum(jnp.where(is_earlier, counts[None], 0), axis=1)
     chunk = jnp.arange(num_agents) // _CHUNK
-    return offset[chunk, member] + within.reshape(-1)[:num_agents], counts.sum(axis=0)
+    rank = offset[chunk, member] + chunk_rank.reshape(-1)[:num_agents]
+    return rank, counts.sum(axis=0)

@@ -1,9 +1,9 @@
-"""Rearranges a trajectory into the transitions of each agent.
+"""Converts a trajectory to the transitions of each agent.
 
 An agent's action is *answered* at the agent's next turn, when the agent ends, or at the
-end of the episode. Until then the action is *pending*: it may be taken in one window of
-steps and answered in another. Steps at which an agent has no pending action have a row
-in `team_transitions` only.
+end of the episode. Until then the action is *pending*: it may be taken in one
+trajectory and answered in the next. Steps at which an agent has no pending action have
+a row only in `team_transitions`.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,10 +36,10 @@ class AgentTransition(Transition):
     Attributes:
         acting: `[T, B * A_g]` bool, True if the transition has an action of the agent.
         stale_next_obs: `[T, B * A_g]` bool, True if the episode ended without an
-            observation for the agent, and `next_obs` repeats the agent's last one.
+            observation for the agent: `next_obs` repeats the agent's last observation.
         policy_id: `[T, B * A_g]` int32, index of the agent's policy; `()` without a
             `policy_map`.
-        policy_index: names of the indices; `()` without a `policy_map`.
+        policy_index: maps the indices to names; `()` without a `policy_map`.
     """
 
     acting: jax.Array  # [T, B * A_g]
@@ -55,7 +55,7 @@ RecordedValueFn = Callable[[Any], jax.Array]
 
 
 class Pending(struct.PyTreeNode, kw_only=True):
-    """The unanswered actions at the end of a window of steps.
+    """The unanswered actions at the end of a trajectory.
 
     Attributes:
         is_open: `[B, A]` bool, True if the agent has a pending action.
@@ -90,8 +90,8 @@ class Pending(struct.PyTreeNode, kw_only=True):
                 extras.
 
         Returns:
-            The initial `pending`; `()` if every agent acts at every step, since actions
-            are then never pending.
+            The initial `pending`; `()` if every agent acts at every step, so that
+            actions are never pending.
 
         Raises:
             ValueError: if the environment does not have several agents.
@@ -122,9 +122,9 @@ def agent_transitions(
     A transition is in the row of the step that answers the agent's action: the agent's
     next turn, the end of the agent, or the end of the episode. `reward` is the sum of
     the agent's rewards since the action, and `next_obs` is the agent's next
-    observation. The flags tell how the agent ended, or how the episode ended if the
-    agent did not end before. The next call answers the actions still pending at the end
-    of the trajectory: every action has exactly one transition.
+    observation. `terminated` and `truncated` are the flags of the agent, or of the
+    episode if the agent did not end earlier. The next call answers the actions that are
+    pending at the end of the trajectory: every action has exactly one transition.
 
     Rewards before an agent's first action and after its end are in no transition. This
     is correct for agents that cannot earn rewards after they end. Use
@@ -132,9 +132,9 @@ def agent_transitions(
 
     Args:
         pending: from `Pending.init` or the previous call.
-        trajectory: `[T, B, ...]`, the steps that follow. Pass every window exactly
-            once and in order: otherwise the wrong actions are answered. Episodes may be
-            discarded between windows, as in `collect_episodes`.
+        trajectory: `[T, B, ...]`, the next steps. Pass every trajectory exactly once
+            and in order: otherwise the wrong actions are answered. Episodes may be
+            discarded between trajectories, as in `collect_episodes`.
         recorded_value_fn: function of the extras of one group that returns the values
             that the policies recorded, for example `lambda extras: extras["value"]`.
             Required if the policy has a critic and the agents take turns: the value of
@@ -160,12 +160,12 @@ def team_transitions(
 ) -> tuple[Pending | tuple[()], AgentRows]:
     """Converts a trajectory to transitions that last until the end of the episode.
 
-    Differs from `agent_transitions` in two ways. The flags are the flags of the
-    episode. A step at which the agent has no pending action, because the agent has
-    ended or has not acted yet, has an additional transition with the reward of the
-    step and `acting` False. An agent that ends early therefore receives the later
-    rewards of its team, which is correct if agents cooperate. Train the critic on all
-    transitions, and the policy on transitions with `acting` True.
+    There are two differences from `agent_transitions`. `terminated` and `truncated` are
+    the flags of the episode. A step at which the agent has no pending action, because
+    the agent has ended or has not acted yet, has an additional transition with the
+    reward of the step and `acting` False. An agent that ends early therefore receives
+    the later rewards of its team, which is correct if agents cooperate. Train the
+    critic on all transitions, and the policy on transitions with `acting` True.
 
     Args:
         pending: from `Pending.init` or the previous call of either function.
@@ -237,11 +237,11 @@ def select_policy(rows: AgentRows, name: str) -> AgentRows:
         name: name of the policy.
 
     Returns:
-        The transitions by group. Under a mapping function, `mask` is False in rows of
-        other policies. Under a fixed mapping, the result has only the columns of agents
-        that the policy controls, `[T, B * n]`, and only groups with such agents. Select
-        the same columns of `last_values`, for example of the agents 0 and 1 of a group:
-        `last.reshape(num_envs, -1)[:, :2].reshape(-1)`.
+        The transitions by group. With a mapping function, `mask` is False in rows of
+        other policies. With a fixed mapping, the result contains only the columns of
+        agents that the policy controls, `[T, B * n]`, and only groups with these
+        agents. Select the same columns of `last_values`, for example of the agents 0
+        and 1 of a group: `last.reshape(num_envs, -1)[:, :2].reshape(-1)`.
 
     Raises:
         ValueError: if the trajectory was not collected with a `policy_map` that has a
@@ -270,7 +270,7 @@ def select_policy(rows: AgentRows, name: str) -> AgentRows:
 
 
 def agents_of(transition: Transition) -> AgentInfo:
-    """Returns the per-agent data of a transition; raises `ValueError` without it."""
+    """Returns the per-agent data of a transition; raises `ValueError` if missing."""
     info = getattr(transition.info, "agents", None)
     if not isinstance(info, AgentInfo):
         raise ValueError(
@@ -379,8 +379,8 @@ def _match(
         mask = row.mask[:, None]
         # If the id changes without an ending, the old episode was discarded.
         is_same = (episode_id == row.episode_id)[:, None]
-        # The order matters: open the action, add the reward of the step, answer the
-        # action. All three can happen at one step.
+        # The order matters, since all three can happen at one step: open the action,
+        # add the reward of the step, and answer the action.
         acted = agents.acted & mask
         is_open = (is_open & is_same) | acted
         reward = jnp.where(acted, 0.0, reward) + jnp.where(mask, agents.reward, 0.0)
@@ -418,8 +418,8 @@ def _rows(trajectory: Transition, answers: _Answers, is_team: bool) -> AgentTran
     expand = lambda x: jnp.broadcast_to(x[..., None], is_answered.shape)  # noqa: E731
     terminated, truncated = expand(trajectory.terminated), expand(trajectory.truncated)
     if is_team:
-        # Every step has a row, except steps with a pending action: the row that answers
-        # the action sums the rewards of these steps.
+        # Every step has a row, except steps with a pending action, whose rewards are
+        # summed in the row that answers the action.
         mask = expand(trajectory.mask) & ~answers.pending
         reward = jnp.where(is_answered, answers.reward, info.reward)
         total, length = info.agent_return, expand(trajectory.episode_length)
@@ -449,7 +449,7 @@ def _rows(trajectory: Transition, answers: _Answers, is_team: bool) -> AgentTran
         info=(),
         accumulated=accumulated or (),
         acting=is_answered,
-        # An answer while the agent waits: the episode ended without an observation.
+        # If the agent waits, the episode ended without an observation for the agent.
         stale_next_obs=is_answered & info.waiting,
     )
 

@@ -1,7 +1,7 @@
-"""Collectors for host environments, which are not JAX, and collectors in Ray actors.
+"""Collectors for host environments, which are not in JAX, and for Ray actors.
 
-`host_collector` has the public methods. `loop` acts, steps and resets, and owns the
-position of the collection. `host_policy` compiles the policy to one program,
+`host_collector` has the public methods. `loop` steps the environments and owns the
+state of the collection. `host_policy` compiles the policy to one program,
 `episode_plan` assigns exactly N episodes to lanes, `rows` stores transitions, and
 `ctrl_c` delays Ctrl-C. `remote` runs collectors of either kind in Ray actors.
 """

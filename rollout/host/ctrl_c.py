@@ -9,16 +9,16 @@ from typing import Any
 
 from rollout.envs.host.workers import raise_at_exit
 
-_PATIENCE = 0.05  # s, polling interval: the maximum delay until Ctrl-C raises
+_POLL_INTERVAL = 0.05  # s, polling interval: the maximum delay until Ctrl-C raises
 
 
 @contextlib.contextmanager
 def held_back() -> Iterator[Callable[[], None]]:
     """Delays Ctrl-C until the block ends, or until it calls the yielded function.
 
-    A second Ctrl-C raises at once, because the block may wait for something that hangs.
-    Only the main thread receives signals. In other threads, the yielded function raises
-    `SystemExit` when the process exits.
+    A second Ctrl-C raises immediately, because the block may hang. Only the main thread
+    receives signals. In other threads, the yielded function raises `SystemExit` when
+    the process exits.
     """
     handler: Any = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
@@ -28,7 +28,7 @@ def held_back() -> Iterator[Callable[[], None]]:
         nonlocal num_presses
         del number, frame  # unused
         num_presses += 1
-        # The first Ctrl-C waits for the block. The second raises at once.
+        # The first Ctrl-C waits for the block. The second raises immediately.
         if num_presses > 1:
             raise_pending()
 
@@ -56,7 +56,7 @@ class Calls:
     """A queue of calls in threads. Ctrl-C interrupts the caller, not the call.
 
     When the process exits, a call ends at its next wait or check for Ctrl-C. Threads of
-    a `concurrent.futures` pool would not notice that the process exits.
+    a `concurrent.futures` pool would continue.
     """
 
     def __init__(self) -> None:
@@ -93,8 +93,8 @@ def result(future: futures.Future[Any]) -> Any:
 
 def wait(future: futures.Future[Any]) -> None:
     """Waits until a call has ended. Ctrl-C raises here; the call continues."""
-    # Check between two waits: the locks of Python's threads do not expect an interrupt,
-    # which could surface as a different error.
+    # Check between two waits: an interrupt inside Python's locks could raise a
+    # different error.
     with held_back() as check:
-        while not futures.wait([future], _PATIENCE).done:
+        while not futures.wait([future], _POLL_INTERVAL).done:
             check()

@@ -1,8 +1,8 @@
 """Assigns exactly N episodes to lanes and collects the results.
 
-Episodes, order and ids are the same as in `rollout.kernel.episodes`: episodes count in
-the order in which they start. An episode lost to a fault is not replaced, since
-a replacement would bias the mean toward episodes that do not fail.
+Episodes, order and ids are the same as in `rollout.kernel.episodes`: the N episodes are
+the first to start. An episode lost to a fault is not replaced, since a replacement
+would bias the mean toward episodes that do not fail.
 """
 
 from typing import Any
@@ -97,12 +97,12 @@ class EpisodePlan:
         count = int(np.count_nonzero(ended))
         self._num_done += int(np.count_nonzero(ended & self.mask))
         if self._min_steps is not None and self._num_steps >= self._min_steps:
-            # Enough steps: these lanes become idle, and only started episodes remain.
+            # There are enough steps: these lanes become idle, other episodes continue.
             self._num_wanted = min(self._num_wanted, self._num_started)
             self._index[ended] = self.num_episodes
         elif self._first_queued is not None:
             # Lanes that end in the same row take the next episodes in lane order, as in
-            # the kernel. Idle lanes take indices from N on, so they stay idle.
+            # the kernel. Idle lanes take indices of at least N, so they stay idle.
             self._index[ended] = self._num_started + np.arange(count, dtype=np.int32)
             self._num_started += count
             self.num_used = min(self._num_started, self.num_episodes)
@@ -112,7 +112,7 @@ class EpisodePlan:
     def record(self, block: RowBlock, rows: Transition) -> None:
         """Stores the results of episodes that end in a block, and their padded rows."""
         ended = (block.terminated | block.truncated) & block.mask
-        # `truncated` excludes episodes that only `max_episode_steps` cut.
+        # `truncated` excludes truncations by `max_episode_steps`.
         truncated = block.truncated & ~block.cut
         result = {
             "episode_return": block.episode_return,
@@ -135,7 +135,7 @@ class EpisodePlan:
     def read(self) -> tuple[Episodes, Transition]:
         """Returns the episodes, `[N]`, and their padded rows, `[max_length, N, ...]`.
 
-        Episodes that do not count are zero, with `mask` False. The rows are None if the
+        Lost and unused episodes are zero, with `mask` False. The rows are None if the
         plan stores no steps.
         """
         mask = np.ones(self.num_episodes, bool)

@@ -1,4 +1,4 @@
-"""`HostCollector`: a `Collector` for host environments, which are not JAX."""
+"""`HostCollector`: a `Collector` for host environments, which are not in JAX."""
 
 import dataclasses
 import warnings
@@ -35,7 +35,7 @@ _BLOCK = 64  # rows per fold
 
 @dataclasses.dataclass(eq=False, repr=False)
 class HostCollector(Generic[ParamsT, ObsT, ActionT]):
-    """Collects the experience of a policy in host environments, which are not JAX.
+    """Collects the experience of a policy in host environments, which are not in JAX.
 
     Use it like a `Collector`: methods, arguments and results are the same. A loop in
     Python steps the environments, so no method works inside `jit`. The policy is one
@@ -46,16 +46,16 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     `mask` is False for rows in which an environment only reset itself, and for rows of
     episodes lost to a fault. Masked-out rows are zero.
 
-    With `num_ready`, a row has the first `num_ready` of the `B` environments that
-    answer, in the order of their answers. The policy acts for these environments, and
-    they step while the collector waits for the next row. Trajectories are
-    `[T, num_ready, ...]`. A transition is an environment's answer to its last action.
-    `info` is an `AsyncInfo`; `regroup_by_env` sorts transitions by environment. Actions
-    in flight at the end of a call are answered in the first rows of the next call. The
-    policy receives `[num_ready, ...]` observations and the state of `B` lanes. The
-    speed of the environments decides which environment is in which row, and therefore
-    which random numbers the policy uses for it. `collect_episodes` plays the first N
-    episodes that are *started*, so fast or short episodes are not favored.
+    With `num_ready`, environments step asynchronously. A row has the first `num_ready`
+    of the `B` environments that complete a step, in this order. The policy acts for
+    these environments, and they step while the collector waits for the next row.
+    Trajectories are `[T, num_ready, ...]`. `info` is an `AsyncInfo`; `regroup_by_env`
+    sorts transitions by environment. Steps in flight at the end of a call are returned
+    in the first rows of the next call. The policy receives `[num_ready, ...]`
+    observations and the state of `B` lanes. The order of environments, and therefore
+    the random numbers that the policy uses for each, depends on their speed.
+    `collect_episodes` plays the first N episodes that *start*, so there is no bias
+    toward fast or short episodes.
 
     Attributes:
         env: vector of `B` environments.
@@ -67,12 +67,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         accumulators: custom values to accumulate per episode, by name, as in
             `Collector`.
         on_fault: "raise" or "restart", the reaction to a fault. A fault is an
-            environment that raises, a worker process that dies or does not answer, an
-            observation or a reward that is not finite, or an observation outside of its
+            environment that raises, a worker process that dies or does not respond, an
+            observation or a reward that is not finite, or an observation outside its
             space. "raise" raises `rollout.envs.EnvFault`. "restart" masks out all rows
             of the episode in this call, counts the episode in `fault_stats`, logs the
             cause and rebuilds the environment; all other environments continue.
-        max_restarts: maximum number of rebuilt environments over the life of the
+        max_restarts: maximum number of rebuilt environments in the lifetime of the
             collector; the next fault raises. Choose a large number for a long run.
         is_host: True, since Python steps the environments.
 
@@ -113,8 +113,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def replace(self, **changes: Any) -> Self:
         """Returns a new collector with some arguments of the constructor changed.
 
-        The new collector begins with `init`. It shares the environments unless `env` is
-        changed: after its `init`, carries of this collector are invalid.
+        Call `init` of the new collector first. It shares the environments unless `env`
+        is changed: after its `init`, carries of this collector are invalid.
         """
         return dataclasses.replace(self, **changes)
 
@@ -169,7 +169,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         if not self.policy.has_value:
             raise ValueError(NO_VALUE)
-        with held_back():  # an interrupt in jax's caches raises other errors
+        with held_back():  # an interrupt in JAX's caches raises other errors
             self._loop.check(carry)
             return self._loop.policy.evaluate(params, carry.obs, carry.policy_state)
 
@@ -218,7 +218,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Acc]:
         """Folds each of `num_steps` transitions into `acc`; see `Collector.fold_steps`.
 
-        `acc` keeps rows of a lost episode if they were folded before the fault.
+        Rows of a lost episode that were folded before the fault remain in `acc`.
         """
         num_steps = checks.int_between("num_steps", num_steps)
         checks.function("fn", fn, "acc", "transition")
@@ -241,7 +241,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Episodes]:
         """Plays exactly `num_episodes` episodes; see `Collector.collect_episodes`.
 
-        An episode lost to a fault counts, with `mask` False and all other fields zero.
+        An episode lost to a fault has `mask` False and zeros in all other fields.
         """
         carry, _, episodes = self._play(
             carry,
@@ -306,8 +306,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 f"{num_unfinished} unfinished episodes restart.",
                 stacklevel=4,  # the caller of a `Stream`
             )
-        # Ctrl-C raises once environments and collector are consistent. After an error
-        # they are inconsistent, so `recover` begins new episodes.
+        # Delay Ctrl-C until environments and collector are consistent. An error leaves
+        # them inconsistent, so `recover` begins new episodes.
         with self._loop.call():
             self._loop.restore(carry, saved if is_saved else None)
             return self._loop.carry()
@@ -322,7 +322,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
         Args:
             carry: carry that was passed to the call. If the call was not interrupted,
-                this carry is returned unchanged. None stands for the latest call.
+                this carry is returned unchanged. None means the latest call.
 
         Returns:
             The carry for the next call, and the transitions that the call had

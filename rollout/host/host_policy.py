@@ -32,7 +32,8 @@ class _Programs(NamedTuple):
 class HostPolicy:
     """The compiled programs of a policy, for one root key.
 
-    The caller keeps the step and the state of the policy, and passes them to each call.
+    The caller stores the step and the state of the policy, and passes them to each
+    call.
 
     Args:
         policy: policy to run.
@@ -49,8 +50,8 @@ class HostPolicy:
         self, policy: Policy, action_space: Space, num_envs: int, key: chex.PRNGKey
     ) -> None:
         self.has_critic = policy.has_value
-        # The numbers of a policy are arguments of its programs, so policies that differ
-        # only in numbers share the programs.
+        # Pass the leaves of a policy as arguments, so that policies that differ only in
+        # numbers share programs.
         self._numbers, structure = jax.tree.flatten(policy)
         impl = jax.random.key_impl(key)
         self._programs = _programs(structure, action_space, num_envs, impl)
@@ -59,11 +60,11 @@ class HostPolicy:
             action_space,
             None,
         )
-        # The slack permits rounding in actions computed from the bounds.
+        # The slack allows for rounding in actions computed from the bounds.
         self._check = SpaceCheck(action_space, "action", slack=4e-7)
         self.initial_state = self._programs.initial(self._numbers, key)
         # Raw key data is faster to pass to `jit` than typed keys. Compute many keys at
-        # once: in a small program two hashes would take most of the time.
+        # once: in a small program, hashing would take most of the time.
         self._key, self._root = key, np.asarray(jax.random.key_data(key))
         self._first, self._words = 0, self._root[:0]  # row k: step `first + k`
 
@@ -96,7 +97,7 @@ class HostPolicy:
         Raises:
             ValueError: if an action is not in the action space.
         """
-        # Key n equals the kernel's key of step n, for any `_NUM_KEYS`.
+        # The key of step n equals the kernel's key, for any `_NUM_KEYS`.
         row = step - self._first
         if not 0 <= row < len(self._words):
             self._words = np.asarray(_policy_keys(self._key, step))
@@ -116,7 +117,7 @@ class HostPolicy:
             raise ValueError(
                 f"`policy.apply` must return actions of {self._action_space}, but "
                 f"in lane {lane} {faults[row]}. Count from `space.start`, which may be "
-                "nonzero. Clip or rescale in the environment, for example by "
+                "nonzero. Clip or rescale in the environment, for example with "
                 "`gymnasium.wrappers.ClipAction`, so that the log-probability matches "
                 "the sampled action."
             )
@@ -134,14 +135,13 @@ class HostPolicy:
 
         `env_id` is as in `act`; `obs` and `flag` may have fewer rows than `env_id`.
         """
-        # Repeat rows up to the size that the program is compiled for.
+        # Repeat rows up to the size for which the program is compiled.
         num = len(flag)
         if env_id is not None:
             pad = lambda x: np.resize(x, (len(env_id), *x.shape[1:]))  # noqa: E731
             obs = jax.tree.map(pad, obs)
         args = self._numbers, params, obs, state, env_id
-        # Usually no lane is truncated: skip the critic, and look up the dtype of its
-        # zeros once.
+        # If no lane is truncated, which is usual, return zeros without the critic.
         if not np.count_nonzero(flag):
             if self._value_dtype is None:
                 self._value_dtype = jax.eval_shape(self._programs.value, *args).dtype
@@ -155,7 +155,7 @@ class HostPolicy:
 
     def compile(self, params: Any, obs: ArrayTree) -> None:
         """Compiles `act` by calling it."""
-        # Call instead of lowering: only a call fills the cache of later calls.
+        # Call instead of lowering: only a call fills the jit cache.
         lane = np.arange(self._num_envs, dtype=np.int32)
         self.act(params, 0, self.initial_state, obs, np.ones(len(lane), bool), lane)
 

@@ -1,4 +1,4 @@
-"""Steps environments under a policy, and owns the position of a host collection.
+"""Steps environments under a policy, and owns the state of a host collection.
 
 The loop is a NumPy version of `rollout.kernel.step`, which cannot call environments
 outside of JAX. It uses the kernel's functions for policy state, accumulators and
@@ -6,7 +6,8 @@ recorded fields.
 
 Ctrl-C is delayed and raises only between two rows, so the loop may update its state in
 several lines. A second Ctrl-C, or an error in the code of an environment, may raise at
-any line: the state is then torn, and `recover` begins new episodes in all lanes.
+any line: the state is then inconsistent, and `recover` begins new episodes in all
+lanes.
 """
 
 import contextlib
@@ -58,8 +59,8 @@ class FaultStats(NamedTuple):
     Attributes:
         faulty_episodes: number of discarded episodes.
         lost_steps: number of masked-out steps of discarded episodes, including the
-            faulty steps. A call for episodes stores only the last rows, at most 64, and
-            counts lost steps in these.
+            faulty steps. `collect_episodes` and the folds count only steps in their
+            current block of at most 64 rows.
         restarts: number of rebuilt environments.
     """
 
@@ -69,9 +70,9 @@ class FaultStats(NamedTuple):
 
 
 class Loop:
-    """Steps `B` environments under a policy, and owns the position of the collection.
+    """Steps `B` environments under a policy, and owns the state of the collection.
 
-    The position is the state of the lanes, the latest carry, and the rows and assigned
+    The state consists of the lanes, the latest carry, and the rows and assigned
     episodes of a running call. No other class changes it.
 
     Args:
@@ -93,8 +94,8 @@ class Loop:
             the current episodes so far.
         is_first: `[B]` bool, True before the first action of an episode.
         accumulated: accumulated values of all lanes before the block.
-        is_torn: True while environments step. If an error leaves it True, the state of
-            the environments is unknown.
+        is_torn: True while environments step. If it is True after an error, the state
+            of the environments is unknown.
         plan: assigned episodes; None while lanes play per-lane episodes.
         block: rows of the running or interrupted call; None if there are none.
     """
@@ -126,10 +127,10 @@ class Loop:
         self._no_lanes = ~self._all_lanes
         self._failed = self._no_lanes.copy()  # [B] bool, lanes to rebuild
         self._call_lock = threading.Lock()
-        # Raises between two rows if Ctrl-C was pressed.
+        # Called between two rows; raises if Ctrl-C was pressed.
         self._raise_pending: Callable[[], None] = lambda: None
         # A ticket identifies a carry. The environments store the ticket of the latest
-        # carry, so that a collector notices if another collector has stepped them.
+        # carry, so that a collector detects if another collector has stepped them.
         self._ticket: Any = np.uint32(0)  # of the latest carry or the running call
         self._used_ticket: Any = None  # of the carry that began the call
         self._latest: Carry | None = None
@@ -192,7 +193,7 @@ class Loop:
 
     def _use_carry(self) -> None:
         """Begins a call, which invalidates the latest carry."""
-        # The environments step during the call: no carry is valid until it returns.
+        # No carry is valid until the call returns, since the environments step.
         self._used_ticket = self._ticket
         self._claim()
 
@@ -213,8 +214,8 @@ class Loop:
         self.key, self.step, self.next_episode = key, 0, 0
         self.policy_state = self.policy.initial_state
         self.accumulated = accumulate_nothing(self._accumulators, num_envs)
-        # Every lane may need a different table. An evicted table is computed again and
-        # has the same seeds.
+        # Every lane may need a different table. If a table was evicted, it is computed
+        # again with the same seeds.
         self._seed_table = functools.lru_cache(num_envs + 1)(
             functools.partial(_compute_seeds, key, num_envs)
         )
@@ -224,7 +225,7 @@ class Loop:
         self.episode_return = np.zeros(num_envs, np.float32)
         self.episode_length = np.zeros(num_envs, np.int32)
         # Without `num_ready`, this is the array that `step` returned. With `num_ready`,
-        # the loop owns the array and replaces the rows of environments that answer.
+        # the loop owns the array and replaces rows when environments return a step.
         self.obs: ArrayTree = None
         self.is_first = self._all_lanes
         self._must_reset = self._no_lanes.copy()  # [B] bool, lanes to reset
@@ -267,9 +268,9 @@ class Loop:
         self._reset()
 
     def begin_started(self) -> None:
-        """Begins the next episode in lanes whose episode has had a step."""
-        # Skip lanes at the start of an episode: they are reset already if the last row
-        # of the previous batch ended an episode.
+        """Begins the next episode in lanes whose episode has at least one step."""
+        # Skip lanes at the start of an episode: if the last row of the previous batch
+        # ended an episode, the lane is already reset.
         self.begin(self._next_ids, self.episode_length > 0)
 
     def assign(
@@ -312,10 +313,10 @@ class Loop:
     ) -> Iterator[tuple[RowBlock, Transition]]:
         """Collects up to `num_rows` rows, or until the assigned episodes have ended.
 
-        Yields each block once it is full, together with its recorded rows. Episodes are
-        truncated after `limit` steps. With `cut_last`, the last row truncates all
-        episodes that do not terminate in it. After an error, the block has the complete
-        rows, and `recover` continues.
+        Yields each full block with its recorded rows. Episodes are truncated after
+        `limit` steps. With `cut_last`, the last row truncates all episodes that do not
+        terminate in it. After an error, the block has the complete rows, and `recover`
+        continues.
         """
         step_fn = self._receive if self._is_async else self._step
         for first in range(0, num_rows, block_size):
@@ -324,8 +325,8 @@ class Loop:
             # Allocate the full size, so that one compiled program records every block.
             size = min(block_size, num_rows - first)
             block = self.block = RowBlock(self._width, block_size)
-            # Each iteration acts, steps, writes a row, and begins the next episodes. If
-            # it is interrupted at any line, the block has the complete row or no row.
+            # Each iteration acts, steps, writes a row, and begins the next episodes. An
+            # interrupt at any line leaves a complete row or no row in the block.
             while block.num < size and not self._is_done:
                 self._raise_pending()
                 result, lanes = step_fn(params, block)
@@ -406,8 +407,8 @@ class Loop:
 
     def _step(self, params: Any, block: RowBlock) -> tuple[HostStep, slice]:
         """Takes one step in all lanes."""
-        # Pass the copy in the block: jax may alias it, while the environments overwrite
-        # the original before the program has ended.
+        # Pass the copy in the block: JAX may alias its input, and the environments may
+        # overwrite the original while the program runs.
         obs = block.write("obs", self.obs)
         action, extras = self._act(params, obs)
         self.is_first, self.is_torn = self._no_lanes, True
@@ -419,7 +420,7 @@ class Loop:
     def _act(
         self, params: Any, obs: ArrayTree, env_id: np.ndarray | None = None
     ) -> tuple[ArrayTree, ArrayTree]:
-        """Applies the policy in all lanes, or in those of `env_id`."""
+        """Applies the policy in all lanes, or in the lanes `env_id`."""
         self.policy_state, action, extras = self.policy.act(
             params,
             self.step,
@@ -433,12 +434,12 @@ class Loop:
         return action, extras
 
     def _receive(self, params: Any, block: RowBlock) -> tuple[HostStep, np.ndarray]:
-        """Sends actions to all waiting lanes and receives the first answers."""
+        """Sends actions to all waiting lanes and receives the first steps."""
         is_waiting = ~self._in_flight
-        # Idle lanes get no action, unless a fixed batch size needs their answers.
+        # Idle lanes get no action, unless a fixed batch size requires their steps.
         if self.plan is not None and self._env.batch_size is None:
             is_waiting &= self.plan.mask
-        # Send all actions before receiving, so that no environment stands still.
+        # Send all actions before receiving, so that no environment is idle.
         # Usually these are the lanes of the last row; at the start, all lanes.
         env_id = np.flatnonzero(is_waiting).astype(np.int32)
         for first in range(0, len(env_id), self._width):
@@ -460,8 +461,8 @@ class Loop:
     def _send(self, params: Any, env_id: np.ndarray) -> None:
         """Sends actions to up to `num_ready` environments, with one policy call."""
         num_envs, count = self._env.num_envs, len(env_id)
-        # Pad, so that one compiled program serves any number of lanes. The policy drops
-        # the state of lane B, which does not exist; padded observations are arbitrary.
+        # Pad, so that one compiled program handles any number of lanes. The policy
+        # drops the state of lane B, which is padding with arbitrary observations.
         padded = np.full(self._width, num_envs, np.int32)
         padded[:count] = env_id
         index = np.minimum(padded, num_envs - 1)
@@ -473,7 +474,7 @@ class Loop:
                 lambda x: np.zeros((num_envs, *x.shape[1:]), x.dtype), rows
             )
         place_rows(self._sent, env_id, rows)
-        # Copy: jax may still read the array that was passed to `act`.
+        # Copy: JAX may still read the array that was passed to `act`.
         self.is_first = self.is_first.copy()
         self.is_first[env_id] = False
         self.is_torn = True
@@ -492,7 +493,7 @@ class Loop:
     ) -> np.ndarray:
         """Writes a row; returns `[K]` bool, True for episodes that end with it."""
         # `lanes` selects K of the B lanes; the first K columns of the row have their
-        # answers.
+        # steps.
         plan, terminated, truncated = self.plan, result.terminated, result.truncated
         reward, step_mask = result.total_reward, result.mask
         if step_mask is None:  # the usual case, kept fast
@@ -507,7 +508,7 @@ class Loop:
         length, cut = self.episode_length[lanes], False
         if limit < NO_LIMIT:
             cut = mask & (length >= limit) & ~truncated
-            # An assigned episode that terminates at the limit is not cut.
+            # An assigned episode that terminates at the limit is not truncated.
             cut = cut if plan is None else cut & ~terminated
             truncated = truncated | cut
         if is_last:
@@ -543,8 +544,8 @@ class Loop:
             place_rows(self.obs, lanes, result.obs)
             ended = self._no_lanes.copy()
             ended[lanes] = done
-        # Non-finite values and values outside of the space are faults. Check after the
-        # row is written: a fault masks out all rows of its episode.
+        # Nonfinite values and values outside the space are faults. Check after the row
+        # is written, since a fault masks out all rows of its episode.
         faults, reward = self._obs_check.find(result.obs), result.total_reward
         if not np.isfinite(reward).all():
             is_invalid = ~np.isfinite(reward)
@@ -595,8 +596,8 @@ class Loop:
 
     def _mark(self, mask: np.ndarray, episode_id: np.ndarray) -> None:
         """Assigns episode ids to lanes, and marks the lanes for `_reset`."""
-        # Create new ids and flags: a carry or jax may hold the old arrays. Lengths and
-        # returns are copied before they are passed on.
+        # Create new ids and flags: a carry or JAX may hold the old arrays. Lengths and
+        # returns may change in place, since callers receive copies.
         self.episode_id = np.where(mask, episode_id, self.episode_id)
         self.episode_length[mask] = 0
         self.episode_return[mask] = 0
@@ -608,7 +609,7 @@ class Loop:
         if self.is_torn:  # any environment may be inconsistent
             self._failed = self._all_lanes.copy()
         self.is_torn = True
-        # Repeat, because a fault in a reset discards the next episode.
+        # Repeat, since a fault in a reset discards the next episode.
         while np.count_nonzero(self._must_reset):
             if self._env.can_rebuild and np.count_nonzero(self._failed):
                 self._rebuild()
@@ -625,8 +626,8 @@ class Loop:
             except EnvFault as error:
                 obs, causes = None, error.causes
             if causes:
-                # The seed may be the cause, so the lane begins the episode after it.
-                # All other lanes are reset again, with the same seeds.
+                # The seed may be the cause, so the lane begins the following episode.
+                # All other lanes are reset again with the same seeds.
                 self._end(self._no_lanes.copy(), causes)
                 continue
             if not self._is_async:
@@ -689,7 +690,7 @@ def _ticket_of(carry: Carry) -> Any:
 
 
 def _compute_seeds(key: chex.PRNGKey, num_envs: int, table: int) -> np.ndarray:
-    """Computes a table of seeds, `[_NUM_SEED_ROWS, B]`: jax is slow at every reset."""
+    """Computes a table of seeds, `[_NUM_SEED_ROWS, B]`, to avoid JAX in each reset."""
     row = table * _NUM_SEED_ROWS + np.arange(_NUM_SEED_ROWS, dtype=np.int32)
     lane = np.arange(num_envs, dtype=np.int32)
     return np.asarray(_seeds_of(key, row[:, None] * num_envs + lane))

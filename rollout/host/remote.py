@@ -31,7 +31,7 @@ _LOG = logging.getLogger("rollout")
 
 
 class RemoteBatch(struct.PyTreeNode, kw_only=True):
-    """A batch from one actor, with the fields of a `StreamBatch`.
+    """A batch from one actor, similar to a `StreamBatch`.
 
     Attributes:
         trajectory: `[T, B, ...]` read-only NumPy arrays in Ray's object store. The
@@ -80,20 +80,20 @@ class RayCollector(
                 params = update(params, batch.trajectory)
                 batches.set_params(params)
 
-    Batches arrive in the order in which they are finished, so a slow actor does not
-    delay the remaining actors. An actor begins its next batch when its previous batch
-    is returned, with the newest parameters at that time. Actors therefore collect while
-    the learner updates, and at most one batch per actor waits. If one `set_params`
-    follows every batch, a batch is about `num_actors` versions old.
+    Batches are returned in the order of completion, so a slow actor does not delay
+    other actors. An actor begins its next batch when its previous batch is returned,
+    with the newest parameters at that time. Actors therefore collect while the learner
+    updates, and at most one batch per actor waits. If one `set_params` follows every
+    batch, a batch is about `num_actors` versions old.
 
     An actor is lost if its process or its machine ends, or if it raises. The current
-    batch and unfinished episodes of the actor are lost with it, and a new actor with
-    new episodes replaces it. An error before an actor has returned its first batch, in
-    `make_collector` or while collecting, counts as a bug and is raised here. An actor
-    that hangs is not lost: set the `timeout` of `rollout.envs.make_worker_envs`.
+    batch and the unfinished episodes of the actor are lost, and a new actor with new
+    episodes replaces it. An error before an actor has returned its first batch, in
+    `make_collector` or while collecting, is treated as a bug and raised here. An actor
+    that hangs is not replaced: set the `timeout` of `rollout.envs.make_worker_envs`.
 
-    The order of batches depends on the speed of the actors, and therefore the result of
-    training does as well.
+    The order of batches, and therefore the result of training, depends on the speed of
+    the actors.
 
     The collector is an iterator over `RemoteBatch`es. If `ray.init` was not called, Ray
     starts on this machine and runs until the program ends.
@@ -103,7 +103,7 @@ class RayCollector(
 
     Args:
         make_collector: function that creates the collector in the actor. The function
-            imports modules and sets jax's options; it is sent by `cloudpickle`.
+            imports modules and sets JAX's options; it is sent with `cloudpickle`.
         key: one typed key. Every actor, including replacements, derives another key
             from it.
         params: parameters of the policy.
@@ -115,12 +115,12 @@ class RayCollector(
             keeps all batches, 0 keeps batches of the newest version. Values below
             `num_actors` drop many batches, see above.
         total_steps: steps after which the iteration ends; None never ends it. The last
-            batch is complete; dropped and lost batches do not count.
+            batch is complete; dropped and lost batches are not included.
         max_restarts: maximum number of replaced actors in total.
         ray_options: resources of each actor, as in `ray.remote`: `num_cpus`,
             `num_gpus`, `resources`, `runtime_env`. The default is one CPU per actor. If
-            Ray assigns no accelerator, jax runs on the CPU. Ray waits silently until
-            machines with these resources join.
+            Ray assigns no accelerator, JAX runs on the CPU. Ray waits silently until
+            these resources are available.
 
     Raises:
         ImportError: if Ray is not installed.
@@ -156,11 +156,11 @@ class RayCollector(
         self._args = make_collector, steps_per_batch, str(jax.random.key_impl(key))
         self._key, self._numbers = key, itertools.count()
         self._actors: dict[int, Any] = {}  # by number
-        self._proven: set[int] = set()  # actors that have returned a batch
+        self._checked_actors: set[int] = set()  # actors that have returned a batch
         # By reference, oldest first: actor and version of the parameters.
         self._in_flight: dict[Any, tuple[int, int]] = {}
         self.stats = RemoteStats()
-        self._setting, self._is_closed = threading.Lock(), False
+        self._params_lock, self._is_closed = threading.Lock(), False
         try:
             # Convert to NumPy: actors may lack the learner's devices.
             tree = _on_host(params)
@@ -201,8 +201,8 @@ class RayCollector(
                 self._replace(self._in_flight.pop(reference)[0], error)
                 continue
             number, version = self._in_flight[reference]
-            self._proven.add(number)
-            # Begin the actor's next batch first: it collects while the caller updates.
+            self._checked_actors.add(number)
+            # Begin the actor's next batch first, to collect while the caller updates.
             newest = self._begin(number)
             del self._in_flight[reference]  # last: Ctrl-C leaves no actor without work
             if self._max_lag is not None and newest - version > self._max_lag:
@@ -240,7 +240,7 @@ class RayCollector(
             raise RuntimeError("`set_params` must be called before `close`.")
         tree = _on_host(params)
         checks.same("`params` must keep structure, shapes and dtypes", self._spec, tree)
-        with self._setting:  # two threads must not set the same version
+        with self._params_lock:  # two threads must not set the same version
             self._params = self._ray.put(tree), self._params[1] + 1
 
     def close(self) -> None:
@@ -255,7 +255,7 @@ class RayCollector(
 
     def _start(self) -> None:
         """Starts an actor and its first batch."""
-        # Use each number once: a replacement with an old key would repeat its episodes.
+        # Use each number once: a replacement with an old key would repeat episodes.
         number = next(self._numbers)
         words = np.asarray(trees.unwrap_keys(jax.random.fold_in(self._key, number)))
         self._actors[number] = self._make_actor(*self._args, words)
@@ -277,8 +277,8 @@ class RayCollector(
         has_raised = isinstance(error, self._ray.exceptions.RayTaskError)
         has_raised |= getattr(error, "actor_init_failed", False)
         reason = f"{type(cause).__name__}: {cause}"
-        # Before the first batch, blame the user's code: a replacement would also fail.
-        if has_raised and number not in self._proven:
+        # Raise errors before the first batch: a replacement would likely fail as well.
+        if has_raised and number not in self._checked_actors:
             self.close()
             raise RuntimeError(f"Actor {number} raised {reason}") from error
         if self.stats.restarts >= self._max_restarts:
@@ -308,7 +308,7 @@ class _Actor:
     ) -> None:
         context = import_optional("ray").get_runtime_context()
         if not any(context.get_accelerator_ids().values()):
-            # Other processes own the accelerators. No jax array may exist yet.
+            # Other processes own the accelerators. No JAX array may exist yet.
             jax.config.update("jax_platforms", "cpu")
         self._make_collector, self._steps_per_batch = make_collector, steps_per_batch
         self._key: Any = impl, words

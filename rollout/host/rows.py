@@ -1,7 +1,7 @@
 """Stores rows of host transitions and records them in one jitted call.
 
-A row has one column for each of the `B` lanes. With `num_ready`, it has one column for
-each environment that answered.
+A row has one column per lane. With `num_ready`, it has one column per environment that
+completed a step.
 """
 
 import functools
@@ -34,9 +34,9 @@ Acc = TypeVar("Acc")
 
 
 class RowBlock:
-    """Memory for rows `[B, ...]`; the first written row defines the shapes.
+    """Storage for rows `[B, ...]`; the first written row defines the shapes.
 
-    Columns that a row does not write are masked out.
+    Columns that are not written are masked out.
 
     Attributes:
         num: number of complete rows.
@@ -48,8 +48,8 @@ class RowBlock:
 
     def __init__(self, width: int, capacity: int) -> None:
         self.num = 0
-        # The system allocates pages of `np.zeros` at the first write, so unused rows
-        # occupy no memory.
+        # The operating system allocates pages of `np.zeros` at the first write, so
+        # unused rows take no memory.
         self._shape = shape = capacity, width
         # Extras of the policy by row, possibly on the device.
         self._extras: list[ArrayTree] = []
@@ -104,7 +104,7 @@ class RowBlock:
         episode_return: np.ndarray,
         episode_length: np.ndarray,
     ) -> None:
-        """Writes the outcome of a step in the first columns, and counts the row."""
+        """Writes the results of a step to the first columns, and counts the row."""
         # Copy: the environments and the next row overwrite these arrays.
         row, columns = self.num, slice(len(result.reward))
         self.reward[row, columns] = result.reward
@@ -122,7 +122,7 @@ class RowBlock:
 
     def record(self, fn: Callable[[Transition, np.ndarray], Transition]) -> Transition:
         """Returns `fn(rows, lane)`; later calls return the result of the first call."""
-        # Record once: when `recover` reads the rows, accumulators would count twice.
+        # Record once: otherwise `recover` would update the accumulators twice.
         if self._recorded is None:
             self._recorded = fn(self._read(), self.lane)
         return self._recorded
@@ -138,7 +138,7 @@ class RowBlock:
 
     def _read(self) -> Transition:
         """Returns all rows, `[capacity, B, ...]`, not copied; masked-out rows are 0."""
-        # Transfer all extras together and late: the device has usually computed them.
+        # Transfer all extras together at the end, when they are usually computed.
         for row, extras in enumerate(to_host(self._extras[: self.num])):
             self.write("extras", extras, row)
         self.mask[self.num :] = False  # discard an incomplete row
@@ -193,7 +193,7 @@ def record_rows(
             raise ValueError(
                 "`record_fn` must keep the `AsyncInfo` in `info` with `num_ready`, "
                 f"got {checks.describe(recorded.info)}. `regroup_by_env` reads it. To "
-                "drop the infos of the environments, drop `info.info`."
+                "drop the infos of the environments, set `info.info` to `()`."
             )
         return accumulated, mask_out(recorded)
 
@@ -276,7 +276,7 @@ def regroup_by_env(rows: Transition) -> Transition:
     and outside of `jit`.
 
     Args:
-        rows: `[T, num_ready, ...]` transitions, in the order of the answers.
+        rows: `[T, num_ready, ...]` transitions, in the order of completion.
 
     Returns:
         `[T, B, ...]` transitions. Column b has the transitions of environment b in
@@ -297,7 +297,7 @@ def _by_env(rows: Transition) -> Transition:
     num_rows, num_envs = rows.mask.shape[0], rows.info.num_envs
     # Move masked-out rows to column B, which `put` drops.
     env_id = jnp.where(rows.mask, rows.info.env_id, num_envs).reshape(-1)
-    # The result needs T rows: an environment may have answered in every row.
+    # The result needs T rows: an environment may be in every row.
     order = jnp.argsort(env_id, stable=True)  # stable: keeps the order of time
     env_id = env_id[order]
     # Row of a transition: its rank among the transitions of the environment.

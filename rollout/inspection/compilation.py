@@ -1,4 +1,4 @@
-"""`inspect_program`: compiles a program for an accelerator, which may be absent."""
+"""`inspect_program`: compiles a program for an accelerator, without the device."""
 
 import contextlib
 import functools
@@ -66,11 +66,11 @@ def find_accelerator(accelerator: str) -> tuple[str, dict[str, Any]]:
 
 
 def devices(accelerator: str, num_devices: int = 1) -> list[Device]:
-    """Makes devices to compile programs for. Programs cannot run on these devices.
+    """Makes absent devices as compilation targets. Programs cannot run on them.
 
     Build a `jax.sharding.Mesh` of the devices, and use its shardings in the arguments
     of `rollout.inspect_program`. The machine needs only the compiler, from the extra
-    `accelerators`, and no such device.
+    `accelerators`.
 
     Args:
         accelerator: "h100", "a100" or "tpu-v5e" (also "v5e").
@@ -81,7 +81,7 @@ def devices(accelerator: str, num_devices: int = 1) -> list[Device]:
 
     Raises:
         ValueError: if there is no accelerator of this name, or if `num_devices` is too
-            large for it.
+            large.
         ImportError: if the compiler is not installed, or does not match jax's version.
     """
     name, description = find_accelerator(accelerator)
@@ -103,7 +103,7 @@ def _gpus(name: str, num_devices: int) -> tuple[Device, ...]:
         try:
             topology = make_topology()
         except NotImplementedError:
-            # Without a driver, jax starts without the plugin: load the plugin now.
+            # Without a driver, JAX starts without the plugin: load the plugin now.
             version = plugin.removeprefix("jax-").removesuffix("-plugin")
             importlib.import_module(f"jax_plugins.xla_{version}").initialize()
             topology = make_topology()
@@ -129,12 +129,12 @@ def _tpus(name: str, num_devices: int) -> tuple[Device, ...]:
 @contextlib.contextmanager
 def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets unset environment variables for the duration of a block."""
-    added = [name for name in variables if name not in os.environ]
-    os.environ.update({name: variables[name] for name in added})
+    new_names = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in new_names})
     try:
         yield
     finally:
-        for name in added:
+        for name in new_names:
             os.environ.pop(name, None)
 
 
@@ -170,7 +170,7 @@ def inspect_program(
     """Compiles a program for an accelerator and reports its launches and waits.
 
     The program does not run. The machine needs only the accelerator's compiler, from
-    the extra `accelerators`, and no accelerator.
+    the extra `accelerators`, and not the accelerator.
 
         print(rollout.inspect_program(collector, params, key, accelerator="h100"))
         print(rollout.inspect_program(train_step, carry, params, accelerator="tpu-v5e"))
@@ -179,13 +179,13 @@ def inspect_program(
         program: a `Collector`, whose `collect_steps` is inspected, or any function that
             `jax.jit` takes, jitted or not.
         *args: for a collector, the parameters of its policy, and a key, whose
-            implementation decides the generator; for a function, its arguments. Only
-            shapes and dtypes of arrays matter, so you can pass `jax.ShapeDtypeStruct`s,
-            with or without a sharding over `rollout.inspection.devices`. Static
-            arguments are passed on unchanged.
+            implementation determines the random number generator; for a function, its
+            arguments. Only shapes and dtypes of arrays matter, so you can pass
+            `jax.ShapeDtypeStruct`s, with or without a sharding over
+            `rollout.inspection.devices`. Static arguments are passed unchanged.
         accelerator: "h100", "a100" or "tpu-v5e" (also "v5e").
         num_steps: T, steps of every lane; 128 if None. Only for a collector.
-        num_devices: number of devices that the program runs on. None takes the devices
+        num_devices: number of devices on which the program runs. None takes the devices
             of the arguments' shardings, or one device. Arguments without a sharding are
             replicated.
 
@@ -195,7 +195,7 @@ def inspect_program(
 
     Raises:
         ValueError: if there is no such accelerator, if an option does not fit the
-            program, or if a program for a GPU calls back into Python, which jax cannot
+            program, or if a program for a GPU calls back into Python, which JAX cannot
             compile for an absent GPU.
         ImportError: if the accelerator's compiler is not installed; the message has the
             command that installs it.
@@ -292,7 +292,7 @@ def _absent_sharding(leaf: Any) -> Sharding | None:
 
 def _lower(fn: Any, args: Any, devices: list[Device], *, allow_callbacks: bool) -> Any:
     """Lowers a function with abstract arguments."""
-    # Replicate explicitly: jax would compile for the devices of this process.
+    # Replicate explicitly: otherwise JAX would compile for this process's devices.
     mesh = Mesh(np.asarray(devices), ("devices",))
     replicated = NamedSharding(mesh, PartitionSpec())
 
@@ -321,8 +321,8 @@ def _shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Disables writes to the persistent cache: jax could not read the program."""
-    # No program takes that long, so jax writes no entry.
+    """Disables writes to the persistent cache: JAX could not read the program."""
+    # With an infinite minimum compile time, JAX writes no entry.
     name = "jax_persistent_cache_min_compile_time_secs"
     previous = getattr(jax.config, name)
     jax.config.update(name, float("inf"))

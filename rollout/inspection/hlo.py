@@ -21,7 +21,7 @@ _COLLECTIVES = {
     *("collective-permute", "collective-broadcast"),
 }
 
-_HOLDERS = ("kCommandBuffer", "kSequential", "kConcurrent", "kAsyncStart")
+_CONTAINERS = ("kCommandBuffer", "kSequential", "kConcurrent", "kAsyncStart")
 
 _THUNK = re.compile(r"^( *)(\d+): (k\w+)")
 _SECTION = re.compile(r"^( *)(condition|body|\w*branch\w*):\s*$")
@@ -49,7 +49,7 @@ class Instruction(NamedTuple):
     operands: tuple[str, ...]
     text: str  # text after the first parenthesis
     is_root: bool
-    home: str  # name of the computation that contains it
+    computation: str  # name of the computation that contains it
 
     def attribute(self, name: str) -> str:
         """Returns the value of an attribute, a number or a name; "" if absent."""
@@ -66,7 +66,7 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """Name of the operation in jax, with the scopes around it."""
+        """Name of the operation in JAX, with its scopes."""
         match = re.search(r'op_name="([^"]*)"', self.text)
         return match[1] if match else ""
 
@@ -83,18 +83,19 @@ class Module:
     def __init__(self, text: str) -> None:
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.instructions: dict[str, Instruction] = {}
-        self.entry, home = "", ""
+        self.entry, computation = "", ""
         for line in text.splitlines():
             if match := _COMPUTATION.match(line):
-                home = match[2]
-                self.computations[home] = {}
-                self.entry = home if match[1] else self.entry
+                computation = match[2]
+                self.computations[computation] = {}
+                self.entry = computation if match[1] else self.entry
             elif match := _INSTRUCTION.match(line.strip()):
                 root, name, opcode, rest = match.groups()
                 # Stop at the parenthesis: attributes after it also contain names.
                 operands = tuple(re.findall(r"%([\w.\-]+)", rest.partition(")")[0]))
-                x = Instruction(name, opcode, operands, rest, root is not None, home)
-                self.computations[home][name] = self.instructions[name] = x
+                is_root = root is not None
+                x = Instruction(name, opcode, operands, rest, is_root, computation)
+                self.computations[computation][name] = self.instructions[name] = x
         # In these tables, a frame has a line and the number of the calling frame.
         tables = text.partition("\nFunctionNames")
         files = dict(_FILE.findall(tables[0]))
@@ -119,7 +120,7 @@ class Module:
         return frames
 
     def op_name(self, x: Instruction) -> str:
-        """Returns jax's name of an operation, or of the last operation in a fusion."""
+        """Returns JAX's name of an operation, or of the last operation in a fusion."""
         fused = self.computations.get(x.attribute("calls"), {})
         names = (y.op_name for y in reversed((*fused.values(), x)))
         return next(filter(None, names), "")
@@ -146,7 +147,7 @@ def read_gpu(text: str, sequence: str, metadata: str) -> Block:
             # The text may lack the instruction.
             x = module.instructions.get(names.get(number, ""))
             inner = [thunk for _, part in sections for thunk in part]
-            if kind in _HOLDERS:
+            if kind in _CONTAINERS:
                 yield from read(inner, in_graph or kind == "kCommandBuffer")
             elif kind == "kConditional":
                 branches = tuple(
@@ -210,9 +211,9 @@ def read_tpu(text: str) -> Block:
 def find_source(frames: list[Frame]) -> Frame | None:
     """Finds the line of code that causes an operation, so that a user can change it.
 
-    Usually this is the innermost line outside of jax. If that line is in this library
-    and was called by foreign code, such as an environment that the library had called,
-    the line in the foreign code is returned instead.
+    Usually this is the innermost line outside of JAX. If this line is in the library
+    and was called by other code that the library called, for example an environment,
+    the line in the other code is returned instead.
     """
     candidates = [x for x in frames if not x.file.startswith(_JAX)]
     for i, frame in enumerate(candidates):
@@ -285,12 +286,12 @@ def _block(
 def _source(
     module: Module, x: Instruction | None, default: str
 ) -> tuple[str, str, int]:
-    """Returns the jax function that made an instruction, with its file and line."""
+    """Returns the JAX function that made an instruction, with its file and line."""
     if x is None:
         return default, "", 0
     name = x.op_name.rpartition("/")[2]
     frame = find_source(module.frames(x)) or Frame("", 0)
-    # jax compiles both loops and scans to `while`.
+    # JAX compiles both loops and scans to `while`.
     return default if name in ("", "while") else name, frame.file, frame.line
 
 
@@ -317,10 +318,10 @@ def _trips(module: Module, x: Instruction | None) -> int | None:
     if isinstance(counter, int) or not counter or not isinstance(limit, int):
         return None
     _, start = _operand(module, init, int(counter))
-    added, _ = _operand(module, body, int(counter))
-    if not isinstance(start, int) or added.opcode != "add":
+    sum_, _ = _operand(module, body, int(counter))
+    if not isinstance(start, int) or sum_.opcode != "add":
         return None
-    terms = {_operand(module, added, number)[1] for number in (0, 1)}
+    terms = {_operand(module, sum_, number)[1] for number in (0, 1)}
     return max(0, limit - start) if terms == {counter, 1} else None
 
 
@@ -328,7 +329,7 @@ def _operand(
     module: Module, x: Instruction, number: int
 ) -> tuple[Instruction, int | str]:
     """Returns an operand, and its value if constant, else its index in a tuple."""
-    lines = module.computations[x.home]
+    lines = module.computations[x.computation]
     y = lines[x.operands[number]]
     while y.opcode in ("copy", "bitcast"):
         y = lines[y.operands[0]]

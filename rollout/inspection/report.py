@@ -20,7 +20,7 @@ class Wait(NamedTuple):
         cause: "while_loop" or "cond" if the host must read the predicate, or the name
             of a callback, such as "pure_callback".
         file: file of the calling line: your code or an environment if it calls the
-            function, else this library. "" if XLA has lost the file.
+            function, else this library. "" if the file is unknown.
         line: line in the file.
         count: minimum number of waits.
         per: unit of `count`: "step" of a collector; "round" of a function's loop over
@@ -82,7 +82,7 @@ class Block:
         trips: number of rounds of a loop; None if the number depends on data.
         asks_host: whether the host must read the predicate of the loop or conditional
             before the device can continue.
-        cause: name of the jax function that made the loop or conditional.
+        cause: name of the JAX function that made the loop or conditional.
         file: file of the line that called the function.
         line: line in the file.
         graph_launches: number of launches in CUDA graphs.
@@ -92,8 +92,8 @@ class Block:
             no estimate.
         collectives: names of exchanges between devices, such as "all-reduce".
         callbacks: calls back into Python: name, file, line.
-        operations: every launch of a GPU, or operation of a TPU: its name in jax with
-            the scopes around it, and 1 for a launch, or the number of cycles.
+        operations: every launch of a GPU, or operation of a TPU: the name in JAX with
+            its scopes, and the number of launches, 1, or of cycles.
         blocks: inner blocks, in the order in which they run.
     """
 
@@ -146,14 +146,14 @@ class Report:
 
     Attributes:
         accelerator: name of the accelerator.
-        description: name of the device, as the vendor calls it.
+        description: the vendor's name of the device.
         num_devices: number of devices.
-        jax_version: version of jax that compiled the program.
+        jax_version: version of JAX that compiled the program.
         compile_seconds: seconds taken to compile.
         memory: bytes on one device.
         flops: XLA's count of arithmetic operations of one call, with one round of every
             loop. None if XLA does not count them, for example for an absent GPU.
-        bytes_moved: XLA's count of bytes read and written, in the same way.
+        bytes_moved: XLA's count of bytes read and written, under the same conditions.
         program: whole program, as a tree of blocks.
         loop: loop over time, with the costs of one round: the outermost loop with the
             most launches or cycles. The program if there is no loop.
@@ -219,8 +219,8 @@ class Report:
     def by_scope(self) -> dict[str, float]:
         """Counts launches of a GPU, or cycles of a TPU, per step and part of the step.
 
-        A kernel that computes several parts counts for the part of its last operation.
-        A loop whose number of rounds depends on data adds nothing.
+        A kernel that computes several parts is assigned to the part of its last
+        operation. A loop whose number of rounds depends on data adds nothing.
 
         Returns:
             The count of each part, per step, or per round of a function: "policy",
@@ -245,8 +245,8 @@ class Report:
         return tuple(name for x in self.loop.walk() for name in x.collectives)
 
     def __str__(self) -> str:
-        several = self.num_devices > 1
-        count = f", {self.num_devices} devices" if several else ""
+        is_multi_device = self.num_devices > 1
+        count = f", {self.num_devices} devices" if is_multi_device else ""
         used, capacity = self.memory.total / 1e6, self.memory.capacity / 1e6
         fits = "" if self.memory.fits else ", DOES NOT FIT"
         rows = {
@@ -262,7 +262,7 @@ class Report:
             costs = _describe(self.loop, self.steps_per_round or 1)
             rows[f"per {self._unit}"] = [costs]
         rows["program"] = [*self._tree(self.program)]
-        if several:
+        if is_multi_device:
             tally = Counter(self.collectives_per_round).items()
             names = ", ".join(f"{count} {name}" for name, count in tally) or "none"
             rows["collectives"] = [f"{names} per round"]

@@ -1,13 +1,13 @@
 """Plays exactly N episodes: assigns them to lanes, and loops until all have ended.
 
-Episodes count in the order in which they start. Counting the first episodes to end
-would favor short ones. A lane whose episode ended takes the next episode of the plan; a
+The N episodes are the first to start. The first N episodes to end would be biased
+toward short episodes. A lane whose episode ended takes the next episode of the queue; a
 lane without an episode is idle. An idle lane keeps stepping, so that its environment
 state stays valid, but its rows are masked out.
 
-This module folds the two halves of `step`, since the next episode of a lane depends on
-how many other lanes have ended: `advance` comes first, then the count, and `restart` at
-the next iteration, which also starts the first episodes.
+The loop calls the two halves of `step` separately, since the next episode of a lane
+depends on how many other lanes have finished. Each iteration calls `restart`, which
+also starts the first episodes, then `advance`, and then counts finished lanes.
 """
 
 from collections.abc import Callable
@@ -62,18 +62,18 @@ def play(
 
     The arguments match `Collector.fold_episodes` and `collect_episodes`, except that
     `fn` receives recorded transitions and a third argument, `[B]` int32: the number of
-    each lane's episode among the N, at least N in an idle lane. `holds` is False if
-    `fn` ignores lanes with a False `mask`: then `acc` need not be held in the steps
-    beyond the end.
+    each lane's episode among the N, at least N in an idle lane. `holds` may be False if
+    `fn` ignores masked-out lanes: then steps after the last episode do not change
+    `acc`, and the loop need not restore it.
     """
     env = spec.env
     num_envs, sharding = env.num_envs, env.sharding
     roots = roots_of(spec, carry)
     lane = jnp.arange(num_envs, dtype=jnp.int32)
-    # A discarded episode keeps its number: no number is used twice.
+    # Skip the ids of discarded episodes: no id is used twice.
     new_id = carry.episode.episode_id + num_envs  # of the next episodes
     if per_env:
-        # An episode without a step is the first one, since it loses no data.
+        # If the current episode has no step, play it as the first episode.
         new_id = jnp.where(carry.episode.episode_length > 0, new_id, new_id - num_envs)
         number, num_queued = num_episodes * num_envs, 0
         resume_id, stream = new_id + number, roots.lane
@@ -91,7 +91,7 @@ def play(
 
     # Restart, then advance: in the other order XLA would compile a second restart, of
     # all lanes, before the first step.
-    # Beyond the end every lane is idle, so results and counts do not change.
+    # After the last episode every lane is idle, so results and counts do not change.
     def step(run: _Run, go: jax.Array) -> _Run:
         carry = restart(spec, run.carry, run.restarts & go, start(run.index))
         policy_key = keys.at_step(roots.policy, carry.step)
@@ -106,7 +106,7 @@ def play(
             results=_write_results(run, row, hit_limit, lane),
         )
         # All flags share one exchange between devices. `done` also counts idle lanes,
-        # which take numbers from N on and so stay idle; `done & mask` counts episodes.
+        # which take numbers of at least N and stay idle; `done & mask` counts episodes.
         flags = (row.done, row.done & mask) + (() if min_steps is None else (mask,))
         offsets, totals = _count(sharding, *flags)
         if per_env:
@@ -116,8 +116,8 @@ def play(
             # device takes the k-th episode after the episodes of earlier devices.
             first = run.num_started + offsets[:, 0]
             rank = jnp.cumsum(_parts(row.done, first.size), axis=1, dtype=jnp.int32)
-            # The barrier keeps XLA from fusing the sum into its consumers: with 2,048
-            # lanes that takes a minute to compile for a GPU.
+            # The barrier keeps XLA from fusing the sum into its consumers, which takes
+            # a minute to compile for a GPU with 2,048 lanes.
             rank = trees.barrier(rank)
             next_index = (first[:, None] + rank - 1).reshape(row.done.shape)
             index = jnp.where(row.done, next_index, run.index)
@@ -128,8 +128,8 @@ def play(
         )
         if min_steps is None:
             return next_run
-        # Once there are enough steps, no episode starts. Running episodes still play
-        # to their end: `first_of` may keep them.
+        # Once there are enough steps, no episode starts. Running episodes continue to
+        # their end, since `first_of` may select them.
         num_steps = run.num_steps + totals[2]
         is_enough = num_steps >= min_steps
         started = jnp.minimum(run.num_wanted, run.num_started)
@@ -142,7 +142,7 @@ def play(
     episode = carry.episode
     row = jnp.zeros((num_envs, 3), jnp.int32), _values(episode)
     num_parts = sharding.num_devices if sharding else 1
-    # One table per device, so that a write needs no exchange; `_read` adds them up.
+    # One table per device, so that writes need no exchange; `_read` sums the tables.
     results = trees.blank(row, (num_parts, number), skip=1)
     run = _Run(
         carry=carry,
@@ -157,7 +157,7 @@ def play(
         num_steps=jnp.int32(0),
     )
     run = platform.steps_while(lambda run: run.num_done < run.num_wanted, step, run)
-    # Finally every lane starts the next episode of its stream.
+    # After the loop, every lane starts the next episode of its stream.
     all_lanes = jnp.ones((num_envs,), bool)
     start_after = Start(roots.lane, resume_id, num_envs)
     end = restart(spec, run.carry, all_lanes, start_after)
@@ -213,7 +213,7 @@ def _count(sharding: Any, *flags: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mask_idle(row: Transition, mask: jax.Array, hit_limit: jax.Array) -> Transition:
-    """Masks out idle lanes, and clears truncations by the limit if the task ended."""
+    """Masks out idle lanes; removes the limit's flag from terminated episodes."""
     return row.replace(
         mask=mask,
         reward=jnp.where(mask, row.reward, 0.0),
@@ -249,7 +249,7 @@ def _values(source: Episode | Transition) -> ArrayTree:
 
 
 def _read(results: tuple[jax.Array, ArrayTree]) -> Episodes:
-    # Each episode was written on one device, and is zero on all other devices.
+    # Each episode was written on one device and is zero on all other devices.
     table, values = jax.tree.map(
         lambda x: x[0] if len(x) == 1 else jnp.sum(x, axis=0, dtype=x.dtype), results
     )
@@ -269,10 +269,10 @@ def _read(results: tuple[jax.Array, ArrayTree]) -> Episodes:
 
 
 def first_of(episodes: Episodes, min_steps: int) -> Episodes:
-    """Keeps the first episodes that have `min_steps` steps together.
+    """Selects the first episodes that have `min_steps` steps together.
 
-    Episodes count in the order of their start, so the selection does not depend on the
-    lanes. Later episodes do not count, even if they were started.
+    Episodes are in the order of their start, so the selection does not depend on the
+    lanes. Later episodes are set to zero, even if they were started.
     """
     length = episodes.episode_length
     mask = jnp.cumsum(length) - length < min_steps

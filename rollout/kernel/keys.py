@@ -1,17 +1,17 @@
 """Derives every random key, and the id of every episode.
 
-Keys come from counters, not from a chain of splits. Three streams derive from the root
-key; with `fold_in` written as a product,
+Keys derive from counters, without a chain of splits. With `fold_in` written as a
+product, three streams derive from the root key:
 
     root POLICY t      the policy's key at step t
     root ENV i n       lane i's n-th episode, from 0
-    root QUEUE e       the e-th episode that `collect_episodes` serves, from 0
+    root QUEUE e       the e-th episode in the queue of `collect_episodes`, from 0
 
-so the key of lane i's n-th episode is `fold_in(fold_in(fold_in(root, ENV), i), n)`. An
-environment derives all randomness from the key of the episode: the reset, and step n
-from `fold_in(episode_key, n)`, counted from 1. A policy's randomness for a whole
-episode comes from `fold_in(episode_key, 2**32 - 1)`. Keys are derived only when they
-are used, and the stream of a lane does not depend on the number of lanes.
+So the key of lane i's n-th episode is `fold_in(fold_in(fold_in(root, ENV), i), n)`. An
+environment derives all randomness from the key of the episode: step n, counted from 1,
+uses `fold_in(episode_key, n)`, and the reset uses n = 0. A policy's randomness for a
+whole episode comes from `fold_in(episode_key, 2**32 - 1)`. Keys are derived only when
+they are used, and the stream of a lane does not depend on the number of lanes.
 
 Lane i's n-th episode has the id `n * B + i`, and the e-th episode of the queue has the
 id `-1 - e`. Ids and randomness do not depend on the number of devices.
@@ -36,9 +36,7 @@ POLICY_EPISODE = np.uint32(2**32 - 1)
 
 
 class Roots(NamedTuple):
-    """Root keys of a call, the same at every step.
-
-    A fold hashes them once, before the loop over time.
+    """Root keys of a call, the same at every step, hashed once before the loop.
 
     Attributes:
         policy: `()` key, `root POLICY`.
@@ -66,7 +64,7 @@ class Start(NamedTuple):
     def __call__(self, lane_index: LaneIndex) -> chex.PRNGKey:
         """Returns the keys of the episodes of these lanes."""
         episode_id = self.episode_id[lane_index]
-        # Inverts the numbering of ids: -1 - e in the queue, n * B + i in a lane.
+        # Invert the ids: -1 - e in the queue, n * B + i in a lane.
         if self.total is None:
             return prng.fold_in(self.stream, -1 - episode_id)
         return prng.fold_in(self.stream[lane_index], episode_id // self.total)
@@ -101,7 +99,7 @@ def policy_root(root: chex.PRNGKey) -> chex.PRNGKey:
 def at_step(root: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:
     """Returns the policy's key at a step from `Roots.policy`; `[T]` for `[T]` steps."""
     if step.ndim and jax.random.key_impl(root) == "unsafe_rbg":
-        # A batched `fold_in` of this generator returns other keys than single calls.
+        # This generator's batched `fold_in` returns other keys than single calls.
         return lax.map(lambda t: prng.fold_in(root, t), step)
     return prng.fold_in(root, step)
 

@@ -1,4 +1,4 @@
-"""Folds `step` over T steps of every lane, in the form that suits each platform."""
+"""Folds `step` over T steps of every lane, with an implementation per platform."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,9 +19,9 @@ from rollout.types import Carry, FlagFn, KernelSpec, Transition
 Acc = TypeVar("Acc")
 Out = TypeVar("Out")
 
-# Steps per iteration on a GPU: 2 save launches; 4 save few more, and take longer to
-# compile. A TPU takes 1: 2 save cycles only for large observations, and need more
-# memory.
+# Steps per iteration on a GPU: 2 steps save launches; 4 steps save few more and take
+# longer to compile. A TPU takes 1 step: 2 steps save cycles only for large
+# observations, and need more memory.
 _GPU_UNROLL = 2
 
 
@@ -39,7 +39,7 @@ def collect_steps(
     folded = scan_steps(spec, carry, params, num_steps, stack, (), **ends)
     carry, _, (rows, flags) = folded
     terminated, truncated = unpack_flags(flags, 2)
-    # No lane is ever idle here, so the mask is created after the loop.
+    # No lane is idle, so create the mask after the loop.
     mask = jnp.ones(flags.shape, bool)
     return carry, rows.replace(terminated=terminated, truncated=truncated, mask=mask)
 
@@ -74,11 +74,11 @@ def scan_steps(
             flag = jnp.zeros_like(row.truncated)
             if limit is not None:
                 flag = row.episode_length >= limit
-            # An episode that ends by itself in the last row keeps its flags.
+            # An episode that ends in the last row keeps its flags.
             return flag | ((carry.step == last) & ~row.done) if cut_last else flag
 
-        # A CPU hashes a key in the loop faster than it reads one from memory. Other
-        # platforms hash the keys of all steps before the loop, which saves launches.
+        # On a CPU, hashing a key in the loop is faster than reading it from memory.
+        # Other platforms hash the keys of all steps before the loop to save launches.
         with jax.named_scope("policy"):
             policy_key = lax.platform_dependent(
                 policy_key,
@@ -97,7 +97,7 @@ def scan_steps(
         acc, output = fn(carry, acc, row)
         return (next_carry, acc), output
 
-    # Count steps from the carry: two calls of T/2 then sample the same as one of T.
+    # Count steps from the carry: two calls of T/2 steps then equal one call of T steps.
     steps = carry.step + jnp.arange(num_steps, dtype=jnp.int32)
     policy_keys = keys.at_step(roots.policy, steps)
     (carry, acc), outputs = platform.scan(
@@ -107,11 +107,11 @@ def scan_steps(
 
 
 def _writable(row: ArrayTree, counter: jax.Array) -> ArrayTree:
-    """Lets a CUDA graph write the row; `counter` is any `()` int32 of the loop.
+    """Makes the row writable in a CUDA graph; `counter` is any `()` int32 of the loop.
 
-    XLA writes an unchanged array, such as an observation, by a copy. On a GPU a copy
-    cannot be part of a CUDA graph, and splits the step into separate launches. A select
-    can be part of it. The predicate is always true, which XLA cannot know.
+    XLA copies an unchanged array, such as an observation. A CUDA graph cannot contain
+    this copy, so the copy splits the step into separate launches. A CUDA graph can
+    contain a select. Its predicate is always true, but not constant for XLA.
     """
     return platform.choose(
         lambda row: row,

@@ -1,4 +1,4 @@
-"""The parts of a step besides the environment: carry, policy state, critic, recording.
+"""Functions of a step for the carry, the policy state, the critic and recording.
 
 `roots_of` validates a carry. `init_policy_state` and `restart_policy_state` reset the
 policy's recurrent state at episode boundaries. `final_value` evaluates the critic at
@@ -17,7 +17,7 @@ from jax import lax
 
 from rollout import checks
 from rollout.envs import auto_reset, prng, trees
-from rollout.envs.types import ArrayTree, LaneIndex, VectorEnv, place, strong
+from rollout.envs.types import ArrayTree, EnvStep, LaneIndex, VectorEnv, place, strong
 from rollout.kernel import keys
 from rollout.kernel.keys import POLICY_EPISODE, Roots
 from rollout.policies.base import restart
@@ -34,7 +34,7 @@ from rollout.types import (
     check_policy,
 )
 
-# Fields that a `record_fn` must not change: statistics and episodes read them.
+# Fields that a `record_fn` must not change, since statistics and episodes read them.
 _BOOKKEEPING = (
     *("terminated", "truncated", "mask", "episode_id"),
     *("episode_return", "episode_length", "accumulated"),
@@ -54,7 +54,7 @@ def check_fits(spec: KernelSpec, carry: Carry) -> None:
     avals = map(jax.typeof, jax.tree.leaves(carry))
     if varying := frozenset[str]().union(*(x.mat.varying for x in avals)):
         raise ValueError(
-            "a collector inside `jax.shard_map` needs `check_vma=False`, got a carry "
+            "A collector inside `jax.shard_map` needs `check_vma=False`, got a carry "
             f"that varies over {', '.join(map(repr, sorted(varying)))}: the branches "
             "for different platforms vary over different axes, and fail the check."
         )
@@ -64,14 +64,30 @@ def check_fits(spec: KernelSpec, carry: Carry) -> None:
         checks.same(message, expected, vars(carry)[name])
 
 
+def check_env_step(carry: Carry, result: EnvStep) -> EnvStep:
+    """Checks that a step returns the structure, shapes and dtypes of a reset."""
+    checks.kind("`env.step` must return a `rollout.envs.EnvStep`", result, EnvStep)
+    dtypes = {"reward": jnp.float32, "terminated": jnp.bool_, "truncated": jnp.bool_}
+    dtypes |= {} if result.raw_reward is None else {"raw_reward": jnp.float32}
+    lanes = carry.episode.episode_id.shape
+    for name, dtype in dtypes.items():
+        message = f"`env.step` must return `{name}` as"
+        checks.shaped(message, getattr(result, name), lanes, dtype)
+    message = "`env.step` must return the state as `env.reset` does"
+    checks.same(message, carry.env_state, result.state)
+    message = "`env.step` must return `obs` as `env.reset` does"
+    checks.same(message, carry.obs, result.obs)
+    return result
+
+
 def init_policy_state(policy: Policy, episode_key: chex.PRNGKey) -> ArrayTree:
     """Returns the policy's state at the start of the episodes with these `[B]` keys."""
 
     def make(x: Any) -> ArrayTree:
         if isinstance(x, EpisodeKey):
             return EpisodeKey(prng.fold_in(episode_key, POLICY_EPISODE))
-        # Strong types, like the policy's outputs: a carry whose types change is traced
-        # twice.
+        # Use strong types, like the policy's outputs: otherwise the second call would
+        # trace again.
         return jnp.asarray(x, jnp.result_type(x))
 
     initial = policy.init(episode_key.size)
@@ -112,10 +128,10 @@ def values_where(
 ) -> ArrayTree:
     """Evaluates the critic at the observations with a True flag; 0 elsewhere.
 
-    Truncations are rare, so a CPU evaluates `K` lanes at a time, mostly none. A GPU
-    evaluates all lanes if the critic is cheap, else none, `K` or all.
-    `auto_reset.masked_update` has the rule, which also applies to resets. Each device
-    evaluates its lanes. No derivative passes through.
+    Truncations are rare, so a CPU evaluates `K` lanes at a time, and usually none. A
+    GPU evaluates all lanes if the critic is cheap, else none, `K` or all lanes.
+    `auto_reset.masked_update` implements this rule, also for resets. Each device
+    evaluates its lanes. Gradients are stopped.
 
     Args:
         env: the environments.
@@ -131,7 +147,7 @@ def values_where(
     compute = _values_where
     if (sharding := env.sharding) is not None:
         compute = functools.partial(sharding.map, compute)
-    # Bootstrapped values are targets: no gradient passes through them.
+    # Stop gradients: bootstrapped values are targets.
     inputs = obs, policy_state
     fixed = *lax.stop_gradient(((policy, params), inputs)), flag
     # The critic may also close over differentiated values.
@@ -160,7 +176,7 @@ def check_values(value: Any, obs: ArrayTree) -> None:
 def _values_where(
     critic: tuple[Policy, Any], inputs: tuple[ArrayTree, ArrayTree], flag: jax.Array
 ) -> ArrayTree:
-    # Jitted, so that the branches below trace it once for each number of lanes.
+    # Jitted, so that the branches below trace it only once per number of lanes.
     @jax.jit
     def evaluate(
         critic: tuple[Policy, Any], inputs: tuple[ArrayTree, ArrayTree]
@@ -207,7 +223,7 @@ def accumulate(
     for name, value in values.items():
         message = f"The accumulator `{name}` must return a value like its input"
         checks.same(message, accumulated[name], value)
-    # Strong types, as before the first step: otherwise the carry's types change.
+    # Use strong types, as before the first step: otherwise the carry's types change.
     return transition.replace(accumulated=strong(values or ()))
 
 
@@ -237,7 +253,8 @@ def record(record_fn: RecordFn | None, transition: Transition) -> Transition:
 def pack(row: Transition) -> tuple[Transition, jax.Array]:
     """Packs a transition for stacking: both flags in one array, and no mask.
 
-    XLA:CPU pays for every array that a step writes. No lane is idle, so all rows count.
+    On a CPU every array that a step writes has a cost. The mask would be True in all
+    rows, since no lane is idle.
     """
     flags = pack_flags(row.terminated, row.truncated)
     return row.replace(terminated=(), truncated=(), mask=()), flags

@@ -1,15 +1,13 @@
-"""One step of every lane: a rollout is a fold over time of `step`, a pure function.
+"""One step of every lane, as a pure function. A rollout is a fold of `step` over time.
 
 `init` creates the first carry. In `step`, `advance` applies the policy and steps the
-environments, and `restart` starts new episodes in the finished lanes. `scan` folds
-`step` over T steps, and `episodes` folds both halves until N episodes are done.
+environments, and `restart` starts new episodes in the finished lanes.
 """
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from rollout import checks
 from rollout.envs import prng, trees
 from rollout.envs.types import RESET, ArrayTree, EnvStep, Lanes, place
 from rollout.kernel import keys
@@ -17,6 +15,7 @@ from rollout.kernel.keys import Roots, Start
 from rollout.kernel.state import (
     accumulate,
     accumulate_nothing,
+    check_env_step,
     final_value,
     init_policy_state,
     record,
@@ -62,7 +61,7 @@ def step(
     cut_fn: FlagFn | None = None,
     drop_fn: FlagFn | None = None,
 ) -> tuple[Carry, Transition]:
-    """Takes one step in every lane, and starts new episodes in the finished lanes.
+    """Takes a step in every lane, resets finished lanes, and records the transition.
 
     Args:
         spec: environments, policy, accumulators and `record_fn`.
@@ -70,11 +69,8 @@ def step(
         params: parameters of the policy.
         roots: root keys of the call, the same at every step.
         policy_key: the policy's key at this step; None derives it from `roots`.
-        cut_fn: returns the lanes to truncate, for example at a limit of steps.
+        cut_fn: returns the lanes to truncate, for example at a time limit.
         drop_fn: returns the lanes to discard; it receives the recorded transition.
-
-    Returns:
-        The next carry, and the recorded transition, `[B, ...]`.
     """
     if policy_key is None:
         policy_key = keys.at_step(roots.policy, carry.step)
@@ -96,7 +92,7 @@ def advance(
     policy_key: chex.PRNGKey,
     cut_fn: FlagFn | None = None,
 ) -> tuple[Carry, Transition, jax.Array]:
-    """Steps without resets; also returns which lanes only `cut_fn` truncated, `[B]`."""
+    """Steps without resets; also returns the lanes that only `cut_fn` truncated."""
     episode = carry.episode
     with jax.named_scope("policy"):
         decision = act(spec, carry, params, policy_key)
@@ -136,7 +132,7 @@ def advance(
                 accumulated=transition.accumulated,
             ),
         )
-    # Nothing is reset yet, so the new carry has the true successor.
+    # No lane is reset yet, so the new carry contains the true successors.
     value = final_value(spec, next_carry, params, transition)
     return next_carry, transition.replace(final_value=value), is_forced
 
@@ -153,12 +149,11 @@ def act(
 
 def step_env(spec: KernelSpec, carry: Carry, action: ArrayTree) -> EnvStep:
     """Steps the environments without resets."""
-    # If a function closes over the collector, XLA folds the parameters as constants,
-    # and rounds differently than for an argument. The barrier prevents that.
+    # Without the barrier XLA would fold closed-over parameters and round differently.
     env, episode = trees.barrier(spec.env), carry.episode
 
     def checked_step(*args: ArrayTree) -> EnvStep:
-        return _check_env_step(carry, env.step(*args))
+        return check_env_step(carry, env.step(*args))
 
     step_keys = prng.fold_in(episode.key, episode.episode_length + 1)
     args = step_keys, carry.env_state, action
@@ -193,19 +188,3 @@ def _begin(spec: KernelSpec, key: chex.PRNGKey, episode_id: jax.Array) -> Episod
         episode_id=episode_id,
         accumulated=accumulate_nothing(spec.accumulators, spec.env.num_envs),
     )
-
-
-def _check_env_step(carry: Carry, result: EnvStep) -> EnvStep:
-    """Checks that a step returns the structure, shapes and dtypes of a reset."""
-    checks.kind("`env.step` must return a `rollout.envs.EnvStep`", result, EnvStep)
-    dtypes = {"reward": jnp.float32, "terminated": jnp.bool_, "truncated": jnp.bool_}
-    dtypes |= {} if result.raw_reward is None else {"raw_reward": jnp.float32}
-    lanes = carry.episode.episode_id.shape
-    for name, dtype in dtypes.items():
-        message = f"`env.step` must return `{name}` as"
-        checks.shaped(message, getattr(result, name), lanes, dtype)
-    message = "`env.step` must return the state as `env.reset` does"
-    checks.same(message, carry.env_state, result.state)
-    message = "`env.step` must return `obs` as `env.reset` does"
-    checks.same(message, carry.obs, result.obs)
-    return result

@@ -1,9 +1,9 @@
 """Policies from functions, random actions, exploration and masks of valid actions.
 
 `base` creates policies from functions, and has the random policy, the base class of
-wrappers and the replay of a recurrent policy over recorded rows. `exploration` has the
-wrappers that explore. `masks` samples actions uniformly, from a space or among the
-valid actions.
+wrappers and the replay of a recurrent policy over recorded rows. `exploration` has
+exploration wrappers. `masks` samples actions uniformly, from a space or from the valid
+actions.
 """
 
 from rollout.policies.base import (

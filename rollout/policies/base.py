@@ -1,4 +1,4 @@
-"""Policies from functions, the base class of wrappers, and checked calls of policies.
+"""Policies from functions, the base class of wrappers, and validated policy calls.
 
 `random_policy`, `stateless_policy` and `recurrent_policy` create policies.
 `PolicyWrapper` forwards all methods to the wrapped policy. `unroll` replays a recurrent
@@ -34,7 +34,7 @@ from rollout.types import (
 )
 
 _FLAT = (
-    "A network of dense layers must get flat observations. Wrap the environment in "
+    "A network of dense layers needs flat observations. Wrap the environment in "
     "`rollout.envs.wrappers.FlattenObs`, or call `rollout.envs.wrappers.flatten_obs("
     "space, obs)` in the policy."
 )
@@ -82,8 +82,8 @@ class PolicyWrapper(Policy[ParamsT, ObsT, ActionT]):
 class Greedy(PolicyWrapper[ParamsT, ObsT, ActionT]):
     """Takes the most likely actions of a policy. Use it for evaluation.
 
-    The mode of an exploring policy is the mode of the policy that it wraps. State,
-    extras and critic come from the wrapped policy.
+    The mode of an exploration wrapper is the mode of its wrapped policy. State, extras
+    and critic come from the wrapped policy.
 
     Attributes:
         policy: the wrapped policy, which must have a `mode`.
@@ -128,10 +128,10 @@ class RandomPolicy(Policy):
 def random_policy(
     action_space: AnySpace, *, action_mask_fn: ActionMaskFn | None = None
 ) -> Policy:
-    """Makes the policy that samples every action uniformly from the action space.
+    """Makes a policy that samples every action uniformly from the action space.
 
-    Lane i samples the same actions for any number of lanes. If the environment returns
-    a mask in `info`, `rollout.envs.ObserveInfo` adds it to `obs`.
+    The samples of lane i do not depend on the number of lanes. If the environment
+    returns a mask in `info`, `rollout.envs.ObserveInfo` adds it to `obs`.
 
     Args:
         action_space: action space of a single environment: a space of `rollout.envs`,
@@ -245,7 +245,7 @@ def stateless_policy(
             extras)`; all are batched, `[B, ...]`. If the action is itself a tuple,
             return it with extras, for example `()`.
         mode_fn: function like `fn` that returns the most likely action, for `Greedy`.
-        value_fn: critic: function `(params, obs)` that returns the values, `[K]`
+        value_fn: critic, a function `(params, obs)` that returns the values, `[K]`
             float32, of any number of observations, `[K, ...]`. Each value depends on
             one observation only; see `Policy.value`.
 
@@ -308,10 +308,9 @@ def recurrent_policy(
         init_fn: function of `num_envs` that returns the state at the start of an
             episode, any pytree of `[B, ...]`.
         mode_fn: function like `fn` that returns the most likely action, for `Greedy`.
-        value_fn: critic: function `(params, obs, state)` that returns the values, `[K]`
-            float32, of any number of observations, `[K, ...]`, with the policy's state
-            for each. Each value depends on one observation and state only; see
-            `Policy.value`.
+        value_fn: critic, a function `(params, obs, state)` that returns the values,
+            `[K]` float32, of any number of observations and policy states, `[K, ...]`.
+            Each value depends on one observation and state only; see `Policy.value`.
 
     Returns:
         A policy whose state is reset in a lane when the lane's episode ends.
@@ -339,25 +338,25 @@ def unroll(
 ) -> tuple[ArrayTree, ArrayTree]:
     """Runs a recurrent network over the rows of a trajectory, as the collector did.
 
-    The outputs equal the policy's outputs if the parameters are the parameters of the
-    collection, up to the rounding of a different compiled program. `jax.grad`
-    differentiates through all rows, back to `state`. Layers that read only the outputs,
-    such as heads, are faster outside of `unroll`, applied to all rows at once.
+    With the parameters that collected the trajectory, the outputs equal the policy's
+    outputs up to rounding. `jax.grad` differentiates through all rows, back to `state`.
+    Apply layers that read only the outputs, such as heads, outside of `unroll`, to all
+    rows at once, which is faster.
 
     Args:
-        core: function `(state, input)` of one row, `[B, ...]`, that returns `(state,
+        core: function `(state, input)` for one row, `[B, ...]`, that returns `(state,
             output)`.
         state: state of the policy before the first row, `[B, ...]`, for example the
             first row of the states that the policy recorded.
         inputs: a pytree of `[T, B, ...]`, for example the observations.
         first: `[T, B]` bool, True at the first row of an episode: `Transition.first`.
-            The state is reset to `init` before such a row, except for its `Persistent`
+            The state is reset to `init` before this row, except for its `Persistent`
             parts.
         init: function of `num_envs` that returns the initial state: the `init_fn` of
             the `recurrent_policy`. The state must not contain an `EpisodeKey`, since
             the keys of later episodes are not recorded.
         acting: `[T, B]` bool, for example `acting` of an agent's transitions. Rows with
-            False leave the state unchanged. None is the same as True everywhere.
+            False leave the state unchanged. None is equivalent to True in all rows.
 
     Returns:
         The state after the last row, and the outputs, `[T, B, ...]`.
@@ -389,16 +388,16 @@ def restart(restarts: jax.Array, initial: ArrayTree, state: ArrayTree) -> ArrayT
 
 
 def decision(
-    who: str, result: PolicyStep, space: AnySpace, num_envs: int, obs: ArrayTree
+    caller: str, result: PolicyStep, space: AnySpace, num_envs: int, obs: ArrayTree
 ) -> PolicyStep:
     """Checks that a result for `obs` is a `PolicyStep` whose action fits the space.
 
     Returns:
-        The result, with its action cast to the dtype of the space. Only casts among
-        integers and among floats are made, for example of the int64 that
-        `jax.random.categorical` returns under `jax_enable_x64`.
+        The result, with its action cast to the dtype of the space. Integers are cast
+        only to integers and floats only to floats, for example the int64 that
+        `jax.random.categorical` returns with `jax_enable_x64`.
     """
-    message = f"{who} must return a `PolicyStep`, with `action`, `state` and `extras`"
+    message = f"{caller} must return a `PolicyStep` with `action`, `state` and `extras`"
     checks.kind(message, result, PolicyStep)
     if space.shape is None:
         return result  # a composite space: `act` checks the action
@@ -407,7 +406,7 @@ def decision(
     if getattr(action, "dtype", None) != spec.dtype or action.shape != spec.shape:
         has_scalar_obs = [x.ndim for x in jax.tree.leaves(obs)] == [1]
         raise ValueError(
-            f"{who} must return actions as {jnp.dtype(spec.dtype).name} of shape "
+            f"{caller} must return actions as {jnp.dtype(spec.dtype).name} of shape "
             f"{spec.shape}, got {checks.describe(action)}."
             + (f" Each observation is a scalar. {_FLAT}" if has_scalar_obs else "")
         )
@@ -415,7 +414,7 @@ def decision(
 
 
 def _cast(action: Any, spec: Any) -> Any:
-    """Casts an action among integers, or among floats; returns it unchanged if not."""
+    """Casts integers to integers and floats to floats; else returns the action."""
     if hasattr(action, "dtype"):
         for category in (jnp.integer, jnp.floating):
             if all(jnp.issubdtype(x.dtype, category) for x in (action, spec)):
@@ -446,7 +445,7 @@ def act(
         raise
     result = decision("`policy.apply`", result, action_space, num_envs, obs)
     if action_space.shape is None:
-        # A composite space has no shape or dtype: compare the action with a sample.
+        # A composite space has no shape or dtype: compare actions with samples.
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), num_envs))
         sample = jax.eval_shape(jax.vmap(action_space.sample), keys)
         if jax.tree.structure(sample) == jax.tree.structure(result.action):

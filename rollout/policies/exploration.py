@@ -3,11 +3,11 @@
 Each class wraps a policy and changes its actions. The wrapped policy is applied at
 every step, with a separate key. Its critic and its extras are unchanged and refer to
 the action of the wrapped policy: a recorded `log_prob` is not the log-probability of
-the action sent to the environment. Lane i samples the same noise for any number of
+the action sent to the environment. The noise of lane i does not depend on the number of
 lanes.
 
-The mode of an exploring policy is the mode of the wrapped policy, without exploration.
-An `action_mask_fn` also applies to the mode: invalid actions are replaced.
+The mode of a wrapper is the mode of the wrapped policy, without exploration. An
+`action_mask_fn` also applies to the mode: invalid actions are replaced.
 
 Numbers such as `epsilon` are pytree leaves: they may be traced, mapped by `jax.vmap`,
 and replaced without recompilation.
@@ -50,7 +50,7 @@ from rollout.types import (
     PolicyStep,
 )
 
-ScheduleFn = Callable[[jax.Array], Any]  # steps taken, `()` int32, to `()` float
+ScheduleFn = Callable[[jax.Array], Any]  # maps steps, `()` int32, to a `()` float
 
 
 class Schedule(struct.PyTreeNode):
@@ -72,7 +72,7 @@ class ExplorationState(struct.PyTreeNode, kw_only=True):
 
 
 class _Exploration(PolicyWrapper[ParamsT, ObsT, ActionT]):
-    """Base class of exploring policies; a subclass defines how actions change."""
+    """Base class of exploration wrappers; a subclass defines how actions change."""
 
     _has_noise: ClassVar[bool] = False  # whether noise is carried between steps
 
@@ -107,8 +107,8 @@ class _Exploration(PolicyWrapper[ParamsT, ObsT, ActionT]):
 
     @property
     def _has_state(self) -> bool:
-        # The state is the wrapped policy's state if there is no schedule or noise, so
-        # the states that a recurrent policy records keep their structure.
+        # Without a schedule or noise, use the wrapped policy's state directly, so that
+        # states that a recurrent policy records keep their structure.
         return self._has_noise or isinstance(self._amount(), Schedule)
 
     def init(self, num_envs: int) -> PolicyState:
@@ -149,8 +149,8 @@ class _Exploration(PolicyWrapper[ParamsT, ObsT, ActionT]):
     def _act(
         self, use_mode: bool, params: Any, obs: Any, state: Any, key: Key
     ) -> PolicyStep:
-        # Use a separate key for the wrapped policy: its samples must be independent of
-        # the exploration.
+        # Use a separate key for the wrapped policy, so that its samples are independent
+        # of the exploration.
         inner_key, *keys = prng.fold_in(key, jnp.arange(3, dtype=jnp.int32))
         apply = self.policy.mode if use_mode else self.policy.apply
         inner = state.inner if self._has_state else state
@@ -165,7 +165,7 @@ class _Exploration(PolicyWrapper[ParamsT, ObsT, ActionT]):
         if isinstance(amount, Schedule):
             step = state.step.value
             amount = jax.vmap(amount.fn)(step).astype(jnp.float32)
-            # Stop counting at the largest integer: an overflow would restart schedules.
+            # Saturate at the largest integer: an overflow would restart the schedule.
             step = step + (step < jnp.iinfo(jnp.int32).max).astype(jnp.int32)
             state = state.replace(step=Persistent(step))
         elif amount is None or jnp.ndim(amount):
@@ -175,15 +175,15 @@ class _Exploration(PolicyWrapper[ParamsT, ObsT, ActionT]):
             )
         if self._has_state:
             decision = decision._replace(state=state.replace(inner=decision.state))
-        # The mode does not explore, but its invalid actions are still replaced.
+        # Do not explore in the mode, but replace its invalid actions.
         return self._explore(decision, obs, 0.0 if use_mode else amount, keys)
 
 
 class EpsilonGreedy(_Exploration[ParamsT, ObsT, ActionT]):
     """Replaces each lane's action with probability epsilon by a uniformly random one.
 
-    If `action_mask_fn` is given, the random action is sampled among the valid actions,
-    and an invalid action of the wrapped policy is replaced by a random valid one.
+    If `action_mask_fn` is given, the random action is sampled from the valid actions,
+    and an invalid action of the wrapped policy is replaced by a random valid action.
 
     The state is the wrapped policy's state, with a step count if `epsilon` is a
     schedule. The extras are the wrapped policy's extras, which refer to the action of
@@ -194,8 +194,8 @@ class EpsilonGreedy(_Exploration[ParamsT, ObsT, ActionT]):
         policy: the wrapped policy.
         action_space: action space of a single environment, as in `random_policy`.
         epsilon: `()`, probability of a random action per step, in [0, 1]: a number, or
-            a schedule over the steps of the lane. Values of a schedule above 1 count as
-            1; values below 0 and NaN count as 0.
+            a schedule over the steps of the lane. A schedule is clipped to [0, 1], and
+            NaN is treated as 0.
         action_mask_fn: function of `obs` that returns the valid actions, as in
             `random_policy`.
 
@@ -222,7 +222,7 @@ class EpsilonGreedy(_Exploration[ParamsT, ObsT, ActionT]):
         return self.epsilon
 
     def _explore(self, decision: PolicyStep, obs: Obs, amount: Any, keys: Any) -> Any:
-        # Samples are below 1: epsilon 1 always explores, and NaN never does.
+        # Samples are below 1: epsilon 1 always explores, and NaN never explores.
         sample = prng.uniform(keys[0], 0.0, 1.0, (masks.num_lanes(obs),))
         flag = sample < amount
         return _replace(
@@ -259,7 +259,7 @@ class RandomWarmup(_Exploration[ParamsT, ObsT, ActionT]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Check numbers only: jax also builds policies with tracers and placeholders.
+        # Check numbers only: JAX also builds policies from tracers and placeholders.
         if isinstance(self.num_steps, int | float | str):
             checks.int_between("num_steps", self.num_steps, least=0)
         masks.check_can_sample(self.action_space, self.action_mask_fn)
@@ -280,8 +280,8 @@ class RandomWarmup(_Exploration[ParamsT, ObsT, ActionT]):
         def sample_if_any(action: ArrayTree) -> ArrayTree:
             return lax.cond(jnp.any(flag), sample, lambda x: x, action)
 
-        # Skip sampling after the warm-up. On a GPU the condition would wait for the
-        # host, and with several devices lanes would wait for each other: always sample.
+        # Skip sampling after the warm-up. On a GPU always sample: the host would have
+        # to read the condition. With several devices, devices would have to wait.
         action = lax.platform_dependent(
             decision.action, cuda=sample, rocm=sample, default=sample_if_any
         )
@@ -452,7 +452,7 @@ def _set_amount(policy: Any, name: str, highest: float = math.inf) -> None:
 
 
 def _check_range(name: str, value: Any, highest: float, suffix: str = "") -> None:
-    """Checks numbers in [0, highest]; ignores tracers and placeholders of jax."""
+    """Checks numbers in [0, highest]; ignores tracers and placeholders of JAX."""
     bounded = f"in [0, {highest:g}]"
     range_text = "at least 0 and finite" if highest == math.inf else bounded
     if isinstance(value, str | list | tuple | dict):

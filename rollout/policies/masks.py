@@ -1,7 +1,7 @@
 """Masks of valid actions, and uniform random actions in every space.
 
-A sampling function takes one key for all lanes. Lane i samples the same action for any
-number of lanes.
+A sampling function takes one key for all lanes. The sample of lane i does not depend on
+the number of lanes.
 """
 
 import math
@@ -66,7 +66,7 @@ def uniform(space: AnySpace, num_envs: int, key: chex.PRNGKey) -> ArrayTree:
 
 
 def check_bounds(space: AnySpace) -> None:
-    """Raises for infinite bounds, which have no uniform distribution."""
+    """Raises for infinite bounds: there is no uniform distribution."""
     for leaf in space.leaves():
         low, high = leaf.bounds or (0, 0)
         if any(isinstance(bound, Tracer) for bound in (low, high)):
@@ -79,13 +79,13 @@ def check_bounds(space: AnySpace) -> None:
 
 
 def among(action_mask: jax.Array, key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
-    """Samples `[B]` int32 columns uniformly among the True ones of `[B, n]` bool.
+    """Samples `[B]` int32 columns uniformly from the True columns of `[B, n]` bool.
 
-    If no column of a lane is True, its column is sampled from all. The second array,
-    `[B]` bool, is True in these lanes.
+    If no column of a lane is True, its column is sampled from all columns. The second
+    array, `[B]` bool, is True in these lanes.
     """
     num_envs, n = action_mask.shape
-    if n < _WIDE:  # one column after another: `jnp.cumsum` is slower on a CPU
+    if n < _WIDE:  # count column by column: `jnp.cumsum` is slower on a CPU
         total = action_mask.sum(axis=1, dtype=jnp.int32)
         rank, no_valid = _rank(total, n, key)
         # `index` counts the columns with at most `rank` valid columns up to them.
@@ -107,11 +107,11 @@ def among(action_mask: jax.Array, key: chex.PRNGKey) -> tuple[jax.Array, jax.Arr
     block = jnp.sum(is_before, axis=1, keepdims=True, dtype=jnp.int32)
     num_before = jnp.sum(jnp.where(is_before, count, 0), axis=1, keepdims=True)
     column = block * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)[None]
-    # Positions past the end repeat the last column. The rank is reached before them.
-    inside = jnp.take_along_axis(action_mask, jnp.minimum(column, n - 1), axis=1)
-    num_valid = num_before + jnp.cumsum(inside, axis=1, dtype=jnp.int32)
+    # Columns past the end repeat the last column. The rank is reached before them.
+    block_mask = jnp.take_along_axis(action_mask, jnp.minimum(column, n - 1), axis=1)
+    num_valid = num_before + jnp.cumsum(block_mask, axis=1, dtype=jnp.int32)
     index = block[:, 0] * _BLOCK + jnp.sum(num_valid <= rank, axis=1, dtype=jnp.int32)
-    # If no column is valid, the rank was sampled from all columns: it is the column.
+    # If no column is valid, the rank was sampled from all columns and is the column.
     return jnp.where(no_valid, lane_rank, index), no_valid
 
 
@@ -196,7 +196,7 @@ def read(action_mask_fn: ActionMaskFn, obs: ArrayTree, space: AnySpace) -> Any:
 def sample(
     action_mask: Any, space: AnySpace, key: chex.PRNGKey
 ) -> tuple[ArrayTree, jax.Array]:
-    """Samples `[B]` actions uniformly among the valid ones.
+    """Samples `[B]` actions uniformly from the valid actions.
 
     If no value is valid, for the action or for one of its entries, the value is sampled
     from all values. The second array, `[B]` bool, is True in these lanes.
@@ -290,7 +290,7 @@ def _check_mask(action_mask: Any, num_envs: int, space: AnySpace) -> Any:
         _bools(mask, (num_envs, n))[:, None]
         for mask, n in zip(action_mask, sizes, strict=True)
     )
-    # Entries of one size are sampled together, `[B, k, n]`, with one call instead of k.
+    # Sample entries of equal size together, `[B, k, n]`, with one call instead of k.
     return jnp.concatenate(masks, axis=1) if len(set(sizes)) == 1 else masks
 
 

@@ -7,7 +7,7 @@
 - `command`: the command line of the agents.
 
 The extra `train` installs the dependencies: optax, and packages for curves and GIFs.
-Recipes are meant to be copied, so they may change in any release.
+Copy a recipe before you depend on it: recipes may change in any release.
 """
 
 from rollout.recipes.running import load, run

@@ -80,7 +80,7 @@ def main(agent_class: Any, config: Any, num_envs: int) -> None:
 
 
 def number_fields(config: Any) -> dict[str, type]:
-    """Returns a parser for every number and every bool of the hyperparameters."""
+    """Returns the hyperparameters that are numbers or bools, and their parsers."""
     fields = {}
     for name, annotation in typing.get_type_hints(type(config)).items():
         types = typing.get_args(annotation) or (annotation,)
@@ -109,8 +109,8 @@ def load_function(text: str) -> Callable[[], Any]:
         return runpy.run_path(path)[name]
     except (OSError, KeyError) as error:
         raise ValueError(
-            "`env_id` must be an id, or a function in a file, as file.py:function, got "
-            f"{text}: {error}"
+            "`env_id` must be an id or file.py:function, the name of a function in a "
+            f"file, got {text}: {error}"
         ) from error
 
 
@@ -119,11 +119,11 @@ def make_env(env_id: str, num_envs: int, *, gamma: float | None = None) -> Any:
 
     Args:
         env_id: id of an environment, for example `"brax:hopper"` or
-            `"gymnasium:CartPole-v1"`. Instead of an id, `file.py:function` names a
-            function without arguments that makes a single environment.
+            `"gymnasium:CartPole-v1"`; or `file.py:function`, the name of a function
+            without arguments that makes a single environment.
         num_envs: number of parallel environments.
         gamma: discount for the normalization of rewards. Observations are also
-            normalized. None disables normalization.
+            normalized. None disables both.
     """
     suite, _, name = env_id.partition(":")
     if suite == "gymnasium":
@@ -139,7 +139,7 @@ def make_env(env_id: str, num_envs: int, *, gamma: float | None = None) -> Any:
         return envs.NormalizeHostEnv(host_env, gamma=gamma)
     env = load_function(env_id)() if ".py:" in env_id else envs.make(env_id)
     if has_agents(env):
-        raise ValueError(f"`env_id` must be of one agent, got {env_id} with several.")
+        raise ValueError(f"`env_id` must have a single agent, got {env_id}.")
     env = envs.vectorize(env, num_envs)
     if gamma is None:
         return env

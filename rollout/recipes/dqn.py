@@ -2,8 +2,9 @@
 
     python -m rollout.recipes.dqn CartPole-v1
 
-The file follows the papers: config, network, rollout, targets, loss, update. It works
-with JAX and host environments. Copy this file and change it.
+The file defines config, network, policy, update (rollout, gradient steps), targets and
+loss, in this order. It works with JAX and host environments. Copy this file and change
+it.
 """
 
 import dataclasses
@@ -44,11 +45,11 @@ class Config:
     buffer_size: int = 100_000
     n_step: int = 3  # rewards in a target
     gamma: float = 0.99
-    exploration_fraction: float = 0.1  # fraction of steps in which epsilon falls from 1
+    exploration_fraction: float = 0.1  # of all environment steps; epsilon decays
     exploration_final_eps: float = 0.01
     prioritized: bool = True  # False: uniform replay
     beta: float = 0.4  # exponent of importance weights, annealed to 1
-    tau: float = 0.01  # step size of a target update
+    tau: float = 0.01  # step size of target network updates
     target_update_interval: int = 1  # gradient steps between target updates
     hidden_layer_sizes: tuple[int, ...] = (128, 128)
     activation: str = "relu"  # name of a function of `flax.linen`
@@ -294,7 +295,7 @@ class DQN(Agent):
         window = state.window.add(trajectory)
         state = state.replace(buffer_state=buffer_state, window=window, key=key)
         sample_keys = jax.random.split(sample_key, num_gradients)
-        # Numbers of the gradient steps since the start of the training, from 1.
+        # Indices of the gradient steps since the start of the training, from 1.
         steps = state.num_updates * num_gradients + jnp.arange(1, num_gradients + 1)
         state, metrics = jax.lax.scan(self.gradient_step, state, (sample_keys, steps))
         metrics = jax.tree.map(jnp.mean, metrics)
@@ -399,7 +400,7 @@ class DQN(Agent):
 
 
 def select_experience(trajectory: rollout.Transition) -> rollout.Transition:
-    """Drops the fields that the buffer does not store."""
+    """Drops fields that the buffer does not store."""
     dropped = (name for name in vars(trajectory) if name not in STORED_FIELDS)
     return trajectory.replace(**dict.fromkeys(dropped, ()))
 

@@ -2,7 +2,7 @@
 
     python -m rollout.recipes.ppo CartPole-v1
 
-The file contains config, network, policy, update (rollout, advantages, minibatches) and
+The file defines config, network, policy, update (rollout, advantages, minibatches) and
 loss, in this order. Copy this file and change it.
 """
 
@@ -46,10 +46,10 @@ class Config:
     vf_coef: float = 0.5
     ent_coef: float = 0.01
     max_grad_norm: float = 0.5
-    target_kl: float | None = None  # skips minibatches after 1.5 times this KL
+    target_kl: float | None = None  # above 1.5 times this KL, skips gradient steps
     hidden_layer_sizes: tuple[int, ...] = (64, 64)
     activation: str = "tanh"  # name of a function of `flax.linen`
-    microbatch_size: int | None = None  # accumulates gradients of so many rows
+    microbatch_size: int | None = None  # rows per accumulated gradient
     stats_window_size: int = 100  # episodes in the metric `return_mean`
 
     def replace(self, **changes: Any) -> Self:
@@ -120,7 +120,7 @@ class Batch(struct.PyTreeNode):
     advantage: jax.Array
     target: jax.Array  # target of the value function
     weight: jax.Array  # 1 for valid rows, 0 for masked-out rows
-    acting: jax.Array  # 1, or 0 for rows without an action, which train the critic
+    acting: jax.Array  # 1 for rows with an action; rows with 0 train only the critic
 
 
 class Policy(rollout.Policy):
@@ -296,7 +296,7 @@ class PPO(Agent):
     def minibatch_step(
         self, learner: tuple[ArrayTree, optax.OptState, jax.Array], batch: Batch
     ) -> tuple[Any, Metrics]:
-        """Takes one gradient step on a minibatch, unless `target_kl` has stopped it."""
+        """Takes one gradient step on a minibatch, unless the KL exceeds its limit."""
         params, opt_state, stopped = learner
         batch = batch.replace(advantage=normalize(batch.advantage, batch.weight))
         size = self.config.microbatch_size

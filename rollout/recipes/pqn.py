@@ -3,8 +3,8 @@
     python -m rollout.recipes.pqn CartPole-v1
 
 PQN is Q-learning with λ-returns and layer normalization, without a replay buffer or a
-target network. The file follows the paper: config, network, rollout, targets, loss,
-update. Copy this file and change it.
+target network. The file defines config, network, policy, update (rollout, minibatches),
+targets and loss, in this order. Copy this file and change it.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class Config:
     anneal_lr: bool = True  # linear decay to 0; not applied to a schedule
     gamma: float = 0.99
     lambda_: float = 0.95
-    exploration_fraction: float = 0.2  # fraction of steps in which epsilon falls
+    exploration_fraction: float = 0.2  # of all environment steps; epsilon decays
     exploration_initial_eps: float = 1.0
     exploration_final_eps: float = 0.05
     max_grad_norm: float = 10.0
@@ -114,7 +114,7 @@ epsilon_schedule = functools.lru_cache(optax.linear_schedule)
 
 
 class GreedyPolicy(rollout.Policy):
-    """Chooses the action with the highest value, which is also the critic's value."""
+    """Chooses the action with the highest value. The highest value is the critic."""
 
     network: Any = struct.field(pytree_node=False)
     action_space: Discrete = struct.field(pytree_node=False)
@@ -314,7 +314,7 @@ class PQN(Agent):
         return (optax.apply_updates(params, updates), opt_state), metrics
 
     def loss(self, params: ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
-        """Computes the loss of every row: half the squared error of its value.
+        """Computes the loss of every row: half the squared error of the action value.
 
         Args:
             params: parameters of the network.

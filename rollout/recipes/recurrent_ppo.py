@@ -1,9 +1,10 @@
-"""Recurrent PPO: proximal policy optimization (arXiv:1707.06347) with a memory.
+"""Recurrent PPO: proximal policy optimization (arXiv:1707.06347) with a recurrent cell.
 
     python -m rollout.recipes.recurrent_ppo CartPole-v1
 
-Use it in environments whose observations hide part of the state. The file follows the
-paper: config, network, rollout, advantages, loss, update. Copy this file and change it.
+Use it in partially observable environments. The file defines config, network, policy,
+update (rollout, advantages, minibatches) and loss, in this order. Copy this file and
+change it.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ class Config:
     num_updates: int = 60
     num_steps: int = 128  # steps per environment in each update
     num_epochs: int = 4
-    num_minibatches: int = 8  # of whole environments; divides their number
+    num_minibatches: int = 8  # must divide the number of environments
     learning_rate: float | optax.Schedule = 2.5e-3  # a schedule counts gradient steps
     anneal_lr: bool = True  # linear decay to 0; not applied to a schedule
     gamma: float = 0.99
@@ -46,7 +47,7 @@ class Config:
     vf_coef: float = 0.5
     ent_coef: float = 0.01
     max_grad_norm: float = 0.5
-    target_kl: float | None = None  # skips minibatches after 1.5 times this KL
+    target_kl: float | None = None  # above 1.5 times this KL, skips gradient steps
     cell: str = "GRUCell"  # name of a cell of `flax.linen`, or "OptimizedLSTMCell"
     memory_size: int = 64
     hidden_layer_sizes: tuple[int, ...] = (64, 64)  # for actor and critic
@@ -83,7 +84,7 @@ class MLP(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """A shared recurrent cell, followed by one perceptron each for actor and critic."""
+    """A shared recurrent cell, followed by separate MLPs for actor and critic."""
 
     distribution: ActionDistribution
     observation_space: AnySpace
@@ -125,7 +126,7 @@ class ActorCritic(nn.Module):
     def __call__(
         self, memory: ArrayTree, obs: ArrayTree
     ) -> tuple[ArrayTree, tuple[jax.Array, jax.Array]]:
-        """Maps memory and observations to memory and `(outputs, value)`."""
+        """Maps memory and observations to the new memory and `(outputs, value)`."""
         memory, features = self.encode(memory, obs)
         return memory, self.heads(features)
 
@@ -153,7 +154,7 @@ class Batch(struct.PyTreeNode):
     advantage: jax.Array
     target: jax.Array  # target of the value function
     weight: jax.Array  # 1 for valid rows, 0 for masked-out rows
-    acting: jax.Array  # 1, or 0 for rows without an action, which train the critic
+    acting: jax.Array  # 1 for rows with an action; rows with 0 train only the critic
 
 
 class Policy(rollout.Policy):
@@ -358,9 +359,8 @@ class RecurrentPPO(Agent):
     def loss(self, params: ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
         """Computes the loss of every step: eq. 9 of the paper with its sign changed.
 
-        The value loss has a factor of 0.5, and is clipped as in OpenAI's baselines.
-
-        The memory is recomputed from `initial_memory` and reset at episode starts.
+        The value loss has a factor of 0.5, and is clipped as in OpenAI's baselines. The
+        memory is recomputed from `initial_memory` and reset at episode starts.
 
         Args:
             params: parameters of the network.
@@ -410,8 +410,8 @@ class RecurrentPPO(Agent):
 
         Args:
             params: parameters of the network.
-            obs: `[*shape]`, as the environment returns it. If `env` normalizes
-                observations, fix its statistics first: `agent.freeze(state)`.
+            obs: `[*shape]`, a raw observation. If `env` normalizes observations, first
+                fix the statistics with `agent.freeze(state)`.
             memory: memory that the previous call returned. None for the first
                 observation of an episode.
         """

@@ -1,4 +1,4 @@
-"""`run` trains with logs, evaluations and checkpoints; `load` reads the result.
+"""`run` trains with logs, evaluations and checkpoints; `load` loads the agent.
 
 agent = PPO(rollout.envs.make_vec("CartPole-v1", num_envs=64), Config())
 run(agent, jax.random.key(0), folder="runs/cartpole", evaluate_every=50_000)
@@ -95,16 +95,17 @@ def run(
     - `agent.json`: class, config and spaces of the agent, for `load`;
     - `metrics.csv`: a row per update, and `evaluations.csv`: a row per evaluation;
     - `best` and `last`: parameters of the best evaluation and of the last update, for
-      `load`, and `resume`: the whole state;
+      `load`;
+    - `resume`: the whole training state, to continue the run;
     - `curve.png`, and `agent.gif` if the environment can be rendered;
     - event files for TensorBoard, if the package `tensorboard` is installed.
 
-    Evaluations run `agent.eval_policy`, which takes the most likely action, so returns
-    of evaluations differ from returns during training.
+    Evaluations run `agent.eval_policy`, which takes the most likely action, so their
+    returns differ from returns during training.
 
-    A run that was killed and resumed gives the same files as an uninterrupted run, bit
+    A run that was killed and resumed writes the same files as an uninterrupted run, bit
     for bit in JAX environments and in host environments that can save their state. Each
-    resume adds one event file. A run stopped by the callback can also be resumed.
+    resume adds one event file. A run that the callback stopped can also be resumed.
 
     Args:
         agent: an agent of `rollout.recipes`, or an agent with the same methods.
@@ -113,16 +114,16 @@ def run(
         evaluate_every: environment steps between evaluations, rounded up to whole
             updates; None evaluates once, at the end.
         num_eval_episodes: episodes per evaluation, at least 1.
-        target_return: stops the training once the mean return of an evaluation is at
-            least this; None trains for `config.num_updates` updates.
-        resume: continues the run in `folder`, or starts it if there is none, so it may
-            always be True. Settings must be equal, except `num_updates` and
-            `target_return`. Schedules are compared by name, not by value. If the
-            learning rate is annealed, it follows the schedule of the new `num_updates`.
+        target_return: mean return of an evaluation at which the training stops; None
+            trains for `config.num_updates` updates.
+        resume: whether to continue the run in `folder`. If there is none, a new run
+            starts. Settings must be equal, except `num_updates` and `target_return`.
+            Schedules are compared by name, not by value. If the learning rate is
+            annealed, it follows the schedule of the new `num_updates`.
         callback: function called with a `Progress` after each evaluation, or 20 times
             without `evaluate_every`. The training stops if it returns False.
-        eval_env: host environments for evaluations during the training. JAX
-            environments do not need them.
+        eval_env: separate environments for evaluations during the training, required
+            for host environments.
 
     Returns:
         The last `TrainState`, and the statistics of the last evaluation.
@@ -136,15 +137,15 @@ def run(
             "`eval_env` must be given with `evaluate_every` for host environments: an "
             "evaluation would end the episodes of the training. Create it like `env`."
         )
-    if agent.collector.is_host and innermost(eval_env) is innermost(agent.env):
+    if agent.collector.is_host and unwrap_env(eval_env) is unwrap_env(agent.env):
         raise ValueError(
-            "`eval_env` must be other environments than `agent.env`: an evaluation "
-            "would end the episodes of the training. Create it like `env`."
+            "`eval_env` must be separate from `agent.env`: an evaluation would end the "
+            "episodes of the training. Create it like `env`."
         )
     if eval_env is not None and has_normalizer(eval_env) != has_normalizer(agent.env):
         raise ValueError(
-            "`eval_env` must normalize observations exactly if `agent.env` does: the "
-            "policy would observe another scale. Wrap both in `NormalizeObs` or "
+            "`eval_env` must normalize observations if and only if `agent.env` does: "
+            "the policy would observe another scale. Wrap both in `NormalizeObs` or "
             "`NormalizeHostEnv`."
         )
     checks.typed_key(key)
@@ -184,7 +185,8 @@ def run(
         state, metrics = train(state, size)
         metrics = {name: np.asarray(x) for name, x in sorted(metrics.items())}
         check_metrics(metrics, size)
-        # Write the settings late: an agent that cannot be trained leaves no files.
+        # Write the settings after an update, so that a failed first update leaves no
+        # files.
         files.settings.write_text(json.dumps(settings, indent=1) + "\n")
         seconds = time.monotonic() - start
         steps = agent.env_steps(num_done + np.arange(1, size + 1))
@@ -201,13 +203,13 @@ def run(
             best_return = float(np.fmax(best_return, last_return))
             is_stopped = target_return is not None and last_return >= target_return
         save_policy(agent, state, files.last, num_done)
-        tree = resumable(agent, state, best_return, last_return)
+        tree = resume_tree(agent, state, best_return, last_return)
         checkpoint.save(files.resume, tree, step=num_done)
         writer.write(steps, metrics, evaluation)
         print(progress_line(steps[-1], speed, metrics, evaluation), flush=True)
         progress = Progress(int(steps[-1]), state, metrics, evaluation)
         result = None if callback is None else callback(progress)
-        # A comparison of arrays returns `np.bool_`, which is not `False`.
+        # The callback may return `np.bool_`, which is not the object `False`.
         is_stopped |= result is not None and not result
     if evaluation is None:  # stopped by the callback, or resumed at the end
         evaluation = evaluate(state)
@@ -223,7 +225,7 @@ def load(
     agent_class: Any = None,
     **fields: Any,
 ) -> tuple[Any, LoadedState]:
-    """Loads an agent that `run` has saved, to predict without an environment.
+    """Loads an agent that `run` saved, to predict without an environment.
 
         agent, state = load("runs/cartpole")
         action = agent.predict(state.params, obs)
@@ -233,9 +235,9 @@ def load(
     Args:
         folder: folder of the run.
         name: checkpoint to load, "best" or "last".
-        agent_class: class of the agent, if the class is not part of `rollout.recipes`.
-        **fields: all fields of the agent besides `env` and `config`, such as `network`,
-            that differ from the defaults.
+        agent_class: class of the agent, if it is not part of `rollout.recipes`.
+        **fields: values of all fields that differ from the defaults, such as `network`,
+            except `env` and `config`.
 
     Returns:
         The agent, and a state with `params`.
@@ -253,10 +255,10 @@ def load(
         field = settings["fields"][missing[0]]
         raise ValueError(
             f"`{missing[0]}` must be passed to `load`: the agent in {folder} has a "
-            f"{field}, and `run` saves no code."
+            f"{field}, and `run` does not save code."
         )
     config_class = type(agent_class.__dataclass_fields__["config"].default)
-    # A dict stands for a schedule; the code of schedules is not saved.
+    # Skip dicts: they are the names of schedules, whose code is not saved.
     numbers = {x: y for x, y in settings["config"].items() if not isinstance(y, dict)}
     names = {field.name for field in dataclasses.fields(config_class)}
     if unknown := sorted(settings["config"].keys() - names):
@@ -281,8 +283,8 @@ def load(
         raw_space = spaces.from_json(normalizer["observation_space"])
         only, raw = normalizer["only"], shape_of_obs(raw_space, 1)
         statistics = prior(raw, space=raw_space, only=only, xp=np)
-    like: Any = {"params": params, "statistics": statistics}
-    tree: Any = checkpoint.restore(folder / name, like)
+    template: Any = {"params": params, "statistics": statistics}
+    tree: Any = checkpoint.restore(folder / name, template)
     if normalizer is not None:
         statistics, epsilon = tree["statistics"], normalizer["epsilon"]
         spec = dataclasses.replace(
@@ -338,8 +340,8 @@ def obs_normalizer(env: Any) -> Any:
     return None
 
 
-def innermost(env: Any) -> Any:
-    """Returns the environment inside of all wrappers."""
+def unwrap_env(env: Any) -> Any:
+    """Returns the environment inside all wrappers."""
     while hasattr(env, "env"):
         env = env.env
     return env
@@ -380,20 +382,20 @@ def class_of(name: str) -> Any:
 
 
 def check_folder(files: Folder, settings: dict[str, Any], resume: bool) -> None:
-    """Raises unless the folder is free, or has a run with equal settings to resume."""
+    """Raises if the folder has a run, unless it can be resumed with these settings."""
     folder = files.folder
     if not files.any_exist():
         folder.mkdir(parents=True, exist_ok=True)
         return
     if not resume:
         raise ValueError(
-            f"`folder` must be free, got {folder}, which has a run. Pass `resume=True` "
-            "to continue it, or another folder."
+            f"`folder` must not contain a run, got {folder}. Pass `resume=True` to "
+            "continue the run, or another folder."
         )
     if not files.settings.exists():
         raise ValueError(f"`folder` must have agent.json to resume, got {folder}.")
-    saved = flat(json.loads(files.settings.read_text()))
-    for name, value in flat(settings).items():
+    saved = flatten_config(json.loads(files.settings.read_text()))
+    for name, value in flatten_config(settings).items():
         if name not in ("config.num_updates", "rollout") and value != saved.get(name):
             option = name.removeprefix("config.")
             raise ValueError(
@@ -402,8 +404,8 @@ def check_folder(files: Folder, settings: dict[str, Any], resume: bool) -> None:
             )
 
 
-def flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Flattens the settings: hyperparameters get dotted names, `config.name`."""
+def flatten_config(settings: dict[str, Any]) -> dict[str, Any]:
+    """Moves hyperparameters to the top level, with dotted names, `config.name`."""
     config = {f"config.{name}": value for name, value in settings["config"].items()}
     return {name: x for name, x in settings.items() if name != "config"} | config
 
@@ -420,7 +422,7 @@ def chunk_size(agent: Any, evaluate_every: int | None, num_done: int) -> int:
 
 
 def save_policy(agent: Any, state: Any, path: Path, step: int) -> None:
-    """Saves the checkpoint for `load`, unless a killed process has saved it before."""
+    """Saves the checkpoint for `load`, unless a killed process already saved it."""
     normalizer = obs_normalizer(agent.freeze(state).env)
     statistics = None
     if normalizer is not None:
@@ -431,10 +433,10 @@ def save_policy(agent: Any, state: Any, path: Path, step: int) -> None:
         checkpoint.save(path, tree, step=step)
 
 
-def resumable(
+def resume_tree(
     agent: Any, state: Any, best_return: float, last_return: float
 ) -> dict[str, Any]:
-    """Returns the checkpoint for `restore`, with the states of host environments."""
+    """Returns the tree that `restore` reads, with the states of host environments."""
     collector = agent.collector
     host = collector.save(state.carry) if collector.is_host else []
     returns = np.array([best_return, last_return], np.float64)
@@ -445,7 +447,7 @@ def restore(agent: Any, state: Any, path: Path) -> tuple[Any, float, float]:
     """Restores the state of a run, and the best and the last evaluation return."""
     if not checkpoint.steps(path):
         return state, -np.inf, -np.inf
-    tree: Any = checkpoint.restore(path, resumable(agent, state, 0.0, 0.0))
+    tree: Any = checkpoint.restore(path, resume_tree(agent, state, 0.0, 0.0))
     state = tree["state"]
     if agent.collector.is_host:
         carry = agent.collector.restore(state.carry, tree["host"])
@@ -471,15 +473,15 @@ def trim_tables(agent: Any, num_done: int, files: Folder) -> None:
         has_header = lines[:1] == [] or lines[0].startswith(b"steps,")
         if not (is_whole and has_header) or b"\r" in b"".join(lines):
             raise ValueError(
-                f"{path} must have the rows of the run up to {last:,} steps, as `run` "
-                "wrote them. Restore the file, or start in another folder."
+                f"{path} must have the rows that `run` wrote up to {last:,} steps, got "
+                "other rows. Restore the file, or start in another folder."
             )
         if lines:
             path.write_bytes(b"".join(lines[: len(counts) + 1] if counts else []))
 
 
 def check_metrics(metrics: dict[str, np.ndarray], num_updates: int) -> None:
-    """Raises unless every metric is one number per update, with a name for a table."""
+    """Raises unless each metric is one number per update, and its name fits a table."""
     for name, values in metrics.items():
         if name == "steps" or not name.isprintable() or any(x in name for x in ',"'):
             raise ValueError(

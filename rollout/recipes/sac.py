@@ -2,8 +2,8 @@
 
     python -m rollout.recipes.sac Pendulum-v1
 
-The file follows the paper: config, networks, rollout, target, loss, update. Copy this
-file and change it.
+The file defines config, networks, policy, update (rollout, gradient steps), target and
+loss, in this order. Copy this file and change it.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Config:
     buffer_size: int = 100_000  # transitions of all environments
     gamma: float = 0.99
     reward_scale: float = 0.1
-    tau: float = 0.005  # step size of the target critics
+    tau: float = 0.005  # step size of target critic updates
     target_entropy: float | None = None  # None: minus the number of action entries
     hidden_layer_sizes: tuple[int, ...] = (64, 64)
     activation: str = "relu"  # name of a function of `flax.linen`
@@ -102,7 +102,7 @@ class Batch(struct.PyTreeNode):
 
 
 class Policy(rollout.Policy):
-    """Samples squashed actions of the actor's normal distribution."""
+    """Samples actions from the actor's squashed normal distribution."""
 
     network: Any = struct.field(pytree_node=False)
     distribution: TanhNormal = struct.field(pytree_node=False)
@@ -156,7 +156,7 @@ class SAC(Agent):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self.config, "gradient_steps", "stats_window_size")
-        TanhNormal(self.spec.action_space)  # raises if the space is no Box of floats
+        TanhNormal(self.spec.action_space)  # raises if it is not a Box of floats
 
     @functools.cached_property
     def distribution(self) -> TanhNormal:
@@ -278,7 +278,7 @@ class SAC(Agent):
         trajectory: rollout.Transition,
     ) -> tuple[TrainState, ArrayTree, Metrics]:
         """Adds a trajectory `[T, B, ...]` to the buffer and takes gradient steps."""
-        # The buffer is written before it is read, so that `add` works in place.
+        # Write the buffer before reading it, so that XLA updates it in place.
         buffer_state = self.buffer.add(buffer_state, select_experience(trajectory))
 
         def step(state: TrainState, key: chex.PRNGKey) -> tuple[TrainState, Any]:
@@ -323,7 +323,7 @@ class SAC(Agent):
     ) -> jax.Array:
         """Computes the target of the critics, eq. 3 and 5 of the paper, `[M]`.
 
-        Truncated steps bootstrap like any other step; `terminated` ones do not.
+        Terminated steps do not bootstrap; truncated steps do.
         """
         config, distribution = self.config, self.distribution
         outputs = self.actor.apply(params["actor"], experience.next_obs)
@@ -338,7 +338,7 @@ class SAC(Agent):
     def loss(self, params: dict[str, Any], batch: Batch) -> tuple[jax.Array, Metrics]:
         """Computes the sum of the losses of critics, actor and temperature.
 
-        Each loss has a gradient only with respect to its part of the parameters.
+        Each loss has gradients only with respect to its own parameters.
 
         Args:
             params: "actor", "critic" and "log_alpha".
@@ -364,8 +364,8 @@ class SAC(Agent):
         target_entropy = self.config.target_entropy
         if target_entropy is None:
             target_entropy = -distribution.size
-        surplus = stop_gradient(-log_prob - target_entropy)
-        temperature_loss = params["log_alpha"] * surplus
+        entropy_gap = stop_gradient(-log_prob - target_entropy)
+        temperature_loss = params["log_alpha"] * entropy_gap
         loss = critic_loss + actor_loss + temperature_loss
         metrics = {
             "critic_loss": critic_loss,

@@ -2,8 +2,8 @@
 
     python -m rollout.recipes.td3 Pendulum-v1
 
-The file follows the paper: config, networks, rollout, target, losses, update. Copy this
-file and change it.
+The file defines config, networks, policy, update (rollout, gradient steps), target and
+losses, in this order. Copy this file and change it.
 """
 
 import dataclasses
@@ -46,13 +46,13 @@ class Config:
     num_updates: int = 20
     num_steps: int = 1000  # steps per environment in each update
     gradient_steps: int = 1  # gradient steps after each step of all environments
-    learning_starts: int = 1000  # random environment steps before the first update
+    learning_starts: int = 1000  # environment steps before the first update
     batch_size: int = 256
     learning_rate: float | optax.Schedule = 1e-3  # a schedule counts gradient steps
     buffer_size: int = 100_000  # transitions of all environments
     gamma: float = 0.99
-    tau: float = 0.005  # step size of the target networks
-    policy_delay: int = 2  # gradient steps of the critics per step of the actor
+    tau: float = 0.005  # step size of target network updates
+    policy_delay: int = 2  # gradient steps of the critics for each one of the actor
     target_policy_noise: float = 0.2  # standard deviation, in normalized actions
     target_noise_clip: float = 0.5
     exploration_noise: float = 0.1  # standard deviation, in normalized actions
@@ -168,11 +168,11 @@ class TD3(Agent):
         check_counts(self.config, "gradient_steps", "stats_window_size")
         if checks.is_known(self.config.policy_delay):  # may be traced
             check_counts(self.config, "policy_delay")
-        TanhNormal(self.spec.action_space)  # raises if the space is no Box of floats
+        TanhNormal(self.spec.action_space)  # raises if it is not a Box of floats
 
     @functools.cached_property
     def distribution(self) -> TanhNormal:
-        """The distribution that squashes and scales actions; TD3 does not sample it."""
+        """Squashes and scales actions; TD3 does not sample from this distribution."""
         return TanhNormal(self.spec.action_space)
 
     @functools.cached_property
@@ -192,7 +192,10 @@ class TD3(Agent):
 
     @functools.cached_property
     def policy(self) -> rollout.Policy:
-        """The policy for collection: random actions first, then Gaussian noise."""
+        """The policy for collection: Gaussian noise, after random actions in a box.
+
+        Unbounded actions have no uniform distribution, so their noise begins at once.
+        """
         noise, space = self.config.exploration_noise, self.spec.action_space
         policy = Policy(self.actor, self.distribution, noise)
         if not all(np.isfinite(x).all() for x in space.bounds):  # no uniform samples
@@ -300,7 +303,7 @@ class TD3(Agent):
         trajectory: rollout.Transition,
     ) -> tuple[TrainState, ArrayTree, Metrics]:
         """Adds a trajectory `[T, B, ...]` to the buffer and takes gradient steps."""
-        # The buffer is written before it is read, so that `add` works in place.
+        # Write the buffer before reading it, so that XLA updates it in place.
         buffer_state = self.buffer.add(buffer_state, select_experience(trajectory))
 
         def step(state: TrainState, key: chex.PRNGKey) -> tuple[TrainState, Any]:
@@ -359,7 +362,7 @@ class TD3(Agent):
     ) -> jax.Array:
         """Computes the target of the critics, eq. 14 of the paper, `[M]`.
 
-        Truncated steps bootstrap like any other step; `terminated` ones do not.
+        Terminated steps do not bootstrap; truncated steps do.
         """
         config, next_obs = self.config, experience.next_obs
         action = self.distribution.squash(
@@ -383,7 +386,7 @@ class TD3(Agent):
     def actor_loss(
         self, critic_params: ArrayTree, actor_params: ArrayTree, batch: Batch
     ) -> tuple[jax.Array, Metrics]:
-        """Computes minus the first critic's value of the actor's actions, `[M]`."""
+        """Computes the negative value of the actor's actions, `[M]`, by critic 1."""
         action = self.distribution.squash(self.actor.apply(actor_params, batch.obs))
         return -self.value(critic_params, batch.obs, action)[0], {}
 

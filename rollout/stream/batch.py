@@ -1,6 +1,6 @@
 """Collects the batches of a stream, in JAX or from host environments.
 
-`make_batch` collects a batch in JAX, and `complete` has the steps after the collection.
+`make_batch` collects a batch in JAX, and `complete` computes its statistics and output.
 Both functions are pure. `JaxBatches` and `HostBatches` compile and run them for a
 stream: `begin` starts the batch after a `State` and returns a function that waits for
 it. A repeated call with the same carry, for example after an interrupt, yields the same
@@ -47,7 +47,7 @@ _WINDOW = 100  # episodes
 class Options:
     """Options of a `Stream`, which documents them.
 
-    Options are equal if they have the same program. The program ignores the fields with
+    Equal options share a program. The program does not depend on the fields with
     `compare=False`; the number of rows is an argument of the program.
     """
 
@@ -95,7 +95,7 @@ class Options:
 
     def num_rows(self, steps: int) -> int:
         """Returns the rows of the batch after `steps` steps, 0 after the last batch."""
-        # The step count of complete episodes is unknown: use any number above 0.
+        # The number of steps of complete episodes is unknown: use any number above 0.
         num_steps = self.steps_per_batch or self.num_envs
         if self.total_steps is not None:
             num_steps = min(num_steps, max(0, self.total_steps - steps))
@@ -150,8 +150,8 @@ class Options:
 class StreamStats(NamedTuple):
     """Statistics of a stream since its start, or since `reset_stats`.
 
-    `at_batch_end="reset"` discards long episodes more often than short episodes, so all
-    means are biased toward short episodes.
+    With `at_batch_end="reset"` all means are biased toward short episodes, because long
+    episodes are discarded more often.
 
     Attributes:
         collected: statistics of all completed episodes.
@@ -243,7 +243,7 @@ def make_batch(
     episodes, num_faulty, drops = None, jnp.int32(0), options.on_fault == "drop"
     if options.episodes_per_batch is None:
         if options.at_batch_end == "reset":
-            # An episode without any step so far is already new: keep it.
+            # An episode without any step is already new: keep it.
             restarts = carry.episode.episode_length > 0
             roots = roots_of(collector, carry)
             start = keys.next_episodes(collector.env, carry, roots)
@@ -527,7 +527,7 @@ def _is_multi_process(collector: Collector | HostCollector) -> bool:
 
 
 def _blank(output: ArrayTree, collector: Collector) -> ArrayTree:
-    """Allocates memory for the first batch from the shapes of its `output`."""
+    """Allocates memory for the first batch, with the shapes of its `output`."""
     sharding = collector.env.sharding
     if sharding and not isinstance(output, Transition):
         return ()  # XLA chooses the sharding of the result of `postprocess`

@@ -108,19 +108,18 @@ class Stream(Generic[ParamsT]):
         prefetch: number of batches collected in advance, 0 or 1. With 1, the next batch
             starts before the current batch is returned, with the current parameters, so
             `params_version` lags by one. With 0, the batch starts in `next`, which is
-            strictly on-policy, and required if lanes are sharded over several
-            processes.
-        reuse_memory: if True, writes each batch to the memory of an earlier batch. The
-            call of `next` deletes the arrays of the earlier batch, and reading them
-            raises. Copy all values that you keep. A NumPy view of an array stays valid
-            but prevents the reuse. The option speeds up large batches, for example
-            images, because the first write to newly allocated memory is slow.
+            strictly on-policy. Must be 0 if lanes are sharded over several processes.
+        reuse_memory: if True, writes each batch to the memory of an earlier batch.
+            `next` deletes the arrays of the earlier batch, and reading them raises.
+            Copy all values that you keep. A NumPy view of an array remains valid but
+            prevents the reuse. The option speeds up large batches, for example images,
+            because the first write to newly allocated memory is slow.
         check_finite: if True, raises `FloatingPointError` for a nonfinite recorded
             value. Negative infinity is allowed in extras, for example in logits. The
             error resets the stream to its position before the batch.
         on_fault: reaction to a nonfinite value, "raise" or "drop". "drop" ends the
             episode at this value, masks out and zeroes its rows in the batch, resets
-            the lane, and continues. The masks then sum to less than `steps`, and
+            the lane, and continues. `steps` includes the masked-out rows, and
             `stats.faulty_episodes` counts the dropped episodes.
         progress: if True, displays a progress bar on stderr with the steps, the speed,
             the remaining time, and the mean return of the last 100 episodes.
@@ -258,7 +257,7 @@ class Stream(Generic[ParamsT]):
         return self._position[0].stats
 
     def reset_stats(self) -> None:
-        """Resets the statistics, except for the window; ids and `steps` continue."""
+        """Resets the statistics except the window, `steps` and episode ids."""
         state, pending = self._position
         stats = StreamStats.init(state.carry)._replace(window=state.stats.window)
         self._position = state._replace(stats=stats), pending
@@ -301,9 +300,9 @@ class Stream(Generic[ParamsT]):
     def state(self) -> dict[str, Any]:
         """Returns the state of the stream, from which `restore` resumes.
 
-        The state is a pytree of arrays for `checkpoint.save`. It has the position after
-        the last batch that `next` returned, even if the next batch has already started,
-        and the parameters.
+        The state is a pytree of arrays for `checkpoint.save`. It contains the
+        parameters and the position after the last batch that `next` returned, even if
+        the next batch has already started.
 
         The state includes the states of host environments if no batch is pending and
         if all of these environments implement `save_state`.
@@ -324,8 +323,8 @@ class Stream(Generic[ParamsT]):
     def restore(self, state: dict[str, Any]) -> None:
         """Resumes from a saved state, bitwise equal to an uninterrupted stream.
 
-        Host environments whose state could not be saved restart their unfinished
-        episodes, with one seed per episode, and issue a warning.
+        If the state of host environments could not be saved, a warning is issued and
+        their unfinished episodes restart with their original seeds.
 
         Args:
             state: state of a stream with the same collector and the same `prefetch`.
@@ -351,7 +350,7 @@ class Stream(Generic[ParamsT]):
     def _begin(
         self, state: State, pending: _Pending | None, memory: ArrayTree | None
     ) -> _Pending | None:
-        """Starts the batch after `state`, unless it has started; None after the end."""
+        """Starts the batch after `state` if necessary; returns None after the end."""
         if not self._options.num_rows(state.steps):
             return None
         if pending is not None and pending.wait is not None:

@@ -18,11 +18,11 @@ from buffer_checks import (
     STACK,
     EpisodeModel,
     check,
+    example_row,
     indices,
+    init_case,
     programs,
     random_chunk,
-    row_like,
-    start,
 )
 from cases import on_a_gpu, quick_jit
 from ring_model import Model, encode
@@ -43,7 +43,7 @@ def test_any_sequence_of_operations_agrees_with_the_model(kind, successor):
     _, add, read = programs(kind, successor)
     for seed in range(24):
         rng = np.random.default_rng(seed)
-        state, model = start(kind, successor)
+        state, model = init_case(kind, successor)
         for _ in range(1 + seed % 6):
             steps, mask = random_chunk(model, rng, masks=seed % 2)
             model.add(steps, mask)
@@ -55,13 +55,13 @@ def test_any_sequence_of_operations_agrees_with_the_model(kind, successor):
 @pytest.mark.parametrize("successor", ["stored", pytest.param("shared", marks=slow)])
 def test_uniform_draws_are_even_over_the_rows_that_may_be_used(successor):
     buffer, add, _ = programs("uniform", successor)
-    state, model = start("uniform", successor)
+    state, model = init_case("uniform", successor)
     rng = np.random.default_rng(3)
     for _ in range(4):
         steps, mask = model.make_chunk(rng, 3, mask_rate=0.4)
         model.add(steps, mask)
         state = add(state, encode(steps, mask))
-    usable = [indices(state, model)[row] for row in model.usable()]
+    usable = [indices(state, model)[row] for row in model.usable_rows()]
     batch = quick_jit(buffer.sample, static_argnums=2)(state, jax.random.key(0), 30_000)
     np.testing.assert_array_equal(batch.weights, np.ones(30_000))
     values, count = np.unique(np.asarray(batch.indices), return_counts=True)
@@ -75,7 +75,7 @@ def test_uniform_draws_are_even_over_the_rows_that_may_be_used(successor):
 def test_programs_of_a_gpu_have_the_same_bits(kind, successor):
     """Every state and every draw."""
     both = programs(kind, successor), programs(kind, successor, is_twin=True)
-    state = start(kind, successor)[0]
+    state = init_case(kind, successor)[0]
     for num_rows in CHUNKS:  # what has been traced stays as it is
         chunk = encode(*Model(NUM_SLOTS, NUM_ENVS).make_chunk(RNG, num_rows))
         both[0][2](both[0][1](state, chunk), jax.random.key(0))
@@ -83,7 +83,7 @@ def test_programs_of_a_gpu_have_the_same_bits(kind, successor):
         for seed in range(20):
             rng = np.random.default_rng(seed)
             model = Model(NUM_SLOTS, NUM_ENVS)
-            states = [start(kind, successor)[0]] * 2
+            states = [init_case(kind, successor)[0]] * 2
             for number in range(4):
                 chunk = encode(*random_chunk(model, rng))
                 states = [
@@ -217,14 +217,14 @@ def test_rows_whose_history_was_overwritten_are_not_stacked(
 def test_no_row_under_way_is_drawn_where_no_other_may_be():
     """Visible rows have lost their history; row 0 is pending, and would serve."""
     buffer, add, read = programs("episodes", "stored")
-    state = buffer.init(row_like(NUM_ENVS))
+    state = buffer.init(example_row(NUM_ENVS))
     model = EpisodeModel(NUM_SLOTS, NUM_ENVS)
     steps, mask = model.make_chunk(
         np.random.default_rng(2116), 8, done_rate=0.2, break_rate=0.0
     )
     model.add(steps, mask)
     assert model.rows()
-    assert not model.usable(STACK)
+    assert not model.usable_rows(STACK)
     state = add(state, encode(steps, mask))
     assert state.ring.experience.episode_length[0, 0] == 1
     batch = read(state, jax.random.key(0))["n_step"]

@@ -136,7 +136,7 @@ REFUSED = {
     "`gamma` must be a number in [0, 1], got": [lambda: sample(n_step=2, gamma=1.5)],
     "must not be given with": [lambda: sample(n_step=2, gamma=1, relabel_fn=max)],
     "must keep structure, shapes": [lambda: sample(relabel_fn=lambda key, x, y: x.obs)],
-    "`key` must be one typed key as `jax.random.key(seed)` makes it, got": [
+    "`key` must be one typed key, for example `jax.random.key(seed)`, got": [
         lambda: sample(0, 2),
         lambda: buffer().sample_episodes(filled()[1], jax.random.split(KEY), 2, 5),
     ],

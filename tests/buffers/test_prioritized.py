@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from buffer_checks import check, indices, programs, start
+from buffer_checks import check, indices, init_case, programs
 from cases import quick_jit
 from ring_model import encode
 from scipy import stats as scipy_stats
@@ -76,7 +76,7 @@ def run_adds_and_updates(successor, seed):
     rng = np.random.default_rng(seed)
     _, add, _ = programs("prioritized", successor)
     update = update_program(successor)
-    state, model = start("prioritized", successor)
+    state, model = init_case("prioritized", successor)
     priority, largest, rejected = {}, 1.0, 0
     values = VALUES[rng.integers(2)]
     for _ in range(1 + seed % 7):
@@ -166,7 +166,7 @@ def test_rows_get_their_shares_of_the_draws_and_the_weights_of_the_paper(
 def test_draws_are_proportional_among_the_rows_whose_successor_is_there():
     """Where much of a share is unusable, its usable rows are not favoured."""
     buffer, add, _ = programs("prioritized", "shared")
-    state, model = start("prioritized", "shared")
+    state, model = init_case("prioritized", "shared")
     rng = np.random.default_rng(1)
     for _ in range(4):
         steps, mask = model.make_chunk(rng, 3, done_rate=0.3)
@@ -177,7 +177,7 @@ def test_draws_are_proportional_among_the_rows_whose_successor_is_there():
     state = buffer.update_priorities(
         state, jnp.arange(15), jnp.asarray(priority, jnp.float32)
     )
-    usable = np.sort([place[row] for row in model.usable()])
+    usable = np.sort([place[row] for row in model.usable_rows()])
     assert 6 < len(usable) < 15
     draw = jax.jit(lambda key: buffer.sample(state, key, 16, beta=1.0).indices)
     drawn = jax.lax.map(draw, jax.random.split(jax.random.key(2), 2000))

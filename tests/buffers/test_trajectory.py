@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from buffer_checks import dumped
+from buffer_checks import lane_rows
 from cases import collect, make_collector, quick_jit, raw
 from compiles import count_compiles
 
@@ -46,7 +46,7 @@ def test_dump_is_the_newest_rows_in_the_order_of_time(kind, num_rows, options):
     np.testing.assert_array_equal(rows.mask, mask)
     seen = jax.tree.map(np.asarray, raw(chunk))
     done = seen.terminated | seen.truncated
-    for lane, got in enumerate(dumped(buffer, state)):
+    for lane, got in enumerate(lane_rows(buffer, state)):
         last = num_rows
         if kind is EPISODIC:  # unfinished episodes do not show, and take slots
             last = np.flatnonzero(done[:, lane]).max(initial=-1) + 1

@@ -292,3 +292,18 @@ def test_spaces_come_back_from_json():
     shapes = spaces.space_of({"parts": (jax.ShapeDtypeStruct((2,), jnp.float32),)})
     for one in (space, numbers, shapes):
         assert spaces.from_json(json.loads(json.dumps(spaces.to_json(one)))) == one
+
+
+def test_box_of_many_entries_is_printed_in_one_line():
+    low = jnp.zeros((4, 400))
+    text = "Box(low=0.0, high=float32[4, 400] in [1.0, 2.0], shape=(4, 400), "
+    box = envs.Box(low, (low + 1).at[0].set(2.0), (4, 400))
+    assert repr(box) == text + "dtype=float32)"
+    assert "low=[-1.0, 0.0], high=1," in repr(envs.Box(np.array([-1.0, 0.0]), 1, (2,)))
+    assert "low=[], " in repr(envs.Box(np.zeros(0), 1.0, (0,)))
+    # Bounds without a value.
+    assert "low=NoneType," in repr(jax.tree.map(lambda x: None, box))
+    jax.make_jaxpr(lambda box: "float32 of shape (4, 400)" in repr(box) or 1 / 0)(box)
+    with pytest.raises(ValueError, match="at most `high`, got Box") as raised:
+        envs.Box(low + 1, low, (4, 400))
+    assert len(str(raised.value)) < 200

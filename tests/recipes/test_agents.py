@@ -360,6 +360,11 @@ def init(agent):
     return jax.eval_shape(agent.init, jax.random.key(0))
 
 
+def train(num_updates):
+    agent = make_agent("ppo")
+    return agent.train(init(agent), num_updates)
+
+
 def update(**changes):
     agent = make_agent("recurrent_ppo", **changes)
     return jax.eval_shape(agent.update, init(agent))
@@ -387,9 +392,9 @@ REFUSED = [
     ("`env` must be parallel", lambda: init(ppo.PPO("CartPole-v1"))),
     ("`env` must be parallel", lambda: init(ppo.PPO(envs.make("CartPole-v1")))),
     ("`key` must be one typed key", lambda: make_agent("ppo").init(0)),
-    ("`num_updates` must be", lambda: make_agent("ppo").train(None, 0)),
-    ("`num_updates` must be", lambda: make_agent("ppo").train(None, 1.0)),
-    ("`num_updates` must be", lambda: make_agent("ppo").train(None, True)),
+    ("`num_updates` must be", lambda: train(0)),
+    ("`num_updates` must be", lambda: train(1.0)),
+    ("`num_updates` must be", lambda: train(True)),
     (f"`config.gradient_steps` {COUNT}", lambda: make_agent("sac", gradient_steps=0)),
     (f"`config.policy_delay` {COUNT}", lambda: make_agent("td3", policy_delay=0)),
     ("`num_minibatches` must divide the 2 items", lambda: update(num_minibatches=3)),

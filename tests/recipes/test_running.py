@@ -203,7 +203,7 @@ def test_evaluation_environments_are_others_that_normalize_alike(tmp_path):
     env = envs.from_gymnasium("CartPole-v1", num_envs=2)
     agent = PPO(envs.NormalizeHostEnv(env), SMALL)
     for eval_env in (agent.env, envs.NormalizeHostEnv(env)):
-        with pytest.raises(ValueError, match=r"`eval_env` must be .*Create it like"):
+        with pytest.raises(ValueError, match="`eval_env` must be separate"):
             start(agent, tmp_path / "a", eval_env=eval_env)
     agent = make_agent()
     for one, other in ((agent, agent.env.env), (PPO(agent.env.env, SMALL), agent.env)):
@@ -235,7 +235,7 @@ def test_agent_that_cannot_be_trained_leaves_the_folder_free(tmp_path):
 @pytest.mark.parametrize(
     ("words", "config", "options"),
     [
-        (r"`folder` must .*resume=True", SMALL, {"resume": False}),
+        (r"`folder` must not contain a run, .*resume=True", SMALL, {"resume": False}),
         (r"`gamma` must be 0\.99 .* got 0\.9", SMALL.replace(gamma=0.9), {}),
         ("`key` must be", SMALL, {"key": jax.random.key(1)}),
         ("`evaluate_every` must be 64", SMALL, {"evaluate_every": None}),
@@ -350,7 +350,7 @@ def test_command_trains_in_host_environments_and_resumes(tmp_path):
     ]
     assert [x.returncode for x in results] == [0, 2, 0], [x.stderr for x in results]
     assert "3 episodes" in results[0].stdout
-    assert results[1].stderr.startswith("`folder` must ")
+    assert results[1].stderr.startswith("`folder` must not contain a run")
     folder = tmp_path / "runs" / "ppo-gymnasium-cartpole-v1"
     assert table(folder / "metrics.csv")["steps"].tolist() == list(range(32, 193, 32))
     assert checkpoint.steps(folder / "resume") == [6]

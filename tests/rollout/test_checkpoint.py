@@ -17,6 +17,7 @@ import pytest
 import streamer
 from cases import collect, raw
 
+import rollout
 from rollout import buffers, checkpoint
 from rollout.envs import trees
 
@@ -55,6 +56,17 @@ def assert_same(got, want):
     chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_checkpoint_of_another_version_is_restored_or_named(tmp_path, monkeypatch):
+    tree = {"a": jnp.arange(3.0)}
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "__version__", "0.0.7")
+        checkpoint.save(tmp_path, tree)
+    chex.assert_trees_all_equal(checkpoint.restore(tmp_path, tree), tree)
+    versions = f"0.0.7 of rollout saved .*version {rollout.__version__} is installed"
+    with pytest.raises(ValueError, match=versions):
+        checkpoint.restore(tmp_path, {"a": 1.0})
 
 
 def test_buffer_is_restored_from_its_shapes_and_goes_on_alike(tmp_path):
@@ -219,7 +231,9 @@ def test_save_that_fails_leaves_nothing_and_the_next_one_fits(tmp_path, monkeypa
 def test_foreign_file_under_the_name_of_a_checkpoint_is_named(tmp_path):
     checkpoint.save(tmp_path, {"n": 1})
     np.savez(tmp_path / "3.checkpoint.npz", mine=np.ones(3))
-    with pytest.raises(ValueError, match=r"no checkpoint .* delete 3\.checkpoint\.npz"):
+    with pytest.raises(
+        ValueError, match=r"not a checkpoint .* delete 3\.checkpoint\.npz"
+    ):
         checkpoint.restore(tmp_path, {"n": 0})
     (tmp_path / "3.checkpoint.npz").unlink()
     assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 1

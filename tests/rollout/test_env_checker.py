@@ -112,7 +112,7 @@ MISTAKES = {
     "space of actions": (
         {"action_space": Escaping()},
         "action_space",
-        "`contains` must be True of what `sample` draws",
+        "`contains` must be True for every sample of `sample`",
     ),
     "weak types": (
         {"begin": lambda self, state: Toy.begin(self, {**state, "sum": 0})},
@@ -127,12 +127,12 @@ MISTAKES = {
     "a key of its own": (
         {"reset": reset_by_own_key},
         "key",
-        "`reset` draws from a key of its own",
+        "`reset` samples from a key that it creates",
     ),
     "a generator of NumPy": (
         {"reset": reset_by_numpy},
         "key",
-        "`reset` is another function when traced again",
+        "`reset` differs between two traces",
     ),
     "a key used twice": ({"reset": draw_twice}, "key", "`reset` uses a key twice"),
     "an ending without a flag": (
@@ -146,7 +146,7 @@ MISTAKES = {
             truncated=lambda step: step.state["count"] >= 9,
         ),
         "ending",
-        "truncations is a termination, too",
+        "truncations is also a termination",
     ),
     "a step of Gymnasium's kind": (
         {"change": lambda self, step: (step.obs, 1.0, False, False, {})},

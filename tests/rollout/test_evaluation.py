@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, of_episodes
+from cases import CountEnv, make_episodes
 from scipy import stats as scipy_stats
 
 import rollout
@@ -66,7 +66,7 @@ def test_normalised_training_is_evaluated_by_fixed_statistics_and_raw_returns(
 def summarize_first(returns, num_episodes):
     """Statistics of the first of many episodes."""
     mask = jnp.arange(returns.size) < num_episodes
-    return rollout.summarize(of_episodes(returns, mask=mask))
+    return rollout.summarize(make_episodes(returns, mask=mask))
 
 
 @pytest.mark.parametrize("freedom", [1, 4, 5, 30, 10**6])

@@ -129,7 +129,7 @@ def test_gif_has_every_state_of_the_first_episode(kind, tmp_path):
         mesh = jax.make_mesh((1,), ("lanes",), devices=jax.devices()[:1])
         collector = rollout.shard(collector, mesh)
     if kind == "wrapped":
-        with pytest.raises(ValueError, match="that learns them: pass"):
+        with pytest.raises(ValueError, match="that updates them: pass"):
             rollout.record_gif(collector, None, KEY, tmp_path / "a.gif")
         collector = collector.freeze(collector.init(KEY))
     episode = rollout.record_gif(collector, None, KEY, tmp_path / "a.gif")

@@ -19,6 +19,7 @@ import rollout
 from rollout import checkpoint
 from rollout.gif import draw_episode
 from rollout.host import AsyncInfo
+from rollout.recipes.ppo import PPO
 
 KEY, ROWS = jax.random.key(0), jnp.zeros((64, 16))
 
@@ -152,7 +153,7 @@ MESSAGES = [
         "`stats` must have different names, got 'a/b' twice.",
     ),
     # What runs in Python, in one thread, on this machine.
-    (lambda: jax.jit(save)(ROWS), "`checkpoint.save` runs in Python, so it must"),
+    (lambda: jax.jit(save)(ROWS), "`checkpoint.save` runs in Python and must"),
     (
         lambda: checkpoint.save("gs://bucket/run", 1),
         "`path` must name a folder of this machine, got 'gs://",
@@ -170,10 +171,13 @@ MESSAGES = [
     ),
     (lambda: step_with(record_fn=lambda t: t.replace(obs=None)), "set a dropped"),
     *((functools.partial(record, x), f"must leave `{x}` as it is") for x in KEPT),
+    # Configurations and states of another kind.
+    (lambda: PPO(None, {"gamma": 0.9}), "`config` must be a dataclass, such as"),
+    (lambda: PPO(None).train({"params": 1}), "`state` must be a result of `agent.init"),
     # Rows of another shape, dtype or kind.
     (lambda: gae(next_value=ROWS[0]), "`next_value` must be an array of shape"),
     (lambda: gae(truncated=ROWS), "`truncated` must be bool, got float32"),
-    (lambda: next_values(), "it is recorded if the policy has a critic"),
+    (lambda: next_values(), "collectors record it if the policy has a critic"),
     (
         lambda: next_values(last_value=ROWS, final_value=ROWS),
         "`last_value` must be an array of shape",

@@ -122,7 +122,7 @@ def test_rows_are_those_of_a_plain_loop(played, name):
             is_left = here.info["left"]
             assert not here.terminated.any()
             assert here.truncated[:length].tolist() == [False] * (length - 1) + [True]
-        np.testing.assert_array_equal(is_left[:length], played.left)
+        np.testing.assert_array_equal(is_left[:length], played.has_left)
         total = np.float32(0)
         for reward in played.reward:
             total += reward

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import collect, of_episodes, raw
+from cases import collect, make_episodes, raw
 from scipy import stats as scipy_stats
 
 import rollout
@@ -68,12 +68,12 @@ def test_rows_that_are_not_finite_are_counted(field):
 
 
 def test_statistics_are_printed_in_one_line():
-    three = summarize(of_episodes([190.0, 200.0, 210.0]))
+    three = summarize(make_episodes([190.0, 200.0, 210.0]))
     # 200 +- 4.302653 * 10 / sqrt(3), by Student's t with 2 degrees of freedom
     assert str(three) == "return 200 (95 %: 175.159 to 224.841), 3 episodes"
-    nothing = summarize(of_episodes([], num_steps=np.int32(1280)))
+    nothing = summarize(make_episodes([], num_steps=np.int32(1280)))
     assert str(nothing) == "no episode ended in 1,280 steps"
-    cut = summarize(of_episodes([np.inf, 1.0], finished=np.array([True, False])))
+    cut = summarize(make_episodes([np.inf, 1.0], finished=np.array([True, False])))
     assert str(cut).endswith(
         ", 2 episodes, 1 truncated by `max_episode_steps`, 1 with NaN or infinity"
     )
@@ -176,7 +176,7 @@ def test_window_takes_no_other_lane_for_one_that_is_gone():
 
 def test_window_keeps_lengths_above_float32_precision():
     length = np.array([2**24 + 1], np.int32)
-    episodes = of_episodes([1.0], episode_length=length)
+    episodes = make_episodes([1.0], episode_length=length)
     window = jax.device_get(add(rollout.EpisodeWindow.init(1), episodes))
     assert window.episode_length[0] == 2**24 + 1
 
@@ -185,7 +185,7 @@ def test_window_lives_in_a_scan_and_under_vmap():
     window = rollout.EpisodeWindow.init(4)
 
     def step(window, returns):
-        window = window.add(of_episodes([0, 0], episode_return=returns))
+        window = window.add(make_episodes([0, 0], episode_return=returns))
         return window, window.returns.mean
 
     runs = jnp.arange(12.0).reshape(2, 3, 2)  # two runs of three batches
@@ -201,7 +201,7 @@ def test_window_ignores_masked_episodes():
     """A host may lose some, and other lanes may be idle."""
     window = rollout.EpisodeWindow.init(3)
     mask = np.array([True, False, True])
-    window = add(window, of_episodes([1.0, 2.0, 4.0], mask=mask))
+    window = add(window, make_episodes([1.0, 2.0, 4.0], mask=mask))
     np.testing.assert_array_equal(window.episode_return, [0, 1, 4])
     assert rollout.log_stats(window, prefix="train") == {
         "train/num_episodes": 2.0,
@@ -211,8 +211,8 @@ def test_window_ignores_masked_episodes():
 
 
 def test_log_leaves_out_what_no_episode_defines():
-    nothing = summarize(of_episodes([]))
-    one = summarize(of_episodes([np.nan]))
+    nothing = summarize(make_episodes([]))
+    one = summarize(make_episodes([np.nan]))
     window = rollout.EpisodeWindow.init(2)
     logged = rollout.log_stats({"none": nothing, "one": one, "last": window})
     assert not any(name.startswith("none/return") for name in logged)
@@ -223,8 +223,8 @@ def test_log_leaves_out_what_no_episode_defines():
 
 
 def test_log_of_seeds_has_the_mean_and_its_interval():
-    runs = [summarize(of_episodes(x)) for x in ([1.0, 3.0], [3.0, 5.0], [9.0, 9.0])]
-    empty = runs[0].replace(returns=summarize(of_episodes([])).returns)
+    runs = [summarize(make_episodes(x)) for x in ([1.0, 3.0], [3.0, 5.0], [9.0, 9.0])]
+    empty = runs[0].replace(returns=summarize(make_episodes([])).returns)
     stats = jax.tree.map(lambda *x: np.stack(x), *jax.device_get([*runs, empty]))
     logged = rollout.log_stats((stats, {"lr": 0.5}), prefix="a", num_seeds=4)
     assert logged["a/0/return_mean"] == 5  # of three seeds: 2, 4 and 9
@@ -243,7 +243,7 @@ def test_log_of_seeds_has_the_mean_and_its_interval():
 
 def test_accumulator_does_not_take_the_place_of_a_return():
     own = {"return": jnp.array([7.0, 7.0]), "length": jnp.array([8, 8])}
-    logged = rollout.log_stats(summarize(of_episodes([1.0, 2.0], accumulated=own)))
+    logged = rollout.log_stats(summarize(make_episodes([1.0, 2.0], accumulated=own)))
     assert (logged["return_mean"], logged["length_mean"]) == (1.5, 5)
     assert logged["accumulated/return_mean"] == 7
     assert logged["accumulated/length_mean"] == 8

@@ -1,6 +1,6 @@
-"""Environments of several agents in closed form, and a plain model of transitions.
+"""Multi-agent environments in closed form, and a plain model of transitions.
 
-The observation of agent a after n steps is `10 n + a`, and -1 where it is void.
+The observation of agent a after n steps is `10 n + a`, or -1 if it is not valid.
 """
 
 import types
@@ -35,15 +35,17 @@ TABLES = {
 
 @struct.dataclass(kw_only=True)
 class ScheduleEnv:
-    """Follows tables: who acts, the rewards, and the endings.
+    """Replays tables of acting agents, rewards and endings.
 
     Attributes:
-        acting: `[L + 1, A]` bool, who acts before each step, and after the last.
-        reward: `[L, A]` float32.
-        terminated: `[L, A]` bool, own endings.
-        truncated: `[L, A]` bool, likewise.
-        episode_terminated: `[L]` bool, the end for all.
-        episode_truncated: `[L]` bool, likewise. Step L is one or the other.
+        acting: `[L + 1, A]` bool, the agents that act at each step; the last row
+            follows the last step.
+        reward: `[L, A]` float32, rewards.
+        terminated: `[L, A]` bool, terminations of single agents.
+        truncated: `[L, A]` bool, truncations of single agents.
+        episode_terminated: `[L]` bool, termination of all agents.
+        episode_truncated: `[L]` bool, truncation of all agents. One flag is set for the
+            last step.
     """
 
     acting: jax.Array  # [L + 1, A]
@@ -71,22 +73,22 @@ class ScheduleEnv:
         return {"all": envs.Discrete(1_000_000)}
 
     def reset(self, key):
-        # Another key, another state, so that a reset that is forgotten shows.
+        # Every reset returns step 0, so a missing reset changes the rows.
         return jnp.int32(0), {"all": self.observe(0, self.acting[0])}, self.acting[0]
 
     def step(self, key, state, action):
         num, n = self.reward.shape[0], state + 1
-        ended = self.terminated[state] | self.truncated[state]
-        is_cut = (n == num) & ~self.episode_terminated[state]
+        agent_done = self.terminated[state] | self.truncated[state]
+        is_truncated = (n == num) & ~self.episode_terminated[state]
         return envs.multi_agent.MultiAgentStep(
             state=n,
-            obs={"all": self.observe(n, self.acting[n] | ended)},
+            obs={"all": self.observe(n, self.acting[n] | agent_done)},
             acting=self.acting[n],
             reward=self.reward[state],
             terminated=self.terminated[state],
             truncated=self.truncated[state],
             episode_terminated=self.episode_terminated[state],
-            episode_truncated=self.episode_truncated[state] | is_cut,
+            episode_truncated=self.episode_truncated[state] | is_truncated,
         )
 
     def observe(self, n, valid):
@@ -95,7 +97,7 @@ class ScheduleEnv:
 
 @struct.dataclass
 class OneAgent:
-    """An `Env` as an environment of one agent."""
+    """Adapts an `Env` to a `MultiAgentEnv` with a single agent."""
 
     env: envs.types.Env
     agents = ("only",)
@@ -116,14 +118,15 @@ class OneAgent:
         return state, {"all": obs[None]}, jnp.ones(1, bool)
 
     def step(self, key, state, action):
-        result, none = self.env.step(key, state, action["all"][0]), jnp.zeros(1, bool)
+        result = self.env.step(key, state, action["all"][0])
+        no_agent = jnp.zeros(1, bool)
         return envs.multi_agent.MultiAgentStep(
             state=result.state,
             obs={"all": result.obs[None]},
-            acting=~none,
+            acting=~no_agent,
             reward=jnp.float32(result.reward)[None],
-            terminated=none,
-            truncated=none,
+            terminated=no_agent,
+            truncated=no_agent,
             episode_terminated=result.terminated,
             episode_truncated=result.truncated,
             info=result.info,
@@ -132,10 +135,11 @@ class OneAgent:
 
 @struct.dataclass
 class ChanceEnv:
-    """Acting, rewards and endings by chance, from the words of keys.
+    """Samples acting agents, rewards and endings from the words of keys.
 
-    Agents a, c are one group, b another with other spaces. The observation of an agent
-    after n steps is `10 n + a`, and -1 where it is void. `info` is the action.
+    Agents a and c form one group. Agent b forms another group with different spaces.
+    The observation of agent a after n steps is `10 n + a`, or -1 if it is not valid.
+    `info` contains the action.
     """
 
     is_turn_based: bool = struct.field(pytree_node=False, default=False)
@@ -159,15 +163,15 @@ class ChanceEnv:
     def step(self, key, state, action):
         word, n = last_word(key), state["n"] + 1
         bits = (word >> jnp.arange(30)) & 1 != 0
-        ended = bits[3:6] & bits[6:9] & bits[9:12]
+        agent_done = bits[3:6] & bits[6:9] & bits[9:12]
         acting = self.choose(word >> 12)
         return envs.multi_agent.MultiAgentStep(
             state={"n": n, "next": acting},
-            obs=self.observe(n, acting | ended),
+            obs=self.observe(n, acting | agent_done),
             acting=acting,
             reward=((word >> jnp.array([16, 18, 20])) & 3).astype(jnp.float32),
-            terminated=ended & bits[22],
-            truncated=ended & ~bits[22],
+            terminated=agent_done & bits[22],
+            truncated=agent_done & ~bits[22],
             episode_terminated=bits[23] & bits[24] & bits[25],
             episode_truncated=n == 9,
             info={"action": action},
@@ -185,7 +189,7 @@ class ChanceEnv:
 
 @jax.tree_util.register_static
 class AllAct(ChanceEnv):
-    """Everyone who is left acts."""
+    """A `ChanceEnv` in which every agent that has not ended acts at every step."""
 
     simultaneous = True
 
@@ -196,85 +200,86 @@ class AllAct(ChanceEnv):
 def schedule(
     acting, reward, *, terminated=None, truncated=None, end="terminated", names="abc"
 ):
-    """A `ScheduleEnv` of lists; `end` says what the last step is."""
+    """Creates a `ScheduleEnv` from lists; `end` is the flag of the last step."""
     num_steps, num_agents = np.shape(reward)
-    last = np.arange(num_steps) == num_steps - 1
-    none = np.zeros((num_steps, num_agents), bool)
+    is_last = np.arange(num_steps) == num_steps - 1
+    no_agent = np.zeros((num_steps, num_agents), bool)
     return ScheduleEnv(
         acting=jnp.asarray(acting, bool),
         reward=jnp.asarray(reward, jnp.float32),
-        terminated=jnp.asarray(none if terminated is None else terminated, bool),
-        truncated=jnp.asarray(none if truncated is None else truncated, bool),
-        episode_terminated=jnp.asarray(last & (end == "terminated")),
-        episode_truncated=jnp.asarray(last & (end == "truncated")),
+        terminated=jnp.asarray(no_agent if terminated is None else terminated, bool),
+        truncated=jnp.asarray(no_agent if truncated is None else truncated, bool),
+        episode_terminated=jnp.asarray(is_last & (end == "terminated")),
+        episode_truncated=jnp.asarray(is_last & (end == "truncated")),
         names=tuple(names)[:num_agents],
     )
 
 
 def play(env, *, is_team=False):
-    """One episode of a `ScheduleEnv`, agent by agent in plain Python.
+    """Plays an episode of a `ScheduleEnv`, agent by agent in plain Python.
 
     Returns:
-        Rows by agent, as `rows_of` lists those of `agent_transitions`, or those of
-        `team_transitions`; the return of each agent, the part of it that came without
-        a pending action, and the episode's length.
+        The rows of each agent in the format of `rows_of`, for `agent_transitions` or
+        `team_transitions`; the return of each agent; the part of the return without a
+        pending action; and the length of the episode.
     """
     tables = jax.tree.map(np.asarray, env)
     num_steps, num_agents = tables.reward.shape
     rows = [[] for _ in range(num_agents)]
     pending = [None] * num_agents  # [obs, reward so far]
-    over = [(False, False)] * num_agents  # terminated, truncated
-    total, unassigned = np.zeros(num_agents), np.zeros(num_agents)
+    final_flags = [(False, False)] * num_agents  # terminated, truncated
+    returns, unassigned = np.zeros(num_agents), np.zeros(num_agents)
     for n in range(num_steps):
-        reward, now = tables.reward[n], [(False, False)] * num_agents
+        reward, step_flags = tables.reward[n], [(False, False)] * num_agents
         for a in range(num_agents):
-            if tables.acting[n, a] and not any(over[a]):
+            if tables.acting[n, a] and not any(final_flags[a]):
                 assert pending[a] is None
                 pending[a] = [10 * n + a, 0.0]
-            total[a] += reward[a]
+            returns[a] += reward[a]
             if pending[a] is None:
                 unassigned[a] += reward[a]
             else:
                 pending[a][1] += reward[a]
-            if not any(over[a]):  # how each agent itself ends
-                now[a] = bool(tables.terminated[n, a]), bool(tables.truncated[n, a])
-                over[a] = now[a]
-        all_over = all(map(any, over))
-        is_cut = n == num_steps - 1 and not tables.episode_terminated[n]
-        all_terminated = all(terminated for terminated, _ in over)
+            if not any(final_flags[a]):
+                flags = tables.terminated[n, a], tables.truncated[n, a]
+                final_flags[a] = step_flags[a] = tuple(map(bool, flags))
+        all_done = all(map(any, final_flags))
+        is_truncated = n == num_steps - 1 and not tables.episode_terminated[n]
+        all_terminated = all(terminated for terminated, _ in final_flags)
         end = (
-            bool(tables.episode_terminated[n]) or (all_over and all_terminated),
-            is_cut or (all_over and not all_terminated),
+            bool(tables.episode_terminated[n]) or (all_done and all_terminated),
+            is_truncated or (all_done and not all_terminated),
         )
         for a in range(num_agents):
-            is_seen = any(now[a]) or (tables.acting[n + 1, a] and not any(over[a]))
+            acts_next = tables.acting[n + 1, a] and not any(final_flags[a])
+            is_valid = any(step_flags[a]) or acts_next
             if pending[a] is None:
                 rows[a] += [(None, reward[a], None, *end, False, False)] * is_team
-            elif is_seen or any(end):
-                obs, earned = pending[a]
-                next_obs = 10 * (n + 1) + a if is_seen else obs
-                flags = now[a] if any(now[a]) and not is_team else end
-                rows[a].append((obs, earned, next_obs, *flags, not is_seen, True))
+            elif is_valid or any(end):
+                obs, reward_sum = pending[a]
+                next_obs = 10 * (n + 1) + a if is_valid else obs
+                flags = step_flags[a] if any(step_flags[a]) and not is_team else end
+                rows[a].append((obs, reward_sum, next_obs, *flags, not is_valid, True))
                 pending[a] = None
         if any(end):
-            return rows, total, unassigned, n + 1
-    raise AssertionError("it must end")
+            return rows, returns, unassigned, n + 1
+    raise AssertionError("the episode must end")
 
 
 def rows_of(rows, num_envs, num_agents):
-    """The rows of one group, by lane and agent, in order of time.
+    """Returns the rows of one group by lane and agent, in time order.
 
-    Each is `(obs, reward, next_obs, terminated, truncated, stale, acting)`; both
-    observations are None where the agent does not act.
+    A row is `(obs, reward, next_obs, terminated, truncated, stale, acting)`. Both
+    observations are None if the agent does not act.
     """
-    found = {}
+    rows_by_agent = {}
     for column in range(num_envs * num_agents):
-        found[divmod(column, num_agents)] = own = []
+        rows_by_agent[divmod(column, num_agents)] = agent_rows = []
         for t in np.flatnonzero(rows.mask[:, column]):
             fields = rows.obs, rows.reward, rows.next_obs, rows.terminated
             fields += rows.truncated, rows.stale_next_obs, rows.acting
             obs, reward, next_obs, *flags = (x[t, column] for x in fields)
             is_acting = flags[-1]
-            seen = (obs, reward, next_obs) if is_acting else (None, reward, None)
-            own.append((*seen, *flags))
-    return found
+            values = (obs, reward, next_obs) if is_acting else (None, reward, None)
+            agent_rows.append((*values, *flags))
+    return rows_by_agent

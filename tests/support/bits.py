@@ -1,13 +1,13 @@
-"""Hashes of everything that is collected, of six environments and three policies.
+"""Hashes all collected data of six environments and three policies.
 
-`tests/bits.json` has those that `test_bits` compares, for both lines of jax; of a
-trajectory, one for each field. Compilers of other processors round differently; a
-program unrelated to this project shows whether this one rounds as that one did.
+`tests/bits.json` contains the hashes that `test_bits` compares, for both versions of
+jax. A trajectory has one hash per field. Compilers for other processors round
+differently: `chaos`, a program unrelated to this project, detects such a processor.
 
     PYTHONPATH=tests/support python tests/support/bits.py
 
-writes those of the jax that runs it, in some minutes, where a change explains why they
-differ: run it on both lines.
+writes the hashes for the installed version of jax, which takes minutes. If a change
+explains different hashes, run the script with both versions.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ def digest(tree) -> str:
 
 @jax.jit
 def chaos() -> jax.Array:
-    """A chaotic program of the operations of environments and networks."""
+    """Runs a chaotic program with the operations of environments and networks."""
 
     def step(x, _):
         y = jnp.sin(3.1 * x) * jnp.exp(-(x**2)) + jnp.cos(x) @ (x.T @ x) / 7
@@ -69,7 +69,7 @@ def features(obs: jax.Array) -> jax.Array:
 
 
 def head(space: envs.spaces.Space, scores: jax.Array, key) -> tuple[jax.Array, dict]:
-    """An action and its extras, from `[B, 1]` scores."""
+    """Returns actions and extras for `[B, 1]` scores."""
     if hasattr(space, "n"):
         logits = scores * jnp.arange(space.n, dtype=jnp.float32)[None]
         action = jax.random.categorical(key, logits).astype(space.dtype)
@@ -99,24 +99,24 @@ def make_policy(name: str, space: envs.spaces.Space) -> rollout.Policy:
 def hash_stream(collector, *, resume=False, warmup=0, **options) -> str:
     """Hashes four batches.
 
-    With `resume` the last two come from another stream; with `warmup` the first so many
-    steps of each lane are random.
+    A restored stream returns the last two batches if `resume` is set. The first
+    `warmup` steps of each lane are random.
     """
     if warmup:
         space = collector.env.action_space
         policy = RandomWarmup(collector.policy, space, warmup)
         collector = collector.replace(policy=policy)
 
-    def make(seed: int) -> rollout.Stream:
-        options_of_all = {"params": jnp.float32(0.3), **options}
-        return rollout.Stream(collector, key=jax.random.key(seed), **options_of_all)
+    def make_stream(seed: int) -> rollout.Stream:
+        stream_options = {"params": jnp.float32(0.3), **options}
+        return rollout.Stream(collector, key=jax.random.key(seed), **stream_options)
 
-    stream, parts = make(11), []
+    stream, parts = make_stream(11), []
     for number in range(4):
         if resume and number == 2:
             state = stream.state()
             stream.close()
-            stream = make(0)
+            stream = make_stream(0)
             stream.restore(state)
         batch = next(stream)
         num_random = B * warmup - (stream.steps - batch.steps)
@@ -130,7 +130,7 @@ def hash_stream(collector, *, resume=False, warmup=0, **options) -> str:
 
 
 def hash_all(env_name: str, policy_name: str, streams=tuple(STREAMS)) -> dict[str, str]:
-    """Hashes the results of every way to collect, and these streams."""
+    """Hashes the results of all collection methods and of these streams."""
     env = make_vector_env(env_name)
     policy = make_policy(policy_name, env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
@@ -154,15 +154,15 @@ def hash_all(env_name: str, policy_name: str, streams=tuple(STREAMS)) -> dict[st
 
 
 def main() -> None:
-    """Writes the hashes of the pairs and streams that the file has."""
-    known = json.loads(FILE.read_text())
-    pairs = known[max(known)]
-    found = {"chaos": digest(chaos())}
+    """Writes the hashes of all pairs and streams that the file contains."""
+    hashes_by_version = json.loads(FILE.read_text())
+    pairs = hashes_by_version[max(hashes_by_version)]
+    hashes = {"chaos": digest(chaos())}
     for pair in pairs.keys() - {"chaos"}:
         streams = [x.partition(" ")[2] for x in pairs[pair] if x.startswith("stream ")]
-        found[pair] = hash_all(*pair.rsplit(" ", 1), streams)
-    known[jax.__version__] = found
-    FILE.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        hashes[pair] = hash_all(*pair.rsplit(" ", 1), streams)
+    hashes_by_version[jax.__version__] = hashes
+    FILE.write_text(json.dumps(hashes_by_version, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shared by tests: a counting environment, four cases, and cached trajectories."""
+"""A counting environment, four test cases and cached trajectories for all tests."""
 
 import functools
 from typing import Any
@@ -12,7 +12,7 @@ from flax import struct
 import rollout
 from rollout import envs
 
-NUM_STEPS = 64  # each case ends several episodes per lane within them
+NUM_STEPS = 64  # enough steps for several episodes per lane in every case
 ENVS = ("count", "CartPole-v1", "Pendulum-v1", "Breakout-MinAtar")
 PARAMS = {
     "CartPole-v1": {"max_steps_in_episode": 20},  # terminates and truncates
@@ -22,18 +22,18 @@ PARAMS = {
 
 
 def last_word(key) -> jax.Array:
-    """31 bits of a key, evenly distributed over keys that were folded."""
+    """Returns 31 bits of a key, uniformly distributed over the results of `fold_in`."""
     return (jax.random.key_data(key)[-1] >> 1).astype(jnp.int32)
 
 
 @struct.dataclass(kw_only=True)
 class CountEnv:
-    """Counts its steps; every value is known in closed form.
+    """Counts its steps, so that every value has a closed form.
 
-    An episode has its length from the words of the key of its reset, which costs
-    less to compile than a draw. Step n (from 1) has reward n, successor observation n,
-    and draws `info["noise"]` from its own key. It terminates at the length and
-    truncates at `limit`, so both may be set.
+    The length of an episode comes from the words of the reset key, which compiles
+    faster than a sampled length. Step n (from 1) has reward n and successor observation
+    n, and samples `info["noise"]` with the key of the step. An episode terminates at
+    its length and is truncated at `limit`, so both flags may be set.
     """
 
     min_length: int = 2
@@ -69,9 +69,10 @@ class CountEnv:
 
 @struct.dataclass(kw_only=True)
 class TwoLengthEnv(CountEnv):
-    """Counts like `CountEnv`; an episode lasts `min_length` or `max_length` steps.
+    """A `CountEnv` whose episodes have `min_length` or `max_length` steps.
 
-    Each with chance 1/2, so with 2 and 20 the mean is 11 and the deviation 9.
+    Both lengths have probability 1/2. For 2 and 20 steps, the mean is 11 and the
+    standard deviation is 9.
     """
 
     min_length: int = 2
@@ -107,30 +108,30 @@ def collect(
     num_steps: int = NUM_STEPS,
     impl: str = "threefry2x32",
 ) -> tuple[rollout.Carry, rollout.Transition]:
-    """The trajectory of a case from seed 7; do not change what it returns."""
+    """Collects a trajectory of a case with seed 7. Callers must not modify it."""
     collector = make_collector(name, num_envs, auto_reset)
     carry = collector.init(jax.random.key(7, impl=impl))
     return collector.collect_steps(carry, None, num_steps)
 
 
-def of_episodes(returns, **fields):
-    """Episodes of these returns that all terminated after 5 steps."""
+def make_episodes(returns, **fields):
+    """Returns episodes with these returns that terminated after 5 steps."""
     returns = jnp.asarray(returns, jnp.float32)
-    every = jnp.ones(returns.shape, bool)
-    given = {
+    all_true = jnp.ones(returns.shape, bool)
+    defaults = {
         "episode_return": returns,
         "episode_length": jnp.full(returns.shape, 5),
-        "terminated": every,
-        "truncated": ~every,
-        "finished": every,
+        "terminated": all_true,
+        "truncated": ~all_true,
+        "finished": all_true,
         "lane": jnp.zeros(returns.shape, jnp.int32),
         "num_steps": jnp.int32(5 * returns.size),
     }
-    return rollout.types.Episodes(**(given | fields))
+    return rollout.types.Episodes(**(defaults | fields))
 
 
 def raw(tree):
-    """Typed keys as their words, so that trees compare with NumPy."""
+    """Replaces typed keys with their words, so that NumPy can compare trees."""
 
     def data(x):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -141,17 +142,17 @@ def raw(tree):
 
 
 def on_a_gpu():
-    """Takes the branches that `lax.platform_dependent` has for a GPU."""
+    """Makes `lax.platform_dependent` select its GPU branch in a `with` block."""
 
-    def choose(*args, default=None, cuda=None, **others):
-        del others  # of other platforms
+    def choose(*args, default=None, cuda=None, **platforms):
+        del platforms  # unused
         return (cuda or default)(*args)
 
     return mock.patch.object(jax.lax, "platform_dependent", choose)
 
 
 def in_one_program(fn, cases):
-    """Calls `fn(case, key)` for every case by name, each with a key of its own."""
+    """Calls `fn(case, key)` for every case by name, each with a separate key."""
 
     @quick_jit
     def run(keys):
@@ -161,12 +162,12 @@ def in_one_program(fn, cases):
     return jax.device_get(run(jax.random.split(jax.random.key(0), len(cases))))
 
 
-# For large programs whose results alone count; see `QUICK_OPTIONS`.
+# Use it for large programs whose speed does not matter; see `QUICK_OPTIONS`.
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK_OPTIONS)
 
 
 class WithCritic(rollout.policies.PolicyWrapper):
-    """A policy with another critic, `(params, obs, state)` to values, or None."""
+    """A policy with another critic, which maps `(params, obs, state)` to values."""
 
     value_fn: Any = struct.field(pytree_node=False)
 
@@ -179,7 +180,7 @@ class WithCritic(rollout.policies.PolicyWrapper):
 
 
 class PlainPolicy(rollout.Policy):
-    """A policy that calls functions with the arguments of its methods."""
+    """A policy whose methods call the functions `init_fn` and `apply_fn`."""
 
     init_fn: Any = struct.field(pytree_node=False)
     apply_fn: Any = struct.field(pytree_node=False)

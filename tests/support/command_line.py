@@ -1,4 +1,4 @@
-"""Runs `python -m rollout`, in this process or in its own, and reads its output."""
+"""Runs `python -m rollout` in this or in a new process, and reads its output."""
 
 import contextlib
 import io
@@ -15,18 +15,18 @@ ROOT = Path(__file__).parents[2]
 
 
 def read_table(text):
-    """The lines of a table by label; those of agents below "return" by themselves."""
-    table, part = {}, ""
+    """Returns the values of a table by label; indented labels are "parent/label"."""
+    table, parent = {}, ""
     for line in text.splitlines():
         label, value = line[:20].rstrip(), line[20:].strip()
-        part = part if label.startswith("  ") else label
-        agent = f"{part}/{label.strip()}" if label.startswith("  ") else label
-        table[agent] = value
+        is_indented = label.startswith("  ")
+        parent = parent if is_indented else label
+        table[f"{parent}/{label.strip()}" if is_indented else label] = value
     return table
 
 
 def run(*argv, status=0):
-    """The table of a run in this process."""
+    """Runs the command in this process; returns its table."""
     stdout = io.StringIO()
     with contextlib.redirect_stdout(stdout):
         assert main(argv) == status
@@ -34,18 +34,18 @@ def run(*argv, status=0):
 
 
 def error_line(capsys, *argv):
-    """The line that `main` prints where it rejects its arguments."""
-    with pytest.raises(SystemExit) as stop:
+    """Returns the line that `main` prints if it rejects its arguments."""
+    with pytest.raises(SystemExit) as exit_info:
         main(argv)
-    captured = capsys.readouterr()
-    assert (stop.value.code, captured.out) == (2, "")
-    assert captured.err.startswith("python -m rollout: error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
+    streams = capsys.readouterr()
+    assert (exit_info.value.code, streams.out) == (2, "")
+    assert streams.err.startswith("python -m rollout: error: ")
+    assert streams.err.count("\n") == 1
+    return streams.err
 
 
 def assert_figures(text, x):
-    """Mean, deviation and bounds in the table are those of `x`."""
+    """Compares mean, standard deviation, minimum and maximum in a table with `x`."""
     x = np.asarray(x, np.float64)
     expected = x.mean(), x.std(), x.min(), x.max()
     # Sums of a batch are in float32, and the table has six digits.
@@ -53,19 +53,19 @@ def assert_figures(text, x):
 
 
 def spawn(*argv, **options):
-    """Starts a process of its own."""
+    """Starts the command in a new process."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     return subprocess.Popen([sys.executable, "-m", "rollout", *argv], cwd=ROOT, **pipes)
 
 
 def output(process):
-    """What a process that ends prints on stdout, and our own lines on stderr."""
+    """Waits for a process; returns its stdout and the `command_lines` of its stderr."""
     stdout, stderr = process.communicate(timeout=120)
-    return (stdout or b"").decode(), own_lines(stderr)
+    return (stdout or b"").decode(), command_lines(stderr)
 
 
-def own_lines(stderr):
-    """The lines without those of jaxlib, which finds no GPU, and of the test."""
-    others = ("absl::", "cudart_stub", "import time:", "Finished", "Compiling")
+def command_lines(stderr):
+    """Removes the lines of jaxlib, which finds no GPU, and of the test from stderr."""
+    noise = ("absl::", "cudart_stub", "import time:", "Finished", "Compiling")
     lines = stderr.decode().splitlines(keepends=True)
-    return "".join(line for line in lines if not any(x in line for x in others))
+    return "".join(line for line in lines if not any(x in line for x in noise))

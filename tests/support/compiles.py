@@ -1,4 +1,4 @@
-"""Counting what jax traces and compiles."""
+"""Counts the programs that jax traces and compiles."""
 
 import contextlib
 
@@ -6,22 +6,22 @@ import jax
 import pytest
 
 LIMIT = 25  # programs that a quick test may compile
-# Less than half of the compiling, and the same results but for roundings.
+# Compilation takes less than half of the time. Results are equal up to rounding.
 QUICK_OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
     "xla_cpu_use_fusion_emitters": False,
 }
 if jax.__version_info__ >= (0, 11):
-    del QUICK_OPTIONS["xla_cpu_use_fusion_emitters"]  # there is nothing else to use
-# The same, for the environment of a process that a test starts.
+    del QUICK_OPTIONS["xla_cpu_use_fusion_emitters"]  # jax 0.11 has no alternative
+# The same options for processes that a test starts, as an environment variable.
 QUICK_FLAGS = " ".join(f"--{name}={value}" for name, value in QUICK_OPTIONS.items())
-_OPEN: list[list[str]] = []  # the events of every block that is open, outermost first
+_BLOCKS: list[list[str]] = []  # events of all active blocks, outermost first
 
 
 def _listen(name, *_, **__):
     if name.startswith("/jax/core/compile/"):
-        for events in _OPEN:
+        for events in _BLOCKS:
             events.append(name)
 
 
@@ -30,33 +30,34 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 @contextlib.contextmanager
 def count_compiles():
-    """Yields the list of events of tracing, lowering and compiling in the block.
+    """Yields a list of the tracing, lowering and compiling events in the block.
 
-    A block within another counts for both.
+    An event in nested blocks is added to the lists of all blocks.
     """
-    _OPEN.append([])
+    _BLOCKS.append([])
     try:
-        yield _OPEN[-1]
+        yield _BLOCKS[-1]
     finally:
-        _OPEN.pop()
+        _BLOCKS.pop()
 
 
 def check_programs(item, events):
     """Fails a quick test with more programs than `LIMIT` or its mark `compiles`.
 
-    Not one that was picked by name, which may need the programs of those above it.
+    A test selected by name is not checked: it may compile programs that an earlier test
+    of the file would otherwise compile.
     """
     options, args = item.config.option, item.config.args
-    is_picked = options.keyword or any("::" in arg for arg in args)
+    is_selected = options.keyword or any("::" in arg for arg in args)
     is_slow = item.get_closest_marker("slow") or item.get_closest_marker("compiles_for")
-    if is_picked or is_slow:
+    if is_selected or is_slow:
         return
     mark = item.get_closest_marker("compiles")
-    most = mark.args[0] if mark else LIMIT
+    limit = mark.args[0] if mark else LIMIT
     num_programs = events.count("/jax/core/compile/backend_compile_duration")
-    if num_programs > most:
+    if num_programs > limit:
         pytest.fail(
             f"The test and its fixtures compiled {num_programs} programs, and may "
-            f'compile {most}: see "Programs that tests compile" in CONTRIBUTING.md.',
+            f'compile {limit}: see "Programs that tests compile" in CONTRIBUTING.md.',
             pytrace=False,
         )

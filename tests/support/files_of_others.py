@@ -1,4 +1,4 @@
-"""Environments as other people write them, a small file of each kind."""
+"""Environments in the styles of other libraries, one small class per style."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ LIMIT = 6
 
 
 class Arm(gymnasium.Env):
-    """Of Gymnasium: everything is drawn from the seed of the reset."""
+    """A Gymnasium environment that samples every value with the seed of the reset."""
 
     observation_space = gymnasium.spaces.Box(0.0, 1.0, (2,), np.float32)
     action_space = gymnasium.spaces.MultiDiscrete([3, 2])
@@ -27,13 +27,13 @@ class Arm(gymnasium.Env):
     def step(self, action):
         self.count += 1
         obs = self.np_random.random(2, np.float32)
-        fell = bool(obs[0] > 0.8)
-        late = self.count == LIMIT and not fell
-        return obs, float(obs[1] + action.sum()), fell, late, {}
+        terminated = bool(obs[0] > 0.8)
+        truncated = self.count == LIMIT and not terminated
+        return obs, float(obs[1] + action.sum()), terminated, truncated, {}
 
 
 class OldGym:
-    """As in gym before 0.26: `seed`, `reset` without it, and a single `done`."""
+    """The interface of gym before 0.26: `seed`, `reset` without a seed, and `done`."""
 
     observation_space, action_space = Arm.observation_space, Arm.action_space
 
@@ -56,7 +56,7 @@ class OldGym:
 
 
 class FromOldGym(gymnasium.Env):
-    """The class of the page of environments on the host."""
+    """The class on the page of host environments."""
 
     def __init__(self, env):
         self.env = env
@@ -76,7 +76,7 @@ class FromOldGym(gymnasium.Env):
 
 @struct.dataclass
 class Runners:
-    """Several agents, each with a time limit of its own, which may end first."""
+    """Several agents with separate time limits; each may end before the episode."""
 
     limits: Any = (2, 5, 3)
     agents = ("a", "b", "c")
@@ -95,43 +95,43 @@ class Runners:
         return {"all": envs.Discrete(2)}
 
     def reset(self, key):
-        place = jnp.zeros(3, jnp.int32)
-        return (place, jnp.int32(0)), self.see(place, 0), jnp.ones(3, bool)
+        position = jnp.zeros(3, jnp.int32)
+        return (position, jnp.int32(0)), self.observe(position, 0), jnp.ones(3, bool)
 
-    def see(self, place, time):
-        time = jnp.broadcast_to(time, place.shape)
-        return {"all": jnp.stack([place, time], axis=-1).astype(jnp.float32)}
+    def observe(self, position, time):
+        time = jnp.broadcast_to(time, position.shape)
+        return {"all": jnp.stack([position, time], axis=-1).astype(jnp.float32)}
 
     def step(self, key, state, action):
-        place, time = state
-        is_over = self.is_over(*state)
-        place = place + jnp.where(is_over, 0, 2 * action["all"] - 1)
+        position, time = state
+        is_done = self.is_done(*state)
+        position = position + jnp.where(is_done, 0, 2 * action["all"] - 1)
         time = time + 1
-        arrived, late = jnp.abs(place) == 2, time >= jnp.asarray(self.limits)
+        at_goal, at_limit = jnp.abs(position) == 2, time >= jnp.asarray(self.limits)
         return envs.multi_agent.MultiAgentStep(
-            state=(place, time),
-            obs=self.see(place, time),
-            acting=~self.is_over(place, time),
-            reward=jnp.where(is_over, 0.0, place.astype(jnp.float32)),
-            terminated=arrived & ~is_over,
-            truncated=late & ~is_over,
+            state=(position, time),
+            obs=self.observe(position, time),
+            acting=~self.is_done(position, time),
+            reward=jnp.where(is_done, 0.0, position.astype(jnp.float32)),
+            terminated=at_goal & ~is_done,
+            truncated=at_limit & ~is_done,
             episode_terminated=False,
             episode_truncated=False,
         )
 
-    def is_over(self, place, time):
-        return (jnp.abs(place) == 2) | (time >= jnp.asarray(self.limits))
+    def is_done(self, position, time):
+        return (jnp.abs(position) == 2) | (time >= jnp.asarray(self.limits))
 
 
 @struct.dataclass
 class TeamState:
-    place: jax.Array
+    position: jax.Array
     step: jax.Array
     done: jax.Array
 
 
 class Team:
-    """The same in JaxMARL's style: dicts by agent, and one flag for both endings."""
+    """`Runners` in the style of JaxMARL: dicts by agent, and one flag for endings."""
 
     agents = Runners.agents
 
@@ -146,16 +146,16 @@ class Team:
     def get_obs(self, state):
         time = state.step
         return {
-            x: jnp.float32([state.place[i], time]) for i, x in enumerate(self.agents)
+            x: jnp.float32([state.position[i], time]) for i, x in enumerate(self.agents)
         }
 
     def step_env(self, key, state, actions):
         action = jnp.stack([actions[x] for x in self.agents])
-        place = state.place + jnp.where(state.done, 0, 2 * action - 1)
+        position = state.position + jnp.where(state.done, 0, 2 * action - 1)
         time = state.step + 1
-        done = state.done | (jnp.abs(place) == 2) | (time >= self.limits)
-        reward = jnp.where(state.done, 0.0, place)
-        state = TeamState(place, time, done)
+        done = state.done | (jnp.abs(position) == 2) | (time >= self.limits)
+        reward = jnp.where(state.done, 0.0, position)
+        state = TeamState(position, time, done)
         rewards, dones = (
             dict(zip(self.agents, x, strict=True)) for x in (reward, done)
         )

@@ -1,4 +1,4 @@
-"""A counting environment twice, in JAX and in NumPy, and collectors of both."""
+"""A counting environment in JAX and in NumPy, and collectors of both."""
 
 import functools
 
@@ -23,9 +23,9 @@ from rollout.host import HostCollector
 
 @struct.dataclass(kw_only=True)
 class SeedCount(CountEnv):
-    """`CountEnv` whose episodes get their length from the seed that a host gets.
+    """A `CountEnv` that computes an episode's length from the seed on the host.
 
-    Its info is the action alone.
+    Its info contains only the action.
     """
 
     def reset(self, key):
@@ -44,11 +44,10 @@ class HostCount(HostVectorEnv):
 
     Args:
         num_envs: B.
-        min_length, max_length, limit: as `CountEnv` has them; also `[B]`.
-        resets_itself: an environment whose episode is over takes no step but resets
-            itself, as those of EnvPool do.
-        fault_fn: `(number of the step or reset, env)` to the fault there: an
-            exception, "nan", "nan reward", or None.
+        min_length, max_length, limit: see `CountEnv`; each may also be `[B]`.
+        resets_itself: whether the next step resets a done environment, as in EnvPool.
+        fault_fn: maps `(number of the step or reset, env)` to a fault: an exception,
+            "nan", "nan reward", or None.
     """
 
     observation_space = envs.Box(0.0, 1e6, (1,))
@@ -72,41 +71,43 @@ class HostCount(HostVectorEnv):
         self.resets_itself, self.fault_fn = resets_itself, fault_fn
         self.length = np.zeros(num_envs, np.int64)
         self.obs = np.zeros((num_envs, 1), np.float32)
-        self.over = np.ones(num_envs, bool)  # must be reset before the next step
-        self.itself = np.zeros(num_envs, bool)
-        self.number = np.zeros(num_envs, np.int64)  # of calls, per environment
-        self.failed, self.rebuilt = np.zeros(num_envs, bool), []
+        self.is_done = np.ones(num_envs, bool)  # reset required before the next step
+        self.resets_next = np.zeros(num_envs, bool)
+        self.number = np.zeros(num_envs, np.int64)  # number of calls per environment
+        self.has_failed, self.rebuilt_ids = np.zeros(num_envs, bool), []
         self.num_resets, self.is_closed = 0, False
 
     def reset(self, seeds, mask):
         assert mask.any()
-        assert not self.failed[mask].any()
+        assert not self.has_failed[mask].any()
         causes = {}
         for env in np.flatnonzero(mask):
             self.number[env] += 1
-            if fault := self.fault_fn(int(self.number[env]), int(env)):
-                self.failed[env], causes[int(env)] = True, fault
+            fault = self.fault_fn(int(self.number[env]), int(env))
+            self.has_failed[env] = fault is not None
+            if isinstance(fault, Exception):
+                causes[int(env)] = fault
                 continue
             self.num_resets += 1
-            if self.resets_itself and self.over[env] and self.length[env]:
-                self.itself[env] = True
+            if self.resets_itself and self.is_done[env] and self.length[env]:
+                self.resets_next[env] = True
             else:
-                self.obs[env] = 0.0
+                self.obs[env] = np.nan if fault == "nan" else 0.0
             low, high, _ = (bound[env] for bound in self.bounds)
             self.length[env] = low + (int(seeds[env]) >> 1) % (high - low + 1)
-            self.over[env] = False
+            self.is_done[env] = False
         if causes:
             raise EnvFault(causes)
         return self.obs
 
     def step(self, action):
-        assert not self.over.any(), "stepped after the end"
-        stepped = ~self.itself
-        self.obs[self.itself] = -1.0
+        assert not self.is_done.any(), "step after the end of an episode"
+        is_step = ~self.resets_next
+        self.obs[self.resets_next] = -1.0
         self.obs += 1.0
         n = self.obs[:, 0]
         faulty, causes = np.zeros(self.num_envs, bool), {}
-        reward = np.where(stepped, n, 0.0).astype(np.float32)
+        reward = np.where(is_step, n, 0.0).astype(np.float32)
         for env in range(self.num_envs):
             self.number[env] += 1
             fault = self.fault_fn(int(self.number[env]), env)
@@ -116,11 +117,11 @@ class HostCount(HostVectorEnv):
                 self.obs[env] = np.nan
             elif fault:
                 faulty[env], causes[env] = True, fault
-        self.failed |= faulty
-        terminated = stepped & (n == self.length)
-        truncated = stepped & (n == self.bounds[2])
-        self.over = terminated | truncated
-        self.itself = ~stepped & False
+        self.has_failed |= faulty
+        terminated = is_step & (n == self.length)
+        truncated = is_step & (n == self.bounds[2])
+        self.is_done = terminated | truncated
+        self.resets_next = np.zeros(self.num_envs, bool)
         return HostStep(
             obs=self.obs,
             reward=reward,
@@ -128,32 +129,32 @@ class HostCount(HostVectorEnv):
             truncated=truncated & ~faulty,
             faulty=faulty,
             info={"action": action},
-            mask=stepped if self.resets_itself else None,
+            mask=is_step if self.resets_itself else None,
             causes=causes,
         )
 
     def rebuild(self, mask):
-        self.rebuilt += list(np.flatnonzero(mask))
-        self.failed[mask] = False
-        self.over[mask], self.itself[mask] = True, False
+        self.rebuilt_ids += list(np.flatnonzero(mask))
+        self.has_failed[mask] = False
+        self.is_done[mask], self.resets_next[mask] = True, False
         self.length[mask] = 0
 
     def close(self):
         self.is_closed = True
 
 
-class Late(HostCount, AsyncHostVectorEnv):
-    """Counting environments that answer after a latency, in virtual time.
+class DelayedCount(HostCount, AsyncHostVectorEnv):
+    """Counting environments whose steps take some virtual time.
 
     Args:
-        latency_fn: draws the seconds of a step: `(rng, env)` to float.
+        latency_fn: maps `(rng, env)` to the seconds of a step.
     """
 
     def __init__(self, num_envs, *, latency_fn=lambda rng, env: 0.0, **options):
         super().__init__(num_envs, **options)
         self.latency_fn = latency_fn
-        self.rng, self.now = np.random.default_rng(0), 0.0
-        self.num_sent, self.queue = 0, []  # (time of the answer, number sent, env)
+        self.rng, self.time = np.random.default_rng(0), 0.0
+        self.num_sent, self.queue = 0, []  # (time of the result, number sent, env)
 
     def reset(self, seeds, mask):
         self.queue = [x for x in self.queue if not mask[x[-1]]]
@@ -162,7 +163,7 @@ class Late(HostCount, AsyncHostVectorEnv):
     def send(self, action, env_id):
         for env in env_id.tolist():
             assert env not in [x[-1] for x in self.queue]
-            time = self.now + self.latency_fn(self.rng, env)
+            time = self.time + self.latency_fn(self.rng, env)
             self.queue.append((time, self.num_sent, env))
             self.num_sent += 1
 
@@ -170,14 +171,15 @@ class Late(HostCount, AsyncHostVectorEnv):
         ready = sorted(self.queue)[:num_ready]
         assert len(ready) == num_ready
         self.queue = [x for x in self.queue if x not in ready]
-        self.now = max(self.now, ready[-1][0])
+        self.time = max(self.time, ready[-1][0])
         env_id = np.array([x[-1] for x in ready], np.int32)
-        others = np.setdiff1d(np.arange(self.num_envs), env_id)
-        kept = {x: getattr(self, x)[others].copy() for x in ("obs", "over", "number")}
-        self.over[others] = False
+        other_ids = np.setdiff1d(np.arange(self.num_envs), env_id)
+        names = "obs", "is_done", "number"
+        old_values = {x: getattr(self, x)[other_ids].copy() for x in names}
+        self.is_done[other_ids] = False
         result = self.step(np.zeros(self.num_envs, np.int32))
-        for name, value in kept.items():
-            getattr(self, name)[others] = value
+        for name, value in old_values.items():
+            getattr(self, name)[other_ids] = value
         causes = {i: x for i, x in result.causes.items() if i in env_id}
         fields = [x[env_id] for x in result[:5]]
         return type(result)(*fields, {}, None, causes), env_id
@@ -187,14 +189,14 @@ KEY = jax.random.key(3)
 
 
 def act(params, obs, count, key):
-    """A recurrent policy that draws, counts its steps and records both."""
+    """Samples actions, counts the steps of the policy and records both."""
     noise = jax.random.uniform(key, count.shape)
     action = (noise * 3).astype(jnp.int32)
     return action, count + 1, {"count": count, "noise": noise}
 
 
 def critic(params, obs, count):
-    """Of small integers, so that no sum is rounded."""
+    """Returns small integers, so that sums are exact."""
     return 10.0 * obs[:, 0] + count
 
 
@@ -209,12 +211,12 @@ def add_square(transition):
     return transition.replace(extras={**transition.extras, "two": transition.reward**2})
 
 
-def longest(num_envs):
+def zeros(num_envs):
     return jnp.zeros(num_envs, jnp.float32)
 
 
 ACCUMULATORS = {
-    "squares": rollout.Accumulator(longest, lambda x, t: x + t.reward**2),
+    "squares": rollout.Accumulator(zeros, lambda x, t: x + t.reward**2),
 }
 OPTIONS = {"policy": POLICY, "accumulators": ACCUMULATORS, "record_fn": add_square}
 
@@ -230,14 +232,14 @@ def on_host(num_envs=4, **params):
 
 
 def count_rows(acc, transition):
-    """Counts steps, and adds rewards and all that is recorded beside them."""
+    """Counts steps, and sums rewards and extras."""
     num_steps, total = acc
-    recorded = transition.reward + sum(jax.tree.leaves(transition.extras))
+    row_sum = transition.reward + sum(jax.tree.leaves(transition.extras))
     num_steps = num_steps + transition.mask.sum(dtype=jnp.int32)
-    return num_steps, total + jnp.where(transition.mask, recorded, 0)
+    return num_steps, total + jnp.where(transition.mask, row_sum, 0)
 
 
-NOTHING = np.int32(0), np.zeros(4, np.float32)
+INITIAL_SUM = np.int32(0), np.zeros(4, np.float32)
 
 
 def episodes(num_episodes, **options):
@@ -250,7 +252,7 @@ def values(collector, carry):
     return carry, collector.value(carry, None)
 
 
-# Calls of a collector of four lanes.
+# Calls of a collector with four lanes.
 CALLS = {
     "steps": lambda x, carry: x.collect_steps(carry, None, 40),
     "values": values,
@@ -266,16 +268,16 @@ CALLS = {
         carry, None, 3, max_episode_steps=6, per_env=True, return_trajectory=True
     ),
     "folded steps": lambda x, carry: x.fold_steps(
-        carry, None, count_rows, NOTHING, num_steps=150
+        carry, None, count_rows, INITIAL_SUM, num_steps=150
     ),
     "folded episodes": lambda x, carry: x.fold_episodes(
-        carry, None, count_rows, NOTHING, num_episodes=40, max_episode_steps=6
+        carry, None, count_rows, INITIAL_SUM, num_episodes=40, max_episode_steps=6
     ),
 }
 
 
 def assert_same(host, kernel):
-    """Equal but for the parts that only one has: keys, and environment states."""
+    """Checks that two trees are equal, bit for bit."""
     chex.assert_trees_all_equal(jax.device_get(host), jax.device_get(kernel))
 
 

@@ -1,7 +1,7 @@
-"""Environments of Gymnasium's kind that fail when they are asked to.
+"""Gymnasium environments with faults.
 
-Module-level classes, so that worker processes can import them. The observation counts
-the steps of an episode; the seed of a reset selects the fault of the episode.
+The classes are at module level, so that worker processes can import them. Observations
+count the steps of an episode. The seed of a reset selects the fault of the episode.
 """
 
 import multiprocessing
@@ -14,14 +14,14 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 
-FAULTS = ("raise", "shape", "dtype", "reward", "flag", "values", "odd")  # inside
-ENDS = {"kill": -9, "exit": 3}  # of the process, with its exit code
+FAULTS = ("raise", "shape", "dtype", "reward", "flag", "values", "odd")  # exceptions
+ENDS = {"kill": -9, "exit": 3}  # ends of the process, and its exit codes
 NAMES = ("fine", *FAULTS, *ENDS, "hang", "nan", "reset", "slow", "late")
-AT = 3  # the step that goes wrong
+FAULT_STEP = 3  # the step that fails
 
 
 def seed_of(name):
-    """The seed of an episode with this fault."""
+    """Returns the seed of an episode with this fault."""
     return 1000 + NAMES.index(name)
 
 
@@ -33,7 +33,7 @@ class OddError(Exception):
 
 
 class Count(gymnasium.Env):
-    """Counts its steps up to `length`; even lengths terminate, odd ones truncate."""
+    """Counts `length` steps; the end is a termination if `length` is even."""
 
     observation_space = gymnasium.spaces.Box(0, 100, (2,), np.float64)
     action_space = gymnasium.spaces.Discrete(3, start=1)
@@ -56,11 +56,11 @@ class Count(gymnasium.Env):
         self.actions.append(int(action))
         self.count += 1
         done = self.count >= self.length
-        ends = done and self.length % 2 == 0, done and self.length % 2 == 1
-        result = [self._obs(), float(action), *ends, self._info()]
+        flags = done and self.length % 2 == 0, done and self.length % 2 == 1
+        result = [self._obs(), float(action), *flags, self._info()]
         if self.fault == "slow":
             time.sleep(0.2)
-        if self.count == AT:
+        if self.count == FAULT_STEP:
             self._fail(result)
         return tuple(result)
 
@@ -87,35 +87,35 @@ class Count(gymnasium.Env):
             raise SystemExit(3)
         if self.fault == "hang":
             time.sleep(1000)
-        wrong = {
+        wrong_values = {
             "shape": (0, np.zeros(1)),
             "dtype": (0, np.zeros(2, complex)),
             "reward": (1, "1.0"),
             "flag": (2, 1.0),
             "nan": (0, np.full(2, np.nan)),
         }
-        if self.fault in wrong:
-            at, value = wrong[self.fault]
-            result[at] = value
+        if self.fault in wrong_values:
+            index, value = wrong_values[self.fault]
+            result[index] = value
         if self.fault == "values":
             result.pop()
 
 
 class Faultless(Count):
-    """Works with every seed."""
+    """A `Count` without faults for any seed."""
 
     def reset(self, *, seed=None, options=None):
         return super().reset(seed=0)
 
 
 class OtherCount(Count):
-    """Has another action space."""
+    """A `Count` with a different action space."""
 
     action_space = gymnasium.spaces.Discrete(4)
 
 
 class Described(Count):
-    """Can say its state as arrays."""
+    """A `Count` that saves and loads its state as arrays."""
 
     def save_state(self):
         return {"count": self.count, "seed": np.uint32(self.seed)}
@@ -126,32 +126,32 @@ class Described(Count):
 
 
 class Arrays(Described, Faultless):
-    """Can, and works with every seed."""
+    """A `Described` without faults for any seed."""
 
 
 class FailsAtLoad(Arrays):
-    """Raises where it should load its state."""
+    """Raises when it loads its state."""
 
     def load_state(self, arrays):
         raise KeyError("no such state")
 
 
 class EndsAtLoad(Described):
-    """Ends its process where it should load its state."""
+    """Ends its process when it loads its state."""
 
     def load_state(self, arrays):
         os._exit(9)
 
 
 class Undescribed(Described):
-    """Fails to."""
+    """Raises when it saves its state."""
 
     def save_state(self):
         raise RuntimeError("no state today")
 
 
 class Backends(Count):
-    """Puts into its info how many backends of jax its process has started."""
+    """Reports in its info the number of jax backends of its process."""
 
     def _info(self):
         from jax._src import xla_bridge
@@ -160,17 +160,17 @@ class Backends(Count):
 
 
 class Unreliable(Count):
-    """One in which one episode in eight goes wrong, in one of these ways."""
+    """A `Count` with one of these faults in one of eight episodes."""
 
-    WAYS = ("raise", "shape", "kill", "nan", "reset", "hang")
+    FAULTS = ("raise", "shape", "kill", "nan", "reset", "hang")
 
     def reset(self, *, seed=None, options=None):
-        way, rest = seed % len(self.WAYS), seed // len(self.WAYS)
-        return super().reset(seed=seed_of("fine" if rest % 8 else self.WAYS[way]))
+        number, index = divmod(seed, len(self.FAULTS))
+        return super().reset(seed=seed_of("fine" if number % 8 else self.FAULTS[index]))
 
 
 class Hangs(Count):
-    """Does not answer at the sixth step while a file is there."""
+    """Hangs in the sixth step while a file exists."""
 
     def __init__(self, path):
         super().__init__(length=8)
@@ -186,7 +186,7 @@ class Hangs(Count):
 
 
 class GlobalDraws(gymnasium.Env):
-    """Observes numbers of the global generators: of NumPy, of Python, at the start."""
+    """Observes samples of NumPy's and Python's global generators, and an early one."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (3,), np.float64)
     action_space = gymnasium.spaces.Discrete(4)
@@ -204,7 +204,7 @@ class GlobalDraws(gymnasium.Env):
 
 
 class StartsProcess(Count):
-    """Computes in a process of its own."""
+    """Starts a process in `reset`."""
 
     def reset(self, *, seed=None, options=None):
         with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -212,24 +212,24 @@ class StartsProcess(Count):
         return super().reset(seed=seed, options=options)
 
 
-def alive(pid):
-    """Whether a thread of a process runs; one that ended may wait for its parent."""
+def is_alive(pid):
+    """Returns whether a thread of a process runs; a zombie process has none."""
     try:
         stats = [x.read_text() for x in Path(f"/proc/{pid}/task").glob("*/stat")]
         return any(stat.split(")")[1].split()[0] != "Z" for stat in stats)
-    except (FileNotFoundError, ProcessLookupError):  # or it went while we read
+    except (FileNotFoundError, ProcessLookupError):  # the process ended during the call
         return True
 
 
 def wait_until_gone(pids, seconds=10):
     end = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < end:
+    while any(map(is_alive, pids)) and time.monotonic() < end:
         time.sleep(0.01)
-    return not any(map(alive, pids))
+    return not any(map(is_alive, pids))
 
 
 class Levels(gymnasium.Env):
-    """Plays numbered levels: level n has n % 5 + 1 steps of reward n + 1."""
+    """Numbered levels: level n has n % 5 + 1 steps with reward n + 1."""
 
     number = 0
     observation_space = gymnasium.spaces.Box(0, 1000, (1,), np.float32)
@@ -252,5 +252,5 @@ class Levels(gymnasium.Env):
 
 
 def make_levels():
-    """Wraps the levels, as `gymnasium.make` does."""
+    """Returns `Levels` in a wrapper, as `gymnasium.make` does."""
     return gymnasium.wrappers.TimeLimit(Levels(), 100)

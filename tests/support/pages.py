@@ -1,4 +1,4 @@
-"""The code of pages of the documentation, run as a reader would run it."""
+"""Runs the code of documentation pages as a reader would run it."""
 
 import ast
 import re
@@ -19,17 +19,17 @@ def program(text: str) -> str:
 
 
 def inject(program: str, line: str) -> str:
-    """Sets constants anew, right after the statement that sets the first of them."""
+    """Inserts `line` after the statement that assigns the first constant in it."""
     name, lines = re.match(r"\w+", line).group(), program.splitlines(keepends=True)
     for node in (x for x in ast.parse(program).body if isinstance(x, ast.Assign)):
         if re.search(rf"\b{name}\b", ast.unparse(node.targets)):
             lines.insert(node.end_lineno, f"{line}\n")
             return "".join(lines)
-    raise ValueError(f"no statement sets `{name}`")
+    raise ValueError(f"no statement assigns `{name}`")
 
 
 def run(name: str, *programs: str) -> dict:
-    """Runs programs one after another, in one namespace of their own."""
+    """Runs programs in sequence in one new namespace; returns the namespace."""
     names = {"__name__": "__main__"}
     for code in programs:
         exec(compile(code, name, "exec"), names)
@@ -42,33 +42,33 @@ def check_printed(text: str, out: str, tolerance: float) -> None:
     Args:
         text: the page.
         out: output of `program(text)`.
-        tolerance: largest difference of two numbers, absolute or relative. With 0, the
-            outputs are equal. If infinite, only the words are compared, and repeated
-            lines and arrays may have any length.
+        tolerance: largest difference of two numbers, absolute or relative. If it is 0,
+            outputs must be equal. If it is infinite, only words are compared, and
+            repeated lines and arrays may have any length.
     """
     pattern = r"```python\n.*?```(?:\n\n(```text\n.*?)```)?"
-    for block, printed in zip(
+    for block, output in zip(
         re.findall(pattern, text, re.DOTALL), out.split(MARK), strict=True
     ):
-        shown = block.removeprefix("```text\n")
+        expected = block.removeprefix("```text\n")
         if not block:
             continue
         if tolerance == 0:
-            assert printed == shown
+            assert output == expected
             continue
-        pair = [re.sub(r"[\d,]+ steps/s", "steps/s", x) for x in (printed, shown)]
+        pair = [re.sub(r"[\d,]+ steps/s", "steps/s", x) for x in (output, expected)]
         if tolerance < np.inf:
             values = [
                 [float(x.replace(",", "")) for x in NUMBER.findall(y)] for y in pair
             ]
             np.testing.assert_allclose(*values, rtol=tolerance, atol=tolerance)
-        got, want = map(_words, pair)
-        assert got == want
+        words, expected_words = map(_words, pair)
+        assert words == expected_words
 
 
-def _words(printed: str) -> list[str]:
-    """The lines of an output without numbers, each kind of line once."""
-    words = re.sub(r"#(\s+#)+", "#", NUMBER.sub("#", printed))
+def _words(output: str) -> list[str]:
+    """Returns the distinct lines of an output, with `#` instead of numbers."""
+    words = re.sub(r"#(\s+#)+", "#", NUMBER.sub("#", output))
     words = re.sub(r"\[\s+", "[", words)
     words = re.sub(r"\s+\]", "]", words)
     return list(dict.fromkeys(" ".join(x.split()) for x in words.splitlines()))

@@ -1,6 +1,6 @@
-"""Episodes by the own functions of each suite, for all lanes side by side.
+"""Plain loops over the functions of each suite, the references for adapters.
 
-Each public function of one agent returns a `Plain`; its state is the suite's own.
+Each function for a suite returns a `Plain`, whose state is the state of the suite.
 """
 
 import functools
@@ -22,13 +22,13 @@ LAVA = 14  # `BlockType.LAVA` of Craftax
 
 
 class Plain(NamedTuple):
-    """How episodes of an environment of a suite begin and go on, and its adapter.
+    """The reset and step functions of a suite's environment, and its adapter.
 
     Attributes:
-        adapt: `() -> Env`, adapts the suite's object anew.
-        begin: `keys -> (state, obs)`.
+        adapt: `() -> Env`, creates a new adapter of the suite's object.
+        begin: `keys -> (state, obs)`, a reset.
         advance: `(keys, state, action) -> (state, obs, reward, terminated, truncated,
-            info)`, which resets nothing.
+            info)`, a step without auto-reset.
     """
 
     adapt: Callable[[], envs.types.Env]
@@ -36,19 +36,19 @@ class Plain(NamedTuple):
     advance: Callable[..., Any]
 
 
-def side_by_side(
+def make_plain(
     adapt: Callable, begin: Callable, advance: Callable, params: Any = (), jit=quick_jit
 ) -> Plain:
-    """Makes both functions of one lane functions of all, with `params` as argument."""
+    """Maps both functions over lanes, and passes `params` as an argument."""
     begin = jit(jax.vmap(begin, (None, 0)))
     advance = jit(jax.vmap(advance, (None, 0, 0, 0)))
-    bound = (functools.partial(fn, params) for fn in (begin, advance))
-    return Plain(adapt, *bound)
+    fns = (functools.partial(fn, params) for fn in (begin, advance))
+    return Plain(adapt, *fns)
 
 
 @quick_jit
 def choose(flag, new, old):
-    """Takes the lanes of `new` where the flag is set, with typed keys too."""
+    """Selects lanes from `new` if the flag is set; leaves may be typed keys."""
 
     def pick(x, y):
         return jnp.where(flag.reshape(flag.shape + (1,) * (x.ndim - 1)), x, y)
@@ -61,23 +61,23 @@ def gymnax(name: str, **params: Any) -> Plain:
     def endings(params, state, done):
         return done, state.time >= params.max_steps_in_episode
 
-    return in_style_of_gymnax(envs.make(name, **params), envs.from_gymnax, endings)
+    return gymnax_style(envs.make(name, **params), envs.from_gymnax, endings)
 
 
 @functools.cache
 def craftax(name: str, limit: int) -> Plain:
     def endings(params, state, done):
-        is_late = state.timestep >= params.max_timesteps
+        at_limit = state.timestep >= params.max_timesteps
         row, column = state.player_position
         is_dead = (state.player_health <= 0) | (state.map[row, column] == LAVA)
-        return is_dead, done & is_late & ~is_dead
+        return is_dead, done & at_limit & ~is_dead
 
     env = envs.make(f"craftax:{name}", max_timesteps=limit)
-    return in_style_of_gymnax(env, envs.suites.from_craftax, endings)
+    return gymnax_style(env, envs.suites.from_craftax, endings)
 
 
-def in_style_of_gymnax(env: Any, from_suite: Callable, endings: Callable) -> Plain:
-    """Plays the object that an adapter holds."""
+def gymnax_style(env: Any, from_suite: Callable, endings: Callable) -> Plain:
+    """Returns a `Plain` for the gymnax environment in an adapter."""
 
     def begin(params, key):
         obs, state = env.env.reset_env(key, params)
@@ -89,7 +89,7 @@ def in_style_of_gymnax(env: Any, from_suite: Callable, endings: Callable) -> Pla
         return state, obs, reward, *endings(params, state, done), info
 
     adapt = functools.partial(from_suite, env.env, env.env_params)
-    return side_by_side(adapt, begin, advance, env.env_params)
+    return make_plain(adapt, begin, advance, env.env_params)
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def navix(name: str) -> Plain:
     def endings(timestep):
         return timestep.is_termination(), timestep.is_truncation()
 
-    return of_timesteps(grid, (), endings, envs.suites.from_navix)
+    return timestep_style(grid, (), endings, envs.suites.from_navix)
 
 
 @functools.cache
@@ -110,26 +110,26 @@ def xminigrid(name: str) -> Plain:
         last, ends = timestep.last(), timestep.discount == 0
         return last & ends, last & ~ends
 
-    return of_timesteps(grid, (params,), endings, envs.suites.from_xminigrid)
+    return timestep_style(grid, (params,), endings, envs.suites.from_xminigrid)
 
 
-def of_timesteps(
+def timestep_style(
     grid: Any, params: tuple, endings: Callable, from_suite: Callable
 ) -> Plain:
-    """Plays grids whose state has the key of the next step."""
+    """Returns a `Plain` for a grid whose state contains the key of the next step."""
 
     def begin(params, key):
         timestep = grid.reset(*params, key)
         return timestep, timestep.observation
 
     def advance(params, key, timestep, action):
-        # `step` of a time step that is not the last one resets nothing.
-        keyed = timestep.replace(state=timestep.state.replace(key=key))
-        after = grid.step(*params, keyed, action)
-        return after, after.observation, after.reward, *endings(after), {}
+        # `step` resets only after the last time step of an episode.
+        old_timestep = timestep.replace(state=timestep.state.replace(key=key))
+        result = grid.step(*params, old_timestep, action)
+        return result, result.observation, result.reward, *endings(result), {}
 
     adapt = functools.partial(from_suite, grid, *params)
-    return side_by_side(adapt, begin, advance, params)
+    return make_plain(adapt, begin, advance, params)
 
 
 @functools.cache
@@ -147,7 +147,7 @@ def jumanji(name: str, **options: Any) -> Plain:
         return state, obs, reward, last & ends, last & ~ends, timestep.extras
 
     adapt = functools.partial(envs.suites.from_jumanji, game)
-    return side_by_side(adapt, begin, advance)
+    return make_plain(adapt, begin, advance)
 
 
 @functools.cache
@@ -165,7 +165,7 @@ def playground(name: str) -> Plain:
 
 @struct.dataclass
 class State:
-    """That of brax and of MuJoCo Playground."""
+    """The state of brax and of MuJoCo Playground."""
 
     data: Any
     obs: Any
@@ -176,18 +176,19 @@ class State:
 
 
 class Suite:
-    """A suite of physics made up here.
+    """An environment with the interface of brax.
 
-    Adds `model`, remembers the last observation, and writes into its state.
+    A step adds `model` to the data, keeps a part of the last observation and writes
+    into its state.
     """
 
     action_size = 2
 
     def __init__(self):
         self.model = jnp.float32(2.0)
-        self.reward = self.own_reward  # bound to this object
+        self.reward = self.model_reward  # bound to this object
 
-    def own_reward(self):
+    def model_reward(self):
         return self.model
 
     def reset(self, rng):
@@ -206,8 +207,8 @@ class Suite:
 
 
 @functools.cache
-def made_up(name: str) -> Plain:
-    del name  # there is one
+def custom_physics(name: str) -> Plain:
+    del name  # there is only one environment
     adapt = functools.partial(
         envs.suites.physics.adapt, model_field="model", frame_field=None
     )
@@ -215,7 +216,7 @@ def made_up(name: str) -> Plain:
 
 
 def physics(suite_env: Any, field: str, from_suite: Callable) -> Plain:
-    """The model is an argument: XLA computes constants in another order."""
+    """Passes the model as an argument: XLA rounds differently with constants."""
 
     def begin(model, key):
         words = jax.random.key_data(key)
@@ -223,62 +224,62 @@ def physics(suite_env: Any, field: str, from_suite: Callable) -> Plain:
         return state, state.obs
 
     def advance(model, key, state, action):
-        if "rng" in state.info:  # randomness is from counters
+        if "rng" in state.info:  # replace the random numbers of the suite
             words = jax.random.key_data(key)
             state = state.replace(info={**state.info, "rng": words})
-        after = call_with_model(suite_env, field, model, "step", state, action)
-        ends = after.done == 1, jnp.bool_(False)
-        return after, after.obs, after.reward, *ends, after.metrics
+        next_state = call_with_model(suite_env, field, model, "step", state, action)
+        ends = next_state.done == 1, jnp.bool_(False)
+        return next_state, next_state.obs, next_state.reward, *ends, next_state.metrics
 
     adapt, model = functools.partial(from_suite, suite_env), getattr(suite_env, field)
-    return side_by_side(adapt, begin, advance, model, jit=jax.jit)
+    return make_plain(adapt, begin, advance, model, jit=jax.jit)
 
 
 def call_with_model(suite_env, field, model, method, *args):
-    """Calls a method with another model, as the suites' randomization does."""
-    own = getattr(suite_env, field)
+    """Calls a method with a different model, as domain randomization does."""
+    original_model = getattr(suite_env, field)
     setattr(suite_env, field, model)
     try:
         return getattr(suite_env, method)(*args)
     finally:
-        setattr(suite_env, field, own)
+        setattr(suite_env, field, original_model)
 
 
 def import_quietly(module: str) -> Any:
-    """Imports a suite of physics, whose imports warn of deprecations."""
+    """Imports a physics suite and ignores its deprecation warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip(module)
 
 
-def draw_evenly(params, obs, key):
-    """Draws an allowed action, as the opponent of a seat does by default."""
+def sample_uniformly(params, obs, key):
+    """Samples a valid action, as the default opponent does."""
     del params  # unused
     return jax.random.categorical(key, jnp.log(obs["action_mask"])).astype(jnp.int32)
 
 
-def first_allowed(params, obs, key):
-    """The first allowed action from number `params` on, in a circle."""
+def first_valid_action(params, obs, key):
+    """Returns the first valid action from number `params` on, cyclically."""
     del key  # unused
     mask = jnp.roll(obs["action_mask"], -params)
     return ((jnp.argmax(mask) + params) % mask.size).astype(jnp.int32)
 
 
-def see_in_pgx(state, observation):
+def pgx_obs(state, observation):
     return {"observation": observation, "action_mask": state.legal_action_mask}
 
 
 @functools.cache
 def pgx_seat(name: str, opponent: Callable | None = None, params: Any = None) -> Plain:
-    """The part of player 0, against others who answer one move after the other."""
+    """Returns a `Plain` for player 0; the opponents reply one after another."""
     game = pytest.importorskip("pgx").make(name)
     split = jax.vmap(jax.random.split, out_axes=1)
     init = quick_jit(jax.vmap(game.init))
 
     @quick_jit
     @jax.vmap
-    def see_own(state):
-        return see_in_pgx(state, game._observe(state, jnp.int32(0)))
+    def observe_seat(state):
+        return pgx_obs(state, game._observe(state, jnp.int32(0)))
 
     @quick_jit
     @jax.vmap
@@ -287,35 +288,37 @@ def pgx_seat(name: str, opponent: Callable | None = None, params: Any = None) ->
 
     @quick_jit
     @functools.partial(jax.vmap, in_axes=(0, 0, None))
-    def answer(state, key, number):
+    def reply(state, key, number):
         action_key, step_key = jax.random.split(jax.random.fold_in(key, number))
-        choose_fn = opponent or draw_evenly
-        action = choose_fn(params, see_in_pgx(state, state.observation), action_key)
+        choose_fn = opponent or sample_uniformly
+        action = choose_fn(params, pgx_obs(state, state.observation), action_key)
         return game.step(state, action, step_key)
 
     def finish_round(state, keys):
         number, reward = 0, np.float32(0.0)
         while True:
-            is_over = state.terminated | state.truncated
-            waits = ~is_over & (state.current_player != 0)
-            if not waits.any():
+            is_done = state.terminated | state.truncated
+            is_waiting = ~is_done & (state.current_player != 0)
+            if not is_waiting.any():
                 return state, reward
-            after = answer(state, keys, number)
-            reward = reward + np.where(waits, np.asarray(after.rewards)[:, 0], 0)
-            state, number = choose(waits, after, state), number + 1
+            next_state = reply(state, keys, number)
+            rewards = np.asarray(next_state.rewards)
+            reward = reward + np.where(is_waiting, rewards[:, 0], 0)
+            state, number = choose(is_waiting, next_state, state), number + 1
 
     def begin(keys):
         init_keys, keys = split(keys)
         state, _ = finish_round(init(init_keys), keys)
-        return state, see_own(state)
+        return state, observe_seat(state)
 
     def advance(keys, state, action):
         step_keys, keys = split(keys)
-        moved, is_illegal = move(state, action, step_keys)
-        after, reward = finish_round(moved, keys)
-        reward = np.asarray(moved.rewards)[:, 0] + reward
-        ends, info = (after.terminated, after.truncated), {"illegal_action": is_illegal}
-        return after, see_own(after), reward, *ends, info
+        moved_state, is_illegal = move(state, action, step_keys)
+        next_state, reward = finish_round(moved_state, keys)
+        reward = np.asarray(moved_state.rewards)[:, 0] + reward
+        flags = next_state.terminated, next_state.truncated
+        info = {"illegal_action": is_illegal}
+        return next_state, observe_seat(next_state), reward, *flags, info
 
     adapt = functools.partial(envs.suites.from_pgx_seat, game, opponent, params)
     return Plain(adapt, begin, advance)
@@ -323,32 +326,33 @@ def pgx_seat(name: str, opponent: Callable | None = None, params: Any = None) ->
 
 @functools.cache
 def pgx_game(name: str) -> Plain:
-    """All players of a game; `advance` is of one lane and returns a whole step."""
+    """Returns a `Plain` for all players; `advance` returns a step of one lane."""
     game = pytest.importorskip("pgx").make(name)
     players = np.arange(game.num_players)
 
-    def see(state):
-        seen = see_in_pgx(state, state.observation)
-        obs = jax.tree.map(lambda x: jnp.stack([x] * len(players)), seen)
+    def observe(state):
+        player_obs = pgx_obs(state, state.observation)
+        obs = jax.tree.map(lambda x: jnp.stack([x] * len(players)), player_obs)
         return {"players": obs}, players == state.current_player
 
     def begin(key):
         state = game.init(key)
-        return state, *see(state)
+        return state, *observe(state)
 
     def advance(key, state, action):
-        chosen = action["players"][state.current_player]
-        after = game.step(state, chosen, key)
-        nobody = np.zeros(len(players), bool)
-        flags = nobody, nobody, after.terminated, False
-        info = {"illegal_action": ~state.legal_action_mask[chosen]}
-        return whole_step(after, *see(after), after.rewards, flags, info)
+        player_action = action["players"][state.current_player]
+        next_state = game.step(state, player_action, key)
+        no_player = np.zeros(len(players), bool)
+        flags = no_player, no_player, next_state.terminated, False
+        info = {"illegal_action": ~state.legal_action_mask[player_action]}
+        obs, acting = observe(next_state)
+        return make_step(next_state, obs, acting, next_state.rewards, flags, info)
 
     return Plain(functools.partial(envs.suites.from_pgx, game), begin, advance)
 
 
-def whole_step(state, obs, acting, reward, flags, info) -> MultiAgentStep:
-    """Makes a step; the flags are those of each agent, and then of the episode."""
+def make_step(state, obs, acting, reward, flags, info) -> MultiAgentStep:
+    """Returns a step; the first two flags are per agent, the last two per episode."""
     terminated, truncated, episode_terminated, episode_truncated = flags
     return MultiAgentStep(
         state=state,
@@ -365,11 +369,11 @@ def whole_step(state, obs, acting, reward, flags, info) -> MultiAgentStep:
 
 @functools.cache
 def jumanji_team(name: str) -> Plain:
-    """A team; `advance` is of one lane and returns a whole step."""
+    """Returns a `Plain` for a team; `advance` returns a step of one lane."""
     game = pytest.importorskip("jumanji").make(name)
     (num_agents,) = game.reward_spec.shape
 
-    def see(observation):
+    def observe(observation):
         def split(x):
             return x if x.shape[:1] == (num_agents,) else jnp.stack([x] * num_agents)
 
@@ -378,16 +382,16 @@ def jumanji_team(name: str) -> Plain:
     def begin(key):
         state, timestep = game.reset(key)
         acting = np.ones(num_agents, bool)
-        return state.replace(key=()), see(timestep.observation), acting
+        return state.replace(key=()), observe(timestep.observation), acting
 
     def advance(key, state, action):
         state, timestep = game.step(state.replace(key=key), action["agents"])
-        is_out, last = timestep.discount == 0, timestep.last()
-        ends = last & is_out.all(), last & ~is_out.all()
-        flags = is_out, np.zeros(num_agents, bool), *ends
-        obs, reward = see(timestep.observation), timestep.reward
+        is_terminated, is_last = timestep.discount == 0, timestep.last()
+        ends = is_last & is_terminated.all(), is_last & ~is_terminated.all()
+        flags = is_terminated, np.zeros(num_agents, bool), *ends
+        obs, reward = observe(timestep.observation), timestep.reward
         state = state.replace(key=())
-        return whole_step(state, obs, ~is_out, reward, flags, timestep.extras)
+        return make_step(state, obs, ~is_terminated, reward, flags, timestep.extras)
 
     adapt = functools.partial(envs.suites.from_jumanji, game)
     return Plain(adapt, begin, advance)
@@ -395,12 +399,12 @@ def jumanji_team(name: str) -> Plain:
 
 @functools.cache
 def jaxmarl(name: str, **options: Any) -> Plain:
-    """Agents of JaxMARL; `advance` is of one lane and returns a whole step."""
-    return agents_of(pytest.importorskip("jaxmarl").make(name, **options))
+    """Returns a `Plain` for several agents; `advance` returns a step of one lane."""
+    return jaxmarl_style(pytest.importorskip("jaxmarl").make(name, **options))
 
 
-def agents_of(suite_env: Any) -> Plain:
-    """Those of an object in the style of JaxMARL."""
+def jaxmarl_style(suite_env: Any) -> Plain:
+    """Returns a `Plain` for an object with the interface of JaxMARL."""
     adapt = functools.partial(envs.suites.from_jaxmarl, suite_env)
     agents, groups = suite_env.agents, adapt().groups
 
@@ -416,17 +420,19 @@ def agents_of(suite_env: Any) -> Plain:
 
     def advance(key, state, action):
         actions = {
-            agent: action[group][place]
+            agent: action[group][index]
             for group, names in groups.items()
-            for place, agent in enumerate(names)
+            for index, agent in enumerate(names)
         }
         # Some environments read actions in the order of the agents.
         actions = {agent: actions[agent] for agent in agents}
         obs, state, reward, dones, info = suite_env.step_env(key, state, actions)
-        is_late = getattr(state, "state", state).step >= suite_env.max_steps
+        at_limit = getattr(state, "state", state).step >= suite_env.max_steps
         done = jnp.stack([dones[agent] for agent in agents])
-        over, reward = dones["__all__"], jnp.stack([reward[agent] for agent in agents])
-        flags = done & ~is_late, done & is_late, over & ~is_late, over & is_late
-        return whole_step(state, stack(obs), ~done, reward, flags, info)
+        reward = jnp.stack([reward[agent] for agent in agents])
+        all_done = dones["__all__"]
+        ends = all_done & ~at_limit, all_done & at_limit
+        flags = done & ~at_limit, done & at_limit, *ends
+        return make_step(state, stack(obs), ~done, reward, flags, info)
 
     return Plain(adapt, begin, advance)

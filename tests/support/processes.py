@@ -1,8 +1,8 @@
-"""Streams in one of two processes, and makes calls that raise there.
+"""Runs a stream and invalid calls in one of two processes.
 
     python processes.py PORT PROCESS_ID FOLDER
 
-Writes the batch of its own lanes to FOLDER/<process>.npz, and the messages to
+Writes the batch of the local lanes to FOLDER/<process>.npz, and the error messages to
 FOLDER/<process>.json.
 """
 
@@ -33,7 +33,7 @@ def make_collector(num_envs=B, **params):
 
 
 def make_mesh():
-    """Four devices, whoever holds them."""
+    """Returns a mesh of four devices of any process."""
     devices = jax.devices()[:NUM_DEVICES]
     types = {"axis_types": (AxisType.Auto,)}
     return jax.make_mesh((NUM_DEVICES,), ("lanes",), devices=devices, **types)
@@ -45,7 +45,7 @@ def make_stream(collector, **options):
 
 
 def make_batch():
-    """A batch of environments whose parameters differ from lane to lane."""
+    """Returns a batch of environments with different parameters per lane."""
     env = jax.vmap(lambda limit: make_env("count", limit=limit))(2 + jnp.arange(B) % 5)
     env = envs.vectorize_each(env, auto_reset="select")
     collector = make_collector().replace(env=env)
@@ -53,13 +53,13 @@ def make_batch():
 
 
 def arrays(tree):
-    """The leaves of a tree in NumPy, by their place."""
+    """Returns the leaves of a tree as NumPy arrays by path."""
     leaves = jax.tree.leaves_with_path(raw(tree))
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
 
-def refused(process):
-    """Yields by name the calls that raise where this process differs from the other."""
+def error_messages(process):
+    """Yields the name and message of each call whose arguments differ by process."""
     mesh, sharded = make_mesh(), rollout.shard(make_collector(), make_mesh())
     stream = make_stream(sharded, steps_per_batch=8 * B * (1 + process))
     calls = {
@@ -84,7 +84,9 @@ if __name__ == "__main__":
         f"127.0.0.1:{port}", num_processes=NUM_PROCESSES, process_id=int(process_id)
     )
     file = Path(folder) / process_id
-    file.with_suffix(".json").write_text(json.dumps(dict(refused(int(process_id)))))
+    file.with_suffix(".json").write_text(
+        json.dumps(dict(error_messages(int(process_id))))
+    )
     args = make_batch(), make_mesh(), PartitionSpec(None, "lanes")
-    own = multihost_utils.global_array_to_host_local_array(*args)
-    np.savez(file.with_suffix(".npz"), **arrays(own))
+    local_batch = multihost_utils.global_array_to_host_local_array(*args)
+    np.savez(file.with_suffix(".npz"), **arrays(local_batch))

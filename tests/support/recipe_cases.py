@@ -17,10 +17,11 @@ from rollout.recipes.sac import select_experience
 
 @struct.dataclass
 class MaskedEnv:
-    """Forbids one of three actions at a time; the reward is a random multiple.
+    """Masks out one of three actions at every step.
 
-    The actions are -2, -1 and 0. An episode terminates with probability 0.15 per step,
-    and truncates after `limit` steps.
+    The actions are -2, -1 and 0. The reward is the action plus 0.5, times a random
+    factor. An episode terminates with probability 0.15 per step, and is truncated after
+    `limit` steps.
     """
 
     limit: int = 5

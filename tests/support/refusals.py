@@ -1,4 +1,4 @@
-"""Checks that a call is refused: what must hold, by name, and by us, not by jax."""
+"""Checks that an invalid call raises an error of this project that names the option."""
 
 import functools
 import pathlib
@@ -9,38 +9,41 @@ import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-OURS = tuple(str(ROOT / package) for package in ("buffers", "envs", "rollout"))
+PACKAGES = tuple(str(ROOT / package) for package in ("buffers", "envs", "rollout"))
 ERRORS = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)
 NO_COUNTS = (0, 2.5, "3", True)
 NO_FRACTIONS = ("0.6", True, None, -0.1, 1.5, np.nan, jnp.bool_(True))
 
 
 def pairs(table, counts, fractions):
-    """Each message of a table with each of the calls that raise it.
+    """Returns pairs of a message and a call that must raise it.
 
-    Those of `counts` and `fractions`, by the name of an argument, take its value.
+    Args:
+        table: calls by message.
+        counts: calls by the name of an integer argument, which take its value.
+        fractions: calls by the name of an argument in [0, 1], which take its value.
     """
-    found = [(message, call) for message, calls in table.items() for call in calls]
-    for what, values, calls_of in (
+    cases = [(message, call) for message, calls in table.items() for call in calls]
+    for requirement, values, calls_by_name in (
         ("an int of at least 1, got {value!r}", NO_COUNTS, counts),
         ("a number in [0, 1], got", NO_FRACTIONS, fractions),
     ):
-        found += [
+        cases += [
             (
-                f"`{name}` must be {what.format(value=value)}",
+                f"`{name}` must be {requirement.format(value=value)}",
                 functools.partial(call, value),
             )
-            for name, calls in calls_of.items()
+            for name, calls in calls_by_name.items()
             for call in calls
             for value in values
         ]
-    return found
+    return cases
 
 
 def check_refused(message, call):
-    with pytest.raises(ERRORS, match=re.escape(message)) as caught:
+    with pytest.raises(ERRORS, match=re.escape(message)) as error:
         call()
-    text = str(caught.value)
+    text = str(error.value)
     assert re.search("must|needs|go together|goes with|are ", text), text
     assert re.search(r"`\w[^`]*`|parameters of", text), text
-    assert str(caught.traceback[-1].path).startswith(OURS), caught.traceback[-1]
+    assert str(error.traceback[-1].path).startswith(PACKAGES), error.traceback[-1]

@@ -1,43 +1,43 @@
-"""Collectors that actors of Ray make, and a Ray that runs in this process."""
+"""Collectors that Ray actors create, and a local replacement for Ray."""
 
 import os
 import pathlib
 import types
 
 import jax
-from host_count import OPTIONS, POLICY, HostCount, Late, in_jax, on_host
+from host_count import OPTIONS, POLICY, DelayedCount, HostCount, in_jax, on_host
 
 from rollout import HostCollector
 
 __all__ = [
     "LocalRay",
-    "failing",
+    "fault_collector",
     "in_jax",
-    "keyed",
-    "late",
-    "noted",
+    "key_collector",
     "on_host",
-    "served",
+    "pid_collector",
+    "raise_error",
+    "ready_collector",
 ]
 
 
-def noted(folder, num_envs=4):
-    """A collector on the host; leaves a file with the id of its process."""
+def pid_collector(folder, num_envs=4):
+    """Creates a host collector and a file named after the id of its process."""
     (pathlib.Path(folder) / str(os.getpid())).touch()
     return on_host(num_envs)
 
 
-def served():
-    """A collector with rows of the environments that are ready."""
-    return HostCollector(env=Late(4), policy=POLICY, num_ready=3)
+def ready_collector():
+    """Creates a collector with `num_ready`."""
+    return HostCollector(env=DelayedCount(4), policy=POLICY, num_ready=3)
 
 
-def failing():
+def raise_error():
     raise LookupError("there is no such game")
 
 
-def late(number=20):
-    """A collector whose environment fails in its n-th call."""
+def fault_collector(number=20):
+    """Creates a collector whose environment fails in call `number`."""
 
     def fail(call, env):
         return OSError("the game is gone") if call == number else None
@@ -45,8 +45,8 @@ def late(number=20):
     return HostCollector(env=HostCount(4, fault_fn=fail), **OPTIONS)
 
 
-def keyed():
-    """A collector in JAX that records typed keys."""
+def key_collector():
+    """Creates a JAX collector that records typed keys."""
 
     def record(transition):
         keys = jax.random.split(jax.random.key(5), transition.mask.shape)
@@ -66,7 +66,7 @@ class _RayTaskError(_RayError):
 
 
 class LocalRay(types.ModuleType):
-    """The parts of Ray that are used, in this process: calls run when waited for."""
+    """The parts of Ray that the project uses; `get` runs calls in this process."""
 
     exceptions = types.SimpleNamespace(RayError=_RayError, RayTaskError=_RayTaskError)
 
@@ -75,16 +75,18 @@ class LocalRay(types.ModuleType):
         self.actors, self.num_put, self.options = [], 0, {}
 
     def get_runtime_context(self):
-        ids = {"GPU": ["0"]}  # so that an actor leaves this process as it is
+        ids = {
+            "GPU": ["0"]
+        }  # so that an actor does not change the settings of this process
         return types.SimpleNamespace(get_accelerator_ids=lambda: ids)
 
     def put(self, value):
         self.num_put += 1
         return value
 
-    def remote(self, kind):
+    def remote(self, actor_class):
         def make(*args):
-            self.actors.append(_LocalActor(kind(*args)))
+            self.actors.append(_LocalActor(actor_class(*args)))
             return self.actors[-1]
 
         def options(**options):
@@ -95,7 +97,7 @@ class LocalRay(types.ModuleType):
 
     def wait(self, references, num_returns):
         assert num_returns == 1
-        # The fast ones first: those of actors that do not lag behind.
+        # References of fast actors are ready first.
         order = sorted(references, key=lambda x: x.actor.is_slow)
         return order[:1], order[1:]
 

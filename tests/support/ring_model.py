@@ -1,8 +1,8 @@
-"""Shared by tests of buffers: numbered rows, and a slow model of a buffer.
+"""Numbered rows and a slow model of a buffer, for tests of buffers.
 
-A row is a number, from which every leaf is computed, so that one that slips shows. In
-an episode numbers go on by one, and `next_obs` is always the number plus one; from one
-episode to the next they leave a gap, so no row has the final observation of another.
+Every leaf of a row is computed from the number of the row, so that a misplaced leaf is
+detected. Numbers are consecutive within an episode, and `next_obs` is the number plus
+one. Episodes are separated by a gap, so that no row equals a final observation.
 """
 
 import collections
@@ -12,7 +12,7 @@ import numpy as np
 
 import rollout
 
-_LANE = 10_000  # numbers of a lane
+_LANE = 10_000  # distance between the first numbers of two lanes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def reward_of(number):
 
 
 def encode(steps, mask):
-    """`[T, B]` steps of the model as rows."""
+    """Converts `[T, B]` steps of the model to rows."""
 
     def leaf(name, dtype):
         return np.array([[getattr(s, name) for s in row] for row in steps], dtype)
@@ -75,9 +75,9 @@ def encode(steps, mask):
 
 
 class Model:
-    """The rows that a buffer must hold and return, in plain Python.
+    """The rows that a buffer must store and return, in plain Python.
 
-    `num_finals` is None where every row keeps its own successor.
+    `num_finals` is None if every row stores its successor.
     """
 
     def __init__(self, num_slots, num_envs, num_finals=None):
@@ -90,10 +90,10 @@ class Model:
             Step(lane * _LANE, True, False, lane, 3) for lane in range(num_envs)
         ]
 
-    # Rows to add.
+    # Methods that add rows.
 
     def make_chunk(self, rng, num_rows, mask_rate=0.0, done_rate=0.3, break_rate=0.1):
-        """Makes `[T, B]` steps that go on from the last ones, and a mask."""
+        """Returns `[T, B]` steps that continue from the last steps, and a mask."""
         mask = rng.random((num_rows, self.num_envs)) >= mask_rate
         steps = [[VOID] * self.num_envs for _ in range(num_rows)]
         for t, lane in np.argwhere(mask):
@@ -103,23 +103,24 @@ class Model:
     def _next_step(self, rng, lane, done_rate, break_rate):
         last = self.last[lane]
         done = rng.random() < done_rate
-        kind = rng.integers(3)  # terminated, truncated or both
-        flags = {"terminated": done and kind != 1, "truncated": done and kind != 0}
-        begins = last.done or rng.random() < break_rate
+        ending = rng.integers(3)  # 0: terminated, 1: truncated, 2: both
+        flags = {"terminated": done and ending != 1, "truncated": done and ending != 0}
+        is_first = last.done or rng.random() < break_rate
         step = Step(
-            last.number + (3 if begins else 1),
-            episode_id=last.episode_id + (self.num_envs if begins else 0),
-            episode_length=1 if begins else last.episode_length + 1,
+            last.number + (3 if is_first else 1),
+            episode_id=last.episode_id + (self.num_envs if is_first else 0),
+            episode_length=1 if is_first else last.episode_length + 1,
             **flags,
         )
         self.last[lane] = step
         return step
 
     def add(self, steps, mask):
-        """Appends; of a chunk longer than the ring only the last rows count."""
-        later = np.cumsum(mask[::-1], axis=0)[::-1]  # this row and those after it
+        """Appends a chunk; if it is longer than the ring, only its last rows."""
+        # Count the rows of the lane from each row on.
+        num_later = np.cumsum(mask[::-1], axis=0)[::-1]
         for t, lane in np.argwhere(mask):
-            if later[t, lane] <= self.num_slots:
+            if num_later[t, lane] <= self.num_slots:
                 self.append(int(lane), steps[t][lane])
 
     def append(self, lane, step):
@@ -127,46 +128,46 @@ class Model:
         if self.final_obs is not None and step.done:
             self.final_obs.append(step.number)
 
-    # Rows that may be read.
+    # Methods that read rows.
 
     def rows(self):
-        """All rows that are stored: `(lane, position from the oldest)`."""
+        """Returns all stored rows, `(lane, position from the oldest row)`."""
         return [(i, p) for i, lane in enumerate(self.lanes) for p in range(len(lane))]
 
     def step(self, row):
         return self.lanes[row[0]][row[1]]
 
-    def following(self, row):
+    def next_row(self, row):
         lane, position = row
         if position + 1 == len(self.lanes[lane]) or self.step(row).done:
             return None
-        here, there = self.step(row), self.step((lane, position + 1))
-        continues = here.number + 1 == there.number
+        step, next_step = self.step(row), self.step((lane, position + 1))
+        continues = step.number + 1 == next_step.number
         return (lane, position + 1) if continues else None
 
-    def previous(self, row):
-        before = (row[0], row[1] - 1)
-        return before if row[1] > 0 and self.following(before) else None
+    def previous_row(self, row):
+        previous = (row[0], row[1] - 1)
+        return previous if row[1] > 0 and self.next_row(previous) else None
 
     def has_successor(self, row):
         if self.final_obs is None:
             return True
         if self.step(row).done:
             return self.step(row).number in self.final_obs
-        return self.following(row) is not None
+        return self.next_row(row) is not None
 
     def history(self, row, length):
-        """Numbers up to `row`, the first repeated; None if some are gone."""
+        """Returns the numbers up to `row`, padded in front; None if one was evicted."""
         numbers = [self.step(row).number]
-        while len(numbers) < length and (before := self.previous(row)):
-            row = before
+        while len(numbers) < length and (previous := self.previous_row(row)):
+            row = previous
             numbers.insert(0, self.step(row).number)
         missing = length - len(numbers)
         if missing and self.step(row).episode_length != 1:
             return None
         return [numbers[0]] * missing + numbers
 
-    def usable(self, stack=1):
+    def usable_rows(self, stack=1):
         return [
             row
             for row in self.rows()
@@ -174,30 +175,30 @@ class Model:
         ]
 
     def window(self, row, length):
-        """The rows from `row` on, of its episode, each with a successor."""
+        """Returns the rows of the episode from `row` on, each with a successor."""
         rows = [row]
-        while len(rows) < length and (after := self.following(rows[-1])):
-            if not self.has_successor(after):
+        while len(rows) < length and (next_row := self.next_row(rows[-1])):
+            if not self.has_successor(next_row):
                 break
-            rows.append(after)
+            rows.append(next_row)
         return rows
 
     def n_step(self, row, n_step, gamma):
-        """Return, discount and last row, by a loop."""
+        """Computes return, discount and last row with a loop."""
         rows, total = self.window(row, n_step), 0.0
-        for k, each in enumerate(rows):
-            total += gamma**k * reward_of(self.step(each).number)
+        for k, window_row in enumerate(rows):
+            total += gamma**k * reward_of(self.step(window_row).number)
         last = self.step(rows[-1])
         discount = 0.0 if last.terminated else gamma ** len(rows)
         return total, discount, rows[-1]
 
-    def whole_episodes(self, max_length):
-        """First rows of the episodes that are stored as a whole, with their rows."""
-        found = {}
+    def complete_episodes(self, max_length):
+        """Returns the rows of completely stored episodes by their first number."""
+        episodes = {}
         for row in self.rows():
             if self.step(row).episode_length != 1:
                 continue
             rows = self.window(row, max_length)
             if self.step(rows[-1]).done and self.has_successor(rows[-1]):
-                found[self.step(row).number] = rows
-        return found
+                episodes[self.step(row).number] = rows
+        return episodes

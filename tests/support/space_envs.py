@@ -1,4 +1,4 @@
-"""Environments on the host that show elements of any space, and take its actions."""
+"""Host environments whose observations and actions are elements of any space."""
 
 import copy
 
@@ -13,7 +13,7 @@ LENGTH = 4  # steps of an episode
 
 
 class Sampled(gymnasium.Env):
-    """Shows elements of a space, and fails at an action that is none of it."""
+    """Observes samples of a space, and raises for actions outside the space."""
 
     def __init__(self, space):
         self.observation_space = copy.deepcopy(space)
@@ -33,30 +33,30 @@ class Sampled(gymnasium.Env):
         return obs, 1.0, self.count == LENGTH, False, {}
 
 
-class Own(HostVectorEnv):
-    """Environments of one's own, which do the same, in spaces of any library."""
+class SampledVectorEnv(HostVectorEnv):
+    """Three `Sampled` environments as a `HostVectorEnv`, for spaces of any library."""
 
     num_envs = 3
 
     def __init__(self, space):
         self.observation_space = self.action_space = space
         self.space = as_space(space)
-        self.contain = jax.jit(jax.vmap(self.space.contains))
+        self.contains = jax.jit(jax.vmap(self.space.contains))
         self.sample = jax.jit(jax.vmap(self.space.sample))
         self.seeds, self.count = np.zeros((2, 3), np.int32)
 
     def reset(self, seeds, mask):
         self.seeds = np.where(mask, seeds.astype(np.int32), self.seeds)
         self.count = np.where(mask, 0, self.count)
-        return self.show()
+        return self.observe()
 
     def step(self, action):
-        assert self.contain(action).all()
+        assert self.contains(action).all()
         assert (self.count < LENGTH).all()
         self.count = self.count + 1
-        no, reward = np.zeros(3, bool), np.ones(3, np.float32)
-        return HostStep(self.show(), reward, self.count == LENGTH, no, no, {})
+        zeros, reward = np.zeros(3, bool), np.ones(3, np.float32)
+        return HostStep(self.observe(), reward, self.count == LENGTH, zeros, zeros, {})
 
-    def show(self):
+    def observe(self):
         keys = jax.vmap(lambda x, n: jax.random.fold_in(jax.random.key(x), n))
         return jax.tree.map(np.asarray, self.sample(keys(self.seeds, self.count)))

@@ -1,8 +1,8 @@
-"""Streams, checkpoints, and writes a hash of every batch: in a process of its own.
+"""Runs a stream in a process, saves checkpoints and writes a hash of every batch.
 
-Goes on from the newest checkpoint in FOLDER/checkpoint. Every line of FOLDER/hashes is
-the number of a batch and its hash, or "start" and the number of the batch with which
-a process begins.
+The process resumes from the newest checkpoint in FOLDER/checkpoint. A line of
+FOLDER/hashes is the number and the hash of a batch, or "start" and the number of the
+first batch of a process.
 """
 
 import hashlib
@@ -18,22 +18,22 @@ EVERY = 2
 
 
 def digest(batch: rollout.stream.StreamBatch) -> str:
-    """Hashes every bit of a batch, and the parameters that made it."""
+    """Hashes every bit of a batch and the version of its parameters."""
     parts = [np.asarray(x).tobytes() for x in jax.tree.leaves(batch.trajectory)]
     text = b"".join(parts) + f"{batch.steps} {batch.params_version}".encode()
     return hashlib.sha256(text).hexdigest()
 
 
 def main(folder: Path, num_batches: int) -> None:
-    """Streams up to the given batch; `folder.parent` keeps compiled programs."""
-    # Compiled once, or most of the test would be compiling.
+    """Streams `num_batches` batches; `folder.parent` has the compilation cache."""
+    # Without the cache, compilation would dominate the time of the test.
     jax.config.update("jax_compilation_cache_dir", str(folder.parent / "cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     options = {"total_steps": 8 * num_batches, "prefetch": 1}
     stream, checkpoints = new_stream(**options), folder / "checkpoint"
     if rollout.checkpoint.steps(checkpoints):
-        saved = rollout.checkpoint.restore(checkpoints, {"stream": stream.state()})
-        stream.restore(saved["stream"])
+        tree = rollout.checkpoint.restore(checkpoints, {"stream": stream.state()})
+        stream.restore(tree["stream"])
     number = stream.steps // 8
     with (folder / "hashes").open("a") as file:
         print("start", number, file=file, flush=True)

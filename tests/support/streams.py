@@ -1,4 +1,4 @@
-"""Shared by tests of streams: streams at their beginning, and their batches."""
+"""New streams and their batches, for tests of streams."""
 
 import functools
 
@@ -14,7 +14,7 @@ EPISODES = {"steps_per_batch": None, "episodes_per_batch": 5, "max_episode_steps
 
 
 def act(params, obs, key):
-    """Two actions: the second with the odds that the parameters give."""
+    """Samples one of two actions; `params["odds"]` is the probability of action 1."""
     del obs
     action = jax.random.bernoulli(key, params["odds"], (B,)).astype(jnp.int32)
     return action, {"value": jnp.broadcast_to(params["odds"], (B,))}
@@ -22,33 +22,33 @@ def act(params, obs, key):
 
 @functools.cache
 def make_learner():
-    policy = rollout.stateless_policy(act)  # here, since it starts jax
+    policy = rollout.stateless_policy(act)  # in a function, since it initializes jax
     return rollout.Collector(env=make_collector("count", B).env, policy=policy)
 
 
 def new_stream(**options):
-    """A stream that nobody else uses."""
+    """Creates a stream."""
     defaults = {"key": jax.random.key(7), "params": {"odds": np.float32(0.5)}}
     defaults["steps_per_batch"] = 8
     return rollout.Stream(make_learner(), **{**defaults, **options})
 
 
 @functools.cache
-def _made(options):
+def _stream_and_state(options):
     stream = new_stream(**dict(options))
     return stream, stream.state()
 
 
 def make_stream(**options):
-    """A stream at its beginning; one for the same options, which compiles only once."""
-    stream, start = _made(tuple(options.items()))
+    """Returns a stream in its initial state; equal options share a stream."""
+    stream, start = _stream_and_state(tuple(options.items()))
     stream.restore(start)
     return stream
 
 
 @functools.cache
-def straight():
-    """The 12 rows that `collect_steps` gives from the same key."""
+def reference_rows():
+    """Returns the 12 rows of `collect_steps` with the key of the streams."""
     collector = make_learner()
     carry = collector.init(jax.random.key(7))
     params = {"odds": np.float32(0.5)}
@@ -56,17 +56,17 @@ def straight():
 
 
 def host(batch):
-    """The trajectory as NumPy arrays of its own."""
+    """Copies the trajectory of a batch to NumPy arrays."""
     return jax.tree.map(np.array, jax.device_get(raw(batch.trajectory)))
 
 
 def join(batches):
-    """The trajectories one after the other, `[T, B, ...]`."""
+    """Concatenates the trajectories of batches, `[T, B, ...]`."""
     return jax.tree.map(lambda *x: np.concatenate(x), *map(host, batches))
 
 
 def learn(batch):
-    """Parameters that depend on every row of the batch."""
+    """Computes parameters that depend on every row of a batch."""
     rows = batch.trajectory
     action, returns = jax.device_get((rows.action, rows.episode_return))
     share = action.sum() + returns.sum() / 64
@@ -74,10 +74,10 @@ def learn(batch):
 
 
 def train(stream, num_batches):
-    """Batches of a loop that sets the parameters by the batches before."""
-    seen = []
+    """Runs a training loop; returns its batches with their counts and versions."""
+    results = []
     for _ in range(num_batches):
         batch = next(stream)
         stream.set_params(learn(batch))
-        seen.append((host(batch), batch.steps, batch.params_version))
-    return seen
+        results.append((host(batch), batch.steps, batch.params_version))
+    return results

@@ -1,4 +1,4 @@
-"""Checks of any environment: rows against a plain loop, spaces, drawings."""
+"""Checks for any environment: parity with a plain loop, spaces and rendering."""
 
 import io
 import os
@@ -21,7 +21,7 @@ KEY = jax.random.key(5)
 
 
 def collect(env, action_mask_fn=None, *, num_steps=250):
-    """A trajectory of the random policy in the lanes of `env`."""
+    """Collects a trajectory of the random policy in the lanes of `env`."""
     policy = rollout.random_policy(env.action_space, action_mask_fn=action_mask_fn)
     collector = rollout.Collector(env=env, policy=policy)
     _, trajectory = collector.collect_steps(collector.init(KEY), None, num_steps)
@@ -29,7 +29,7 @@ def collect(env, action_mask_fn=None, *, num_steps=250):
 
 
 def play(env, num_steps, key=KEY):
-    """The last carry and the trajectory of the random policy, in one program."""
+    """Returns the last carry and a trajectory of the random policy, in one program."""
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
     run = quick_jit(
@@ -38,14 +38,14 @@ def play(env, num_steps, key=KEY):
     return jax.device_get(run(key))
 
 
-def check_is_as_in_plain_loop(rows, plain, *, limit=0, atol=0.0):
-    """Plays every row again with the same keys and actions.
+def check_plain_loop_parity(rows, plain, *, limit=0, atol=0.0):
+    """Compares a trajectory with a plain loop with the same keys and actions.
 
     Args:
         rows: the collected trajectory.
         plain: a `plain_suites.Plain`.
-        limit: that of a `TimeLimit` around the environment, or 0.
-        atol: how far floats may be off, where another program rounds otherwise.
+        limit: limit of the `TimeLimit` around the environment, or 0.
+        atol: absolute tolerance, if programs round differently.
     """
     num_envs = rows.reward.shape[1]
     number, length = np.zeros((2, num_envs), np.int32)
@@ -54,8 +54,8 @@ def check_is_as_in_plain_loop(rows, plain, *, limit=0, atol=0.0):
     expected = []
     for action in rows.action:
         length = length + 1
-        after = plain.advance(keys_of(number, length), state, action)
-        state, next_obs, reward, terminated, truncated, info = after
+        result = plain.advance(keys_of(number, length), state, action)
+        state, next_obs, reward, terminated, truncated, info = result
         total = total + np.asarray(reward, np.float32)
         row = {
             "obs": obs,
@@ -73,8 +73,8 @@ def check_is_as_in_plain_loop(rows, plain, *, limit=0, atol=0.0):
         done = np.asarray(row["terminated"] | row["truncated"])
         number, length = number + done, np.where(done, 0, length)
         total = np.where(done, np.float32(0.0), total)
-        fresh = plain.begin(keys_of(number, np.zeros_like(number)))
-        state, obs = choose(done, fresh, (state, next_obs))
+        first = plain.begin(keys_of(number, np.zeros_like(number)))
+        state, obs = choose(done, first, (state, next_obs))
     for name in expected[0]:
         got, want = getattr(rows, name), [row[name] for row in expected]
         want = jax.tree.map(lambda *x: np.stack(x), *want)
@@ -85,26 +85,26 @@ def check_is_as_in_plain_loop(rows, plain, *, limit=0, atol=0.0):
 
 @jax.jit
 def keys_of(number, step):
-    """The keys that `rollout.envs.types` promises to steps; step 0 is the reset.
+    """Returns the key of step `step` in episode `number` (from 0) of each lane.
 
-    Those of each lane's episode `number`, from 0.
+    `rollout.envs.types` documents these keys. Step 0 is the reset.
     """
     fold = jax.random.fold_in
 
-    def one(lane, number, step):
+    def lane_key(lane, number, step):
         return fold(fold(fold(fold(KEY, 1), lane), number), step)
 
-    return jax.vmap(one)(np.arange(len(number)), number, step)
+    return jax.vmap(lane_key)(np.arange(len(number)), number, step)
 
 
 def check_successors(rows):
-    """Checks that `next_obs` is the next row, but at an ending, where it differs."""
+    """Checks that `next_obs` equals the next row's `obs` except at endings."""
     done = (rows.terminated | rows.truncated)[:-1]
-    following = jax.tree.leaves(jax.tree.map(lambda x: x[1:], rows.obs))
+    next_row = jax.tree.leaves(jax.tree.map(lambda x: x[1:], rows.obs))
     successor = jax.tree.leaves(jax.tree.map(lambda x: x[:-1], rows.next_obs))
     differ = [
         (x != y).reshape(*done.shape, -1).any(axis=-1)
-        for x, y in zip(following, successor, strict=True)
+        for x, y in zip(next_row, successor, strict=True)
     ]
     differ = np.any(differ, axis=0)
     assert not differ[~done].any()
@@ -117,27 +117,27 @@ def check_spaces(env, rows):
     values = rows.obs, rows.next_obs, rows.action
 
     @quick_jit
-    def contained(values):
+    def is_contained(values):
         pairs = zip(spaces, values, strict=True)
         return [jax.vmap(jax.vmap(space.contains))(x).all() for space, x in pairs]
 
-    assert all(contained(values))
+    assert all(is_contained(values))
     for space, value in zip(spaces, values, strict=True):
-        drawn = jax.eval_shape(space.sample, KEY)
+        sample = jax.eval_shape(space.sample, KEY)
         row = jax.eval_shape(lambda x: jax.tree.map(lambda x: x[0, 0], x), value)
-        chex.assert_trees_all_equal_shapes_and_dtypes(drawn, row)
+        chex.assert_trees_all_equal_shapes_and_dtypes(sample, row)
 
 
 def check_steps_of_agents(
-    plain, action_mask_fn=None, *, see=lambda obs: obs, num_steps
+    plain, action_mask_fn=None, *, observe_fn=lambda obs: obs, num_steps
 ):
-    """Compares each step of an adapter with that of the suite, to an ending.
+    """Compares the steps of an adapter and of the suite until an episode ends.
 
     Args:
         plain: a `plain_suites.Plain` of several agents.
-        action_mask_fn: the allowed actions of a group's observation.
-        see: the suite's own part of the observation.
-        num_steps: the most steps.
+        action_mask_fn: maps the observation of a group to its action mask.
+        observe_fn: maps an observation of the adapter to an observation of the suite.
+        num_steps: maximum number of steps.
 
     Returns:
         The last step.
@@ -146,24 +146,26 @@ def check_steps_of_agents(
     reset, step, advance = map(quick_jit, (env.reset, env.step, plain.advance))
     first = reset(KEY)
     state, obs, acting = first
-    want = quick_jit(plain.begin)(KEY)
-    chex.assert_trees_all_equal(raw((state, see(obs), acting)), raw(want))
-    own_state = want[0]
+    expected = quick_jit(plain.begin)(KEY)
+    chex.assert_trees_all_equal(raw((state, observe_fn(obs), acting)), raw(expected))
+    suite_state = expected[0]
     for number in range(num_steps):
         key = jax.random.fold_in(KEY, number)
-        action = draw(env, obs, action_mask_fn, rng)
-        got, want = step(key, state, action), advance(key, own_state, action)
-        chex.assert_trees_all_equal(raw(got.replace(obs=see(got.obs))), raw(want))
-        state, obs, own_state = got.state, got.obs, want.state
-        chex.assert_trees_all_equal_shapes_and_dtypes(first, (state, obs, got.acting))
-        assert got.reward.dtype == jnp.float32
-        if got.episode_terminated | got.episode_truncated:
+        action = sample_actions(env, obs, action_mask_fn, rng)
+        result, expected = step(key, state, action), advance(key, suite_state, action)
+        suite_result = result.replace(obs=observe_fn(result.obs))
+        chex.assert_trees_all_equal(raw(suite_result), raw(expected))
+        state, obs, suite_state = result.state, result.obs, expected.state
+        outputs = state, obs, result.acting
+        chex.assert_trees_all_equal_shapes_and_dtypes(first, outputs)
+        assert result.reward.dtype == jnp.float32
+        if result.episode_terminated | result.episode_truncated:
             break
-    return got
+    return result
 
 
-def draw(env, obs, action_mask_fn, rng):
-    """Actions of all agents, also of those whose turn it is not."""
+def sample_actions(env, obs, action_mask_fn, rng):
+    """Samples actions of all agents, including agents that do not act."""
     actions = {}
     for group, names in env.groups.items():
         num_actions = env.action_spaces[group].n
@@ -171,25 +173,25 @@ def draw(env, obs, action_mask_fn, rng):
         mask = (
             mask if action_mask_fn is None else np.asarray(action_mask_fn(obs[group]))
         )
-        chosen = [rng.choice(np.flatnonzero(allowed)) for allowed in mask]
-        actions[group] = np.array(chosen, np.int32)
+        choices = [rng.choice(np.flatnonzero(row)) for row in mask]
+        actions[group] = np.array(choices, np.int32)
     return actions
 
 
 def check_contract(env):
-    """Traces a reset and a step: what comes out is like what went in."""
+    """Checks by tracing that a step keeps the types of the state and observation."""
     state, obs = jax.eval_shape(env.reset, KEY)
     action = jax.eval_shape(env.action_space.sample, KEY)
     step = jax.eval_shape(env.step, KEY, state, action)
-    before, after = (state, obs), (step.state, step.obs)
-    chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
+    inputs, outputs = (state, obs), (step.state, step.obs)
+    chex.assert_trees_all_equal_shapes_and_dtypes(inputs, outputs)
     assert step.reward.shape == step.terminated.shape == step.truncated.shape == ()
-    drawn = jax.eval_shape(env.observation_space.sample, KEY)
-    chex.assert_trees_all_equal_shapes_and_dtypes(drawn, obs)
+    sample = jax.eval_shape(env.observation_space.sample, KEY)
+    chex.assert_trees_all_equal_shapes_and_dtypes(sample, obs)
 
 
-def check_is_drawn(env):
-    """Draws two states, as frames that differ from each other and from plain paper."""
+def check_render(env):
+    """Renders two states; checks that the frames differ and are not blank."""
     assert envs.render.can_render(env)
     keys = jax.random.split(KEY, 2)
     state, _ = jax.jit(jax.vmap(env.reset))(keys)
@@ -205,23 +207,23 @@ def check_is_drawn(env):
     assert (first != second).any()
 
 
-DRAW = """
+RENDER_PROGRAM = """
 import sys, suite_checks
 from rollout import envs
-suite_checks.check_is_drawn(envs.make(sys.argv[1]))
+suite_checks.check_render(envs.make(sys.argv[1]))
 """
 
 
-def check_is_drawn_with_egl(env_id):
-    """Draws in a process of its own: EGL must be chosen before mujoco is imported."""
+def check_render_with_egl(env_id):
+    """Renders in a new process: EGL must be selected before mujoco is imported."""
     support = os.path.dirname(__file__)
     path = os.pathsep.join([support, os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", DRAW, env_id],
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RENDER_PROGRAM, env_id],
         capture_output=True,
         text=True,
         env={**os.environ, "MUJOCO_GL": "egl", "PYTHONPATH": path},
     )
-    if "EGL" in done.stderr or "Rendering needs OpenGL" in done.stderr:
+    if "EGL" in process.stderr or "Rendering needs OpenGL" in process.stderr:
         pytest.skip("there is no EGL")
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from buffer_checks import dumped
+from buffer_checks import lane_rows
 from cases import quick_jit
 from ring_model import decode_obs, encode_obs
 
@@ -48,7 +48,7 @@ def decode(rows):
 
 def rows_of(buffer, state):
     """The rows of a state, lane by lane, as data."""
-    rows = jax.tree.map(lambda *x: np.concatenate(x), *dumped(buffer, state))
+    rows = jax.tree.map(lambda *x: np.concatenate(x), *lane_rows(buffer, state))
     return {name: getattr(rows, name) for name in make_data([])}
 
 
@@ -84,12 +84,12 @@ def test_one_lane_is_what_adding_the_rows_in_order_makes(make, successor, open_e
 
 
 def test_lanes_hold_whole_episodes_in_order():
-    lengths, num_envs = [4, 1, 9, 2, 2, 6, 3, 1], 2
+    lengths, num_envs = [4, 1, 9, 2, 2, 6, 3, 2], 2  # lanes of 14 and 15 rows
     buffer = REPLAY(num_envs * 16, num_envs, **options("shared"))
     data = make_data(lengths)
     state = buffers.from_data(buffer, **data)
     seen, sizes = [], []
-    for held in dumped(buffer, state):
+    for held in lane_rows(buffer, state):
         number = decode(held)
         seen.extend(number)
         sizes.append(len(number))
@@ -106,7 +106,7 @@ def test_episode_that_is_open_is_the_newest_of_its_lane():
     """It is the longest, and dealt first."""
     buffer = REPLAY(60, 2)
     state = buffers.from_data(buffer, **make_data([2, 1, 1, 5], open_end=True))
-    newest = [lane[-1:] for lane in map(decode, dumped(buffer, state))]
+    newest = [lane[-1:] for lane in map(decode, lane_rows(buffer, state))]
     assert 38 in np.concatenate(newest)
 
 

@@ -87,7 +87,7 @@ class Restless(Toy):
 
     def change(self, step):
         over = step.terminated | step.truncated
-        self.over[:] = False
+        self.is_done[:] = False
         self.obs[over] = 0.0
         return step._replace(obs=self.obs)
 
@@ -178,11 +178,11 @@ FOUND = [
     (kind_of("terminated"), "contract", "got int64 of shape (3,) at .terminated"),
     (with_step(mask=lambda step: [True, True, True]), "contract", ""),
     (Greedy, "raises", "is read-only"),
-    (Neighbours, "contract", "leave the observations of others as they are"),
-    (OneReward, "shared", "depends on the seeds and actions of the others"),
-    (Restless, "ending", "plays on after its end"),
-    (Unseeded, "seed", "the same one starts another"),
-    (Deaf, "seed", "others start the same"),
+    (Neighbours, "contract", "must not change the observations of other"),
+    (OneReward, "shared", "depends on seeds and actions of other"),
+    (Restless, "ending", "continues after the end"),
+    (Unseeded, "seed", "equal seeds start different episodes"),
+    (Deaf, "seed", "different seeds start equal episodes"),
     (functools.partial(HostCount, fault_fn=torn), "fault", "0 failed: OSError: torn"),
     # Of Gymnasium's kind.
     (gym(flag=staticmethod(int)), "fault", "terminated must have dtype bool"),

@@ -10,7 +10,7 @@ import gymnasium
 import host_envs
 import numpy as np
 import pytest
-from host_envs import AT, Count, Described, seed_of
+from host_envs import FAULT_STEP, Count, Described, seed_of
 
 from rollout import envs
 from rollout.envs.host.local_envs import LocalEnvs
@@ -78,11 +78,11 @@ def test_fault_is_that_of_one_row_until_it_is_rebuilt_and_reset(make, place, fau
     start(env, ("fine", fault, "fine"))
     pids = getattr(env, "pids", None)
     only = np.bool_([False, True, False])
-    for number in range(1, AT + 2):  # one more step than that of the fault
+    for number in range(1, FAULT_STEP + 2):  # one more step than that of the fault
         step = env.step(ACTION)
-        np.testing.assert_array_equal(step.faulty, only & (number >= AT))
+        np.testing.assert_array_equal(step.faulty, only & (number >= FAULT_STEP))
         np.testing.assert_array_equal(step.obs[~only, 0], [number] * 2)
-        assert list(step.causes) == [1] * (number >= AT)
+        assert list(step.causes) == [1] * (number >= FAULT_STEP)
     kind, words = CAUSES[fault]
     if place == "workers":
         assert step.causes[1].__notes__[0].startswith("Traceback")
@@ -94,10 +94,10 @@ def test_fault_is_that_of_one_row_until_it_is_rebuilt_and_reset(make, place, fau
         start(env, mask=only)
     env.rebuild(only)
     obs = start(env, mask=only)
-    np.testing.assert_array_equal(obs[:, 0], [AT + 1, 0, AT + 1])
+    np.testing.assert_array_equal(obs[:, 0], [FAULT_STEP + 1, 0, FAULT_STEP + 1])
     step = env.step(ACTION)
     assert not step.faulty.any()
-    np.testing.assert_array_equal(step.obs[:, 0], [AT + 2, 1, AT + 2])
+    np.testing.assert_array_equal(step.obs[:, 0], [FAULT_STEP + 2, 1, FAULT_STEP + 2])
     assert getattr(env, "pids", None) == pids
 
 
@@ -117,7 +117,7 @@ def test_fault_at_reset_leaves_the_others_reset(make, place):
 def test_interrupt_is_no_fault(make):
     env = make()
     start(env, ("exit", "fine", "fine"))
-    for _ in range(AT - 1):
+    for _ in range(FAULT_STEP - 1):
         env.step(ACTION)
     with pytest.raises(SystemExit):
         env.step(ACTION)
@@ -143,7 +143,7 @@ def test_environments_go_on_where_they_were_saved(make, place):
     env, other = make(place, Described), make(place, Described)
     start(env), start(other, ("fine", "raise", "fine"))
     obs = np.copy(env.step(ACTION).obs)
-    for _ in range(AT):
+    for _ in range(FAULT_STEP):
         step = other.step(ACTION)
     assert step.faulty.any()
     assert other.save() is None
@@ -207,8 +207,10 @@ class Rounded(Large):
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
 
 
-TOO_WIDE = "as numbers have 32 bits, got"
-ROUNDED = "integers of at most 16777216, as float32 rounds larger ones, got 16777217"
+TOO_WIDE = "since jax uses 32 bits, got"
+ROUNDED = (
+    "integers of at most 16777216, since float32 rounds larger integers, got 16777217"
+)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ CALLS = [
     (lambda: envs.from_gymnasium(3, 2), "`env` must be an id, a function that"),
     (
         lambda: vector(num_envs=3),
-        "`num_envs`, `num_workers` and options must be left out",
+        "`num_envs`, `num_workers` and options must be omitted",
     ),
     (lambda: vector("SAME_STEP"), "DISABLED or NEXT_STEP, got SAME_STEP. Pass"),
     (lambda: vector(None), "the autoreset mode DISABLED or NEXT_STEP, got None"),

@@ -13,13 +13,13 @@ import host_envs
 import numpy as np
 import pytest
 from host_envs import (
-    AT,
     ENDS,
+    FAULT_STEP,
     Count,
     Described,
     GlobalDraws,
     StartsProcess,
-    alive,
+    is_alive,
     seed_of,
     wait_until_gone,
 )
@@ -49,7 +49,7 @@ def start(env, faults=("fine",) * 4, mask=EVERY):
     return env.reset(np.uint32([seed_of(fault) for fault in faults]), mask)
 
 
-def go_wrong(env, faults, num_steps=AT):
+def go_wrong(env, faults, num_steps=FAULT_STEP):
     """The last of the steps from a start with these faults."""
     start(env, faults)
     for _ in range(num_steps):
@@ -86,11 +86,11 @@ def test_worker_that_is_lost_takes_along_its_own_environments_only(make, fault):
     pid = env.pids[1]
     step = go_wrong(env, ("fine", "fine", fault, "fine"))
     np.testing.assert_array_equal(step.faulty, [False, False, True, True])
-    np.testing.assert_array_equal(step.obs[:2, 0], [AT, AT])
+    np.testing.assert_array_equal(step.obs[:2, 0], [FAULT_STEP, FAULT_STEP])
     kind, words = LOST[fault]
     with pytest.raises(kind, match=rf"worker 1 \(environments 2 to 3\) {words}"):
         raise step.causes[3]
-    assert not alive(pid)
+    assert not is_alive(pid)
     with pytest.raises(envs.EnvFault, match=f"environment 2 failed: {kind.__name__}"):
         start(env)
     step = env.step(ACTION)
@@ -128,7 +128,7 @@ def test_call_that_is_interrupted_ends_the_workers(make, name):
     env = make()
     for pid in env.pids:
         os.kill(pid, signal.SIGINT)
-    go_wrong(env, ("slow", "fine", "fine", "hang"), AT - 1)
+    go_wrong(env, ("slow", "fine", "fine", "hang"), FAULT_STEP - 1)
     running = env.pids
     if name != "step":
         env.send(ACTION, np.arange(4))
@@ -138,7 +138,7 @@ def test_call_that_is_interrupted_ends_the_workers(make, name):
         "reset": lambda: start(env),
     }
     interrupted(calls[name])
-    assert not any(map(alive, running))
+    assert not any(map(is_alive, running))
     with pytest.raises(envs.EnvFault, match=r"worker 0 .* was interrupted"):
         start(env)
     check_renewed(env, EVERY)
@@ -196,7 +196,7 @@ def test_reset_drops_the_step_that_is_in_flight(make):
 def test_worker_that_another_ends_during_a_rebuild_is_started_again(make):
     env = make(num_workers=1)
     start(env, ("raise", "late", "fine", "fine"))
-    for _ in range(AT):
+    for _ in range(FAULT_STEP):
         env.send(ACTION[:2], np.int32([0, 1]))
         step, env_id = env.receive(1)
         if not step.faulty.any():
@@ -330,11 +330,11 @@ def start_main(tmp_path, rest):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, AT])
+@pytest.mark.parametrize("steps", [1, FAULT_STEP])
 def test_workers_end_with_a_main_process(tmp_path, steps):
     """One that ends without `close`, or is killed while an environment hangs."""
     main, running = start_main(tmp_path, STEPS.format(steps))
-    if steps == AT:
+    if steps == FAULT_STEP:
         assert not named_files([*running, main.pid])
         time.sleep(0.3)  # until it hangs
         main.kill()

@@ -81,7 +81,7 @@ def mask_of(obs):
 
 
 SNAKE = {"num_rows": 4, "num_cols": 4, "time_limit": 12}
-ANSWERS = {"opponent": plain_suites.first_allowed, "params": 1}
+ANSWERS = {"opponent": plain_suites.first_valid_action, "params": 1}
 TERMINATED, TRUNCATED = ("terminated",), ("truncated",)
 CRAFTAX = "craftax:Craftax-Classic-Symbolic-v1"
 CASES = {
@@ -95,7 +95,7 @@ CASES = {
     "navix:Navix-Empty-Random-5x5-v0": Case(plain_suites.navix),
     # Obstacles move by chance.
     "navix:Navix-Dynamic-Obstacles-5x5-v0": Case(plain_suites.navix),
-    "physics:own": Case(plain_suites.made_up, {}, TERMINATED, num_steps=9),
+    "physics:own": Case(plain_suites.custom_physics, {}, TERMINATED, num_steps=9),
     "pgx:tic_tac_toe": Case(plain_suites.pgx_seat, {}, TERMINATED, mask_of),
     "pgx:kuhn_poker": Case(
         plain_suites.pgx_seat, ANSWERS, TERMINATED, mask_of, num_steps=50
@@ -141,9 +141,7 @@ def rows_of(env_id):
 def test_rows_are_those_of_a_plain_loop(env_id):
     case, (_, rows) = CASES[env_id], rows_of(env_id)
     plain = plain_of(CASES, env_id)
-    suite_checks.check_is_as_in_plain_loop(
-        rows, plain, limit=case.limit, atol=case.atol
-    )
+    suite_checks.check_plain_loop_parity(rows, plain, limit=case.limit, atol=case.atol)
 
 
 @each(CASES, quick=OWN)
@@ -234,6 +232,6 @@ DRAWN = [x for x in CASES if not x.startswith(("gymnax", "pgx", "physics"))]
 @each(DRAWN)
 def test_states_are_drawn(env_id, suite):
     if suite in ("brax", "playground"):
-        suite_checks.check_is_drawn_with_egl(env_id)
+        suite_checks.check_render_with_egl(env_id)
     else:
-        suite_checks.check_is_drawn(plain_of(CASES, env_id).adapt())
+        suite_checks.check_render(plain_of(CASES, env_id).adapt())

@@ -6,7 +6,7 @@ import numpy as np
 import plain_suites
 import pytest
 from cases import quick_jit
-from suite_checks import check_contract, check_is_drawn, collect
+from suite_checks import check_contract, check_render, collect
 
 from rollout import envs
 
@@ -85,7 +85,7 @@ def test_every_game_of_jumanji_keeps_the_contract():
 
 def test_viewer_of_jumanji_is_found_under_each_of_its_names():
     assert not envs.render.can_render(envs.suites.from_jumanji(Endings(0.0)))
-    check_is_drawn(envs.make("jumanji:FlatPack-v0"))
+    check_render(envs.make("jumanji:FlatPack-v0"))
 
 
 def test_wrappers_that_reset_are_refused_and_others_come_through():

@@ -91,8 +91,10 @@ def test_masked_agents_are_as_in_a_plain_loop():
     def observation(obs):
         return {group: x["observation"] for group, x in obs.items()}
 
-    plain = plain_suites.agents_of(Duel())
-    step = suite_checks.check_steps_of_agents(plain, see=observation, num_steps=4)
+    plain = plain_suites.jaxmarl_style(Duel())
+    step = suite_checks.check_steps_of_agents(
+        plain, observe_fn=observation, num_steps=4
+    )
     assert step.episode_truncated
     lanes = envs.vectorize(plain.adapt(), 3)
     rows = suite_checks.collect(lanes, num_steps=24)

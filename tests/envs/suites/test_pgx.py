@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pgx
 import pytest
 from cases import quick_jit
-from plain_suites import first_allowed
+from plain_suites import first_valid_action
 from suite_checks import collect
 
 from rollout import envs
@@ -56,7 +56,7 @@ def test_every_lane_may_meet_an_opponent_of_its_own(key_reuse):
     game = make_game("tic_tac_toe")
     params = jnp.arange(3, dtype=jnp.int32)
     each = jax.vmap(
-        lambda number: envs.suites.from_pgx_seat(game, first_allowed, number)
+        lambda number: envs.suites.from_pgx_seat(game, first_valid_action, number)
     )
     vector = envs.vectorize_each(each(params))
     keys = jax.random.split(jax.random.key(2), 3)
@@ -72,6 +72,8 @@ def test_every_lane_may_meet_an_opponent_of_its_own(key_reuse):
 
 def test_seat_is_one_program_for_all_parameters_of_the_opponent():
     game = make_game("tic_tac_toe")
-    one, other = (envs.suites.from_pgx_seat(game, first_allowed, x) for x in (1, 2))
+    one, other = (
+        envs.suites.from_pgx_seat(game, first_valid_action, x) for x in (1, 2)
+    )
     assert jax.tree.structure(one) == jax.tree.structure(other)
     assert jax.tree.leaves(one) == [1]

@@ -10,7 +10,7 @@ import pytest
 import suite_checks
 from cases import CountEnv, in_one_program, quick_jit
 from flax import struct
-from plain_suites import side_by_side
+from plain_suites import make_plain
 
 import rollout
 from rollout import envs
@@ -98,8 +98,8 @@ def test_rows_agree_with_a_plain_loop_and_are_in_the_spaces():
         ends = result.terminated, result.truncated
         return result.state, result.obs, result.reward, *ends, result.info
 
-    plain = side_by_side(ALL, lambda _, key: ALL.reset(key), advance)
-    suite_checks.check_is_as_in_plain_loop(rows, plain, atol=3e-5)
+    plain = make_plain(ALL, lambda _, key: ALL.reset(key), advance)
+    suite_checks.check_plain_loop_parity(rows, plain, atol=3e-5)
 
 
 # Each wrapper alone.

@@ -92,14 +92,17 @@ CASES = [
     (lambda: mapped(x=agents.Population(policy(), 2)), "policies (none), got"),
     (lambda: mapped(drawn, x=value(1), y=value(2)), "the same kind of `value`"),
     (lambda: mapped(drawn, groups={"x": []}), f"{GROUPS} {{'x': []}}"),
-    (lambda: mapped(env=SINGLE), "of several agents, got float32 of shape (4, 1)"),
+    (lambda: mapped(env=SINGLE), "with several agents, got float32 of shape (4, 1)"),
     # population
     (lambda: league(np.zeros(6)), "with the leading axes (5,), got float32"),
     # agent_transitions
     (lambda: answer((), info={}), "must have several agents, for example lanes of a"),
     (lambda: answer(lanes=2), "`pending` must be from `Pending.init` or an earlier"),
     # evaluate_agents
-    (lambda: evaluate(learning()), "with the statistics of training, got NormalizeObs"),
+    (
+        lambda: evaluate(learning()),
+        "fixed normalization statistics, got a NormalizeObs",
+    ),
     (lambda: evaluate(3), "must be a `Collector`, whose environments are in JAX, got"),
 ]
 

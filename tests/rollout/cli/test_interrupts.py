@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from command_line import ROOT, output, own_lines, spawn
+from command_line import ROOT, command_lines, output, spawn
 
 ERROR = "python -m rollout: error: "
 ENDLESS = ["CartPole-v1", "--num-envs=64", "--num-steps=2000000000"]
@@ -40,7 +40,7 @@ def test_interrupt_at_any_time_after_the_imports_ends_the_process(seconds, times
         process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=10)
     assert process.returncode == -signal.SIGINT
-    assert not own_lines(before + stderr)
+    assert not command_lines(before + stderr)
 
 
 @pytest.mark.parametrize("argv", [["--list-envs"], ["CartPole-v1", "--num-steps=8"]])
@@ -57,7 +57,7 @@ def test_reader_that_is_gone_is_no_error():
     process = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, timeout=120
     )
-    assert (process.returncode, own_lines(process.stderr)) == (141, "")
+    assert (process.returncode, command_lines(process.stderr)) == (141, "")
 
 
 def test_interrupt_that_the_parent_ignores_is_ignored():

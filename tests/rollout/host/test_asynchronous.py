@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_count import POLICY, Late, assert_same
+from host_count import POLICY, DelayedCount, assert_same
 
 import rollout
 from rollout import envs
@@ -18,7 +18,7 @@ def exponential(rng, env):
     return rng.exponential(1.0 + env)  # some are slower than others
 
 
-def make(num_envs=5, num_ready=2, kind=Late, **options):
+def make(num_envs=5, num_ready=2, kind=DelayedCount, **options):
     given = {x: options.pop(x) for x in ("latency_fn", "fault_fn") if x in options}
     env = kind(num_envs, **{"latency_fn": exponential, **given})
     options = {"policy": POLICY, "num_ready": num_ready, **options}
@@ -112,6 +112,13 @@ def test_first_episodes_that_start_are_played(num_episodes):
     assert rows.mask.all()
 
 
+def test_environments_without_an_episode_get_no_action():
+    collector = make(num_envs=4, num_ready=2)
+    carry, num_sent = collector.init(KEY), collector.env.num_sent
+    _, episodes = collector.collect_episodes(carry, None, 1, max_episode_steps=9)
+    assert collector.env.num_sent - num_sent == episodes.num_steps
+
+
 def test_episodes_are_those_of_their_seeds_however_slow_a_lane_is():
     """Episode k has the length that it has where all step at once."""
     host = make(num_envs=4, num_ready=None)
@@ -125,7 +132,9 @@ def test_episodes_are_those_of_their_seeds_however_slow_a_lane_is():
 
 def test_observations_are_normalised_as_they_are_served():
     collector = make(
-        kind=lambda *args, **options: envs.NormalizeHostEnv(Late(*args, **options))
+        kind=lambda *args, **options: envs.NormalizeHostEnv(
+            DelayedCount(*args, **options)
+        )
     )
     rows = collect(collector, 30, 1, 19)
     for row, mask in columns(rows):
@@ -182,7 +191,7 @@ def test_call_that_raises_keeps_the_rows_and_names_the_environment(options, mess
     assert rows.mask.all()
 
 
-class Fixed(Late):
+class Fixed(DelayedCount):
     """One that returns two at a time, neither more nor fewer."""
 
     batch_size = 2

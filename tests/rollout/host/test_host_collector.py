@@ -20,7 +20,7 @@ from host_count import (
     in_jax,
     on_host,
 )
-from space_envs import Own
+from space_envs import SampledVectorEnv
 
 import rollout
 from rollout import envs
@@ -183,7 +183,7 @@ def test_actions_outside_of_the_space_never_reach_the_environments(name):
         return make((step[0] >= first_bad).astype(jnp.int32)), step + 1
 
     policy = rollout.recurrent_policy(act, lambda num_envs: jnp.zeros(num_envs, int))
-    host = HostCollector(env=Own(space), policy=policy)
+    host = HostCollector(env=SampledVectorEnv(space), policy=policy)
     carry = host.init(KEY)
     with pytest.raises(ValueError, match=message):
         host.collect_steps(carry, np.int32(2), 3)
@@ -260,7 +260,7 @@ def test_returns_are_of_raw_rewards_whatever_scales_them_first():
 def test_normalising_host_collector_is_evaluated_with_fixed_statistics():
     kernel, host = normalising()
     carries = [x.collect_steps(x.init(KEY), None, 20)[0] for x in (kernel, host)]
-    with pytest.raises(ValueError, match="that learns them: pass"):
+    with pytest.raises(ValueError, match="that updates them: pass"):
         rollout.evaluate(host, None, KEY, 9)
     with pytest.raises(ValueError, match="must have statistics of the same wrapper"):
         host.freeze(carries[0])

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 import remote_cases
-from host_count import KEY, POLICY, HostCount, Late, in_jax, on_host
+from host_count import KEY, POLICY, DelayedCount, HostCount, in_jax, on_host
 
 import rollout
 from rollout import envs
 from rollout.host import HostCollector
 
-OUTSIDE = "must be used outside of `jit`"
+OUTSIDE = "must be called outside of `jit`"
 
 
 def collector(env=None, **options):
@@ -22,7 +22,7 @@ def collector(env=None, **options):
 
 
 def asynchronous(num_ready=2, batch_size=None, **options):
-    env = Late(5)
+    env = DelayedCount(5)
     env.batch_size = batch_size
     return collector(env, num_ready=num_ready, **options)
 

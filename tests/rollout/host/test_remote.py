@@ -84,7 +84,7 @@ class TestInThisProcess:
 
     @pytest.mark.parametrize(
         ("make", "steps", "shape"),
-        [(cases.on_host, B * T + 1, (T + 1, B)), (cases.served, 10, (4, 3))],
+        [(cases.on_host, B * T + 1, (T + 1, B)), (cases.ready_collector, 10, (4, 3))],
     )
     def test_rows_are_rounded_up(self, make, steps, shape):
         batch = next(start(make, steps_per_batch=steps))
@@ -129,7 +129,7 @@ class TestInThisProcess:
         assert_batches(some, cases.on_host)
 
     def test_actor_that_raises_later_is_replaced(self, caplog):
-        with start(cases.late, total_steps=6 * B * T) as batches:
+        with start(cases.fault_collector, total_steps=6 * B * T) as batches:
             assert len(list(batches)) == 6
         assert batches.stats.restarts == batches.stats.lost_batches > 0
         assert "actor 0 is replaced after EnvFault" in caplog.text
@@ -152,7 +152,7 @@ class TestInThisProcess:
         ("make", "message"),
         [
             (dict, "Actor 0 raised ValueError: `make_collector` must return"),
-            (functools.partial(cases.late, 2), "the game is gone"),
+            (functools.partial(cases.fault_collector, 2), "the game is gone"),
         ],
     )
     def test_mistake_is_raised_and_not_repeated(self, make, message, local_ray):
@@ -197,7 +197,7 @@ class TestWithRay:
         assert not some[0].trajectory.reward.flags.writeable
 
     def test_typed_keys_travel(self, ray):
-        with start(cases.keyed, num_actors=1) as batches:
+        with start(cases.key_collector, num_actors=1) as batches:
             key = next(batches).trajectory.extras["key"]
         want = jax.random.split(jax.random.key(5), B)
         same = jax.random.key_data(key) == jax.random.key_data(want)[None]
@@ -205,7 +205,7 @@ class TestWithRay:
         assert same.all()
 
     def test_killed_actor_is_replaced_and_the_others_go_on(self, ray, tmp_path, caplog):
-        make = functools.partial(cases.noted, tmp_path)
+        make = functools.partial(cases.pid_collector, tmp_path)
         with start(make, total_steps=30 * B * T) as batches:
             some = take(batches, 10)
             before = pids_in(tmp_path)
@@ -220,10 +220,10 @@ class TestWithRay:
 
     def test_mistake_is_raised_with_its_message(self, ray):
         with pytest.raises(RuntimeError, match="LookupError: there is no such game"):
-            next(start(cases.failing))
+            next(start(cases.raise_error))
 
     def test_close_leaves_no_actor_and_lets_ray_run(self, ray, tmp_path):
-        with start(functools.partial(cases.noted, tmp_path)) as batches:
+        with start(functools.partial(cases.pid_collector, tmp_path)) as batches:
             take(batches, 9)
             pids = pids_in(tmp_path)
         assert ray.is_initialized()

@@ -73,9 +73,10 @@ def test_episode_that_began_in_an_earlier_call_keeps_the_rows_of_that():
     assert collector.fault_stats.lost_steps == 2
 
 
-def test_fault_at_a_reset_takes_the_next_episode():
+@pytest.mark.parametrize("what", [BROKEN, "nan"])
+def test_fault_at_a_reset_takes_the_next_episode(what):
     # The first reset fails, and another one twice in a row.
-    collector = make(fails_at(1, 8, 9), on_fault="restart")
+    collector = make(fails_at(1, 8, 9, what=what), on_fault="restart")
     _, rows = collect(collector, 12)
     assert rows.mask.all()
     assert collector.fault_stats == (3, 0, 3)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from gymnasium import spaces as gym
-from space_envs import Own, Sampled
+from space_envs import Sampled, SampledVectorEnv
 
 import rollout
 from rollout import envs
@@ -37,7 +37,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 def make(how, space):
     if how == "own":
-        return Own(space)
+        return SampledVectorEnv(space)
     fn = functools.partial(Sampled, space)
     if how == "workers":
         return envs.make_worker_envs([fn] * 3, num_workers=2)
@@ -114,7 +114,10 @@ ARRAYS, PARTS = "must be a Box, Discrete", "must have at least one part"
     ],
 )
 def test_space_without_arrays_is_rejected(space, message):
-    own, policy = Own(envs.Discrete(2)), rollout.random_policy(envs.Discrete(2))
+    own, policy = (
+        SampledVectorEnv(envs.Discrete(2)),
+        rollout.random_policy(envs.Discrete(2)),
+    )
     own.observation_space = space
     calls = {
         "`action_space` ": lambda: rollout.random_policy(space),
@@ -141,7 +144,7 @@ def test_normalised_host_observations_keep_masks_and_numbers():
         place=gym.Discrete(500),
         speed=gym.Box(0.0, 9.0, (2,)),
     )
-    raw, env = Own(space), envs.NormalizeHostEnv(Own(space))
+    raw, env = SampledVectorEnv(space), envs.NormalizeHostEnv(SampledVectorEnv(space))
     seeds, every = np.arange(3, dtype=np.uint32), np.ones(3, bool)
     want, got = (dict(x.reset(seeds, every)) for x in (raw, env))
     assert not np.array_equal(got.pop("speed"), want.pop("speed"))

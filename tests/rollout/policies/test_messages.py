@@ -82,7 +82,7 @@ def refused(fn, message, *values):
 
 
 ACTIONS = "must return actions as int32 of shape (4,), got"
-SCALARS = "(). Each observation is a scalar. A network of dense layers must get flat"
+SCALARS = "(). Each observation is a scalar. A network of dense layers needs flat"
 MASK = "`action_mask_fn` must return one flag per lane and action, an array of shape"
 STEP = "`policy.apply` must return a `PolicyStep`"
 BOUNDS = "`action_space` must have finite bounds"
@@ -162,4 +162,4 @@ def test_network_that_takes_no_trees_is_told_of_flat_observations(see, network):
     with pytest.raises((AttributeError, IndexError, TypeError)) as error:
         collect(rollout.stateless_policy(take), showing(see))
     notes = "".join(error.value.__notes__)
-    assert "must get flat observations. Wrap the environment in `rollout.envs." in notes
+    assert "needs flat observations. Wrap the environment in `rollout.envs." in notes

@@ -249,7 +249,7 @@ def test_policy_without_apply_says_so():
 
     with pytest.raises(NotImplementedError, match="`Empty` must define `apply`"):
         collect(make_collector(Empty()))
-    with pytest.raises(ValueError, match="`policy` must be a `Policy`, such as"):
+    with pytest.raises(ValueError, match="`policy` must be a `Policy`, for example"):
         make_collector(Empty)
     for name, args in (("mode", (KEY,)), ("value", ())):
         with pytest.raises(ValueError, match=f"or define `{name}`"):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import raw
-from streams import EPISODES, B, host, make_learner, make_stream, straight
+from streams import EPISODES, B, host, make_learner, make_stream, reference_rows
 
 import rollout
 
@@ -44,7 +44,7 @@ def test_nothing_is_under_way_where_a_batch_of_episodes_ends():
 
 
 def test_pieces_are_those_of_a_plain_loop():
-    trajectory = straight()
+    trajectory = reference_rows()
     expected = []
     for lane in range(B):
         for t in range(len(trajectory.mask)):
@@ -68,7 +68,7 @@ def test_pieces_are_those_of_a_plain_loop():
 
 
 def test_trajectory_without_steps_has_no_pieces():
-    masked_out = straight().replace(mask=np.zeros((12, B), bool))
+    masked_out = reference_rows().replace(mask=np.zeros((12, B), bool))
     pieces = rollout.trajectories.split_trajectories(masked_out)
     assert pieces.mask.shape == (0, 0)
     assert pieces.trajectory.obs.shape == (0, 0, 1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import WithCritic, make_collector
 from host_count import KEY, in_jax, on_host
-from streams import B, host, join, make_stream, straight
+from streams import B, host, join, make_stream, reference_rows
 
 import rollout
 
@@ -28,7 +28,7 @@ def test_batches_have_exactly_their_steps_the_rows_of_collect_steps(
     shapes = [batch.trajectory.mask.shape for batch in batches]
     assert shapes == [(number // B, B) for number in steps]
     assert stream.stats.steps == total
-    want = jax.tree.map(lambda x: x[: total // B], straight())
+    want = jax.tree.map(lambda x: x[: total // B], reference_rows())
     chex.assert_trees_all_equal(join(batches), want)
 
 
