@@ -1,0 +1,426 @@
+"""Properties of all agents: values, counts, schedules, programs, messages, seeds."""
+
+import dataclasses
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import quick_jit, raw
+from compiles import count_compiles
+from recipe_cases import AGENTS, MaskedEnv, flatten, make_agent
+
+import rollout
+from rollout import envs
+from rollout.envs import Box, Discrete, spaces
+from rollout.envs.spaces import EnvSpec
+from rollout.recipes import dqn, ppo, pqn, sac, td3
+from rollout.types import Persistent
+
+OFF_POLICY = ("dqn", "sac", "td3")
+MODELS = {"network": "model", "actor_network": "actor", "critic_network": "critic"}
+
+
+def named(*names, slow=()):
+    """Parametrizes a test with names of agents. Tests of `slow` agents are slow."""
+    marked = [pytest.param(name, marks=pytest.mark.slow) for name in slow]
+    return pytest.mark.parametrize("name", [*names, *marked])
+
+
+@named(*AGENTS)
+def test_agents_compare_by_value_and_share_their_policy(name):
+    agent, copy = make_agent(name), make_agent(name)
+    assert agent == copy
+    assert hash(agent) == hash(copy)
+    assert agent.policy == copy.policy
+    assert agent.eval_policy == copy.eval_policy
+    faster = make_agent(name, learning_rate=0.1)
+    assert faster != agent
+    assert faster.policy == agent.policy  # the same network
+    assert faster.config.learning_rate == 0.1
+    assert make_agent(name, hidden_layer_sizes=(9,)).policy != agent.policy
+    assert make_agent(name, env=envs.vectorize(AGENTS[name][1], 3)) != agent
+    network = nn.Dense(3)
+    for field in dataclasses.fields(agent):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(agent, field.name, None)
+        if field.name in MODELS:
+            changed = agent.replace(**{field.name: network})
+            assert getattr(changed, MODELS[field.name]) is network
+
+
+@named(*AGENTS)
+def test_steps_and_episodes_are_counted(name):
+    agent = make_agent(name, stats_window_size=3)
+    state, metrics = jax.eval_shape(
+        lambda key: agent.train(agent.init(key)), jax.random.key(0)
+    )
+    assert {x.shape for x in metrics.values()} == {(2,)}
+    assert state.window.episode_return.shape == (3,)
+    first = 8 if name in OFF_POLICY else 0
+    assert agent.env_steps(5) == first + 5 * 8
+    assert type(agent.env_steps(5)) is int
+    assert agent.env_steps(np.array([0, 2**31])).tolist() == [first, first + 2**34]
+    if name in OFF_POLICY:
+        assert make_agent(name, learning_starts=0).num_initial_steps == 1
+        # jax would share programs with a tree that differs only in its class.
+        assert type(state.buffer_state.ring.experience) is rollout.Transition
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "annealed"),
+    [
+        ("ppo", {"num_epochs": 2}, 1 - np.arange(8) / 8),
+        ("pqn", {"num_epochs": 2}, 1 - np.arange(8) / 8),
+        ("dqn", {"gradient_steps": 4}, (1 + np.cos(np.pi * np.arange(8) / 8)) / 2),
+    ],
+)
+def test_learning_rate_anneals_or_is_constant_or_follows_a_schedule(
+    name, changes, annealed
+):
+    """The updates are rates times the updates of rate 1: optax scales at the end."""
+    schedule = optax.linear_schedule(1.0, 0.1, 8)
+    optimizers = [
+        make_agent(name, **changes | options).optimizer
+        for options in (
+            {"learning_rate": 1.0, "anneal_lr": False},
+            {"learning_rate": 0.05},
+            {"learning_rate": 0.05, "anneal_lr": False},
+            {"learning_rate": schedule},
+        )
+    ]
+
+    def step(opt_states, _):
+        pairs = [
+            optimizer.update({"x": jnp.ones(1)}, opt_state)
+            for optimizer, opt_state in zip(optimizers, opt_states, strict=True)
+        ]
+        return [x for _, x in pairs], [update["x"][0] for update, _ in pairs]
+
+    opt_states = [optimizer.init({"x": jnp.ones(1)}) for optimizer in optimizers]
+    _, (unit, *updates) = quick_jit(lambda x: jax.lax.scan(step, x, None, 8))(
+        opt_states
+    )
+    rates = 0.05 * annealed, np.full(8, 0.05), np.linspace(1.0, 0.1, 9)[:8]
+    for update, expected in zip(updates, rates, strict=True):
+        np.testing.assert_allclose(update / unit, expected, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("dqn", {}, [1, 0.8, 0.6, 0.202, 0.2, 0.2]),
+        ("pqn", {"exploration_initial_eps": 0.8}, [0.8, 0.65, 0.5, 0.2, 0.2, 0.2]),
+    ],
+)
+def test_epsilon_falls_linearly_and_all_actions_are_valid(name, changes, expected):
+    changes |= {"num_updates": 50, "num_steps": 20, "exploration_fraction": 0.4}
+    agent = make_agent(name, exploration_final_eps=0.2, **changes)
+    steps, num_lanes = np.array([0, 100, 200, 399, 400, 900]), 4096
+
+    @quick_jit
+    def act(key):
+        env = envs.vectorize(MaskedEnv(), len(steps) * num_lanes)
+        keys = jax.random.split(key, 4)
+        _, obs = env.reset(jax.random.split(keys[0], env.num_envs))
+        params = agent.model.init(keys[1], obs)
+        state = agent.policy.init(env.num_envs)
+        state = state.replace(step=Persistent(jnp.repeat(jnp.int32(steps), num_lanes)))
+        best = agent.eval_policy.apply(params, obs, (), keys[2]).action
+        predicted = agent.predict(params, jax.tree.map(lambda x: x[0], obs))
+        action = agent.policy.apply(params, obs, state, keys[3]).action
+        return agent.model.apply(params, obs), obs, best, predicted, action
+
+    values, obs, best, predicted, action = jax.device_get(act(jax.random.key(0)))
+    valid_values = np.where(obs["action_mask"], values, -np.inf)
+    np.testing.assert_array_equal(best, valid_values.argmax(-1) - 2)
+    assert predicted == best[0]
+    assert (best != values.argmax(-1) - 2).any()
+    assert np.take_along_axis(obs["action_mask"], action[:, None] + 2, 1).all()
+    # One of the two valid actions is the greedy one.
+    epsilon = 2 * (action != best).reshape(len(steps), num_lanes).mean(-1)
+    np.testing.assert_allclose(epsilon, expected, atol=0.05)
+
+
+# Hyperparameters that may be traced, each with another value.
+NUMBERS = {
+    "ppo": {"gamma": 0.1, "ent_coef": 2.0},
+    "dqn": {"gamma": 0.1, "beta": 1.0, "tau": 1.0},
+    "pqn": {"gamma": 0.1, "lambda_": 0.0, "max_grad_norm": 0.1},
+    "sac": {"gamma": 0.1, "reward_scale": 1.0},
+    "td3": {"gamma": 0.1},
+    "recurrent_ppo": {"gamma": 0.1, "ent_coef": 2.0},
+}
+
+
+@pytest.mark.usefixtures("quick_compile", "key_reuse")
+@named("ppo", "dqn", slow=("recurrent_ppo", "pqn", "sac", "td3"))
+def test_training_runs_under_vmap_over_seeds_and_numbers(name):
+    """The first two lanes differ in the seed, and each further lane in one number."""
+    agent = make_agent(name, learning_rate=0.05)
+    changes = {"learning_rate": 0.0} | NUMBERS[name]
+    num_lanes = 2 + len(changes)
+    numbers = {x: np.full(num_lanes, getattr(agent.config, x)) for x in changes}
+    for lane, (option, value) in enumerate(changes.items(), 2):
+        numbers[option][lane] = value
+    numbers = {option: np.float32(x) for option, x in numbers.items()}
+
+    @quick_jit
+    @jax.vmap
+    def train(seed, numbers):
+        changed = agent.replace(config=agent.config.replace(**numbers))
+        state = changed.init(jax.random.key(seed))
+        new_state, metrics = changed.train(state)
+        mean = new_state.window.returns.mean
+        return state.params, new_state.params, metrics, mean, new_state.num_updates
+
+    seeds = np.int32(np.arange(num_lanes) == 1)
+    *params, metrics, mean, num_updates = jax.device_get(train(seeds, numbers))
+    assert {x.shape for x in metrics.values()} == {(num_lanes, 2)}
+    np.testing.assert_array_equal(metrics["return_mean"][:, -1], mean)
+    assert (num_updates == 2).all()
+    old_params, params = (
+        [flatten([x[i] for x in jax.tree.leaves(tree)]) for i in range(num_lanes)]
+        for tree in params
+    )
+    np.testing.assert_array_equal(params[2], old_params[2])  # the learning rate is 0
+    for x, y in itertools.combinations(params, 2):
+        assert abs(x - y).max() > 1e-4
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.compiles(60)
+@named("ppo", "dqn", "sac", slow=("recurrent_ppo", "pqn", "td3"))
+def test_equal_agents_of_host_environments_share_their_programs(name):
+    env_id = "Pendulum-v1" if name in ("sac", "td3") else "CartPole-v1"
+    results = []
+    for _ in range(2):
+        env = envs.from_gymnasium(env_id, num_envs=2)
+        agent = make_agent(name, env, learning_rate=0.05)
+        state = agent.init(jax.random.key(0))
+        with count_compiles() as events:
+            new_state, metrics = agent.train(state)
+        results.append(jax.device_get((state.params, new_state.params, metrics)))
+        env.close()
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    old_params, params, _ = results[0]
+    assert (flatten(params) != flatten(old_params)).any()
+    assert "/jax/core/compile/backend_compile_duration" not in events
+    assert {x.shape for x in metrics.values()} == {(2,)}
+    assert int(new_state.num_updates) == 2
+    if name in OFF_POLICY:  # the buffer is updated in place
+        rows = state.buffer_state.ring.experience
+        assert all(x.is_deleted() for x in jax.tree.leaves(rows))
+        assert agent.buffer.size(new_state.buffer_state) == agent.env_steps(2)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("key_reuse")
+@named(*AGENTS)
+def test_training_in_parts_has_the_bits_of_a_training_at_once(name):
+    agent = make_agent(name)
+    state = jax.jit(agent.init)(jax.random.key(0))
+    train = jax.jit(agent.train, static_argnums=1)
+    last, metrics = train(state, 2)
+    first, first_metrics = train(state, 1)
+    second, second_metrics = train(first, 1)
+    parts = jax.tree.map(lambda *x: np.concatenate(x), first_metrics, second_metrics)
+    jax.tree.map(np.testing.assert_array_equal, raw(last), raw(second))
+    jax.tree.map(np.testing.assert_array_equal, metrics, parts)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_training")
+@pytest.mark.parametrize(
+    ("agent_class", "env_id", "num_envs", "changes", "least"),
+    [
+        (dqn.DQN, "CartPole-v1", 16, {"num_updates": 200}, 150),
+        (pqn.PQN, "CartPole-v1", 64, {}, 475),
+        (sac.SAC, "Pendulum-v1", 1, {"num_updates": 10}, -300),
+        (
+            td3.TD3,
+            "Pendulum-v1",
+            1,
+            {"num_updates": 10, "batch_size": 128, "hidden_layer_sizes": (64, 64)},
+            -300,
+        ),
+    ],
+)
+def test_agent_learns(agent_class, env_id, num_envs, changes, least):
+    config = agent_class.config.replace(**changes)
+    agent = agent_class(envs.make_vec(env_id, num_envs), config)
+    state, _ = jax.jit(agent.train)(agent.init(jax.random.key(0)))
+    collector = agent.collector.replace(policy=agent.eval_policy)
+    stats = rollout.evaluate(collector, state.params, jax.random.key(1), 50)
+    assert stats.returns.mean > least
+    assert agent.env_steps(config.num_updates) < 500_000
+
+
+class Layers(nn.Module):
+    """One output per size. The size None removes the last axis."""
+
+    sizes: tuple
+
+    @nn.compact
+    def __call__(self, *inputs):
+        x = inputs[0]
+        layers = [nn.Dense(size or 1)(x) for size in self.sizes]
+        pairs = zip(layers, self.sizes, strict=True)
+        outputs = [y if size else y[..., 0] for y, size in pairs]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+CHOICE, FORCE = Discrete(3), Box(-1.0, 1.0, (2,))
+PAIR = r"must return a tuple of 2 arrays of shape \(1, {}\) and \(1,\), got "
+ONE = r"must return one array of shape \(.*1, {}\), got "
+WRONG = [
+    (ppo.PPO, CHOICE, "network", (2, None), PAIR.format(3)),
+    (ppo.PPO, CHOICE, "network", (3, 1), PAIR.format(3)),
+    (ppo.PPO, CHOICE, "network", (3,), PAIR.format(3)),
+    (ppo.PPO, CHOICE, "network", (None, 3), PAIR.format(3)),
+    (ppo.PPO, FORCE, "network", (2, None), PAIR.format(4)),  # no log deviations
+    (dqn.DQN, CHOICE, "network", (4,), ONE.format(3)),
+    (dqn.DQN, CHOICE, "network", (3, None), ONE.format(3) + "2 values"),
+    (pqn.PQN, CHOICE, "network", (4,), ONE.format(3)),
+    (sac.SAC, FORCE, "actor_network", (2,), ONE.format(4)),
+    (sac.SAC, FORCE, "critic_network", (2,), ONE.format(1)),
+    (sac.SAC, FORCE, "critic_network", (None,), ONE.format(1)),
+    (td3.TD3, FORCE, "actor_network", (4,), ONE.format(2)),
+    (td3.TD3, FORCE, "critic_network", (None,), ONE.format(1)),
+]
+
+
+def init_learner(agent_class, action_space, **networks):
+    agent = agent_class(EnvSpec(Box(-1.0, 1.0, (5,)), action_space, 1), **networks)
+    return jax.eval_shape(agent.init_learner, jax.random.key(0), jnp.zeros((1, 5)))
+
+
+@pytest.mark.parametrize(("agent_class", "space", "name", "sizes", "message"), WRONG)
+def test_network_with_wrong_outputs_is_named(agent_class, space, name, sizes, message):
+    with pytest.raises(ValueError, match=f"`{name}` {message}"):
+        init_learner(agent_class, space, **{name: Layers(sizes)})
+
+
+class Table(nn.Module):
+    """A custom network: a table with a row for each observation."""
+
+    num_outputs: int
+    with_value: bool = False
+
+    @nn.compact
+    def __call__(self, obs):
+        table = self.param("table", nn.initializers.zeros, (2, self.num_outputs))
+        outputs = table[obs]
+        return (outputs, outputs[..., 0]) if self.with_value else outputs
+
+
+@pytest.mark.parametrize("agent_class", [ppo.PPO, dqn.DQN])
+def test_custom_network_replaces_the_default(agent_class):
+    network = Table(5, with_value=agent_class is ppo.PPO)
+    agent = agent_class(EnvSpec(Discrete(2), Discrete(5), 1), network=network)
+    state = jax.eval_shape(agent.init_learner, jax.random.key(0), jnp.zeros(1, int))
+    assert state.params["params"]["table"].shape == (2, 5)
+    params = {"params": {"table": jnp.eye(5)[jnp.array([1, 4])]}}
+    assert [agent.predict(params, obs) for obs in (0, 1)] == [1, 4]
+    networks = {"actor_network": Layers((4,)), "critic_network": Layers((1,))}
+    assert init_learner(sac.SAC, FORCE, **networks)
+
+
+@named("ppo", "recurrent_ppo", "dqn", "pqn", "sac")
+def test_loss_without_a_value_for_each_row_raises(name):
+    agent_class, env, _ = AGENTS[name]
+
+    class ScalarLoss(agent_class):
+        """The agent with the mistake of a mean over the rows."""
+
+        def loss(self, params, batch):
+            loss, metrics = super().loss(params, batch)
+            return loss.mean(), metrics
+
+    agent = ScalarLoss(envs.vectorize(env, 2), make_agent(name).config)
+    with pytest.raises(ValueError, match="`loss` must have one value per row"):
+        jax.eval_shape(agent.update, init(agent))
+
+
+@named(*OFF_POLICY)
+def test_agents_with_a_buffer_require_fixed_statistics(name):
+    agent = make_agent(name)
+    env = envs.NormalizeObs(agent.env)
+    with pytest.raises(ValueError, match="`env` must have fixed statistics"):
+        agent.replace(env=env)
+    collector = rollout.Collector(env=env, policy=agent.policy)
+    agent = agent.replace(env=collector.freeze(collector.init(jax.random.key(0))).env)
+    assert init(agent).params
+
+
+def init(agent):
+    return jax.eval_shape(agent.init, jax.random.key(0))
+
+
+def train(num_updates):
+    agent = make_agent("ppo")
+    return agent.train(init(agent), num_updates)
+
+
+def update(**changes):
+    agent = make_agent("recurrent_ppo", **changes)
+    return jax.eval_shape(agent.update, init(agent))
+
+
+def make_with(name, action_space):
+    return AGENTS[name][0](EnvSpec(FORCE, action_space, 2))
+
+
+def predict(space, obs):
+    agent = ppo.PPO(EnvSpec(space, Discrete(2), 1))
+    return agent.predict({}, obs)
+
+
+FOUR, INTEGERS = Box(-1.0, 1.0, (4,)), Box(0, 3, (2,), jnp.dtype("int32"))
+SHAPE = r"`obs` must be .* of shape \(4,\), got"
+ELEMENT = r"`obs` must be in Discrete\(n=3"
+OBJECT = "must be an object, got the class"
+COUNT = "must be an int of at least 1"
+NO_CHOICE = "must be a Discrete .*PPO.*SAC"
+NO_BOX = "must be a Box of floats.* DQN .* PPO "
+REFUSED = [
+    (f"`network` {OBJECT} Dense", lambda: make_agent("ppo").replace(network=nn.Dense)),
+    (f"`config` {OBJECT} Config", lambda: make_agent("ppo").replace(config=ppo.Config)),
+    ("`env` must be parallel", lambda: init(ppo.PPO("CartPole-v1"))),
+    ("`env` must be parallel", lambda: init(ppo.PPO(envs.make("CartPole-v1")))),
+    ("`key` must be one typed key", lambda: make_agent("ppo").init(0)),
+    ("`num_updates` must be", lambda: train(0)),
+    ("`num_updates` must be", lambda: train(1.0)),
+    ("`num_updates` must be", lambda: train(True)),
+    (f"`config.gradient_steps` {COUNT}", lambda: make_agent("sac", gradient_steps=0)),
+    (f"`config.policy_delay` {COUNT}", lambda: make_agent("td3", policy_delay=0)),
+    ("`num_minibatches` must divide the 2 items", lambda: update(num_minibatches=3)),
+    (SHAPE, lambda: predict(FOUR, np.zeros(3))),
+    (SHAPE, lambda: predict(FOUR, np.zeros((1, 4)))),
+    (SHAPE, lambda: predict(FOUR, (np.zeros(4), {}))),
+    (SHAPE, lambda: predict(FOUR, [0.0] * 3)),
+    (ELEMENT, lambda: predict(CHOICE, 3)),
+    (ELEMENT, lambda: predict(CHOICE, -1)),
+    (ELEMENT, lambda: predict(CHOICE, 1.5)),
+    (ELEMENT, lambda: predict(CHOICE, np.int64(7))),
+    (NO_CHOICE, lambda: make_with("dqn", FORCE)),
+    (NO_CHOICE, lambda: make_with("pqn", FORCE)),
+    (NO_BOX, lambda: make_with("sac", CHOICE)),
+    (NO_BOX, lambda: make_with("sac", INTEGERS)),
+    (NO_BOX, lambda: make_with("sac", spaces.Tuple((FORCE,)))),
+    (NO_BOX, lambda: make_with("td3", CHOICE)),
+]
+
+
+@pytest.mark.parametrize(("words", "call"), REFUSED)
+def test_wrong_arguments_are_named(words, call):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_lists_are_observations():
+    agent = ppo.PPO(EnvSpec(FOUR, CHOICE, 1))
+    assert agent.prepare_obs([0.0] * 4).dtype == np.float32
