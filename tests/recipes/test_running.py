@@ -364,8 +364,8 @@ def test_command_trains_in_host_environments_and_resumes(tmp_path):
     [
         ("gymnasium:mine.py:make", (), ""),
         ("mine.py:make_jax", (), ""),
-        ("mine.py:nothing", (), "file.py:function, got mine.py:nothing: 'nothing'"),
-        ("none.py:make", (), "file.py:function, got none.py:make: [Errno 2]"),
+        ("mine.py:nothing", (), "in a file, got mine.py:nothing: 'nothing'"),
+        ("none.py:make", (), "in a file, got none.py:make: [Errno 2]"),
         ("CartPole-v1", ("--seed", str(2**32)), "`--seed` must be from 0 to 2^32 - 1"),
     ],
 )
