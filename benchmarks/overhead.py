@@ -62,7 +62,7 @@ def parts_of(agent: Any, num_seeds: int = 1) -> Programs:
     def part(fn: Callable[[Any], Any]) -> Program:
         def run_part(state: Any, trajectory: Any) -> Any:
             inputs = agent.collector, state.carry, state.params, trajectory
-            return fn(profiling._Given(*inputs))
+            return fn(profiling._Inputs(*inputs))
 
         return functools.partial(batched(run_part), state, trajectory)
 
@@ -137,7 +137,7 @@ def of_ippo() -> Programs:
     params, window = {"all": state.params}, rollout.EpisodeWindow.init(200)
     t = collector.collect_steps(carry, params, config.num_steps)[1]
     rows = agents.team_transitions((), t)[1]["agents"]
-    inputs = profiling._Given(collector, carry, params, t)
+    inputs = profiling._Inputs(collector, carry, params, t)
     descend = jax.jit(
         lambda state, rows: gradients(agent, state, minibatch_of(agent, carry, rows))
     )
@@ -240,11 +240,11 @@ def of_sac() -> Programs:
     )
 
 
-def inputs_of(agent: Any, params: Any, num_steps: int) -> profiling._Given:
+def inputs_of(agent: Any, params: Any, num_steps: int) -> profiling._Inputs:
     """Creates the inputs of the timed parts of a collection."""
     carry = agent.collector.init(jax.random.key(0))
     trajectory = agent.collector.collect_steps(carry, params, num_steps)[1]
-    return profiling._Given(agent.collector, carry, params, trajectory)
+    return profiling._Inputs(agent.collector, carry, params, trajectory)
 
 
 ROBOT = {"num_minibatches": 32, "learning_rate": 1e-3, "ent_coef": 0.0}

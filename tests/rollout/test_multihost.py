@@ -49,9 +49,9 @@ def test_stream_of_parameters_per_lane_has_the_bits_of_one_process(folder):
 
 
 REFUSED = {
-    "lanes": r"`collector` must be the same .*`num_envs` (16|32) here and .* process",
-    "uneven": r"`collector` must be the same .*`num_envs` (16|17) here and .* process",
-    "parameters": r"`collector` must be .* parameters of checksum \d+ here",
+    "lanes": r"`collector` must be the same .*`num_envs` (16|32) in this .* process",
+    "uneven": r"`collector` must be the same .*`num_envs` (16|17) in this .* process",
+    "parameters": r"`collector` must be .* parameters of checksum \d+ in this",
     "options": r"`stream` must be the same .* options .*'steps_per_batch': \d+",
     "prefetch": r"`prefetch` must be 0 with lanes in several processes",
     "host": r'`device` must not be "host" with lanes in several processes',
