@@ -216,7 +216,7 @@ REFUSED = [
     (lambda: envs.wrappers.AgentNumber(CountEnv()), "be a `MultiAgentEnv` for"),
     (
         lambda: jax.eval_shape(envs.wrappers.AgentNumber(ENVS["number"]).reset, KEY),
-        "without `agent` for `AgentNumber`",
+        "no entry `agent` for `AgentNumber`",
     ),
 ]
 
