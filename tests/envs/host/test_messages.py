@@ -85,7 +85,7 @@ CALLS = [
     ),
     (lambda: vector("SAME_STEP"), "DISABLED or NEXT_STEP, got SAME_STEP. Pass"),
     (lambda: vector(None), "the autoreset mode DISABLED or NEXT_STEP, got None"),
-    (lambda: vector(observe_info={"third": 0}), "`observe_info` must have keys that exist"),
+    (lambda: vector(observe_info={"third": 0}), "`observe_info` must have keys"),
     (
         lambda: vector(record_info={"even": np.zeros(3)}).step(ACTION),
         "`info['even']` must have shape (3, 3), got shape (3,)",
