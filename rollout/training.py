@@ -151,7 +151,8 @@ class Agent:
         Args:
             state: result of `init` or of an earlier call.
             num_updates: number of updates, at least 1. Static. None for
-                `config.num_updates`.
+                `config.num_updates`. With `anneal_lr`, the learning rate is 0 after
+                `config.num_updates` updates in all.
 
         Returns:
             The next state and the metrics of every update, `[num_updates]` by name.
