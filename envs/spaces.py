@@ -732,7 +732,10 @@ def _format_bound(bound: Any) -> str:
     """Formats a number, a small array, or the range of a large array."""
     if not checks.is_known(bound):
         return checks.describe(bound)
-    values = np.asarray(bound)
+    try:
+        values = np.asarray(bound)
+    except RuntimeError:  # the array was deleted, or is on devices of other processes
+        return checks.describe(bound)
     if values.size and values.min() == values.max():
         return str(values.flat[0])
     if values.size <= _NUM_PRINTED:

@@ -200,18 +200,18 @@ def test_draws_of_a_large_tree_are_proportional_in_every_part():
     @quick_jit
     def draw_both(keys):
         tree = sum_tree.build((jnp.arange(1_000_000) % 4).astype(jnp.float32))
-        drawn = [sum_tree.sample_stratified(tree, keys[0], 9999)]
-        drawn.append(sum_tree.sample_iid(tree, keys[1], 9999))
-        return tree[-1].sum(), drawn
+        samples = [sum_tree.sample_stratified(tree, keys[0], 9999)]
+        samples.append(sum_tree.sample_iid(tree, keys[1], 9999))
+        return tree[-1].sum(), samples
 
     total, draws = draw_both(jax.random.split(jax.random.key(0)))
     assert total == 1_500_000
-    for drawn in map(np.asarray, draws):
-        none, *count = np.bincount(drawn % 4)
+    for samples in map(np.asarray, draws):
+        none, *count = np.bincount(samples % 4)
         assert none == 0
         want = 9999 * np.arange(1, 4) / 6
         assert scipy_stats.chisquare(count, want).pvalue > 0.01
-        count = np.histogram(drawn, bins=20, range=(0, 1_000_000))[0]
+        count = np.histogram(samples, bins=20, range=(0, 1_000_000))[0]
         assert scipy_stats.chisquare(count).pvalue > 0.01
 
 

@@ -301,6 +301,10 @@ def test_box_of_many_entries_is_printed_in_one_line():
     assert repr(box) == text + "dtype=float32)"
     assert "low=[-1.0, 0.0], high=1," in repr(envs.Box(np.array([-1.0, 0.0]), 1, (2,)))
     assert "low=[], " in repr(envs.Box(np.zeros(0), 1.0, (0,)))
+    deleted = jnp.ones(2)
+    box_of_deleted = envs.Box(0.0, deleted, (2,))
+    deleted.delete()
+    assert "high=float32 of shape (2,), " in repr(box_of_deleted)
     # Bounds without a value.
     assert "low=NoneType," in repr(jax.tree.map(lambda x: None, box))
     jax.make_jaxpr(lambda box: "float32 of shape (4, 400)" in repr(box) or 1 / 0)(box)
