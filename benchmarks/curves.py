@@ -18,6 +18,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import recipes
+from harness import record
 
 
 def run_page(page: Path, seed: int) -> dict[str, tuple[Any, Any]]:
@@ -58,7 +59,7 @@ def main() -> None:
         data["lines"] = {label: merge(runs, label) for label in labels}
     else:
         data |= merge(runs, "")
-    args.file.write_text(json.dumps(data) + "\n")
+    args.file.write_text(json.dumps(data | record()) + "\n")
 
 
 if __name__ == "__main__":

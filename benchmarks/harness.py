@@ -13,8 +13,10 @@ import platform
 import random
 import re
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterable
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +27,7 @@ import numpy as np
 import rollout
 from rollout import envs
 
+ROOT = Path(__file__).resolve().parents[1]
 LOOP_FLAG = (
     "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
 )
@@ -149,13 +152,15 @@ def report(
         print(line(cells[-1]), flush=True)
     if args.json:
         tables = json.loads(args.json.read_text()) if args.json.exists() else {}
-        data = {"machine": machine(), "columns": columns, "rows": cells}
+        data = {**record(), "columns": columns, "rows": cells}
         tables[table] = {**tables.get(table, {}), **data}
         args.json.write_text(dump(tables))
 
 
 def complete(
-    path: Path, runs: Iterable[tuple[tuple[str, ...], Callable[[], dict[str, Any]]]]
+    path: Path,
+    runs: Iterable[tuple[tuple[str, ...], Callable[[], dict[str, Any]]]],
+    repeat: bool = False,
 ) -> dict[str, Any]:
     """Adds the missing results to a file, so that an interrupted script resumes.
 
@@ -163,19 +168,28 @@ def complete(
         path: JSON file, saved after every run.
         runs: keys of a result, from the outermost to the innermost dict, and a
             function that computes the result.
+        repeat: removes the results of `runs` from the file first.
 
     Returns:
         All results in the file.
     """
-    data = json.loads(path.read_text()) if path.exists() else {"machine": machine()}
+    data = json.loads(path.read_text()) if path.exists() else {}
     results = data.setdefault("results", {})
-    for keys, run in runs:
-        parent = results
+
+    def parent(keys: tuple[str, ...]) -> dict[str, Any]:
+        inner = results
         for key in keys[:-1]:
-            parent = parent.setdefault(key, {})
-        if keys[-1] not in parent:
-            parent[keys[-1]] = run()
-            path.write_text(dump(data))
+            inner = inner.setdefault(key, {})
+        return inner
+
+    runs = list(runs)
+    for keys, _ in runs if repeat else ():
+        parent(keys).pop(keys[-1], None)
+    for keys, run in runs:
+        if keys[-1] not in parent(keys):
+            parent(keys)[keys[-1]] = run()
+            new = record()
+            path.write_text(dump({**new, **data, **new}))
     return results
 
 
@@ -204,6 +218,24 @@ def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
         return values[0], np.full(values[0].shape, np.nan)
     mean, _, high = rollout.stats.mean_interval(values)
     return mean, high - mean
+
+
+def record() -> dict[str, str]:
+    """Describes the origin of a result: machine and versions, date and commit.
+
+    The commit ends with "+" if the packages have changes that are not committed.
+    """
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(ROOT), *args]
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True
+        ).stdout
+
+    commit = git("rev-parse", "--short=10", "HEAD").strip()
+    changes = git("status", "--porcelain", "--", "rollout", "envs", "buffers")
+    commit += "+" if changes else ""
+    return {"machine": machine(), "date": str(date.today()), "commit": commit}
 
 
 def machine() -> str:

@@ -15,9 +15,10 @@ sampled actions for PPO, greedy actions for DQN.
         --makers ours limit_is_failure purejaxrl --seeds 25
 
 `taskset` restricts the process to one core: with more cores, CPU seconds include
-waiting threads. Runs in the file are not repeated, so an interrupted script resumes.
-`docs/learning.json` also has the runs of rejax, which this script does not repeat. Then
-`charts.py` draws `docs/learning.png`, and `tables.py` writes the tables of the page.
+waiting threads. Runs in the file are only repeated with `--repeat`, so an interrupted
+script resumes. `docs/learning.json` also has the runs of rejax, which this script does
+not repeat. Then `charts.py` draws `docs/learning.png`, and `tables.py` writes the
+tables of the page.
 Without `--purejaxrl`, only the recipes run.
 """
 
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--makers", nargs="*", choices=sorted({*NAMES} - {"rejax"}))
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--repeat", action="store_true", help="also runs in the file")
     args = parser.parse_args()
     fns = makers(args.purejaxrl)
     programs: dict[Any, Any] = {}
@@ -150,7 +152,7 @@ def main() -> None:
         for name in args.makers or fns:
             fn = functools.partial(run, task, name, fns[name], seed, programs)
             runs.append(((task, name, str(seed)), fn))
-    complete(args.file, runs)
+    complete(args.file, runs, args.repeat)
 
 
 if __name__ == "__main__":

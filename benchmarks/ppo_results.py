@@ -11,8 +11,8 @@ changed detail.
         --purejaxrl purejaxrl/purejaxrl
     taskset -c 0 python benchmarks/ppo_results.py docs/recipes/ppo.json --details
 
-Runs in the file are not repeated. Then `charts.py` draws `docs/recipes/ppo.png`, and
-`tables.py` writes the tables of the page.
+Runs in the file are only repeated with `--repeat`. Then `charts.py` draws
+`docs/recipes/ppo.png`, and `tables.py` writes the tables of the page.
 """
 
 import argparse
@@ -227,6 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--repeat", action="store_true", help="also runs in the file")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--details", action="store_true")
     parser.add_argument("--purejaxrl", type=Path)
@@ -245,7 +246,7 @@ def main() -> None:
         for seed in range(args.seeds):
             fn = functools.partial(make, seed=seed, programs=programs)
             runs.append(((name, str(seed)), fn))
-    complete(args.file, runs)
+    complete(args.file, runs, args.repeat)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ JaxMARL's scripts with the same settings, which this script does not repeat.
     pip install ".[jaxmarl]" distrax matplotlib optax
     python benchmarks/teams.py docs/teams.json
 
-Runs in the file are not repeated, so an interrupted script resumes. `charts.py` draws
-the pictures of the recipes, and `docs/coming_from/jaxmarl.png`.
+Runs in the file are only repeated with `--repeat`, so an interrupted script resumes.
+`charts.py` draws the pictures of the recipes, and `docs/coming_from/jaxmarl.png`.
 """
 
 import argparse
@@ -84,6 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--repeat", action="store_true", help="also runs in the file")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     args = parser.parse_args()
     complete(
@@ -93,6 +94,7 @@ def main() -> None:
             for seed in range(args.seeds)
             for task in args.tasks
         ),
+        args.repeat,
     )
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import html
 import importlib
+import importlib.util
 import json
 import pathlib
 import re
@@ -98,6 +99,22 @@ def test_page_whose_program_fails_stays(page):
     assert result.stderr.endswith(f"programs that failed: {page}\n")
     assert page.read_text() == text
     assert (page.parent / "plot.png").read_text() == "old\n"
+
+
+def test_pages_and_notebooks_are_saved_with_the_outputs_of_their_programs(monkeypatch):
+    """A digest differs if the program or an output was edited by hand."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    path = FOLDER / "pages.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_pages", path)
+    pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pages)
+
+    records = json.loads((DOCS / "regenerated.json").read_text())
+    paths = *DOCS.rglob("*.md"), *ROOT.glob("notebooks/*.ipynb")
+    digests = {x.relative_to(ROOT).as_posix(): pages.digest(x) for x in paths}
+    digests = {name: x for name, x in digests.items() if x is not None}
+    assert digests == {name: record["digest"] for name, record in records.items()}
+    assert len(digests) > 30
 
 
 def test_every_picture_of_the_pages_is_made_by_a_command():
