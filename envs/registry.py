@@ -88,7 +88,8 @@ def make(
     if not isinstance(env_id, str):
         raise ValueError(
             "`env_id` must be an id from `rollout.envs.env_ids()`, a string, got "
-            f"{type(env_id).__name__}."
+            f"{type(env_id).__name__}. For an environment of your own, call "
+            "`rollout.envs.vectorize(env, num_envs)`."
         )
     *prefix, name = env_id.rsplit(":", 1)
     suite = prefix[0] if prefix else _GYMNAX

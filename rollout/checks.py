@@ -252,9 +252,10 @@ def choice(name: str, value: Any, choices: Collection[str | int]) -> None:
 def collects(value: Any) -> None:
     """Checks that a value is a collector."""
     if not hasattr(value, "collect_steps"):
+        hint = " Pass `agent.collector`." if hasattr(value, "collector") else ""
         raise ValueError(
             "`collector` must be a `Collector` or a `HostCollector`, got "
-            f"{type(value).__name__}."
+            f"{type(value).__name__}.{hint}"
         )
 
 

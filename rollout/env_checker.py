@@ -203,11 +203,14 @@ def _check_traces(issues: dict[str, str], env: Env) -> None:
     state, obs = jax.eval_shape(env.reset, key)
     step = jax.eval_shape(env.step, key, state, action)
     for name, tree in (("obs", (obs, step.obs)), ("state", (state, step.state))):
-        weak_paths = [p for p, x in jax.tree.leaves_with_path(tree) if x.weak_type]
-        if weak_paths:
-            path = jax.tree_util.keystr(weak_paths[0][1:])
-            message = "must not be weakly typed: write `jnp.float32(0)`, not `0.0`"
-            issues.setdefault("weak_type", f"`{name}{path}` {message}")
+        weak = [(p, x) for p, x in jax.tree.leaves_with_path(tree) if x.weak_type]
+        if weak:
+            path, dtype = jax.tree_util.keystr(weak[0][0][1:]), weak[0][1].dtype
+            issues.setdefault(
+                "weak_type",
+                f"`{name}{path}` must not be weakly typed: write `jnp.{dtype}(0)`, "
+                "not `0`",
+            )
     try:
         sample = jax.eval_shape(as_space(env.observation_space).sample, key)
         checks.same("an observation must match its space", sample, obs)
@@ -278,7 +281,10 @@ def _play(
         _check_rows(issues, rows, *spaces, check_action=not has_agents(env))
     num_ended, num_truncated, num_both = counts
     if not num_ended:
-        message = f"no episode ended in {num_steps} steps: take more `num_steps`"
+        message = (
+            f"no episode ended in {num_steps} steps: take more `num_steps`, or limit "
+            "episodes by `TimeLimit`"
+        )
         issues["ending"] = message
     # One or two coincidences are possible. If all flags coincide, the environment
     # sets both flags at its time limit.

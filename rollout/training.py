@@ -164,7 +164,8 @@ class Agent:
         if not hasattr(state, "carry"):
             raise ValueError(
                 "`state` must be a result of `agent.init(key)` or of an earlier "
-                f"training, got {checks.describe(state)}."
+                f"training, got {checks.describe(state)}. To continue a run of "
+                "`rollout.recipes.run`, pass `resume=True` to it."
             )
         size: Any = self.config.num_updates if num_updates is None else num_updates
         is_host = isinstance(self.env, HostVectorEnv)

@@ -74,16 +74,19 @@ def render_frame(env: Any, number: int | None = None) -> np.ndarray:
     Raises:
         ValueError: if `env.render` does not return RGB frames.
     """
-    requirement, hint = "`env.render()` must return", ""
     try:
         pixels = env.render() if hasattr(env, "render") else None
     except NotImplementedError:  # raised by the base class `gymnasium.Env`
-        requirement, pixels = "`env` must have a method `render` that returns", None
+        raise ValueError(
+            "`env` must have a method `render` that returns [H, W, 3] uint8, "
+            f"{type(getattr(env, 'unwrapped', env)).__name__} has none."
+        ) from None
     if number is not None and pixels is not None:
         pixels = pixels[number]
+    hint = ""
     if getattr(env, "render_mode", None) != "rgb_array":
         hint = '. Create the environment with `render_mode="rgb_array"`'
-    return check_frame(pixels, requirement, hint)
+    return check_frame(pixels, "`env.render()` must return", hint)
 
 
 def check_frame(pixels: Any, requirement: str, hint: str = "") -> np.ndarray:

@@ -24,6 +24,8 @@ from rollout.envs.multi_agent import ACTING, AgentLayout, layout_of
 from rollout.envs.types import ArrayTree
 from rollout.types import Carry, EpisodeKey, Key, Obs, Params, Policy, PolicyStep
 
+_NUM_SAMPLES = 64  # results of a mapping function that `policy_map` validates
+
 
 def policy_map(
     policies: Mapping[str, Policy | Population],
@@ -50,7 +52,7 @@ def policy_map(
             follow the order of `policies`, and a population has one index per member.
             The key belongs to the lane's episode, so the mapping is constant within an
             episode and does not depend on the number of lanes. Or the result of
-            `static_mapping`.
+            `static_mapping`. Outside of `jit`, some of its indices are validated.
         env: environment with the agents: a `MultiAgentEnv`, or the result of
             `rollout.envs.vectorize`. The policy acts in any number of lanes of
             environments with the same agents.
@@ -75,8 +77,8 @@ def policy_map(
             the mapping lacks an agent, or names an unknown agent or policy; if `groups`
             names an unknown group or policy, leaves a group without a policy, or is
             given with a fixed mapping. While tracing, if a policy returns actions
-            outside the group's action space, or extras other than () or a dict.
-        KeyError: while tracing, if `params` lacks an entry.
+            outside the group's action space, or extras other than () or a dict, or if
+            `params` lacks an entry.
     """
     index = PolicyIndex(mapping.number(policies), None)
     message = "`policy_mapping_fn` must be a function or made by `static_mapping`"
@@ -88,17 +90,7 @@ def policy_map(
     if isinstance(policy_mapping_fn, FixedMapping):
         by_agent = mapping.policies_by_agent(policies, policy_mapping_fn, layout.agents)
     else:
-        # Trace the function with an arbitrary key to check the shape of its result.
-        shape = jax.eval_shape(
-            lambda: policy_mapping_fn(jax.random.key(0), layout.agents)
-        )
-        num = len(layout.agents)
-        is_int = jnp.issubdtype(getattr(shape, "dtype", bool), jnp.integer)
-        if not is_int or shape.shape != (num,):
-            raise ValueError(
-                "`policy_mapping_fn` must return an index per agent, integers of shape "
-                f"({num},), got {checks.describe(shape)}."
-            )
+        _check_mapping_fn(policy_mapping_fn, layout.agents, index.indices[-1][2])
     group_names = {group.name for group in layout.groups}
     policy_names = set(policies) if by_agent is None else set()
     used_groups = {name for names in groups.values() for name in names}
@@ -122,6 +114,37 @@ def policy_map(
         layout=layout,
         subgroups=subgroups,
     )
+
+
+def _check_mapping_fn(
+    fn: MappingFn, agents: tuple[str, ...], num_policies: int
+) -> None:
+    """Checks the shape of the indices of a mapping function, and samples of them."""
+    requirement = "`policy_mapping_fn` must return the index of each agent's policy"
+
+    def sample(key: Key) -> jax.Array:
+        result = fn(key, agents)
+        is_int = jnp.issubdtype(getattr(result, "dtype", bool), jnp.integer)
+        if not is_int or result.shape != (len(agents),):
+            raise ValueError(
+                f"{requirement}, integers of shape ({len(agents)},), got "
+                f"{checks.describe(result)}. For names of policies, pass the result of "
+                "`static_mapping`."
+            )
+        return result
+
+    def sample_many() -> jax.Array:
+        return jax.vmap(sample)(jax.random.split(jax.random.key(0), _NUM_SAMPLES))
+
+    indices = jax.jit(sample_many)()
+    if isinstance(indices, jax.core.Tracer):
+        return  # inside `jit` the values are unknown
+    low, high = np.min(indices), np.max(indices)
+    if low < 0 or high >= num_policies:
+        raise ValueError(
+            f"{requirement}, from 0 to {num_policies - 1}, got "
+            f"{low if low < 0 else high}."
+        )
 
 
 def policy_state(state: Carry | ArrayTree, name: str) -> dict[str, ArrayTree]:
@@ -238,6 +261,12 @@ class PolicyMap(Policy):
     ) -> PolicyStep:
         message = "`policy_map` must act in an environment with several agents"
         checks.kind(message, obs, Mapping)
+        for subgroup in self.subgroups:
+            if not isinstance(params, Mapping) or subgroup.name not in params:
+                raise ValueError(
+                    "`params` must be a dict with an entry for each policy of the map, "
+                    f"got none for {subgroup.name!r}."
+                )
         acting = obs[ACTING]
         policy_id = self._policy_ids(state, acting.shape)
         join = functools.partial(

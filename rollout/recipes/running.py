@@ -117,7 +117,8 @@ def run(
         target_return: mean return of an evaluation at which the training stops; None
             trains for `config.num_updates` updates.
         resume: whether to continue the run in `folder`. If there is none, a new run
-            starts. Settings must be equal, except `num_updates` and `target_return`.
+            starts. `config.num_updates` is the total, including the updates before.
+            Settings must be equal, except `num_updates` and `target_return`.
             Schedules are compared by name, not by value. If the learning rate is
             annealed, it follows the schedule of the new `num_updates`.
         callback: function called with a `Progress` after each evaluation, or 20 times
@@ -163,7 +164,8 @@ def run(
     state, best_return, last_return = restore(
         agent, agent.init(train_key), files.resume
     )
-    num_done, num_updates = int(state.num_updates), agent.config.num_updates
+    num_resumed, num_updates = int(state.num_updates), agent.config.num_updates
+    num_done = num_resumed
     trim_tables(agent, num_done, files)
 
     def evaluate(state: Any) -> rollout.stats.CollectStats:
@@ -213,6 +215,11 @@ def run(
         is_stopped |= result is not None and not result
     if evaluation is None:  # stopped by the callback, or resumed at the end
         evaluation = evaluate(state)
+    if num_resumed >= num_updates:
+        print(
+            f"no training: the run in {files.folder} has {num_resumed} updates, and "
+            f"`num_updates`, which includes them, is {num_updates}"
+        )
     draw_curve(files, agent)
     draw_gif(agent, state, eval_key, eval_env, files.folder / "agent.gif")
     return state, evaluation
@@ -362,6 +369,13 @@ def config_value(value: Any) -> Any:
     return np.asarray(value).tolist() if is_array else value
 
 
+def config_text(value: Any) -> str:
+    """Formats a result of `config_value` for a message."""
+    if isinstance(value, dict) and "function" in value:
+        return f"the function {value['function'].replace('.<locals>', '')}"
+    return repr(value)
+
+
 def name_of(agent_class: type) -> str:
     """Returns the module and the name of a class, even if the module is `__main__`."""
     module = agent_class.__module__
@@ -399,8 +413,8 @@ def check_folder(files: Folder, settings: dict[str, Any], resume: bool) -> None:
         if name not in ("config.num_updates", "rollout") and value != saved.get(name):
             option = name.removeprefix("config.")
             raise ValueError(
-                f"`{option}` must be {saved.get(name)!r} to resume the run in "
-                f"{folder}, got {value!r}."
+                f"`{option}` must be {config_text(saved.get(name))} to resume the run "
+                f"in {folder}, got {config_text(value)}."
             )
 
 
@@ -562,6 +576,7 @@ def draw_curve(files: Folder, agent: Any) -> None:
     """Plots the mean return over the environment steps, if matplotlib is installed."""
     try:
         import matplotlib.pyplot as plt
+        from matplotlib.ticker import EngFormatter
     except ModuleNotFoundError:
         print("no curve: install matplotlib")
         return
@@ -578,6 +593,7 @@ def draw_curve(files: Folder, agent: Any) -> None:
         returns = [float(row["return_mean"]) for row in rows]
         axes.plot(steps, returns, style, label=label)
     axes.set(xlabel="environment steps", ylabel="mean return")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k
     axes.legend()
     figure.savefig(files.folder / "curve.png")
     plt.close(figure)

@@ -105,6 +105,17 @@ def test_run_writes_a_row_per_update_and_per_evaluation(finished):
     )
 
 
+def test_resume_of_a_finished_run_says_that_nothing_is_trained(
+    finished, no_pictures, capsys
+):
+    folder, agent, *_ = finished
+    start(agent, folder, resume=True, **EVALUATE)
+    assert capsys.readouterr().out == (
+        f"no training: the run in {folder} has 4 updates, and `num_updates`, which "
+        "includes them, is 4\n"
+    )
+
+
 def test_loaded_agent_predicts_like_the_trained_one_without_an_environment(finished):
     folder, agent, state, _ = finished
     loaded, saved = load(folder, name="last")

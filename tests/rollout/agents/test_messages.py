@@ -81,7 +81,7 @@ def answer(pending=None, *, lanes=4, info=None):
 SHAPE = "of shape (3,), got int32 of shape ()"
 ACTIONS = "policy 'x', which controls the group 'all', must return actions as int32"
 EXTRAS = "The extras of the policy 'x' must be () or a dict"
-GROUPS = "mapping function (x) to groups (all), each with a policy, got"
+GROUPS = "(x, y) to groups (all), each with a policy, got {'x': [], 'y': []}"
 CASES = [
     # policy_map
     (lambda: agents.policy_map(3, MAPPING, TABLE), "`policies` must be a dict by name"),
@@ -91,7 +91,14 @@ CASES = [
     (lambda: mapped(x=policy(extras=lambda obs: obs)), EXTRAS),
     (lambda: mapped(x=agents.Population(policy(), 2)), "policies (none), got"),
     (lambda: mapped(drawn, x=value(1), y=value(2)), "the same kind of `value`"),
-    (lambda: mapped(drawn, groups={"x": []}), f"{GROUPS} {{'x': []}}"),
+    (lambda: mapped(drawn, groups={"x": [], "y": []}, x=policy(), y=policy()), GROUPS),
+    (lambda: mapped(drawn, x=policy()), "from 0 to 0, got 1"),
+    (lambda: mapped(lambda key, names: drawn(key, names) - 1), "from 0 to 0, got -1"),
+    (
+        lambda: mapped(lambda key, names: "x"),
+        "got str 'x'. For names of policies, pass",
+    ),
+    (lambda: mapped(params={"y": None}), "entry for each policy of the map, got none"),
     (lambda: mapped(env=SINGLE), "with several agents, got float32 of shape (4, 1)"),
     # population
     (lambda: league(np.zeros(6)), "with the leading axes (5,), got float32"),
