@@ -119,7 +119,7 @@ class AgentStats(struct.PyTreeNode, kw_only=True):
     policies: dict[str, AgentMetrics]
 
     def __str__(self) -> str:
-        """Formats results and mean returns of policies, and of agents that share one."""
+        """Formats results and returns of policies, and of agents that share one."""
         if not is_known(self.num_episodes):
             return repr(self)
         metrics = [*self.policies.items()]
