@@ -37,6 +37,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
+SPEED = re.compile(r"[\d,]+ steps/s")
 MARK = "\0"  # printed between the blocks of a program
 RECORDS = ROOT / "docs" / "regenerated.json"
 # Pictures of pages that are the first picture of a notebook.
@@ -66,12 +67,15 @@ def run(program: str, folder: Path) -> str:
 
 
 def with_outputs(text: str, outputs: list[str]) -> str:
-    """Replaces the `text` blocks of a page by the outputs of the Python blocks."""
+    """Replaces the `text` blocks of a page by the outputs of the Python blocks.
+
+    A block that differs only in speeds stays, because every run has other speeds.
+    """
     output_iter = iter(outputs)
 
     def replace(block: re.Match) -> str:
         code, output = block[1], next(output_iter)
-        if block[2] is None:
+        if block[2] is None or SPEED.sub("", output) == SPEED.sub("", block[2]):
             return block[0]
         return f"```python\n{code}```\n\n```text\n{output}```"
 

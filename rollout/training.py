@@ -128,16 +128,24 @@ class Agent:
                 "`env` must be environments to start episodes, got an EnvSpec. Make "
                 "the agent with environments, or call `init_learner(key, obs)`."
             )
-        carry_key, learner_key, key = jax.random.split(key, 3)
+
+        # Compile one program instead of many small programs. It also returns the key,
+        # so that the whole state is on the devices of the environments and `train`
+        # compiles once.
+        @jax.jit
+        def init_learner(key: chex.PRNGKey, obs: ArrayTree) -> Any:
+            _, learner_key, key = jax.random.split(key, 3)
+            return self.init_learner(learner_key, obs).replace(key=key)
+
+        carry_key, *_ = jax.random.split(key, 3)
         carry = self.collector.init(carry_key)
-        # Compile one program instead of many small programs.
-        state = jax.jit(self.init_learner)(learner_key, carry.obs)
+        state = init_learner(key, carry.obs)
         if num_steps := self.num_initial_steps:
             carry, trajectory = self.collector.collect_steps(
                 carry, state.params, num_steps
             )
             state = jax.jit(self.init_buffer)(state, trajectory)
-        return state.replace(carry=carry, key=key)
+        return state.replace(carry=carry)
 
     def update(self, state: Any) -> tuple[Any, dict[str, jax.Array]]:
         """Collects experience, updates the parameters, returns `(state, metrics)`."""

@@ -119,12 +119,13 @@ class AgentStats(struct.PyTreeNode, kw_only=True):
     policies: dict[str, AgentMetrics]
 
     def __str__(self) -> str:
-        """Formats the results and the mean return of each policy, or of each agent."""
+        """Formats results and returns of policies, and of agents that share one."""
         if not is_known(self.num_episodes):
             return repr(self)
-        metrics = self.policies or self.agents
-        lines = [f"{x}: {y.results}, return {y.returns}" for x, y in metrics.items()]
-        return "\n".join(lines)
+        metrics = [*self.policies.items()]
+        if len(self.policies) < len(self.agents):
+            metrics += self.agents.items()
+        return "\n".join(f"{x}: {y.results}, return {y.returns}" for x, y in metrics)
 
 
 def evaluate_agents(

@@ -217,6 +217,15 @@ def test_equal_agents_of_host_environments_share_their_programs(name):
         assert agent.buffer.size(new_state.buffer_state) == agent.env_steps(2)
 
 
+@named("dqn", "pqn")
+def test_initial_state_is_wholly_committed_to_a_device_or_not_at_all(name):
+    """Otherwise the second call of a jitted `train` would compile it again."""
+    env = jax.device_put(envs.make("CartPole-v1"), jax.devices()[0])
+    agent = make_agent(name).replace(env=envs.vectorize(env, 4))
+    state = agent.init(jax.random.key(0))
+    assert len({x.committed for x in jax.tree.leaves(state)}) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("key_reuse")
 @named(*AGENTS)

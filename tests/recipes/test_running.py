@@ -105,6 +105,7 @@ def test_run_writes_a_row_per_update_and_per_evaluation(finished):
     )
 
 
+@pytest.mark.compiles(40)
 def test_resume_of_a_finished_run_says_that_nothing_is_trained(
     finished, no_pictures, capsys
 ):
