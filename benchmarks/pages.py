@@ -37,7 +37,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
-SPEED = re.compile(r"[\d,]+ steps/s")
+SPEED = re.compile(r"[\d,]+ steps/s|compiled in [\d.]+ s")
 MARK = "\0"  # printed between the blocks of a program
 RECORDS = ROOT / "docs" / "regenerated.json"
 # Pictures of pages that are the first picture of a notebook.

@@ -39,7 +39,7 @@ def steps() -> dict[str, list[str]]:
         return [f"python benchmarks/{script}.py --json docs/speed.json"]
 
     return {
-        "pages": ["python benchmarks/pages.py"],
+        "pages": ["env JAX_PLATFORMS=cpu python benchmarks/pages.py"],
         "notebooks": [
             f"python benchmarks/pages.py notebooks/{x.name}"
             for x in sorted(ROOT.glob("notebooks/*.ipynb"))

@@ -23,6 +23,7 @@ config, NUM_ENVS = config.replace(num_updates=2, hidden_layer_sizes=(32,)), 4"""
     "flashbax": "",
     "gymnax": "",
     "purejaxql": "NUM_UPDATES = 20",
+    "purejaxrl": "",
     "rejax": "config = config.replace(num_updates=4)",
     "rlax": "NUM_UPDATES = 2000",
     "stable_baselines3": """\
