@@ -133,13 +133,12 @@ class Agent:
         # so that the whole state is on the devices of the environments and `train`
         # compiles once.
         @jax.jit
-        def init_learner(key: chex.PRNGKey, obs: ArrayTree) -> Any:
-            _, learner_key, key = jax.random.split(key, 3)
-            return self.init_learner(learner_key, obs).replace(key=key)
+        def init_learner(keys: chex.PRNGKey, obs: ArrayTree) -> Any:
+            return self.init_learner(keys[0], obs).replace(key=keys[1])
 
-        carry_key, *_ = jax.random.split(key, 3)
-        carry = self.collector.init(carry_key)
-        state = init_learner(key, carry.obs)
+        keys = jax.random.split(key, 3)
+        carry = self.collector.init(keys[0])
+        state = init_learner(keys[1:], carry.obs)
         if num_steps := self.num_initial_steps:
             carry, trajectory = self.collector.collect_steps(
                 carry, state.params, num_steps

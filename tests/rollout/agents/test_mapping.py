@@ -208,14 +208,6 @@ def test_agent_with_a_policy_of_another_group_is_unmapped():
     assert rollout.agents.summarize_agents(got).num_unmapped == unmapped.sum() > 0
 
 
-def test_index_out_of_range_is_unmapped():
-    policies = {"x": constant(3), "y": constant(4)}
-    got = collect(table(), policies, lambda key, agents: jnp.array([0, 2, -5]))
-    np.testing.assert_array_equal(got.extras.policy_id[2, 1], [0, -1, -1])
-    np.testing.assert_array_equal(got.action["all"][2, 1], [3, 0, 0])
-    assert rollout.agents.summarize_agents(got).num_unmapped == 2 * B * T
-
-
 def test_mode_is_that_of_policies_that_have_one():
     greedy = rollout.stateless_policy(
         lambda params, obs, key: jnp.full(obs.shape, 1, jnp.int32),
