@@ -243,9 +243,13 @@ def machine() -> str:
     device = jax.devices()[0]
     flag = "on" if LOOP_FLAG in os.environ.get("XLA_FLAGS", "") else "off"
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next(x.split(": ")[1] for x in lines if "model name" in x)
-    except (OSError, StopIteration):
+        rows = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        info = {
+            name.strip(): text.strip()
+            for name, _, text in (x.partition(":") for x in rows)
+        }
+        processor = f"{info['model name']}, model {info['model']}"
+    except (OSError, KeyError):
         processor = platform.processor() or platform.machine()
     return (
         f"{device.device_kind} ({device.platform}), {processor}, "

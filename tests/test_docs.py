@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pages import MARK, blocks, check_printed, inject, program, run
+from pages import MARK, blocks, check_printed, inject, program, run, tolerance_here
 from PIL import Image
 
 import rollout
@@ -35,7 +35,7 @@ NEEDED = {"docs/search.md": "mctx", "docs/tuning.md": "optuna"}  # `.ci/run` has
 # Keys of a mapped `scan` are taken for used, and so is that of a resumed training.
 KEYS_TWICE = ("own_gymnasium", "population_training", "search", "tuning", "tutorial")
 # About what is compiled, and of equal bits; the others are with few optimizations.
-OPTIMIZED = ("docs/accelerators.md", "docs/concepts/keys.md")
+OPTIMIZED = ("docs/accelerators.md", "docs/concepts/keys.md", "docs/evolution.md")
 # These train for long, and some programs with few optimizations are slow.
 TRAINED = ("docs/lagging_actors.md",)
 # What is set anew where a page's own numbers take more than half a minute.
@@ -53,6 +53,7 @@ SMALLER = {
 TOLERANCES = {
     **dict.fromkeys((x for x in TEXTS if x.startswith("docs/concepts/")), 0.0),
     "docs/agents.md": 0.0,
+    "docs/evolution.md": tolerance_here("docs/evolution.md"),
     "docs/meta_rl.md": 0.01,
 }
 # Packages that only show numbers; the tests have no need of them.
