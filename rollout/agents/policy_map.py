@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.core import Tracer
 
 from rollout import checks
 from rollout.agents import mapping
@@ -137,7 +138,7 @@ def _check_mapping_fn(
         return jax.vmap(sample)(jax.random.split(jax.random.key(0), _NUM_SAMPLES))
 
     indices = jax.jit(sample_many)()
-    if isinstance(indices, jax.core.Tracer):
+    if isinstance(indices, Tracer):
         return  # inside `jit` the values are unknown
     low, high = np.min(indices), np.max(indices)
     if low < 0 or high >= num_policies:
