@@ -145,9 +145,13 @@ def regenerate_notebook(path: Path) -> None:
             notebook,
             timeout=None,
             record_timing=False,
+            coalesce_streams=True,
             resources={"metadata": {"path": folder}},
         )
         client.execute(cleanup_kc=True, env=environment())
+    for cell in notebook.cells:  # without warnings about the machine
+        if "outputs" in cell:
+            cell.outputs = [x for x in cell.outputs if x.get("name") != "stderr"]
     nbformat.write(notebook, path)
     if path.name in FROM_NOTEBOOKS:
         outputs = [x for cell in notebook.cells for x in cell.get("outputs", [])]
