@@ -128,23 +128,25 @@ class Agent:
                 "`env` must be environments to start episodes, got an EnvSpec. Make "
                 "the agent with environments, or call `init_learner(key, obs)`."
             )
-
-        # Compile one program instead of many small programs. It also returns the key,
-        # so that the whole state is on the devices of the environments and `train`
-        # compiles once.
-        @jax.jit
-        def init_learner(keys: chex.PRNGKey, obs: ArrayTree) -> Any:
-            return self.init_learner(keys[0], obs).replace(key=keys[1])
-
         keys = jax.random.split(key, 3)
         carry = self.collector.init(keys[0])
-        state = init_learner(keys[1:], carry.obs)
+        # Compile one program instead of many small programs. Calls and equal agents
+        # share it, because it is a method.
+        state = jax.jit(self._init_learner)(keys[1:], carry.obs)
         if num_steps := self.num_initial_steps:
             carry, trajectory = self.collector.collect_steps(
                 carry, state.params, num_steps
             )
             state = jax.jit(self.init_buffer)(state, trajectory)
         return state.replace(carry=carry)
+
+    def _init_learner(self, keys: chex.PRNGKey, obs: ArrayTree) -> Any:
+        """Initializes a state without `carry` from two keys.
+
+        The key of the state is then on the devices of the environments, like the other
+        arrays, so that `train` compiles once.
+        """
+        return self.init_learner(keys[0], obs).replace(key=keys[1])
 
     def update(self, state: Any) -> tuple[Any, dict[str, jax.Array]]:
         """Collects experience, updates the parameters, returns `(state, metrics)`."""

@@ -124,13 +124,11 @@ def test_page_of_an_agent_includes_its_file(name):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_training")
-def test_programs_of_ppo_run(folder, capsys):
-    """They learn in `test_recipe_spaces.py`, and in the first command of the README."""
-    code = [re.sub(r"num_updates=\d+", "num_updates=2", x) for x in programs("ppo")]
-    run("ppo.md", *code)
+def test_programs_of_ppo_learn(folder, capsys):
+    run("ppo.md", *programs("ppo"))
     cartpole, pendulum, *_, action = capsys.readouterr().out.splitlines()
-    assert cartpole.endswith(", 100 episodes")
-    assert pendulum.endswith(", 100 episodes")
+    assert float(cartpole.split()[1]) > 450
+    assert float(pendulum.split()[1]) > -250
     assert action in ("0", "1")
     assert pathlib.Path("runs/cartpole/curve.png").is_file()
 

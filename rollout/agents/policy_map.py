@@ -25,6 +25,7 @@ from rollout.envs.multi_agent import ACTING, AgentLayout, layout_of
 from rollout.envs.types import ArrayTree
 from rollout.types import Carry, EpisodeKey, Key, Obs, Params, Policy, PolicyStep
 
+_INDEX = "`policy_mapping_fn` must return the index of each agent's policy"
 _NUM_SAMPLES = 64  # results of a mapping function that `policy_map` validates
 
 
@@ -121,31 +122,32 @@ def _check_mapping_fn(
     fn: MappingFn, agents: tuple[str, ...], num_policies: int
 ) -> None:
     """Checks the shape of the indices of a mapping function, and samples of them."""
-    requirement = "`policy_mapping_fn` must return the index of each agent's policy"
+    indices = _sample_indices(fn, agents)
+    if isinstance(indices, Tracer):
+        return  # inside `jit` the values are unknown
+    low, high = np.min(indices), np.max(indices)
+    if low < 0 or high >= num_policies:
+        raise ValueError(
+            f"{_INDEX}, from 0 to {num_policies - 1}, got {low if low < 0 else high}."
+        )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sample_indices(fn: MappingFn, agents: tuple[str, ...]) -> jax.Array:
+    """Calls a mapping function with several keys; returns `[_NUM_SAMPLES, A]`."""
 
     def sample(key: Key) -> jax.Array:
         result = fn(key, agents)
         is_int = jnp.issubdtype(getattr(result, "dtype", bool), jnp.integer)
         if not is_int or result.shape != (len(agents),):
             raise ValueError(
-                f"{requirement}, integers of shape ({len(agents)},), got "
+                f"{_INDEX}, integers of shape ({len(agents)},), got "
                 f"{checks.describe(result)}. For names of policies, pass the result of "
                 "`static_mapping`."
             )
         return result
 
-    def sample_many() -> jax.Array:
-        return jax.vmap(sample)(jax.random.split(jax.random.key(0), _NUM_SAMPLES))
-
-    indices = jax.jit(sample_many)()
-    if isinstance(indices, Tracer):
-        return  # inside `jit` the values are unknown
-    low, high = np.min(indices), np.max(indices)
-    if low < 0 or high >= num_policies:
-        raise ValueError(
-            f"{requirement}, from 0 to {num_policies - 1}, got "
-            f"{low if low < 0 else high}."
-        )
+    return jax.vmap(sample)(jax.random.split(jax.random.key(0), _NUM_SAMPLES))
 
 
 def policy_state(state: Carry | ArrayTree, name: str) -> dict[str, ArrayTree]:
