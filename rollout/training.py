@@ -130,8 +130,7 @@ class Agent:
             )
         keys = jax.random.split(key, 3)
         carry = self.collector.init(keys[0])
-        # Compile one program instead of many small programs. Calls and equal agents
-        # share it, because it is a method.
+        # Compile one program instead of many small programs.
         state = jax.jit(self._init_learner)(keys[1:], carry.obs)
         if num_steps := self.num_initial_steps:
             carry, trajectory = self.collector.collect_steps(

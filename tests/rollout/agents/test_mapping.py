@@ -208,6 +208,18 @@ def test_agent_with_a_policy_of_another_group_is_unmapped():
     assert rollout.agents.summarize_agents(got).num_unmapped == unmapped.sum() > 0
 
 
+def test_index_out_of_range_is_unmapped():
+    """`policy_map` raises for an index that it samples; others count as unmapped."""
+    policies, env = {"x": constant(3), "y": constant(4)}, envs.vectorize(table(), B)
+    policy = rollout.agents.policy_map(policies, lambda *_: jnp.array([0, 1, 1]), env)
+    policy = policy.replace(policy_mapping_fn=lambda *_: jnp.array([0, 2, -5]))
+    collector = rollout.Collector(env=env, policy=policy)
+    _, got = collector.collect_steps(collector.init(KEY), dict.fromkeys(policies), T)
+    np.testing.assert_array_equal(got.extras.policy_id[2, 1], [0, -1, -1])
+    np.testing.assert_array_equal(got.action["all"][2, 1], [3, 0, 0])
+    assert rollout.agents.summarize_agents(got).num_unmapped == 2 * B * T
+
+
 def test_mode_is_that_of_policies_that_have_one():
     greedy = rollout.stateless_policy(
         lambda params, obs, key: jnp.full(obs.shape, 1, jnp.int32),
