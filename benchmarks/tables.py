@@ -211,6 +211,18 @@ def launches(data: dict[str, Any]) -> str:
     )
 
 
+def origin(table: dict[str, Any]) -> str:
+    """Describes when, where and from which commit the rows of a table were measured."""
+    texts = []
+    if "date" in table:
+        texts.append("{date}, commit {commit}: {machine}.".format(**table))
+    elif "measured" in table:
+        texts.append(table["measured"])
+    if "stored" in table:
+        texts.append(f"Stored rows: {table['stored']['measured']}")
+    return " ".join(texts)
+
+
 def text(data: dict[str, Any], page: str) -> str:
     """Formats every row of every table in plain text."""
     texts = [f"All rows behind {page}."]
@@ -222,8 +234,9 @@ def text(data: dict[str, Any], page: str) -> str:
             "  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip()
             for row in rows
         )
-        note = [textwrap.fill(table["note"], 88), ""] if "note" in table else []
-        texts.append("\n".join([name.upper(), "", *note, *lines]))
+        notes = [table.get("note", ""), origin(table)]
+        filled = [x for y in notes if y for x in (textwrap.fill(y, 88), "")]
+        texts.append("\n".join([name.upper(), "", *filled, *lines]))
     return "\n\n\n".join(texts) + "\n"
 
 
