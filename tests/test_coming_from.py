@@ -195,15 +195,12 @@ def test_program_trains(name, request, capsys, tmp_path, monkeypatch):
         request.getfixturevalue("quick_compile" if is_short else "quick_training")
     pytest.importorskip(NEEDED.get(name, "jax"))
     monkeypatch.chdir(tmp_path)
-    has_brax = importlib.util.find_spec("brax") is not None
     code = program(TEXTS[name])
-    if name == "brax" and not has_brax:
+    if name == "brax" and importlib.util.find_spec("brax") is None:
         code = blocks(TEXTS[name])[0]  # the second block changes a robot of brax
-        code += f"print({MARK!r}, end='')\n"
+        code = inject(code, 'ENV_ID = "Pendulum-v1"') + f"print({MARK!r}, end='')\n"
     for line in TRAINED[name].split("\n"):
         code = inject(code, line) if line else code
-    if name == "brax" and not has_brax:
-        code = inject(code, 'ENV_ID = "Pendulum-v1"')
     names = run(f"docs/coming_from/{name}.md", code)
     check_out(name, names, capsys.readouterr().out)
 
