@@ -155,18 +155,18 @@ def measure_parts(env_id: str, num_envs: int, repeats: int) -> dict[str, str]:
     parts = rollout.profile(
         full, None, jax.random.key(0), NUM_STEPS, num_repeats=repeats
     )
-    programs = {"whole": steps(full, NUM_STEPS), "less": steps(lean, NUM_STEPS)}
+    programs = {"total": steps(full, NUM_STEPS), "less": steps(lean, NUM_STEPS)}
     timing = measure(programs, repeats)
     names = {"policy": "policy", "step": "env_step", "reset": "auto_reset"}
-    names |= {"recording": "recording", "whole": "whole"}
-    limit = (parts.policy + parts.env_step + parts.recording) / parts.whole
-    ratio = timing["whole"].wall / timing["less"].wall
+    names |= {"recording": "recording", "total": "total"}
+    limit = (parts.policy + parts.env_step + parts.recording) / parts.total
+    ratio = timing["total"].wall / timing["less"].wall
     return {
         "environment": f"`{env_id}`",
         "lanes": f"{num_envs:,}",
         **{f"{x}, ms": f"{1e3 * getattr(parts, y):.2f}" for x, y in names.items()},
-        "(policy + step + recording) / whole": f"{limit:.2f}",
-        "whole / whole without `next_obs`": f"{ratio:.2f}",
+        "(policy + step + recording) / total": f"{limit:.2f}",
+        "total / total without `next_obs`": f"{ratio:.2f}",
     }
 
 

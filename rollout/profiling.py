@@ -31,8 +31,8 @@ class Profile(NamedTuple):
         env_step: stepping the environments.
         auto_reset: starting new episodes in finished lanes.
         recording: writing the trajectory.
-        whole: the whole collection, with all parts.
-        unexplained: `whole` minus the four parts. Negative if XLA fuses parts in the
+        total: the collection with all parts.
+        unexplained: `total` minus the four parts. Negative if XLA fuses parts in the
             whole collection.
     """
 
@@ -40,7 +40,7 @@ class Profile(NamedTuple):
     env_step: float
     auto_reset: float
     recording: float
-    whole: float
+    total: float
     unexplained: float
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ def profile(
     # Time the parts in turn, so that a slow moment of the machine hits all parts.
     times = [[_time(x, inputs) for x in programs] for _ in range(num_repeats)]
     *parts, total = map(statistics.median, zip(*times, strict=True))
-    return Profile(*parts, whole=total, unexplained=total - sum(parts))
+    return Profile(*parts, total=total, unexplained=total - sum(parts))
 
 
 # Methods of host environments, and the part of a step that each belongs to.
@@ -153,7 +153,7 @@ def _profile_host(
         parts = [env.seconds[name] for name in ("policy", "env_step", "auto_reset")]
         times.append([*parts, end - env.last, end - start])
     *medians, total = map(statistics.median, zip(*times[1:], strict=True))
-    return Profile(*medians, whole=total, unexplained=total - sum(medians))
+    return Profile(*medians, total=total, unexplained=total - sum(medians))
 
 
 def _time(program: Callable[[_Inputs], Any], inputs: _Inputs) -> float:

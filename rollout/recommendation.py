@@ -170,7 +170,7 @@ def choose_items(
     return action.astype(jnp.int32), extras
 
 
-class Catalogue(struct.PyTreeNode, kw_only=True):
+class Catalog(struct.PyTreeNode, kw_only=True):
     """Properties of the items, for the metrics; None if unknown.
 
     Attributes:
@@ -189,7 +189,7 @@ class Catalogue(struct.PyTreeNode, kw_only=True):
 class RecommendationStats(struct.PyTreeNode, kw_only=True):
     """Metrics of exactly N episodes of recommendation.
 
-    Each metric is `()` float32, or None if the `Catalogue` lacks the table for it.
+    Each metric is `()` float32, or None if the `Catalog` lacks the table for it.
 
     Attributes:
         episodes: statistics of the episodes, as `summarize` returns them.
@@ -274,7 +274,7 @@ def evaluate_settings(
     key: chex.PRNGKey,
     num_episodes: int,
     *,
-    catalogue: Catalogue | None = None,
+    catalog: Catalog | None = None,
     max_episode_steps: int = checks.MAX_EPISODE_STEPS,
 ) -> dict[str, RecommendationStats]:
     """Plays exactly `num_episodes` in each setting, in one jitted program.
@@ -286,7 +286,7 @@ def evaluate_settings(
         params: parameters of the policies.
         key: one typed key: the source of all randomness.
         num_episodes: N, at least 1. Static: one trace per value.
-        catalogue: properties of the items.
+        catalog: properties of the items.
         max_episode_steps: steps after which an episode is truncated, at least 1.
 
     Returns:
@@ -299,17 +299,15 @@ def evaluate_settings(
     checks.typed_key(key)
     num_episodes = checks.int_between("num_episodes", num_episodes)
     max_episode_steps = checks.max_episode_steps(max_episode_steps)
-    catalogue = Catalogue() if catalogue is None else catalogue
+    catalog = Catalog() if catalog is None else catalog
     checks.kind("`settings` must be a dict", settings, Mapping)
-    checks.kind("`catalogue` must be a `Catalogue`", catalogue, Catalogue)
+    checks.kind("`catalog` must be a `Catalog`", catalog, Catalog)
     for name, collector in settings.items():
         # Check lengths: JAX reads beyond the end of a table without an error.
-        _check(name, collector, catalogue)
-    catalogue = jax.tree.map(
-        jnp.asarray, catalogue, is_leaf=lambda x: isinstance(x, list)
-    )
+        _check(name, collector, catalog)
+    catalog = jax.tree.map(jnp.asarray, catalog, is_leaf=lambda x: isinstance(x, list))
     return _evaluate(
-        dict(settings), params, key, num_episodes, catalogue, max_episode_steps
+        dict(settings), params, key, num_episodes, catalog, max_episode_steps
     )
 
 
@@ -319,13 +317,13 @@ def _evaluate(
     params: Any,
     key: chex.PRNGKey,
     num_episodes: int,
-    catalogue: Catalogue,
+    catalog: Catalog,
     max_episode_steps: int,
 ) -> dict[str, RecommendationStats]:
     directions = jnp.zeros((1, 0))
-    if catalogue.features is not None:  # a zero vector stays zero
-        length = jnp.linalg.norm(catalogue.features, axis=1, keepdims=True)
-        directions = catalogue.features / jnp.where(length > 0.0, length, 1.0)
+    if catalog.features is not None:  # a zero vector stays zero
+        length = jnp.linalg.norm(catalog.features, axis=1, keepdims=True)
+        directions = catalog.features / jnp.where(length > 0.0, length, 1.0)
 
     def measure(collector: Collector) -> RecommendationStats:
         num_envs, num_items = collector.env.num_envs, collector.env.action_space.n
@@ -350,7 +348,7 @@ def _evaluate(
             """Averages a table over the recommendations."""
             return None if table is None else jnp.sum(table * sums.counts) / num_shown
 
-        popularity, has_features = catalogue.popularity, catalogue.features is not None
+        popularity, has_features = catalog.popularity, catalog.features is not None
         return RecommendationStats(
             episodes=summarize(episodes),
             click_through_rate=jnp.sum(episodes.episode_return) / num_shown,
@@ -358,7 +356,7 @@ def _evaluate(
             coverage_per_turn=num_different / num_shown,
             diversity=sums.diversity / episodes.mask.size if has_features else None,
             novelty=mean(None if popularity is None else -jnp.log(popularity)),
-            dominated_share=mean(catalogue.dominated),
+            dominated_share=mean(catalog.dominated),
             no_valid_action_share=sums.no_valid_action / num_shown,
         )
 
@@ -386,16 +384,16 @@ def _add(sums: _Sums, row: Transition, directions: jax.Array) -> _Sums:
     )
 
 
-def _check(name: str, collector: Collector, catalogue: Catalogue) -> None:
+def _check(name: str, collector: Collector, catalog: Catalog) -> None:
     """Checks that actions are items, and that the tables cover these items."""
     checks.collects_in_jax(collector)
     space = collector.env.action_space
     rule = f"`settings[{name!r}]` must have items as actions, a `Discrete` space"
     if not isinstance(space, Discrete):
         raise ValueError(f"{rule}, got {type(space).__name__}.")
-    for field, table in vars(catalogue).items():
+    for field, table in vars(catalog).items():
         if table is not None and np.shape(table)[:1] != (space.n,):
             raise ValueError(
-                f"`catalogue.{field}` must have one entry for each of {space.n} items, "
+                f"`catalog.{field}` must have one entry for each of {space.n} items, "
                 f"got shape {np.shape(table)}."
             )

@@ -119,7 +119,7 @@ def test_observations_are_in_the_space(name):
     assert walked()[name][-1]
 
 
-def test_action_outside_of_the_catalogue_is_no_data():
+def test_action_outside_of_the_catalog_is_no_data():
     assert np.isnan(walked()["beyond"][1].reward).all()
 
 

@@ -26,10 +26,10 @@ def test_work_of_a_host_environment_shows_as_its_step():
     profile = rollout.profile(collector, None, KEY, 5, num_repeats=2)
     with pytest.raises(ValueError, match="another collector steps these"):
         collector.step(carry, None)
-    assert 5 * 0.01 <= profile.env_step < profile.whole
+    assert 5 * 0.01 <= profile.env_step < profile.total
     parts = profile.policy, profile.env_step, profile.auto_reset, profile.recording
     assert min(parts) > 0
-    assert profile.unexplained == pytest.approx(profile.whole - sum(parts))
+    assert profile.unexplained == pytest.approx(profile.total - sum(parts))
 
 
 def work(x):
@@ -73,4 +73,4 @@ def test_work_of_a_part_shows_as_that_part(part, count_operations):
     others = profile.policy + profile.env_step + profile.auto_reset + profile.recording
     most = getattr(profile, part)
     assert most > 100 * (others - most)
-    assert profile.whole > 100 * (others - most)
+    assert profile.total > 100 * (others - most)

@@ -26,7 +26,7 @@ MODEL = Model(
     max_turn=9,
 )
 SCORES = RNG.normal(size=(NUM_USERS, NUM_ITEMS + 1, NUM_ITEMS)).astype(np.float32)
-CATALOGUE = recommendation.Catalogue(
+CATALOG = recommendation.Catalog(
     features=RNG.normal(size=(NUM_ITEMS, 3)).astype(np.float32),
     popularity=RNG.uniform(0.1, 1.0, NUM_ITEMS).astype(np.float32),
     dominated=RNG.random(NUM_ITEMS) < 0.4,
@@ -60,10 +60,10 @@ def make_settings(force_length=10, **options):
     return recommendation.recommendation_settings(make_env(**options), force_length)
 
 
-def evaluate(settings, num, catalogue=None):
-    """The metrics of settings, with or without tables of the catalogue."""
+def evaluate(settings, num, catalog=None):
+    """The metrics of settings, with or without tables of the catalog."""
     given = settings, SCORES, KEY, num
-    return recommendation.evaluate_settings(*given, catalogue=catalogue)
+    return recommendation.evaluate_settings(*given, catalog=catalog)
 
 
 def make_collector(env, num_lanes=NUM_LANES, policy=POLICY, **options):
@@ -131,9 +131,9 @@ def test_rows_are_those_of_a_plain_loop(played, name):
 
 
 def test_metrics_are_those_of_all_episodes_in_a_plain_loop(collectors, played):
-    stats = evaluate(collectors, NUM_EPISODES, CATALOGUE)
+    stats = evaluate(collectors, NUM_EPISODES, CATALOG)
     assert list(stats) == list(SETTINGS)
-    tables = CATALOGUE.features, CATALOGUE.popularity, CATALOGUE.dominated
+    tables = CATALOG.features, CATALOG.popularity, CATALOG.dominated
     for name, setting in SETTINGS.items():
         rows, _ = played[name]
         users = rows.obs["user"][0]
@@ -190,14 +190,14 @@ def test_items_that_are_used_up_are_flagged():
     assert np.isfinite(rows.extras["log_prob"]).all()
     played = MODEL.play(SCORES, int(rows.obs["user"][0, 0]), setting)
     assert rows.action[:, 0].tolist() == played.item
-    stats = evaluate({"all": collector}, 20, CATALOGUE)["all"]
+    stats = evaluate({"all": collector}, 20, CATALOG)["all"]
     assert stats.no_valid_action_share == np.float32(3 / (NUM_ITEMS + 3))
     assert all(np.isfinite(x) for x in rollout.log_stats(stats).values())
 
 
 def test_tables_and_actions_must_be_those_of_the_items():
     settings = {"FB": make_collector(make_env())}
-    short = recommendation.Catalogue(popularity=np.ones(3))
+    short = recommendation.Catalog(popularity=np.ones(3))
     with pytest.raises(ValueError, match="must have one entry for each of 12 items"):
         evaluate(settings, 2, short)
     pendulum = envs.make("Pendulum-v1")

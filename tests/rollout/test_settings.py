@@ -44,7 +44,7 @@ def test_stream_and_profile_run_operation_by_operation():
             if disabled:
                 key = jax.random.key(1)
                 parts = rollout.profile(collector, None, key, 2, num_repeats=1)
-                assert parts.whole > 0
+                assert parts.total > 0
     np.testing.assert_array_equal(*batches)
 
 

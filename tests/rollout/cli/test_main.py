@@ -118,10 +118,10 @@ def test_profile_times_the_parts_and_writes_a_trace(tmp_path):
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
     parts = {x.partition("/")[2]: y for x, y in table.items() if y.endswith(" ms")}
     times = {name: float(text.removesuffix(" ms")) for name, text in parts.items()}
-    whole = times.pop("whole")
+    total = times.pop("total")
     assert [*times][:4] == ["policy", "env step", "auto reset", "recording"]
     assert [*times][4:] in (["unexplained"], ["saved by fusing"])
-    np.testing.assert_allclose(sum(times.values()), whole, atol=0.005)
+    np.testing.assert_allclose(sum(times.values()), total, atol=0.005)
 
 
 def test_queue_run_reports_the_episodes_of_collect_episodes(queue_table, episodes):

@@ -87,7 +87,7 @@ def test_mask_is_found_where_wrappers_put_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.9, 0.002])
-def test_random_items_of_a_large_catalogue_are_drawn_evenly(share):
+def test_random_items_of_a_large_catalog_are_drawn_evenly(share):
     num_lanes, num_items = 4_000, 1_000
     mask = np.random.default_rng(0).random(num_items) < share
     assert mask.sum() >= 2
