@@ -9,7 +9,8 @@ changed detail.
     git clone https://github.com/luchris429/purejaxrl
     taskset -c 0 python benchmarks/ppo_results.py docs/recipes/ppo.json \\
         --purejaxrl purejaxrl/purejaxrl
-    taskset -c 0 python benchmarks/ppo_results.py docs/recipes/ppo.json --details
+    taskset -c 0 python benchmarks/ppo_results.py docs/recipes/ppo.json --details \\
+        --tasks Pendulum-v1 Breakout-MinAtar
 
 Runs in the file are only repeated with `--repeat`. Then `charts.py` draws
 `docs/recipes/ppo.png`, and `tables.py` writes the tables of the page.

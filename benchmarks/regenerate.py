@@ -33,6 +33,7 @@ def steps() -> dict[str, list[str]]:
     """Returns the commands of every step."""
     curves = [x for x in sorted(DOCS.glob("recipes/*.json")) if x.stem != "ppo"]
     learning = f"{ONE_CORE}learning_compared.py docs/learning"
+    more_seeds = f"{learning}_more_seeds.json --repeat {CLONE}"
     ppo = f"{ONE_CORE}ppo_results.py docs/recipes/ppo.json --repeat"
 
     def speed(script: str) -> list[str]:
@@ -53,13 +54,16 @@ def steps() -> dict[str, list[str]]:
             x.stem: [f"python benchmarks/curves.py docs/recipes/{x.name}"]
             for x in curves
         },
-        "ppo": [f"{ppo} {CLONE}", f"{ppo} --details"],
+        "ppo": [
+            f"{ppo} {CLONE}",
+            f"{ppo} --details --tasks Pendulum-v1 Breakout-MinAtar",
+        ],
         "teams": ["python benchmarks/teams.py docs/teams.json --repeat --seeds 5"],
         "learning": [f"{learning}.json --repeat {CLONE}"],
         "learning_more_seeds": [
-            f"{learning}_more_seeds.json --repeat {CLONE} --seeds 25 "
-            "--tasks 'PPO CartPole' 'DQN CartPole' "
-            "--makers ours limit_is_failure purejaxrl"
+            f"{more_seeds} --seeds 25 --tasks 'PPO CartPole' 'DQN CartPole' "
+            "--makers ours limit_is_failure purejaxrl",
+            f"{more_seeds} --seeds 15 --tasks 'PPO Breakout' --makers ours purejaxrl",
         ],
         "learning_problems": ["python benchmarks/learning_problems.py"],
         "accelerators": [

@@ -262,6 +262,8 @@ def learning(results: dict[str, Any], first: str, *makers: str) -> str:
     """
     rows = []
     for task, values in results.items():
+        if not set(makers) <= values.keys():
+            continue
         steps = total_steps(learning_compared.TASKS[task][1])
         number = steps if first == "steps" else len(values["ours"])
         row = {"": task, first: f"{number:,}"}
