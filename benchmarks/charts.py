@@ -67,6 +67,8 @@ PEERS = {
             "JaxMARL's `vdn_rnn.py`",
             "Craftax_Baselines' `ppo.py`",
             "evosax",
+            "sbx",
+            "Stable-Baselines3",
         )
     },
     "Gymnasium: MuJoCo and Atari": {
