@@ -1,4 +1,4 @@
-"""How long does a program take until the first batch, and the program of the README?
+"""How long do imports, the first batch, and the program of the README take?
 
 Each row runs in a new process, which measures the time from its first line to its last.
 The programs run without a compilation cache, with a filled cache
