@@ -5,7 +5,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import chex
@@ -437,20 +437,11 @@ class EnvSpec:
         observation_space: observation space of a single environment.
         action_space: action space of a single environment.
         num_envs: number of parallel environments.
-        normalize_fn: maps raw observations to the policy's observations; None if they
-            are equal. Comparisons of specs ignore it.
     """
 
     observation_space: AnySpace
     action_space: AnySpace
     num_envs: int = 1
-    normalize_fn: Callable[[ArrayTree], ArrayTree] | None = dataclasses.field(
-        default=None, compare=False
-    )
-
-    def normalize_obs(self, obs: ArrayTree) -> ArrayTree:
-        """Normalizes raw observations in the same way as the environment."""
-        return obs if self.normalize_fn is None else self.normalize_fn(obs)
 
 
 def env_spec(env: Any) -> EnvSpec:

@@ -17,9 +17,11 @@ import numpy as np
 from rollout import checks
 from rollout.collector import Collector
 from rollout.envs.host.types import HostVectorEnv
-from rollout.envs.spaces import EnvSpec, env_spec
+from rollout.envs.spaces import MASK, EnvSpec, env_spec
 from rollout.envs.types import ArrayTree, BaseVectorEnv, hash_of_types
 from rollout.host.host_collector import HostCollector
+from rollout.networks import PRIVILEGED, obs_keys, select_parts
+from rollout.normalization import init_obs_stats
 from rollout.policies import Greedy
 from rollout.types import Policy, Transition
 
@@ -52,8 +54,9 @@ class Agent:
             number of environment steps before the first update.
 
     Raises:
-        ValueError: if a field is a class instead of an object, or if `env` updates its
-            statistics of observations and `config` has `learning_starts`.
+        ValueError: if a field is a class instead of an object, if `env` updates its
+            statistics of observations, or if `config.actor_obs` or `config.critic_obs`
+            does not fit the observation space or the network.
     """
 
     env: Any
@@ -72,14 +75,23 @@ class Agent:
                 "`config` must be a dataclass, such as the `Config(...)` of a recipe, "
                 f"got {checks.describe(self.config)}."
             )
-        has_buffer = getattr(self.config, "learning_starts", None) is not None
-        if has_buffer and isinstance(self.env, BaseVectorEnv) and self.env.learns:
+        if isinstance(self.env, BaseVectorEnv) and self.env.learns:
             raise ValueError(
-                "`env` must have fixed statistics, since a replay buffer keeps "
-                "observations that were normalized earlier, got "
-                f"{type(self.env).__name__}. Collect some steps with a random policy, "
-                "and pass `collector.freeze(carry).env`."
+                "`env` must not update statistics of observations, got "
+                f"{type(self.env).__name__}. Pass the environments without the wrapper "
+                "and set `Config(normalize_observations=True)`."
             )
+        for option in ("actor_obs", "critic_obs"):
+            if getattr(self.config, option, None) is None:
+                continue
+            if self._custom_networks:
+                raise ValueError(
+                    f"`config.{option}` must be None with a custom "
+                    f"`{self._custom_networks[0]}`, got "
+                    f"{getattr(self.config, option)!r}. Select the parts of the "
+                    "observation in the network."
+                )
+            getattr(self, option)  # raises if the space lacks a part
 
     @property
     def policy(self) -> Policy:
@@ -100,6 +112,42 @@ class Agent:
     def collector(self) -> Collector | HostCollector:
         """The collector that runs `policy` in `env`."""
         return make_collector(self.env, self.policy)
+
+    @property
+    def _custom_networks(self) -> list[str]:
+        """Names of the networks that the user passed."""
+        names = "network", "actor_network", "critic_network"
+        return [name for name in names if getattr(self, name, None) is not None]
+
+    @functools.cached_property
+    def actor_obs(self) -> tuple[str, ...] | None:
+        """Parts of a `Dict` observation that the default actor reads, else None.
+
+        By default these are all parts except `privileged_state`, which a robot does not
+        observe. A custom network receives all parts.
+        """
+        keys, space = (
+            getattr(self.config, "actor_obs", None),
+            self.spec.observation_space,
+        )
+        without = None if self._custom_networks else PRIVILEGED
+        return obs_keys("actor_obs", keys, space, without=without)
+
+    @functools.cached_property
+    def critic_obs(self) -> tuple[str, ...] | None:
+        """Parts of a `Dict` observation that the default critic reads, else None."""
+        keys = getattr(self.config, "critic_obs", None)
+        return obs_keys("critic_obs", keys, self.spec.observation_space)
+
+    def init_obs_stats(self) -> dict[str, Any]:
+        """Returns the statistics to join to the initial parameters.
+
+        The dict is empty unless `config.normalize_observations` is True.
+        """
+        if not getattr(self.config, "normalize_observations", False):
+            return {}
+        cnn = getattr(self.config, "cnn", None)
+        return init_obs_stats(self.spec.observation_space, cnn)
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some fields changed."""
@@ -198,8 +246,8 @@ class Agent:
 
         Args:
             params: parameters of the policy.
-            obs: `[*shape]`, a raw observation. If `env` normalizes observations, first
-                fix the statistics with `agent.freeze(state)`.
+            obs: `[*shape]`, an observation as `env` returns it. A dict may lack the
+                parts that only the critic reads, such as `privileged_state`.
 
         Raises:
             ValueError: if `obs` has another shape.
@@ -208,23 +256,26 @@ class Agent:
         return _predict(hash_of_types(policy), policy, params, self.prepare_obs(obs))
 
     def prepare_obs(self, obs: ArrayTree) -> ArrayTree:
-        """Normalizes a single observation as `env` does, and checks it."""
+        """Checks a single observation and selects the parts that the actor reads."""
+        space = self.spec.observation_space
         if isinstance(obs, list):
-            obs = np.asarray(obs, self.spec.observation_space.dtype)
-        obs, expected = self.env.normalize_obs(obs), self._obs_shape
-        if (shape := jax.tree.map(jnp.shape, obs)) != expected:
+            obs = np.asarray(obs, space.dtype)
+        keys = None if self.actor_obs is None else (*self.actor_obs, MASK)
+        expected, space = select_parts(space, self._obs_leaves, keys)
+        expected = jax.tree.map(np.shape, expected)
+        obs, _ = select_parts(space, obs, keys)
+        if (shape := jax.tree.map(np.shape, obs)) != expected:
             raise ValueError(
                 f"`obs` must be a single observation, of shape {expected}, got {shape}."
             )
-        spaces = self.spec.observation_space.leaves()
-        for x, space in zip(jax.tree.leaves(obs), spaces, strict=False):
-            is_integer = jnp.issubdtype(space.dtype or float, jnp.integer)
-            if not is_integer or space.bounds is None or not checks.is_known(x):
+        for x, part in zip(jax.tree.leaves(obs), space.leaves(), strict=False):
+            is_integer = jnp.issubdtype(part.dtype or float, jnp.integer)
+            if not is_integer or part.bounds is None or not checks.is_known(x):
                 continue
             # A network accepts an integer outside the space without an error.
-            x, (low, high) = np.asarray(x), space.bounds
+            x, (low, high) = np.asarray(x), part.bounds
             if np.any((x < low) | (x > high) | (x % 1 != 0)):
-                raise ValueError(f"`obs` must be in {space}, got {checks.describe(x)}.")
+                raise ValueError(f"`obs` must be in {part}, got {checks.describe(x)}.")
         return obs
 
     def batch_shape(self, obs: ArrayTree) -> tuple[int, ...]:
@@ -232,20 +283,11 @@ class Agent:
         leaf, leaf_shape = jax.tree.leaves(obs)[0], jax.tree.leaves(self._obs_leaves)[0]
         return leaf.shape[: leaf.ndim - leaf_shape.ndim]
 
-    @functools.cached_property
-    def _obs_shape(self) -> Any:
-        """Shapes of the leaves of a single observation."""
-        return jax.tree.map(jnp.shape, self._obs_leaves)
-
     @property
     def _obs_leaves(self) -> Any:
         """Shapes and dtypes of a single observation."""
         sample = self.spec.observation_space.sample
         return jax.eval_shape(sample, jax.random.key(0))
-
-    def freeze(self, state: Any) -> Self:
-        """Fixes the statistics of normalized environments for evaluation."""
-        return self.replace(env=self.collector.freeze(state.carry).env)
 
 
 def jit_on_host(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -303,6 +345,44 @@ def check_counts(config: Any, *names: str) -> None:
     """
     for name in names:
         checks.int_between(f"config.{name}", getattr(config, name))
+
+
+def check_desired_kl(config: Any) -> None:
+    """Checks the options of an adaptive learning rate.
+
+    Raises:
+        ValueError: if `config.desired_kl` is given with a schedule.
+    """
+    if config.desired_kl is not None and callable(config.learning_rate):
+        raise ValueError(
+            "`config.learning_rate` must be a number with `desired_kl`, got a "
+            "schedule. Pass the initial learning rate."
+        )
+
+
+def adapt_learning_rate(
+    learning_rate: jax.Array, kl: jax.Array, desired_kl: float
+) -> jax.Array:
+    """Adapts a learning rate to the KL divergence of a minibatch, as rsl_rl does.
+
+    Divides the rate by 1.5 if `kl` is above twice `desired_kl`, and multiplies it by
+    1.5 if `kl` is below half of it, within [1e-5, 1e-2]. A `kl` of exactly 0, as in the
+    first gradient step of an update, changes nothing.
+
+    Args:
+        learning_rate: `()` float.
+        kl: `()` float, mean over the minibatch of KL(collecting policy || policy).
+        desired_kl: target of `kl`, above 0.
+
+    Source:
+        "Learning to Walk in Minutes Using Massively Parallel Deep Reinforcement
+        Learning" (Rudin et al., arXiv:2109.11978), appendix.
+    """
+    lower = jnp.maximum(learning_rate / 1.5, 1e-5)
+    higher = jnp.minimum(learning_rate * 1.5, 1e-2)
+    is_low = (kl < desired_kl / 2) & (kl > 0)
+    learning_rate = jnp.where(is_low, higher, learning_rate)
+    return jnp.where(kl > 2 * desired_kl, lower, learning_rate)
 
 
 def check_network(name: str, output: Any, *shapes: tuple[int, ...]) -> None:

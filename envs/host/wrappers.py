@@ -118,7 +118,7 @@ class NormalizeHostEnv(HostWrapper):
             None for floats and images, `()` for no parts.
         epsilon: constant added to the variance, above 0.
         statistics: fixed statistics, set by `freeze`; None for running statistics.
-        learns: whether the wrapper updates its statistics.
+        learns: whether the wrapper updates the statistics of observations.
 
     Raises:
         ValueError: if an argument is invalid.
@@ -140,8 +140,8 @@ class NormalizeHostEnv(HostWrapper):
         checks.positive("epsilon", self.epsilon)
         if self.gamma is not None:
             checks.fraction("gamma", self.gamma)
-        self.learns = self.statistics is None
         self.only = normalize.names("only", self.only)
+        self.learns = self.statistics is None and self.only != ()
         self._space = as_space(self.env.observation_space, "env.observation_space")
         self._raw: ArrayTree = jax.tree.map(
             lambda x: np.zeros((self.num_envs, *x.shape), x.dtype),
@@ -228,7 +228,7 @@ class NormalizeHostEnv(HostWrapper):
 
     def _update(self, raw: ArrayTree, discounted: np.ndarray | None) -> None:
         """Updates the statistics, unless they are fixed."""
-        if not self.learns:
+        if self.statistics is not None:
             return
         obs_stats, reward_stats = self._statistics
         with np.errstate(all="ignore"):  # non-finite entries are ignored

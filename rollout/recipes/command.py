@@ -32,7 +32,7 @@ def main(agent_class: Any, config: Any, num_envs: int) -> None:
     parser.add_argument("--num-envs", type=int, default=num_envs)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--normalize", action="store_true", help="normalize observations and rewards"
+        "--normalize-rewards", action="store_true", help="see `NormalizeReward`"
     )
     parser.add_argument("--folder", help="default: runs/AGENT-ENVIRONMENT")
     parser.add_argument(
@@ -57,7 +57,7 @@ def main(agent_class: Any, config: Any, num_envs: int) -> None:
             raise ValueError(
                 f"`--seed` must be from 0 to 2^32 - 1, got {options.seed}."
             )
-        gamma = config.gamma if options.normalize else None
+        gamma = config.gamma if options.normalize_rewards else None
         make = functools.partial(make_env, options.env_id, gamma=gamma)
         env, eval_env = make(options.num_envs), None
         if options.evaluate_every and not isinstance(env, envs.types.VectorEnv):
@@ -115,15 +115,14 @@ def load_function(text: str) -> Callable[[], Any]:
 
 
 def make_env(env_id: str, num_envs: int, *, gamma: float | None = None) -> Any:
-    """Makes parallel environments, optionally with normalization.
+    """Makes parallel environments, optionally with normalized rewards.
 
     Args:
         env_id: id of an environment, for example `"brax:hopper"` or
             `"gymnasium:CartPole-v1"`; or `file.py:function`, the name of a function
             without arguments that makes a single environment.
         num_envs: number of parallel environments.
-        gamma: discount for the normalization of rewards. Observations are also
-            normalized. None disables both.
+        gamma: discount for the normalization of rewards; None disables it.
     """
     suite, _, name = env_id.partition(":")
     if suite == "gymnasium":
@@ -136,11 +135,11 @@ def make_env(env_id: str, num_envs: int, *, gamma: float | None = None) -> Any:
         host_env: Any = envs.from_gymnasium(make, num_envs, observe_info=masks)
         if gamma is None:
             return host_env
-        return envs.NormalizeHostEnv(host_env, gamma=gamma)
+        return envs.NormalizeHostEnv(host_env, gamma=gamma, only=())
     env = load_function(env_id)() if ".py:" in env_id else envs.make(env_id)
     if has_agents(env):
         raise ValueError(f"`env_id` must have a single agent, got {env_id}.")
     env = envs.vectorize(env, num_envs)
     if gamma is None:
         return env
-    return envs.NormalizeReward(envs.NormalizeObs(env), gamma=gamma)
+    return envs.NormalizeReward(env, gamma=gamma)

@@ -22,7 +22,8 @@ import rollout
 from rollout import checks
 from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers import flatten_obs
+from rollout.networks import Encoder, join
+from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.policies import EpsilonGreedy
 from rollout.training import Agent, check_counts, check_network, jit_on_host
 
@@ -51,6 +52,8 @@ class Config:
     beta: float = 0.4  # exponent of importance weights, annealed to 1
     tau: float = 0.01  # step size of target network updates
     target_update_interval: int = 1  # gradient steps between target updates
+    normalize_observations: bool = False  # by running statistics, part of `params`
+    cnn: bool | None = None  # None: a CNN for images of at least 36 x 36 pixels
     hidden_layer_sizes: tuple[int, ...] = (128, 128)
     activation: str = "relu"  # name of a function of `flax.linen`
     stats_window_size: int = 100  # episodes in the metric `return_mean`
@@ -65,13 +68,15 @@ class QNetwork(nn.Module):
 
     num_actions: int
     observation_space: AnySpace
+    obs_keys: tuple[str, ...] | None
+    cnn: bool | None
     hidden_layer_sizes: tuple[int, ...]
     activation: str
 
     @nn.compact
     def __call__(self, obs: ArrayTree) -> jax.Array:
         """Maps `[..., *shape]` observations to `[..., num_actions]`."""
-        x = flatten_obs(self.observation_space, obs)
+        x = join(Encoder(self.observation_space, self.obs_keys, self.cnn)(obs))
         for size in self.hidden_layer_sizes:
             x = nn.Dense(size)(x)
             x = getattr(nn, self.activation)(x)
@@ -140,6 +145,7 @@ class GreedyPolicy(rollout.Policy):
         self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
     ) -> rollout.PolicyStep:
         """Chooses the greedy actions."""
+        obs = normalize_obs(params, obs)
         action = masked_values(self.network, params, obs).argmax(-1)
         return rollout.PolicyStep(self.action_space.start + action, state)
 
@@ -190,9 +196,14 @@ class DQN(Agent):
         """The network, by default a `QNetwork`."""
         if self.network is not None:
             return self.network
-        config, spec = self.config, self.spec
-        sizes, activation = config.hidden_layer_sizes, config.activation
-        return QNetwork(spec.action_space.n, spec.observation_space, sizes, activation)
+        return QNetwork(
+            num_actions=self.spec.action_space.n,
+            observation_space=self.spec.observation_space,
+            obs_keys=self.actor_obs,
+            cnn=self.config.cnn,
+            hidden_layer_sizes=self.config.hidden_layer_sizes,
+            activation=self.config.activation,
+        )
 
     @functools.cached_property
     def policy(self) -> rollout.Policy:
@@ -243,7 +254,7 @@ class DQN(Agent):
         num_actions = self.spec.action_space.n
         check_network("network", output, (*self.batch_shape(obs), num_actions))
         return TrainState(
-            params=params,
+            params=params | self.init_obs_stats(),
             # Copy the parameters, so that the state can be donated.
             target_params=jax.tree.map(jnp.copy, params),
             opt_state=self.optimizer.init(params),
@@ -260,7 +271,10 @@ class DQN(Agent):
         """Creates the replay buffer, with the first steps `[T, B, ...]`."""
         experience = select_experience(trajectory)
         buffer_state = self.buffer.init(jax.tree.map(lambda x: x[0], experience))
+        params, obs_stats = split_obs_stats(state.params)
+        obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
         return state.replace(
+            params=params | obs_stats,
             buffer_state=self.buffer.add(buffer_state, experience),
             window=state.window.add(trajectory),
         )
@@ -293,7 +307,11 @@ class DQN(Agent):
         key, sample_key = jax.random.split(state.key)
         buffer_state = self.buffer.add(buffer_state, select_experience(trajectory))
         window = state.window.add(trajectory)
-        state = state.replace(buffer_state=buffer_state, window=window, key=key)
+        params, obs_stats = split_obs_stats(state.params)
+        obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
+        state = state.replace(
+            params=params | obs_stats, buffer_state=buffer_state, window=window, key=key
+        )
         sample_keys = jax.random.split(sample_key, num_gradients)
         # Indices of the gradient steps since the start of the training, from 1.
         steps = state.num_updates * num_gradients + jnp.arange(1, num_gradients + 1)
@@ -314,15 +332,17 @@ class DQN(Agent):
         sample = self.buffer.sample(
             state.buffer_state, key, config.batch_size, **options
         )
+        params, obs_stats = split_obs_stats(state.params)
+        next_obs = normalize_obs(obs_stats, sample.experience.next_obs)
         batch = Batch(
-            obs=sample.experience.obs,
+            obs=normalize_obs(obs_stats, sample.experience.obs),
             action=sample.experience.action,
-            target=self.td_target(state.params, state.target_params, sample),
+            target=self.td_target(params, state.target_params, sample, next_obs),
             weight=sample.weights,
         )
-        grads, metrics = jax.grad(self.mean_loss, has_aux=True)(state.params, batch)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        grads, metrics = jax.grad(self.mean_loss, has_aux=True)(params, batch)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
+        params = optax.apply_updates(params, updates)
         # A step size of 0 leaves the target network unchanged.
         is_due = step % config.target_update_interval == 0
         target_params = optax.incremental_update(
@@ -336,7 +356,7 @@ class DQN(Agent):
                 buffer_state, sample.indices, priority
             )
         state = state.replace(
-            params=params,
+            params=params | obs_stats,
             target_params=target_params,
             opt_state=opt_state,
             buffer_state=buffer_state,
@@ -348,6 +368,7 @@ class DQN(Agent):
         params: ArrayTree,
         target_params: ArrayTree,
         sample: rollout.buffers.types.Batch,
+        next_obs: ArrayTree,
     ) -> jax.Array:
         """Computes the double n-step target of every row, arXiv:1509.06461, eq. 4.
 
@@ -361,11 +382,11 @@ class DQN(Agent):
             params: parameters of the network, which chooses the action.
             target_params: parameters of the target network, which evaluates it.
             sample: `[M, ...]` rows of the replay buffer; `reward` is G.
+            next_obs: `[M, ...]`, normalized `next_obs` of the rows.
 
         Returns:
             `[M]` float, in discounted reward.
         """
-        next_obs = sample.experience.next_obs
         next_action = masked_values(self.model, params, next_obs).argmax(-1)
         next_value = select(self.model.apply(target_params, next_obs), next_action)
         return sample.experience.reward + sample.discount * next_value

@@ -22,11 +22,19 @@ import rollout
 from rollout.distributions import ActionDistribution
 from rollout.envs.spaces import get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient, normalize
+from rollout.networks import Encoder, join
+from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.platform import dot_general
 from rollout.targets import explained_variance
-from rollout.training import Agent, check_counts, check_network, jit_on_host
+from rollout.training import (
+    Agent,
+    adapt_learning_rate,
+    check_counts,
+    check_desired_kl,
+    check_network,
+    jit_on_host,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +55,11 @@ class Config:
     ent_coef: float = 0.01
     max_grad_norm: float = 0.5
     target_kl: float | None = None  # above 1.5 times this KL, skips gradient steps
+    desired_kl: float | None = None  # adapts the learning rate; replaces `anneal_lr`
+    normalize_observations: bool = False  # by running statistics, part of `params`
+    actor_obs: tuple[str, ...] | None = None  # None: all parts but `privileged_state`
+    critic_obs: tuple[str, ...] | None = None  # None: all parts of the observation
+    cnn: bool | None = None  # None: a CNN for images of at least 36 x 36 pixels
     hidden_layer_sizes: tuple[int, ...] = (64, 64)
     activation: str = "tanh"  # name of a function of `flax.linen`
     microbatch_size: int | None = None  # rows per accumulated gradient
@@ -61,10 +74,16 @@ Metrics = dict[str, jax.Array]
 
 
 class ActorCritic(nn.Module):
-    """Separate actor and critic, two multilayer perceptrons."""
+    """Separate actor and critic, two multilayer perceptrons.
+
+    They share the encoder of observations, which has parameters only for images.
+    """
 
     distribution: ActionDistribution
     observation_space: AnySpace
+    actor_obs: tuple[str, ...] | None
+    critic_obs: tuple[str, ...] | None
+    cnn: bool | None
     hidden_layer_sizes: tuple[int, ...]
     activation: str
 
@@ -76,22 +95,36 @@ class ActorCritic(nn.Module):
             obs: `[..., *shape]`, without or with an action mask.
 
         Returns:
-            `[..., num_params]` and `[...]`.
+            `[..., num_params]` and `[...]`. The value is NaN if `obs` lacks a part that
+            only the critic reads, as in `predict`.
         """
-        obs = flatten_obs(self.observation_space, obs)
+        keys = (*self.actor_obs, *self.critic_obs) if self.actor_obs else None
+        encoder_init = nn.initializers.orthogonal(2**0.5)
+        encoder = Encoder(self.observation_space, keys, self.cnn, encoder_init)
+        features = encoder(obs)
 
         def dense(size: int, scale: float) -> nn.Dense:
             kernel_init = nn.initializers.orthogonal(scale)
             return nn.Dense(size, kernel_init=kernel_init, dot_general=dot_general)
 
-        def mlp(x: jax.Array, num_outputs: int, scale: float) -> jax.Array:
-            for size in self.hidden_layer_sizes:
-                x = getattr(nn, self.activation)(dense(size, 2**0.5)(x))
-            return dense(num_outputs, scale)(x)
+        def make_mlp(num_outputs: int, scale: float) -> Any:
+            hidden_layers = [dense(size, 2**0.5) for size in self.hidden_layer_sizes]
+            output_layer = dense(num_outputs, scale)
 
-        value = mlp(obs, 1, 1.0)[..., 0]
+            def mlp(x: jax.Array) -> jax.Array:
+                for layer in hidden_layers:
+                    x = getattr(nn, self.activation)(layer(x))
+                return output_layer(x)
+
+            return mlp
+
         num_log_stds = self.distribution.num_log_stds
-        outputs = mlp(obs, self.distribution.num_params - num_log_stds, 0.01)
+        critic = make_mlp(1, 1.0)
+        actor = make_mlp(self.distribution.num_params - num_log_stds, 0.01)
+        outputs = actor(join(features, self.actor_obs))
+        value = jnp.full(outputs.shape[:-1], jnp.nan)
+        if features.keys() >= set(self.critic_obs or ()):
+            value = critic(join(features, self.critic_obs))[..., 0]
         if num_log_stds:  # standard deviations do not depend on the observation
             log_std = self.param("log_std", nn.initializers.zeros, (num_log_stds,))
             log_std = jnp.broadcast_to(log_std, (*value.shape, num_log_stds))
@@ -133,7 +166,7 @@ class Policy(rollout.Policy):
         self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
     ) -> rollout.PolicyStep:
         """Samples actions and records the inputs of the loss in `extras`."""
-        outputs, value = self.network.apply(params, obs)
+        outputs, value = self.network.apply(params, normalize_obs(params, obs))
         action_mask = get_action_mask(obs)
         raw_action = self.distribution.sample(outputs, key, action_mask)
         log_prob = self.distribution.log_prob(outputs, raw_action, action_mask)
@@ -145,13 +178,13 @@ class Policy(rollout.Policy):
         self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
     ) -> rollout.PolicyStep:
         """Chooses the most likely actions."""
-        outputs, _ = self.network.apply(params, obs)
+        outputs, _ = self.network.apply(params, normalize_obs(params, obs))
         raw_action = self.distribution.mode(outputs, get_action_mask(obs))
         return rollout.PolicyStep(self.distribution.postprocess(raw_action), state)
 
     def value(self, params: ArrayTree, obs: ArrayTree, state: ArrayTree) -> jax.Array:
         """Evaluates the value function."""
-        return self.network.apply(params, obs)[1]
+        return self.network.apply(params, normalize_obs(params, obs))[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +215,7 @@ class PPO(Agent):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self.config, "num_minibatches", "num_epochs", "stats_window_size")
+        check_desired_kl(self.config)
 
     @functools.cached_property
     def distribution(self) -> ActionDistribution:
@@ -192,10 +226,13 @@ class PPO(Agent):
     def model(self) -> Any:
         """The network, by default an `ActorCritic`."""
         return self.network or ActorCritic(
-            self.distribution,
-            self.spec.observation_space,
-            self.config.hidden_layer_sizes,
-            self.config.activation,
+            distribution=self.distribution,
+            observation_space=self.spec.observation_space,
+            actor_obs=self.actor_obs,
+            critic_obs=self.critic_obs,
+            cnn=self.config.cnn,
+            hidden_layer_sizes=self.config.hidden_layer_sizes,
+            activation=self.config.activation,
         )
 
     @functools.cached_property
@@ -207,11 +244,15 @@ class PPO(Agent):
     def optimizer(self) -> optax.GradientTransformation:
         """Adam with clipped gradients."""
         config, schedule = self.config, self.config.learning_rate
-        if config.anneal_lr and not callable(schedule):
+        clip = optax.clip_by_global_norm(config.max_grad_norm)
+        if config.desired_kl is not None:  # `minibatch_step` adapts the learning rate
+            adam = optax.inject_hyperparams(optax.adam)(schedule, eps=1e-5)
+        elif config.anneal_lr and not callable(schedule):
             num_steps = config.num_updates * config.num_epochs * config.num_minibatches
             schedule = optax.linear_schedule(schedule, 0.0, num_steps)
-        clip = optax.clip_by_global_norm(config.max_grad_norm)
-        adam = optax.adam(schedule, eps=1e-5)
+            adam = optax.adam(schedule, eps=1e-5)
+        else:
+            adam = optax.adam(schedule, eps=1e-5)
         # Flatten the parameters: few large operations are faster than many small ones.
         return optax.flatten(optax.chain(clip, adam))
 
@@ -224,6 +265,7 @@ class PPO(Agent):
         num_params, batch = self.distribution.num_params, self.batch_shape(obs)
         check_network("network", output, (*batch, num_params), batch)
         opt_state = self.optimizer.init(params)
+        params = params | self.init_obs_stats()
         window = rollout.EpisodeWindow.init(self.config.stats_window_size)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))
 
@@ -250,6 +292,8 @@ class PPO(Agent):
 
         Rows of agents whose `acting` is False train only the critic.
         """
+        params, obs_stats = split_obs_stats(state.params)
+        obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
         config, value = self.config, trajectory.extras["value"]
         # V(next_obs). At a truncation, `next_obs` is the episode's last observation.
         next_value = rollout.next_values(trajectory, value, last_value)
@@ -264,7 +308,7 @@ class PPO(Agent):
             mask=trajectory.mask,
         )
         batch = Batch(
-            obs=trajectory.obs,
+            obs=normalize_obs(obs_stats, trajectory.obs),
             raw_action=trajectory.extras["raw_action"],
             log_prob=trajectory.extras["log_prob"],
             value=value,
@@ -274,7 +318,7 @@ class PPO(Agent):
             acting=jnp.float32(getattr(trajectory, "acting", trajectory.mask)),
         )
         key, shuffle_key = jax.random.split(state.key)
-        learner = state.params, state.opt_state, jnp.bool_(False)
+        learner = params, state.opt_state, jnp.bool_(False)
         (params, opt_state, _), metrics = rollout.scan_minibatches(
             self.minibatch_step,
             learner,
@@ -290,6 +334,7 @@ class PPO(Agent):
         )
         metrics["return_mean"] = window.returns.mean
         num_updates = state.num_updates + 1
+        params = params | obs_stats
         state = state.replace(params=params, opt_state=opt_state, window=window)
         return state.replace(key=key, num_updates=num_updates), metrics
 
@@ -303,6 +348,11 @@ class PPO(Agent):
         grads, metrics = mean_gradient(
             self.loss, params, batch, batch.weight, microbatch_size=size
         )
+        if self.config.desired_kl is not None:
+            rate = optax.tree.get(opt_state, "learning_rate")
+            rate = adapt_learning_rate(rate, metrics["kl"], self.config.desired_kl)
+            opt_state = optax.tree.set(opt_state, learning_rate=rate)
+            metrics["learning_rate"] = rate
         updates, new_opt_state = self.optimizer.update(grads, opt_state, params)
         new = optax.apply_updates(params, updates), new_opt_state
         if self.config.target_kl is not None:

@@ -21,8 +21,9 @@ from flax import struct
 import rollout
 from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient
+from rollout.networks import Encoder, join
+from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.platform import dot_general
 from rollout.policies import EpsilonGreedy
 from rollout.training import Agent, check_counts, check_network, jit_on_host
@@ -48,6 +49,8 @@ class Config:
     exploration_initial_eps: float = 1.0
     exploration_final_eps: float = 0.05
     max_grad_norm: float = 10.0
+    normalize_observations: bool = False  # by running statistics, part of `params`
+    cnn: bool | None = None  # None: a CNN for images of at least 36 x 36 pixels
     hidden_layer_sizes: tuple[int, ...] = (128, 128)
     activation: str = "relu"  # name of a function of `flax.linen`
     stats_window_size: int = 100  # episodes in the metric `return_mean`
@@ -62,13 +65,15 @@ class QNetwork(nn.Module):
 
     num_actions: int
     observation_space: AnySpace
+    obs_keys: tuple[str, ...] | None
+    cnn: bool | None
     hidden_layer_sizes: tuple[int, ...]
     activation: str
 
     @nn.compact
     def __call__(self, obs: ArrayTree) -> jax.Array:
         """Maps `[..., *shape]` observations to `[..., num_actions]`."""
-        x = flatten_obs(self.observation_space, obs)
+        x = join(Encoder(self.observation_space, self.obs_keys, self.cnn)(obs))
         for size in self.hidden_layer_sizes:
             x = nn.LayerNorm()(nn.Dense(size, dot_general=dot_general)(x))
             x = getattr(nn, self.activation)(x)
@@ -123,12 +128,13 @@ class GreedyPolicy(rollout.Policy):
         self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
     ) -> rollout.PolicyStep:
         """Chooses the actions, and records their values."""
-        values = masked_values(self.network, params, obs)
+        values = masked_values(self.network, params, normalize_obs(params, obs))
         action = self.action_space.start + values.argmax(-1)
         return rollout.PolicyStep(action, state, {"value": values.max(-1)})
 
     def value(self, params: ArrayTree, obs: ArrayTree, state: ArrayTree) -> jax.Array:
         """Returns the highest value."""
+        obs = normalize_obs(params, obs)
         return masked_values(self.network, params, obs).max(-1)
 
 
@@ -173,9 +179,14 @@ class PQN(Agent):
         """The network, by default a `QNetwork`."""
         if self.network is not None:
             return self.network
-        config, spec = self.config, self.spec
-        sizes, activation = config.hidden_layer_sizes, config.activation
-        return QNetwork(spec.action_space.n, spec.observation_space, sizes, activation)
+        return QNetwork(
+            num_actions=self.spec.action_space.n,
+            observation_space=self.spec.observation_space,
+            obs_keys=self.actor_obs,
+            cnn=self.config.cnn,
+            hidden_layer_sizes=self.config.hidden_layer_sizes,
+            activation=self.config.activation,
+        )
 
     @functools.cached_property
     def policy(self) -> rollout.Policy:
@@ -220,7 +231,7 @@ class PQN(Agent):
         num_actions = self.spec.action_space.n
         check_network("network", output, (*self.batch_shape(obs), num_actions))
         return TrainState(
-            params=params,
+            params=params | self.init_obs_stats(),
             opt_state=self.optimizer.init(params),
             carry=(),
             window=rollout.EpisodeWindow.init(self.config.stats_window_size),
@@ -249,8 +260,10 @@ class PQN(Agent):
     ) -> tuple[TrainState, Metrics]:
         """Takes the gradient steps of one update on a trajectory `[T, B, ...]`."""
         config = self.config
+        params, obs_stats = split_obs_stats(state.params)
+        obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
         batch = Batch(
-            obs=trajectory.obs,
+            obs=normalize_obs(obs_stats, trajectory.obs),
             action=trajectory.action,
             target=self.targets(trajectory, last_value),
             weight=trajectory.mask.astype(jnp.float32),
@@ -258,7 +271,7 @@ class PQN(Agent):
         key, shuffle_key = jax.random.split(state.key)
         (params, opt_state), metrics = rollout.scan_minibatches(
             self.minibatch_step,
-            (state.params, state.opt_state),
+            (params, state.opt_state),
             shuffle_key,
             batch,
             num_minibatches=config.num_minibatches,
@@ -268,7 +281,7 @@ class PQN(Agent):
         metrics = jax.tree.map(jnp.mean, metrics)
         metrics["return_mean"] = window.returns.mean
         state = state.replace(
-            params=params,
+            params=params | obs_stats,
             opt_state=opt_state,
             window=window,
             key=key,

@@ -23,11 +23,19 @@ import rollout
 from rollout.distributions import ActionDistribution
 from rollout.envs.spaces import get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient, normalize
+from rollout.networks import Encoder, join
+from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.platform import dot_general
 from rollout.targets import explained_variance
-from rollout.training import Agent, check_counts, check_network, jit_on_host
+from rollout.training import (
+    Agent,
+    adapt_learning_rate,
+    check_counts,
+    check_desired_kl,
+    check_network,
+    jit_on_host,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +56,11 @@ class Config:
     ent_coef: float = 0.01
     max_grad_norm: float = 0.5
     target_kl: float | None = None  # above 1.5 times this KL, skips gradient steps
+    desired_kl: float | None = None  # adapts the learning rate; replaces `anneal_lr`
+    normalize_observations: bool = False  # by running statistics, part of `params`
+    actor_obs: tuple[str, ...] | None = None  # None: all parts but `privileged_state`
+    critic_obs: tuple[str, ...] | None = None  # None: all parts; see `ActorCritic`
+    cnn: bool | None = None  # None: a CNN for images of at least 36 x 36 pixels
     cell: str = "GRUCell"  # name of a cell of `flax.linen`, or "OptimizedLSTMCell"
     memory_size: int = 64
     hidden_layer_sizes: tuple[int, ...] = (64, 64)  # for actor and critic
@@ -84,10 +97,17 @@ class MLP(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """A shared recurrent cell, followed by separate MLPs for actor and critic."""
+    """A shared recurrent cell, followed by separate MLPs for actor and critic.
+
+    The cell reads the parts `actor_obs`. The critic also reads the remaining parts of
+    `critic_obs` at the current step, without memory.
+    """
 
     distribution: ActionDistribution
     observation_space: AnySpace
+    actor_obs: tuple[str, ...] | None
+    critic_obs: tuple[str, ...] | None
+    cnn: bool | None
     cell: str
     memory_size: int
     hidden_layer_sizes: tuple[int, ...]
@@ -97,6 +117,9 @@ class ActorCritic(nn.Module):
         """Creates the layers."""
         sizes, num_log_stds = self.hidden_layer_sizes, self.distribution.num_log_stds
         num_outputs = self.distribution.num_params - num_log_stds
+        keys = (*self.actor_obs, *self.critic_obs) if self.actor_obs else None
+        encoder_init = nn.initializers.orthogonal(2**0.5)
+        self.encoder = Encoder(self.observation_space, keys, self.cnn, encoder_init)
         self.recurrent_cell = getattr(nn, self.cell)(self.memory_size)
         self.actor = MLP(sizes, num_outputs, 0.01, self.activation)
         self.critic = MLP(sizes, 1, 1.0, self.activation)
@@ -104,20 +127,49 @@ class ActorCritic(nn.Module):
             zeros = nn.initializers.zeros
             self.log_std = self.param("log_std", zeros, (num_log_stds,))
 
+    @property
+    def critic_keys(self) -> tuple[str, ...]:
+        """Parts of the observation that only the critic reads."""
+        return tuple(
+            x for x in self.critic_obs or () if x not in (self.actor_obs or ())
+        )
+
     @nn.nowrap
     def initialize_memory(self, num_envs: int) -> ArrayTree:
         """Returns the memory at the start of an episode, `[num_envs, memory_size]`."""
         cell = getattr(nn, self.cell)(self.memory_size, parent=None)
         return cell.initialize_carry(jax.random.key(0), (num_envs, self.memory_size))
 
-    def encode(self, memory: ArrayTree, obs: ArrayTree) -> tuple[ArrayTree, jax.Array]:
-        """Maps memory and `[B, *shape]` observations to memory and features."""
-        obs = flatten_obs(self.observation_space, obs)
-        return self.recurrent_cell(memory, obs)
+    def encode(
+        self, memory: ArrayTree, obs: ArrayTree
+    ) -> tuple[ArrayTree, dict[str, jax.Array]]:
+        """Maps memory and `[B, *shape]` observations to memory and features.
 
-    def heads(self, features: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Maps `[..., memory_size]` features to `[..., num_params]` and `[...]`."""
-        value, outputs = self.critic(features)[..., 0], self.actor(features)
+        Returns:
+            The new memory, and features `[B, n]`: the output of the cell, "memory", and
+            the parts that only the critic reads, "critic", unless `obs` lacks them.
+        """
+        parts = self.encoder(obs)
+        memory, output = self.recurrent_cell(memory, join(parts, self.actor_obs))
+        features = {"memory": output}
+        if self.critic_keys and parts.keys() >= set(self.critic_keys):
+            features["critic"] = join(parts, self.critic_keys)
+        return memory, features
+
+    def heads(self, features: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Maps features `[..., n]` to `[..., num_params]` and `[...]`.
+
+        The value is NaN if "critic" is missing, as in `predict`.
+        """
+        memory = features["memory"]
+        if not self.critic_keys:
+            value = self.critic(memory)[..., 0]
+        elif "critic" in features:
+            critic_input = jnp.concatenate([memory, features["critic"]], axis=-1)
+            value = self.critic(critic_input)[..., 0]
+        else:
+            value = jnp.full(memory.shape[:-1], jnp.nan)
+        outputs = self.actor(memory)
         if num_log_stds := self.distribution.num_log_stds:
             log_std = jnp.broadcast_to(self.log_std, (*value.shape, num_log_stds))
             outputs = jnp.concatenate([outputs, log_std], axis=-1)
@@ -171,7 +223,9 @@ class Policy(rollout.Policy):
         self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
     ) -> rollout.PolicyStep:
         """Samples actions and records the inputs of the loss in `extras`."""
-        memory, (outputs, value) = self.network.apply(params, state, obs)
+        memory, (outputs, value) = self.network.apply(
+            params, state, normalize_obs(params, obs)
+        )
         action_mask = get_action_mask(obs)
         raw_action = self.distribution.sample(outputs, key, action_mask)
         log_prob = self.distribution.log_prob(outputs, raw_action, action_mask)
@@ -183,13 +237,15 @@ class Policy(rollout.Policy):
         self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
     ) -> rollout.PolicyStep:
         """Chooses the most likely actions."""
-        memory, (outputs, _) = self.network.apply(params, state, obs)
+        memory, (outputs, _) = self.network.apply(
+            params, state, normalize_obs(params, obs)
+        )
         raw_action = self.distribution.mode(outputs, get_action_mask(obs))
         return rollout.PolicyStep(self.distribution.postprocess(raw_action), memory)
 
     def value(self, params: ArrayTree, obs: ArrayTree, state: ArrayTree) -> jax.Array:
         """Evaluates the value function."""
-        _, (_, value) = self.network.apply(params, state, obs)
+        _, (_, value) = self.network.apply(params, state, normalize_obs(params, obs))
         return value
 
 
@@ -219,6 +275,7 @@ class RecurrentPPO(Agent):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self.config, "num_minibatches", "num_epochs", "stats_window_size")
+        check_desired_kl(self.config)
 
     @functools.cached_property
     def distribution(self) -> ActionDistribution:
@@ -228,14 +285,16 @@ class RecurrentPPO(Agent):
     @functools.cached_property
     def model(self) -> Any:
         """The network, by default an `ActorCritic`."""
-        config, space = self.config, self.spec.observation_space
         return self.network or ActorCritic(
-            self.distribution,
-            space,
-            config.cell,
-            config.memory_size,
-            config.hidden_layer_sizes,
-            config.activation,
+            distribution=self.distribution,
+            observation_space=self.spec.observation_space,
+            actor_obs=self.actor_obs,
+            critic_obs=self.critic_obs,
+            cnn=self.config.cnn,
+            cell=self.config.cell,
+            memory_size=self.config.memory_size,
+            hidden_layer_sizes=self.config.hidden_layer_sizes,
+            activation=self.config.activation,
         )
 
     @functools.cached_property
@@ -247,11 +306,15 @@ class RecurrentPPO(Agent):
     def optimizer(self) -> optax.GradientTransformation:
         """Adam with clipped gradients."""
         config, schedule = self.config, self.config.learning_rate
-        if config.anneal_lr and not callable(schedule):
+        clip = optax.clip_by_global_norm(config.max_grad_norm)
+        if config.desired_kl is not None:  # `minibatch_step` adapts the learning rate
+            adam = optax.inject_hyperparams(optax.adam)(schedule, eps=1e-5)
+        elif config.anneal_lr and not callable(schedule):
             num_steps = config.num_updates * config.num_epochs * config.num_minibatches
             schedule = optax.linear_schedule(schedule, 0.0, num_steps)
-        clip = optax.clip_by_global_norm(config.max_grad_norm)
-        adam = optax.adam(schedule, eps=1e-5)
+            adam = optax.adam(schedule, eps=1e-5)
+        else:
+            adam = optax.adam(schedule, eps=1e-5)
         # Flatten the parameters: few large operations are faster than many small ones.
         return optax.flatten(optax.chain(clip, adam))
 
@@ -266,6 +329,7 @@ class RecurrentPPO(Agent):
         num_params, batch = self.distribution.num_params, self.batch_shape(obs)
         check_network("network", output, (*batch, num_params), batch)
         opt_state = self.optimizer.init(params)
+        params = params | self.init_obs_stats()
         window = rollout.EpisodeWindow.init(self.config.stats_window_size)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))
 
@@ -296,6 +360,8 @@ class RecurrentPPO(Agent):
         initial_memory: ArrayTree,
     ) -> tuple[TrainState, Metrics]:
         """Takes the gradient steps of one update on a trajectory `[T, B, ...]`."""
+        params, obs_stats = split_obs_stats(state.params)
+        obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
         config, value = self.config, trajectory.extras["value"]
         next_value = rollout.next_values(trajectory, value, last_value)
         advantage = rollout.gae(
@@ -311,7 +377,7 @@ class RecurrentPPO(Agent):
         batch = Batch(
             initial_memory=jax.tree.map(lambda x: x[None], initial_memory),
             first=trajectory.first,
-            obs=trajectory.obs,
+            obs=normalize_obs(obs_stats, trajectory.obs),
             raw_action=trajectory.extras["raw_action"],
             log_prob=trajectory.extras["log_prob"],
             value=value,
@@ -321,7 +387,7 @@ class RecurrentPPO(Agent):
             acting=jnp.float32(getattr(trajectory, "acting", trajectory.mask)),
         )
         key, shuffle_key = jax.random.split(state.key)
-        learner = state.params, state.opt_state, jnp.bool_(False)
+        learner = params, state.opt_state, jnp.bool_(False)
         (params, opt_state, _), metrics = rollout.scan_minibatches(
             self.minibatch_step,
             learner,
@@ -338,6 +404,7 @@ class RecurrentPPO(Agent):
         )
         metrics["return_mean"] = window.returns.mean
         num_updates = state.num_updates + 1
+        params = params | obs_stats
         state = state.replace(params=params, opt_state=opt_state, window=window)
         return state.replace(key=key, num_updates=num_updates), metrics
 
@@ -348,6 +415,11 @@ class RecurrentPPO(Agent):
         params, opt_state, stopped = learner
         batch = batch.replace(advantage=normalize(batch.advantage, batch.weight))
         grads, metrics = mean_gradient(self.loss, params, batch, batch.weight)
+        if self.config.desired_kl is not None:
+            rate = optax.tree.get(opt_state, "learning_rate")
+            rate = adapt_learning_rate(rate, metrics["kl"], self.config.desired_kl)
+            opt_state = optax.tree.set(opt_state, learning_rate=rate)
+            metrics["learning_rate"] = rate
         updates, new_opt_state = self.optimizer.update(grads, opt_state, params)
         new = optax.apply_updates(params, updates), new_opt_state
         if self.config.target_kl is not None:
@@ -410,8 +482,8 @@ class RecurrentPPO(Agent):
 
         Args:
             params: parameters of the network.
-            obs: `[*shape]`, a raw observation. If `env` normalizes observations, first
-                fix the statistics with `agent.freeze(state)`.
+            obs: `[*shape]`, an observation as `env` returns it. A dict may lack the
+                parts that only the critic reads, such as `privileged_state`.
             memory: memory that the previous call returned. None for the first
                 observation of an episode.
         """

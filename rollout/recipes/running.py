@@ -24,11 +24,10 @@ import jax
 import numpy as np
 
 import rollout
-from rollout import checkpoint, checks, envs
+from rollout import checkpoint, checks
 from rollout.envs import spaces
-from rollout.envs.spaces import EnvSpec, env_spec
+from rollout.envs.spaces import EnvSpec
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers.normalize import prior
 from rollout.training import make_collector
 
 NUM_CHUNKS = 20  # parts of a training run without `evaluate_every`
@@ -143,12 +142,6 @@ def run(
             "`eval_env` must be separate from `agent.env`: an evaluation would end the "
             "episodes of the training. Create it like `env`."
         )
-    if eval_env is not None and has_normalizer(eval_env) != has_normalizer(agent.env):
-        raise ValueError(
-            "`eval_env` must normalize observations if and only if `agent.env` does: "
-            "the policy would observe another scale. Wrap both in `NormalizeObs` or "
-            "`NormalizeHostEnv`."
-        )
     checks.typed_key(key)
     num_eval_episodes = checks.int_between("num_eval_episodes", num_eval_episodes)
     if evaluate_every is not None:
@@ -170,7 +163,7 @@ def run(
 
     def evaluate(state: Any) -> rollout.stats.CollectStats:
         env = agent.env if eval_env is None else eval_env
-        collector = make_collector(env, agent.eval_policy).freeze(state.carry)
+        collector = make_collector(env, agent.eval_policy)
         eval_step_key = jax.random.fold_in(eval_key, state.num_updates)
         return rollout.evaluate(
             collector, state.params, eval_step_key, num_eval_episodes
@@ -237,7 +230,8 @@ def load(
         agent, state = load("runs/cartpole")
         action = agent.predict(state.params, obs)
 
-    Observations are normalized as during training. No code in the folder is executed.
+    The parameters include the statistics of normalized observations. No code in the
+    folder is executed.
 
     Args:
         folder: folder of the run.
@@ -285,19 +279,8 @@ def load(
     obs = shape_of_obs(spec.observation_space, spec.num_envs)
     init = lambda obs: agent.init_learner(jax.random.key(0), obs)  # noqa: E731
     params = jax.eval_shape(init, obs).params
-    normalizer, statistics = settings["normalizer"], None
-    if normalizer is not None:
-        raw_space = spaces.from_json(normalizer["observation_space"])
-        only, raw = normalizer["only"], shape_of_obs(raw_space, 1)
-        statistics = prior(raw, space=raw_space, only=only, xp=np)
-    template: Any = {"params": params, "statistics": statistics}
-    tree: Any = checkpoint.restore(folder / name, template)
-    if normalizer is not None:
-        statistics, epsilon = tree["statistics"], normalizer["epsilon"]
-        spec = dataclasses.replace(
-            spec, normalize_fn=lambda obs: statistics.normalize(obs, epsilon)
-        )
-    return agent.replace(env=spec), LoadedState(tree["params"])
+    restored: Any = checkpoint.restore(folder / name, {"params": params})
+    return agent, LoadedState(restored["params"])
 
 
 def shape_of_obs(space: AnySpace, num_envs: int) -> Any:
@@ -308,7 +291,6 @@ def shape_of_obs(space: AnySpace, num_envs: int) -> Any:
 
 def describe(agent: Any) -> dict[str, Any]:
     """Returns the settings from which `load` builds the agent, as JSON."""
-    normalizer = obs_normalizer(agent.env)
     fields = {
         field.name: type(getattr(agent, field.name)).__qualname__
         for field in dataclasses.fields(agent)
@@ -326,25 +308,8 @@ def describe(agent: Any) -> dict[str, Any]:
         "observation_space": spaces.to_json(agent.spec.observation_space),
         "action_space": spaces.to_json(agent.spec.action_space),
         "num_envs": agent.spec.num_envs,
-        "normalizer": None,
     }
-    if normalizer is not None:
-        raw_space = env_spec(normalizer.env).observation_space
-        settings["normalizer"] = {
-            "observation_space": spaces.to_json(raw_space),
-            "only": normalizer.only,
-            "epsilon": normalizer.epsilon,
-        }
     return json.loads(json.dumps(settings))
-
-
-def obs_normalizer(env: Any) -> Any:
-    """Returns the wrapper of an environment that normalizes observations, or None."""
-    while env is not None:
-        if isinstance(env, envs.NormalizeObs | envs.NormalizeHostEnv):
-            return env
-        env = getattr(env, "env", None)
-    return None
 
 
 def unwrap_env(env: Any) -> Any:
@@ -352,11 +317,6 @@ def unwrap_env(env: Any) -> Any:
     while hasattr(env, "env"):
         env = env.env
     return env
-
-
-def has_normalizer(env: Any) -> bool:
-    """Returns whether an environment normalizes observations."""
-    return obs_normalizer(env) is not None
 
 
 def config_value(value: Any) -> Any:
@@ -437,14 +397,8 @@ def chunk_size(agent: Any, evaluate_every: int | None, num_done: int) -> int:
 
 def save_policy(agent: Any, state: Any, path: Path, step: int) -> None:
     """Saves the checkpoint for `load`, unless a killed process already saved it."""
-    normalizer = obs_normalizer(agent.freeze(state).env)
-    statistics = None
-    if normalizer is not None:
-        statistics = normalizer.statistics
-        statistics = statistics[0] if isinstance(statistics, tuple) else statistics
     if max(checkpoint.steps(path), default=-1) < step:
-        tree = {"params": state.params, "statistics": statistics}
-        checkpoint.save(path, tree, step=step)
+        checkpoint.save(path, {"params": state.params}, step=step)
 
 
 def resume_tree(
@@ -602,7 +556,7 @@ def draw_curve(files: Folder, agent: Any) -> None:
 def draw_gif(agent: Any, state: Any, key: chex.PRNGKey, env: Any, path: Path) -> None:
     """Renders an episode of `eval_policy`, if the environment can be rendered."""
     env = agent.env if env is None else env
-    collector = make_collector(env, agent.eval_policy).freeze(state.carry)
+    collector = make_collector(env, agent.eval_policy)
     try:
         rollout.record_gif(collector, state.params, key, path, max_episode_steps=200)
     except Exception as error:  # an environment may raise anything

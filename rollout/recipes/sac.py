@@ -21,8 +21,9 @@ import rollout
 from rollout.buffers import ReplayBuffer
 from rollout.distributions import TanhNormal
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient
+from rollout.networks import Encoder, join
+from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.training import (
     Agent,
     check_counts,
@@ -47,6 +48,10 @@ class Config:
     reward_scale: float = 0.1
     tau: float = 0.005  # step size of target critic updates
     target_entropy: float | None = None  # None: minus the number of action entries
+    normalize_observations: bool = False  # by running statistics, part of `params`
+    actor_obs: tuple[str, ...] | None = None  # None: all parts but `privileged_state`
+    critic_obs: tuple[str, ...] | None = None  # None: all parts of the observation
+    cnn: bool | None = None  # None: a CNN for images of at least 36 x 36 pixels
     hidden_layer_sizes: tuple[int, ...] = (64, 64)
     activation: str = "relu"  # name of a function of `flax.linen`
     stats_window_size: int = 100  # episodes in the metric `return_mean`
@@ -61,17 +66,20 @@ Metrics = dict[str, jax.Array]
 
 
 class MLP(nn.Module):
-    """A multilayer perceptron of flattened observations, and of actions if given."""
+    """A multilayer perceptron of encoded observations, and of actions if given."""
 
     num_outputs: int
     observation_space: AnySpace
+    obs_keys: tuple[str, ...] | None
+    cnn: bool | None
     hidden_layer_sizes: tuple[int, ...]
     activation: str
 
     @nn.compact
     def __call__(self, obs: ArrayTree, action: jax.Array | None = None) -> jax.Array:
         """Maps `[..., *shape]` and normalized actions to `[..., num_outputs]`."""
-        x = flatten_obs(self.observation_space, obs)
+        features = Encoder(self.observation_space, self.obs_keys, self.cnn)(obs)
+        x = join(features, self.obs_keys)
         if action is not None:
             x = jnp.concatenate([x, action], axis=-1)
         for size in self.hidden_layer_sizes:
@@ -111,7 +119,7 @@ class Policy(rollout.Policy):
         self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
     ) -> rollout.PolicyStep:
         """Samples actions."""
-        outputs = self.network.apply(params["actor"], obs)
+        outputs = self.network.apply(params["actor"], normalize_obs(params, obs))
         action = self.distribution.squash(self.distribution.sample(outputs, key))
         return rollout.PolicyStep(self.distribution.postprocess(action), state)
 
@@ -119,7 +127,7 @@ class Policy(rollout.Policy):
         self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
     ) -> rollout.PolicyStep:
         """Squashes the mean of the normal distribution."""
-        outputs = self.network.apply(params["actor"], obs)
+        outputs = self.network.apply(params["actor"], normalize_obs(params, obs))
         action = self.distribution.squash(self.distribution.mode(outputs))
         return rollout.PolicyStep(self.distribution.postprocess(action), state)
 
@@ -166,17 +174,25 @@ class SAC(Agent):
     @functools.cached_property
     def actor(self) -> Any:
         """The network of the actor, by default an `MLP`."""
-        return self.actor_network or self.make_mlp(self.distribution.num_params)
+        return self.actor_network or self.make_mlp(
+            self.distribution.num_params, self.actor_obs
+        )
 
     @functools.cached_property
     def critic(self) -> Any:
         """The network of each critic, by default an `MLP`."""
-        return self.critic_network or self.make_mlp(1)
+        return self.critic_network or self.make_mlp(1, self.critic_obs)
 
-    def make_mlp(self, num_outputs: int) -> MLP:
-        """Makes the default network."""
-        config, space = self.config, self.spec.observation_space
-        return MLP(num_outputs, space, config.hidden_layer_sizes, config.activation)
+    def make_mlp(self, num_outputs: int, obs_keys: tuple[str, ...] | None) -> MLP:
+        """Makes the default network, which reads some parts of the observation."""
+        return MLP(
+            num_outputs=num_outputs,
+            observation_space=self.spec.observation_space,
+            obs_keys=obs_keys,
+            cnn=self.config.cnn,
+            hidden_layer_sizes=self.config.hidden_layer_sizes,
+            activation=self.config.activation,
+        )
 
     @functools.cached_property
     def policy(self) -> rollout.Policy:
@@ -210,7 +226,7 @@ class SAC(Agent):
         output = jax.eval_shape(critics, params["critic"], obs, action)
         check_network("critic_network", output, (2, self.spec.num_envs, 1))
         return TrainState(
-            params=params,
+            params=params | self.init_obs_stats(),
             target_params=jax.tree.map(jnp.copy, params["critic"]),
             opt_state=self.optimizer.init(params),
             buffer_state=(),
@@ -226,7 +242,10 @@ class SAC(Agent):
         """Creates the replay buffer, with the first steps `[T, B, ...]`."""
         experience = select_experience(trajectory)
         buffer_state = self.buffer.init(jax.tree.map(lambda x: x[0], experience))
+        params, obs_stats = split_obs_stats(state.params)
+        obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
         return state.replace(
+            params=params | obs_stats,
             buffer_state=self.buffer.add(buffer_state, experience),
             window=state.window.add(trajectory),
         )
@@ -280,6 +299,9 @@ class SAC(Agent):
         """Adds a trajectory `[T, B, ...]` to the buffer and takes gradient steps."""
         # Write the buffer before reading it, so that XLA updates it in place.
         buffer_state = self.buffer.add(buffer_state, select_experience(trajectory))
+        params, obs_stats = split_obs_stats(state.params)
+        obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
+        state = state.replace(params=params | obs_stats)
 
         def step(state: TrainState, key: chex.PRNGKey) -> tuple[TrainState, Any]:
             return self.gradient_step(state, buffer_state, key)
@@ -293,9 +315,13 @@ class SAC(Agent):
     ) -> tuple[TrainState, Metrics]:
         """Samples a batch and takes one gradient step."""
         sample_key, target_key, noise_key = jax.random.split(key, 3)
-        params, target_params = state.params, state.target_params
+        params, obs_stats = split_obs_stats(state.params)
+        target_params = state.target_params
         sample = self.buffer.sample(buffer_state, sample_key, self.config.batch_size)
-        experience = sample.experience
+        experience = sample.experience.replace(
+            obs=normalize_obs(obs_stats, sample.experience.obs),
+            next_obs=normalize_obs(obs_stats, sample.experience.next_obs),
+        )
         action = self.distribution.normalize(experience.action)
         batch = Batch(
             obs=experience.obs,
@@ -310,7 +336,7 @@ class SAC(Agent):
             params["critic"], target_params, self.config.tau
         )
         state = state.replace(
-            params=params, target_params=target_params, opt_state=opt_state
+            params=params | obs_stats, target_params=target_params, opt_state=opt_state
         )
         return state, metrics | {"alpha": jnp.exp(params["log_alpha"])}
 

@@ -23,8 +23,9 @@ from rollout import checks
 from rollout.buffers import ReplayBuffer
 from rollout.distributions import TanhNormal
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers import flatten_obs
 from rollout.minibatches import mean_gradient
+from rollout.networks import Encoder, join
+from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.policies import Greedy, RandomWarmup
 from rollout.training import (
     Agent,
@@ -56,6 +57,10 @@ class Config:
     target_policy_noise: float = 0.2  # standard deviation, in normalized actions
     target_noise_clip: float = 0.5
     exploration_noise: float = 0.1  # standard deviation, in normalized actions
+    normalize_observations: bool = False  # by running statistics, part of `params`
+    actor_obs: tuple[str, ...] | None = None  # None: all parts but `privileged_state`
+    critic_obs: tuple[str, ...] | None = None  # None: all parts of the observation
+    cnn: bool | None = None  # None: a CNN for images of at least 36 x 36 pixels
     hidden_layer_sizes: tuple[int, ...] = (256, 256)
     activation: str = "relu"  # name of a function of `flax.linen`
     stats_window_size: int = 100  # episodes in the metric `return_mean`
@@ -70,17 +75,20 @@ Metrics = dict[str, jax.Array]
 
 
 class MLP(nn.Module):
-    """A multilayer perceptron of flattened observations, and of actions if given."""
+    """A multilayer perceptron of encoded observations, and of actions if given."""
 
     num_outputs: int
     observation_space: AnySpace
+    obs_keys: tuple[str, ...] | None
+    cnn: bool | None
     hidden_layer_sizes: tuple[int, ...]
     activation: str
 
     @nn.compact
     def __call__(self, obs: ArrayTree, action: jax.Array | None = None) -> jax.Array:
         """Maps `[..., *shape]` and normalized actions to `[..., num_outputs]`."""
-        x = flatten_obs(self.observation_space, obs)
+        features = Encoder(self.observation_space, self.obs_keys, self.cnn)(obs)
+        x = join(features, self.obs_keys)
         if action is not None:
             x = jnp.concatenate([x, action], axis=-1)
         for size in self.hidden_layer_sizes:
@@ -121,6 +129,7 @@ class Policy(rollout.Policy):
         self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
     ) -> rollout.PolicyStep:
         """Chooses the actor's actions with exploration noise."""
+        obs = normalize_obs(params, obs)
         action = self.distribution.squash(self.network.apply(params["actor"], obs))
         action += self.exploration_noise * jax.random.normal(key, action.shape)
         # `postprocess` clips to the bounds.
@@ -130,6 +139,7 @@ class Policy(rollout.Policy):
         self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
     ) -> rollout.PolicyStep:
         """Chooses the actor's actions without noise."""
+        obs = normalize_obs(params, obs)
         action = self.distribution.squash(self.network.apply(params["actor"], obs))
         return rollout.PolicyStep(self.distribution.postprocess(action), state)
 
@@ -178,17 +188,25 @@ class TD3(Agent):
     @functools.cached_property
     def actor(self) -> Any:
         """The network of the actor, by default an `MLP`."""
-        return self.actor_network or self.make_mlp(self.distribution.size)
+        return self.actor_network or self.make_mlp(
+            self.distribution.size, self.actor_obs
+        )
 
     @functools.cached_property
     def critic(self) -> Any:
         """The network of each critic, by default an `MLP`."""
-        return self.critic_network or self.make_mlp(1)
+        return self.critic_network or self.make_mlp(1, self.critic_obs)
 
-    def make_mlp(self, num_outputs: int) -> MLP:
-        """Makes the default network."""
-        config, space = self.config, self.spec.observation_space
-        return MLP(num_outputs, space, config.hidden_layer_sizes, config.activation)
+    def make_mlp(self, num_outputs: int, obs_keys: tuple[str, ...] | None) -> MLP:
+        """Makes the default network, which reads some parts of the observation."""
+        return MLP(
+            num_outputs=num_outputs,
+            observation_space=self.spec.observation_space,
+            obs_keys=obs_keys,
+            cnn=self.config.cnn,
+            hidden_layer_sizes=self.config.hidden_layer_sizes,
+            activation=self.config.activation,
+        )
 
     @functools.cached_property
     def policy(self) -> rollout.Policy:
@@ -234,7 +252,7 @@ class TD3(Agent):
         output = jax.eval_shape(critics, params["critic"], obs, action)
         check_network("critic_network", output, (2, self.spec.num_envs, 1))
         return TrainState(
-            params=params,
+            params=params | self.init_obs_stats(),
             target_params=jax.tree.map(jnp.copy, params),
             opt_state={name: self.optimizer.init(x) for name, x in params.items()},
             num_gradient_steps=jnp.int32(0),
@@ -251,7 +269,10 @@ class TD3(Agent):
         """Creates the replay buffer, with the first steps `[T, B, ...]`."""
         experience = select_experience(trajectory)
         buffer_state = self.buffer.init(jax.tree.map(lambda x: x[0], experience))
+        params, obs_stats = split_obs_stats(state.params)
+        obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
         return state.replace(
+            params=params | obs_stats,
             buffer_state=self.buffer.add(buffer_state, experience),
             window=state.window.add(trajectory),
         )
@@ -305,6 +326,9 @@ class TD3(Agent):
         """Adds a trajectory `[T, B, ...]` to the buffer and takes gradient steps."""
         # Write the buffer before reading it, so that XLA updates it in place.
         buffer_state = self.buffer.add(buffer_state, select_experience(trajectory))
+        params, obs_stats = split_obs_stats(state.params)
+        obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
+        state = state.replace(params=params | obs_stats)
 
         def step(state: TrainState, key: chex.PRNGKey) -> tuple[TrainState, Any]:
             return self.gradient_step(state, buffer_state, key)
@@ -319,7 +343,11 @@ class TD3(Agent):
         """Updates the critics, and the actor and targets every `policy_delay` steps."""
         sample_key, target_key = jax.random.split(key)
         sample = self.buffer.sample(buffer_state, sample_key, self.config.batch_size)
-        experience = sample.experience
+        _, obs_stats = split_obs_stats(state.params)
+        experience = sample.experience.replace(
+            obs=normalize_obs(obs_stats, sample.experience.obs),
+            next_obs=normalize_obs(obs_stats, sample.experience.next_obs),
+        )
         batch = Batch(
             obs=experience.obs,
             action=self.distribution.normalize(experience.action),
@@ -332,8 +360,9 @@ class TD3(Agent):
             critic_params = state.params["critic"]
             loss_fn = functools.partial(self.actor_loss, critic_params)
             state, _ = self.apply_gradient(state, "actor", loss_fn, batch)
+            params, _ = split_obs_stats(state.params)
             target_params = optax.incremental_update(
-                state.params, state.target_params, self.config.tau
+                params, state.target_params, self.config.tau
             )
             return state.replace(target_params=target_params)
 

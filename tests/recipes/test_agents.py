@@ -354,11 +354,11 @@ def test_loss_without_a_value_for_each_row_raises(name):
         jax.eval_shape(agent.update, init(agent))
 
 
-@named(*OFF_POLICY)
-def test_agents_with_a_buffer_require_fixed_statistics(name):
+@named(*AGENTS)
+def test_agents_reject_environments_that_update_statistics(name):
     agent = make_agent(name)
     env = envs.NormalizeObs(agent.env)
-    with pytest.raises(ValueError, match="`env` must have fixed statistics"):
+    with pytest.raises(ValueError, match=r"`env` must not .*normalize_observations=Tr"):
         agent.replace(env=env)
     collector = rollout.Collector(env=env, policy=agent.policy)
     agent = agent.replace(env=collector.freeze(collector.init(jax.random.key(0))).env)

@@ -1,0 +1,273 @@
+"""Encoders of observations, which the networks of all recipes share.
+
+`Encoder` turns an observation of any space into feature vectors for dense layers.
+Images go through a convolutional network. The parts of a dictionary are encoded one by
+one.
+
+    class QNetwork(nn.Module):
+        @nn.compact
+        def __call__(self, obs):
+            features = join(Encoder(env.observation_space)(obs))  # [..., n]
+            return nn.Dense(num_actions)(nn.relu(nn.Dense(128)(features)))
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import conv_general_dilated
+
+from rollout.envs.spaces import MASK, Box, Dict, as_space, is_mask
+from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.wrappers import flatten_obs
+
+PRIVILEGED = "privileged_state"  # MuJoCo Playground's name for simulator-only values
+_MIN_SIZE = 36  # pixels, the smallest image that the Nature network accepts
+
+
+class NatureCNN(nn.Module):
+    """The convolutional network of DQN, for images of at least 36 x 36 pixels.
+
+    Source:
+        "Human-level control through deep reinforcement learning" (Mnih et al., 2015).
+    """
+
+    kernel_init: Any = nn.initializers.lecun_normal()
+
+    @nn.compact
+    def __call__(self, image: jax.Array) -> jax.Array:
+        """Maps `[B, H, W, C]` float images to `[B, 512]` features."""
+        x = image
+        for num_channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+            x = nn.relu(_conv(num_channels, size, stride, self.kernel_init)(x))
+        x = x.reshape(x.shape[0], -1)
+        return nn.relu(nn.Dense(512, kernel_init=self.kernel_init)(x))
+
+
+class MinAtarCNN(nn.Module):
+    """A small convolutional network, for images of at least 3 x 3 cells.
+
+    Source:
+        "MinAtar: An Atari-Inspired Testbed" (Young and Tian, arXiv:1903.03176).
+    """
+
+    kernel_init: Any = nn.initializers.lecun_normal()
+
+    @nn.compact
+    def __call__(self, image: jax.Array) -> jax.Array:
+        """Maps `[B, H, W, C]` float images to `[B, 128]` features."""
+        x = nn.relu(_conv(16, 3, 1, self.kernel_init)(image))
+        x = x.reshape(x.shape[0], -1)
+        return nn.relu(nn.Dense(128, kernel_init=self.kernel_init)(x))
+
+
+def _conv(num_channels: int, size: int, stride: int, kernel_init: Any) -> nn.Conv:
+    return nn.Conv(
+        num_channels,
+        (size, size),
+        stride,
+        padding="VALID",
+        kernel_init=kernel_init,
+        conv_general_dilated=conv_general_dilated,  # faster inside a scan on a CPU
+    )
+
+
+class Encoder(nn.Module):
+    """Encodes the parts of an observation as feature vectors.
+
+    - Images with at least 36 x 36 pixels go through a `NatureCNN`. An image is a `Box`
+      with three axes, or a `Box` of uint8 with two or four axes (grayscale, stacked
+      frames). Its two largest axes are height and width; the remaining axes, first or
+      last, are channels.
+    - `Discrete` and `MultiDiscrete` are one-hot encoded; all other parts are flattened.
+    - uint8 with bounds 0 and 255 is divided by 255.
+    - An entry `action_mask` is omitted.
+
+    Attributes:
+        observation_space: space of a single observation.
+        keys: entries of a `Dict` observation to encode; None for all entries. Entries
+            that the observation lacks are skipped.
+        cnn: True also encodes images of less than 36 x 36 pixels by a `MinAtarCNN`;
+            False flattens all images; None decides by size.
+        kernel_init: initializer of the convolutional networks.
+    """
+
+    observation_space: AnySpace
+    keys: tuple[str, ...] | None = None
+    cnn: bool | None = None
+    kernel_init: Any = nn.initializers.lecun_normal()
+
+    @nn.compact
+    def __call__(self, obs: ArrayTree) -> dict[str, jax.Array]:
+        """Encodes an observation or a batch of observations.
+
+        Args:
+            obs: `[..., *shape]`.
+
+        Returns:
+            `[..., n]` float32 features by key of a `Dict` observation; one entry "obs"
+            for any other space.
+
+        Raises:
+            ValueError: if the parts of `obs` do not match the space.
+        """
+        obs, space = select_parts(self.observation_space, obs, self.keys)
+        parts = [
+            (path, x, part)
+            for (path, x), part in zip(
+                jax.tree.leaves_with_path(obs), _leaves(space, obs), strict=True
+            )
+            if not is_mask(path)
+        ]
+        features: dict[str, list[jax.Array]] = {}
+        for path, x, part in parts:
+            key = path[0].key if isinstance(space, Dict) else "obs"
+            names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
+            name = "_".join(["cnn", *names])
+            features.setdefault(key, []).append(self.encode(part, x, name))
+        return {key: jnp.concatenate(x, axis=-1) for key, x in features.items()}
+
+    def encode(self, space: AnySpace, x: jax.Array, name: str) -> jax.Array:
+        """Encodes one array `[..., *shape]` of the observation as `[..., n]`."""
+        axes = image_axes(space, self.cnn)
+        x = jnp.asarray(x)
+        if is_bytes(space):
+            x = x.astype(jnp.float32) / 255
+        if axes is None:
+            return flatten_obs(space, x)
+        batch = x.shape[: x.ndim - len(space.shape)]
+        image = channels_last(x.reshape(-1, *space.shape), axes).astype(jnp.float32)
+        is_large = min(image.shape[1:3]) >= _MIN_SIZE
+        network = NatureCNN if is_large else MinAtarCNN
+        return network(self.kernel_init, name=name)(image).reshape(*batch, -1)
+
+
+def join(features: dict[str, jax.Array], keys: tuple[str, ...] | None = None) -> Any:
+    """Concatenates the features of an `Encoder`, `[..., n]`.
+
+    Args:
+        features: `[..., n]` by key.
+        keys: entries to concatenate, in the order of `features`; None for all entries.
+
+    Raises:
+        ValueError: if an entry is missing.
+    """
+    if missing := [key for key in keys or () if key not in features]:
+        raise ValueError(
+            f"`obs` must have the parts {', '.join(map(str, keys or ()))}, got "
+            f"{', '.join(map(str, features)) or 'none'} without {missing[0]}."
+        )
+    parts = [x for key, x in features.items() if keys is None or key in keys]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def obs_keys(
+    name: str,
+    keys: tuple[str, ...] | None,
+    observation_space: AnySpace,
+    *,
+    without: str | None = None,
+) -> tuple[str, ...] | None:
+    """Resolves `Config.actor_obs` or `Config.critic_obs`.
+
+    Args:
+        name: name of the option, for messages.
+        keys: value of the option; None for all entries.
+        observation_space: space of a single observation.
+        without: entry to omit if `keys` is None.
+
+    Returns:
+        Entries of a `Dict` observation, without `action_mask`; None for other spaces.
+
+    Raises:
+        ValueError: if `keys` are not entries of a `Dict`, or if no entry remains.
+    """
+    space = as_space(observation_space)
+    names = [x for x in space.spaces if x != MASK] if isinstance(space, Dict) else []
+    if keys is None:
+        selected = tuple(x for x in names if x != without)
+    else:
+        selected = tuple(keys) if not isinstance(keys, str) else (keys,)
+    is_dict = isinstance(space, Dict)
+    if (is_dict and not selected) or not set(selected) <= set(names):
+        raise ValueError(
+            f"`config.{name}` must name parts of the observation "
+            f"({', '.join(map(str, names)) or 'which has no parts'}), got {keys!r}."
+        )
+    return selected if is_dict else None
+
+
+def select_parts(
+    space: AnySpace, obs: ArrayTree, keys: tuple[str, ...] | None
+) -> tuple[ArrayTree, AnySpace]:
+    """Selects entries of a `Dict` observation, and their space.
+
+    Args:
+        space: space of a single observation.
+        obs: `[..., *shape]`; entries may be missing.
+        keys: entries to select; None for all entries.
+    """
+    space = as_space(space)
+    if not isinstance(space, Dict) or not isinstance(obs, Mapping):
+        return obs, space
+    names = [x for x in space.spaces if x in obs and (keys is None or x in keys)]
+    if not names:  # a space has at least one part
+        return {}, space
+    return {x: obs[x] for x in names}, Dict({x: space.spaces[x] for x in names})
+
+
+def _leaves(space: AnySpace, obs: ArrayTree) -> list[AnySpace]:
+    spaces, paths = space.leaves(), jax.tree.leaves_with_path(obs)
+    if len(spaces) != len(paths):
+        names = [jax.tree_util.keystr(path) for path, _ in paths]
+        raise ValueError(
+            f"`obs` must have the {len(spaces)} parts of its space {space!r}, got "
+            f"{', '.join(names)}."
+        )
+    return spaces
+
+
+def is_bytes(space: AnySpace) -> bool:
+    """Returns whether a space contains uint8 from 0 to 255, such as pixels."""
+    if not isinstance(space, Box) or np.dtype(space.dtype) != np.uint8:
+        return False
+    low, high = space.bounds
+    return bool(np.all(np.asarray(low) == 0) and np.all(np.asarray(high) == 255))
+
+
+def image_axes(space: AnySpace, cnn: bool | None = None) -> tuple[int, int] | None:
+    """Returns the axes of height and width if `Encoder` uses a convolutional network.
+
+    Args:
+        space: space of one array.
+        cnn: option of `Encoder`.
+    """
+    if cnn is False or not isinstance(space, Box):
+        return None
+    is_uint8 = np.dtype(space.dtype) == np.uint8
+    if len(space.shape) != 3 and not (is_uint8 and len(space.shape) in (2, 4)):
+        return None
+    height, width = sorted(np.argsort(space.shape, kind="stable")[-2:].tolist())
+    min_size = 3 if cnn else _MIN_SIZE
+    is_image = min(space.shape[height], space.shape[width]) >= min_size
+    return (height, width) if is_image else None
+
+
+def channels_last(image: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    """Moves height and width before the channels and merges all channel axes.
+
+    Args:
+        image: `[B, *shape]`.
+        axes: axes of height and width within `shape`.
+
+    Returns:
+        `[B, H, W, C]`.
+    """
+    height, width = (axis + 1 for axis in axes)
+    channels = [i for i in range(1, image.ndim) if i not in (height, width)]
+    image = image.transpose(0, height, width, *channels)
+    return image.reshape(*image.shape[:3], math.prod(image.shape[3:]))
