@@ -30,7 +30,7 @@ def init_obs_stats(space: AnySpace, cnn: bool | None = None) -> dict[str, Any]:
 
     Args:
         space: space of a single observation.
-        cnn: option of `rollout.networks.Encoder`, which decides what is an image.
+        cnn: option of `rollout.networks.Encoder`, which decides which parts are images.
 
     Returns:
         `{"obs_stats": {"mean", "var", "count"}}`: `mean` and `var` have the structure
@@ -99,8 +99,8 @@ def update_obs_stats(
 ) -> dict[str, Any]:
     """Updates the statistics with the valid rows of a trajectory.
 
-    Mean and variance are those of all valid rows so far, up to rounding. If a value of
-    a batch is not finite, the statistics of its entry do not change.
+    The result is the mean and variance of all valid rows so far, up to rounding. If a
+    value of a batch is not finite, the statistics of its entry do not change.
 
     Args:
         obs_stats: statistics of `split_obs_stats`.

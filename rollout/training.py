@@ -123,7 +123,7 @@ class Agent:
     def actor_obs(self) -> tuple[str, ...] | None:
         """Parts of a `Dict` observation that the default actor reads, else None.
 
-        By default these are all parts except `privileged_state`, which a robot does not
+        The default is all parts except `privileged_state`, which a robot does not
         observe. A custom network receives all parts.
         """
         keys, space = (

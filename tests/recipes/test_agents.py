@@ -18,6 +18,7 @@ from rollout import envs
 from rollout.envs import Box, Discrete, spaces
 from rollout.envs.spaces import EnvSpec
 from rollout.recipes import dqn, ppo, pqn, sac, td3
+from rollout.training import adapt_learning_rate
 from rollout.types import Persistent
 
 OFF_POLICY = ("dqn", "sac", "td3")
@@ -433,3 +434,46 @@ def test_wrong_arguments_are_named(words, call):
 def test_lists_are_observations():
     agent = ppo.PPO(EnvSpec(FOUR, CHOICE, 1))
     assert agent.prepare_obs([0.0] * 4).dtype == np.float32
+
+
+def test_learning_rate_adapts_to_the_kl_divergence():
+    """The rule of rsl_rl, one case per branch and limit."""
+    cases = {
+        (1e-3, 0.03): 1e-3 / 1.5,  # above twice the target
+        (1e-3, 0.02): 1e-3,
+        (1e-3, 0.005): 1e-3,
+        (1e-3, 0.004): 1.5e-3,  # below half of the target
+        (1e-3, 0.0): 1e-3,  # the first gradient step of an update
+        (1.2e-5, 1.0): 1e-5,
+        (8e-3, 0.001): 1e-2,
+    }
+    rate, kl = np.float32([*cases]).T
+    result = quick_jit(lambda rate, kl: adapt_learning_rate(rate, kl, 0.01))(rate, kl)
+    np.testing.assert_allclose(result, [*cases.values()], rtol=1e-6)
+
+
+@named("ppo", slow=("recurrent_ppo",))
+def test_gradient_steps_use_the_adapted_learning_rate(name):
+    """A tiny target lowers the rate in every step but the first of each update."""
+    options = {"num_updates": 2, "num_epochs": 2, "learning_rate": 0.05}
+    agents = [
+        make_agent(name, desired_kl=x, anneal_lr=x is not None, **options)
+        for x in (1e-9, None)
+    ]
+
+    @quick_jit
+    def train(key):
+        results = [agent.update(agent.init(key)) for agent in agents]
+        return [(state.params, metrics) for state, metrics in results]
+
+    (adapted, metrics), (constant, _) = jax.device_get(train(jax.random.key(0)))
+    rates = 0.05 / 1.5 ** np.arange(4)
+    np.testing.assert_allclose(metrics["learning_rate"], rates.mean(), rtol=1e-5)
+    assert flatten(adapted).shape == flatten(constant).shape
+    assert not np.array_equal(flatten(adapted), flatten(constant))
+
+
+def test_desired_kl_needs_a_number_as_learning_rate():
+    schedule = optax.linear_schedule(1.0, 0.1, 8)
+    with pytest.raises(ValueError, match=r"`config\.learning_rate` must be a number"):
+        make_agent("ppo", desired_kl=0.01, learning_rate=schedule)
