@@ -6,7 +6,7 @@ evaluates the final parameters in 100 episodes. Random actions return about -0.6
 perfect policy returns 1.
 
     pip install ".[gymnasium,bench]" optax stable-baselines3
-    taskset -c 0 python benchmarks/pixels.py docs/recipes/images.json --seeds 3
+    taskset -c 0 python benchmarks/pixels.py docs/pixels.json --seeds 3
     python benchmarks/charts.py docs/recipes/images.png
 
 Runs in the file are only repeated with `--repeat`.
@@ -68,11 +68,13 @@ class Catch:
     action_space = envs.Discrete(3)
 
     def reset(self, key):
+        """Places the ball in a random column of the first row."""
         ball = jax.random.randint(key, (), 0, GRID)
         state = jnp.stack([jnp.int32(0), ball, jnp.int32(GRID // 2)])
         return state, draw(state, jnp)
 
     def step(self, key, state, action):
+        """Moves the paddle and the ball."""
         row, ball, paddle = state[0] + 1, state[1], state[2]
         paddle = jnp.clip(paddle + action - 1, 0, GRID - 1)
         state = jnp.stack([row, ball, paddle])
