@@ -17,14 +17,14 @@ agents: it assigns policies to agents and returns the transitions of each agent.
 and users. `rollout.envs` has environments, and `rollout.buffers` has replay buffers.
 
 `types` has the contracts, `version` the version, and `checks` validates arguments;
-`programs` shares compiled programs between equal objects, and `platform` chooses
-implementations by device; `stats`, `trajectories`, `targets` and `minibatches` compute
-on trajectories, and `logs` has a window over episodes and flattens statistics;
-`distributions` has distributions over actions, and `training` the interface of agents;
-`collector`, `evaluation`, `env_checker`, `profiling` and `sharding` define `Collector`,
-`evaluate`, `check_env`, `profile` and `shard`; `gif` renders an episode; `cli` is the
-command line. The packages `policies`, `kernel`, `stream` and `inspection` list their
-modules.
+`programs` shares compiled programs between equal objects; `platform` chooses
+implementations by device, among them the convolution of `convolution`; `stats`,
+`trajectories`, `targets` and `minibatches` compute on trajectories, and `logs` has a
+window over episodes and flattens statistics; `distributions` has distributions over
+actions, and `training` the interface of agents; `collector`, `evaluation`,
+`env_checker`, `profiling` and `sharding` define `Collector`, `evaluate`, `check_env`,
+`profile` and `shard`; `gif` renders an episode; `cli` is the command line. The packages
+`policies`, `kernel`, `stream` and `inspection` list their modules.
 """
 
 import importlib

@@ -9,7 +9,8 @@ therefore checks the predicate once per block of steps, `choose` selects an
 implementation without loops, and `scan` computes several rows per iteration, which is
 also faster on a TPU. On a CPU, loops of a few rounds are cheap. `to_host` fetches
 results for a loop in Python, and `blank_on` makes zeros on devices. `step_once` keeps
-XLA from computing an environment step several times.
+XLA from computing an environment step several times. `conv_general_dilated` is a
+convolution for networks.
 """
 
 import functools
@@ -25,6 +26,7 @@ from jax.core import Tracer, eval_jaxpr
 from jax.interpreters import partial_eval
 
 from rollout import programs
+from rollout.convolution import conv_general_dilated as conv_general_dilated
 from rollout.envs import auto_reset, trees
 from rollout.envs.types import ArrayTree, EnvStep
 

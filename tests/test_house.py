@@ -18,7 +18,7 @@ PACKAGES = tuple(FOLDERS.values())
 # What all rooms stand on.
 GROUND = {
     *("envs.types", "envs.trees", "envs.prng", "envs.spaces", "envs.auto_reset"),
-    *("types", "checks", "platform", "programs", "version"),
+    *("types", "checks", "convolution", "platform", "programs", "version"),
 }
 # A room imports from those above it only; within one there is no circle.
 LADDER = (
