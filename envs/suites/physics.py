@@ -10,7 +10,7 @@ import copy
 import inspect
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -27,7 +27,13 @@ from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
 _WRAPPERS = ("brax.envs.wrappers.", "mujoco_playground._src.wrapper")
 
 
-def adapt(env: Any, *, model_field: str, frame_field: str | None) -> Env:
+def adapt(
+    env: Any,
+    *,
+    model_field: str,
+    frame_field: str | None,
+    has_shared_arrays: bool = False,
+) -> Env:
     """Adapts an environment of brax or Playground to `Env`.
 
     Args:
@@ -36,9 +42,12 @@ def adapt(env: Any, *, model_field: str, frame_field: str | None) -> Env:
             leaves if `env` has no such attribute.
         frame_field: field of the state that `env.render` expects, or None if it expects
             the complete state.
+        has_shared_arrays: whether `vmap` of `env` returns arrays without a lane axis.
+            MuJoCo Warp stores the contacts of all lanes in such arrays.
 
     Returns:
-        An `Env` with the state of `env`.
+        An `Env` with the state of `env`. Arrays without a lane axis are replaced by
+        None between steps, and are zero at the beginning of a step.
 
     Raises:
         TypeError: if `env` lacks a method.
@@ -58,7 +67,8 @@ def adapt(env: Any, *, model_field: str, frame_field: str | None) -> Env:
                 "for batches, resets and time limits."
             )
         inner = vars(inner).get("env")
-    state = jax.eval_shape(env.reset, jax.eval_shape(lambda: jax.random.PRNGKey(0)))
+    key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    state = jax.eval_shape(env.reset, key)
     # Custom environments may have no physical model.
     model = getattr(env, model_field, None)
     return _PhysicsEnv(
@@ -66,9 +76,32 @@ def adapt(env: Any, *, model_field: str, frame_field: str | None) -> Env:
         env=env,
         model_field=model_field,
         frame_field=frame_field,
+        shared=_shared_leaves(env, state) if has_shared_arrays else None,
         observation_space=space_of(state.obs),
         action_space=Box(-1.0, 1.0, (env.action_size,), jnp.dtype(jnp.float32)),
     )
+
+
+class _SharedLeaves(NamedTuple):
+    """The leaves of a state that have no lane axis under `vmap`."""
+
+    structure: Any  # of the complete state
+    leaves: tuple[jax.ShapeDtypeStruct | None, ...]  # None: has a lane axis
+
+    def remove(self, state: ArrayTree) -> ArrayTree:
+        """Replaces the shared leaves of a state by None."""
+        pairs = zip(jax.tree.leaves(state), self.leaves, strict=True)
+        return self.structure.unflatten([x if y is None else None for x, y in pairs])
+
+    def restore(self, state: ArrayTree) -> ArrayTree:
+        """Inserts zeros for the shared leaves."""
+        lane_leaves = iter(jax.tree.leaves(state))
+        return self.structure.unflatten(
+            [
+                next(lane_leaves) if x is None else jnp.zeros(x.shape, x.dtype)
+                for x in self.leaves
+            ]
+        )
 
 
 class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
@@ -78,15 +111,18 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
     env: Any = struct.field(pytree_node=False)
     model_field: str = struct.field(pytree_node=False)
     frame_field: str | None = struct.field(pytree_node=False)
+    shared: _SharedLeaves | None = struct.field(pytree_node=False, repr=False)
     observation_space: AnySpace = struct.field(pytree_node=False)
     action_space: AnySpace = struct.field(pytree_node=False)
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         env = _with_model(self.env, self.model_field, self.model)
         state = strong(env.reset(_raw(key)))
-        return state, state.obs
+        return state if self.shared is None else self.shared.remove(state), state.obs
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+        if self.shared is not None:
+            state = self.shared.restore(state)
         # Copy the dicts of the state, because the suites write into them.
         state_copy = jax.tree.map(lambda x: x, state)
         old, new = state_copy.info.get("rng"), _raw(key)
@@ -99,8 +135,9 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
         next_state = jax.tree.map(like, next_state, state)
         # `done` is also True at time limits, which brax marks in `info`.
         truncated = jnp.asarray(next_state.info.get("truncation", False)).astype(bool)
+        shared = self.shared
         return EnvStep(
-            state=next_state,
+            state=next_state if shared is None else shared.remove(next_state),
             obs=next_state.obs,
             reward=jnp.asarray(next_state.reward, jnp.float32),
             terminated=next_state.done.astype(bool) & ~truncated,
@@ -135,6 +172,16 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
     def _mj_model(self) -> Any:
         brax_model = getattr(getattr(self.env, "sys", None), "mj_model", None)
         return getattr(self.env, "mj_model", None) or brax_model
+
+
+def _shared_leaves(env: Any, state: ArrayTree) -> _SharedLeaves:
+    """Finds the leaves of the state whose shape does not change under `vmap`."""
+    keys = jax.eval_shape(lambda: jnp.stack([jax.random.PRNGKey(0)] * 2))
+    lanes = jax.tree.leaves(jax.eval_shape(jax.vmap(env.reset), keys))
+    leaves, structure = jax.tree.flatten(state)
+    pairs = zip(leaves, lanes, strict=True)
+    shared = tuple(x if x.ndim == y.ndim else None for x, y in pairs)
+    return _SharedLeaves(structure, shared)
 
 
 def _with_model(env: Any, field: str, model: ArrayTree) -> Any:

@@ -19,26 +19,44 @@ def from_playground(env: Any) -> Env:
 
     Args:
         env: result of `mujoco_playground.registry.load`, or another `MjxEnv` without
-            training wrappers, with `impl="jax"`.
+            training wrappers, with `impl="jax"` or `impl="warp"`. Playground's default
+            since 0.2.0 is "warp", MuJoCo Warp.
 
     Returns:
         An `Env` with the state of `env`. Its leaves are the leaves of `env.mjx_model`,
         so `vectorize_each` can vary masses, gravity or gears between lanes. Values that
         `env` derived from the model at construction do not change.
 
+        MuJoCo Warp stores the contacts of all lanes in arrays without a lane axis,
+        which it computes again in every step. The state contains None in place of
+        these arrays, so that lanes reset independently.
+
     Raises:
         TypeError: if `env` lacks the methods of an `MjxEnv`.
         ValueError: if `env` resets automatically, counts steps or is batched, or if
-            `impl` is not "jax".
+            `impl` is neither "jax" nor "warp", or if bodies sleep in MuJoCo Warp.
     """
-    impl = getattr(getattr(env, "mjx_model", None), "impl", None)
-    # Other implementations share contacts between lanes, so a single lane cannot reset.
-    if impl is not None and impl.value != "jax":
+    model = getattr(env, "mjx_model", None)
+    # Custom environments may have no physical model.
+    impl = model.impl.value if hasattr(model, "impl") else "jax"
+    if impl not in ("jax", "warp"):
         raise ValueError(
-            '`env` must be made with `config_overrides={"impl": "jax"}`, got impl='
-            f"{impl.value!r}."
+            '`env` must be made with `config_overrides={"impl": "jax"}` or "warp", got '
+            f"impl={impl!r}."
         )
-    return physics.adapt(env, model_field="_mjx_model", frame_field=None)
+    is_warp = impl == "warp"
+    if is_warp and model.opt.enableflags & _sleep_flag():
+        # Sleeping bodies need arrays without a lane axis from the previous step.
+        raise ValueError(
+            "`env` must not have sleeping bodies if impl='warp', got a model with "
+            "mjENBL_SLEEP. Clear this flag in `mj_model.opt.enableflags`."
+        )
+    return physics.adapt(
+        env,
+        model_field="_mjx_model",
+        frame_field=None,
+        has_shared_arrays=is_warp,
+    )
 
 
 def ids() -> tuple[str, ...]:
@@ -51,7 +69,8 @@ def make(name: str, **options: Any) -> Env:
 
     `options` are fields of the configuration, for example `sim_dt`, with dots for
     nested fields (`**{"reward_config.scales.termination": -1.0}`). `impl` is "jax" by
-    default. Some environments download a robot model, which requires git.
+    default, which runs on every platform, although Playground's default is "warp".
+    Some environments download a robot model, which requires git.
     """
     registry = import_optional("mujoco_playground", "playground").registry
     config = registry.get_default_config(name)
@@ -69,6 +88,10 @@ def make(name: str, **options: Any) -> Env:
     except subprocess.CalledProcessError as error:
         raise OSError(f"the robot model needs a download by git: {error}") from error
     return TimeLimit(env, options.get("episode_length", config.episode_length))
+
+
+def _sleep_flag() -> int:
+    return int(import_optional("mujoco").mjtEnableBit.mjENBL_SLEEP)
 
 
 def _fields(config: Any, prefix: str = "") -> list[str]:

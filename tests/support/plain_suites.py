@@ -206,6 +206,52 @@ class Suite:
         return state.replace(data=data, obs=obs, reward=self.reward(), done=done)
 
 
+@struct.dataclass
+class Contacts:
+    """Data of a lane, and an array without a lane axis, as in MuJoCo Warp."""
+
+    position: Any
+    limits: Any  # [2], the least and the greatest position of all lanes
+
+
+def _contacts_to_lanes(take, _, contacts, axis):
+    return contacts.replace(position=take(contacts.position, axis))
+
+
+def _contacts_from_lanes(stack, size, contacts, axis):
+    return contacts.replace(position=stack(size, contacts.position, axis))
+
+
+jax.interpreters.batching.register_vmappable(
+    Contacts, int, int, _contacts_to_lanes, _contacts_from_lanes, None
+)
+
+
+@jax.custom_batching.custom_vmap
+def move(contacts, velocity):
+    position = contacts.position + velocity
+    return Contacts(position, jnp.stack([position, position]))
+
+
+@move.def_vmap
+def _(size, is_mapped, contacts, velocity):
+    position = jnp.broadcast_to(contacts.position + velocity, (size,))
+    limits = jnp.stack([position.min(), position.max()])
+    return Contacts(position, limits), Contacts(True, False)
+
+
+class ContactSuite(Suite):
+    """A `Suite` with the same episodes, whose data has an array without a lane axis."""
+
+    def reset(self, rng):
+        state = super().reset(rng)
+        return state.replace(data=Contacts(state.data, jnp.zeros(2)))
+
+    def step(self, state, action):
+        next_state = super().step(state.replace(data=state.data.position), action)
+        return next_state.replace(data=move(state.data, self.model))
+
+
 @functools.cache
 def custom_physics(name: str) -> Plain:
     del name  # there is only one environment

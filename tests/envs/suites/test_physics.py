@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import plain_suites
 import pytest
-from plain_suites import Suite
-from suite_checks import check_contract, collect
+from plain_suites import ContactSuite, Suite
+from suite_checks import check_contract, collect, play
 
 from rollout import envs
 from rollout.envs.suites import physics
@@ -26,8 +26,8 @@ def playground(rank_promotion):
     return plain_suites.import_quietly("mujoco_playground")
 
 
-def adapt(env):
-    return physics.adapt(env, model_field="model", frame_field=None)
+def adapt(env, **options):
+    return physics.adapt(env, model_field="model", frame_field=None, **options)
 
 
 @jax.jit
@@ -76,6 +76,23 @@ def test_limit_that_brax_marks_is_a_truncation():
 
     _, step = first_step(adapt(Marked()), jax.random.key(3))
     assert (bool(step.terminated), bool(step.truncated)) == (False, True)
+
+
+@pytest.mark.parametrize("auto_reset", ["compact", "select"])
+def test_arrays_without_a_lane_axis_are_not_in_the_state(auto_reset):
+    env = adapt(ContactSuite(), has_shared_arrays=True)
+    models = np.array([1.0, 2.0, 3.0], np.float32)
+    (carry, rows), (_, expected) = (
+        play(
+            envs.vectorize_each(x.replace(model=models), auto_reset=auto_reset),
+            num_steps=9,
+        )
+        for x in (env, adapt(Suite()))
+    )
+    assert {x.shape[0] for x in jax.tree.leaves(carry.env_state)} == {3}
+    assert carry.env_state.data.limits is None
+    assert rows.terminated.sum(axis=0).tolist() == [2, 4, 4]
+    jax.tree.map(np.testing.assert_array_equal, rows, expected)
 
 
 def test_environment_without_a_model_has_no_leaves_and_is_traced_once(brax_envs):
@@ -149,12 +166,65 @@ def test_options_of_playground_are_passed_on_and_unknown_ones_refused(playground
     assert env.env.env.mjx_model.impl.value == "jax"
     assert env.env.env.sim_dt == 0.005
     for options, message in (
-        ({"impl": "warp"}, r"`env` must be made with .*'warp'"),
+        ({"impl": "cpp"}, r"`env` must be made with .*'cpp'"),
         ({"gravity": 1.0}, r"are action_repeat, .*; got gravity"),
         ({"sim_dt": "short"}, "PendulumSwingup with sim_dt='short' fails"),
     ):
         with pytest.raises(ValueError, match=message):
             envs.make("playground:PendulumSwingup", **options)
+
+
+@pytest.mark.slow  # MuJoCo Warp compiles kernels
+def test_lanes_of_mujoco_warp_reset_independently(playground):
+    env = make_hopper(playground)
+    compact, select = (
+        play(envs.vectorize(envs.TimeLimit(env, 7), 3, auto_reset=x), num_steps=20)[1]
+        for x in ("compact", "select")
+    )
+    jax.tree.map(np.testing.assert_array_equal, compact, select)
+    assert compact.truncated.sum(axis=0).tolist() == [2, 2, 2]
+
+
+@pytest.mark.slow
+def test_steps_of_mujoco_warp_equal_steps_that_keep_contacts(playground):
+    env = make_hopper(playground)
+    lanes, suite_env = envs.vectorize(env, 3), env.env
+    keys = jax.vmap(jax.random.key)(np.arange(3))
+    actions = np.random.default_rng(1).uniform(-1, 1, (30, 3, 4)).astype(np.float32)
+
+    def step(states, action):
+        result = lanes.step(keys, states[0], action)
+        suite_state = jax.vmap(suite_env.step)(states[1], action)
+        return (result.state, suite_state), (result.obs, suite_state.obs)
+
+    @jax.jit
+    def run(keys):
+        suite_state = jax.vmap(suite_env.reset)(jax.vmap(jax.random.key_data)(keys))
+        return jax.lax.scan(step, (lanes.reset(keys)[0], suite_state), actions)
+
+    (state, suite_state), (obs, expected) = run(keys)
+    np.testing.assert_array_equal(obs, expected)
+    leaves = jax.tree.leaves_with_path(suite_state)
+    arrays = {str(path[-1]): x for path, x in leaves}
+    assert arrays[".nacon"] > 0
+    assert arrays[".contact__pos"].shape == (64, 3)
+    assert {x.shape[0] for x in jax.tree.leaves(state)} == {3}
+
+
+def test_sleeping_bodies_of_mujoco_warp_are_rejected(playground):
+    hopper = make_hopper(playground).env
+    option = hopper.mjx_model.opt
+    sleeping = option.replace(enableflags=option.enableflags | 16)  # mjENBL_SLEEP
+    hopper._mjx_model = hopper.mjx_model.replace(opt=sleeping)
+    with pytest.raises(ValueError, match=r"`env` .* sleeping bodies"):
+        from_playground(hopper)
+
+
+def make_hopper(playground):
+    overrides = {"impl": "warp", "naconmax": 64}
+    return from_playground(
+        playground.registry.load("HopperStand", config_overrides=overrides)
+    )
 
 
 def test_episodes_of_playground_end_as_the_configuration_says(playground):
