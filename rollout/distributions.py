@@ -430,13 +430,16 @@ class _Part(NamedTuple):
 
 def _describe_part(space: AnySpace) -> _Part:
     """Describes one leaf of an action space."""
-    if space.bounds is None or space.shape is None:
+    is_float = space.dtype is not None and jnp.issubdtype(space.dtype, jnp.floating)
+    # Actions of `RescaleAction(env, bound="tanh")` are floats without bounds.
+    bounds = (-np.inf, np.inf) if space.bounds is None and is_float else space.bounds
+    if bounds is None or space.shape is None:
         raise ValueError(
             "`action_space` must have bounds in all parts, got a part without "
             f"bounds: {space!r}."
         )
-    low, high = (np.broadcast_to(np.asarray(x), space.shape) for x in space.bounds)
-    if not jnp.issubdtype(space.dtype, jnp.floating):
+    low, high = (np.broadcast_to(np.asarray(x), space.shape) for x in bounds)
+    if not is_float:
         low, high = low.astype(np.int32), high.astype(np.int32)
         ones, zeros = np.ones(space.shape), np.zeros(space.shape)
         num_values = high - low + 1

@@ -9,6 +9,7 @@ from cases import quick_jit
 
 from rollout.distributions import ActionDistribution, TanhNormal
 from rollout.envs import spaces
+from rollout.envs.wrappers.actions import TanhSpace
 
 INF = np.inf
 SPACES = {
@@ -150,6 +151,14 @@ def test_raw_actions_reach_the_whole_box():
         [4, 13, -3, 9],
     ]
     np.testing.assert_allclose(distribution.postprocess(raw), expected)
+
+
+def test_actions_that_tanh_squashes_are_raw_actions():
+    space = TanhSpace((2,), jnp.dtype(jnp.float32))
+    distribution = ActionDistribution(space)
+    assert (distribution.num_params, distribution.num_log_stds) == (4, 2)
+    raw = np.float32([[-9, 0.5], [3, 7]])
+    np.testing.assert_array_equal(distribution.postprocess(raw), raw)
 
 
 def test_wrong_sizes_say_how_many_parameters_or_flags_there_must_be():
