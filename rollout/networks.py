@@ -19,11 +19,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.lax import conv_general_dilated
 
 from rollout.envs.spaces import MASK, Box, Dict, as_space, is_mask
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs
+from rollout.platform import conv_general_dilated
 
 PRIVILEGED = "privileged_state"  # MuJoCo Playground's name for simulator-only values
 _MIN_SIZE = 36  # pixels, the smallest image that the Nature network accepts
