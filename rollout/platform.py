@@ -14,6 +14,7 @@ convolution for networks.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -181,7 +182,9 @@ def dot_general(
     The gradient of the kernel is a product of two matrices with as many rows as the
     batch. If the number of columns is a multiple of 64, rows map to the same cache
     lines. On a CPU the function therefore appends a zero to the contracted axis of both
-    operands. The result and all derivatives are the same up to rounding.
+    operands. The result and all derivatives are the same up to rounding. A single row,
+    as in `predict`, is multiplied without the zero, so that programs of one row do not
+    depend on the platform and can be exported.
     """
 
     def multiply(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -190,7 +193,9 @@ def dot_general(
         )
 
     (input_axes, kernel_axes), (batch_axes, _) = dimension_numbers
-    if len(input_axes) != 1 or batch_axes or inputs.shape[input_axes[0]] % 64:
+    num_columns = math.prod(inputs.shape[axis] for axis in input_axes)
+    is_single_row = inputs.size == num_columns
+    if len(input_axes) != 1 or batch_axes or num_columns % 64 or is_single_row:
         return multiply(inputs, kernel)
 
     def multiply_padded(inputs: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -225,9 +225,10 @@ PRODUCTS = {
     "128 columns": ((2, 6, 128), (128, 64), ((2,), (0,))),
     "5 columns": ((6, 5), (5, 64), ((1,), (0,))),
     "other axes": ((64, 6), (8, 64), ((0,), (1,))),
-    "one row": ((64,), (64, 8), ((0,), (0,))),
+    "one row": ((1, 64), (64, 8), ((1,), (0,))),
+    "no batch axis": ((64,), (64, 8), ((0,), (0,))),
 }
-PADDED = {"64 columns", "128 columns", "other axes", "one row"}
+PADDED = {"64 columns", "128 columns", "other axes"}
 
 
 @functools.cache
