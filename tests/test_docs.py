@@ -16,7 +16,6 @@ from unittest import mock
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from pages import MARK, blocks, check_printed, inject, program, run, tolerance_here
@@ -31,7 +30,12 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {"README.md": README}
 TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 MARKS = {"docs/accelerators.md": pytest.mark.compiles_for("h100")}
-NEEDED = {"docs/search.md": "mctx", "docs/tuning.md": "optuna"}  # `.ci/run` has them
+# `.ci/run` installs them.
+NEEDED = {
+    "docs/deploy.md": "jax2onnx",
+    "docs/search.md": "mctx",
+    "docs/tuning.md": "optuna",
+}
 # Keys of a mapped `scan` are taken for used, and so is that of a resumed training.
 KEYS_TWICE = ("own_gymnasium", "population_training", "search", "tuning", "tutorial")
 # About what is compiled, and of equal bits; the others are with few optimizations.
@@ -198,6 +202,28 @@ def check_policies(names, out):
         assert image.n_frames == names["episode"].episode_length[0] + 1
 
 
+def check_deploy(names, out):
+    """All exported agents choose the actions of `predict`."""
+    obs = np.random.default_rng(0).uniform(-8.0, 8.0, (100, 3)).astype(np.float32)
+    expected = jax.jit(jax.vmap(names["act"]))(obs)
+    session = names["onnxruntime"].InferenceSession("agent.onnx")
+    exported = jax.jit(lambda obs: jax.lax.map(names["exported"].call, obs))
+    actions = {
+        "onnx": np.stack([session.run(["action"], {"obs": x})[0] for x in obs]),
+        "jax.export": exported(obs),
+        "numpy": np.stack([names["act_in_numpy"](x) for x in obs]),
+    }
+    model = names["to_onnx"](jax.vmap(names["act"]), [("batch", 3)])
+    session = names["onnxruntime"].InferenceSession(model.SerializeToString())
+    (actions["batch"],) = session.run(None, {session.get_inputs()[0].name: obs})
+    for action in actions.values():
+        np.testing.assert_allclose(action, expected, rtol=0, atol=1e-5)
+    assert np.abs(names["memory"]).max() > 0
+    for line in out.splitlines():
+        first, second = (float(x) for x in re.findall(r"\[(.+?)\]", line))
+        assert abs(first - second) < 1e-5
+
+
 def check_episodes(names, out):
     mean, low, high = (float(x) for x in out.splitlines()[0].split())
     assert low < mean < high
@@ -327,7 +353,7 @@ def check_evolution(names, out):
 
 
 def check_own_gymnasium(names, out):
-    """It flies as well as the rule; the file chooses what the agent does."""
+    """It flies as well as the rule."""
     issues, *progress, half, evaluated, off_policy = out.splitlines()
     assert issues == "no mistakes"
     assert progress[0].split()[0] == "61,440"
@@ -335,11 +361,6 @@ def check_own_gymnasium(names, out):
     assert half.startswith("61440 ")
     assert 4.1 < float(evaluated.split()[1]) < 5.1
     assert names["state"].num_updates == 60
-    with open("drone.bin", "rb") as file:
-        act = jax.export.deserialize(bytearray(file.read())).call
-    obs = jax.tree.map(jnp.asarray, names["obs"])
-    want = names["agent"].predict(names["state"].params, obs)
-    np.testing.assert_array_equal(act(obs), want)
     for name in ("drone.gif", "drone/agent.gif"):
         with Image.open(name) as image:
             assert image.n_frames > 2
