@@ -218,7 +218,7 @@ def test_dtypes_are_those_of_lax():
         assert shapes[0] == shapes[1]
 
 
-def lower(convolve, platform, name="one stride"):
+def lower(convolve, platform, name="Nature CNN, second layer"):
     """Lowers the gradient in a scan for a platform."""
     case = CASES[name]
     fn = make_convolve(case, convolve)
@@ -241,6 +241,18 @@ def test_derivatives_on_a_cpu_are_channels_last():
     assert set(layouts) == {"b01f_01io->b01f"}
     plain = lower(jax.lax.conv_general_dilated, "cpu").compile().as_text()
     assert set(re.findall(r"dim_labels=([^,\s]+)", plain)) > set(layouts)
+
+
+def test_few_channels_are_a_product_over_patches_on_a_cpu():
+    def count(name, platform):
+        fn = make_convolve(CASES[name], conv_general_dilated)
+        traced = jax.jit(fn).trace(*(np.zeros(x, "f4") for x in CASES[name][:2]))
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        return text.count("stablehlo.convolution")
+
+    names = "MinAtar", "MiniGrid", "Nature CNN, first layer", "groups"
+    assert [count(x, "cpu") for x in names] == [0, 0, 1, 1]
+    assert [count(x, "cuda") for x in names] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
