@@ -79,6 +79,10 @@ def steps() -> dict[str, list[str]]:
         "agents_speed": speed("agents_speed"),
         "host_speed": speed("host_speed"),
         "buffer_speed": speed("buffer_speed"),
+        "convolution_speed": [
+            f"{ONE_CORE}convolution_speed.py --json docs/speed.json",
+            *speed("convolution_speed"),
+        ],
         "stream_speed": speed("stream_speed"),
         "devices_speed": speed("devices_speed"),
         "start_speed": speed("start_speed"),

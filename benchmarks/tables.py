@@ -193,6 +193,19 @@ def speed(data: dict[str, Any]) -> str:
     return markdown(rows)
 
 
+def convolutions(rows: list[dict[str, str]]) -> str:
+    """Formats one row per network, computation and number of cores."""
+    cells: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row in rows:
+        name, what, cores = row["network"], row["computed"], row["cores"]
+        first = {"network": name, "computed": what, "cores": cores}
+        place, cell = row["place"], cells.setdefault((name, what, cores), first)
+        cell[f"XLA {place}, ms"] = row["XLA, ms"]
+        cell[f"`rollout` {place}, ms"] = row["`rollout`, ms"]
+        cell[f"`rollout` / XLA {place}"] = row["`rollout` / XLA"]
+    return markdown(list(cells.values()))
+
+
 def launches(data: dict[str, Any]) -> str:
     """Formats the launches and cycles per step of 2,048 lanes."""
     gpus, tpus = (rows_of(data, f"loops, {x}") for x in ("h100", "tpu-v5e"))
@@ -343,6 +356,7 @@ def written() -> dict[Path, str]:
     tables = {
         "speed": speed(speeds),
         "trainings": select(rows_of(speeds, "trainings"), TRAININGS),
+        "convolutions": convolutions(rows_of(speeds, "networks of convolutions")),
         "overhead": select(rows_of(speeds, "overhead"), OVERHEAD),
         "accelerators": launches(accelerators),
         "learning": learning(

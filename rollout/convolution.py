@@ -51,9 +51,9 @@ def conv_general_dilated(
     grouped convolution, which is slow.
 
     The result and all derivatives are the same up to rounding. Reverse mode may be
-    nested, but `jax.jvp` raises. On other platforms, and for layouts that are not
-    channels-last (flax's are), the function calls `jax.lax.conv_general_dilated`, whose
-    documentation describes the arguments.
+    nested, but `jax.jvp` raises on every platform. On other platforms, and for layouts
+    that are not channels-last (flax's are), the function calls
+    `jax.lax.conv_general_dilated`, whose documentation describes the arguments.
     """
 
     def convolve(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -109,6 +109,7 @@ def _convolve_primal(
     inputs: jax.Array, kernel: jax.Array, window: _Window
 ) -> jax.Array:
     """Convolves channels-last operands; the derivatives call it again."""
+    # XLA takes 1.5 to 7 times as long as a product for inputs of few channels.
     is_small = inputs.shape[-1] < 16 and math.prod(kernel.shape[:-1]) <= 128
     is_plain = window.feature_group_count == max(window.lhs_dilation) == 1
     is_product = is_small and is_plain and math.prod(kernel.shape[:-2]) > 1
