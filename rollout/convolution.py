@@ -53,7 +53,9 @@ def conv_general_dilated(
     The result and all derivatives are the same up to rounding. Reverse mode may be
     nested, but `jax.jvp` raises on every platform. On other platforms, and for layouts
     that are not channels-last (flax's are), the function calls
-    `jax.lax.conv_general_dilated`, whose documentation describes the arguments.
+    `jax.lax.conv_general_dilated`, whose documentation describes the arguments. It does
+    the same for a single image, as in `predict`, so that programs of one image do not
+    depend on the platform and can be exported.
     """
 
     def convolve(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -72,7 +74,7 @@ def conv_general_dilated(
 
     jax.eval_shape(convolve, lhs, rhs)  # raises for wrong arguments
     layouts = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    if layouts != _channels_last(lhs.ndim):
+    if layouts != _channels_last(lhs.ndim) or lhs.shape[0] == 1:
         return convolve(lhs, rhs)
     ones = (1,) * (lhs.ndim - 2)
     dilation = tuple(rhs_dilation or ones)
