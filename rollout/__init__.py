@@ -21,7 +21,8 @@ and users. `rollout.envs` has environments, and `rollout.buffers` has replay buf
 implementations by device, among them the convolution of `convolution`; `stats`,
 `trajectories`, `targets` and `minibatches` compute on trajectories, and `logs` has a
 window over episodes and flattens statistics; `distributions` has distributions over
-actions, and `training` the interface of agents; `collector`, `evaluation`,
+actions, `networks` encoders of observations, `normalization` statistics of
+observations, and `training` the interface of agents; `collector`, `evaluation`,
 `env_checker`, `profiling` and `sharding` define `Collector`, `evaluate`, `check_env`,
 `profile` and `shard`; `gif` renders an episode; `cli` is the command line. The packages
 `policies`, `kernel`, `stream` and `inspection` list their modules.

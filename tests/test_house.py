@@ -26,8 +26,8 @@ LADDER = (
     {"envs", "buffers"},
     {"stats", "trajectories", "checkpoint", "targets", "minibatches"}
     | {"distributions"},
-    {"policies"},
-    {"kernel"},
+    {"policies", "networks"},
+    {"kernel", "normalization"},
     {"collector"},
     {"host"},
     {"logs"},
@@ -47,6 +47,7 @@ KINDS = {
         "envs.host.types",
     },
     "env_checker": {"envs"},
+    "networks": {"envs.wrappers"},
     "recommendation": {"envs.wrappers"},
     "sharding": {"envs.wrappers.wrapper", "envs.vectorize"},
     "training": {"envs.host.types"},
