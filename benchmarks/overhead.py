@@ -27,6 +27,7 @@ from harness import Program, measure, run
 import rollout
 from rollout import agents, envs, profiling
 from rollout.minibatches import mean_gradient
+from rollout.normalization import split_obs_stats
 from rollout.recipes import dqn, ppo, recurrent_ppo, sac
 
 # The barrier keeps XLA from hoisting computations on the fixed rows out of the loop.
@@ -107,7 +108,8 @@ def gradients(agent: Any, state: Any, batch: Any) -> Any:
         return agent.minibatch_step(*barrier((learner, batch)))[0], None
 
     count = agent.config.num_epochs * agent.config.num_minibatches
-    learner = state.params, state.opt_state, jnp.bool_(False)
+    params, _ = split_obs_stats(state.params)
+    learner = params, state.opt_state, jnp.bool_(False)
     return jax.lax.scan(step, learner, length=count)[0]
 
 
@@ -247,7 +249,12 @@ def inputs_of(agent: Any, params: Any, num_steps: int) -> profiling._Inputs:
     return profiling._Inputs(agent.collector, carry, params, trajectory)
 
 
-ROBOT = {"num_minibatches": 32, "learning_rate": 1e-3, "ent_coef": 0.0}
+ROBOT = {
+    "num_minibatches": 32,
+    "learning_rate": 1e-3,
+    "ent_coef": 0.0,
+    "normalize_observations": True,
+}
 RELU = {"activation": "relu", "learning_rate": 5e-3}
 RECIPES: dict[str, Callable[[], Programs]] = {
     **{

@@ -42,6 +42,7 @@ ROBOT = {
     "num_minibatches": 32,
     "learning_rate": 1e-3,
     "ent_coef": 0.0,
+    "normalize_observations": True,
 }
 TASKS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {**CLASSIC, "num_updates": 244},
@@ -53,6 +54,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "num_minibatches": 16,
         "learning_rate": 2e-3,
         "gamma": 0.95,
+        "normalize_observations": True,
     },
     "Breakout-MinAtar": {
         "num_updates": 122,
@@ -69,6 +71,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "num_minibatches": 32,
         "learning_rate": 3e-4,
         "ent_coef": 0.0,
+        "normalize_observations": True,
     },
 }
 # References for brax are runs of PureJaxRL with the same settings.
@@ -96,8 +99,8 @@ DETAILS: dict[str, tuple[str, str] | dict[str, Any]] = {
     ),
     "constant learning rate": {"anneal_lr": False},
     "gradients not clipped": {"max_grad_norm": math.inf},
-    "observations not normalized": {"only": "reward"},
-    "rewards not normalized": {"only": "obs"},
+    "observations not normalized": {"normalize_observations": False},
+    "rewards not normalized": {"normalize_rewards": False},
 }
 # Reason for each detail, for the table of the page.
 REASONS = {
@@ -135,13 +138,17 @@ def make_robot(env_id: str) -> Any:
     return gymnasium.wrappers.ClipAction(gymnasium.make(env_id))
 
 
-def make_env(env_id: str, config: recipes.PPOSettings, only: str = "") -> Any:
-    """Creates the environments of a task; normalizes continuous tasks."""
+def make_env(
+    env_id: str, config: recipes.PPOSettings, *, normalize_rewards: bool = True
+) -> Any:
+    """Creates the environments of a task; normalizes rewards of continuous tasks."""
     if env_id.endswith("-v5"):
         makers = [functools.partial(make_robot, env_id)] * config.num_envs
         workers = envs.make_worker_envs(makers, num_workers=2)
-        return envs.NormalizeHostEnv(workers, gamma=config.gamma)
-    return recipes.make_lanes(env_id, config, only)
+        if not normalize_rewards:
+            return workers
+        return envs.NormalizeHostEnv(workers, gamma=config.gamma, only=())
+    return recipes.make_lanes(env_id, config, normalize_rewards=normalize_rewards)
 
 
 def run(name: str, seed: int, programs: dict[str, Any]) -> dict[str, Any]:
@@ -150,9 +157,10 @@ def run(name: str, seed: int, programs: dict[str, Any]) -> dict[str, Any]:
     module, settings = load(detail or "as it is"), dict(TASKS[env_id])
     change = DETAILS[detail or "as it is"]
     settings.update(change if isinstance(change, dict) else {})
-    only = settings.pop("only", "")
+    normalize_rewards = settings.pop("normalize_rewards", True)
     config, key = recipes.PPOSettings(**settings), jax.random.key(seed)
-    agent = module.PPO(make_env(env_id, config, only), config)
+    env = make_env(env_id, config, normalize_rewards=normalize_rewards)
+    agent = module.PPO(env, config)
     if env_id.endswith("-v5"):
         start = time.process_time() + worker_seconds()
         state, metrics = agent.train(agent.init(key))
@@ -165,7 +173,7 @@ def run(name: str, seed: int, programs: dict[str, Any]) -> dict[str, Any]:
         start = time.process_time()
         state, metrics = jax.block_until_ready(programs[name](key))
         seconds = time.process_time() - start
-    stats = evaluate(agent.freeze(state).collector, seed, state.params)
+    stats = evaluate(agent.collector, seed, state.params)
     print(f"{name}, seed {seed}: {stats}, {seconds:.1f} s", flush=True)
     stride = max(1, config.num_updates // 100)
     curve = np.asarray(metrics["return_mean"], float)[::stride]
@@ -204,7 +212,7 @@ def run_peer(env_id: str, seed: int, programs: dict[str, Any], folder: Path) -> 
     start = time.process_time()
     params = learner.params(jax.block_until_ready(train(jax.random.key(seed))))
     seconds = time.process_time() - start
-    env = make_env(env_id, config, only="none")
+    env = make_env(env_id, config, normalize_rewards=False)
     policy = rollout.stateless_policy(learner.act)
     collector = rollout.Collector(env=env, policy=policy)
     stats = evaluate(collector, seed, params)
@@ -217,10 +225,10 @@ def is_changed(env_id: str, detail: str) -> bool:
     change = DETAILS[detail]
     if not isinstance(change, dict):
         return True
-    if "only" in change:
-        return "activation" not in TASKS[env_id]  # a continuous task
-    defaults = dataclasses.asdict(recipes.PPOSettings())
-    return any({**defaults, **TASKS[env_id]}[x] != y for x, y in change.items())
+    settings = {**dataclasses.asdict(recipes.PPOSettings()), **TASKS[env_id]}
+    if "normalize_rewards" in change:  # `make_lanes` normalizes continuous tasks
+        return settings["normalize_observations"]
+    return any(settings[x] != y for x, y in change.items())
 
 
 def main() -> None:

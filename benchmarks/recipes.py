@@ -117,23 +117,21 @@ def setup(
     return names
 
 
-def make_lanes(env_id: str, config: PPOSettings, only: str = "") -> Any:
+def make_lanes(
+    env_id: str, config: PPOSettings, *, normalize_rewards: bool = True
+) -> Any:
     """Creates the environments for a training run of PPO.
 
     Args:
         env_id: id of an environment of gymnax or brax.
         config: settings of PPO.
-        only: `"obs"` or `"reward"` to normalize only observations or only rewards of
-            tasks with continuous actions; empty for both; any other word for neither.
+        normalize_rewards: whether to normalize rewards of tasks with continuous
+            actions.
     """
     env = envs.vectorize(make_env(env_id), config.num_envs)
-    if hasattr(env.action_space, "n"):
+    if hasattr(env.action_space, "n") or not normalize_rewards:
         return env
-    if only in ("", "obs"):
-        env = envs.NormalizeObs(env)
-    if only in ("", "reward"):
-        env = envs.NormalizeReward(env, gamma=config.gamma)
-    return env
+    return envs.NormalizeReward(env, gamma=config.gamma)
 
 
 def make_ppo(env: Any, config: ppo.Config) -> Learner:

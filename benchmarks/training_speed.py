@@ -130,6 +130,7 @@ def trainings() -> Iterator[Training]:
         num_minibatches=8,
         learning_rate=3e-4,
         ent_coef=0.0,
+        normalize_observations=True,
         hidden_layer_sizes=(256, 256),
     )
     for num_envs, num_updates in SIZES.items():
@@ -163,7 +164,7 @@ def ppo_trainings(
 
 
 def train_ppo(env_id: str, config: PPOSettings) -> Train:
-    """Creates a training function of PPO; normalizes robot observations and rewards."""
+    """Creates a training function of PPO; normalizes the rewards of robots."""
     return recipes.make_ppo(recipes.make_lanes(env_id, config), config).train
 
 
