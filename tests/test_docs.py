@@ -414,7 +414,7 @@ def check_training(names, out):
     assert returns[0] < 30
     assert returns[-1] > 100
     # A new state: the learning rate of the page's state has decayed to 0.
-    agent = names["agent"]
+    agent = names["agent"].replace(config=names["config"])
     state = agent.init(jax.random.key(1))
     _, t = agent.collector.collect_steps(state.carry, state.params, num_steps=16)
     learner = state.params, state.opt_state
