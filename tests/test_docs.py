@@ -661,6 +661,8 @@ SEARCHES = {
     "best model": ("recipes/ppo", "coming_from/stable_baselines3"),
     "custom networks": ("recipes/ppo",),
     "asymmetric critic": ("recipes/ppo",),
+    "cnnpolicy": ("recipes/images", "coming_from/stable_baselines3"),
+    "privileged observations": ("recipes/robots",),
     "learning rate schedule": ("recipes/ppo",),
     "parameter sharing": ("agents", "recipes/ippo"),
     "tensorboard": ("streaming", "recipes/ppo", "coming_from/stable_baselines3"),

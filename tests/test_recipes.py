@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from compiles import QUICK_FLAGS
 from pages import blocks, check_printed, inject, run
+from pages import program as program_of_page
 
 import rollout
 from rollout.envs.spaces import EnvSpec
@@ -27,6 +28,8 @@ FOLDER = ROOT / "docs" / "recipes"
 PAGES = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
 # Their pages include the file.
 AGENTS = ("dqn", "ppo", "pqn", "recurrent_ppo", "sac", "td3")
+# Their pages show printed results and no curve.
+OBSERVATIONS = ("dictionary_observations", "images", "robots")
 MOST_LINES, MOST_OF_TEAMS = 75, 90
 # Constants of a program that runs small, or of one that takes minutes: it learns much
 # with less.
@@ -108,9 +111,10 @@ def check_picture(path: pathlib.Path) -> None:
 
 
 def test_every_recipe_has_a_test_and_a_picture():
-    assert PAGES.keys() == {"action_masks", "atari", "cloning", "ppo"} | LEARNT.keys()
-    for name, text in PAGES.items():
-        assert f"]({name}.png)" in text
+    others = {"action_masks", "atari", "cloning", "ppo", *OBSERVATIONS}
+    assert PAGES.keys() == others | LEARNT.keys()
+    for name in PAGES.keys() - set(OBSERVATIONS):
+        assert f"]({name}.png)" in PAGES[name]
         assert (FOLDER / f"{name}.png").stat().st_size < 100_000
 
 
@@ -131,6 +135,19 @@ def test_programs_of_ppo_learn(folder, capsys):
     assert float(pendulum.split()[1]) > -250
     assert action in ("0", "1")
     assert pathlib.Path("runs/cartpole/curve.png").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_training")
+@pytest.mark.parametrize("name", OBSERVATIONS)
+def test_programs_of_observations_run(name, folder, capsys):
+    names = run(f"{name}.md", program_of_page(PAGES[name]))
+    check_printed(PAGES[name], capsys.readouterr().out, math.inf)
+    if name == "images":
+        assert names["metrics"]["return_mean"][-1] > 0.5  # -0.5 at random
+    if name == "robots":
+        assert names["metrics"]["return_mean"][-1] > 28  # 16 at random
+        assert names["action"].shape == (6,)
 
 
 @pytest.mark.parametrize("name", sorted(PAGES.keys() - {"ppo"}))

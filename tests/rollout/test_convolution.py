@@ -17,9 +17,9 @@ LAYOUTS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}
 LAYOUTS[3] = ("NDHWC", "DHWIO", "NDHWC")
 # Shapes of the inputs and of the kernel, and options: strides 1, padding "VALID".
 CASES = {
-    "Nature CNN, first layer": ((1, 84, 84, 4), (8, 8, 4, 32), {"strides": (4, 4)}),
-    "Nature CNN, second layer": ((1, 20, 20, 32), (4, 4, 32, 64), {"strides": (2, 2)}),
-    "Nature CNN, third layer": ((1, 9, 9, 64), (3, 3, 64, 64), {}),
+    "Nature CNN, first layer": ((2, 84, 84, 4), (8, 8, 4, 32), {"strides": (4, 4)}),
+    "Nature CNN, second layer": ((2, 20, 20, 32), (4, 4, 32, 64), {"strides": (2, 2)}),
+    "Nature CNN, third layer": ((2, 9, 9, 64), (3, 3, 64, 64), {}),
     "MinAtar": ((2, 10, 10, 4), (3, 3, 4, 16), {}),
     "MinAtar, same size": ((2, 10, 10, 7), (3, 3, 7, 16), {"padding": "SAME"}),
     "MiniGrid": ((2, 7, 7, 3), (2, 2, 3, 16), {}),
@@ -231,6 +231,15 @@ def lower(convolve, platform, name="Nature CNN, second layer"):
 
     traced = jax.jit(run).trace(np.zeros(case[0], "f4"), np.zeros(case[1], "f4"))
     return traced.lower(lowering_platforms=(platform,))
+
+
+def test_single_image_does_not_depend_on_the_platform():
+    """Exporters to ONNX accept the program of `predict`."""
+    case = ((1, *CASES["MinAtar"][0][1:]), *CASES["MinAtar"][1:])
+    operands = np.zeros(case[0], "f4"), np.zeros(case[1], "f4")
+    text = str(jax.make_jaxpr(make_convolve(case, conv_general_dilated))(*operands))
+    assert "platform_index" not in text
+    assert "conv_general_dilated" in text
 
 
 def test_derivatives_on_a_cpu_are_channels_last():
