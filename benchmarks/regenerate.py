@@ -86,6 +86,8 @@ def steps() -> dict[str, list[str]]:
         "stream_speed": speed("stream_speed"),
         "devices_speed": speed("devices_speed"),
         "start_speed": speed("start_speed"),
+        # Tests that train for long. Requires the extras test and suites, mctx, optuna.
+        "tests": ["python -m pytest -q -m trains"],
         "tables": ["python benchmarks/tables.py"],
         "charts": ["python benchmarks/charts.py"],
     }

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import json
 import math
+import os
 import pathlib
 import re
 import subprocess
@@ -29,8 +30,11 @@ README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {"README.md": README}
 TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
+# Programs that train for long, with fewer updates as well: mark `trains`.
+LONG = ("lagging_actors", "learned_models", "learning_problems", "population_training")
+LONG += ("search", "tuning")
 MARKS = {"docs/accelerators.md": pytest.mark.compiles_for("h100")}
-# `.ci/run` installs them.
+MARKS |= {f"docs/{name}.md": pytest.mark.trains for name in LONG}
 NEEDED = {
     "docs/deploy.md": "jax2onnx",
     "docs/search.md": "mctx",
@@ -560,7 +564,9 @@ def test_wrappers_are_where_their_page_says():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the built site."""
+    """The folder of the built site. `.ci/run` has built it before."""
+    if folder := os.environ.get("BUILT_SITE"):
+        return pathlib.Path(folder)
     pytest.importorskip("mkdocs")  # the extra `docs`
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", folder]

@@ -45,6 +45,9 @@ SMALLER = {
     "12": {"NUM_SEEDS": 1, "TOTAL_STEPS": 2_000, "NUM_MOMENTS": 3},
 }
 
+# Notebooks that train for long, with the numbers above as well: mark `trains`.
+LONG = ("04", "05", "06", "10", "12")
+
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -93,7 +96,14 @@ def test_pictures_have_a_text_for_those_who_do_not_see_them(path):
 
 
 @pytest.mark.slow
-@each_notebook
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(x, marks=[pytest.mark.trains] * x.stem.startswith(LONG))
+        for x in NOTEBOOKS
+    ],
+    ids=lambda path: path.stem,
+)
 def test_notebook_runs(path, tmp_path):
     run(path, tmp_path)
 

@@ -34,13 +34,21 @@ MOST_LINES, MOST_OF_TEAMS = 75, 90
 # Constants of a program that runs small, or of one that takes minutes: it learns much
 # with less.
 SMALLER = {
+    "action_masks": "config = config.replace(num_updates=4)",
     "atari": "config, NUM_ENVS = config.replace(num_updates=5), 2",
+    "cloning": "config, NUM_EVALUATIONS = config.replace(num_updates=2), 2",
     "ippo": "config = config.replace(num_updates=2)",
+    "league": "NUM_ROUNDS, NUM_UPDATES = 2, 2",
     "mujoco_resume": """\
 config = config.replace(num_updates=32, num_steps=128, num_minibatches=4); NUM_ENVS = 2
 """,
     "recurrent_ppo": "config = config.replace(num_updates=3, learning_rate=0.0)",
     "sac": "config = config.replace(num_updates=2, num_steps=20)",
+    "smax": "config = config.replace(num_updates=3)",
+    "sweep": """\
+config, NUM_SEEDS, RATES = config.replace(num_updates=3), 2, jnp.array([3e-4, 3e-2])""",
+    "td3": "config = config.replace(num_updates=2, num_steps=20)",
+    "vdn": "NUM_UPDATES = 8",
 }
 SHORTER = {
     "action_masks": "config = config.replace(num_updates=60)",
@@ -60,6 +68,8 @@ AFTER = {
     "domain_randomization": """\
 agent = agent.replace(config=config.replace(num_updates=2))"""
 }
+# Programs that train for long: mark `trains`. Short tests also run each of them.
+LONG = ("ippo", "league", "recurrent_ppo", "smax", "sweep", "td3", "vdn")
 BLUE = (31, 119, 180)  # matplotlib's first color
 
 
@@ -127,6 +137,17 @@ def test_page_of_an_agent_includes_its_file(name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
+def test_programs_of_ppo_run(folder, capsys):
+    changed = "config=agent.config.replace(num_updates=2)"
+    line = f"agent = agent.replace({changed})"
+    run("ppo.md", *(inject(x, line) for x in programs("ppo")))
+    assert capsys.readouterr().out.splitlines()[-1] in ("0", "1")
+    assert pathlib.Path("runs/cartpole/curve.png").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.trains
 @pytest.mark.usefixtures("quick_training")
 def test_programs_of_ppo_learn(folder, capsys):
     run("ppo.md", *programs("ppo"))
@@ -246,32 +267,53 @@ def check_sweep(names):
     assert ((returns > 8) & (returns <= 500)).all()
 
 
-BRAX = pytest.mark.filterwarnings("ignore")  # brax's own, of its age
+# Packages of a page, and the checks of jax that its program does not pass. Packages
+# promote ranks. The key checker takes keys of a nested scan for used, and the programs
+# of `cloning` evaluate on the same episodes.
+REQUIRED = {
+    "cloning": ("jax", "key_reuse"),
+    "ippo": ("jaxmarl", "rank_promotion"),
+    "league": ("pgx",),
+    "mujoco_resume": ("mujoco",),
+    "sac": ("brax", "key_reuse", "rank_promotion"),
+    "smax": ("jaxmarl", "rank_promotion"),
+    "td3": ("jax", "key_reuse"),
+    "vdn": ("jaxmarl", "rank_promotion"),
+}
+
+
+@pytest.fixture
+def permitted(name, request):
+    """Skips a page without its package; permits what its program does."""
+    package, *fixtures = REQUIRED.get(name, ("jax",))
+    pytest.importorskip(package)
+    for fixture in fixtures:
+        request.getfixturevalue(fixture)
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    brax = pytest.mark.filterwarnings("ignore")  # brax's own, of its age
+    return [brax] * (name == "sac") + [pytest.mark.trains] * (name in LONG)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=BRAX if x == "sac" else ()) for x in LEARNT]
-)
-def test_program_learns(name, folder, request, capsys, quick_training):
-    if name == "league":
-        pytest.importorskip("pgx")
-    if name in ("ippo", "smax", "vdn"):
-        pytest.importorskip("jaxmarl")
-        request.getfixturevalue("rank_promotion")
-    if name == "sac":
-        pytest.importorskip("brax")
-        request.getfixturevalue("rank_promotion")
-    if name in ("sac", "td3"):  # the checker takes keys of a nested scan for used
-        request.getfixturevalue("key_reuse")
-    if name == "mujoco_resume":
-        pytest.importorskip("mujoco")
+@pytest.mark.usefixtures("quick_training", "permitted")
+@pytest.mark.parametrize("name", [pytest.param(x, marks=marks(x)) for x in LEARNT])
+def test_program_learns(name, folder, capsys):
     names = run_page(name)
     assert LEARNT[name](names)
     if "```text" in PAGES[name]:
         check_printed(PAGES[name], capsys.readouterr().out, math.inf)
     if check := globals().get(f"check_{name}"):
         check(names)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile", "permitted")
+# Tests below run `ippo` and `recurrent_ppo` with the changes that the pages describe.
+@pytest.mark.parametrize("name", ["cloning", "league", "smax", "sweep", "td3", "vdn"])
+def test_program_runs(name, folder):
+    assert np.isfinite(run_page(name, SMALLER).get("returns", 0.0)).all()
 
 
 @pytest.mark.slow
@@ -297,6 +339,7 @@ def test_sac_runs_on_a_pendulum(folder, quick_compile, key_reuse):
 
 
 @pytest.mark.slow
+@pytest.mark.trains
 @pytest.mark.usefixtures("quick_training")
 def test_a_clone_acts_like_its_expert(folder, key_reuse):
     """With `key_reuse`: all play the same 100 episodes."""
@@ -324,12 +367,18 @@ def test_atari_returns_are_raw_and_a_lost_life_ends_for_the_loss_only(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_training")
-def test_program_with_action_masks_learns(folder, key_reuse, rank_promotion):
+@pytest.mark.parametrize(
+    ("changes", "least"),
+    [(SMALLER, 500), pytest.param(SHORTER, 1_300, marks=pytest.mark.trains)],
+)
+def test_actions_of_the_program_with_masks_are_valid(
+    changes, least, folder, request, key_reuse, rank_promotion
+):
     """With `key_reuse` and `rank_promotion`: Jumanji does both."""
     pytest.importorskip("jumanji")
-    names = run_page("action_masks")
-    assert names["returns"][-1] > 1_300  # about 1,100 with random moves
+    request.getfixturevalue("quick_compile" if changes is SMALLER else "quick_training")
+    names = run_page("action_masks", changes)
+    assert names["returns"][-1] > least  # about 1,100 with random moves
     args = names["state"].carry, names["state"].params, 64
     _, t = jax.device_get(names["agent"].collector.collect_steps(*args))
     allowed = np.take_along_axis(t.obs.action_mask, t.action[..., None], axis=-1)
