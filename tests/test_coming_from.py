@@ -31,8 +31,6 @@ config = config.replace(num_updates=20)
 settings = settings.replace(num_updates=6)
 robot_config = robot_config.replace(num_updates=2, num_steps=50)""",
 }
-# Programs that train or compile for long, with these changes as well: mark `trains`.
-LONG = ("cleanrl", "craftax_baselines", "rejax", "stable_baselines3")
 NEEDED = {"craftax_baselines": "craftax"}
 # Pages whose numbers are those of any compiler; of the others the words are compared.
 EXACT = ("easyrl4rec", "rllib", "torchrl")
@@ -188,11 +186,9 @@ def check_brax(names, out):
 
 
 @pytest.mark.slow
+@pytest.mark.trains
 @pytest.mark.usefixtures("key_reuse", "rank_promotion")  # as Craftax and brax do
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=[pytest.mark.trains] * (x in LONG)) for x in TRAINED],
-)
+@pytest.mark.parametrize("name", TRAINED)
 def test_program_trains(name, request, capsys, tmp_path, monkeypatch):
     """Where brax is not installed, an environment of gymnax stands in for the robot."""
     is_short = name in ("brax", "craftax_baselines")

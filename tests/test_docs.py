@@ -31,8 +31,8 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {"README.md": README}
 TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 # Programs that train for long, with fewer updates as well: mark `trains`.
-LONG = ("lagging_actors", "learned_models", "learning_problems", "population_training")
-LONG += ("search", "tuning")
+LONG = ("evolution", "lagging_actors", "learned_models", "learning_problems")
+LONG += ("meta_rl", "own_gymnasium", "population_training", "search", "tuning")
 MARKS = {"docs/accelerators.md": pytest.mark.compiles_for("h100")}
 MARKS |= {f"docs/{name}.md": pytest.mark.trains for name in LONG}
 NEEDED = {

@@ -34,7 +34,7 @@ MOST_LINES, MOST_OF_TEAMS = 75, 90
 # Constants of a program that runs small, or of one that takes minutes: it learns much
 # with less.
 SMALLER = {
-    "action_masks": "config = config.replace(num_updates=4)",
+    "action_masks": "config = config.replace(num_updates=8, num_epochs=1)",
     "atari": "config, NUM_ENVS = config.replace(num_updates=5), 2",
     "cloning": "config, NUM_EVALUATIONS = config.replace(num_updates=2), 2",
     "ippo": "config = config.replace(num_updates=2)",
@@ -46,7 +46,7 @@ config = config.replace(num_updates=32, num_steps=128, num_minibatches=4); NUM_E
     "sac": "config = config.replace(num_updates=2, num_steps=20)",
     "smax": "config = config.replace(num_updates=3)",
     "sweep": """\
-config, NUM_SEEDS, RATES = config.replace(num_updates=3), 2, jnp.array([3e-4, 3e-2])""",
+config, NUM_SEEDS, RATES = config.replace(num_updates=8), 2, jnp.array([3e-4, 3e-2])""",
     "td3": "config = config.replace(num_updates=2, num_steps=20)",
     "vdn": "NUM_UPDATES = 8",
 }
@@ -68,8 +68,9 @@ AFTER = {
     "domain_randomization": """\
 agent = agent.replace(config=config.replace(num_updates=2))"""
 }
-# Programs that train for long: mark `trains`. Short tests also run each of them.
-LONG = ("ippo", "league", "recurrent_ppo", "smax", "sweep", "td3", "vdn")
+# Programs that train for long: mark `trains`. Short tests run most of them.
+LONG = ("domain_randomization", "dqn", "ippo", "league", "recurrent_ppo", "smax")
+LONG += ("sweep", "td3", "vdn")
 BLUE = (31, 119, 180)  # matplotlib's first color
 
 
