@@ -217,7 +217,7 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
         normal = jax.random.normal(normal_key, self.shape, self.dtype)
         low, high = (jnp.asarray(x, self.dtype) for x in (low, high))
         choices = [uniform, low + tail, high - tail]
-        return jnp.select([has_both, has_low, has_high], choices, normal)
+        return jnp.select([has_both, has_low, has_high], choices, default=normal)
 
 
 class MultiDiscrete(_Bounded, struct.PyTreeNode, eq=False):

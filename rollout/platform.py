@@ -14,7 +14,6 @@ convolution for networks.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -183,8 +182,8 @@ def dot_general(
     batch. If the number of columns is a multiple of 64, rows map to the same cache
     lines. On a CPU the function therefore appends a zero to the contracted axis of both
     operands. The result and all derivatives are the same up to rounding. A single row,
-    as in `predict`, is multiplied without the zero, so that programs of one row do not
-    depend on the platform and can be exported.
+    as in `predict`, has the zero on every platform, because exporters such as jax2onnx
+    do not support a choice by platform.
     """
 
     def multiply(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -193,15 +192,15 @@ def dot_general(
         )
 
     (input_axes, kernel_axes), (batch_axes, _) = dimension_numbers
-    num_columns = math.prod(inputs.shape[axis] for axis in input_axes)
-    is_single_row = inputs.size == num_columns
-    if len(input_axes) != 1 or batch_axes or num_columns % 64 or is_single_row:
+    if len(input_axes) != 1 or batch_axes or inputs.shape[input_axes[0]] % 64:
         return multiply(inputs, kernel)
 
     def multiply_padded(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
         inputs = _append_zero(inputs, input_axes[0])
         return multiply(inputs, _append_zero(kernel, kernel_axes[0]))
 
+    if inputs.size == inputs.shape[input_axes[0]]:  # a single row
+        return multiply_padded(inputs, kernel)
     return lax.platform_dependent(inputs, kernel, cpu=multiply_padded, default=multiply)
 
 
