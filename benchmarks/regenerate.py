@@ -58,6 +58,9 @@ def steps() -> dict[str, list[str]]:
             f"{ppo} {CLONE}",
             f"{ppo} --details --tasks Pendulum-v1 Breakout-MinAtar",
         ],
+        "playground_ppo": [
+            f"{ONE_CORE}playground_ppo.py docs/playground_ppo.json --repeat"
+        ],
         "teams": ["python benchmarks/teams.py docs/teams.json --repeat --seeds 5"],
         "learning": [f"{learning}.json --repeat {CLONE}"],
         "learning_more_seeds": [

@@ -322,6 +322,29 @@ def details(results: dict[str, Any]) -> str:
     return markdown(rows)
 
 
+def playground(results: dict[str, Any]) -> str:
+    """Formats the runs of `playground_ppo.py`."""
+    names = {"ours": "`rollout.recipes.ppo`", "brax": "brax's trainer"}
+    rows = []
+    for task, makers in results.items():
+        for maker, name in names.items():
+            runs = list(makers[maker].values())
+            seconds, compile_seconds = (
+                statistics.mean(x[key] for x in runs) for key in ("seconds", "compile")
+            )
+            rows.append(
+                {
+                    "": f"{task}, {name}",
+                    "seeds": str(len(runs)),
+                    "steps": f"{runs[0]['steps']:,}",
+                    "return": returns(makers[maker]),
+                    "CPU s": f"{seconds:.0f}",
+                    "CPU s, compilation": f"{compile_seconds:.0f}",
+                }
+            )
+    return markdown(rows)
+
+
 def final_value(curve: list[float]) -> float:
     """Computes the mean over the last tenth of a curve."""
     return statistics.mean(curve[-len(curve) // 10 :])
@@ -365,6 +388,7 @@ def written() -> dict[Path, str]:
         "endings": learning(more["results"], "seeds", *makers),
         "ppo": ppo(ppo_runs),
         "details": details(ppo_runs),
+        "playground": playground(load("playground_ppo.json")["results"]),
         "teams": teams(load("teams.json")["results"]),
     }
     files = {
