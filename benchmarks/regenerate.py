@@ -58,6 +58,10 @@ def steps() -> dict[str, list[str]]:
             f"{ppo} {CLONE}",
             f"{ppo} --details --tasks Pendulum-v1 Breakout-MinAtar",
         ],
+        "pixels": [f"{ONE_CORE}pixels.py docs/pixels.json --repeat"],
+        "normalization": [
+            f"{ONE_CORE}normalization.py docs/normalization.json --repeat --seeds 5"
+        ],
         "playground_ppo": [
             f"{ONE_CORE}playground_ppo.py docs/playground_ppo.json --repeat"
         ],
