@@ -217,7 +217,7 @@ def check_deploy(names, out):
         "jax.export": exported(obs),
         "numpy": np.stack([names["act_in_numpy"](x) for x in obs]),
     }
-    model = names["to_onnx"](jax.vmap(names["act"]), [("batch", 3)])
+    model = names["to_onnx"](jax.vmap(names["act"]), [obs.shape])
     session = names["onnxruntime"].InferenceSession(model.SerializeToString())
     (actions["batch"],) = session.run(None, {session.get_inputs()[0].name: obs})
     for action in actions.values():
