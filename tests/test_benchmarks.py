@@ -175,6 +175,7 @@ def test_every_loop_over_environments_of_gymnasium_runs(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.trains  # `regenerate.py` also runs the script
 @pytest.mark.usefixtures("quick_compile")
 def test_an_update_is_timed_with_its_parts(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -291,6 +292,7 @@ def test_chart_of_launches_is_that_of_its_data(charts):
 
 
 @pytest.mark.slow
+@pytest.mark.trains  # `regenerate.py` also runs the script
 @pytest.mark.usefixtures("quick_compile")
 def test_comparison_of_learning_runs_once_per_seed(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(FOLDER))
