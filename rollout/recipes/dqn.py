@@ -342,7 +342,7 @@ class DQN(Agent):
         )
         grads, metrics = jax.grad(self.mean_loss, has_aux=True)(params, batch)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
-        params = optax.apply_updates(params, updates)
+        params: Any = optax.apply_updates(params, updates)
         # A step size of 0 leaves the target network unchanged.
         is_due = step % config.target_update_interval == 0
         target_params = optax.incremental_update(

@@ -98,7 +98,7 @@ class ActorCritic(nn.Module):
             `[..., num_params]` and `[...]`. The value is NaN if `obs` lacks a part that
             only the critic reads, as in `predict`.
         """
-        keys = (*self.actor_obs, *self.critic_obs) if self.actor_obs else None
+        keys = self.actor_obs and (*self.actor_obs, *(self.critic_obs or ()))
         encoder_init = nn.initializers.orthogonal(2**0.5)
         encoder = Encoder(self.observation_space, keys, self.cnn, encoder_init)
         features = encoder(obs)

@@ -117,7 +117,7 @@ class ActorCritic(nn.Module):
         """Creates the layers."""
         sizes, num_log_stds = self.hidden_layer_sizes, self.distribution.num_log_stds
         num_outputs = self.distribution.num_params - num_log_stds
-        keys = (*self.actor_obs, *self.critic_obs) if self.actor_obs else None
+        keys = self.actor_obs and (*self.actor_obs, *(self.critic_obs or ()))
         encoder_init = nn.initializers.orthogonal(2**0.5)
         self.encoder = Encoder(self.observation_space, keys, self.cnn, encoder_init)
         self.recurrent_cell = getattr(nn, self.cell)(self.memory_size)
