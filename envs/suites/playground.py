@@ -36,7 +36,7 @@ def from_playground(env: Any) -> Env:
         ValueError: if `env` resets automatically, counts steps or is batched, or if
             `impl` is neither "jax" nor "warp", or if bodies sleep in MuJoCo Warp.
     """
-    model = getattr(env, "mjx_model", None)
+    model: Any = getattr(env, "mjx_model", None)
     # Custom environments may have no physical model.
     impl = model.impl.value if hasattr(model, "impl") else "jax"
     if impl not in ("jax", "warp"):
