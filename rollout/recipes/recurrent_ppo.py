@@ -306,17 +306,15 @@ class RecurrentPPO(Agent):
     def optimizer(self) -> optax.GradientTransformation:
         """Adam with clipped gradients."""
         config, schedule = self.config, self.config.learning_rate
-        clip = optax.clip_by_global_norm(config.max_grad_norm)
+        adam: Any = optax.adam
         if config.desired_kl is not None:  # `minibatch_step` adapts the learning rate
-            adam = optax.inject_hyperparams(optax.adam)(schedule, eps=1e-5)
+            adam = optax.inject_hyperparams(optax.adam)
         elif config.anneal_lr and not callable(schedule):
             num_steps = config.num_updates * config.num_epochs * config.num_minibatches
             schedule = optax.linear_schedule(schedule, 0.0, num_steps)
-            adam = optax.adam(schedule, eps=1e-5)
-        else:
-            adam = optax.adam(schedule, eps=1e-5)
+        clip = optax.clip_by_global_norm(config.max_grad_norm)
         # Flatten the parameters: few large operations are faster than many small ones.
-        return optax.flatten(optax.chain(clip, adam))
+        return optax.flatten(optax.chain(clip, adam(schedule, eps=1e-5)))
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
         """Initializes the training state; `init` sets its `carry` and `key`."""
