@@ -185,7 +185,7 @@ def make_different():
         envs.spaces.Tuple((two, box)),
         envs.spaces.Repeated(box, 2),
         envs.spaces.Repeated(box, 3),
-        EnvSpec(box, two, 4, normalize_fn=abs),
+        EnvSpec(box, two, 4),
         EnvSpec(box, two, 5),
     ]
 
@@ -203,7 +203,7 @@ def test_spaces_are_equal_only_to_those_made_alike():
         assert (made[i] == again[j]) == (i == j), (made[i], again[j])
         assert i != j or hash(made[i]) == hash(again[j])
     spec = EnvSpec(BOX, envs.Discrete(2), 4)
-    assert spec == EnvSpec(BOX, envs.Discrete(2), 4, normalize_fn=abs)
+    assert spec == EnvSpec(BOX, envs.Discrete(2), 4)
     assert envs.Discrete(3) != 3
 
 
