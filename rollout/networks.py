@@ -32,6 +32,9 @@ _MIN_SIZE = 36  # pixels, the smallest image that the Nature network accepts
 class NatureCNN(nn.Module):
     """The convolutional network of DQN, for images of at least 36 x 36 pixels.
 
+    Attributes:
+        kernel_init: initializer of all layers.
+
     Source:
         "Human-level control through deep reinforcement learning" (Mnih et al., 2015).
     """
@@ -50,6 +53,9 @@ class NatureCNN(nn.Module):
 
 class MinAtarCNN(nn.Module):
     """A small convolutional network, for images of at least 3 x 3 cells.
+
+    Attributes:
+        kernel_init: initializer of all layers.
 
     Source:
         "MinAtar: An Atari-Inspired Testbed" (Young and Tian, arXiv:1903.03176).

@@ -68,10 +68,10 @@ class QNetwork(nn.Module):
 
     num_actions: int
     observation_space: AnySpace
-    obs_keys: tuple[str, ...] | None
-    cnn: bool | None
     hidden_layer_sizes: tuple[int, ...]
     activation: str
+    obs_keys: tuple[str, ...] | None = None
+    cnn: bool | None = None
 
     @nn.compact
     def __call__(self, obs: ArrayTree) -> jax.Array:
@@ -333,11 +333,15 @@ class DQN(Agent):
             state.buffer_state, key, config.batch_size, **options
         )
         params, obs_stats = split_obs_stats(state.params)
-        next_obs = normalize_obs(obs_stats, sample.experience.next_obs)
-        batch = Batch(
+        experience = sample.experience.replace(
             obs=normalize_obs(obs_stats, sample.experience.obs),
-            action=sample.experience.action,
-            target=self.td_target(params, state.target_params, sample, next_obs),
+            next_obs=normalize_obs(obs_stats, sample.experience.next_obs),
+        )
+        sample = sample.replace(experience=experience)
+        batch = Batch(
+            obs=experience.obs,
+            action=experience.action,
+            target=self.td_target(params, state.target_params, sample),
             weight=sample.weights,
         )
         grads, metrics = jax.grad(self.mean_loss, has_aux=True)(params, batch)
@@ -368,7 +372,6 @@ class DQN(Agent):
         params: ArrayTree,
         target_params: ArrayTree,
         sample: rollout.buffers.types.Batch,
-        next_obs: ArrayTree,
     ) -> jax.Array:
         """Computes the double n-step target of every row, arXiv:1509.06461, eq. 4.
 
@@ -381,12 +384,13 @@ class DQN(Agent):
         Args:
             params: parameters of the network, which chooses the action.
             target_params: parameters of the target network, which evaluates it.
-            sample: `[M, ...]` rows of the replay buffer; `reward` is G.
-            next_obs: `[M, ...]`, normalized `next_obs` of the rows.
+            sample: `[M, ...]` rows of the replay buffer, with normalized observations;
+                `reward` is G.
 
         Returns:
             `[M]` float, in discounted reward.
         """
+        next_obs = sample.experience.next_obs
         next_action = masked_values(self.model, params, next_obs).argmax(-1)
         next_value = select(self.model.apply(target_params, next_obs), next_action)
         return sample.experience.reward + sample.discount * next_value

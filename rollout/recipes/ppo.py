@@ -81,11 +81,11 @@ class ActorCritic(nn.Module):
 
     distribution: ActionDistribution
     observation_space: AnySpace
-    actor_obs: tuple[str, ...] | None
-    critic_obs: tuple[str, ...] | None
-    cnn: bool | None
     hidden_layer_sizes: tuple[int, ...]
     activation: str
+    actor_obs: tuple[str, ...] | None = None
+    critic_obs: tuple[str, ...] | None = None
+    cnn: bool | None = None
 
     @nn.compact
     def __call__(self, obs: ArrayTree) -> tuple[jax.Array, jax.Array]:

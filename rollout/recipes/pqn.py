@@ -65,10 +65,10 @@ class QNetwork(nn.Module):
 
     num_actions: int
     observation_space: AnySpace
-    obs_keys: tuple[str, ...] | None
-    cnn: bool | None
     hidden_layer_sizes: tuple[int, ...]
     activation: str
+    obs_keys: tuple[str, ...] | None = None
+    cnn: bool | None = None
 
     @nn.compact
     def __call__(self, obs: ArrayTree) -> jax.Array:

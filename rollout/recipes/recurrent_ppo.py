@@ -105,13 +105,13 @@ class ActorCritic(nn.Module):
 
     distribution: ActionDistribution
     observation_space: AnySpace
-    actor_obs: tuple[str, ...] | None
-    critic_obs: tuple[str, ...] | None
-    cnn: bool | None
     cell: str
     memory_size: int
     hidden_layer_sizes: tuple[int, ...]
     activation: str
+    actor_obs: tuple[str, ...] | None = None
+    critic_obs: tuple[str, ...] | None = None
+    cnn: bool | None = None
 
     def setup(self) -> None:
         """Creates the layers."""

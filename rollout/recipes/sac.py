@@ -70,10 +70,10 @@ class MLP(nn.Module):
 
     num_outputs: int
     observation_space: AnySpace
-    obs_keys: tuple[str, ...] | None
-    cnn: bool | None
     hidden_layer_sizes: tuple[int, ...]
     activation: str
+    obs_keys: tuple[str, ...] | None = None
+    cnn: bool | None = None
 
     @nn.compact
     def __call__(self, obs: ArrayTree, action: jax.Array | None = None) -> jax.Array:

@@ -464,16 +464,15 @@ def test_gradient_steps_use_the_adapted_learning_rate(name):
         for x in (1e-9, None)
     ]
 
-    @quick_jit
-    def train(key):
-        results = [agent.update(agent.init(key)) for agent in agents]
-        return [(state.params, metrics) for state, metrics in results]
+    def train(agent):
+        update = quick_jit(lambda key: agent.update(agent.init(key)))
+        state, metrics = update(jax.random.key(0))
+        return flatten(state.params), metrics
 
-    (adapted, metrics), (constant, _) = jax.device_get(train(jax.random.key(0)))
+    (adapted, metrics), (constant, _) = map(train, agents)
     rates = 0.05 / 1.5 ** np.arange(4)
     np.testing.assert_allclose(metrics["learning_rate"], rates.mean(), rtol=1e-5)
-    assert flatten(adapted).shape == flatten(constant).shape
-    assert not np.array_equal(flatten(adapted), flatten(constant))
+    assert abs(adapted - constant).max() > 1e-4
 
 
 def test_desired_kl_needs_a_number_as_learning_rate():

@@ -85,7 +85,7 @@ def plain_learn(params, opt_state, key, batch):
     key, shuffle_key = jax.random.split(key)
     keys = jax.random.split(shuffle_key, CONFIG.num_epochs)
     order = jnp.stack([rollout.permutation(x, T * B) for x in keys]).reshape(4, -1)
-    network = QNetwork(3, MaskedEnv().observation_space, ("x",), None, (8,), "relu")
+    network = QNetwork(3, MaskedEnv().observation_space, (8,), "relu")
 
     def step(learner, rows):
         part = jax.tree.map(lambda x: x[rows], batch)
