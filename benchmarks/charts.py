@@ -324,6 +324,22 @@ def teams_compared(data: dict[str, Any]) -> Figure:
     return figure
 
 
+def pixels(data: dict[str, Any]) -> Figure:
+    """Plots the curves of PPO and of DQN from pixels, one panel each."""
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.2))
+    for agent, axes in zip(("PPO", "DQN"), panels, strict=True):
+        for name, runs in data["results"].items():
+            if name.startswith(f"{agent}, "):
+                size = min(len(x["curve"]) for x in runs.values())
+                curves = [x["curve"][:size] for x in runs.values()]
+                steps = runs["0"]["steps"][:size]
+                plot(axes, steps, curves, label=name.removeprefix(f"{agent}, "))
+        axes.set(title=agent, xlabel="environment steps, thousands")
+        axes.set_ylabel("return, last 100 episodes")
+    panels[0].legend()
+    return figure
+
+
 class Chart(NamedTuple):
     """A function that draws a picture, its data file, resolution and style."""
 
@@ -343,6 +359,7 @@ CHARTS = {
     "accelerators.svg": Chart(accelerators, "accelerators.json", style="default"),
     "learning.png": Chart(learning, "learning.json", dpi=150, style="default"),
     "recipes/ppo.png": Chart(ppo, "recipes/ppo.json", dpi=80),
+    "recipes/images.png": Chart(pixels, "pixels.json", dpi=80),
     "recipes/ippo.png": Chart(team_curves(TEAM, IPPO), "teams.json"),
     "recipes/vdn.png": Chart(team_curves(TEAM, {"VDN": "VDN, spread"}), "teams.json"),
     "recipes/smax.png": Chart(team_curves(WON, ENDS, ylim=[0, 1]), "teams.json"),

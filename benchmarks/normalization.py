@@ -7,8 +7,7 @@ runs with rewards normalized by `NormalizeReward`.
     pip install ".[brax,bench]" optax
     python benchmarks/normalization.py docs/normalization.json
 
-Runs in the file are only repeated with `--repeat`. `tables.py` writes the table of
-`docs/recipes/robots.md`.
+Runs in the file are only repeated with `--repeat`.
 """
 
 import argparse
@@ -84,7 +83,7 @@ def main() -> None:
                     continue
                 results[str(seed)] = train(name, is_normalized, seed)
                 print(label, seed, results[str(seed)], flush=True)
-                args.file.write_text(json.dumps(record() | data, indent=1) + "\n")
+                args.file.write_text(json.dumps(data | record(), indent=1) + "\n")
 
 
 if __name__ == "__main__":

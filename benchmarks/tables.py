@@ -7,6 +7,7 @@ pages. `charts.py` draws the charts.
 """
 
 import json
+import math
 import re
 import statistics
 import textwrap
@@ -254,10 +255,11 @@ def text(data: dict[str, Any], page: str) -> str:
 
 
 def cell(values: Iterable[float], digits: int = 1) -> str:
-    """Formats the mean over seeds and half of its 95 % interval."""
+    """Formats the mean over seeds and half of its 95 % interval, if there are several."""
     mean, half = (float(x[0]) for x in interval([[x] for x in values]))
     digits = 0 if abs(mean) > 1000 else digits
-    return f"{mean:,.{digits}f} ± {half:,.{digits}f}"
+    text = f"{mean:,.{digits}f}"
+    return text if math.isnan(half) else f"{text} ± {half:,.{digits}f}"
 
 
 def returns(runs: dict[str, Any] | None, digits: int = 1) -> str:
@@ -345,6 +347,21 @@ def playground(results: dict[str, Any]) -> str:
     return markdown(rows)
 
 
+def programs(results: dict[str, Any]) -> str:
+    """Formats returns and CPU times of the runs of several programs."""
+    return markdown(
+        [
+            {
+                "": name,
+                "seeds": str(len(runs)),
+                "return": returns(runs),
+                "CPU s": f"{statistics.mean(x['seconds'] for x in runs.values()):.0f}",
+            }
+            for name, runs in results.items()
+        ]
+    )
+
+
 def final_value(curve: list[float]) -> float:
     """Computes the mean over the last tenth of a curve."""
     return statistics.mean(curve[-len(curve) // 10 :])
@@ -388,6 +405,7 @@ def written() -> dict[Path, str]:
         "endings": learning(more["results"], "seeds", *makers),
         "ppo": ppo(ppo_runs),
         "details": details(ppo_runs),
+        "pixels": programs(load("pixels.json")["results"]),
         "playground": playground(load("playground_ppo.json")["results"]),
         "teams": teams(load("teams.json")["results"]),
     }
