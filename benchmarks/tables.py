@@ -255,7 +255,7 @@ def text(data: dict[str, Any], page: str) -> str:
 
 
 def cell(values: Iterable[float], digits: int = 1) -> str:
-    """Formats the mean over seeds and half of its 95 % interval, if there are several."""
+    """Formats the mean over seeds, and half of its 95 % interval if it exists."""
     mean, half = (float(x[0]) for x in interval([[x] for x in values]))
     digits = 0 if abs(mean) > 1000 else digits
     text = f"{mean:,.{digits}f}"
