@@ -182,8 +182,8 @@ def dot_general(
     batch. If the number of columns is a multiple of 64, rows map to the same cache
     lines. On a CPU the function therefore appends a zero to the contracted axis of both
     operands. The result and all derivatives are the same up to rounding. A single row,
-    as in `predict`, has the zero on every platform, because exporters such as jax2onnx
-    do not support a choice by platform.
+    as in `predict`, is multiplied without the zero on every platform, because exporters
+    such as jax2onnx do not support a choice by platform.
     """
 
     def multiply(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -200,7 +200,7 @@ def dot_general(
         return multiply(inputs, _append_zero(kernel, kernel_axes[0]))
 
     if inputs.size == inputs.shape[input_axes[0]]:  # a single row
-        return multiply_padded(inputs, kernel)
+        return multiply(inputs, kernel)
     return lax.platform_dependent(inputs, kernel, cpu=multiply_padded, default=multiply)
 
 
