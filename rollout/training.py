@@ -6,7 +6,7 @@ agent, define the four methods that `Agent` lists.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 import chex
@@ -126,11 +126,9 @@ class Agent:
         The default is all parts except `privileged_state`, which a robot does not
         observe. A custom network receives all parts.
         """
-        keys, space = (
-            getattr(self.config, "actor_obs", None),
-            self.spec.observation_space,
-        )
+        keys = getattr(self.config, "actor_obs", None)
         without = None if self._custom_networks else PRIVILEGED
+        space = self.spec.observation_space
         return obs_keys("actor_obs", keys, space, without=without)
 
     @functools.cached_property
@@ -257,18 +255,16 @@ class Agent:
 
     def prepare_obs(self, obs: ArrayTree) -> ArrayTree:
         """Checks a single observation and selects the parts that the actor reads."""
-        space = self.spec.observation_space
         if isinstance(obs, list):
-            obs = np.asarray(obs, space.dtype)
-        keys = None if self.actor_obs is None else (*self.actor_obs, MASK)
-        expected, space = select_parts(space, self._obs_leaves, keys)
-        expected = jax.tree.map(np.shape, expected)
-        obs, _ = select_parts(space, obs, keys)
+            obs = np.asarray(obs, self.spec.observation_space.dtype)
+        expected, parts = self._predicted_obs
+        if isinstance(obs, Mapping) and isinstance(expected, Mapping):
+            obs = {key: x for key, x in obs.items() if key in expected}
         if (shape := jax.tree.map(np.shape, obs)) != expected:
             raise ValueError(
                 f"`obs` must be a single observation, of shape {expected}, got {shape}."
             )
-        for x, part in zip(jax.tree.leaves(obs), space.leaves(), strict=False):
+        for x, part in zip(jax.tree.leaves(obs), parts, strict=False):
             is_integer = jnp.issubdtype(part.dtype or float, jnp.integer)
             if not is_integer or part.bounds is None or not checks.is_known(x):
                 continue
@@ -283,11 +279,19 @@ class Agent:
         leaf, leaf_shape = jax.tree.leaves(obs)[0], jax.tree.leaves(self._obs_leaves)[0]
         return leaf.shape[: leaf.ndim - leaf_shape.ndim]
 
-    @property
+    @functools.cached_property
     def _obs_leaves(self) -> Any:
         """Shapes and dtypes of a single observation."""
         sample = self.spec.observation_space.sample
         return jax.eval_shape(sample, jax.random.key(0))
+
+    @functools.cached_property
+    def _predicted_obs(self) -> tuple[Any, list[Any]]:
+        """Shapes and spaces of the leaves of an observation for `predict`."""
+        keys = None if self.actor_obs is None else (*self.actor_obs, MASK)
+        space = self.spec.observation_space
+        obs, space = select_parts(space, self._obs_leaves, keys)
+        return jax.tree.map(np.shape, obs), space.leaves()
 
 
 def jit_on_host(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -479,3 +479,12 @@ def test_desired_kl_needs_a_number_as_learning_rate():
     schedule = optax.linear_schedule(1.0, 0.1, 8)
     with pytest.raises(ValueError, match=r"`config\.learning_rate` must be a number"):
         make_agent("ppo", desired_kl=0.01, learning_rate=schedule)
+
+
+def test_predict_traces_nothing_after_the_first_call(monkeypatch):
+    agent = ppo.PPO(EnvSpec(FOUR, CHOICE, 1))
+    obs = np.zeros(4, np.float32)
+    params = agent.init_learner(jax.random.key(0), obs[None]).params
+    expected = agent.predict(params, obs)
+    monkeypatch.setattr(jax, "eval_shape", None)
+    assert agent.predict(params, obs) == expected
