@@ -1,4 +1,4 @@
-"""Convolutions that are fast on a CPU, also their gradients in loops.
+"""Convolutions whose gradients are fast in loops on a CPU.
 
 Use `rollout.platform.conv_general_dilated`, which is defined here.
 """

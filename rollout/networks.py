@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout.envs.spaces import MASK, Box, Dict, as_space, is_mask
+from rollout.envs.spaces import MASK, Box, Dict, as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs
+from rollout.envs.wrappers.observations import match_parts
 from rollout.platform import conv_general_dilated
 
 PRIVILEGED = "privileged_state"  # MuJoCo Playground's name for simulator-only values
@@ -122,15 +123,8 @@ class Encoder(nn.Module):
             ValueError: if the parts of `obs` do not match the space.
         """
         obs, space = select_parts(self.observation_space, obs, self.keys)
-        parts = [
-            (path, x, part)
-            for (path, x), part in zip(
-                jax.tree.leaves_with_path(obs), _leaves(space, obs), strict=True
-            )
-            if not is_mask(path)
-        ]
         features: dict[str, list[jax.Array]] = {}
-        for path, x, part in parts:
+        for path, x, part in match_parts(space, obs):
             key = path[0].key if isinstance(space, Dict) else "obs"
             names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
             name = "_".join(["cnn", *names])
@@ -224,17 +218,6 @@ def select_parts(
     if not names:  # a space has at least one part
         return {}, space
     return {x: obs[x] for x in names}, Dict({x: space.spaces[x] for x in names})
-
-
-def _leaves(space: AnySpace, obs: ArrayTree) -> list[AnySpace]:
-    spaces, paths = space.leaves(), jax.tree.leaves_with_path(obs)
-    if len(spaces) != len(paths):
-        names = [jax.tree_util.keystr(path) for path, _ in paths]
-        raise ValueError(
-            f"`obs` must have the {len(spaces)} parts of its space {space!r}, got "
-            f"{', '.join(names)}."
-        )
-    return spaces
 
 
 def is_bytes(space: AnySpace) -> bool:

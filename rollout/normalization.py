@@ -128,6 +128,7 @@ def update_obs_stats(
             total = jnp.where(is_valid, x, 0.0).sum(axes, dtype=jnp.float32)
             return total / jnp.maximum(num_rows, 1.0)
 
+        # Two passes: the first batch may lie far from the initial mean of 0.
         new_mean = batch_mean(x)
         new_var = batch_mean((x - jnp.expand_dims(new_mean, axes)) ** 2)
         delta = new_mean - mean

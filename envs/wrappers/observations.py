@@ -352,6 +352,23 @@ def flatten_obs(space: AnySpace, obs: ArrayTree) -> jax.Array:
         ValueError: if a part of the space cannot be flattened, or if the parts of `obs`
             do not match the space.
     """
+    parts = match_parts(space, obs)
+    return jnp.concatenate([_flat(part, x) for _, x, part in parts], axis=-1)
+
+
+def match_parts(space: AnySpace, obs: ArrayTree) -> list[tuple[Any, Any, AnySpace]]:
+    """Pairs the arrays of an observation with their spaces, without `action_mask`.
+
+    Args:
+        space: space of a single observation.
+        obs: `[..., *shape]`, an observation or a batch of observations.
+
+    Returns:
+        Path, array and space of every part, in the order of `jax.tree.leaves`.
+
+    Raises:
+        ValueError: if the parts of `obs` do not match the space.
+    """
     spaces, leaves = as_space(space).leaves(), jax.tree.leaves_with_path(obs)
     if len(leaves) != len(spaces):
         names = [jax.tree_util.keystr(path) for path, _ in leaves]
@@ -360,8 +377,7 @@ def flatten_obs(space: AnySpace, obs: ArrayTree) -> jax.Array:
             f"{', '.join(names)}."
         )
     pairs = zip(leaves, spaces, strict=True)
-    flat = [_flat(part, x) for (path, x), part in pairs if not is_mask(path)]
-    return jnp.concatenate(flat, axis=-1)
+    return [(path, x, part) for (path, x), part in pairs if not is_mask(path)]
 
 
 class FlattenObs(ObsWrapper):
