@@ -78,7 +78,7 @@ class Network(nn.Module):
 
 
 def make_program(
-    name: str, convolve: Callable[..., jax.Array], what: str, place: str
+    name: str, convolve: Callable[..., jax.Array], computation: str, location: str
 ) -> tuple[Program, float]:
     """Returns a compiled program, and the seconds to trace and compile it."""
     shape, layers, size = NETWORKS[name]
@@ -96,18 +96,18 @@ def make_program(
     def read(params: Any, images: jax.Array) -> tuple[Any, jax.Array]:
         return params, images + 1e-6 * network.apply(params, images).mean()
 
-    step = update if what == "gradient" else read
+    step = update if computation == "gradient" else read
 
     def loop(params: Any, images: jax.Array) -> Any:
         def body(carry: Any, _: None) -> tuple[Any, None]:
             return step(*carry), None
 
         params, images = jax.lax.scan(body, (params, images), length=ITERATIONS)[0]
-        return params if what == "gradient" else images
+        return params if computation == "gradient" else images
 
-    outside = jax.grad(loss) if what == "gradient" else network.apply
+    outside = jax.grad(loss) if computation == "gradient" else network.apply
     start = time.perf_counter()
-    program = jax.jit(loop if place == "in a scan" else outside)
+    program = jax.jit(loop if location == "in a scan" else outside)
     program = program.lower(params, images).compile()
     return functools.partial(program, params, images), time.perf_counter() - start
 
@@ -117,8 +117,8 @@ def fastest(programs: dict[str, Program], repeats: int) -> dict[str, float]:
     timings, stop = [], time.perf_counter() + SECONDS
     while len(timings) < repeats or time.perf_counter() < stop:
         timings.append(measure(programs, 1))
-    kind = "cpu" if len(os.sched_getaffinity(0)) == 1 else "wall"
-    return {x: min(getattr(t[x], kind) for t in timings) for x in programs}
+    clock = "cpu" if len(os.sched_getaffinity(0)) == 1 else "wall"
+    return {x: min(getattr(t[x], clock) for t in timings) for x in programs}
 
 
 def largest_difference(x: Any, y: Any) -> float:
@@ -128,23 +128,23 @@ def largest_difference(x: Any, y: Any) -> float:
 
 
 def measure_rows(repeats: int) -> Iterator[dict[str, str]]:
-    """Yields one row per network, computation and place."""
+    """Yields one row per network, computation and location."""
     cores = str(len(os.sched_getaffinity(0)))
     for name in NETWORKS:
-        for what in ("outputs", "gradient"):
-            for place in ("in a scan", "outside"):
+        for computation in ("outputs", "gradient"):
+            for location in ("in a scan", "outside"):
                 programs, seconds = {}, {}
                 for library, convolve in CONVOLUTIONS.items():
-                    made = make_program(name, convolve, what, place)
-                    programs[library], seconds[library] = made
+                    compiled = make_program(name, convolve, computation, location)
+                    programs[library], seconds[library] = compiled
                 seconds_per_call = fastest(programs, repeats)
-                calls = ITERATIONS if place == "in a scan" else 1
+                calls = ITERATIONS if location == "in a scan" else 1
                 ms = {x: y / calls * 1e3 for x, y in seconds_per_call.items()}
                 difference = largest_difference(*(fn() for fn in programs.values()))
                 yield {
                     "network": name,
-                    "computed": what,
-                    "place": place,
+                    "computed": computation,
+                    "place": location,
                     "cores": cores,
                     "XLA, ms": f"{ms['XLA']:.3g}",
                     "`rollout`, ms": f"{ms['rollout']:.3g}",

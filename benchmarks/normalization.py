@@ -11,13 +11,13 @@ Runs in the file are only repeated with `--repeat`.
 """
 
 import argparse
-import json
+import functools
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
-from harness import record
+from harness import complete
 
 import rollout
 from rollout import envs
@@ -73,17 +73,16 @@ def main() -> None:
     parser.add_argument("--programs", nargs="*", default=[*PROGRAMS])
     parser.add_argument("--repeat", action="store_true")
     args = parser.parse_args()
-    data = json.loads(args.file.read_text()) if args.file.exists() else {"results": {}}
-    for seed in range(args.seeds):
-        for name in args.programs:
-            for is_normalized in (True, False):
-                label = f"{name}, {'normalized' if is_normalized else 'raw'}"
-                results = data["results"].setdefault(label, {})
-                if str(seed) in results and not args.repeat:
-                    continue
-                results[str(seed)] = train(name, is_normalized, seed)
-                print(label, seed, results[str(seed)], flush=True)
-                args.file.write_text(json.dumps(data | record(), indent=1) + "\n")
+    runs = [
+        (
+            (f"{name}, {'normalized' if is_normalized else 'raw'}", str(seed)),
+            functools.partial(train, name, is_normalized, seed),
+        )
+        for seed in range(args.seeds)
+        for name in args.programs
+        for is_normalized in (True, False)
+    ]
+    complete(args.file, runs, args.repeat)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Do PPO and DQN learn from pixels, with a CNN and with a dense network?
 
-Trains Catch, drawn with 84 x 84 pixels of uint8, with the default network, with
-`Config(cnn=False)` and with Stable-Baselines3's `CnnPolicy` at equal settings, and
-evaluates the final parameters in 100 episodes. Random actions return about -0.8; a
+Trains in Catch with images of 84 x 84 pixels of uint8: with the default network, with
+`Config(cnn=False)` and with Stable-Baselines3's `CnnPolicy` at equal settings.
+Evaluates the final parameters in 100 episodes. Random actions return about -0.8; a
 perfect policy returns 1.
 
     pip install ".[gymnasium,bench]" optax stable-baselines3
@@ -13,7 +13,7 @@ Runs in the file are only repeated with `--repeat`.
 """
 
 import argparse
-import json
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from harness import record
+from harness import complete
 
 import rollout
 from rollout import envs
@@ -117,7 +117,7 @@ class GymCatch(gymnasium.Env):
         return draw(self.state, np), reward, is_last, False, {}
 
 
-def train(name: str, seed: int, cnn: bool | None) -> dict[str, Any]:
+def train(name: str, cnn: bool | None, seed: int) -> dict[str, Any]:
     """Trains one seed of a recipe."""
     env = envs.vectorize(Catch(), NUM_ENVS)
     agent: Any = ppo.PPO(env, PPO_CONFIG) if name == "PPO" else dqn.DQN(env, DQN_CONFIG)
@@ -204,14 +204,14 @@ def train_peer(name: str, seed: int) -> dict[str, Any]:
     }
 
 
-PROGRAMS: dict[str, Any] = {
-    f"{name}, {network}": (name, cnn)
+PROGRAMS = {
+    f"{name}, {network}": program
     for name in ("PPO", "DQN")
-    for network, cnn in (
-        ("CNN", None),
-        ("dense", False),
-        ("Stable-Baselines3", "peer"),
-    )
+    for network, program in {
+        "CNN": functools.partial(train, name, None),
+        "dense": functools.partial(train, name, False),
+        "Stable-Baselines3": functools.partial(train_peer, name),
+    }.items()
 }
 
 
@@ -223,18 +223,12 @@ def main() -> None:
     parser.add_argument("--programs", nargs="*", default=[*PROGRAMS])
     parser.add_argument("--repeat", action="store_true")
     args = parser.parse_args()
-    data = json.loads(args.file.read_text()) if args.file.exists() else {"results": {}}
-    for seed in range(args.seeds):
-        for program in args.programs:
-            results = data["results"].setdefault(program, {})
-            if str(seed) in results and not args.repeat:
-                continue
-            name, cnn = PROGRAMS[program]
-            is_peer = cnn == "peer"
-            run = train_peer(name, seed) if is_peer else train(name, seed, cnn)
-            results[str(seed)] = run
-            print(program, seed, run["return"], f"{run['seconds']:.0f} s", flush=True)
-            args.file.write_text(json.dumps(data | record(), indent=1) + "\n")
+    runs = [
+        ((program, str(seed)), functools.partial(PROGRAMS[program], seed))
+        for seed in range(args.seeds)
+        for program in args.programs
+    ]
+    complete(args.file, runs, args.repeat)
 
 
 if __name__ == "__main__":

@@ -198,12 +198,13 @@ def convolutions(rows: list[dict[str, str]]) -> str:
     """Formats one row per network, computation and number of cores."""
     cells: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in rows:
-        name, what, cores = row["network"], row["computed"], row["cores"]
-        first = {"network": name, "computed": what, "cores": cores}
-        place, cell = row["place"], cells.setdefault((name, what, cores), first)
-        cell[f"XLA {place}, ms"] = row["XLA, ms"]
-        cell[f"`rollout` {place}, ms"] = row["`rollout`, ms"]
-        cell[f"`rollout` / XLA {place}"] = row["`rollout` / XLA"]
+        name, computation, cores = row["network"], row["computed"], row["cores"]
+        first = {"network": name, "computed": computation, "cores": cores}
+        location = row["place"]
+        cell = cells.setdefault((name, computation, cores), first)
+        cell[f"XLA {location}, ms"] = row["XLA, ms"]
+        cell[f"`rollout` {location}, ms"] = row["`rollout`, ms"]
+        cell[f"`rollout` / XLA {location}"] = row["`rollout` / XLA"]
     return markdown(list(cells.values()))
 
 
