@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import rollout
 from rollout import buffers, envs
 from rollout.inspection import devices
+from rollout.normalization import init_obs_stats, update_obs_stats
 
 B = 16
 T = 24
@@ -215,6 +216,23 @@ def test_devices_tell_each_other_nothing_in_the_loop_over_time():
     assert set(collectives(run, sharded, sharded.init(KEY))) == {"all-reduce"}
     want = collector.collect_steps(collector.init(KEY), PARAMS, 4)
     assert_near(sharded.collect_steps(sharded.init(KEY), PARAMS, 4), want)
+
+
+@pytest.mark.slow
+def test_statistics_of_observations_are_sums_over_devices():
+    """Rows stay on their device: only sums over rows are exchanged."""
+    stats = init_obs_stats(CountEnv().observation_space)
+
+    @jax.jit
+    def run(collector, carry):
+        _, trajectory = collector.collect_steps(carry, PARAMS, T)
+        return update_obs_stats(stats, trajectory.obs, trajectory.mask)
+
+    collector = make_collector("count", B)
+    sharded = shard(collector, 2)
+    carry = sharded.init(KEY)
+    assert set(collectives(run, sharded, carry)) == {"all-reduce"}
+    assert_near(run(sharded, carry), run(collector, collector.init(KEY)))
 
 
 @pytest.mark.slow
