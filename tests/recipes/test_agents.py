@@ -484,7 +484,8 @@ def test_desired_kl_needs_a_number_as_learning_rate():
 def test_predict_traces_nothing_after_the_first_call(monkeypatch):
     agent = ppo.PPO(EnvSpec(FOUR, CHOICE, 1))
     obs = np.zeros(4, np.float32)
-    params = agent.init_learner(jax.random.key(0), obs[None]).params
+    learner = quick_jit(agent.init_learner)(jax.random.key(0), obs[None])
+    params = learner.params
     expected = agent.predict(params, obs)
     monkeypatch.setattr(jax, "eval_shape", None)
     assert agent.predict(params, obs) == expected
