@@ -142,7 +142,6 @@ def train(name: str, cnn: bool | None, seed: int) -> dict[str, Any]:
 
 def train_peer(name: str, seed: int) -> dict[str, Any]:
     """Trains one seed of Stable-Baselines3 with the settings of the recipe."""
-    import stable_baselines3
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
@@ -161,36 +160,9 @@ def train_peer(name: str, seed: int) -> dict[str, Any]:
             return True
 
     env = make_vec_env(GymCatch, NUM_ENVS, seed=seed)
-    if name == "PPO":
-        config = PPO_CONFIG
-        num_steps = config.num_updates * config.num_steps * NUM_ENVS
-        options = {
-            "n_steps": config.num_steps,
-            "batch_size": config.num_steps * NUM_ENVS // config.num_minibatches,
-            "n_epochs": config.num_epochs,
-            "learning_rate": lambda remaining: config.learning_rate * remaining,
-            "clip_range": config.clip_eps,
-            "ent_coef": config.ent_coef,
-        }
-    else:
-        config = DQN_CONFIG
-        num_steps = config.num_updates * config.num_steps * NUM_ENVS
-        options = {
-            "learning_starts": config.learning_starts,
-            "batch_size": config.batch_size,
-            "learning_rate": config.learning_rate,
-            "buffer_size": config.buffer_size,
-            "train_freq": config.num_steps,
-            "gradient_steps": config.gradient_steps,
-            # Steps of one environment between two target updates.
-            "target_update_interval": config.target_update_interval
-            * config.num_steps
-            * NUM_ENVS
-            // config.gradient_steps,
-            "exploration_fraction": config.exploration_fraction,
-            "exploration_final_eps": config.exploration_final_eps,
-        }
-    model = getattr(stable_baselines3, name)("CnnPolicy", env, seed=seed, **options)
+    config = PPO_CONFIG if name == "PPO" else DQN_CONFIG
+    model = make_peer(config, env, seed)
+    num_steps = config.num_updates * config.num_steps * NUM_ENVS
     start = time.process_time()
     model.learn(num_steps, callback=Record())
     seconds = time.process_time() - start
@@ -202,6 +174,36 @@ def train_peer(name: str, seed: int) -> dict[str, Any]:
         "steps": steps[::stride],
         "curve": curve[::stride],
     }
+
+
+def make_peer(config: ppo.Config | dqn.Config, env: Any, seed: int) -> Any:
+    """Makes an agent of Stable-Baselines3 with the settings of a recipe."""
+    import stable_baselines3
+
+    if isinstance(config, ppo.Config):
+        options = {
+            "n_steps": config.num_steps,
+            "batch_size": config.num_steps * NUM_ENVS // config.num_minibatches,
+            "n_epochs": config.num_epochs,
+            "learning_rate": lambda remaining: config.learning_rate * remaining,
+            "clip_range": config.clip_eps,
+            "ent_coef": config.ent_coef,
+        }
+        return stable_baselines3.PPO("CnnPolicy", env, seed=seed, **options)
+    # Steps of one environment between two updates of the target network.
+    interval = config.target_update_interval * config.num_steps * NUM_ENVS
+    options = {
+        "learning_starts": config.learning_starts,
+        "batch_size": config.batch_size,
+        "learning_rate": config.learning_rate,
+        "buffer_size": config.buffer_size,
+        "train_freq": config.num_steps,
+        "gradient_steps": config.gradient_steps,
+        "target_update_interval": interval // config.gradient_steps,
+        "exploration_fraction": config.exploration_fraction,
+        "exploration_final_eps": config.exploration_final_eps,
+    }
+    return stable_baselines3.DQN("CnnPolicy", env, seed=seed, **options)
 
 
 PROGRAMS = {

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -40,12 +41,20 @@ def make_collector(num_workers=None, num_ready=None, make_env=Faultless):
 
 @pytest.fixture(autouse=True)
 def signals():
-    """Makes Ctrl-C real, and ends the process with all its stacks where one hangs."""
+    """Makes Ctrl-C real. A test that hangs fails after 120 s, or ends the process."""
+    guard = threading.Timer(120, os.kill, (os.getpid(), signal.SIGUSR1))
+    guard.daemon = True
+    guard.start()
     faulthandler.dump_traceback_later(300, exit=True)
-    ours = (signal.SIGINT, signal.default_int_handler), (signal.SIGALRM, press)
+    ours = (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGALRM, press),
+        (signal.SIGUSR1, fail),
+    )
     before = [(number, signal.signal(number, handler)) for number, handler in ours]
     gc.disable()  # Python drops what is raised in a callback, as jax's and hypothesis'
     yield
+    guard.cancel()
     gc.enable()
     signal.setitimer(signal.ITIMER_REAL, 0)
     for number, handler in before:
@@ -55,6 +64,11 @@ def signals():
 
 def press(*_):
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def fail(*_):
+    faulthandler.dump_traceback()
+    pytest.fail("The test hangs; stderr has the stacks of all threads.")
 
 
 def check_rows(rows):
