@@ -108,7 +108,7 @@ def make_env(scores: Scores) -> gymnasium.Env:
 def result(scores: Scores, seconds: float) -> dict[str, Any]:
     """Returns the mean score of the last games, the time and the curve."""
     steps, values = map(np.array, zip(*scores.curve, strict=True))
-    ends = np.linspace(WINDOW, len(values), 50, dtype=int)
+    ends = np.linspace(min(WINDOW, len(values)), len(values), 50, dtype=int)
     curve = [round(float(values[max(0, x - WINDOW) : x].mean()), 3) for x in ends]
     return {
         "return": curve[-1],
