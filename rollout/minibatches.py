@@ -18,6 +18,7 @@ from rollout.envs import prng
 from rollout.envs.types import ArrayTree
 
 _MAX_ROUNDS = 16
+_MICROBATCH_SIZE = 512  # rows on a CPU: measured as the fastest for PPO
 _MAX_PAIRS = 2.0**-10  # expected number of neighbors that keep their distance
 
 
@@ -150,89 +151,132 @@ def mean_gradient(
     batch: ArrayTree,
     weight: jax.Array,
     *,
-    microbatch_size: int | None = None,
+    axis: int = 0,
+    microbatch_size: int | str | None = "auto",
 ) -> tuple[Any, Any]:
-    """Differentiates the weighted mean of a loss per row.
+    """Differentiates the weighted mean of the losses of single rows.
 
-    Equivalent to `jax.grad` of
+    Equivalent, up to rounding, to `jax.grad` of
 
         sum_i weight_i loss_i / sum_i weight_i
 
-    up to rounding. On a GPU the forward pass saves every intermediate value, so that
-    XLA does not recompute activations in the backward pass.
+    where `jax.vmap` maps `loss_fn` over the rows. A loss cannot read other rows, so
+    that the size of microbatches does not change its meaning. Values that depend on the
+    whole batch, such as normalized advantages, are fields of the rows.
+
+    On a GPU the forward pass saves every intermediate value, so that XLA does not
+    recompute activations in the backward pass.
 
     Args:
-        loss_fn: `(params, batch) -> (loss, metrics)`. `loss` has the shape of `weight`,
-            one loss per row. `metrics` is a pytree of arrays of this shape.
+        loss_fn: `(params, row) -> (loss, metrics)`. `row` is one row of `batch`,
+            without a batch axis. `loss` and the leaves of the pytree `metrics` are
+            `()`. For rows that are sequences, they are `[T]`.
         params: any pytree of float arrays.
-        batch: a pytree of `[M, ...]`, or of `[T, M, ...]` for sequences.
-        weight: `[M]` or `[T, M]`, at least 0. Rows of weight 0 are ignored, but must be
-            finite: collectors set masked-out rows to zero.
-        microbatch_size: minimum number of rows (of the leading axis) per microbatch.
-            Gradients are accumulated over equal microbatches. This takes less memory,
-            and on a CPU less time, since the intermediate values of 256 rows fit into a
-            cache. The loss of a row must then not depend on other rows, as it does with
-            batch normalization or a mean over the batch. None uses a single batch.
+        batch: a pytree of `[M, ...]`, or of `[T, M, ...]` with `axis=1`.
+        weight: `[M]`, or `[T, M]` with `axis=1`, at least 0. Rows of weight 0 are
+            ignored, but must be finite: collectors set masked-out rows to zero.
+        axis: axis of the rows; 1 for sequences.
+        microbatch_size: minimum number of rows per microbatch. Gradients are
+            accumulated over equal microbatches, in float32 at least. This takes less
+            memory, and on a CPU less time, since the intermediate values of few rows
+            fit into a cache. "auto" is 512 on a CPU, and None elsewhere. None uses a
+            single batch.
 
     Returns:
         The gradient, of the structure of `params`, and the weighted means of `metrics`,
         `()` each. They are zero if all weights are zero.
 
     Raises:
-        ValueError: if the loss or a metric has another shape than `weight`, or
-            `microbatch_size` is not an int of at least 1.
+        ValueError: if the loss or a metric of one row has a wrong shape, or if
+            `microbatch_size` is invalid.
     """
-    num_rows = len(weight)
-    num_microbatches = 1
-    if microbatch_size is not None:
-        microbatch_size = checks.int_between("microbatch_size", microbatch_size)
-        num_microbatches = max(1, num_rows // microbatch_size)
-        while num_rows % num_microbatches:
-            num_microbatches -= 1
+    num_rows = weight.shape[axis]
+    num_microbatches = _count_microbatches(num_rows, microbatch_size)
+    if any(jax.typeof(weight).sharding.spec):  # a scan cannot divide a sharded axis
+        num_microbatches = 1
     total = jnp.sum(weight, dtype=jnp.float32)
     total = jnp.where(total > 0, total, 1.0)
+    row_shape = weight.shape[:axis] + weight.shape[axis + 1 :]
 
-    def mean_loss(params: Any, batch: Any, weight: jax.Array) -> tuple[jax.Array, Any]:
-        loss, metrics = loss_fn(params, batch)
-        _check_rows("loss", loss, weight)
+    def row_loss(params: Any, row: Any) -> tuple[jax.Array, Any]:
+        loss, metrics = loss_fn(params, row)
+        _check_shape("loss", loss, row_shape)
         for path, metric in jax.tree.leaves_with_path(metrics):
-            _check_rows(f"metrics{jax.tree_util.keystr(path)}", metric, weight)
+            _check_shape(f"metrics{jax.tree_util.keystr(path)}", metric, row_shape)
+        return loss, metrics
 
-        def mean(x: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.where(weight > 0, x, 0.0) * weight) / total
+    def mean(x: jax.Array, weight: jax.Array) -> jax.Array:
+        axes = tuple(range(-weight.ndim, 0))
+        weight = jnp.broadcast_to(weight, x.shape)
+        return jnp.sum(jnp.where(weight > 0, x, 0.0) * weight, axes) / total
 
-        return mean(loss), jax.tree.map(mean, metrics)
+    # Jitted, so that the functions below trace it once; inlined into the program.
+    @functools.partial(jax.jit, inline=True)
+    def mean_loss(params: Any, batch: Any, weight: jax.Array) -> tuple[jax.Array, Any]:
+        loss, metrics = jax.vmap(row_loss, (None, axis), axis)(params, batch)
+        return mean(loss, weight), metrics
 
     policy = jax.checkpoint_policies.everything_saveable
-    saving_loss = jax.checkpoint(mean_loss, policy=policy)
     grad_fn = jax.grad(mean_loss, has_aux=True)
-    saving_grad_fn = jax.grad(saving_loss, has_aux=True)
+    saving_grad_fn = jax.grad(jax.checkpoint(mean_loss, policy=policy), has_aux=True)
 
-    def differentiate(params: Any, batch: Any, weight: jax.Array) -> tuple[Any, Any]:
-        return jax.lax.platform_dependent(
-            params,
-            batch,
-            weight,
-            cuda=saving_grad_fn,
-            rocm=saving_grad_fn,
-            default=grad_fn,
+    def accumulate(grad_fn: Any, params: Any, batch: Any, weight: jax.Array) -> Any:
+        """Sums the gradients of microbatches."""
+
+        def add(total: Any, microbatch: Any) -> tuple[Any, Any]:
+            grads, metrics = grad_fn(params, *microbatch)
+            return jax.tree.map(jnp.add, total, grads), metrics
+
+        microbatches = jax.tree.map(
+            lambda x: _divide(x, num_microbatches, axis), (batch, weight)
         )
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), params
+        )
+        grads, metrics = jax.lax.scan(add, zeros, microbatches)
+        grads = jax.tree.map(lambda x, like: x.astype(like.dtype), grads, params)
+        return grads, jax.tree.map(lambda x: _join(x, axis), metrics)
 
-    if num_microbatches == 1:
-        return differentiate(params, batch, weight)
-
-    def add(total: Any, microbatch: Any) -> tuple[Any, Any]:
-        grads, metrics = differentiate(params, *microbatch)
-        return jax.tree.map(jnp.add, total, grads), metrics
-
-    size = len(weight) // num_microbatches
-    microbatches = jax.tree.map(
-        lambda x: jnp.reshape(x, (num_microbatches, size, *jnp.shape(x)[1:])),
-        (batch, weight),
+    branches = {"cpu": grad_fn, "cuda": saving_grad_fn, "default": grad_fn}
+    if num_microbatches > 1:
+        branches["cpu"] = functools.partial(accumulate, grad_fn)
+        if microbatch_size != "auto":
+            branches["cuda"] = functools.partial(accumulate, saving_grad_fn)
+            branches["default"] = branches["cpu"]
+    grads, metrics = jax.lax.platform_dependent(
+        params, batch, weight, rocm=branches["cuda"], **branches
     )
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    grads, metrics = jax.lax.scan(add, zeros, microbatches)
-    return grads, jax.tree.map(lambda x: x.sum(axis=0), metrics)
+    leaves, structure = jax.tree.flatten(metrics)
+    if not leaves:
+        return grads, metrics
+    # One reduction for all metrics compiles faster than one for each.
+    means = mean(jnp.stack(leaves), weight)
+    return grads, structure.unflatten(list(means))
+
+
+def _count_microbatches(num_rows: int, microbatch_size: int | str | None) -> int:
+    """Returns the largest number of equal microbatches of at least this size."""
+    if microbatch_size is None:
+        return 1
+    if microbatch_size == "auto":
+        microbatch_size = _MICROBATCH_SIZE
+    microbatch_size = checks.int_between("microbatch_size", microbatch_size)
+    count = max(1, num_rows // microbatch_size)
+    while num_rows % count:
+        count -= 1
+    return count
+
+
+def _divide(x: jax.Array, count: int, axis: int) -> jax.Array:
+    """Moves microbatches to a leading axis."""
+    shape = jnp.shape(x)
+    shape = *shape[:axis], count, shape[axis] // count, *shape[axis + 1 :]
+    return jnp.moveaxis(jnp.reshape(x, shape), axis, 0)
+
+
+def _join(x: jax.Array, axis: int) -> jax.Array:
+    """Inverts `_divide`."""
+    return jax.lax.collapse(jnp.moveaxis(x, 0, axis), axis, axis + 2)
 
 
 def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -251,13 +295,14 @@ def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
     return (x - mean) / (jnp.sqrt(var) + 1e-8)
 
 
-def _check_rows(name: str, value: Any, weight: jax.Array) -> None:
-    """Raises unless there is one value per row."""
-    if jnp.shape(value) != weight.shape:
+def _check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
+    """Raises unless a row has one value, or one per step of a sequence."""
+    if jnp.shape(value) != shape:
+        kind = "one value per step of the sequence" if shape else "a scalar"
         raise ValueError(
-            f"`{name}` must have one value per row, of shape {weight.shape}, got shape "
-            f"{jnp.shape(value)}. Return one value per row: the caller computes the "
-            "mean."
+            f"`{name}` of one row must be {kind}, of shape {shape}, got shape "
+            f"{jnp.shape(value)}. A loss receives a single row without a batch axis; "
+            "the caller computes the mean over the rows."
         )
 
 

@@ -167,47 +167,6 @@ def where_active(go: jax.Array, new: _State, old: _State) -> _State:
     )
 
 
-def dot_general(
-    inputs: jax.Array,
-    kernel: jax.Array,
-    dimension_numbers: Any,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-) -> jax.Array:
-    """Multiplies like `jax.lax.dot_general`, with a faster derivative on a CPU.
-
-    Pass it to the layers of a network: `nn.Dense(64, dot_general=dot_general)`.
-
-    The gradient of the kernel is a product of two matrices with as many rows as the
-    batch. If the number of columns is a multiple of 64, rows map to the same cache
-    lines. On a CPU the function therefore appends a zero to the contracted axis of both
-    operands. The result and all derivatives are the same up to rounding. A single row,
-    as in `predict`, is multiplied without the zero on every platform, because exporters
-    such as jax2onnx do not support a choice by platform.
-    """
-
-    def multiply(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
-        return lax.dot_general(
-            inputs, kernel, dimension_numbers, precision, preferred_element_type
-        )
-
-    (input_axes, kernel_axes), (batch_axes, _) = dimension_numbers
-    if len(input_axes) != 1 or batch_axes or inputs.shape[input_axes[0]] % 64:
-        return multiply(inputs, kernel)
-
-    def multiply_padded(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
-        inputs = _append_zero(inputs, input_axes[0])
-        return multiply(inputs, _append_zero(kernel, kernel_axes[0]))
-
-    if inputs.size == inputs.shape[input_axes[0]]:  # a single row
-        return multiply(inputs, kernel)
-    return lax.platform_dependent(inputs, kernel, cpu=multiply_padded, default=multiply)
-
-
-def _append_zero(x: jax.Array, axis: int) -> jax.Array:
-    return jnp.pad(x, [(0, int(i == axis)) for i in range(x.ndim)])
-
-
 def to_host(tree: ArrayTree) -> ArrayTree:
     """Converts JAX arrays to NumPy, on a CPU without a copy."""
     leaves, structure = jax.tree.flatten(tree)

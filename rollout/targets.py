@@ -304,16 +304,24 @@ def _rows(
 @jax.jit
 def _next_values(rows: tuple[jax.Array, ...], last_value: jax.Array) -> jax.Array:
     done, mask, value, final_value = rows
-    # Use an associative scan: XLA would launch the steps of a loop outside CUDA graphs.
-    is_valid = jnp.concatenate([mask, jnp.ones_like(mask[:1])])
-    value = jnp.concatenate([value, last_value[None]])
 
     def select_valid(next_row: tuple, row: tuple) -> tuple:
         return next_row[0] | row[0], jnp.where(row[0], row[1], next_row[1])
 
-    pairs = is_valid, value
-    _, next_value = jax.lax.associative_scan(select_valid, pairs, reverse=True)
-    return jnp.where(done, final_value, next_value[1:])
+    def straight(mask: jax.Array, value: jax.Array, last_value: jax.Array) -> jax.Array:
+        is_valid = jnp.concatenate([mask, jnp.ones_like(mask[:1])])
+        pairs = is_valid, jnp.concatenate([value, last_value[None]])
+        return jax.lax.associative_scan(select_valid, pairs, reverse=True)[1][1:]
+
+    def loop(mask: jax.Array, value: jax.Array, last_value: jax.Array) -> jax.Array:
+        def step(next_value: jax.Array, row: tuple) -> tuple[jax.Array, jax.Array]:
+            return jnp.where(*row, next_value), next_value
+
+        return jax.lax.scan(step, last_value, (mask, value), reverse=True)[1]
+
+    # A loop compiles faster, but on a GPU its steps are launches outside CUDA graphs.
+    next_value = platform.choose(loop, straight, mask, value, last_value)
+    return jnp.where(done, final_value, next_value)
 
 
 @jax.jit

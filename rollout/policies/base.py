@@ -343,6 +343,9 @@ def unroll(
     Apply layers that read only the outputs, such as heads, outside of `unroll`, to all
     rows at once, which is faster.
 
+    Without the axis `B`, the function runs a single lane, as in a loss that
+    `rollout.minibatches.mean_gradient` maps over lanes.
+
     Args:
         core: function `(state, input)` for one row, `[B, ...]`, that returns `(state,
             output)`.
@@ -361,7 +364,10 @@ def unroll(
     Returns:
         The state after the last row, and the outputs, `[T, B, ...]`.
     """
-    initial_state = jax.tree.map(jnp.asarray, init(first.shape[1]))
+    if first.ndim == 1:  # one lane without a batch axis
+        initial_state = jax.tree.map(lambda x: jnp.asarray(x)[0], init(1))
+    else:
+        initial_state = jax.tree.map(jnp.asarray, init(first.shape[1]))
 
     def step(state: ArrayTree, row: Any) -> tuple[ArrayTree, ArrayTree]:
         x, first, acting = row

@@ -111,8 +111,8 @@ class TrainState(struct.PyTreeNode):
     num_updates: jax.Array  # () int32, updates so far
 
 
-class Batch(struct.PyTreeNode):
-    """Inputs of the loss, `[M, ...]`."""
+class Row(struct.PyTreeNode):
+    """Inputs of the loss, which is the loss of one row. Minibatches are `[M, ...]`."""
 
     obs: ArrayTree
     action: jax.Array
@@ -338,7 +338,7 @@ class DQN(Agent):
             next_obs=normalize_obs(obs_stats, sample.experience.next_obs),
         )
         sample = sample.replace(experience=experience)
-        batch = Batch(
+        batch = Row(
             obs=experience.obs,
             action=experience.action,
             target=self.td_target(params, state.target_params, sample),
@@ -395,31 +395,31 @@ class DQN(Agent):
         next_value = select(self.model.apply(target_params, next_obs), next_action)
         return sample.experience.reward + sample.discount * next_value
 
-    def loss(self, params: ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
-        """Computes the loss of every row: the weighted Huber loss of its TD error.
+    def loss(self, params: ArrayTree, row: Row) -> tuple[jax.Array, Metrics]:
+        """Computes the loss of one row: the weighted Huber loss of its TD error.
 
         Args:
             params: parameters of the network.
-            batch: rows, `[M, ...]`.
+            row: one row.
 
         Returns:
-            `[M]` loss, and metrics of every row, `[M]` by name: the absolute `td_error`
-            is also the priority of the row.
+            The loss, `()`, and metrics, `()` by name: the absolute `td_error` is also
+            the priority of the row.
         """
-        index = batch.action - self.spec.action_space.start
-        q_value = select(self.model.apply(params, batch.obs), index)
-        td_error = batch.target - q_value
-        loss = batch.weight * optax.huber_loss(td_error)
+        values = self.model.apply(params, row.obs)
+        q_value = values[row.action - self.spec.action_space.start]
+        td_error = row.target - q_value
+        loss = row.weight * optax.huber_loss(td_error)
         metrics = {"loss": loss, "td_error": jnp.abs(td_error), "q_value": q_value}
         return loss, metrics
 
-    def mean_loss(self, params: ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
-        """Computes the mean of `loss` over the rows, `()`, and its metrics."""
-        loss, metrics = self.loss(params, batch)
-        if loss.shape != batch.target.shape:
+    def mean_loss(self, params: ArrayTree, batch: Row) -> tuple[jax.Array, Metrics]:
+        """Computes the mean of `loss` over a minibatch, and the metrics, `[M]`."""
+        loss, metrics = jax.vmap(self.loss, (None, 0))(params, batch)
+        if loss.ndim > 1:
             raise ValueError(
-                f"`loss` must have one value per row, of shape {batch.target.shape}, "
-                f"got shape {loss.shape}."
+                "`loss` of one row must be a scalar, of shape (), got shape "
+                f"{loss.shape[1:]}."
             )
         return loss.mean(), metrics
 

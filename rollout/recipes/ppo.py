@@ -25,7 +25,6 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient, normalize
 from rollout.networks import Encoder, join
 from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
-from rollout.platform import dot_general
 from rollout.targets import explained_variance
 from rollout.training import (
     Agent,
@@ -62,7 +61,7 @@ class Config:
     cnn: bool | None = None  # None: a CNN for images of at least 36 x 36 pixels
     hidden_layer_sizes: tuple[int, ...] = (64, 64)
     activation: str = "tanh"  # name of a function of `flax.linen`
-    microbatch_size: int | None = None  # rows per accumulated gradient
+    microbatch_size: int | str | None = "auto"  # see `mean_gradient`
     stats_window_size: int = 100  # episodes in the metric `return_mean`
 
     def replace(self, **changes: Any) -> Self:
@@ -105,7 +104,7 @@ class ActorCritic(nn.Module):
 
         def dense(size: int, scale: float) -> nn.Dense:
             kernel_init = nn.initializers.orthogonal(scale)
-            return nn.Dense(size, kernel_init=kernel_init, dot_general=dot_general)
+            return nn.Dense(size, kernel_init=kernel_init)
 
         def make_mlp(num_outputs: int, scale: float) -> Any:
             hidden_layers = [dense(size, 2**0.5) for size in self.hidden_layer_sizes]
@@ -144,8 +143,8 @@ class TrainState(struct.PyTreeNode):
     num_updates: jax.Array  # () int32, updates so far
 
 
-class Batch(struct.PyTreeNode):
-    """Inputs of the loss: minibatch `[M, ...]`, or trajectory `[T, B, ...]`."""
+class Row(struct.PyTreeNode):
+    """Inputs of the loss, which is the loss of one row. Minibatches are `[M, ...]`."""
 
     obs: ArrayTree
     raw_action: ArrayTree  # sampled action before postprocessing
@@ -306,7 +305,7 @@ class PPO(Agent):
             lambda_=config.gae_lambda,
             mask=trajectory.mask,
         )
-        batch = Batch(
+        batch = Row(
             obs=normalize_obs(obs_stats, trajectory.obs),
             raw_action=trajectory.extras["raw_action"],
             log_prob=trajectory.extras["log_prob"],
@@ -338,7 +337,7 @@ class PPO(Agent):
         return state.replace(key=key, num_updates=num_updates), metrics
 
     def minibatch_step(
-        self, learner: tuple[ArrayTree, optax.OptState, jax.Array], batch: Batch
+        self, learner: tuple[ArrayTree, optax.OptState, jax.Array], batch: Row
     ) -> tuple[Any, Metrics]:
         """Takes one gradient step on a minibatch, unless the KL exceeds its limit."""
         params, opt_state, stopped = learner
@@ -360,40 +359,38 @@ class PPO(Agent):
             new = jax.tree.map(keep, (params, opt_state), new)
         return (*new, stopped), metrics
 
-    def loss(self, params: ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
-        """Computes the loss of every row: eq. 9 of the paper with its sign changed.
+    def loss(self, params: ArrayTree, row: Row) -> tuple[jax.Array, Metrics]:
+        """Computes the loss of one row: eq. 9 of the paper with its sign changed.
 
         The value loss has a factor of 0.5, and is clipped as in OpenAI's baselines.
 
         Args:
             params: parameters of the network.
-            batch: rows, `[M, ...]`; `advantage` is normalized over the minibatch.
+            row: one row; `advantage` is normalized over the minibatch.
 
         Returns:
-            `[M]` loss, and metrics of every row, `[M]` by name.
+            The loss, `()`, and metrics, `()` by name.
         """
-        config, mask = self.config, get_action_mask(batch.obs)
-        outputs, value = self.model.apply(params, batch.obs)
-        log_prob = self.distribution.log_prob(outputs, batch.raw_action, mask)
-        log_ratio = log_prob - batch.log_prob
+        config, mask = self.config, get_action_mask(row.obs)
+        outputs, value = self.model.apply(params, row.obs)
+        log_prob = self.distribution.log_prob(outputs, row.raw_action, mask)
+        log_ratio = log_prob - row.log_prob
         ratio = jnp.exp(log_ratio)
         clipped_ratio = jnp.clip(ratio, 1 - config.clip_eps, 1 + config.clip_eps)
-        surrogate = jnp.minimum(
-            ratio * batch.advantage, clipped_ratio * batch.advantage
-        )
+        surrogate = jnp.minimum(ratio * row.advantage, clipped_ratio * row.advantage)
         limit = config.clip_range_vf
-        clipped_value = batch.value + jnp.clip(value - batch.value, -limit, limit)
-        error, clipped_error = value - batch.target, clipped_value - batch.target
+        clipped_value = row.value + jnp.clip(value - row.value, -limit, limit)
+        error, clipped_error = value - row.target, clipped_value - row.target
         value_loss = 0.5 * jnp.maximum(error**2, clipped_error**2)
-        policy_loss = -batch.acting * surrogate
-        entropy = batch.acting * self.distribution.entropy(outputs, mask)
+        policy_loss = -row.acting * surrogate
+        entropy = row.acting * self.distribution.entropy(outputs, mask)
         loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
         metrics = {
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "entropy": entropy,
             # Estimator k3 of joschu.net/blog/kl-approx.
-            "kl": batch.acting * (ratio - 1 - log_ratio),
+            "kl": row.acting * (ratio - 1 - log_ratio),
             "clip_fraction": jnp.float32(ratio != clipped_ratio),
         }
         return loss, metrics

@@ -24,7 +24,6 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient
 from rollout.networks import Encoder, join
 from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
-from rollout.platform import dot_general
 from rollout.policies import EpsilonGreedy
 from rollout.training import Agent, check_counts, check_network, jit_on_host
 
@@ -75,9 +74,9 @@ class QNetwork(nn.Module):
         """Maps `[..., *shape]` observations to `[..., num_actions]`."""
         x = join(Encoder(self.observation_space, self.obs_keys, self.cnn)(obs))
         for size in self.hidden_layer_sizes:
-            x = nn.LayerNorm()(nn.Dense(size, dot_general=dot_general)(x))
+            x = nn.LayerNorm()(nn.Dense(size)(x))
             x = getattr(nn, self.activation)(x)
-        return nn.Dense(self.num_actions, dot_general=dot_general)(x)
+        return nn.Dense(self.num_actions)(x)
 
 
 Metrics = dict[str, jax.Array]
@@ -94,8 +93,8 @@ class TrainState(struct.PyTreeNode):
     num_updates: jax.Array  # () int32, updates so far
 
 
-class Batch(struct.PyTreeNode):
-    """Inputs of the loss, `[M, ...]`."""
+class Row(struct.PyTreeNode):
+    """Inputs of the loss, which is the loss of one row. Minibatches are `[M, ...]`."""
 
     obs: ArrayTree
     action: jax.Array
@@ -262,7 +261,7 @@ class PQN(Agent):
         config = self.config
         params, obs_stats = split_obs_stats(state.params)
         obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
-        batch = Batch(
+        batch = Row(
             obs=normalize_obs(obs_stats, trajectory.obs),
             action=trajectory.action,
             target=self.targets(trajectory, last_value),
@@ -318,7 +317,7 @@ class PQN(Agent):
         )
 
     def minibatch_step(
-        self, learner: tuple[ArrayTree, optax.OptState], batch: Batch
+        self, learner: tuple[ArrayTree, optax.OptState], batch: Row
     ) -> tuple[Any, Metrics]:
         """Takes one gradient step on a minibatch."""
         params, opt_state = learner
@@ -326,20 +325,19 @@ class PQN(Agent):
         updates, opt_state = self.optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), metrics
 
-    def loss(self, params: ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
-        """Computes the loss of every row: half the squared error of the action value.
+    def loss(self, params: ArrayTree, row: Row) -> tuple[jax.Array, Metrics]:
+        """Computes the loss of one row: half the squared error of the action value.
 
         Args:
             params: parameters of the network.
-            batch: rows, `[M, ...]`.
+            row: one row.
 
         Returns:
-            `[M]` loss, and metrics of every row, `[M]` by name.
+            The loss, `()`, and metrics, `()` by name.
         """
-        values = self.model.apply(params, batch.obs)
-        index = batch.action - self.spec.action_space.start
-        q_value = jnp.take_along_axis(values, index[..., None], axis=-1)[..., 0]
-        loss = 0.5 * (q_value - batch.target) ** 2
+        values = self.model.apply(params, row.obs)
+        q_value = values[row.action - self.spec.action_space.start]
+        loss = 0.5 * (q_value - row.target) ** 2
         return loss, {"loss": loss, "q_value": q_value}
 
 

@@ -26,7 +26,6 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient, normalize
 from rollout.networks import Encoder, join
 from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
-from rollout.platform import dot_general
 from rollout.targets import explained_variance
 from rollout.training import (
     Agent,
@@ -89,7 +88,7 @@ class MLP(nn.Module):
 
         def dense(size: int, scale: float) -> nn.Dense:
             kernel_init = nn.initializers.orthogonal(scale)
-            return nn.Dense(size, kernel_init=kernel_init, dot_general=dot_general)
+            return nn.Dense(size, kernel_init=kernel_init)
 
         for size in self.hidden_layer_sizes:
             x = getattr(nn, self.activation)(dense(size, 2**0.5)(x))
@@ -194,10 +193,13 @@ class TrainState(struct.PyTreeNode):
     num_updates: jax.Array  # () int32, updates so far
 
 
-class Batch(struct.PyTreeNode):
-    """Input sequences of the loss, `[T, M, ...]`: all steps of `M` environments."""
+class Row(struct.PyTreeNode):
+    """Inputs of the loss: all steps of one environment. Minibatches are `[T, M, ...]`.
 
-    initial_memory: ArrayTree  # [1, M, ...], memory before the first step
+    `initial_memory` has T = 1.
+    """
+
+    initial_memory: ArrayTree  # memory before the first step
     first: jax.Array  # True for the first step of an episode, which resets the memory
     obs: ArrayTree
     raw_action: ArrayTree  # sampled action before postprocessing
@@ -372,7 +374,7 @@ class RecurrentPPO(Agent):
             lambda_=config.gae_lambda,
             mask=trajectory.mask,
         )
-        batch = Batch(
+        batch = Row(
             initial_memory=jax.tree.map(lambda x: x[None], initial_memory),
             first=trajectory.first,
             obs=normalize_obs(obs_stats, trajectory.obs),
@@ -407,12 +409,12 @@ class RecurrentPPO(Agent):
         return state.replace(key=key, num_updates=num_updates), metrics
 
     def minibatch_step(
-        self, learner: tuple[ArrayTree, optax.OptState, jax.Array], batch: Batch
+        self, learner: tuple[ArrayTree, optax.OptState, jax.Array], batch: Row
     ) -> tuple[Any, Metrics]:
         """Takes one gradient step on a minibatch of whole environments."""
         params, opt_state, stopped = learner
         batch = batch.replace(advantage=normalize(batch.advantage, batch.weight))
-        grads, metrics = mean_gradient(self.loss, params, batch, batch.weight)
+        grads, metrics = mean_gradient(self.loss, params, batch, batch.weight, axis=1)
         if self.config.desired_kl is not None:
             rate = optax.tree.get(opt_state, "learning_rate")
             rate = adapt_learning_rate(rate, metrics["kl"], self.config.desired_kl)
@@ -426,49 +428,46 @@ class RecurrentPPO(Agent):
             new = jax.tree.map(keep, (params, opt_state), new)
         return (*new, stopped), metrics
 
-    def loss(self, params: ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
-        """Computes the loss of every step: eq. 9 of the paper with its sign changed.
+    def loss(self, params: ArrayTree, row: Row) -> tuple[jax.Array, Metrics]:
+        """Computes the loss of a sequence: eq. 9 of the paper with its sign changed.
 
         The value loss has a factor of 0.5, and is clipped as in OpenAI's baselines. The
         memory is recomputed from `initial_memory` and reset at episode starts.
 
         Args:
             params: parameters of the network.
-            batch: sequences, `[T, M, ...]`; `advantage` is normalized over the
-                minibatch.
+            row: one sequence, `[T, ...]`; `advantage` is normalized over the minibatch.
 
         Returns:
-            `[T, M]` loss, and metrics of every step, `[T, M]` by name.
+            The loss of every step, `[T]`, and metrics, `[T]` by name.
         """
-        config, mask, model = self.config, get_action_mask(batch.obs), self.model
+        config, mask, model = self.config, get_action_mask(row.obs), self.model
         _, features = rollout.policies.unroll(
             lambda memory, obs: model.apply(params, memory, obs, method="encode"),
-            jax.tree.map(lambda x: x[0], batch.initial_memory),
-            batch.obs,
-            batch.first,
+            jax.tree.map(lambda x: x[0], row.initial_memory),
+            row.obs,
+            row.first,
             model.initialize_memory,
         )
         outputs, value = model.apply(params, features, method="heads")
-        log_prob = self.distribution.log_prob(outputs, batch.raw_action, mask)
-        log_ratio = log_prob - batch.log_prob
+        log_prob = self.distribution.log_prob(outputs, row.raw_action, mask)
+        log_ratio = log_prob - row.log_prob
         ratio = jnp.exp(log_ratio)
         clipped_ratio = jnp.clip(ratio, 1 - config.clip_eps, 1 + config.clip_eps)
-        surrogate = jnp.minimum(
-            ratio * batch.advantage, clipped_ratio * batch.advantage
-        )
+        surrogate = jnp.minimum(ratio * row.advantage, clipped_ratio * row.advantage)
         limit = config.clip_range_vf
-        clipped_value = batch.value + jnp.clip(value - batch.value, -limit, limit)
-        error, clipped_error = value - batch.target, clipped_value - batch.target
+        clipped_value = row.value + jnp.clip(value - row.value, -limit, limit)
+        error, clipped_error = value - row.target, clipped_value - row.target
         value_loss = 0.5 * jnp.maximum(error**2, clipped_error**2)
-        policy_loss = -batch.acting * surrogate
-        entropy = batch.acting * self.distribution.entropy(outputs, mask)
+        policy_loss = -row.acting * surrogate
+        entropy = row.acting * self.distribution.entropy(outputs, mask)
         loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
         metrics = {
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "entropy": entropy,
             # Estimator k3 of joschu.net/blog/kl-approx.
-            "kl": batch.acting * (ratio - 1 - log_ratio),
+            "kl": row.acting * (ratio - 1 - log_ratio),
             "clip_fraction": jnp.float32(ratio != clipped_ratio),
         }
         return loss, metrics

@@ -100,13 +100,13 @@ class TrainState(struct.PyTreeNode):
     num_updates: jax.Array  # () int32, updates so far
 
 
-class Batch(struct.PyTreeNode):
-    """Inputs of the loss, `[M, ...]`."""
+class Row(struct.PyTreeNode):
+    """Inputs of the loss, which is the loss of one row. Minibatches are `[M, ...]`."""
 
     obs: ArrayTree
-    action: jax.Array  # [M, size], normalized
+    action: jax.Array  # [size], normalized
     target: jax.Array  # target of both critics
-    noise: jax.Array  # [M, size], standard normal, to sample actions of the actor
+    noise: jax.Array  # [size], standard normal, to sample actions of the actor
 
 
 class Policy(rollout.Policy):
@@ -323,7 +323,7 @@ class SAC(Agent):
             next_obs=normalize_obs(obs_stats, sample.experience.next_obs),
         )
         action = self.distribution.normalize(experience.action)
-        batch = Batch(
+        batch = Row(
             obs=experience.obs,
             action=action,
             target=self.target(params, target_params, experience, target_key),
@@ -361,29 +361,29 @@ class SAC(Agent):
         discount = config.gamma * (1.0 - experience.terminated)
         return config.reward_scale * experience.reward + discount * soft_value
 
-    def loss(self, params: dict[str, Any], batch: Batch) -> tuple[jax.Array, Metrics]:
-        """Computes the sum of the losses of critics, actor and temperature.
+    def loss(self, params: dict[str, Any], row: Row) -> tuple[jax.Array, Metrics]:
+        """Computes the sum of the losses of critics, actor and temperature of one row.
 
         Each loss has gradients only with respect to its own parameters.
 
         Args:
             params: "actor", "critic" and "log_alpha".
-            batch: rows, `[M, ...]`.
+            row: one row.
 
         Returns:
-            `[M]` loss, and metrics of every row, `[M]` by name.
+            The loss, `()`, and metrics, `()` by name.
         """
         distribution, stop_gradient = self.distribution, jax.lax.stop_gradient
         # Critics: eq. 5.
-        value = self.value(params["critic"], batch.obs, batch.action)
-        td_error = batch.target[None] - value
-        critic_loss, q_value = 0.5 * (td_error**2).sum(0), value.mean(0)
+        value = self.value(params["critic"], row.obs, row.action)
+        td_error = row.target - value
+        critic_loss, q_value = 0.5 * (td_error**2).sum(), value.mean()
         # Actor: eq. 7 and 9. The gradient flows through the action into the actor.
-        outputs = self.actor.apply(params["actor"], batch.obs)
-        raw_action = distribution.transform_noise(outputs, batch.noise)
+        outputs = self.actor.apply(params["actor"], row.obs)
+        raw_action = distribution.transform_noise(outputs, row.noise)
         log_prob = distribution.log_prob(outputs, raw_action)
         action = distribution.squash(raw_action)
-        value = self.value(stop_gradient(params["critic"]), batch.obs, action).min(0)
+        value = self.value(stop_gradient(params["critic"]), row.obs, action).min()
         alpha = stop_gradient(jnp.exp(params["log_alpha"]))
         actor_loss = alpha * log_prob - value
         # Temperature: eq. 18, with log α in place of the factor α.
@@ -398,14 +398,14 @@ class SAC(Agent):
             "actor_loss": actor_loss,
             "entropy": -log_prob,
             "q_value": q_value,
-            "td_error": jnp.abs(td_error).mean(0),
+            "td_error": jnp.abs(td_error).mean(),
         }
         return loss, metrics
 
     def value(
         self, critic_params: ArrayTree, obs: ArrayTree, action: jax.Array
     ) -> jax.Array:
-        """Computes the values of both critics, `[2, M]`."""
+        """Computes the values of both critics, `[2, ...]`."""
         values = jax.vmap(self.critic.apply, (0, None, None))
         return values(critic_params, obs, action)[..., 0]
 

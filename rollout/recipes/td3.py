@@ -110,11 +110,11 @@ class TrainState(struct.PyTreeNode):
     num_updates: jax.Array  # () int32, updates so far
 
 
-class Batch(struct.PyTreeNode):
-    """Inputs of the losses, `[M, ...]`."""
+class Row(struct.PyTreeNode):
+    """Inputs of the losses, which are losses of one row. Minibatches are `[M, ...]`."""
 
     obs: ArrayTree
-    action: jax.Array  # [M, size], normalized
+    action: jax.Array  # [size], normalized
     target: jax.Array  # target of both critics
 
 
@@ -348,7 +348,7 @@ class TD3(Agent):
             obs=normalize_obs(obs_stats, sample.experience.obs),
             next_obs=normalize_obs(obs_stats, sample.experience.next_obs),
         )
-        batch = Batch(
+        batch = Row(
             obs=experience.obs,
             action=self.distribution.normalize(experience.action),
             target=self.target(state.target_params, experience, target_key),
@@ -370,7 +370,7 @@ class TD3(Agent):
         return jax.lax.cond(is_due, update_actor, lambda x: x, state), metrics
 
     def apply_gradient(
-        self, state: TrainState, name: str, loss_fn: Any, batch: Batch
+        self, state: TrainState, name: str, loss_fn: Any, batch: Row
     ) -> tuple[TrainState, Metrics]:
         """Takes a gradient step for "actor" or "critic", with all rows weighted 1."""
         params, weight = state.params[name], jnp.ones(len(batch.target))
@@ -405,24 +405,24 @@ class TD3(Agent):
         return experience.reward + discount * next_value
 
     def critic_loss(
-        self, critic_params: ArrayTree, batch: Batch
+        self, critic_params: ArrayTree, row: Row
     ) -> tuple[jax.Array, Metrics]:
-        """Computes the squared errors of both critics, `[M]`."""
-        value = self.value(critic_params, batch.obs, batch.action)
-        loss = ((value - batch.target[None]) ** 2).sum(0)
-        return loss, {"critic_loss": loss, "value": value.mean(0)}
+        """Computes the sum of the squared errors of both critics, `()`."""
+        value = self.value(critic_params, row.obs, row.action)
+        loss = ((value - row.target) ** 2).sum()
+        return loss, {"critic_loss": loss, "value": value.mean()}
 
     def actor_loss(
-        self, critic_params: ArrayTree, actor_params: ArrayTree, batch: Batch
+        self, critic_params: ArrayTree, actor_params: ArrayTree, row: Row
     ) -> tuple[jax.Array, Metrics]:
-        """Computes the negative value of the actor's actions, `[M]`, by critic 1."""
-        action = self.distribution.squash(self.actor.apply(actor_params, batch.obs))
-        return -self.value(critic_params, batch.obs, action)[0], {}
+        """Computes the negative value of the actor's action, `()`, by critic 1."""
+        action = self.distribution.squash(self.actor.apply(actor_params, row.obs))
+        return -self.value(critic_params, row.obs, action)[0], {}
 
     def value(
         self, critic_params: ArrayTree, obs: ArrayTree, action: jax.Array
     ) -> jax.Array:
-        """Computes the values of both critics, `[2, M]`."""
+        """Computes the values of both critics, `[2, ...]`."""
         values = jax.vmap(self.critic.apply, (0, None, None))
         return values(critic_params, obs, action)[..., 0]
 

@@ -13,7 +13,7 @@ from recipe_cases import Answers, flatten
 import rollout
 from rollout import envs
 from rollout.envs.spaces import EnvSpec
-from rollout.recipes.ppo import PPO, Batch, Config
+from rollout.recipes.ppo import PPO, Config, Row
 
 T, B, NUM_ACTIONS = 16, 4, 3
 SPEC = EnvSpec(envs.Box(-9.0, 9.0, (5,)), envs.Discrete(NUM_ACTIONS), B)
@@ -181,12 +181,12 @@ UPDATES = {
 }
 
 
-def plain_batch(trajectory, last_value, numbers) -> Batch:
+def plain_batch(trajectory, last_value, numbers) -> Row:
     """The rows of the trajectory, `[T * B, ...]`, with advantages of `plain_gae`."""
     value = trajectory.extras["value"]
     pair = numbers["gamma"], numbers["gae_lambda"]
     advantage = plain_gae(trajectory, last_value, *pair)
-    batch = Batch(
+    batch = Row(
         obs=trajectory.obs,
         raw_action=trajectory.action,
         log_prob=trajectory.extras["log_prob"],

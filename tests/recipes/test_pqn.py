@@ -11,7 +11,7 @@ from recipe_cases import MaskedEnv
 
 import rollout
 from rollout import envs
-from rollout.recipes.pqn import PQN, Batch, Config, QNetwork
+from rollout.recipes.pqn import PQN, Config, QNetwork, Row
 
 T, B = 16, 4
 CONFIG = Config(
@@ -107,8 +107,8 @@ def plain_learn(params, opt_state, key, batch):
     return *learner, key, jax.tree.map(jnp.mean, metrics), norms
 
 
-def plain_batch(t, target) -> Batch:
-    batch = Batch(t.obs, t.action, target, np.float32(t.mask))
+def plain_batch(t, target) -> Row:
+    batch = Row(t.obs, t.action, target, np.float32(t.mask))
     return jax.tree.map(lambda x: x.reshape(T * B, *x.shape[2:]), batch)
 
 

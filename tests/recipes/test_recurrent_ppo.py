@@ -15,7 +15,7 @@ import rollout
 from rollout import envs
 from rollout.envs.spaces import EnvSpec
 from rollout.recipes import ppo
-from rollout.recipes.recurrent_ppo import Batch, Config, RecurrentPPO
+from rollout.recipes.recurrent_ppo import Config, RecurrentPPO, Row
 
 T, B, NUM_ACTIONS = 6, 4, 3
 SPEC = EnvSpec(envs.Box(-9.0, 9.0, (5,)), envs.Discrete(NUM_ACTIONS), B)
@@ -30,13 +30,13 @@ def make_agent(config: Config = CONFIG) -> RecurrentPPO:
     return RecurrentPPO(envs.vectorize(CountEnv(), B), config)
 
 
-def make_batch(seed: int = 0) -> Batch:
+def make_batch(seed: int = 0) -> Row:
     """Sequences with several episodes and with masked-out steps."""
     rng, shape = np.random.default_rng(seed), (T, B)
     floats = np.float32(rng.normal(size=(4, *shape)))
     first = rng.random(shape) < 0.2
     first[3, :2] = True
-    return Batch(
+    return Row(
         initial_memory=np.float32(rng.normal(size=(1, B, 6))),
         first=first,
         obs=np.float32(rng.normal(size=(*shape, 5))),
@@ -68,7 +68,7 @@ def plain_loss(agent, params, batch):
 
     memory = jax.tree.map(lambda x: x[0], batch.initial_memory)
     _, outputs = jax.lax.scan(step, memory, (batch.first, batch.obs))
-    rows = ppo.Batch(
+    rows = ppo.Row(
         obs=outputs,
         raw_action=batch.raw_action,
         log_prob=batch.log_prob,
@@ -80,7 +80,8 @@ def plain_loss(agent, params, batch):
     )
     names = {field for field in vars(ppo.Config()) if hasattr(agent.config, field)}
     config = ppo.Config(**{name: getattr(agent.config, name) for name in names})
-    return ppo.PPO(SPEC, config, Readout()).loss({}, rows)
+    loss = functools.partial(ppo.PPO(SPEC, config, Readout()).loss, {})
+    return jax.vmap(jax.vmap(loss))(rows)
 
 
 def plain_learn(agent, params, order, batch):

@@ -10,7 +10,7 @@ from cases import quick_jit
 from recipe_cases import AimEnv, aim_features, check_update, critic_values, mlp
 
 from rollout import envs
-from rollout.recipes.sac import SAC, Batch, Config
+from rollout.recipes.sac import SAC, Config, Row
 
 CONFIG = Config(
     num_updates=2,
@@ -85,7 +85,7 @@ def plain_step(learner, buffer_state, key):
     target_noise, noise = (jax.random.normal(x, (16, 2)) for x in noise_keys)
     action = (rows.action.reshape(-1, 2) + 2) / 2.5 - 1  # -2 and 3 are -1 and 1
     target = plain_target(params, critics, rows, target_noise)
-    batch = Batch(rows.obs, action, target, noise)
+    batch = Row(rows.obs, action, target, noise)
     grads, metrics = jax.grad(plain_loss, has_aux=True)(params, params, batch)
     updates, opt_state = ADAM.update(grads, opt_state)
     params = optax.apply_updates(params, updates)
@@ -112,9 +112,10 @@ def test_entropy_to_reach_may_be_given():
         obs = jax.vmap(AimEnv().observation_space.sample)(jax.random.split(key, 2))
         params = make_agent().init_learner(key, obs).params
         params = params | {"log_alpha": jnp.float32(0.5)}
-        batch = Batch(obs, jnp.zeros((2, 2)), jnp.zeros(2), jnp.ones((2, 2)))
+        batch = Row(obs, jnp.zeros((2, 2)), jnp.zeros(2), jnp.ones((2, 2)))
+        row = jax.tree.map(lambda x: x[0], batch)
         agents = make_agent(), make_agent(target_entropy=0.7)
-        return [agent.loss(params, batch)[0] for agent in agents]
+        return [agent.loss(params, row)[0] for agent in agents]
 
     with jax.debug_key_reuse(False):
         default, custom = losses(jax.random.key(0))

@@ -179,7 +179,7 @@ class Network(nn.Module):
         x = nn.relu(conv(4, (3, 3), strides=2)(x))
         x = nn.relu(conv(5, (2, 2), padding="CIRCULAR")(x))
         x = conv(6, (3,), kernel_dilation=2)(x)
-        return nn.Dense(2)(x.reshape(x.shape[0], -1))
+        return nn.Dense(2)(x.reshape(*x.shape[:-3], -1))
 
 
 def test_networks_of_flax_learn_in_a_scan():
@@ -190,8 +190,7 @@ def test_networks_of_flax_learn_in_a_scan():
 
     def compute(microbatch_size, convolve, obs, params):
         def loss(params, obs):
-            losses = jnp.mean(jnp.sin(Network(convolve).apply(params, obs)), axis=-1)
-            return losses, ()
+            return jnp.mean(jnp.sin(Network(convolve).apply(params, obs))), ()
 
         def update(params, _):
             options = {"microbatch_size": microbatch_size}
