@@ -23,6 +23,7 @@ from rollout.host.host_collector import HostCollector
 from rollout.networks import PRIVILEGED, obs_keys, select_parts
 from rollout.normalization import init_obs_stats
 from rollout.policies import Greedy
+from rollout.programs import options_of_one_call
 from rollout.types import Policy, Transition
 
 State = TypeVar("State")
@@ -177,7 +178,8 @@ class Agent:
         keys = jax.random.split(key, 3)
         carry = self.collector.init(keys[0])
         # Compile one program instead of many small programs.
-        state = jax.jit(self._init_learner)(keys[1:], carry.obs)
+        options = options_of_one_call(keys, carry.obs)
+        state = jax.jit(self._init_learner, **options)(keys[1:], carry.obs)
         if num_steps := self.num_initial_steps:
             carry, trajectory = self.collector.collect_steps(
                 carry, state.params, num_steps
@@ -389,33 +391,69 @@ def adapt_learning_rate(
     return jnp.where(kl > 2 * desired_kl, lower, learning_rate)
 
 
-def check_network(name: str, output: Any, *shapes: tuple[int, ...]) -> None:
-    """Checks the shapes of the outputs of a network.
+def check_network(
+    name: str,
+    apply_fn: Callable[..., Any],
+    args: tuple[ArrayTree, ...],
+    *shapes: tuple[int, ...],
+    batch_shape: tuple[int, ...],
+) -> None:
+    """Checks the outputs of a network for a batch and for a single observation.
 
-        output = jax.eval_shape(network.apply, params, obs)
-        check_network("network", output, (num_envs, num_actions), (num_envs,))
+        apply_fn = functools.partial(network.apply, params)
+        check_network("network", apply_fn, (obs,), (num_actions,), (), batch_shape=(B,))
+
+    Collection calls a network with a batch. The loss is the loss of one row, so it
+    calls the network with a single observation. `jax.eval_shape` computes the shapes
+    without running the network.
 
     Args:
         name: argument of the agent that has the network, for the message.
-        output: an array, or a tuple of arrays; `jax.eval_shape` computes their shapes
-            without running the network.
-        *shapes: expected shape of each array.
+        apply_fn: function of `args` that returns an array or a tuple of arrays.
+        args: `[*batch_shape, ...]`, such as observations.
+        *shapes: shape of each output for a single observation.
+        batch_shape: leading axes of `args`.
 
     Raises:
-        ValueError: if the number of arrays or a shape is wrong.
+        ValueError: if the number of arrays or a shape is wrong, or if the network
+            raises for a single observation.
     """
+    output = jax.eval_shape(apply_fn, *args)
+    _check_output(name, output, [(*batch_shape, *shape) for shape in shapes])
+    row = jax.eval_shape(
+        lambda args: jax.tree.map(lambda x: x[(0,) * len(batch_shape)], args), args
+    )
+    hint = (
+        "The loss is the loss of one row, so a network must accept a single "
+        "observation without a batch axis. To flatten an image after convolutions, "
+        "write `x.reshape(*x.shape[:-3], -1)`."
+    )
+    try:
+        output = jax.eval_shape(apply_fn, *row)
+    except Exception as error:
+        message = f"`{name}` raises for a single observation: {error}\n{hint}"
+        raise ValueError(message) from error
+    _check_output(name, output, [*shapes], f"for a single observation. {hint}")
+
+
+def _check_output(
+    name: str,
+    output: Any,
+    shapes: list[tuple[int, ...]],
+    hint: str = "for a batch. Change the last layers of the network. To remove a last "
+    "axis of size 1, write `x[..., 0]`.",
+) -> None:
+    """Raises unless `output` has the given shapes."""
     is_tuple = len(shapes) > 1 and isinstance(output, tuple | list)
     arrays = output if is_tuple else (output,)
-    if [getattr(x, "shape", None) for x in arrays] != [*shapes]:
+    if [getattr(x, "shape", None) for x in arrays] != shapes:
         count = "one array" if len(shapes) == 1 else f"a tuple of {len(shapes)} arrays"
         expected, got = (
             " and ".join(texts)
             for texts in (map(str, shapes), map(checks.describe, arrays))
         )
         raise ValueError(
-            f"`{name}` must return {count} of shape {expected}, got {got}. Change the "
-            "last layers of the network. To remove a last axis of size 1, write "
-            "`x[..., 0]`."
+            f"`{name}` must return {count} of shape {expected}, got {got}, {hint}"
         )
 
 

@@ -15,8 +15,11 @@ The adapter never calls gymnax's `step`, which computes a reset at every step.
 """
 
 import dataclasses
+import importlib
 import inspect
 import numbers
+import sys
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,6 +38,10 @@ from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
 
 _BASE = "gymnax.environments.environment"  # the module of gymnax's base classes
 _LIMIT = "max_steps_in_episode"
+_DRAWING = (  # modules that gymnax imports to draw, parents first
+    *("matplotlib", "matplotlib.animation", "matplotlib.colors"),
+    *("matplotlib.pyplot", "seaborn"),
+)
 # gymnax's visualizer renders all other environments as empty frames without an error.
 _BY_PYGAME = (
     "CartPole-v1",
@@ -97,7 +104,7 @@ def from_gymnax(
 
 def ids() -> tuple[str, ...]:
     """Lists the ids of gymnax."""
-    return tuple(import_optional("gymnax").registered_envs)
+    return tuple(_import_gymnax().registered_envs)
 
 
 def make(name: str, **env_params: Any) -> Env:
@@ -257,10 +264,44 @@ def _defines(env: Any, name: str) -> bool:
     return method is not None and not method.__module__.startswith(_BASE)
 
 
+class _Deferred(types.ModuleType):
+    """Stands for a module, which is imported when an attribute is first read."""
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:
+            raise AttributeError(f"{self.__name__} is read while gymnax is imported.")
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def _import_gymnax() -> Any:
+    """Imports gymnax without the packages that draw, which takes a third of the time.
+
+    gymnax imports them for rendering only. They are imported when it renders.
+    """
+    if "gymnax" in sys.modules or any(name in sys.modules for name in _DRAWING):
+        return import_optional("gymnax")
+    deferred = {name: _Deferred(name) for name in _DRAWING}
+    for name, module in deferred.items():
+        parent, _, attribute = name.rpartition(".")
+        if parent:
+            setattr(deferred[parent], attribute, module)
+    before = set(sys.modules)
+    sys.modules.update(deferred)
+    try:
+        return import_optional("gymnax")
+    except AttributeError:  # another version of gymnax reads them
+        for name in set(sys.modules) - before:
+            del sys.modules[name]
+    finally:
+        for name in deferred:
+            sys.modules.pop(name, None)
+    return import_optional("gymnax")
+
+
 @programs.shared
 def _build(name: str, **arguments: Any) -> tuple[Any, Any]:
     try:
-        env, params = import_optional("gymnax").make(name, **arguments)
+        env, params = _import_gymnax().make(name, **arguments)
     except OSError as error:
         raise ValueError(
             f"{name} must download its data set when it is created, got: {error}."

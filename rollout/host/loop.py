@@ -21,7 +21,7 @@ import chex
 import jax
 import numpy as np
 
-from rollout import checks
+from rollout import checks, programs
 from rollout.envs import trees
 from rollout.envs.host import env_checks
 from rollout.envs.host.arrays import place_rows
@@ -693,10 +693,11 @@ def _compute_seeds(key: chex.PRNGKey, num_envs: int, table: int) -> np.ndarray:
     """Computes a table of seeds, `[_NUM_SEED_ROWS, B]`, to avoid JAX in each reset."""
     row = table * _NUM_SEED_ROWS + np.arange(_NUM_SEED_ROWS, dtype=np.int32)
     lane = np.arange(num_envs, dtype=np.int32)
-    return np.asarray(_seeds_of(key, row[:, None] * num_envs + lane))
+    episode_id = row[:, None] * num_envs + lane
+    seeds_of = jax.jit(_seeds_of, **programs.options_of_one_call(key))
+    return np.asarray(seeds_of(key, episode_id))
 
 
-@jax.jit
 def _seeds_of(key: chex.PRNGKey, episode_id: jax.Array) -> jax.Array:
     """Computes the seeds of the episodes with these ids, `[N, B]`."""
     row_keys = jax.vmap(lambda row: keys.keys_of(key, row))

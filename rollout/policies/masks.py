@@ -26,8 +26,11 @@ from rollout.envs.spaces import (
     as_space,
 )
 from rollout.envs.types import AnySpace, ArrayTree
+from rollout.platform import choose
 
 _LARGEST_N = 1 << 16  # so that the product of two 16-bit halves fits 32 bits
+_MANY = 256  # masks with at least this many columns use rejection sampling first
+_TRIES = 16  # candidates of a lane
 _WIDE = 128  # masks with at least this many columns are counted in blocks
 _BLOCK = 32
 ActionMaskFn = Callable[[ArrayTree], ArrayTree]  # obs to a mask
@@ -84,6 +87,38 @@ def among(action_mask: jax.Array, key: chex.PRNGKey) -> tuple[jax.Array, jax.Arr
     If no column of a lane is True, its column is sampled from all columns. The second
     array, `[B]` bool, is True in these lanes.
     """
+    num_envs, n = action_mask.shape
+    if n < _MANY:
+        return _among_counted(action_mask, key)
+    # Rejection sampling: the first valid candidate is uniform over the valid columns,
+    # and most of the mask is not read. If all candidates of a lane are invalid, count
+    # the valid columns of all lanes and sample with another key.
+    candidates = _below(n, n, (num_envs, _TRIES), prng.fold_in(key, 0))
+    index, is_found = candidates[:, 0], jnp.zeros(num_envs, bool)
+    for candidate in candidates.T:
+        index = jnp.where(is_found, index, candidate)
+        is_found |= take_column(action_mask, candidate)
+
+    def count(state: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
+        _, index, _ = state
+        counted, no_valid = _among_counted(action_mask, prng.fold_in(key, 1))
+        return jnp.ones((), bool), jnp.where(is_found, index, counted), no_valid
+
+    def count_if_necessary(state: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
+        # A loop of at most one round, because a conditional would copy the mask.
+        return jax.lax.while_loop(lambda state: ~state[0], count, state)
+
+    state = is_found.all(), index, jnp.zeros(num_envs, bool)
+    if prng.num_parts() > 1:  # the lanes of all devices would wait for each other
+        return count(state)[1:]
+    # On a GPU the host would wait for the condition of the loop.
+    return choose(count_if_necessary, count, state)[1:]
+
+
+def _among_counted(
+    action_mask: jax.Array, key: chex.PRNGKey
+) -> tuple[jax.Array, jax.Array]:
+    """Samples like `among`: a rank among valid columns, and the column of this rank."""
     num_envs, n = action_mask.shape
     if n < _WIDE:  # count column by column: `jnp.cumsum` is slower on a CPU
         total = action_mask.sum(axis=1, dtype=jnp.int32)

@@ -250,9 +250,9 @@ class DQN(Agent):
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
         """Initializes the training state; `init` sets carry, buffer and `key`."""
         params = self.model.init(key, obs)
-        output = jax.eval_shape(self.model.apply, params, obs)
-        num_actions = self.spec.action_space.n
-        check_network("network", output, (*self.batch_shape(obs), num_actions))
+        apply_fn = functools.partial(self.model.apply, params)
+        shape, batch_shape = (self.spec.action_space.n,), self.batch_shape(obs)
+        check_network("network", apply_fn, (obs,), shape, batch_shape=batch_shape)
         return TrainState(
             params=params | self.init_obs_stats(),
             # Copy the parameters, so that the state can be donated.

@@ -259,9 +259,12 @@ class PPO(Agent):
         # Run seeds one at a time under `vmap`: on jax 0.10, batched decompositions of
         # `orthogonal` deadlock on few CPU cores.
         params = jax.custom_batching.sequential_vmap(self.model.init)(key, obs)
-        output = jax.eval_shape(self.model.apply, params, obs)
-        num_params, batch = self.distribution.num_params, self.batch_shape(obs)
-        check_network("network", output, (*batch, num_params), batch)
+        apply_fn = functools.partial(self.model.apply, params)
+        shapes, batch_shape = (
+            ((self.distribution.num_params,), ()),
+            self.batch_shape(obs),
+        )
+        check_network("network", apply_fn, (obs,), *shapes, batch_shape=batch_shape)
         opt_state = self.optimizer.init(params)
         params = params | self.init_obs_stats()
         window = rollout.EpisodeWindow.init(self.config.stats_window_size)

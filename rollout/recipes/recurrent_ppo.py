@@ -325,9 +325,14 @@ class RecurrentPPO(Agent):
         init = jax.custom_batching.sequential_vmap(self.model.init)
         memory = self.model.initialize_memory(self.spec.num_envs)
         params = init(key, memory, obs)
-        _, output = jax.eval_shape(self.model.apply, params, memory, obs)
-        num_params, batch = self.distribution.num_params, self.batch_shape(obs)
-        check_network("network", output, (*batch, num_params), batch)
+        apply_fn = lambda *args: self.model.apply(params, *args)[1]  # noqa: E731
+        shapes, batch_shape = (
+            ((self.distribution.num_params,), ()),
+            self.batch_shape(obs),
+        )
+        check_network(
+            "network", apply_fn, (memory, obs), *shapes, batch_shape=batch_shape
+        )
         opt_state = self.optimizer.init(params)
         params = params | self.init_obs_stats()
         window = rollout.EpisodeWindow.init(self.config.stats_window_size)

@@ -219,12 +219,16 @@ class SAC(Agent):
             "critic": init_critics(jnp.stack(critic_keys), obs, action),
             "log_alpha": jnp.zeros(()),
         }
-        output = jax.eval_shape(self.actor.apply, params["actor"], obs)
-        num_outputs = self.distribution.num_params
-        check_network("actor_network", output, (self.spec.num_envs, num_outputs))
-        critics = jax.vmap(self.critic.apply, (0, None, None))
-        output = jax.eval_shape(critics, params["critic"], obs, action)
-        check_network("critic_network", output, (2, self.spec.num_envs, 1))
+        apply_actor = functools.partial(self.actor.apply, params["actor"])
+        shape, batch_shape = (self.distribution.num_params,), self.batch_shape(obs)
+        check_network(
+            "actor_network", apply_actor, (obs,), shape, batch_shape=batch_shape
+        )
+        critic = jax.tree.map(lambda x: x[0], params["critic"])
+        apply_critic = functools.partial(self.critic.apply, critic)
+        check_network(
+            "critic_network", apply_critic, (obs, action), (1,), batch_shape=batch_shape
+        )
         return TrainState(
             params=params | self.init_obs_stats(),
             target_params=jax.tree.map(jnp.copy, params["critic"]),

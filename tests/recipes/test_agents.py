@@ -343,18 +343,18 @@ def test_custom_network_replaces_the_default(agent_class):
 
 
 @named("ppo", "recurrent_ppo", "dqn", "pqn", "sac")
-def test_loss_without_a_value_for_each_row_raises(name):
+def test_loss_of_one_row_must_be_a_scalar(name):
     agent_class, env, _ = AGENTS[name]
 
-    class ScalarLoss(agent_class):
-        """The agent with the mistake of a mean over the rows."""
+    class BatchLoss(agent_class):
+        """The agent with the mistake of an additional axis."""
 
-        def loss(self, params, batch):
-            loss, metrics = super().loss(params, batch)
-            return loss.mean(), metrics
+        def loss(self, params, row):
+            loss, metrics = super().loss(params, row)
+            return loss[None], metrics
 
-    agent = ScalarLoss(envs.vectorize(env, 2), make_agent(name).config)
-    with pytest.raises(ValueError, match="`loss` must have one value per row"):
+    agent = BatchLoss(envs.vectorize(env, 2), make_agent(name).config)
+    with pytest.raises(ValueError, match="`loss` of one row must be"):
         jax.eval_shape(agent.update, init(agent))
 
 
