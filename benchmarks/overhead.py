@@ -219,7 +219,7 @@ def of_sac() -> Programs:
             learner, experience = barrier((learner, rows))
             target_key, noise_key = jax.random.split(key)
             action = agent.distribution.normalize(experience.action)
-            batch = sac.Batch(
+            batch = sac.Row(
                 obs=experience.obs,
                 action=action,
                 target=agent.target(

@@ -94,8 +94,8 @@ DETAILS: dict[str, tuple[str, str] | dict[str, Any]] = {
     "values clipped at 0.2": {"clip_range_vf": 0.2},
     "no entropy bonus": {"ent_coef": 0.0},
     "flax's own initialization": (
-        "nn.Dense(size, kernel_init=kernel_init, dot_general=dot_general)",
-        "nn.Dense(size, dot_general=dot_general)",
+        "nn.Dense(size, kernel_init=kernel_init)",
+        "nn.Dense(size)",
     ),
     "constant learning rate": {"anneal_lr": False},
     "gradients not clipped": {"max_grad_norm": math.inf},

@@ -153,9 +153,9 @@ class PureJaxRLDQN(dqn.DQN):
         values = self.model.apply(target_params, sample.experience.next_obs)
         return sample.experience.reward + sample.discount * values.max(axis=-1)
 
-    def loss(self, params: Any, batch: dqn.Batch) -> Any:
-        """Computes the squared TD error of every row."""
-        metrics = super().loss(params, batch)[1]
+    def loss(self, params: Any, row: dqn.Row) -> Any:
+        """Computes the squared TD error of one row."""
+        metrics = super().loss(params, row)[1]
         return metrics["td_error"] ** 2, metrics
 
 

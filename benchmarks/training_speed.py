@@ -4,12 +4,6 @@ Runs recipes and the scripts of PureJaxRL with the same settings, from a key to 
 outputs, in interleaved runs. Reports CPU and wall time per update, and CPU time to
 trace, lower and compile; ratios are ratios of medians.
 
-Rows of PPO whose name ends in "microbatches of 256" have `microbatch_size=256` here:
-the gradient of a minibatch is accumulated over microbatches of 256 rows, whose
-intermediate values fit into a cache of the CPU. The gradient is the same up to
-rounding. Rows without that ending differentiate all rows of a minibatch at once, as
-PureJaxRL does.
-
 Also times one layer and its gradient on a batch of MinAtar images: `nn.Conv`, the same
 convolution as a matrix product over patches, and a dense layer as wide as the MLP.
 
@@ -39,7 +33,6 @@ from rollout import envs
 from rollout.recipes import recurrent_ppo
 
 STEPS = 20
-MICROBATCH_SIZE = 256
 SIZES = {  # number of CartPole lanes: number of updates
     4: 50,
     64: 10,
@@ -150,17 +143,10 @@ def trainings() -> Iterator[Training]:
 def ppo_trainings(
     name: str, env_id: str, config: PPOSettings, seeds: tuple[int, ...]
 ) -> Iterator[Training]:
-    """Yields a comparison of PPO, and a copy with microbatches if they are smaller."""
+    """Yields a comparison of PPO."""
     script = "ppo_continuous_action" if env_id.startswith("brax:") else "ppo"
     ours = functools.partial(train_ppo, env_id)
-    training = Training(name, script, env_id, config, ours, seeds)
-    yield training
-    num_rows = config.num_envs * config.num_steps // config.num_minibatches
-    if num_rows > MICROBATCH_SIZE:
-        # PureJaxRL's scripts ignore the size of a microbatch.
-        config = config.replace(microbatch_size=MICROBATCH_SIZE)
-        name = f"{name}, microbatches of {MICROBATCH_SIZE}"
-        yield training._replace(name=name, config=config)
+    yield Training(name, script, env_id, config, ours, seeds)
 
 
 def train_ppo(env_id: str, config: PPOSettings) -> Train:

@@ -12,7 +12,6 @@ from recipe_cases import AimEnv, MaskedEnv, make_agent
 from rollout import envs
 from rollout.normalization import split_obs_stats
 
-# `dot_general` of 64 units depends on the platform if there are several rows.
 CONFIG = {"hidden_layer_sizes": (64, 64), "normalize_observations": True}
 ENVS = {
     "ppo": AimEnv(),
