@@ -317,6 +317,31 @@ def test_network_with_wrong_outputs_is_named(agent_class, space, name, sizes, me
         init_learner(agent_class, space, **{name: Layers(sizes)})
 
 
+class Flattens(nn.Module):
+    """A mistake: it merges all axes of a single observation but the first."""
+
+    @nn.compact
+    def __call__(self, obs):
+        x = obs.reshape(obs.shape[0], -1)
+        return nn.Dense(3)(x), nn.Dense(1)(x)[..., 0]
+
+
+class Repeats(nn.Module):
+    """A mistake: the result always has a batch axis."""
+
+    @nn.compact
+    def __call__(self, obs):
+        x = nn.Dense(3)(obs.reshape(-1, 5))
+        return x, x[..., 0]
+
+
+@pytest.mark.parametrize("network", [Flattens(), Repeats()])
+def test_network_that_needs_a_batch_is_named(network):
+    with pytest.raises(ValueError, match=r"`network` .*single observation") as got:
+        init_learner(ppo.PPO, CHOICE, network=network)
+    assert "x.reshape(*x.shape[:-3], -1)" in str(got.value)
+
+
 class Table(nn.Module):
     """A custom network: a table with a row for each observation."""
 

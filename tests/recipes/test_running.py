@@ -363,6 +363,18 @@ def test_command_trains_in_host_environments_and_resumes(tmp_path):
 
 
 @pytest.mark.slow
+def test_command_keeps_compiled_programs(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for index, options in enumerate((["--no-cache"], [])):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        result = command(folder, "CartPole-v1", "--num-updates", "1", *options)
+        assert result.returncode == 0, result.stderr
+        assert (tmp_path / "cache" / "rollout").exists() == (index == 1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env_id", "options", "message"),
     [

@@ -1,5 +1,8 @@
 """Adapting gymnax-style environments: old, new and other people's."""
 
+import os
+import subprocess
+import sys
 import types
 
 import gymnax
@@ -200,3 +203,45 @@ def test_foreign_environment_gets_keys_of_the_caller():
 
     jax.eval_shape(envs.from_gymnax(Foreign(), LIMIT).reset, jax.random.key(0))
     assert seen == ["threefry2x32"]
+
+
+def run_python(code, *paths):
+    path = os.pathsep.join([*map(str, paths), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": path, "MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_packages_that_draw_are_imported_when_gymnax_draws():
+    run_python("""
+import sys, jax
+from rollout import envs
+
+env = envs.make("Catch-bsuite")
+assert not {"matplotlib", "seaborn", "pandas"} & set(sys.modules)
+from gymnax.environments.bsuite import catch
+assert catch.plt.get_backend().lower() == "agg"  # imported by this line
+assert isinstance(sys.modules["matplotlib"].__file__, str)
+state, _ = env.reset(jax.random.key(0))
+assert next(env.render_frames([state])).ndim == 3
+""")
+
+
+def test_gymnax_that_reads_a_drawing_package_at_import_is_imported(tmp_path):
+    folder = tmp_path / "gymnax"
+    folder.mkdir()
+    text = "import matplotlib.pyplot as plt\nBACKEND = plt.get_backend()\n"
+    (folder / "__init__.py").write_text(text + "registered_envs = ['a']\n")
+    run_python(
+        """
+from rollout.envs.suites import gymnax
+assert gymnax.ids() == ("a",)
+import sys
+assert sys.modules["gymnax"].BACKEND.lower() == "agg"
+""",
+        tmp_path,
+    )

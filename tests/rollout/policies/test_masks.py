@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import in_one_program, quick_jit
+from cases import in_one_program, on_a_gpu, quick_jit
+from scipy import stats
 
 import rollout
 from rollout import envs
@@ -203,6 +204,32 @@ def test_columns_and_blocks_sample_the_same_actions(n, monkeypatch):
     np.testing.assert_array_equal(no_valid, ~action_mask.any(axis=1))
     np.testing.assert_array_equal(block_no_valid, no_valid)
     assert action_mask[np.arange(37), index][~no_valid].all()
+
+
+def test_wide_masks_are_sampled_uniformly_with_equal_bits_on_every_platform():
+    """If few columns are valid, most lanes have no valid candidate."""
+    rng, num_lanes = np.random.default_rng(0), 4000
+    action_mask = np.zeros((num_lanes, 300), bool)
+    action_mask[:, [3, 150, 299]] = True
+    action_mask[num_lanes // 2 :] = rng.random(300) < 0.9
+    action_mask[0] = False
+
+    def sample(mask, key):
+        return masks.among(mask, key)
+
+    index, no_valid = jax.device_get(quick_jit(sample)(action_mask, KEY))
+    with on_a_gpu():
+        on_gpu = jax.device_get(quick_jit(lambda *x: sample(*x))(action_mask, KEY))
+    np.testing.assert_array_equal(on_gpu[0], index)
+    np.testing.assert_array_equal(on_gpu[1], no_valid)
+    np.testing.assert_array_equal(no_valid, np.arange(num_lanes) == 0)
+    assert action_mask[np.arange(num_lanes), index][1:].all()
+    for rows in (slice(1, num_lanes // 2), slice(num_lanes // 2, None)):
+        valid = action_mask[rows][0]
+        counts = np.bincount(index[rows], minlength=300)[valid]
+        expected = counts.sum() / valid.sum()
+        chi_squared = ((counts - expected) ** 2 / expected).sum()
+        assert chi_squared < stats.chi2.ppf(0.999, valid.sum() - 1)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
