@@ -57,6 +57,11 @@ def plain(key: chex.PRNGKey) -> chex.PRNGKey:
     return key
 
 
+def split(key: chex.PRNGKey, num: int) -> chex.PRNGKey:
+    """Returns the keys of `jax.random.split(key, num)`, `[num]`."""
+    return plain(jax.random.split(inline(key), num))
+
+
 def fold_in(key: chex.PRNGKey, data: jax.typing.ArrayLike) -> chex.PRNGKey:
     """Folds integers into keys elementwise and computes each new key only once.
 

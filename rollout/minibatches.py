@@ -317,7 +317,7 @@ def _scan(
     num_items: int,
 ) -> tuple[Any, Any]:
     shuffle = jax.vmap(lambda key: permutation(key, num_items))
-    order = shuffle(jax.random.split(key, epochs))
+    order = shuffle(prng.split(key, epochs))
     order = order.reshape(epochs * num_minibatches, -1)  # M minibatches per epoch
     if axis is None:
         tree = jax.tree.map(

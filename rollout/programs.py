@@ -3,8 +3,7 @@
 JAX looks up compiled programs by function object. A factory that defines a function
 returns a new object at every call, and JAX compiles again. `shared` returns the same
 object for equal calls; `static` converts a user's function to a static argument of
-`jit`. `options_of_one_call` shortens the compilation of a program that runs once.
-`compare_processes` raises unless all processes of a run have equal programs.
+`jit`. `compare_processes` raises unless all processes of a run have equal programs.
 """
 
 import functools
@@ -51,23 +50,6 @@ def is_elsewhere(x: Any) -> bool:
     """Returns whether a part of an array is only in other processes."""
     is_local = not isinstance(x, jax.Array) or x.is_fully_addressable
     return not (is_local or x.is_fully_replicated)
-
-
-def options_of_one_call(*args: Any) -> dict[str, Any]:
-    """Returns options of `jax.jit` for a program that runs once, such as `init`.
-
-    With few optimizations it compiles in half of the time. On accelerators, and inside
-    of another program, which has its own options, there are none.
-
-    Args:
-        *args: arguments of the program.
-    """
-    arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
-    if any(isinstance(x, Tracer) for x in arrays) or checks.is_tracing():
-        return {}
-    if any(device.platform != "cpu" for x in arrays for device in x.devices()):
-        return {}
-    return {"compiler_options": {"xla_backend_optimization_level": 0}}
 
 
 def gather(x: Any) -> Any:

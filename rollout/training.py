@@ -17,13 +17,13 @@ import numpy as np
 from rollout import checks
 from rollout.collector import Collector
 from rollout.envs.host.types import HostVectorEnv
+from rollout.envs.prng import inline
 from rollout.envs.spaces import MASK, EnvSpec, env_spec
 from rollout.envs.types import ArrayTree, BaseVectorEnv, hash_of_types
 from rollout.host.host_collector import HostCollector
 from rollout.networks import PRIVILEGED, obs_keys, select_parts
 from rollout.normalization import init_obs_stats
 from rollout.policies import Greedy
-from rollout.programs import options_of_one_call
 from rollout.types import Policy, Transition
 
 State = TypeVar("State")
@@ -152,6 +152,14 @@ class Agent:
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
+    def init_network(self, network: Any, key: chex.PRNGKey, *args: Any) -> Any:
+        """Initializes the parameters of a flax module: `network.init(key, *args)`.
+
+        Default networks get the same bits from keys that compile in half of the time.
+        A custom network may need a distribution that such keys do not support.
+        """
+        return network.init(key if self._custom_networks else inline(key), *args)
+
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> Any:
         """Initializes a state without `carry` and `key` for observations `[B, ...]`."""
         raise NotImplementedError
@@ -178,8 +186,7 @@ class Agent:
         keys = jax.random.split(key, 3)
         carry = self.collector.init(keys[0])
         # Compile one program instead of many small programs.
-        options = options_of_one_call(keys, carry.obs)
-        state = jax.jit(self._init_learner, **options)(keys[1:], carry.obs)
+        state = jax.jit(self._init_learner)(keys[1:], carry.obs)
         if num_steps := self.num_initial_steps:
             carry, trajectory = self.collector.collect_steps(
                 carry, state.params, num_steps

@@ -258,7 +258,8 @@ class PPO(Agent):
         """Initializes the training state; `init` sets its `carry` and `key`."""
         # Run seeds one at a time under `vmap`: on jax 0.10, batched decompositions of
         # `orthogonal` deadlock on few CPU cores.
-        params = jax.custom_batching.sequential_vmap(self.model.init)(key, obs)
+        init = functools.partial(self.init_network, self.model)
+        params = jax.custom_batching.sequential_vmap(init)(key, obs)
         apply_fn = functools.partial(self.model.apply, params)
         shapes, batch_shape = (
             ((self.distribution.num_params,), ()),

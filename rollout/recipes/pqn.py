@@ -225,7 +225,7 @@ class PQN(Agent):
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
         """Initializes the training state; `init` sets its `carry` and `key`."""
-        params = self.model.init(key, obs)
+        params = self.init_network(self.model, key, obs)
         apply_fn = functools.partial(self.model.apply, params)
         shape, batch_shape = (self.spec.action_space.n,), self.batch_shape(obs)
         check_network("network", apply_fn, (obs,), shape, batch_shape=batch_shape)

@@ -322,9 +322,9 @@ class RecurrentPPO(Agent):
         """Initializes the training state; `init` sets its `carry` and `key`."""
         # Run seeds one at a time under `vmap`: on jax 0.10, batched decompositions of
         # `orthogonal` deadlock on few CPU cores.
-        init = jax.custom_batching.sequential_vmap(self.model.init)
+        init = functools.partial(self.init_network, self.model)
         memory = self.model.initialize_memory(self.spec.num_envs)
-        params = init(key, memory, obs)
+        params = jax.custom_batching.sequential_vmap(init)(key, memory, obs)
         apply_fn = lambda *args: self.model.apply(params, *args)[1]  # noqa: E731
         shapes, batch_shape = (
             ((self.distribution.num_params,), ()),

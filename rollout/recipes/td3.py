@@ -240,9 +240,10 @@ class TD3(Agent):
         """Initializes the training state; `init` sets carry, buffer and `key`."""
         actor_key, *critic_keys = jax.random.split(key, 3)
         action = jnp.zeros((self.spec.num_envs, self.distribution.size))
-        init_critics = jax.vmap(self.critic.init, (0, None, None))
+        init_critic = functools.partial(self.init_network, self.critic)
+        init_critics = jax.vmap(init_critic, (0, None, None))
         params = {
-            "actor": self.actor.init(actor_key, obs),
+            "actor": self.init_network(self.actor, actor_key, obs),
             "critic": init_critics(jnp.stack(critic_keys), obs, action),
         }
         apply_actor = functools.partial(self.actor.apply, params["actor"])

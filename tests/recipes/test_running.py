@@ -293,7 +293,7 @@ def test_every_number_of_a_config_is_an_option():
     kinds = number_fields(Config())
     assert kinds["num_updates"] is int
     assert kinds["learning_rate"] is kinds["target_kl"] is float
-    assert kinds["microbatch_size"] is int
+    assert [kinds["microbatch_size"](x) for x in ("auto", "64")] == ["auto", 64]
     assert kinds["anneal_lr"]("false") is False
     assert "activation" not in kinds
 
