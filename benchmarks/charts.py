@@ -222,10 +222,12 @@ def format_grid(axes: Any) -> None:
 def plot(
     axes: Any, steps: Any, returns: Any, label: str | None = None, unit: float = 1000
 ) -> None:
-    """Plots one learning curve with its confidence band."""
+    """Plots one learning curve, with its confidence band from three seeds on."""
     mean, half = interval(returns)
     x = np.asarray(steps) / unit
     (line,) = axes.plot(x, mean, label=label)
+    if len(returns) < 3:
+        return
     axes.fill_between(
         x, mean - half, mean + half, color=line.get_color(), alpha=0.2, lw=0
     )
@@ -335,7 +337,7 @@ def pixels(data: dict[str, Any]) -> Figure:
                 steps = runs["0"]["steps"][:size]
                 plot(axes, steps, curves, label=name.removeprefix(f"{agent}, "))
         axes.set(title=agent, xlabel="environment steps, thousands")
-        axes.set_ylabel("return, last 100 episodes")
+        axes.set_ylabel("mean return of the last episodes")
     panels[0].legend()
     return figure
 
@@ -360,6 +362,7 @@ CHARTS = {
     "learning.png": Chart(learning, "learning.json", dpi=150, style="default"),
     "recipes/ppo.png": Chart(ppo, "recipes/ppo.json", dpi=80),
     "recipes/images.png": Chart(pixels, "pixels.json", dpi=80),
+    "recipes/breakout.png": Chart(pixels, "atari.json", dpi=80),
     "recipes/ippo.png": Chart(team_curves(TEAM, IPPO), "teams.json"),
     "recipes/vdn.png": Chart(team_curves(TEAM, {"VDN": "VDN, spread"}), "teams.json"),
     "recipes/smax.png": Chart(team_curves(WON, ENDS, ylim=[0, 1]), "teams.json"),

@@ -6,7 +6,7 @@ Evaluates the final parameters in 100 episodes. Random actions return about -0.8
 perfect policy returns 1.
 
     pip install ".[gymnasium,bench]" optax stable-baselines3
-    taskset -c 0 python benchmarks/pixels.py docs/pixels.json --seeds 3
+    taskset -c 0 python benchmarks/pixels.py docs/pixels.json --seeds 2
     python benchmarks/charts.py docs/recipes/images.png
 
 Runs in the file are only repeated with `--repeat`.
@@ -221,7 +221,7 @@ def main() -> None:
     """Trains every program with every seed, and writes the file after each run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--programs", nargs="*", default=[*PROGRAMS])
     parser.add_argument("--repeat", action="store_true")
     args = parser.parse_args()

@@ -58,7 +58,8 @@ def steps() -> dict[str, list[str]]:
             f"{ppo} {CLONE}",
             f"{ppo} --details --tasks Pendulum-v1 Breakout-MinAtar",
         ],
-        "pixels": [f"{ONE_CORE}pixels.py docs/pixels.json --repeat"],
+        "pixels": [f"{ONE_CORE}pixels.py docs/pixels.json --repeat --seeds 2"],
+        "atari": [f"{ONE_CORE}atari.py docs/atari.json --repeat --seeds 2"],
         "normalization": [
             f"{ONE_CORE}normalization.py docs/normalization.json --repeat --seeds 5"
         ],

@@ -407,6 +407,8 @@ def written() -> dict[Path, str]:
         "ppo": ppo(ppo_runs),
         "details": details(ppo_runs),
         "pixels": programs(load("pixels.json")["results"]),
+        "atari": programs(load("atari.json")["results"]),
+        "normalization": programs(load("normalization.json")["results"]),
         "playground": playground(load("playground_ppo.json")["results"]),
         "teams": teams(load("teams.json")["results"]),
     }

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from rollout import checks
-from rollout.envs import prng, trees
+from rollout.envs import trees
 from rollout.envs.host import env_checks
 from rollout.envs.host.arrays import place_rows
 from rollout.envs.host.env_checks import SpaceCheck
@@ -692,14 +692,15 @@ def _ticket_of(carry: Carry) -> Any:
 def _compute_seeds(key: chex.PRNGKey, num_envs: int, table: int) -> np.ndarray:
     """Computes a table of seeds, `[_NUM_SEED_ROWS, B]`, to avoid JAX in each reset."""
     row = table * _NUM_SEED_ROWS + np.arange(_NUM_SEED_ROWS, dtype=np.int32)
-    return np.asarray(_seeds_of(key, row, num_envs))
+    lane = np.arange(num_envs, dtype=np.int32)
+    return np.asarray(_seeds_of(key, row[:, None] * num_envs + lane))
 
 
-@functools.partial(jax.jit, static_argnames="num_envs")
-def _seeds_of(key: chex.PRNGKey, row: jax.Array, num_envs: int) -> jax.Array:
-    """Computes the seeds of the episodes of lane streams in these rows, `[N, B]`."""
-    lane_keys = keys.roots(key, num_envs).lane
-    return keys.seeds(jax.vmap(lambda row: prng.fold_in(lane_keys, row))(row))
+@jax.jit
+def _seeds_of(key: chex.PRNGKey, episode_id: jax.Array) -> jax.Array:
+    """Computes the seeds of the episodes with these ids, `[N, B]`."""
+    row_keys = jax.vmap(lambda row: keys.keys_of(key, row))
+    return keys.seeds(row_keys(episode_id))
 
 
 def _check(env: Any, num_ready: Any, on_fault: Any) -> None:
