@@ -215,7 +215,7 @@ def _map(operands: Any, axes: Any, *, window: _Window) -> tuple[jax.Array, int]:
         def loop(inputs: jax.Array, kernel: jax.Array) -> jax.Array:
             if inputs_axis is None:
                 return lax.map(lambda x: _bind(inputs, x, window), kernel)
-            return lax.map(lambda x: _bind(*x, window), (inputs, kernel))
+            return lax.map(lambda x: _bind(x[0], x[1], window), (inputs, kernel))
 
         if inputs_axis is not None:
             inputs = jnp.moveaxis(inputs, inputs_axis, 0)

@@ -275,7 +275,7 @@ def _shift(
     # One slice per dtype compiles faster than one per array.
     olds, structure = jax.tree.flatten(before)
     news, shifted = jax.tree.leaves(after), {}
-    for dtype in {x.dtype for x in olds}:
+    for dtype in dict.fromkeys(x.dtype for x in olds):
         picked = [i for i, x in enumerate(olds) if x.dtype == dtype]
         both = [jnp.stack([x[i] for i in picked]) for x in (olds, news)]
         both = jnp.concatenate(both, axis=1)

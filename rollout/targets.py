@@ -315,7 +315,8 @@ def _next_values(rows: tuple[jax.Array, ...], last_value: jax.Array) -> jax.Arra
 
     def loop(mask: jax.Array, value: jax.Array, last_value: jax.Array) -> jax.Array:
         def step(next_value: jax.Array, row: tuple) -> tuple[jax.Array, jax.Array]:
-            return jnp.where(*row, next_value), next_value
+            mask, value = row
+            return jnp.where(mask, value, next_value), next_value
 
         return jax.lax.scan(step, last_value, (mask, value), reverse=True)[1]
 

@@ -2,6 +2,9 @@
 
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
 
 import flax.linen as nn
 import jax
@@ -514,3 +517,26 @@ def test_predict_traces_nothing_after_the_first_call(monkeypatch):
     expected = agent.predict(params, obs)
     monkeypatch.setattr(jax, "eval_shape", None)
     assert agent.predict(params, obs) == expected
+
+
+PROGRAM_TEXT = """
+import hashlib, jax
+from recipe_cases import AGENTS, make_agent
+for name in AGENTS:
+    agent = make_agent(name)
+    text = jax.jit(lambda key: agent.train(agent.init(key))).lower(jax.random.key(0))
+    print(name, hashlib.sha256(text.as_text().encode()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_every_process_makes_the_same_programs():
+    """Otherwise JAX's persistent cache of compiled programs misses at random."""
+    outputs = []
+    for seed in ("1", "2"):
+        path = os.pathsep.join([os.getcwd(), *sys.path])
+        env = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", PROGRAM_TEXT]
+        outputs.append(subprocess.check_output(command, env=env, text=True))
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0].splitlines()) == len(AGENTS)
