@@ -261,10 +261,8 @@ class PPO(Agent):
         init = functools.partial(self.init_network, self.model)
         params = jax.custom_batching.sequential_vmap(init)(key, obs)
         apply_fn = functools.partial(self.model.apply, params)
-        shapes, batch_shape = (
-            ((self.distribution.num_params,), ()),
-            self.batch_shape(obs),
-        )
+        shapes = (self.distribution.num_params,), ()
+        batch_shape = self.batch_shape(obs)
         check_network("network", apply_fn, (obs,), *shapes, batch_shape=batch_shape)
         opt_state = self.optimizer.init(params)
         params = params | self.init_obs_stats()

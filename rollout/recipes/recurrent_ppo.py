@@ -326,10 +326,8 @@ class RecurrentPPO(Agent):
         memory = self.model.initialize_memory(self.spec.num_envs)
         params = jax.custom_batching.sequential_vmap(init)(key, memory, obs)
         apply_fn = lambda *args: self.model.apply(params, *args)[1]  # noqa: E731
-        shapes, batch_shape = (
-            ((self.distribution.num_params,), ()),
-            self.batch_shape(obs),
-        )
+        shapes = (self.distribution.num_params,), ()
+        batch_shape = self.batch_shape(obs)
         check_network(
             "network", apply_fn, (memory, obs), *shapes, batch_shape=batch_shape
         )
