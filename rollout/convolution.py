@@ -223,7 +223,10 @@ def _map(operands: Any, axes: Any, *, window: _Window) -> tuple[jax.Array, int]:
         in_axes = None if inputs_axis is None else 0, 0
         # XLA:CPU computes the grouped convolution of `jax.vmap` slowly.
         grouped = jax.vmap(convolve, in_axes)
-        return lax.platform_dependent(inputs, kernel, cpu=loop, default=grouped), 0
+        output = lax.platform_dependent(inputs, kernel, cpu=loop, default=grouped)
+        # `_convolve` calls XLA's convolution for one image, whose rule puts the axis
+        # here. JAX assumes that its derivative does the same.
+        return jnp.moveaxis(output, 0, output_axes[1]), output_axes[1]
     shape = list(output.shape)
     shape[axis : axis + 1] = [size, shape[axis] // size]
     return output.reshape(shape), axis
