@@ -61,7 +61,8 @@ def steps() -> dict[str, list[str]]:
         "pixels": [f"{ONE_CORE}pixels.py docs/pixels.json --repeat --seeds 2"],
         "atari": [f"{ONE_CORE}atari.py docs/atari.json --repeat --seeds 2"],
         "normalization": [
-            f"{ONE_CORE}normalization.py docs/normalization.json --repeat --seeds 5"
+            f"{ONE_CORE}normalization.py docs/normalization.json --repeat "
+            "--programs SAC"
         ],
         "playground_ppo": [
             f"{ONE_CORE}playground_ppo.py docs/playground_ppo.json --repeat"
