@@ -1,7 +1,7 @@
 """Statistics for logs: `EpisodeWindow` inside `jit`, `log_stats` for loggers."""
 
 import dataclasses
-import math
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -12,6 +12,7 @@ from flax import struct
 from jax import lax
 
 from rollout import checks
+from rollout.platform import choose
 from rollout.stats import (
     CollectStats,
     Moments,
@@ -25,10 +26,7 @@ from rollout.stats import (
 )
 from rollout.types import Episodes, Transition, check_data, check_trajectory
 
-_BLOCK = 64  # least number of flags that `_list_starts` counts together
-
-# The code of rows without an episode: the start of none, but for 2^30 steps.
-_NOT_A_START = -(2**31)
+_BLOCK = 64  # flags that `_list_starts` counts together
 
 # Values per episode: return, length and accumulated values.
 _Values = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
@@ -129,6 +127,21 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
         """
         return _add(self, data)
 
+    def _append(self, values: _Values, num_new: jax.Array) -> Self:
+        """Appends the first `num_new` of `values`, and drops the oldest entries."""
+        size = len(self.episode_length)
+        old = self.episode_return, self.episode_length, self.episode_accumulated
+        returns, lengths, totals = jax.tree.map(
+            lambda x, new: lax.dynamic_slice_in_dim(
+                jnp.concatenate((x, new)), num_new, size
+            ),
+            old,
+            values,
+        )
+        return self.replace(
+            episode_return=returns, episode_length=lengths, episode_accumulated=totals
+        )
+
     @property
     def num_episodes(self) -> jax.Array:
         """`()` int32, number of episodes in the window, at most K."""
@@ -186,19 +199,19 @@ def _list_starts(listed: _Listed, is_first: jax.Array) -> _Listed:
     slot = jnp.arange(len(listed.start), dtype=jnp.int32)
     # Count flags per block, and read only the blocks that contain a new start: a
     # cumulative sum over all flags would be slower.
-    size = max(_BLOCK, math.isqrt(is_first.size))
-    flags = jnp.pad(is_first.reshape(-1), (0, -is_first.size % size))
-    blocks = flags.reshape(-1, size)
+    flags = jnp.pad(is_first.reshape(-1), (0, -is_first.size % _BLOCK))
+    blocks = flags.reshape(-1, _BLOCK)
     count = jnp.cumsum(jnp.sum(blocks, axis=1, dtype=jnp.int32))
     # The new starts fill the free slots in order.
     number = slot - listed.num + 1  # of the start, 1 for the first
-    # A binary search takes longer to compile, and on a GPU each round is a launch.
-    block = jnp.searchsorted(count, number, method="compare_all")
+    # On a GPU every round of a binary search is a launch: compare all at once instead.
+    compare_all = functools.partial(jnp.searchsorted, method="compare_all")
+    block = choose(jnp.searchsorted, compare_all, count, number)
     block = jnp.minimum(block, len(count) - 1)
     number_in_block = number - jnp.where(block > 0, count[block - 1], 0)
     counts_in_block = jnp.cumsum(blocks[block], axis=1, dtype=jnp.int32)
     index = jnp.argmax(counts_in_block == number_in_block[:, None], axis=1)
-    index = (size * block + index).astype(jnp.int32)
+    index = (_BLOCK * block + index).astype(jnp.int32)
     is_new = (slot >= listed.num) & (number <= count[-1])
     new = index // is_first.shape[1], index % is_first.shape[1]
     start, lane = jax.tree.map(
@@ -222,76 +235,36 @@ def _add(window: EpisodeWindow, data: Transition | Episodes) -> EpisodeWindow:
         number = jnp.cumsum(present(data), dtype=jnp.int32)  # 1 for the first
         num_new = jnp.minimum(number[-1], slot.size)
         index = jnp.searchsorted(number, number[-1] - num_new + 1 + slot)
-        values = jax.tree.map(lambda x: x[index], rows)
-        return _shift(window, values, window.listed, num_new)
+        return window._append(jax.tree.map(lambda x: x[index], rows), num_new)
     # List the episodes that start in this trajectory, find the end of each listed
     # episode, then move the ended episodes at the front of the list to the window.
-    returns, length, totals = rows
-    mask, done = jnp.asarray(data.mask), jnp.asarray(data.done)
+    mask, done, length = jnp.asarray(data.mask), jnp.asarray(data.done), rows[1]
     listed, num_rows = _list_starts(window.listed, mask & (length == 1)), len(mask)
-    # The start of each row's episode, with `done` as the last bit, read in one gather.
-    start = jnp.arange(1, num_rows + 1, dtype=jnp.int32)[:, None] - length
-    code = jnp.where(mask, 2 * start + done, _NOT_A_START)[:, listed.lane]  # [T, K]
+    # The rows of each listed episode, `[T, K]`, and the row in which it ends.
+    first = jnp.arange(1, num_rows + 1, dtype=jnp.int32)[:, None] - length
+    lane, start = listed.lane, listed.start
     # A row belongs to a listed episode of the same lane if the starts match.
-    is_row = code >> 1 == listed.start[None]
-    is_row &= (listed.lane < mask.shape[1])[None]  # False if the data lack the lane
-    is_end = is_row & (code & 1 == 1)
+    is_row = mask[:, lane] & (first[:, lane] == start[None])
+    is_row &= (lane < mask.shape[1])[None]  # False if the data lack the lane
+    is_end = is_row & done[:, lane]
     end, has_ended = jnp.argmax(is_end, axis=0), jnp.any(is_end, axis=0)
-    old_returns, old_length, old_totals = listed.values
-
-    def at_end(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jnp.where(has_ended, new[end, listed.lane], old)
-
-    values: _Values = (
-        at_end(old_returns, returns),
-        jnp.where(has_ended, end + 1 - listed.start, old_length),
-        jax.tree.map(at_end, old_totals, totals),
+    values: _Values = jax.tree.map(
+        lambda old, new: jnp.where(has_ended, new[end, lane], old), listed.values, rows
     )
     is_running = (slot < listed.num) & (values[1] == 0)
     # A running episode without the last row was discarded, or rows are missing.
     is_lost = is_running & ~is_row[-1]
     # Add the episodes that started before the oldest running episode. Episodes that
     # started at the same step wait: otherwise the mean would favor short episodes.
-    oldest = jnp.min(jnp.where(is_running, listed.start, num_rows))
-    is_new = (slot < listed.num) & (listed.start < oldest)
-    num_new = jnp.sum(is_new, dtype=jnp.int32)
-    num = jnp.where(jnp.any(is_lost), 0, listed.num - num_new)
-    # Count starts from the next trajectory.
-    listed = listed.replace(num=num, start=listed.start - num_rows, values=values)
-    return _shift(window, values, listed, num_new)
-
-
-def _shift(
-    window: EpisodeWindow, values: _Values, listed: _Listed, num_new: jax.Array
-) -> EpisodeWindow:
-    """Moves the first `num_new` values to the end of the window.
-
-    Drops the oldest entries of the window and the first entries of a trajectory's list.
-    """
-    old = window.episode_return, window.episode_length, window.episode_accumulated
-    rest = listed.values, listed.start, listed.lane
-    is_list = values is listed.values
-    before, after = ((old, *rest), (values, *rest)) if is_list else (old, values)
-    # One slice per dtype compiles faster than one per array.
-    olds, structure = jax.tree.flatten(before)
-    news, shifted = jax.tree.leaves(after), {}
-    for dtype in dict.fromkeys(x.dtype for x in olds):
-        picked = [i for i, x in enumerate(olds) if x.dtype == dtype]
-        both = [jnp.stack([x[i] for i in picked]) for x in (olds, news)]
-        both = jnp.concatenate(both, axis=1)
-        moved = lax.dynamic_slice_in_dim(both, num_new, len(listed.start), axis=1)
-        shifted |= dict(zip(picked, moved, strict=True))
-    result = structure.unflatten([shifted[i] for i in range(len(olds))])
-    if is_list:
-        result, left, start, lane = result
-        listed = listed.replace(values=left, start=start, lane=lane)
-    returns, lengths, totals = result
-    return window.replace(
-        episode_return=returns,
-        episode_length=lengths,
-        episode_accumulated=totals,
-        listed=listed,
+    oldest = jnp.min(jnp.where(is_running, start, num_rows))
+    num_new = jnp.sum((slot < listed.num) & (start < oldest), dtype=jnp.int32)
+    # Remove these episodes from the list, and count starts from the next trajectory.
+    start, lane, values_left = jax.tree.map(
+        lambda x: jnp.roll(x, -num_new), (start - num_rows, lane, values)
     )
+    num = jnp.where(jnp.any(is_lost), 0, listed.num - num_new)
+    listed = _Listed(num=num, start=start, lane=lane, values=values_left)
+    return window._append(values, num_new).replace(listed=listed)
 
 
 class _Statistic(NamedTuple):

@@ -237,14 +237,15 @@ def mean_gradient(
         grads = jax.tree.map(lambda x, like: x.astype(like.dtype), grads, params)
         return grads, jax.tree.map(lambda x: _join(x, axis), metrics)
 
-    branches = {"cpu": grad_fn, "cuda": saving_grad_fn, "default": grad_fn}
-    if num_microbatches > 1:
-        branches["cpu"] = functools.partial(accumulate, grad_fn)
-        if microbatch_size != "auto":
-            branches["cuda"] = functools.partial(accumulate, saving_grad_fn)
-            branches["default"] = branches["cpu"]
+    on_gpu, elsewhere, on_cpu = saving_grad_fn, grad_fn, {}
+    if num_microbatches > 1 and microbatch_size == "auto":
+        on_cpu = {"cpu": functools.partial(accumulate, grad_fn)}
+    elif num_microbatches > 1:
+        on_gpu, elsewhere = (
+            functools.partial(accumulate, x) for x in (on_gpu, grad_fn)
+        )
     grads, metrics = jax.lax.platform_dependent(
-        params, batch, weight, rocm=branches["cuda"], **branches
+        params, batch, weight, cuda=on_gpu, rocm=on_gpu, default=elsewhere, **on_cpu
     )
     leaves, structure = jax.tree.flatten(metrics)
     if not leaves:

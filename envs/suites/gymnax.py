@@ -38,7 +38,7 @@ from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
 
 _BASE = "gymnax.environments.environment"  # the module of gymnax's base classes
 _LIMIT = "max_steps_in_episode"
-_DRAWING = (  # modules that gymnax imports to draw, parents first
+_PLOTTING = (  # modules that gymnax imports for rendering only, parents first
     *("matplotlib", "matplotlib.animation", "matplotlib.colors"),
     *("matplotlib.pyplot", "seaborn"),
 )
@@ -274,23 +274,23 @@ class _Deferred(types.ModuleType):
 
 
 def _import_gymnax() -> Any:
-    """Imports gymnax without the packages that draw, which takes a third of the time.
+    """Imports gymnax without its plotting packages, which take most of the time.
 
-    gymnax imports them for rendering only. They are imported when it renders.
+    gymnax uses them for rendering only. They are imported when it renders.
     """
-    if "gymnax" in sys.modules or any(name in sys.modules for name in _DRAWING):
+    if "gymnax" in sys.modules or any(name in sys.modules for name in _PLOTTING):
         return import_optional("gymnax")
-    deferred = {name: _Deferred(name) for name in _DRAWING}
+    deferred = {name: _Deferred(name) for name in _PLOTTING}
     for name, module in deferred.items():
         parent, _, attribute = name.rpartition(".")
         if parent:
             setattr(deferred[parent], attribute, module)
-    before = set(sys.modules)
+    old_names = set(sys.modules)
     sys.modules.update(deferred)
     try:
         return import_optional("gymnax")
     except AttributeError:  # another version of gymnax reads them
-        for name in set(sys.modules) - before:
+        for name in set(sys.modules) - old_names:
             del sys.modules[name]
     finally:
         for name in deferred:

@@ -95,7 +95,7 @@ def keep_programs() -> None:
         return
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "rollout")
     jax.config.update("jax_compilation_cache_dir", str(folder.expanduser()))
-    # Keep small programs, too: there are many before the first update.
+    # Also keep small programs: there are many before the first update.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
