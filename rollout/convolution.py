@@ -56,8 +56,8 @@ def conv_general_dilated(
     which are faster. If `jax.vmap` maps over both operands, a loop replaces XLA's
     grouped convolution, which is slow.
 
-    The result and all derivatives are the same up to rounding. On other platforms, and
-    for layouts that are not channels-last (flax's are), the function calls
+    The result and all derivatives are the same up to rounding. On other platforms,
+    inside of `jax.shard_map`, and for layouts that are not channels-last (flax's are), the function calls
     `jax.lax.conv_general_dilated`, whose documentation describes the arguments. It does
     the same for a single image without derivatives, as in `predict`, so that exporters
     need not know this function.
@@ -79,7 +79,9 @@ def conv_general_dilated(
 
     jax.eval_shape(convolve, lhs, rhs)  # raises for wrong arguments
     layouts = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    if layouts != _channels_last(lhs.ndim):
+    # Inside of `jax.shard_map`, the types of arrays name the axes of the mesh.
+    is_sharded = any(getattr(jax.typeof(x), "vma", None) for x in (lhs, rhs))
+    if layouts != _channels_last(lhs.ndim) or is_sharded:
         return convolve(lhs, rhs)
     ones = (1,) * (lhs.ndim - 2)
     dilation = tuple(rhs_dilation or ones)
@@ -173,15 +175,7 @@ _convolve_p = Primitive("convolve_channels_last")
 
 
 def _bind(inputs: jax.Array, kernel: jax.Array, window: _Window) -> jax.Array:
-    """Calls the primitive with operands that vary over the same axes of a mesh."""
-    axes = [getattr(jax.typeof(x), "vma", frozenset()) for x in (inputs, kernel)]
-    operands = [
-        lax.pcast(x, tuple((axes[0] | axes[1]) - own), to="varying")
-        if (axes[0] | axes[1]) - own
-        else x
-        for x, own in zip((inputs, kernel), axes, strict=True)
-    ]
-    return _convolve_p.bind(*operands, window=window)
+    return _convolve_p.bind(inputs, kernel, window=window)
 
 
 @functools.partial(jax.jit, static_argnames="window")
