@@ -57,10 +57,10 @@ def conv_general_dilated(
     grouped convolution, which is slow.
 
     The result and all derivatives are the same up to rounding. On other platforms,
-    inside of `jax.shard_map`, and for layouts that are not channels-last (flax's are), the function calls
-    `jax.lax.conv_general_dilated`, whose documentation describes the arguments. It does
-    the same for a single image without derivatives, as in `predict`, so that exporters
-    need not know this function.
+    inside of `jax.shard_map`, and for layouts that are not channels-last (flax's are),
+    the function calls `jax.lax.conv_general_dilated`, whose documentation describes the
+    arguments. It does the same for a single image without derivatives, as in `predict`,
+    so that exporters need not know this function.
     """
 
     def convolve(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
