@@ -79,8 +79,8 @@ def conv_general_dilated(
 
     jax.eval_shape(convolve, lhs, rhs)  # raises for wrong arguments
     layouts = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    # Inside of `jax.shard_map`, the types of arrays name the axes of the mesh.
-    is_sharded = any(getattr(jax.typeof(x), "vma", None) for x in (lhs, rhs))
+    # Inside of `jax.shard_map`, types name mesh axes, such as `float32[3]{V:lanes}`.
+    is_sharded = any("{V:" in str(jax.typeof(x)) for x in (lhs, rhs))
     if layouts != _channels_last(lhs.ndim) or is_sharded:
         return convolve(lhs, rhs)
     ones = (1,) * (lhs.ndim - 2)
