@@ -11,6 +11,7 @@ from typing import Any
 
 import chex
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 
 from rollout import checks, programs
@@ -214,28 +215,36 @@ def mean_gradient(
     @functools.partial(jax.jit, inline=True)
     def mean_loss(params: Any, batch: Any, weight: jax.Array) -> tuple[jax.Array, Any]:
         loss, metrics = jax.vmap(row_loss, (None, axis), axis)(params, batch)
-        return mean(loss, weight), metrics
+        leaves, structure = jax.tree.flatten(metrics)
+        if leaves:
+            # One reduction for all metrics compiles faster than one for each.
+            leaves = list(mean(jnp.stack(leaves), weight))
+        return mean(loss, weight), structure.unflatten(leaves)
 
     policy = jax.checkpoint_policies.everything_saveable
     grad_fn = jax.grad(mean_loss, has_aux=True)
     saving_grad_fn = jax.grad(jax.checkpoint(mean_loss, policy=policy), has_aux=True)
 
     def accumulate(grad_fn: Any, params: Any, batch: Any, weight: jax.Array) -> Any:
-        """Sums the gradients of microbatches."""
+        """Sums the gradients and the metrics of microbatches."""
+        # One sum of a flat array compiles faster than one sum per parameter.
+        zeros, unravel = jax.flatten_util.ravel_pytree(
+            jax.tree.map(
+                lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)),
+                params,
+            )
+        )
 
-        def add(total: Any, microbatch: Any) -> tuple[Any, Any]:
+        def add(total: jax.Array, microbatch: Any) -> tuple[jax.Array, Any]:
             grads, metrics = grad_fn(params, *microbatch)
-            return jax.tree.map(jnp.add, total, grads), metrics
+            return total + jax.flatten_util.ravel_pytree(grads)[0], metrics
 
         microbatches = jax.tree.map(
             lambda x: _divide(x, num_microbatches, axis), (batch, weight)
         )
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), params
-        )
-        grads, metrics = jax.lax.scan(add, zeros, microbatches)
-        grads = jax.tree.map(lambda x, like: x.astype(like.dtype), grads, params)
-        return grads, jax.tree.map(lambda x: _join(x, axis), metrics)
+        total, metrics = jax.lax.scan(add, zeros, microbatches)
+        grads = jax.tree.map(lambda x, y: x.astype(y.dtype), unravel(total), params)
+        return grads, jax.tree.map(lambda x: x.sum(0), metrics)
 
     on_gpu, elsewhere, on_cpu = saving_grad_fn, grad_fn, {}
     if num_microbatches > 1 and microbatch_size == "auto":
@@ -244,15 +253,9 @@ def mean_gradient(
         on_gpu, elsewhere = (
             functools.partial(accumulate, x) for x in (on_gpu, grad_fn)
         )
-    grads, metrics = jax.lax.platform_dependent(
+    return jax.lax.platform_dependent(
         params, batch, weight, cuda=on_gpu, rocm=on_gpu, default=elsewhere, **on_cpu
     )
-    leaves, structure = jax.tree.flatten(metrics)
-    if not leaves:
-        return grads, metrics
-    # One reduction for all metrics compiles faster than one for each.
-    means = mean(jnp.stack(leaves), weight)
-    return grads, structure.unflatten(list(means))
 
 
 def _count_microbatches(num_rows: int, microbatch_size: int | str | None) -> int:
@@ -273,11 +276,6 @@ def _divide(x: jax.Array, count: int, axis: int) -> jax.Array:
     shape = jnp.shape(x)
     shape = *shape[:axis], count, shape[axis] // count, *shape[axis + 1 :]
     return jnp.moveaxis(jnp.reshape(x, shape), axis, 0)
-
-
-def _join(x: jax.Array, axis: int) -> jax.Array:
-    """Inverts `_divide`."""
-    return jax.lax.collapse(jnp.moveaxis(x, 0, axis), axis, axis + 2)
 
 
 def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
