@@ -95,10 +95,10 @@ def minibatch_of(agent: Any, carry: rollout.Carry, t: rollout.Transition) -> Any
         rows["initial_memory"] = jax.tree.map(lambda x: x[None], carry.policy_state)
         size = t.reward.shape[1] // num_minibatches
         rows = jax.tree.map(lambda x: x[:, :size], rows)
-        return recurrent_ppo.Batch(**rows)
+        return recurrent_ppo.Row(**rows)
     size = t.reward.size // num_minibatches
     rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:size], rows)
-    return ppo.Batch(**rows)
+    return ppo.Row(**rows)
 
 
 def gradients(agent: Any, state: Any, batch: Any) -> Any:
@@ -176,7 +176,7 @@ def of_dqn() -> Programs:
     def descend(params: Any, opt_state: Any, sample: Any) -> Any:
         def step(learner: Any, _: None) -> Any:
             learner, (target_params, rows) = barrier((learner, (params, sample)))
-            batch = dqn.Batch(
+            batch = dqn.Row(
                 obs=rows.experience.obs,
                 action=rows.experience.action,
                 target=agent.td_target(learner[0], target_params, rows),

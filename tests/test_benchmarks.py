@@ -175,7 +175,6 @@ def test_every_loop_over_environments_of_gymnasium_runs(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.trains  # `regenerate.py` also runs the script
 @pytest.mark.usefixtures("quick_compile")
 def test_an_update_is_timed_with_its_parts(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
