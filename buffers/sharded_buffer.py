@@ -18,7 +18,7 @@ from rollout.buffers.types import Batch, RingState, Sequences
 from rollout.envs.types import ArrayTree
 
 
-def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer:
+def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str | None = None) -> ReplayBuffer:
     """Shards the lanes of a replay buffer over the devices of a mesh axis.
 
         buffer = buffers.shard(buffers.ReplayBuffer(capacity, num_envs), mesh)
@@ -39,7 +39,8 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
     Args:
         buffer: a `ReplayBuffer` with `next_obs="stored"`.
         mesh: mesh of devices.
-        axis: name of the mesh axis over which the lanes are sharded.
+        axis: name of the mesh axis over which the lanes are sharded. None for the only
+            axis of the mesh, or for "lanes".
 
     Returns:
         A buffer with the methods of `ReplayBuffer`. `batch_size` must be a multiple of
@@ -49,7 +50,7 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
         ValueError: if the mesh lacks the axis, if `num_envs` is not a multiple of the
             axis size, or if `buffer` is not a `ReplayBuffer` with `next_obs="stored"`.
     """
-    mesh = checks.lane_mesh(mesh, axis)
+    mesh, axis = checks.lane_mesh(mesh, axis)
     next_obs = getattr(buffer, "next_obs", None)
     if type(buffer) is not ReplayBuffer or next_obs != "stored":
         raise ValueError(
@@ -157,9 +158,6 @@ class _Sharded(ReplayBuffer):
     def _share(self, name: str, number: int) -> int:
         """Returns `number` per device; raises if the devices do not divide it."""
         num_devices = self.mesh.shape[self.axis]
-        if checks.int_between(name, number) % num_devices:
-            raise ValueError(
-                f"`{name}` must be a multiple of the {num_devices} devices, got "
-                f"{number}."
-            )
+        number = checks.int_between(name, number)
+        checks.multiple(name, number, num_devices, f"the {num_devices} devices")
         return number // num_devices

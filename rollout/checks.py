@@ -312,20 +312,33 @@ def shaped(text: str, value: Any, shape: tuple[int, ...], dtype: Any = None) -> 
         raise ValueError(f"{text} {name} of shape {shape}, got {describe(value)}.")
 
 
-def lane_mesh(mesh: Any, axis: Any) -> jax.sharding.Mesh:
-    """Checks a device mesh and an axis name; returns the mesh with axes of type Auto.
+def lane_mesh(mesh: Any, axis: Any = None) -> tuple[jax.sharding.Mesh, str]:
+    """Checks a device mesh and the name of the axis over which lanes are sharded.
 
-    Explicit axes would become part of the types of arrays.
+    Args:
+        mesh: the mesh.
+        axis: name of the axis. None for the only axis, or for "lanes" among several.
+
+    Returns:
+        The mesh with axes of type Auto, because Explicit axes would become part of the
+        types of arrays; and the name of the axis.
     """
     text = "`mesh` must be a `jax.sharding.Mesh`, for example from `jax.make_mesh`"
     kind(text, mesh, jax.sharding.Mesh)
+    if axis is None:
+        axis = mesh.axis_names[0] if len(mesh.axis_names) == 1 else "lanes"
+        if axis not in mesh.shape:
+            raise ValueError(
+                '`mesh` must have one axis, or an axis "lanes", got the axes '
+                f"{', '.join(mesh.shape)}."
+            )
     if axis not in mesh.shape:
         raise ValueError(
             f"`axis` must be an axis of the mesh ({', '.join(mesh.shape)}), got "
             f"{axis!r}."
         )
     types = (jax.sharding.AxisType.Auto,) * mesh.devices.ndim
-    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types), axis
 
 
 def same(text: str, expected: ArrayTree, got: ArrayTree) -> None:

@@ -13,6 +13,7 @@ import chex
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 from rollout import checks, programs
 from rollout.envs import prng
@@ -91,6 +92,7 @@ def scan_minibatches(
     num_minibatches: int,
     num_epochs: int = 1,
     axis: int | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Any, Any]:
     """Scans an update over shuffled minibatches. Use it for the epochs of PPO.
 
@@ -100,8 +102,12 @@ def scan_minibatches(
 
     One minibatch is in memory at a time. Every step is in exactly one minibatch of
     each epoch, and each epoch is shuffled again. Minibatches include masked-out steps,
-    with their `mask`. If lanes are sharded over devices, call it under `jax.shard_map`,
-    so that steps stay on their device; see the example in docs/devices.md.
+    with their `mask`.
+
+    If lanes are sharded over devices, pass the `mesh`: each device then shuffles the
+    steps of its own lanes and contributes an equal share to each minibatch, so that no
+    step moves to another device. `update_fn` receives whole minibatches, sharded over
+    their rows, so that a mean over a minibatch is the mean over all devices.
 
     Args:
         update_fn: `(carry, minibatch) -> (carry, output)`, as the function of a
@@ -119,31 +125,54 @@ def scan_minibatches(
             policies, and T may differ between leaves; 0 shuffles the leading axis of
             any tree. With axis 1, pass an initial state `[B, ...]` as `state[None]`:
             otherwise axis 1 of the state is a feature axis.
+        mesh: devices over which axis 1 of `tree` is sharded, or axis 0 with `axis=0`.
+            The order of device d is `permutation(jax.random.fold_in(keys[e], d), n)`
+            with its share n of the items. A mesh of one device equals None.
 
     Returns:
         The last carry, and the outputs `[E * M, ...]`.
 
     Raises:
         ValueError: if a count is not an int of at least 1, if `axis` is any other
-            value, if the leaves differ in the shuffled axes, or if the number of items
-            is 0 or no multiple of M.
+            value, if the leaves differ in the shuffled axes, if the number of items of
+            a device is 0 or no multiple of M, or if `mesh` is None and arrays outside
+            of `jit` are sharded. Inside of `jit`, shardings are unknown.
     """
     checks.typed_key(key)
     num_minibatches = checks.int_between("num_minibatches", num_minibatches)
     num_epochs = checks.int_between("num_epochs", num_epochs)
     if axis not in (None, 0, 1) or isinstance(axis, bool):
         raise ValueError(f"`axis` must be None, 0 or 1, got {axis!r}.")
-    num_items = _count_items(tree, axis)
-    if num_items % num_minibatches:
+    num_items, num_devices, lanes = _count_items(tree, axis), 1, None
+    if mesh is not None:
+        lanes = checks.lane_mesh(mesh)
+        num_devices = mesh.shape[lanes[1]]
+        size = jnp.shape(jax.tree.leaves(tree)[0])[0 if axis == 0 else 1]
+        label = f"the {num_devices} devices of `mesh`"
+        checks.multiple(
+            "len(tree)" if axis == 0 else "num_envs", size, num_devices, label
+        )
+    elif any(map(_is_sharded, jax.tree.leaves(tree))):
         raise ValueError(
-            f"`num_minibatches` must divide the {num_items} items, got "
-            f"{num_minibatches}."
+            "`mesh` must be given for a `tree` that is sharded over devices, got None: "
+            "every device would compute the updates of all rows."
+        )
+    share = num_items // num_devices
+    if share % num_minibatches:
+        valid = max(
+            x for x in range(1, min(share, num_minibatches) + 1) if share % x == 0
+        )
+        items = "items" if num_devices == 1 else "items of each device"
+        raise ValueError(
+            f"`num_minibatches` must divide the {share} {items}, got "
+            f"{num_minibatches}. The next valid number is {valid}."
         )
     # Never cache a function that closes over tracers: the cache would keep them alive.
     static_fn = programs.static(update_fn, init, key, tree)
     scan: Any = _scan if static_fn is None else _scan_jitted
     fn = static_fn or update_fn
-    return scan(fn, init, key, tree, num_minibatches, num_epochs, axis, num_items)
+    sizes = num_minibatches, num_epochs, share
+    return scan(fn, init, key, tree, sizes, axis, lanes if num_devices > 1 else None)
 
 
 def mean_gradient(
@@ -154,6 +183,7 @@ def mean_gradient(
     *,
     axis: int = 0,
     microbatch_size: int | str | None = "auto",
+    mesh: Mesh | None = None,
 ) -> tuple[Any, Any]:
     """Differentiates the weighted mean of the losses of single rows.
 
@@ -182,6 +212,9 @@ def mean_gradient(
             memory, and on a CPU less time, since the intermediate values of few rows
             fit into a cache. "auto" is 512 on a CPU, and None elsewhere. None uses a
             single batch.
+        mesh: devices over which the rows are sharded. Each device differentiates the
+            losses of its rows, and a single all-reduce adds gradients, metrics and
+            weights.
 
     Returns:
         The gradient, of the structure of `params`, and the weighted means of `metrics`,
@@ -191,12 +224,49 @@ def mean_gradient(
         ValueError: if the loss or a metric of one row has a wrong shape, or if
             `microbatch_size` is invalid.
     """
+    sum_gradient = functools.partial(
+        _sum_gradient, loss_fn, axis=axis, microbatch_size=microbatch_size
+    )
+    if mesh is not None:
+        mesh, name = checks.lane_mesh(mesh)
+    if mesh is None or mesh.shape[name] == 1:
+        total = jnp.sum(weight, dtype=jnp.float32)
+        return sum_gradient(params, batch, weight, jnp.where(total > 0, total, 1.0))
+    rows = PartitionSpec(*[None] * axis, name)
+
+    def on_device(params: Any, batch: Any, weight: jax.Array) -> Any:
+        """Computes the sums of one device, and adds those of all devices."""
+        # Divided by the number of rows, because float16 would overflow.
+        sums = sum_gradient(params, batch, weight, weight.size)
+        total = jnp.sum(weight, dtype=jnp.float32) / weight.size
+        flat, unravel = jax.flatten_util.ravel_pytree((sums, total))
+        flat = jax.lax.psum(flat, name)
+        return unravel(flat / jnp.where(flat[-1] > 0, flat[-1], 1.0))[0]
+
+    return jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), rows, rows),
+        out_specs=PartitionSpec(),
+        check_vma=False,  # otherwise jax adds the gradients of devices by itself
+    )(params, batch, weight)
+
+
+def _sum_gradient(
+    loss_fn: Callable[[Any, Any], tuple[jax.Array, ArrayTree]],
+    params: ArrayTree,
+    batch: ArrayTree,
+    weight: jax.Array,
+    divisor: jax.typing.ArrayLike,
+    *,
+    axis: int,
+    microbatch_size: int | str | None,
+) -> tuple[Any, Any]:
+    """Differentiates the weighted sum of the losses of single rows over `divisor`."""
     num_rows = weight.shape[axis]
     num_microbatches = _count_microbatches(num_rows, microbatch_size)
     if any(jax.typeof(weight).sharding.spec):  # a scan cannot divide a sharded axis
         num_microbatches = 1
-    total = jnp.sum(weight, dtype=jnp.float32)
-    total = jnp.where(total > 0, total, 1.0)
     row_shape = weight.shape[:axis] + weight.shape[axis + 1 :]
 
     def row_loss(params: Any, row: Any) -> tuple[jax.Array, Any]:
@@ -209,7 +279,7 @@ def mean_gradient(
     def mean(x: jax.Array, weight: jax.Array) -> jax.Array:
         axes = tuple(range(-weight.ndim, 0))
         weight = jnp.broadcast_to(weight, x.shape)
-        return jnp.sum(jnp.where(weight > 0, x, 0.0) * weight, axes) / total
+        return jnp.sum(jnp.where(weight > 0, x, 0.0) * weight, axes) / divisor
 
     # Jitted, so that the functions below trace it once; inlined into the program.
     @functools.partial(jax.jit, inline=True)
@@ -310,27 +380,53 @@ def _scan(
     init: ArrayTree,
     key: chex.PRNGKey,
     tree: ArrayTree,
-    num_minibatches: int,
-    epochs: int,
+    sizes: tuple[int, int, int],
     axis: int | None,
-    num_items: int,
+    lanes: tuple[Mesh, str] | None,
 ) -> tuple[Any, Any]:
-    shuffle = jax.vmap(lambda key: permutation(key, num_items))
-    order = shuffle(prng.split(key, epochs))
-    order = order.reshape(epochs * num_minibatches, -1)  # M minibatches per epoch
-    if axis is None:
-        tree = jax.tree.map(
-            lambda x: jnp.reshape(x, (num_items, *jnp.shape(x)[2:])), tree
+    """Scans an update; `sizes` are minibatches, epochs, and items per device."""
+    num_minibatches, num_epochs, num_items = sizes
+    keys = prng.split(key, num_epochs)
+
+    def make_order(keys: chex.PRNGKey) -> jax.Array:
+        if lanes is not None:
+            device = jax.lax.axis_index(lanes[1])
+            keys = jax.vmap(jax.random.fold_in, (0, None))(keys, device)
+        order = jax.vmap(lambda key: permutation(key, num_items))(keys)
+        return order.reshape(num_epochs * num_minibatches, -1)  # M per epoch
+
+    def flatten(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.reshape(x, (-1, *jnp.shape(x)[2:])), tree)
+
+    def take(tree: Any, items: jax.Array) -> Any:
+        return jax.tree.map(
+            lambda x: jnp.take(x, items, axis=axis or 0, mode="clip"), tree
         )
 
+    if lanes is not None:
+        first, second = PartitionSpec(lanes[1]), PartitionSpec(None, lanes[1])
+        rows = second if axis == 1 else first
+        on_devices = functools.partial(jax.shard_map, mesh=lanes[0], check_vma=False)
+        make_order = on_devices(make_order, in_specs=PartitionSpec(), out_specs=second)
+        flatten = on_devices(flatten, in_specs=second, out_specs=first)
+        take = on_devices(take, in_specs=(rows, first), out_specs=rows)
+    order = make_order(keys)
+    if axis is None:
+        tree = flatten(tree)
+
     def step(carry: Any, items: jax.Array) -> tuple[Any, Any]:
-        take = lambda x: jnp.take(x, items, axis=axis or 0, mode="clip")  # noqa: E731
-        return update_fn(carry, jax.tree.map(take, tree))
+        return update_fn(carry, take(tree, items))
 
     return jax.lax.scan(step, init, order)
 
 
-_scan_jitted = jax.jit(_scan, static_argnums=(0, 4, 5, 6, 7))
+_scan_jitted = jax.jit(_scan, static_argnums=(0, 4, 5, 6))
+
+
+def _is_sharded(x: Any) -> bool:
+    """Returns whether an array is known to be divided among devices."""
+    is_known = isinstance(x, jax.Array) and checks.is_known(x)
+    return is_known and not x.sharding.is_fully_replicated
 
 
 def _add(x: jax.Array, y: jax.Array, n: int) -> jax.Array:

@@ -28,7 +28,7 @@ from rollout.types import ActionT, ObsT, ParamsT
 
 
 def shard(
-    collector: Collector[ParamsT, ObsT, ActionT], mesh: Mesh, axis: str = "lanes"
+    collector: Collector[ParamsT, ObsT, ActionT], mesh: Mesh, axis: str | None = None
 ) -> Collector[ParamsT, ObsT, ActionT]:
     """Shards the lanes of a collector over the devices of a mesh axis.
 
@@ -65,7 +65,7 @@ def shard(
             `rollout.envs.vectorize_each`, with or without wrappers.
         mesh: the devices.
         axis: axis of the mesh over which the lanes are sharded; lanes are replicated
-            along all other axes.
+            along all other axes. None for the only axis of the mesh, or for "lanes".
 
     Returns:
         A collector with the same lanes.
@@ -77,8 +77,13 @@ def shard(
             processes have different collectors or meshes; later, if a carry is on other
             devices.
     """
-    checks.collects_in_jax(collector)
-    mesh = checks.lane_mesh(mesh, axis)
+    if not isinstance(collector, Collector):
+        raise ValueError(
+            "`collector` must be a `Collector`, whose environments are in JAX, got "
+            f"{type(collector).__name__}. To train an agent on several devices, pass "
+            "the mesh to the agent, such as `PPO(env, config, mesh=mesh)`."
+        )
+    mesh, axis = checks.lane_mesh(mesh, axis)
     if mesh.is_multi_process and not _is_absent(mesh):
         # Compare first: the checks below may raise in only one of the processes.
         parts = trees.unwrap_keys((collector.env, collector.policy))
@@ -221,6 +226,8 @@ def _device_put(tree: ArrayTree, sharding: NamedSharding) -> ArrayTree:
     raises for most floats. It also raises for NaN and typed keys.
     """
     if not sharding.mesh.is_multi_process:
-        return jax.device_put(tree, sharding)
+        # Now, also while a caller is traced: a collector may outlive the trace.
+        with jax.ensure_compile_time_eval():
+            return jax.device_put(tree, sharding)
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, jax.jit(list, out_shardings=sharding)(leaves))

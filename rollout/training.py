@@ -13,6 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from rollout import checks
 from rollout.collector import Collector
@@ -24,6 +25,7 @@ from rollout.host.host_collector import HostCollector
 from rollout.networks import PRIVILEGED, obs_keys, select_parts
 from rollout.normalization import init_obs_stats
 from rollout.policies import Greedy
+from rollout.sharding import LaneSharding, shard
 from rollout.types import Policy, Transition
 
 State = TypeVar("State")
@@ -53,15 +55,20 @@ class Agent:
             updates of a training run and `num_steps` is the number of steps per
             environment in each update. With a replay buffer, `learning_starts` is the
             number of environment steps before the first update.
+        mesh: devices for the training, such as `jax.make_mesh((8,), ("lanes",))`, or
+            None for one device. The lanes and their rows are sharded over the only axis
+            of the mesh, or over "lanes". Parameters are replicated.
 
     Raises:
         ValueError: if a field is a class instead of an object, if `env` updates its
-            statistics of observations, or if `config.actor_obs` or `config.critic_obs`
-            does not fit the observation space or the network.
+            statistics of observations, if `config.actor_obs` or `config.critic_obs`
+            does not fit the observation space or the network, or if `mesh` does not fit
+            the environments.
     """
 
     env: Any
     config: Any = None
+    mesh: Mesh | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -70,6 +77,11 @@ class Agent:
                 raise ValueError(
                     f"`{field.name}` must be an object, got the class "
                     f"{value.__name__}. Write `{value.__name__}(...)`."
+                )
+            if isinstance(value, Mesh) and field.name != "mesh":
+                raise ValueError(
+                    f"`{field.name}` must not be a mesh, got a mesh of {value.size} "
+                    "devices. Pass it by name: `mesh=mesh`."
                 )
         if self.config is not None and not dataclasses.is_dataclass(self.config):
             raise ValueError(
@@ -93,6 +105,20 @@ class Agent:
                     "observation in the network."
                 )
             getattr(self, option)  # raises if the space lacks a part
+        if self.mesh is not None:
+            self._check_mesh(self.mesh)
+
+    def _check_mesh(self, mesh: Mesh) -> None:
+        """Raises unless the lanes can be sharded over the devices of a mesh."""
+        mesh, axis = checks.lane_mesh(mesh)
+        if isinstance(self.env, HostVectorEnv):
+            raise ValueError(
+                "`mesh` must be None for host environments, whose steps run on the "
+                f"CPU, got {mesh.size} devices."
+            )
+        num_devices = mesh.shape[axis]
+        label = f"the {num_devices} devices of `mesh`"
+        checks.multiple("num_envs", self.spec.num_envs, num_devices, label)
 
     @property
     def policy(self) -> Policy:
@@ -112,7 +138,7 @@ class Agent:
     @functools.cached_property
     def collector(self) -> Collector | HostCollector:
         """The collector that runs `policy` in `env`."""
-        return make_collector(self.env, self.policy)
+        return make_collector(self.env, self.policy, self.mesh)
 
     @property
     def _custom_networks(self) -> list[str]:
@@ -183,6 +209,12 @@ class Agent:
                 "`env` must be environments to start episodes, got an EnvSpec. Make "
                 "the agent with environments, or call `init_learner(key, obs)`."
             )
+        if self.mesh is None and getattr(self.collector.env, "sharding", None):
+            raise ValueError(
+                "`mesh` must be given to train with sharded lanes, got None: every "
+                "device would repeat all gradient steps. Pass the mesh to the agent, "
+                "and environments that are not sharded."
+            )
         keys = jax.random.split(key, 3)
         carry = self.collector.init(keys[0])
         # Compile one program instead of many small programs.
@@ -200,7 +232,10 @@ class Agent:
         The key of the state is then on the devices of the environments, like the other
         arrays, so that `train` compiles once.
         """
-        return self.init_learner(keys[0], obs).replace(key=keys[1])
+        state = self.init_learner(keys[0], obs).replace(key=keys[1])
+        if self.mesh is None:
+            return state
+        return LaneSharding(*checks.lane_mesh(self.mesh)).replicate(state)
 
     def update(self, state: Any) -> tuple[Any, dict[str, jax.Array]]:
         """Collects experience, updates the parameters, returns `(state, metrics)`."""
@@ -335,19 +370,24 @@ def _predict(types: int, policy: Policy, params: ArrayTree, obs: ArrayTree) -> A
     return jax.tree.map(lambda x: x[0], action)
 
 
-def make_collector(env: Any, policy: Policy) -> Collector | HostCollector:
+def make_collector(
+    env: Any, policy: Policy, mesh: Mesh | None = None
+) -> Collector | HostCollector:
     """Makes a collector for JAX or host environments.
 
     Args:
         env: a `VectorEnv`, for example `rollout.envs.make_vec(id, num_envs)`, or a
             `HostVectorEnv`, for example `rollout.envs.from_gymnasium(id, num_envs)`.
         policy: policy that chooses the actions.
+        mesh: devices over which `rollout.shard` shards the lanes, or None.
 
     Raises:
-        ValueError: if `env` is not a `VectorEnv` or a `HostVectorEnv`.
+        ValueError: if `env` is not a `VectorEnv` or a `HostVectorEnv`, or is not a
+            `VectorEnv` that the mesh can shard.
     """
     collector: Any = HostCollector if isinstance(env, HostVectorEnv) else Collector
-    return collector(env=env, policy=policy)
+    collector = collector(env=env, policy=policy)
+    return collector if mesh is None else shard(collector, mesh)
 
 
 def check_counts(config: Any, *names: str) -> None:

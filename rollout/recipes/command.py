@@ -45,6 +45,9 @@ def main(agent_class: Any, config: Any, num_envs: int) -> None:
     parser.add_argument(
         "--no-cache", action="store_true", help="do not keep compiled programs"
     )
+    parser.add_argument(
+        "--devices", default="1", help="number of devices, or all; default: 1"
+    )
     numbers = number_fields(config)
     for name, number_type in numbers.items():
         default = getattr(config, name)
@@ -70,7 +73,7 @@ def main(agent_class: Any, config: Any, num_envs: int) -> None:
             eval_env = make(options.num_envs)
         name = f"{agent_class.__name__}-{options.env_id}".replace(":", "-").lower()
         _, evaluation = run(
-            agent_class(env, config),
+            agent_class(env, config, mesh=make_mesh(options.devices)),
             jax.random.key(options.seed),
             folder=options.folder or Path("runs", name),
             evaluate_every=options.evaluate_every,
@@ -98,6 +101,23 @@ def keep_programs() -> None:
     # Also keep small programs: there are many before the first update.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def make_mesh(devices: str) -> jax.sharding.Mesh | None:
+    """Makes a mesh of the first devices, or of all; None for one device."""
+    num_devices = jax.device_count()
+    if devices != "all":
+        if not devices.isdigit() or not 1 <= int(devices) <= num_devices:
+            raise ValueError(
+                f"`--devices` must be all, or from 1 to {num_devices}, the number of "
+                f"devices that jax has, got {devices}."
+            )
+        num_devices = int(devices)
+    if num_devices == 1:
+        return None
+    return jax.make_mesh(
+        (num_devices,), ("lanes",), devices=jax.devices()[:num_devices]
+    )
 
 
 def number_fields(config: Any) -> dict[str, Callable[[str], Any]]:

@@ -190,6 +190,11 @@ class DQN(Agent):
                 f"{type(space).__name__}. Use PPO of `rollout.recipes.ppo` for any "
                 "space, or SAC of `rollout.recipes.sac` for a Box."
             )
+        if self.mesh is not None and self.config.prioritized:
+            raise ValueError(
+                "`config.prioritized` must be False with a `mesh`, got True: rows are "
+                "sampled in proportion to the priorities of all devices."
+            )
 
     @functools.cached_property
     def model(self) -> Any:
@@ -230,12 +235,13 @@ class DQN(Agent):
         config, buffer = self.config, rollout.buffers.ReplayBuffer
         if config.prioritized:
             buffer = rollout.buffers.PrioritizedReplayBuffer
-        return buffer(
+        buffer = buffer(
             config.buffer_size,
             self.spec.num_envs,
             n_step=config.n_step,
             gamma=config.gamma,
         )
+        return buffer if self.mesh is None else rollout.buffers.shard(buffer, self.mesh)
 
     @property
     def optimizer(self) -> optax.GradientTransformation:

@@ -326,6 +326,7 @@ class PPO(Agent):
             batch,
             num_minibatches=config.num_minibatches,
             num_epochs=config.num_epochs,
+            mesh=self.mesh,
         )
         window = state.window.add(trajectory)
         metrics = jax.tree.map(jnp.mean, metrics)
@@ -344,9 +345,13 @@ class PPO(Agent):
         """Takes one gradient step on a minibatch, unless the KL exceeds its limit."""
         params, opt_state, stopped = learner
         batch = batch.replace(advantage=normalize(batch.advantage, batch.weight))
-        size = self.config.microbatch_size
         grads, metrics = mean_gradient(
-            self.loss, params, batch, batch.weight, microbatch_size=size
+            self.loss,
+            params,
+            batch,
+            batch.weight,
+            microbatch_size=self.config.microbatch_size,
+            mesh=self.mesh,
         )
         if self.config.desired_kl is not None:
             rate = optax.tree.get(opt_state, "learning_rate")

@@ -275,6 +275,7 @@ class PQN(Agent):
             batch,
             num_minibatches=config.num_minibatches,
             num_epochs=config.num_epochs,
+            mesh=self.mesh,
         )
         window = state.window.add(trajectory)
         metrics = jax.tree.map(jnp.mean, metrics)
@@ -321,7 +322,9 @@ class PQN(Agent):
     ) -> tuple[Any, Metrics]:
         """Takes one gradient step on a minibatch."""
         params, opt_state = learner
-        grads, metrics = mean_gradient(self.loss, params, batch, batch.weight)
+        grads, metrics = mean_gradient(
+            self.loss, params, batch, batch.weight, mesh=self.mesh
+        )
         updates, opt_state = self.optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), metrics
 

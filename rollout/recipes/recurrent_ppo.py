@@ -399,6 +399,7 @@ class RecurrentPPO(Agent):
             num_minibatches=config.num_minibatches,
             num_epochs=config.num_epochs,
             axis=1,
+            mesh=self.mesh,
         )
         window = state.window.add(trajectory)
         metrics = jax.tree.map(jnp.mean, metrics)
@@ -417,7 +418,9 @@ class RecurrentPPO(Agent):
         """Takes one gradient step on a minibatch of whole environments."""
         params, opt_state, stopped = learner
         batch = batch.replace(advantage=normalize(batch.advantage, batch.weight))
-        grads, metrics = mean_gradient(self.loss, params, batch, batch.weight, axis=1)
+        grads, metrics = mean_gradient(
+            self.loss, params, batch, batch.weight, axis=1, mesh=self.mesh
+        )
         if self.config.desired_kl is not None:
             rate = optax.tree.get(opt_state, "learning_rate")
             rate = adapt_learning_rate(rate, metrics["kl"], self.config.desired_kl)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 import rollout
 from rollout import checkpoint, checks
@@ -104,7 +105,12 @@ def run(
 
     A run that was killed and resumed writes the same files as an uninterrupted run, bit
     for bit in JAX environments and in host environments that can save their state. Each
-    resume adds one event file. A run that the callback stopped can also be resumed.
+    resume adds one event file. A run that the callback stopped can also be resumed. The
+    files do not depend on the devices: a run can be resumed on another number of
+    devices, with the same settings but another `mesh`.
+
+    Every process of `jax.distributed` makes the same call, with the same `folder` on a
+    shared file system. The first process writes the files.
 
     Args:
         agent: an agent of `rollout.recipes`, or an agent with the same methods.
@@ -162,14 +168,13 @@ def run(
     trim_tables(agent, num_done, files)
 
     def evaluate(state: Any) -> rollout.stats.CollectStats:
-        env = agent.env if eval_env is None else eval_env
-        collector = make_collector(env, agent.eval_policy)
+        collector = make_eval_collector(agent, eval_env)
         eval_step_key = jax.random.fold_in(eval_key, state.num_updates)
         return rollout.evaluate(
             collector, state.params, eval_step_key, num_eval_episodes
         )
 
-    is_host = agent.collector.is_host
+    is_host, is_writer = agent.collector.is_host, jax.process_index() == 0
     train = agent.train if is_host else jax.jit(agent.train, static_argnums=1)
     writer = TensorBoardWriter(files.folder)
     evaluation = None
@@ -180,18 +185,20 @@ def run(
         state, metrics = train(state, size)
         metrics = {name: np.asarray(x) for name, x in sorted(metrics.items())}
         check_metrics(metrics, size)
-        # Write the settings after an update, so that a failed first update leaves no
-        # files.
-        files.settings.write_text(json.dumps(settings, indent=1) + "\n")
         seconds = time.monotonic() - start
         steps = agent.env_steps(num_done + np.arange(1, size + 1))
         speed = (steps[-1] - agent.env_steps(num_done)) / seconds
-        append_rows(files.metrics, {"steps": steps, **metrics})
         num_done, evaluation = num_done + size, None
+        if is_writer:
+            # Write the settings after an update, so that a failed first update leaves
+            # no files.
+            files.settings.write_text(json.dumps(settings, indent=1) + "\n")
+            append_rows(files.metrics, {"steps": steps, **metrics})
         if evaluate_every is not None or num_done == num_updates:
             evaluation = evaluate(state)
             last_return = float(evaluation.returns.mean)
-            append_rows(files.evaluations, evaluation_row(steps[-1], evaluation))
+            if is_writer:
+                append_rows(files.evaluations, evaluation_row(steps[-1], evaluation))
             is_first = not checkpoint.steps(files.best)
             if is_first or last_return > best_return:  # False for NaN
                 save_policy(agent, state, files.best, num_done)
@@ -200,8 +207,9 @@ def run(
         save_policy(agent, state, files.last, num_done)
         tree = resume_tree(agent, state, best_return, last_return)
         checkpoint.save(files.resume, tree, step=num_done)
-        writer.write(steps, metrics, evaluation)
-        print(progress_line(steps[-1], speed, metrics, evaluation), flush=True)
+        if is_writer:
+            writer.write(steps, metrics, evaluation)
+            print(progress_line(steps[-1], speed, metrics, evaluation), flush=True)
         progress = Progress(int(steps[-1]), state, metrics, evaluation)
         result = None if callback is None else callback(progress)
         # The callback may return `np.bool_`, which is not the object `False`.
@@ -213,8 +221,9 @@ def run(
             f"no training: the run in {files.folder} has {num_resumed} updates, and "
             f"`num_updates`, which includes them, is {num_updates}"
         )
-    draw_curve(files, agent)
-    draw_gif(agent, state, eval_key, eval_env, files.folder / "agent.gif")
+    if is_writer:
+        draw_curve(files, agent)
+        draw_gif(agent, state, eval_key, eval_env, files.folder / "agent.gif")
     return state, evaluation
 
 
@@ -294,7 +303,7 @@ def describe(agent: Any) -> dict[str, Any]:
     fields = {
         field.name: type(getattr(agent, field.name)).__qualname__
         for field in dataclasses.fields(agent)
-        if field.name not in ("env", "config")
+        if field.name not in ("env", "config", "mesh")
         and getattr(agent, field.name) != field.default
     }
     settings = {
@@ -424,6 +433,12 @@ def restore(agent: Any, state: Any, path: Path) -> tuple[Any, float, float]:
     return state, best_return, last_return
 
 
+def make_eval_collector(agent: Any, eval_env: Any) -> Any:
+    """Makes the collector for evaluations, on the devices of the agent."""
+    env = agent.env if eval_env is None else eval_env
+    return make_collector(env, agent.eval_policy, agent.mesh)
+
+
 def trim_tables(agent: Any, num_done: int, files: Folder) -> None:
     """Validates the tables and removes the rows after the checkpoint."""
     steps = agent.env_steps(np.arange(1, num_done + 1)).tolist()
@@ -444,7 +459,9 @@ def trim_tables(agent: Any, num_done: int, files: Folder) -> None:
                 f"{path} must have the rows that `run` wrote up to {last:,} steps, got "
                 "other rows. Restore the file, or start in another folder."
             )
-        if lines:
+        # All processes of `jax.distributed` read the table before the first writes it.
+        multihost_utils.sync_global_devices(f"all have read {path.name}")
+        if lines and jax.process_index() == 0:
             path.write_bytes(b"".join(lines[: len(counts) + 1] if counts else []))
 
 
@@ -557,7 +574,9 @@ def draw_gif(agent: Any, state: Any, key: chex.PRNGKey, env: Any, path: Path) ->
     """Renders an episode of `eval_policy`, if the environment can be rendered."""
     env = agent.env if env is None else env
     collector = make_collector(env, agent.eval_policy)
+    # One device renders, also if the parameters are on several devices.
+    params = state.params if agent.mesh is None else jax.device_get(state.params)
     try:
-        rollout.record_gif(collector, state.params, key, path, max_episode_steps=200)
+        rollout.record_gif(collector, params, key, path, max_episode_steps=200)
     except Exception as error:  # an environment may raise anything
         print(f"no GIF: {error}")

@@ -202,7 +202,8 @@ class SAC(Agent):
     @functools.cached_property
     def buffer(self) -> ReplayBuffer:
         """The replay buffer."""
-        return ReplayBuffer(self.config.buffer_size, self.spec.num_envs)
+        buffer = ReplayBuffer(self.config.buffer_size, self.spec.num_envs)
+        return buffer if self.mesh is None else rollout.buffers.shard(buffer, self.mesh)
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
@@ -334,7 +335,9 @@ class SAC(Agent):
             target=self.target(params, target_params, experience, target_key),
             noise=jax.random.normal(noise_key, action.shape),
         )
-        grads, metrics = mean_gradient(self.loss, params, batch, sample.weights)
+        grads, metrics = mean_gradient(
+            self.loss, params, batch, sample.weights, mesh=self.mesh
+        )
         updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
         params: Any = optax.apply_updates(params, updates)
         target_params = optax.incremental_update(

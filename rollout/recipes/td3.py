@@ -229,7 +229,8 @@ class TD3(Agent):
     @functools.cached_property
     def buffer(self) -> ReplayBuffer:
         """The replay buffer."""
-        return ReplayBuffer(self.config.buffer_size, self.spec.num_envs)
+        buffer = ReplayBuffer(self.config.buffer_size, self.spec.num_envs)
+        return buffer if self.mesh is None else rollout.buffers.shard(buffer, self.mesh)
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
@@ -379,7 +380,7 @@ class TD3(Agent):
     ) -> tuple[TrainState, Metrics]:
         """Takes a gradient step for "actor" or "critic", with all rows weighted 1."""
         params, weight = state.params[name], jnp.ones(len(batch.target))
-        grads, metrics = mean_gradient(loss_fn, params, batch, weight)
+        grads, metrics = mean_gradient(loss_fn, params, batch, weight, mesh=self.mesh)
         updates, opt_state = self.optimizer.update(grads, state.opt_state[name], params)
         new_params = optax.apply_updates(params, updates)
         state = state.replace(

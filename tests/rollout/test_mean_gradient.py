@@ -315,6 +315,50 @@ def test_rows_may_be_divided_among_devices(layout):
         check(got, expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("num_masked", [0, 9, 16, 32])
+def test_gradient_of_several_devices_is_that_of_all_rows(dtype, num_masked):
+    """Also if a device, or all of them, have no valid row."""
+    (x, target), weight = make_rows(32)
+    weight[:num_masked] = 0
+    mesh = jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4])
+    params = {"w": jnp.full((5,), 0.5, dtype), "scale": jnp.float32(2)}
+
+    def loss(params, row):
+        x, target = row
+        error = params["scale"] * x @ params["w"] - target
+        return 100 * error**2, {"error": error}
+
+    def compute(mesh, **options):
+        options = {"mesh": mesh, **options}
+        fn = lambda params: mean_gradient(  # noqa: E731
+            loss, params, (x, target), weight, **options
+        )
+        return jax.jit(fn)(params)
+
+    expected = compute(None)
+    tolerance = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}[dtype]
+    for options in ({}, {"microbatch_size": 2}):
+        got = compute(mesh, **options)
+        for x1, x2 in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+            assert x1.dtype == x2.dtype
+            x1, x2 = np.float32(x1), np.float32(x2)
+            np.testing.assert_allclose(x1, x2, rtol=tolerance, atol=tolerance)
+
+
+def test_sequences_may_be_divided_among_devices():
+    mesh = jax.make_mesh((2,), ("lanes",), devices=jax.devices()[:2])
+    x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
+    weight = np.float32(x > -1)
+    loss = lambda params, row: (params * jnp.cumsum(row), {"x": row})  # noqa: E731
+    got, expected = quick_jit(
+        lambda params: [
+            mean_gradient(loss, params, x, weight, axis=1, mesh=y) for y in (mesh, None)
+        ]
+    )(2.0)
+    check(got, expected)
+
+
 def test_loss_and_metrics_of_a_row_must_be_scalars():
     """A mean over the rows cannot be written: the loss receives one row."""
     weight = np.ones(6, np.float32)

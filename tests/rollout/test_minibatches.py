@@ -1,10 +1,14 @@
 """Minibatches: every row once per epoch, whole lanes, masks kept; random orders."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import raw
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import rollout
 
@@ -61,6 +65,54 @@ def test_leading_axis_of_any_tree_is_shuffled():
     minibatches = split(np.arange(10), 5, axis=0)
     assert minibatches.shape == (5, 2)
     np.testing.assert_array_equal(np.sort(minibatches.ravel()), np.arange(10))
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_each_device_shuffles_its_own_share(axis):
+    """A plain loop: the order of device d is the permutation of the key for d."""
+    num_devices, num_minibatches, num_epochs = 2, 2, 3
+    mesh = jax.make_mesh((2,), ("lanes",), devices=jax.devices()[:2])
+    tree = IDS if axis != 0 else IDS.ravel()
+    options = {"axis": axis, "mesh": mesh}
+    got = split(tree, num_minibatches, num_epochs, **options)
+
+    # Rows of each device: half of the lanes, or half of the leading axis.
+    shares = np.split(tree, num_devices, axis=0 if axis == 0 else 1)
+    if axis is None:
+        shares = [share.ravel() for share in shares]
+    expected = []
+    for key in jax.random.split(jax.random.key(0), num_epochs):
+        parts = []
+        for device, share in enumerate(shares):
+            size = share.shape[axis or 0]
+            order = rollout.permutation(jax.random.fold_in(key, device), size)
+            part = np.take(share, order, axis=axis or 0)
+            parts.append(np.split(part, num_minibatches, axis=axis or 0))
+        for minibatch in zip(*parts, strict=True):
+            expected.append(np.concatenate(minibatch, axis=axis or 0))
+    np.testing.assert_array_equal(got, expected)
+    for x in (None, jax.make_mesh((1,), ("lanes",), devices=jax.devices()[:1])):
+        single = split(tree, num_minibatches, num_epochs, axis=axis, mesh=x)
+        np.testing.assert_array_equal(single, split(tree, 2, 3, axis=axis))
+
+
+def test_sharded_rows_need_the_mesh():
+    mesh = jax.make_mesh(
+        (2,), ("lanes",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,)
+    )
+    rows = jax.device_put(IDS, NamedSharding(mesh, P(None, "lanes")))
+    step = lambda carry, minibatch: (carry, minibatch)  # noqa: E731
+    options = {"num_minibatches": 2, "num_epochs": 1}
+    scan = functools.partial(rollout.scan_minibatches, step, (), jax.random.key(0))
+    with pytest.raises(ValueError, match="`mesh` must be given for a `tree`"):
+        scan(rows, **options)
+    ids = scan(rows, **options, mesh=mesh)[1]
+    assert ids.sharding.spec == P(None, "lanes")
+    np.testing.assert_array_equal(np.sort(np.ravel(ids)), np.arange(T * B))
+    with pytest.raises(ValueError, match=r"`num_envs` must .* 2 devices .*3.*2 or 4"):
+        scan(IDS[:, :3], **options, mesh=mesh)
+    with pytest.raises(ValueError, match=r"the 24 items of each device, got 7.*is 6\."):
+        scan(rows, num_minibatches=7, mesh=mesh)
 
 
 def test_keys_go_with_their_rows_and_none_stays_none():
