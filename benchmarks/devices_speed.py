@@ -1,12 +1,16 @@
-"""How much faster are lanes on two CPU devices than on one?
+"""How much faster are lanes and agents on several CPU devices than on one?
 
-Times `collect_steps` with every field returned, in interleaved runs in one process:
+The first table times `collect_steps` with every field returned, in interleaved runs in one process:
 
 - `plain`: the collector on one device;
 - `one`: `rollout.shard` over one device;
 - `two`: `rollout.shard` over two devices;
 - `peer`: a hand-written `shard_map` over the same two devices. Each device runs the
   plain collector with half of the lanes and a separate key.
+
+The second table reads the compiled program of an update of each agent: floating point
+operations and temporary memory of a device relative to one device, and operations
+between devices per gradient step. The third table times trainings of PPO.
 
     python benchmarks/devices_speed.py
     python benchmarks/devices_speed.py --envs CartPole-v1 --num-envs 4096
@@ -15,11 +19,12 @@ Times `collect_steps` with every field returned, in interleaved runs in one proc
 import functools
 import itertools
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 
 os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 )
 
 import jax
@@ -28,9 +33,26 @@ from harness import Program, lanes, measure, run, steps
 from jax.sharding import PartitionSpec
 
 import rollout
+from rollout import envs
+from rollout.recipes import dqn, ppo, pqn, recurrent_ppo, sac, td3
 
 ENVS = ("CartPole-v1", "Acrobot-v1", "Breakout-MinAtar")
 NUM_ENVS = (128, 1024, 4096, 16384)
+REPLAY = {"buffer_size": 25_600, "batch_size": 960}
+# XLA counts the operations of a loop once, so there is one microbatch of 960 rows.
+ON_POLICY = {"num_steps": 120, "num_minibatches": 32}
+AGENTS = {
+    "PPO": (ppo.PPO, ppo.Config(**ON_POLICY), "CartPole-v1"),
+    "recurrent PPO": (
+        recurrent_ppo.RecurrentPPO,
+        recurrent_ppo.Config(num_minibatches=4),
+        "CartPole-v1",
+    ),
+    "PQN": (pqn.PQN, pqn.Config(**ON_POLICY), "CartPole-v1"),
+    "DQN": (dqn.DQN, dqn.Config(prioritized=False, **REPLAY), "CartPole-v1"),
+    "SAC": (sac.SAC, sac.Config(num_steps=4, **REPLAY), "Pendulum-v1"),
+    "TD3": (td3.TD3, td3.Config(num_steps=4, **REPLAY), "Pendulum-v1"),
+}
 
 
 def make_mesh(num_devices: int) -> jax.sharding.Mesh:
@@ -98,6 +120,67 @@ def rows(args: Namespace) -> Iterator[dict[str, str]]:
         }
 
 
+def agent_rows(args: Namespace) -> Iterator[dict[str, str]]:
+    """Reads the compiled update of each agent with 256 lanes."""
+    for name, (make_agent, config, env_id) in AGENTS.items():
+        cost = {}
+        for num_devices in (1, 2, 4, 8):
+            mesh = make_mesh(num_devices)
+            agent = make_agent(envs.make_vec(env_id, 256), config, mesh=mesh)
+            state = agent.init(jax.random.key(0))
+            program = jax.jit(agent.update).lower(state).compile()
+            memory = program.memory_analysis().temp_size_in_bytes
+            cost[num_devices] = program.cost_analysis()["flops"], memory
+            text = program.as_text()
+        row = {"agent": name}
+        for i, label in enumerate(("operations", "temporary memory")):
+            for n in (2, 4, 8):
+                row[f"{label}, {n} devices"] = f"{cost[n][i] / cost[1][i]:.3f}"
+        yield row | count_collectives(text)
+
+
+def count_collectives(text: str) -> dict[str, str]:
+    """Counts the operations between devices of a compiled update."""
+    counts = {"all-reduces per gradient step": 0, "all-reduces of single numbers": 0}
+    moved = []
+    names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    pattern = rf" = (.*) ({names})(?:-start)?\(.*op_name=\"([^\"]*)\""
+    for shapes, kind, op_name in re.findall(pattern, text):
+        if kind != "all-reduce":
+            moved.append(f"{kind} {shapes.partition('{')[0]}")
+        elif "while" in op_name:
+            is_number = not re.search(r"\[\d", shapes)
+            counts[[*counts][is_number]] += 1
+    found = {name: f"{count}" for name, count in counts.items()}
+    return found | {"other operations per update": ", ".join(moved)}
+
+
+def training_rows(args: Namespace) -> Iterator[dict[str, str]]:
+    """Times updates of PPO in CartPole on one and on two devices."""
+    for num_envs in (1024, 8192):
+        programs = {}
+        for num_devices in (1, 2):
+            agent = ppo.PPO(
+                envs.make_vec("CartPole-v1", num_envs),
+                ppo.Config(num_updates=2),
+                mesh=make_mesh(num_devices),
+            )
+            state = agent.init(jax.random.key(0))
+            programs[f"{num_devices}"] = functools.partial(jax.jit(agent.train), state)
+        one, two = measure(programs, min(args.repeats, 7)).values()
+        yield {
+            "lanes": f"{num_envs:,}",
+            "update on one device, ms": f"{500 * one.wall:,.0f}",
+            "update on two devices, ms": f"{500 * two.wall:,.0f}",
+            "two devices / one": f"{one.wall / two.wall:.2f}",
+        }
+
+
 if __name__ == "__main__":
     options = {"envs": ENVS, "num_envs": NUM_ENVS, "policies": POLICIES}
-    run(__doc__, 25, {"several devices": rows}, **options)
+    tables = {
+        "several devices": rows,
+        "agents on several devices": agent_rows,
+        "training on two devices": training_rows,
+    }
+    run(__doc__, 25, tables, **options)

@@ -398,6 +398,7 @@ def written() -> dict[Path, str]:
         "speed": speed(speeds),
         "trainings": select(rows_of(speeds, "trainings"), TRAININGS),
         "convolutions": convolutions(rows_of(speeds, "networks of convolutions")),
+        "devices": markdown(rows_of(speeds, "agents on several devices")),
         "overhead": select(rows_of(speeds, "overhead"), OVERHEAD),
         "accelerators": launches(accelerators),
         "learning": learning(
