@@ -1,6 +1,7 @@
 """How much faster are lanes and agents on several CPU devices than on one?
 
-The first table times `collect_steps` with every field returned, in interleaved runs in one process:
+The first table times `collect_steps` with every field returned, in interleaved runs in
+one process:
 
 - `plain`: the collector on one device;
 - `one`: `rollout.shard` over one device;

@@ -168,6 +168,7 @@ class DQN(Agent):
         config: hyperparameters.
         network: a flax module that maps observations to the values of all actions,
             `[..., n]`, as `QNetwork` does. None uses a `QNetwork`.
+        mesh: devices for the training; see `rollout.training.Agent`.
 
     Raises:
         ValueError: if the action space is not a `Discrete`, or if

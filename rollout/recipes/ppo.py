@@ -203,6 +203,7 @@ class PPO(Agent):
         config: hyperparameters.
         network: a flax module that maps observations to `(outputs, value)`, as
             `ActorCritic` does. None uses an `ActorCritic`.
+        mesh: devices for the training; see `rollout.training.Agent`.
 
     Raises:
         ValueError: if a number of minibatches, epochs or episodes of `config` is not an

@@ -269,6 +269,7 @@ class RecurrentPPO(Agent):
             value))`, with the methods `initialize_memory`, `encode` and `heads` of
             `ActorCritic`. The loss calls `encode` step by step, and `heads` once for
             all steps. None uses an `ActorCritic`.
+        mesh: devices for the training; see `rollout.training.Agent`.
     """
 
     config: Config = Config()

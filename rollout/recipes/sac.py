@@ -151,6 +151,7 @@ class SAC(Agent):
             `distribution`, `[..., num_params]`. None uses an `MLP`.
         critic_network: a flax module that maps observations and normalized actions to
             `[..., 1]`. None uses an `MLP`.
+        mesh: devices for the training; see `rollout.training.Agent`.
 
     Raises:
         ValueError: if the action space is not a `Box` of floats, or if

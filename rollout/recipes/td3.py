@@ -163,6 +163,7 @@ class TD3(Agent):
             `[..., size]`. None uses an `MLP`.
         critic_network: a flax module that maps observations and normalized actions to
             `[..., 1]`. None uses an `MLP`.
+        mesh: devices for the training; see `rollout.training.Agent`.
 
     Raises:
         ValueError: if the action space is not a `Box` of floats, or if

@@ -54,6 +54,9 @@ def start(script, folder, numbers):
     (folder / "train.py").write_text(script)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     env["XLA_FLAGS"] = QUICK_FLAGS  # the bits are compared with one another
+    # Later processes read the programs that the first ones compiled.
+    env.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.parent / "compiled"))
+    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     processes = []
     for number in numbers:
         with (
