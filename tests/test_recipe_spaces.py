@@ -91,7 +91,7 @@ def _best(part):
     [
         (ppo.PPO, CONFIG, TREE, NUM_ENVS, 4.5),
         (sac.SAC, SAC_CONFIG, HALF_OPEN, 4, 4),
-        (td3.TD3, TD3_CONFIG, BOX, 4, 4),
+        pytest.param(td3.TD3, TD3_CONFIG, BOX, 4, 4, marks=pytest.mark.trains),
     ],
 )
 def test_agents_learn_any_space(agent_class, config, space, num_envs, least):

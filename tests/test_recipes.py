@@ -70,7 +70,7 @@ agent = agent.replace(config=config.replace(num_updates=2))"""
 }
 # Programs that train for long: mark `trains`. Short tests run most of them.
 LONG = ("domain_randomization", "dqn", "ippo", "league", "recurrent_ppo", "smax")
-LONG += ("sweep", "td3", "vdn")
+LONG += ("curriculum", "sweep", "td3", "vdn")
 BLUE = (31, 119, 180)  # matplotlib's first color
 
 
@@ -160,6 +160,7 @@ def test_programs_of_ppo_learn(folder, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.trains
 @pytest.mark.usefixtures("quick_training")
 @pytest.mark.parametrize("name", OBSERVATIONS)
 def test_programs_of_observations_run(name, folder, capsys):

@@ -14,7 +14,7 @@ import optax
 import pytest
 from cases import quick_jit, raw
 from compiles import count_compiles
-from recipe_cases import AGENTS, MaskedEnv, flatten, make_agent
+from recipe_cases import AGENTS, MaskedEnv, flatten, in_ci, make_agent
 
 import rollout
 from rollout import envs
@@ -232,7 +232,7 @@ def test_initial_state_is_wholly_committed_to_a_device_or_not_at_all(name):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("key_reuse")
-@named(*AGENTS)
+@pytest.mark.parametrize("name", in_ci("ppo", "sac"))
 def test_training_in_parts_has_the_bits_of_a_training_at_once(name, request):
     if name not in ("ppo", "dqn"):  # compile one agent of each kind as users do
         request.getfixturevalue("quick_compile")

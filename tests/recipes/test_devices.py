@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import quick_jit
+from recipe_cases import in_ci
 
 import rollout
 from rollout import checkpoint, envs
@@ -122,7 +123,7 @@ def collectives(text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", in_ci("PPO", "SAC", of=AGENTS))
 def test_each_device_does_its_share_with_one_all_reduce_per_gradient_step(name):
     flops = {}
     # Each device repeats the work of the optimizer, which is little for many rows.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import quick_jit
 from flax import struct
-from recipe_cases import AGENTS, flatten, make_agent
+from recipe_cases import AGENTS, flatten, in_ci, make_agent
 
 from rollout import envs
 from rollout.envs import Box, Discrete
@@ -64,7 +64,7 @@ def test_networks_encode_images_and_buffers_store_bytes(name):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile", "key_reuse")
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", in_ci("ppo", "td3"))
 def test_images_are_trained_under_vmap_over_seeds(name):
     """Each seed of a mapped training equals a training without `vmap`."""
     agent = make_camera(name, num_updates=1)

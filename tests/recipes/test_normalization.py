@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import quick_jit
 from flax import struct
-from recipe_cases import AGENTS, make_agent
+from recipe_cases import AGENTS, in_ci, make_agent
 
 import rollout
 from rollout import envs, normalization
@@ -31,6 +31,7 @@ SPACE = Dict(
         "turn": Discrete(4),
     }
 )
+DISCRETE = "ppo", "recurrent_ppo", "dqn", "pqn"
 NORMALIZED = ("far", "near", "steps")
 
 
@@ -153,7 +154,9 @@ class Scaled:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppo", "recurrent_ppo", "dqn", "pqn"])
+@pytest.mark.parametrize(
+    "name", in_ci("ppo", of=("ppo", "recurrent_ppo", "dqn", "pqn"))
+)
 def test_agents_learn_from_observations_far_from_zero(name):
     agent_class = AGENTS[name][0]
     config = agent_class.config.replace(num_updates=20, normalize_observations=True)

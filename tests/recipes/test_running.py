@@ -363,6 +363,7 @@ def test_command_trains_in_host_environments_and_resumes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.trains
 def test_command_keeps_compiled_programs(tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cases import quick_jit
 from flax import struct
 
@@ -195,3 +196,9 @@ def check_update(agent, plain_step, init_fn, close):
     assert np.isclose(returns[:, None], window.episode_return).any(axis=1).all()
     close(metrics["return_mean"], state.window.returns.mean)
     return metrics
+
+
+def in_ci(*names, of=AGENTS):
+    """Parameters for all agents; those that are not named have the mark `trains`."""
+    marks = {name: [pytest.mark.trains] * (name not in names) for name in of}
+    return [pytest.param(name, marks=marks[name]) for name in of]
