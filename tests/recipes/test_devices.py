@@ -93,6 +93,9 @@ EXACT = {
         make_ppo, num_minibatches=1, num_epochs=3, desired_kl=1e-3, target_kl=1e-2
     ),
     "recurrent PPO": functools.partial(make_recurrent_ppo, **ONE_BATCH),
+    "images": functools.partial(
+        make_ppo, env_id="Breakout-MinAtar", cnn=True, **ONE_BATCH
+    ),
 }
 
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import quick_jit
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from rollout.minibatches import mean_gradient
 from rollout.platform import conv_general_dilated
@@ -200,6 +202,35 @@ def test_networks_of_flax_learn_in_a_scan():
         return jax.lax.scan(update, params, length=3)[0]
 
     check_close(*compare(compute, dict.fromkeys((2, 6), (obs, params))))
+
+
+@pytest.mark.parametrize("kind", ["shard_map", "shard_map, unchecked", "mesh"])
+def test_gradients_on_several_devices_are_those_of_lax(kind):
+    auto = {"axis_types": (AxisType.Auto,), "devices": jax.devices()[:2]}
+    mesh = jax.make_mesh((2,), ("lanes",), **auto)
+    images = jax.random.normal(jax.random.key(0), (4, 10, 10, 4))
+    params = quick_jit(nn.Conv(8, (3, 3)).init)(jax.random.key(1), images)
+
+    def compute(conv):
+        network = nn.Conv(8, (3, 3), conv_general_dilated=conv)
+        loss = lambda params, x: (jnp.sin(network.apply(params, x)).sum(), {})  # noqa: E731
+
+        def gradient(images, **options):
+            weight = jnp.ones_like(images[:, 0, 0, 0])
+            return mean_gradient(loss, params, images, weight, **options)[0]
+
+        if kind == "mesh":
+            return gradient(images, mesh=mesh)
+        return jax.shard_map(
+            lambda images: jax.lax.pmean(gradient(images), "lanes"),
+            mesh=mesh,
+            in_specs=P("lanes"),
+            out_specs=P(),
+            check_vma=kind == "shard_map",
+        )(images)
+
+    convolutions = conv_general_dilated, jax.lax.conv_general_dilated
+    jax.tree.map(close, *quick_jit(lambda: [*map(compute, convolutions)])())
 
 
 def test_dtypes_are_those_of_lax():
