@@ -1,8 +1,8 @@
 """How long do imports, the first batch, the first update and the README's program take?
 
 Each row runs in a new process, which measures the time from its first line to its last.
-CPU time includes the threads of the compiler. Rows of Stable-Baselines3 need
-`pip install stable-baselines3`, and are omitted without it.
+CPU time includes the threads of the compiler. Rows of other libraries need
+`pip install stable-baselines3 sbx-rl`, and are omitted without them.
 
 The programs run without a compilation cache, with a filled cache
 (JAX_COMPILATION_CACHE_DIR) of programs that took at least a second to compile, and with
@@ -53,10 +53,10 @@ state, metrics = {update}(state)
 jax.block_until_ready(metrics)
 """
 PEER = """
-import stable_baselines3
+import {library}
 from stable_baselines3.common.env_util import make_vec_env
 
-model = stable_baselines3.{agent}("MlpPolicy", make_vec_env({env}), {config})
+model = {library}.{agent}("MlpPolicy", make_vec_env({env}), {config})
 model.learn({steps})
 """
 HOST, LANES = "envs.from_gymnasium('{}', {})", "envs.make_vec('CartPole-v1', 64)"
@@ -90,16 +90,26 @@ FIRST_UPDATES = {
         update="jax.jit(agent.train)",
     ),
 }
+# Arguments of the programs of Stable-Baselines3 and sbx.
 PEERS = {
-    "PPO, 8 CartPoles of Gymnasium": PEER.format(
-        agent="PPO", env="'CartPole-v1', 8", config="n_steps=32", steps=256
-    ),
-    "SAC, a Pendulum of Gymnasium": PEER.format(
-        agent="SAC", env="'Pendulum-v1', 1", config="learning_starts=100", steps=102
-    ),
-    "DQN, a CartPole of Gymnasium": PEER.format(
-        agent="DQN", env="'CartPole-v1', 1", config="learning_starts=100", steps=104
-    ),
+    "PPO, 8 CartPoles of Gymnasium": {
+        "agent": "PPO",
+        "env": "'CartPole-v1', 8",
+        "config": "n_steps=32",
+        "steps": 256,
+    },
+    "SAC, a Pendulum of Gymnasium": {
+        "agent": "SAC",
+        "env": "'Pendulum-v1', 1",
+        "config": "learning_starts=100",
+        "steps": 102,
+    },
+    "DQN, a CartPole of Gymnasium": {
+        "agent": "DQN",
+        "env": "'CartPole-v1', 1",
+        "config": "learning_starts=100",
+        "steps": 104,
+    },
 }
 
 
@@ -127,9 +137,18 @@ def cases(folder: str) -> dict[str, tuple[str, dict[str, str]]]:
     for name, code in FIRST_UPDATES.items():
         programs[f"first update, {name}, no cache"] = code, {}
         programs[f"first update, {name}, cache of everything"] = code, complete
-    if importlib.util.find_spec("stable_baselines3"):
-        for name, code in PEERS.items():
-            programs[f"first update, {name}, Stable-Baselines3"] = code, {}
+    libraries = {"stable_baselines3": "Stable-Baselines3", "sbx": "sbx"}
+    peers = [
+        (name, label, PEER.format(library=library, **values))
+        for name, values in PEERS.items()
+        for library, label in libraries.items()
+        if importlib.util.find_spec(library)
+    ]
+    for name, label, code in peers:
+        programs[f"first update, {name}, {label}, no cache"] = code, {}
+        if label != "Stable-Baselines3":
+            row = f"first update, {name}, {label}, cache of everything"
+            programs[row] = code, complete
     return programs
 
 
