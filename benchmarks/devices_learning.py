@@ -52,8 +52,9 @@ TASKS: dict[str, tuple[Any, Any, str, int]] = {
 def program(name: str, num_devices: int) -> tuple[Any, Any]:
     """Makes an agent, and its training compiled for any key."""
     agent_class, config, env_id, num_envs = TASKS[name]
-    env = envs.make_vec(env_id, num_envs)
-    if env_id == "brax:hopper":
+    options = {"backend": "positional"} if env_id == "brax:hopper" else {}
+    env = envs.vectorize(envs.make(env_id, **options), num_envs)
+    if options:
         env = envs.NormalizeReward(env, gamma=config.gamma)
     devices = jax.devices()[:num_devices]
     mesh = jax.make_mesh((num_devices,), ("lanes",), devices=devices)

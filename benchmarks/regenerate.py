@@ -64,6 +64,9 @@ def steps() -> dict[str, list[str]]:
             f"{ONE_CORE}normalization.py docs/normalization.json --repeat "
             "--programs SAC"
         ],
+        "devices_learning": [
+            f"{ONE_CORE}devices_learning.py docs/devices_learning.json --repeat"
+        ],
         "playground_ppo": [
             f"{ONE_CORE}playground_ppo.py docs/playground_ppo.json --repeat"
         ],

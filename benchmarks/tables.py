@@ -208,6 +208,26 @@ def convolutions(rows: list[dict[str, str]]) -> str:
     return markdown(list(cells.values()))
 
 
+def start(rows: list[dict[str, str]]) -> str:
+    """Formats CPU seconds: one row per program, one column per library and cache."""
+    cells: dict[str, dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for row in rows:
+        if not row[""].startswith("first update, "):
+            continue
+        *name, cache = row[""].split(", ")[1:]
+        library = name.pop() if len(name) > 2 else "here"
+        column = library if cache == "no cache" else f"{library}, compiled before"
+        columns[column] = None
+        cells.setdefault(", ".join(name), {})[column] = row["median, CPU s"]
+    return markdown(
+        [
+            {"": name, **{column: row.get(column, "") for column in columns}}
+            for name, row in cells.items()
+        ]
+    )
+
+
 def launches(data: dict[str, Any]) -> str:
     """Formats the launches and cycles per step of 2,048 lanes."""
     gpus, tpus = (rows_of(data, f"loops, {x}") for x in ("h100", "tpu-v5e"))
@@ -363,6 +383,23 @@ def programs(results: dict[str, Any]) -> str:
     )
 
 
+def devices_learning(results: dict[str, Any]) -> str:
+    """Formats the returns of the same settings on one and on several devices."""
+    return markdown(
+        [
+            {
+                "": task,
+                "seeds": str(len(counts["1"])),
+                **{
+                    f"return, {count} device{'s' * (count != '1')}": returns(runs)
+                    for count, runs in counts.items()
+                },
+            }
+            for task, counts in results.items()
+        ]
+    )
+
+
 def final_value(curve: list[float]) -> float:
     """Computes the mean over the last tenth of a curve."""
     return statistics.mean(curve[-len(curve) // 10 :])
@@ -399,7 +436,9 @@ def written() -> dict[Path, str]:
         "trainings": select(rows_of(speeds, "trainings"), TRAININGS),
         "convolutions": convolutions(rows_of(speeds, "networks of convolutions")),
         "devices": markdown(rows_of(speeds, "agents on several devices")),
+        "devices_learning": devices_learning(load("devices_learning.json")["results"]),
         "overhead": select(rows_of(speeds, "overhead"), OVERHEAD),
+        "start": start(rows_of(speeds, "start")),
         "accelerators": launches(accelerators),
         "learning": learning(
             compared["results"], "steps", "ours", "purejaxrl", "rejax"

@@ -226,6 +226,8 @@ def _device_put(tree: ArrayTree, sharding: NamedSharding) -> ArrayTree:
     raises for most floats. It also raises for NaN and typed keys.
     """
     if not sharding.mesh.is_multi_process:
+        if not all(map(checks.is_known, jax.tree.leaves(tree))):
+            return jax.device_put(tree, sharding)
         # Now, also while a caller is traced: a collector may outlive the trace.
         with jax.ensure_compile_time_eval():
             return jax.device_put(tree, sharding)

@@ -15,7 +15,6 @@ import subprocess
 import sys
 from unittest import mock
 
-import chex
 import flax.linen as nn
 import jax
 import numpy as np
@@ -173,11 +172,14 @@ def check_masks(names, out):
 
 def check_devices(names, out):
     assert "(None, 'lanes'" in out
+    devices = set(names["mesh"].devices.flat)
+    assert float(names["metrics"]["return_mean"][-1]) > 400
+    assert names["state"].carry.obs.sharding.device_set == devices
     reward = names["trajectory"].reward
-    assert reward.sharding.device_set == set(names["devices"])
-    assert reward.shape == (128, 64 * len(names["devices"]))
+    assert reward.sharding.device_set == devices
+    assert reward.shape == (128, 64 * len(devices))
     batch = names["batch"]
-    assert batch.experience.obs.sharding.device_set == set(names["devices"])
+    assert batch.experience.obs.sharding.device_set == devices
     np.testing.assert_array_equal(batch.weights, 1.0)
 
 
@@ -279,13 +281,12 @@ def check_learning_problems(names, out):
 
 
 def check_many_machines(names, out):
-    assert [line.split()[0] for line in out.splitlines()] == [*"12345678"]
-    trajectory = names["batch"].trajectory
-    assert len(trajectory.obs.sharding.device_set) == names["num_devices"]
-    chex.assert_trees_all_equal(names["mine"], trajectory)  # there is one process
-    args = names["training"][0], trajectory
-    got, want = names["gradient"](*args), jax.grad(names["loss"])(*args)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)  # sums of 32 * B
+    lines = [line.split() for line in out.splitlines() if line.endswith("steps/s")]
+    steps = 128 * names["env"].num_envs
+    assert [line[0] for line in lines] == [f"{n * steps:,}" for n in range(1, 9)]
+    obs = names["state"].carry.obs
+    assert len(obs.sharding.device_set) == names["mesh"].size
+    np.testing.assert_array_equal(names["mine"], obs)  # there is one process
 
 
 def check_recommendation(names, out):

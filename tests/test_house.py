@@ -29,10 +29,10 @@ LADDER = (
     {"policies", "networks"},
     {"kernel", "normalization"},
     {"collector"},
-    {"host"},
+    {"host", "sharding"},
     {"logs"},
     {"agents", "evaluation", "gif", "env_checker", "profiling", "recommendation"}
-    | {"sharding", "stream", "training"},
+    | {"stream", "training"},
     {"inspection"},
     {"cli"},
     {"__main__"},

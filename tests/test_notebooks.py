@@ -36,7 +36,10 @@ SMALLER = {
         **{"GAMES": ["CartPole-v1"], "CHARTED": ["CartPole-v1"]},
         **{"LANES": 64, "SIZES": [64, 128], "PADDED": [64]},
     },
-    "09": {"NUM_UPDATES": 2, "DEVICES": [8], "SIZES": [128], "REPEATS": 1},
+    "09": {
+        **{"NUM_UPDATES": 2, "NUM_SEEDS": 1},
+        **{"DEVICES": [8], "SIZES": [128], "REPEATS": 1},
+    },
     "10": {
         **{"NUM_SEEDS": 1, "NUM_GAMES": 64, "NUM_JUDGED": 180},
         **{"TOTAL_STEPS": 14_000, "NUM_ENVS": 32, "KEEP_EVERY": 1},

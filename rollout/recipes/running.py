@@ -152,6 +152,8 @@ def run(
     num_eval_episodes = checks.int_between("num_eval_episodes", num_eval_episodes)
     if evaluate_every is not None:
         evaluate_every = checks.int_between("evaluate_every", evaluate_every, most=None)
+    env = agent.env if eval_env is None else eval_env
+    eval_collector = make_collector(env, agent.eval_policy, agent.mesh)
     files = Folder(Path(folder).expanduser())
     settings = describe(agent) | {
         "key": np.asarray(jax.random.key_data(key)).tolist(),
@@ -168,10 +170,9 @@ def run(
     trim_tables(agent, num_done, files)
 
     def evaluate(state: Any) -> rollout.stats.CollectStats:
-        collector = make_eval_collector(agent, eval_env)
         eval_step_key = jax.random.fold_in(eval_key, state.num_updates)
         return rollout.evaluate(
-            collector, state.params, eval_step_key, num_eval_episodes
+            eval_collector, state.params, eval_step_key, num_eval_episodes
         )
 
     is_host, is_writer = agent.collector.is_host, jax.process_index() == 0
@@ -431,12 +432,6 @@ def restore(agent: Any, state: Any, path: Path) -> tuple[Any, float, float]:
         state = state.replace(carry=carry)
     best_return, last_return = tree["returns"].tolist()
     return state, best_return, last_return
-
-
-def make_eval_collector(agent: Any, eval_env: Any) -> Any:
-    """Makes the collector for evaluations, on the devices of the agent."""
-    env = agent.env if eval_env is None else eval_env
-    return make_collector(env, agent.eval_policy, agent.mesh)
 
 
 def trim_tables(agent: Any, num_done: int, files: Folder) -> None:
