@@ -54,6 +54,10 @@ LIBRARY = (
 )
 EPISODES = ("speed, `rollout` / that", "speed, `rollout` / this")
 PEERS = {
+    "On an H200": {
+        name: Peer(("an H200",), ("PureJaxRL / here",), name)
+        for name in ("PureJaxRL's collection loop", "PureJaxRL's ppo.py")
+    },
     "Whole trainings, on a CPU": {
         name.replace("`", ""): Peer(("trainings",), ("CPU time, there / here",), name)
         for name in (

@@ -140,6 +140,7 @@ TRAININGS = (
     "wall time, there / here",
     "compiling, there / here",
 )
+H200 = "program", "lanes", "here, ms", "PureJaxRL, ms", "PureJaxRL / here"
 OVERHEAD = ("recipe", "update, CPU ms", "steps alone", "gradients alone", "overhead")
 
 
@@ -438,6 +439,7 @@ def written() -> dict[Path, str]:
         "devices": markdown(rows_of(speeds, "agents on several devices")),
         "devices_learning": devices_learning(load("devices_learning.json")["results"]),
         "overhead": select(rows_of(speeds, "overhead"), OVERHEAD),
+        "h200": select(rows_of(speeds, "an H200"), H200),
         "start": start(rows_of(speeds, "start")),
         "accelerators": launches(accelerators),
         "learning": learning(

@@ -122,9 +122,9 @@ def multiple(name: str, value: int, factor: int, label: str) -> None:
     """Checks a multiple of `factor`; the message contains `label`."""
     if value % factor:
         below = value // factor * factor
-        nearest = f"{below} or {below + factor}" if below else f"{factor}"
+        nearest = f"are {below} or {below + factor}" if below else f"is {factor}"
         raise ValueError(
-            f"`{name}` must be a multiple of {label}, got {value}; the nearest are "
+            f"`{name}` must be a multiple of {label}, got {value}; the nearest "
             f"{nearest}."
         )
 

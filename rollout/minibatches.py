@@ -159,13 +159,14 @@ def scan_minibatches(
         )
     share = num_items // num_devices
     if share % num_minibatches:
-        valid = max(
-            x for x in range(1, min(share, num_minibatches) + 1) if share % x == 0
-        )
+        divisors = [x for x in range(1, share + 1) if share % x == 0]
+        below = max(x for x in divisors if x <= num_minibatches)
+        above = [x for x in divisors if x > num_minibatches][:1]
+        nearest = f"are {below} and {above[0]}" if above else f"is {below}"
         items = "items" if num_devices == 1 else "items of each device"
         raise ValueError(
             f"`num_minibatches` must divide the {share} {items}, got "
-            f"{num_minibatches}. The next valid number is {valid}."
+            f"{num_minibatches}; the nearest {nearest}."
         )
     # Never cache a function that closes over tracers: the cache would keep them alive.
     static_fn = programs.static(update_fn, init, key, tree)

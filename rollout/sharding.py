@@ -78,10 +78,13 @@ def shard(
             devices.
     """
     if not isinstance(collector, Collector):
+        hint = "To train an agent on several devices, pass the mesh to the agent: "
+        hint += "`PPO(env, config, mesh=mesh)`."
+        if getattr(collector, "is_host", False):
+            hint = "Host environments step on the CPU."
         raise ValueError(
             "`collector` must be a `Collector`, whose environments are in JAX, got "
-            f"{type(collector).__name__}. To train an agent on several devices, pass "
-            "the mesh to the agent, such as `PPO(env, config, mesh=mesh)`."
+            f"{type(collector).__name__}. {hint}"
         )
     mesh, axis = checks.lane_mesh(mesh, axis)
     if mesh.is_multi_process and not _is_absent(mesh):

@@ -110,7 +110,8 @@ def make_mesh(devices: str) -> jax.sharding.Mesh | None:
         if not devices.isdigit() or not 1 <= int(devices) <= num_devices:
             raise ValueError(
                 f"`--devices` must be all, or from 1 to {num_devices}, the number of "
-                f"devices that jax has, got {devices}."
+                f"devices that jax has, got {devices}. On a CPU, set the environment "
+                "variable JAX_NUM_CPU_DEVICES to have more."
             )
         num_devices = int(devices)
     if num_devices == 1:

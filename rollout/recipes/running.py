@@ -369,6 +369,8 @@ def check_folder(files: Folder, settings: dict[str, Any], resume: bool) -> None:
     """Raises if the folder has a run, unless it can be resumed with these settings."""
     folder = files.folder
     if not files.any_exist():
+        if resume and jax.process_index() == 0:
+            print(f"no run in {folder}: a new run starts")
         folder.mkdir(parents=True, exist_ok=True)
         return
     if not resume:

@@ -218,10 +218,10 @@ def test_invalid_meshes_raise_with_the_argument_and_a_valid_number():
         "`batch_size` must be a multiple of the 4 devices.*30.*28 or 32": lambda: (
             update_once(make_dqn(mesh, batch_size=30))
         ),
-        "`num_minibatches` must divide the 128 items of each device, got 5. The next "
-        "valid number is 4": lambda: update_once(make_ppo(mesh, num_minibatches=5)),
-        "`num_minibatches` must divide the 16 items of each device, got 64. The next "
-        "valid number is 16": lambda: update_once(
+        "`num_minibatches` must divide the 128 items of each device, got 5; the "
+        "nearest are 4 and 8": lambda: update_once(make_ppo(mesh, num_minibatches=5)),
+        "`num_minibatches` must divide the 16 items of each device, got 64; the "
+        "nearest is 16": lambda: update_once(
             make_recurrent_ppo(mesh, num_minibatches=64)
         ),
     }

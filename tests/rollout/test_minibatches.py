@@ -111,7 +111,9 @@ def test_sharded_rows_need_the_mesh():
     np.testing.assert_array_equal(np.sort(np.ravel(ids)), np.arange(T * B))
     with pytest.raises(ValueError, match=r"`num_envs` must .* 2 devices .*3.*2 or 4"):
         scan(IDS[:, :3], **options, mesh=mesh)
-    with pytest.raises(ValueError, match=r"the 24 items of each device, got 7.*is 6\."):
+    with pytest.raises(
+        ValueError, match=r"the 24 items of each device, got 7.*are 6 and 8\."
+    ):
         scan(rows, num_minibatches=7, mesh=mesh)
 
 
