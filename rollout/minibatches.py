@@ -397,7 +397,7 @@ def _scan(
         return order.reshape(num_epochs * num_minibatches, -1)  # M per epoch
 
     def flatten(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.reshape(x, (-1, *jnp.shape(x)[2:])), tree)
+        return jax.tree.map(lambda x: jax.lax.collapse(jnp.asarray(x), 0, 2), tree)
 
     def take(tree: Any, items: jax.Array) -> Any:
         return jax.tree.map(
