@@ -105,7 +105,7 @@ def scan_minibatches(
     with their `mask`.
 
     If lanes are sharded over devices, pass the `mesh`: each device then shuffles the
-    steps of its own lanes and contributes an equal share to each minibatch, so that no
+    steps of its lanes and contributes an equal share to each minibatch, so that no
     step moves to another device. `update_fn` receives whole minibatches, sharded over
     their rows, so that a mean over a minibatch is the mean over all devices.
 
@@ -236,7 +236,7 @@ def mean_gradient(
     rows = PartitionSpec(*[None] * axis, name)
 
     def on_device(params: Any, batch: Any, weight: jax.Array) -> Any:
-        """Computes the sums of one device, and adds those of all devices."""
+        """Computes the sums of a device, and adds the sums of all devices."""
         # Divided by the number of rows, because float16 would overflow.
         sums = sum_gradient(params, batch, weight, weight.size)
         total = jnp.sum(weight, dtype=jnp.float32) / weight.size

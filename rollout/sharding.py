@@ -77,15 +77,13 @@ def shard(
             processes have different collectors or meshes; later, if a carry is on other
             devices.
     """
-    if not isinstance(collector, Collector):
-        hint = "To train an agent on several devices, pass the mesh to the agent: "
-        hint += "`PPO(env, config, mesh=mesh)`."
-        if getattr(collector, "is_host", False):
-            hint = "Host environments step on the CPU."
+    if hasattr(collector, "collector"):
         raise ValueError(
-            "`collector` must be a `Collector`, whose environments are in JAX, got "
-            f"{type(collector).__name__}. {hint}"
+            "`collector` must be a `Collector`, got the agent "
+            f"{type(collector).__name__}. To train an agent on several devices, pass "
+            "the mesh to it: `PPO(env, config, mesh=mesh)`."
         )
+    checks.collects_in_jax(collector)
     mesh, axis = checks.lane_mesh(mesh, axis)
     if mesh.is_multi_process and not _is_absent(mesh):
         # Compare first: the checks below may raise in only one of the processes.

@@ -154,9 +154,7 @@ class Scaled:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", in_ci("ppo", of=("ppo", "recurrent_ppo", "dqn", "pqn"))
-)
+@pytest.mark.parametrize("name", in_ci("ppo", of=DISCRETE))
 def test_agents_learn_from_observations_far_from_zero(name):
     agent_class = AGENTS[name][0]
     config = agent_class.config.replace(num_updates=20, normalize_observations=True)
