@@ -26,8 +26,8 @@ from harness import Program, lanes, measure, rows_of, run, steps
 
 import rollout
 from rollout import envs
+from rollout.base import prng
 from rollout.distributions import ActionDistribution
-from rollout.envs import prng
 from rollout.recipes import ppo
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))

@@ -1,6 +1,6 @@
 """How fast are the convolutions of networks on a CPU, compared with XLA's?
 
-Compares networks whose layers use `rollout.platform.conv_general_dilated` with the same
+Compares networks whose layers use `rollout.networks.conv_general_dilated` with the same
 networks on `jax.lax.conv_general_dilated`: outputs, and gradients with respect to the
 parameters, on random images of three sizes. "In a scan" is the mean of four iterations
 of a `lax.scan` whose carry depends on the results. "Outside" is one call of a jitted
@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from harness import Program, arguments, measure, report
 
-from rollout.platform import conv_general_dilated
+from rollout.networks import conv_general_dilated
 
 TABLE = "networks of convolutions"
 ITERATIONS = 4

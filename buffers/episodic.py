@@ -7,11 +7,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from rollout import checks
+from rollout.base import checks, trees
 from rollout.buffers import neighbours, ring
 from rollout.buffers.replay import ReplayBuffer
 from rollout.buffers.types import EpisodicState
-from rollout.envs import trees
 from rollout.envs.types import ArrayTree
 
 
@@ -39,7 +38,7 @@ class EpisodeBuffer(ReplayBuffer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_length is not None:
-            checks.int_between("max_length", self.max_length, most=self.num_slots)
+            checks.check_int("max_length", self.max_length, most=self.num_slots)
 
     def init(self, transition: ArrayTree, params: Any = None) -> EpisodicState:
         """Initializes an empty buffer; takes the arguments of `ReplayBuffer.init`.

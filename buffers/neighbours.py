@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rollout.base import trees
 from rollout.buffers.types import RingState
-from rollout.envs import trees
 from rollout.envs.types import ArrayTree
 
 FLAGS = ("terminated", "truncated")

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from rollout import checks
+from rollout.base import checks
+from rollout.base.checks import import_optional
 from rollout.buffers import neighbours
 from rollout.buffers.replay import ReplayBuffer
-from rollout.checks import import_optional
 from rollout.envs.spaces import lost_in_cast
 from rollout.envs.types import ArrayTree
 from rollout.types import Transition
@@ -132,12 +132,14 @@ def _rows_of(columns: dict[str, Any], *, marks_ends: bool) -> Transition:
     """Validates the columns, `[K, ...]`, and adds episode ids and lengths."""
     num_rows = len(np.atleast_1d(columns["reward"]))
     for name, value in columns.items():
-        checks.leading_axes(f"`{name}` must have rows", value, (num_rows,))
+        checks.check_leading_axes(f"`{name}` must have rows", value, (num_rows,))
         if name in ("reward", "terminated", "truncated") and value.ndim != 1:
             raise ValueError(
                 f"`{name}` must be one number per row, got shape {value.shape}."
             )
-    checks.same("`next_obs` must be like `obs`", columns["obs"], columns["next_obs"])
+    checks.check_same_types(
+        "`next_obs` must be like `obs`", columns["obs"], columns["next_obs"]
+    )
     if marks_ends:
         is_end = np.zeros(num_rows, bool)
         for _, is_equal in _compare_successors(columns["obs"], columns["next_obs"]):

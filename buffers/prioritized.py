@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from rollout import checks
+from rollout.base import checks
 from rollout.buffers import neighbours, ring, sampling, sum_tree
 from rollout.buffers.replay import ReplayBuffer, as_rows, jit_method
 from rollout.buffers.sampling import SampleOptions
@@ -44,7 +44,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.fraction("alpha", self.alpha)
+        checks.check_fraction("alpha", self.alpha)
         object.__setattr__(self, "alpha", float(self.alpha))  # arrays do not hash
 
     def init(self, transition: ArrayTree, params: Any = None) -> PrioritizedState:
@@ -96,7 +96,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             ValueError: if `beta` is a number out of range, or as in
                 `ReplayBuffer.sample`.
         """
-        checks.fraction("beta", beta)
+        checks.check_fraction("beta", beta)
         return self._sample_transitions(state, key, batch_size, beta)
 
     def sample_sequences(
@@ -124,7 +124,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             ValueError: if `beta` is a number out of range, or as in
                 `ReplayBuffer.sample_sequences`.
         """
-        checks.fraction("beta", beta)
+        checks.check_fraction("beta", beta)
         return self._sample_sequences(state, key, batch_size, length, beta)
 
     @jit_method()

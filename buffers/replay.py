@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout import checks, programs
+from rollout.base import checks, programs
 from rollout.buffers import neighbours, ring, sampling
 from rollout.buffers.types import Batch, RingState, Sequences
 from rollout.envs.types import ArrayTree
@@ -122,13 +122,13 @@ class ReplayBuffer(struct.PyTreeNode):
 
     def __post_init__(self) -> None:
         # The ring and the side ring must have room for one step of all lanes.
-        least = checks.int_between("num_envs", self.num_envs)
-        checks.int_between("capacity", self.capacity, least=least, most=_MAX_ROWS)
-        checks.choice("next_obs", self.next_obs, ("stored", "shared"))
+        least = checks.check_int("num_envs", self.num_envs)
+        checks.check_int("capacity", self.capacity, least=least, most=_MAX_ROWS)
+        checks.check_choice("next_obs", self.next_obs, ("stored", "shared"))
         self._check_options()
         if self.final_obs_capacity is None:
             return
-        checks.int_between("final_obs_capacity", self.final_obs_capacity, least=least)
+        checks.check_int("final_obs_capacity", self.final_obs_capacity, least=least)
         if self.next_obs == "stored":
             raise ValueError(
                 '`final_obs_capacity` needs next_obs="shared", got '
@@ -139,9 +139,9 @@ class ReplayBuffer(struct.PyTreeNode):
         """Validates the sampling options."""
         for name in ("n_step", "stack", "relabel_horizon"):
             if getattr(self, name) is not None:
-                checks.int_between(name, getattr(self, name))
+                checks.check_int(name, getattr(self, name))
         if self.relabel_fn is not None:
-            checks.function("relabel_fn", self.relabel_fn)
+            checks.check_function("relabel_fn", self.relabel_fn)
             if self.n_step or self.stack:
                 raise ValueError(
                     "`relabel_fn` must not be given with `n_step` or `stack`."
@@ -213,7 +213,7 @@ class ReplayBuffer(struct.PyTreeNode):
         Returns:
             `()` bool. The call costs about as much as a small sample.
         """
-        batch_size = checks.int_between("batch_size", batch_size)
+        batch_size = checks.check_int("batch_size", batch_size)
         return self._can_sample(state, batch_size)
 
     # `batch_size` is traced: a warm-up passes many sizes, which would each compile.
@@ -297,9 +297,9 @@ class ReplayBuffer(struct.PyTreeNode):
                 no `terminated`, `truncated` or `episode_length`.
         """
         self._check_state(state)
-        checks.typed_key(key)
-        batch_size = checks.int_between("batch_size", batch_size)
-        max_length = checks.int_between("max_length", max_length)
+        checks.check_key(key)
+        batch_size = checks.check_int("batch_size", batch_size)
+        max_length = checks.check_int("max_length", max_length)
 
         def is_end(row: jax.Array) -> jax.Array:
             return neighbours.ends_whole(state.ring, row, max_length)
@@ -313,7 +313,7 @@ class ReplayBuffer(struct.PyTreeNode):
     @jit_method("max_length")
     def count_episodes(self, state: ArrayTree, max_length: int) -> jax.Array:
         """Counts the episodes that `sample_episodes` can sample, `()` int32."""
-        max_length = checks.int_between("max_length", max_length)
+        max_length = checks.check_int("max_length", max_length)
         ring = state.ring
         return neighbours.count(
             ring, lambda row: neighbours.ends_whole(ring, row, max_length)
@@ -379,7 +379,7 @@ class ReplayBuffer(struct.PyTreeNode):
             name = "n_step" if self.gamma is None else "gamma"
             raise ValueError(f"`n_step` and `gamma` go together, got only `{name}`.")
         if self.gamma is not None:
-            checks.fraction("gamma", self.gamma)
+            checks.check_fraction("gamma", self.gamma)
         relabel_fn = self.relabel_fn
         if relabel_fn is not None:
             # A function that is not static gets a new object and a new jit cache entry.
@@ -419,7 +419,7 @@ class ReplayBuffer(struct.PyTreeNode):
     ) -> Any:
         """Validates the arguments, and samples a batch."""
         self._check_state(state)
-        checks.typed_key(key)
+        checks.check_key(key)
         options.check()
         return self._sample_batch(state, key, options)
 

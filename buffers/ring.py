@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rollout import checks, platform
+from rollout.base import checks, platform, trees
 from rollout.buffers import neighbours
 from rollout.buffers.types import FinalObs, RingState
-from rollout.envs import trees
 from rollout.envs.types import ArrayTree
 
 
@@ -139,7 +138,7 @@ def init(
     """
     if not jax.tree.leaves(transition):
         raise ValueError("`transition` must have at least one array, got none.")
-    checks.leading_axes("`transition` must have arrays", transition, (num_envs,))
+    checks.check_leading_axes("`transition` must have arrays", transition, (num_envs,))
     for name in neighbours.FLAGS:
         flag = neighbours.get_field(transition, name)
         if flag is not None and flag.dtype != bool:
@@ -186,10 +185,12 @@ def check_rows(
     expected = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((*length, *x.shape[1:]), x.dtype), experience
     )
-    checks.same("`trajectory` must match the transition of `init`", expected, rows)
+    checks.check_same_types(
+        "`trajectory` must match the transition of `init`", expected, rows
+    )
     shape = (*length, ring.num_envs)
     mask = jnp.ones(shape, bool) if mask is None else mask
-    checks.shaped("`mask` must be", mask, shape, bool)
+    checks.check_shape("`mask` must be", mask, shape, bool)
     if is_step:
         return jax.tree.map(lambda x: x[None], (rows, mask))
     return rows, mask

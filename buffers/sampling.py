@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from rollout import checks, platform
+from rollout.base import checks, platform, prng
 from rollout.buffers import neighbours, sum_tree
 from rollout.buffers.types import Batch, RingState, Sequences
-from rollout.envs import prng
 from rollout.envs.spaces import is_mask
 from rollout.envs.types import ArrayTree
 
@@ -177,9 +176,9 @@ class SampleOptions(struct.PyTreeNode, kw_only=True):
 
     def check(self) -> None:
         """Validates `batch_size` and `length`."""
-        checks.int_between("batch_size", self.batch_size)
+        checks.check_int("batch_size", self.batch_size)
         if self.length is not None:
-            checks.int_between("length", self.length)
+            checks.check_int("length", self.length)
 
 
 def transitions(
@@ -208,7 +207,7 @@ def transitions(
         future = _complete(ring, future_row, weights > 0, future_row)
         relabeled = options.relabel_fn(relabel_key, experience, future)
         message = "`relabel_fn` must keep structure, shapes and dtypes of its input"
-        checks.same(message, experience, relabeled)
+        checks.check_same_types(message, experience, relabeled)
         experience = relabeled
     return Batch(experience=experience, indices=row, weights=weights, discount=discount)
 

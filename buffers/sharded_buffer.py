@@ -11,7 +11,7 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rollout import checks, platform
+from rollout.base import checks, platform
 from rollout.buffers.replay import ReplayBuffer, jit_method
 from rollout.buffers.sampling import SampleOptions
 from rollout.buffers.types import Batch, RingState, Sequences
@@ -50,7 +50,7 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str | None = None) -> ReplayBu
         ValueError: if the mesh lacks the axis, if `num_envs` is not a multiple of the
             axis size, or if `buffer` is not a `ReplayBuffer` with `next_obs="stored"`.
     """
-    mesh, axis = checks.lane_mesh(mesh, axis)
+    mesh, axis = checks.check_mesh(mesh, axis)
     next_obs = getattr(buffer, "next_obs", None)
     if type(buffer) is not ReplayBuffer or next_obs != "stored":
         raise ValueError(
@@ -158,6 +158,6 @@ class _Sharded(ReplayBuffer):
     def _share(self, name: str, number: int) -> int:
         """Returns `number` per device; raises if the devices do not divide it."""
         num_devices = self.mesh.shape[self.axis]
-        number = checks.int_between(name, number)
-        checks.multiple(name, number, num_devices, f"the {num_devices} devices")
+        number = checks.check_int(name, number)
+        checks.check_multiple(name, number, num_devices, f"the {num_devices} devices")
         return number // num_devices

@@ -16,7 +16,6 @@ environments that are not written in JAX. `rollout.envs.wrappers` and
 
 `types` and `multi_agent` define the contracts, and `registry` looks up ids.
 `vectorize` creates the lanes, with one agent or several, and `auto_reset` resets them.
-`trees` works on pytrees, and `prng` generates random numbers; both are internal.
 """
 
 from rollout.envs import multi_agent as multi_agent

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.checks import import_optional
+from rollout.base.checks import import_optional
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout import checks
-from rollout.envs import prng
+from rollout.base import checks, prng
 from rollout.envs.spaces import Box, Dict, Discrete
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
 
@@ -68,8 +67,8 @@ class LeaveByCategory(struct.PyTreeNode):
     threshold: int = struct.field(pytree_node=False)
 
     def __post_init__(self) -> None:
-        checks.int_between("window", self.window)
-        checks.integer("threshold", self.threshold)
+        checks.check_int("window", self.window)
+        checks.check_integer("threshold", self.threshold)
         if _is_table(self.categories):
             _check_table("categories", self.categories, "[I, C] bool", "b")
             object.__setattr__(self, "categories", jnp.asarray(self.categories))
@@ -108,7 +107,7 @@ class LeaveByDistance(struct.PyTreeNode):
     threshold: jax.typing.ArrayLike
 
     def __post_init__(self) -> None:
-        checks.int_between("window", self.window)
+        checks.check_int("window", self.window)
         if _is_table(self.features):
             _check_table("features", self.features, "[I, F] of floats", "f")
             if not np.isfinite(np.asarray(self.features)).all():
@@ -186,11 +185,11 @@ class RecommendationEnv(struct.PyTreeNode):
     known: Any = None  # [U, I]
 
     def __post_init__(self) -> None:
-        checks.int_between("max_turn", self.max_turn)
-        checks.boolean("random_first", self.random_first)
+        checks.check_int("max_turn", self.max_turn)
+        checks.check_bool("random_first", self.random_first)
         if callable(self.feedback):
-            checks.int_between("num_users", self.num_users)
-            checks.int_between("num_items", self.num_items)
+            checks.check_int("num_users", self.num_users)
+            checks.check_int("num_items", self.num_items)
             if not isinstance(self.feedback, jax.tree_util.Partial):
                 # A function is not an array, so it becomes part of the tree structure.
                 self._set("feedback", jax.tree_util.Partial(self.feedback))
@@ -273,7 +272,7 @@ class RecommendationEnv(struct.PyTreeNode):
         """
         del key  # steps are deterministic: only `reset` samples
         is_item = (action >= 0) & (action < self.num_items)
-        if checks.is_known(is_item) and not np.all(is_item):
+        if checks.is_concrete(is_item) and not np.all(is_item):
             raise ValueError(
                 f"`action` must be an item, from 0 to {self.num_items - 1}, got "
                 f"{action}."
@@ -319,7 +318,7 @@ def _sample(key: chex.PRNGKey, num: int) -> jax.Array:
 
 def _is_table(x: Any) -> bool:
     """Returns whether `x` is an array with values; jax may also store numbers there."""
-    return checks.is_known(x) and np.ndim(x) > 0
+    return checks.is_concrete(x) and np.ndim(x) > 0
 
 
 def _check_table(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rollout import checks, programs
+from rollout.base import checks, programs
 from rollout.envs import suites
 from rollout.envs.suites import gymnax
 from rollout.envs.types import VectorEnv
@@ -112,7 +112,7 @@ def make(
     if max_episode_steps is None:
         return env
     # Replace the `TimeLimit` that `make` of brax and of Playground applies.
-    limit = checks.int_between("max_episode_steps", max_episode_steps)
+    limit = checks.check_int("max_episode_steps", max_episode_steps)
     return TimeLimit(env.env if isinstance(env, TimeLimit) else env, limit)
 
 

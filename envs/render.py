@@ -16,7 +16,7 @@ import chex
 import jax
 import numpy as np
 
-from rollout.checks import import_optional
+from rollout.base.checks import import_optional
 from rollout.envs.host.env_checks import check_frame
 from rollout.envs.types import ArrayTree, Env, EnvStep, VectorEnv
 from rollout.envs.vectorize import _JointState, _VectorizedEnv

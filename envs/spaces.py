@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout import checks
-from rollout.envs import prng
+from rollout.base import checks, prng
 from rollout.envs.types import AnySpace, ArrayTree
 
 MASK = "action_mask"  # name of the entry of an observation with the action mask
@@ -105,10 +104,10 @@ class Discrete(_Bounded, struct.PyTreeNode, eq=False):
     def __post_init__(self) -> None:
         # Convert to Python ints and NumPy dtypes: static fields need equality and a
         # hash.
-        object.__setattr__(self, "n", checks.int_between("n", self.n))
-        object.__setattr__(self, "start", checks.integer("start", self.start))
+        object.__setattr__(self, "n", checks.check_int("n", self.n))
+        object.__setattr__(self, "start", checks.check_integer("start", self.start))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-        checks.holds(self.dtype, self.low, self.high)
+        checks.check_int_dtype(self.dtype, self.low, self.high)
 
     @property
     def low(self) -> int:
@@ -155,14 +154,14 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
             )
         # jax also builds pytrees of tracers or placeholders, which have no values to
         # validate.
-        for bound in bounds if checks.is_known(bounds) else ():
+        for bound in bounds if checks.is_concrete(bounds) else ():
             self._check_bound(bound, dtype)
         for name in ("low", "high"):
             bound = getattr(self, name)
             if type(bound) is int and not -(2**31) <= bound < 2**31:
                 # As an argument of a jitted function, jax would convert it to int32.
                 object.__setattr__(self, name, np.asarray(bound, dtype))
-        if checks.is_known(bounds) and not np.all(
+        if checks.is_concrete(bounds) and not np.all(
             np.asarray(self.low) <= np.asarray(self.high)
         ):
             raise ValueError(f"`low` must be at most `high`, got {self!r}.")
@@ -199,7 +198,7 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
         """
         if not jnp.issubdtype(self.dtype, jnp.floating):
             return super().sample(key)
-        is_known = checks.is_known(self.bounds)
+        is_known = checks.is_concrete(self.bounds)
         xp = np if is_known else jnp  # NumPy computes known values during tracing
         low, high = (xp.broadcast_to(x, self.shape) for x in self.bounds)
         has_low, has_high = xp.isfinite(low), xp.isfinite(high)
@@ -260,7 +259,9 @@ class MultiDiscrete(_Bounded, struct.PyTreeNode, eq=False):
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         # An empty element has no bounds.
         if nvec.size:
-            checks.holds(self.dtype, int(self.low.min()), int(self.high.max()))
+            checks.check_int_dtype(
+                self.dtype, int(self.low.min()), int(self.high.max())
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -299,7 +300,7 @@ class MultiBinary(_Bounded, struct.PyTreeNode, eq=False):
         object.__setattr__(self, "shape", _shape(self.shape))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         if self.dtype != bool:
-            checks.holds(self.dtype, self.low, self.high)
+            checks.check_int_dtype(self.dtype, self.low, self.high)
 
 
 class Repeated(Space, struct.PyTreeNode, eq=False):
@@ -317,7 +318,7 @@ class Repeated(Space, struct.PyTreeNode, eq=False):
     num: int = struct.field(pytree_node=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num", checks.int_between("num", self.num))
+        object.__setattr__(self, "num", checks.check_int("num", self.num))
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -400,7 +401,7 @@ class Dict(Composite, eq=False):
     spaces: Mapping[str, AnySpace]
 
     def __post_init__(self) -> None:
-        checks.kind("`spaces` must be a dict of spaces", self.spaces, Mapping)
+        checks.check_type("`spaces` must be a dict of spaces", self.spaces, Mapping)
         object.__setattr__(self, "spaces", _parts(self.spaces, self.spaces.items()))
         if len({type(name) for name in self.spaces}) > 1:
             raise ValueError(
@@ -422,7 +423,9 @@ class Tuple(Composite, eq=False):
     spaces: tuple[AnySpace, ...]
 
     def __post_init__(self) -> None:
-        checks.kind("`spaces` must be a tuple of spaces", self.spaces, tuple | list)
+        checks.check_type(
+            "`spaces` must be a tuple of spaces", self.spaces, tuple | list
+        )
         parts = _parts(self.spaces, enumerate(self.spaces))
         object.__setattr__(self, "spaces", tuple(parts.values()))
 
@@ -466,7 +469,7 @@ def env_spec(env: Any) -> EnvSpec:
         return observation_space, as_space(env.action_space, "env.action_space")
 
     spaces = read()
-    if not checks.is_known(spaces):  # constants become tracers inside `jit`
+    if not checks.is_concrete(spaces):  # constants become tracers inside `jit`
         with jax.ensure_compile_time_eval():
             spaces = read()
     for name, space in zip(names, spaces, strict=False):
@@ -480,9 +483,9 @@ def env_spec(env: Any) -> EnvSpec:
                 "`rollout.envs.TransformObs`, or an action that has no effect."
             )
     observation_space, action_space = spaces
-    if not checks.is_known(observation_space):
+    if not checks.is_concrete(observation_space):
         observation_space = jax.tree.map(
-            lambda x: x if checks.is_known(x) else np.inf, observation_space
+            lambda x: x if checks.is_concrete(x) else np.inf, observation_space
         )
     return EnvSpec(observation_space, action_space, env.num_envs)
 
@@ -654,7 +657,7 @@ def lost_in_cast(value: np.ndarray, dtype: Any) -> np.ndarray:
 def _value_of(space: Any) -> Any:
     """Returns hashable data: spaces of one class are equal if their data is equal."""
     if isinstance(space, Box):
-        if not checks.is_known(space.bounds):  # traced bounds are equal by identity
+        if not checks.is_concrete(space.bounds):  # traced bounds are equal by identity
             return space.shape, space.dtype, *map(id, space.bounds)
         # Adding 0.0 turns -0.0 into 0.0: both are equal but differ in their bytes.
         bounds = [np.broadcast_to(x, space.shape) + 0.0 for x in space.bounds]
@@ -681,7 +684,7 @@ def _parts(spaces: Any, items: Iterable[tuple[Any, Any]]) -> dict[Any, AnySpace]
 
 def _shape(shape: Any) -> tuple[int, ...]:
     if isinstance(shape, tuple | list):
-        return tuple(checks.integer("shape", size) for size in shape)
+        return tuple(checks.check_integer("shape", size) for size in shape)
     raise ValueError(f"`shape` must be a tuple of ints, got {shape!r}.")
 
 
@@ -721,7 +724,7 @@ _NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32"}
 
 def _format_bound(bound: Any) -> str:
     """Formats a number, a small array, or the range of a large array."""
-    if not checks.is_known(bound):
+    if not checks.is_concrete(bound):
         return checks.describe(bound)
     try:
         values = np.asarray(bound)

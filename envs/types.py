@@ -14,8 +14,6 @@ obtain the keys of the first steps.
 
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol, Self
-from typing import Any as AnySpace
-from typing import Any as ArrayTree
 
 import chex
 import jax
@@ -23,20 +21,14 @@ import jax.numpy as jnp
 from flax import struct
 from typing_extensions import TypeVar
 
-from rollout import checks
+from rollout.base import checks
+from rollout.base.types import AnySpace, ArrayTree
 
 # An index of lanes into an array `[B]`: `[K]` int32 lane numbers, or `ALL_LANES`.
 LaneIndex = jax.Array | slice
 ALL_LANES = slice(None)  # all lanes in order, without a gather
 
 RESET = 0  # folded into an episode key for the reset; steps count from 1
-
-# `AnySpace` and `ArrayTree` are aliases of `Any`. `ArrayTree` is a pytree of arrays: no
-# annotation can express its structure, and type checkers reject every access to a part
-# of `chex.ArrayTree`, a union. `AnySpace` is a `rollout.envs.spaces.Space`, or any
-# object that `rollout.envs.spaces.as_space` converts to a space. The aliases are
-# imports, since pyright interprets `a | b` on values of an assigned alias as a union of
-# types.
 
 StateT = TypeVar("StateT", default=Any)
 ObsT = TypeVar("ObsT", default=Any)
@@ -216,7 +208,7 @@ class VectorEnv(BaseVectorEnv):
 
 def check_vector_env(env: Any) -> None:
     """Raises unless `env` is a `VectorEnv`."""
-    checks.not_of_gymnasium(env)
+    checks.check_not_gymnasium(env)
     # jax builds pytrees with placeholders, which have no `step`.
     if not isinstance(env, VectorEnv) and hasattr(env, "step"):
         raise ValueError(

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout import checks
+from rollout.base import checks
+from rollout.base import prng as env_keys
 from rollout.envs import auto_reset as auto_resets
-from rollout.envs import prng as env_keys
 from rollout.envs.multi_agent import (
     ACTING,
     AgentInfo,
@@ -92,7 +92,7 @@ class _Joint(Wrapper):
     def step(self, key: chex.PRNGKey, state: _JointState, action: ArrayTree) -> EnvStep:
         result = self.env.step(key, state.env_state, action)
         condition = "`env.step` must return a `rollout.envs.multi_agent.MultiAgentStep`"
-        checks.kind(condition, result, MultiAgentStep)
+        checks.check_type(condition, result, MultiAgentStep)
         reward = self._per_agent("reward", result.reward, jnp.float32)
         # Agents also receive rewards before their first action and after their end.
         agent_return = state.agent_return + reward
@@ -163,7 +163,7 @@ class _Joint(Wrapper):
             )
         for group in self.layout.groups:
             condition = f"`obs` of the group {group.name!r} must have agents"
-            checks.leading_axes(condition, obs[group.name], (len(group.members),))
+            checks.check_leading_axes(condition, obs[group.name], (len(group.members),))
         return {**obs, ACTING: acting}
 
     def _stacked(self, spaces: Mapping[str, AnySpace]) -> dict[str, AnySpace]:
@@ -181,7 +181,11 @@ class _Joint(Wrapper):
                 f"`{name}` must be one value per agent, shape ({num_agents},), got "
                 f"{checks.describe(value)}."
             )
-        return checks.flag(name, value) if dtype is bool else jnp.asarray(value, dtype)
+        return (
+            checks.check_flag(name, value)
+            if dtype is bool
+            else jnp.asarray(value, dtype)
+        )
 
 
 def vectorize(
@@ -237,7 +241,7 @@ def vectorize_each(envs: Env | MultiAgentEnv, *, auto_reset: str = "auto") -> Ve
         ValueError: if the leaves do not have the same leading axis, if there is no
             leaf, or for the reasons listed in `vectorize`.
     """
-    checks.single(envs)
+    checks.check_single_env(envs)
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(envs)]
     if () in shapes or len({shape[0] for shape in shapes}) != 1:
         raise ValueError(
@@ -249,9 +253,9 @@ def vectorize_each(envs: Env | MultiAgentEnv, *, auto_reset: str = "auto") -> Ve
 
 
 def _vectorize(env: Any, num_envs: int, auto_reset: str, *, each: bool) -> VectorEnv:
-    checks.single(env)
-    checks.choice("auto_reset", auto_reset, tuple(auto_resets.BY_NAME))
-    num_envs = checks.int_between("num_envs", num_envs)
+    checks.check_single_env(env)
+    checks.check_choice("auto_reset", auto_reset, tuple(auto_resets.BY_NAME))
+    num_envs = checks.check_int("num_envs", num_envs)
     if has_agents(env):
         # Read the agents of lane 0: names are not parameters, so all lanes share them.
         env = _Joint(env, layout_of(jax.tree.map(lambda x: x[0], env) if each else env))

@@ -16,9 +16,8 @@ agents: it assigns policies to agents and returns the transitions of each agent.
 `rollout.host` is for environments outside of JAX, `rollout.recommendation` for items
 and users. `rollout.envs` has environments, and `rollout.buffers` has replay buffers.
 
-`types` has the contracts, `version` the version, and `checks` validates arguments;
-`programs` shares compiled programs between equal objects; `platform` chooses
-implementations by device, among them the convolution of `convolution`; `stats`,
+`base` is the package that all others import, with checks and pytrees; `types` has the
+contracts, and `version` the version; `stats`,
 `trajectories`, `targets` and `minibatches` compute on trajectories, and `logs` has a
 window over episodes and flattens statistics; `distributions` has distributions over
 actions, `networks` encoders of observations, `normalization` statistics of
@@ -31,12 +30,9 @@ observations, and `training` the interface of agents; `collector`, `evaluation`,
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Import `envs` first: the checks of all packages import its contracts.
-from rollout import envs as envs
-
-# isort: split
 from rollout import agents as agents
 from rollout import checkpoint
+from rollout import envs as envs
 from rollout import host as host
 from rollout import policies as policies
 from rollout import profiling as profiling
@@ -101,11 +97,13 @@ __all__ = [
     "vtrace",
 ]
 
+_LAZY = ("buffers", "distributions", "inspection", "networks", "recipes", "training")
+
 
 def __getattr__(name: str) -> Any:
-    """Imports `buffers`, `inspection` and `recipes` on first access."""
+    """Imports modules that not every program needs on first access."""
     if name == "inspect_program":
         return importlib.import_module("rollout.inspection").inspect_program
-    if name not in ("buffers", "inspection", "recipes"):
+    if name not in _LAZY:
         raise AttributeError(f"module 'rollout' has no attribute {name!r}")
     return importlib.import_module(f"rollout.{name}")

@@ -27,8 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from rollout import checks, programs
-from rollout.envs import trees
+from rollout.base import checks, programs, trees
 from rollout.envs.types import ArrayTree
 from rollout.version import __version__
 
@@ -71,11 +70,11 @@ def save(
         RuntimeError: if another process or thread of this machine is saving to the
             folder.
     """
-    checks.outside_of_jit("checkpoint.save")
-    every = checks.int_between("every", every)
-    keep = checks.int_between("keep", keep)
+    checks.check_outside_jit("checkpoint.save")
+    every = checks.check_int("every", every)
+    keep = checks.check_int("keep", keep)
     if step is not None:
-        step = checks.int_between("step", step, least=0, most=None)
+        step = checks.check_int("step", step, least=0, most=None)
         if step % every:
             return False
     elif every > 1:
@@ -88,7 +87,7 @@ def save(
         lowest = existing[-1] + 1 if existing else 0
         step = lowest if step is None else step
         # Never replace a checkpoint: a killed process could leave neither version.
-        step = checks.int_between("step", step, least=lowest, most=None)
+        step = checks.check_int("step", step, least=lowest, most=None)
         # All processes must call `gather`, although only the first process writes.
         leaves = [programs.gather(_words(leaf)) for leaf in jax.tree.leaves(tree)]
         arrays = [_bits(np.asarray(leaf)) for leaf in jax.device_get(leaves)]
@@ -136,7 +135,7 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
             checkpoint is damaged, and the message names the previous one.
     """
     if step is not None:
-        step = checks.int_between("step", step, least=0, most=None)
+        step = checks.check_int("step", step, least=0, most=None)
     version, specs, saved = _read(path, step)
     expected = _describe("like", like)
     pairs = itertools.zip_longest(expected, specs, fillvalue="no more")

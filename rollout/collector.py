@@ -9,7 +9,7 @@ import chex
 import jax
 from flax import struct
 
-from rollout import checks, programs
+from rollout.base import checks, programs
 from rollout.envs.types import VectorEnv, check_vector_env, hash_of_types
 from rollout.kernel import episodes, scan, step
 from rollout.kernel.state import (
@@ -134,7 +134,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             ValueError: if `key` is not one typed key, or if the policy's initial state
                 lacks the lane axis.
         """
-        checks.typed_key(key)
+        checks.check_key(key)
         return step.init(self, key)
 
     @_jit()
@@ -213,7 +213,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         Raises:
             ValueError: if `num_steps` is not an int of at least 1, or as `step` does.
         """
-        num_steps = checks.int_between("num_steps", num_steps)
+        num_steps = checks.check_int("num_steps", num_steps)
         return scan.collect_steps(self, carry, params, num_steps)
 
     @_jit_fold("num_steps")
@@ -246,8 +246,8 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             ValueError: if `num_steps` is not an int of at least 1, or as `step` does.
             TypeError: if `fn` changes the structure, a shape or a dtype of `acc`.
         """
-        num_steps = checks.int_between("num_steps", num_steps)
-        checks.function("fn", fn, "acc", "transition")
+        num_steps = checks.check_int("num_steps", num_steps)
+        checks.check_function("fn", fn, "acc", "transition")
         carry, acc, _ = scan.scan_steps(
             self, carry, params, num_steps, lambda _, acc, row: (fn(acc, row), ()), acc
         )
@@ -312,11 +312,11 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
                 with `per_env`, if `max_episode_steps` is not given with
                 `return_trajectory`, or as `step` does.
         """
-        num_episodes = checks.int_between("num_episodes", num_episodes)
-        max_episode_steps = checks.max_episode_steps(
+        num_episodes = checks.check_int("num_episodes", num_episodes)
+        max_episode_steps = checks.check_max_episode_steps(
             max_episode_steps, return_trajectory
         )
-        min_steps = checks.min_steps(min_steps, per_env)
+        min_steps = checks.check_min_steps(min_steps, per_env)
         # Without a trajectory `acc` stays empty: `play` stores the episode results.
         fn: Any = lambda acc, transition, index: acc  # noqa: E731
         acc: Any = ()
@@ -378,8 +378,8 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             ValueError: as `collect_episodes` does.
             TypeError: if `fn` changes the structure, a shape or a dtype of `acc`.
         """
-        num_episodes = checks.int_between("num_episodes", num_episodes)
-        checks.function("fn", fn, "acc", "transition")
+        num_episodes = checks.check_int("num_episodes", num_episodes)
+        checks.check_function("fn", fn, "acc", "transition")
         return episodes.play(
             self,
             carry,
@@ -387,5 +387,5 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             lambda acc, transition, _: fn(acc, transition),
             acc,
             num_episodes=num_episodes,
-            max_episode_steps=checks.max_episode_steps(max_episode_steps),
+            max_episode_steps=checks.check_max_episode_steps(max_episode_steps),
         )

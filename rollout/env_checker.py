@@ -15,9 +15,8 @@ import chex
 import jax
 import numpy as np
 
-from rollout import checks, programs
+from rollout.base import checks, programs, trees
 from rollout.collector import Collector
-from rollout.envs import trees
 from rollout.envs.host.env_checks import SpaceCheck
 from rollout.envs.host.local_envs import LocalEnvs, close
 from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv, check_host_env
@@ -118,11 +117,11 @@ def check_env(
     vector_env: Any = env
     is_host = hasattr(vector_env, "num_envs") and not isinstance(vector_env, VectorEnv)
     if not is_host and not is_collector:
-        checks.single(env)
+        checks.check_single_env(env)
     if num_steps is None:
         num_steps = 200 if is_host else 1000
-    checks.int_between("num_steps", num_steps)
-    checks.int_between("seed", seed, least=0, most=None)
+    checks.check_int("num_steps", num_steps)
+    checks.check_int("seed", seed, least=0, most=None)
     issues: dict[str, str] = {}
     if is_host:
         check_host_env(env)
@@ -130,7 +129,7 @@ def check_env(
             _check_host_env(issues, env, num_steps, jax.random.key(seed))
         return tuple(EnvIssue(*item) for item in issues.items())
     if is_collector:
-        checks.typed_key(key)
+        checks.check_key(key)
         with _record_exceptions(issues):
             _play(issues, env, params, key, num_steps)
         return tuple(EnvIssue(*item) for item in issues.items())
@@ -213,7 +212,7 @@ def _check_traces(issues: dict[str, str], env: Env) -> None:
             )
     try:
         sample = jax.eval_shape(as_space(env.observation_space).sample, key)
-        checks.same("an observation must match its space", sample, obs)
+        checks.check_same_types("an observation must match its space", sample, obs)
     except ValueError as error:
         issues["obs"] = str(error)
     for name, *args in (("reset", key), ("step", key, state, action)):
@@ -444,7 +443,9 @@ class _CheckedHostEnv(HostVectorEnv):
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         obs = self.env.reset(np.where(self.reseed_mask, ~seeds, seeds), mask.copy())
-        checks.same("`reset` must return observations [B, ...]", self._spec.obs, obs)
+        checks.check_same_types(
+            "`reset` must return observations [B, ...]", self._spec.obs, obs
+        )
         old, self._obs = self._obs, jax.tree.map(np.array, obs)
         if not mask.all():
             pairs = zip(*map(jax.tree.leaves, (old, obs)), strict=True)
@@ -455,9 +456,13 @@ class _CheckedHostEnv(HostVectorEnv):
 
     def step(self, action: ArrayTree) -> HostStep:
         step = self.env.step(action)
-        checks.kind("`step` must return a `rollout.envs.host.HostStep`", step, HostStep)
+        checks.check_type(
+            "`step` must return a `rollout.envs.host.HostStep`", step, HostStep
+        )
         outputs = step._replace(info=None, mask=None, causes={}, raw_reward=None)
-        checks.same("`step` must return a `HostStep` of [B, ...]", self._spec, outputs)
+        checks.check_same_types(
+            "`step` must return a `HostStep` of [B, ...]", self._spec, outputs
+        )
         self._obs = jax.tree.map(np.array, step.obs)
         ended = step.terminated | step.truncated
         if self.issues is not None and ended.any():

@@ -6,7 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rollout import checks
+from rollout.base import checks
 from rollout.collector import Collector
 from rollout.host.host_collector import HostCollector
 from rollout.stats import CollectStats, count_nonfinite, summarize
@@ -61,10 +61,10 @@ def evaluate(
             `max_episode_steps` is not an int of at least 1, if the environments update
             statistics, or as `Collector.step` does.
     """
-    checks.typed_key(key)
-    checks.collects(collector)
-    checks.statistics_are_fixed(collector)
-    num_episodes = checks.int_between("num_episodes", num_episodes)
+    checks.check_key(key)
+    checks.check_collector(collector)
+    checks.check_frozen(collector)
+    num_episodes = checks.check_int("num_episodes", num_episodes)
     run = _evaluate if collector.is_host else _evaluate_jitted
     return run(collector, params, key, num_episodes, max_episode_steps)
 

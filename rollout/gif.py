@@ -7,9 +7,8 @@ import chex
 import jax
 import numpy as np
 
-from rollout import checks
+from rollout.base import checks, trees
 from rollout.collector import Collector
-from rollout.envs import trees
 from rollout.envs.host.types import HostStep
 from rollout.envs.host.wrappers import HostWrapper
 from rollout.envs.render import (
@@ -85,11 +84,11 @@ def draw_episode(
         ValueError: under the conditions of `record_gif`.
         ModuleNotFoundError: under the conditions of `record_gif`.
     """
-    checks.outside_of_jit("record_gif")
-    checks.typed_key(key)
-    max_episode_steps = checks.int_between("max_episode_steps", max_episode_steps)
-    checks.collects(collector)
-    checks.statistics_are_fixed(collector)
+    checks.check_outside_jit("record_gif")
+    checks.check_key(key)
+    max_episode_steps = checks.check_int("max_episode_steps", max_episode_steps)
+    checks.check_collector(collector)
+    checks.check_frozen(collector)
     render_fn: Any = _render_host if collector.is_host else _render_states
     gif, episodes = render_fn(collector, params, key, max_episode_steps)
     return gif, jax.device_get(episodes)

@@ -11,8 +11,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from rollout import checks
-from rollout.platform import choose
+from rollout.base import checks
+from rollout.base.platform import choose
 from rollout.stats import (
     CollectStats,
     Moments,
@@ -95,7 +95,7 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
         Raises:
             ValueError: if `num_episodes` is not an int of at least 1.
         """
-        size = checks.int_between("num_episodes", num_episodes)
+        size = checks.check_int("num_episodes", num_episodes)
 
         def zero(dtype: Any = jnp.float32) -> jax.Array:
             return jnp.zeros(size, dtype)  # one array per field, since all are donated
@@ -297,9 +297,9 @@ def log_stats(
         ValueError: if a leaf is not a scalar, if it is not a real number, if two leaves
             have the same name, or inside of `jit`.
     """
-    checks.outside_of_jit("log_stats")
+    checks.check_outside_jit("log_stats")
     if num_seeds is not None:
-        num_seeds = checks.int_between("num_seeds", num_seeds)
+        num_seeds = checks.check_int("num_seeds", num_seeds)
     flat: dict[str, float] = {}
     group = f"{prefix.rstrip('/')}/" if prefix else ""
     leaves = jax.tree.leaves_with_path(

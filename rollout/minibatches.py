@@ -15,8 +15,7 @@ import jax.flatten_util
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from rollout import checks, programs
-from rollout.envs import prng
+from rollout.base import checks, prng, programs
 from rollout.envs.types import ArrayTree
 
 _MAX_ROUNDS = 16
@@ -54,8 +53,8 @@ def permutation(key: chex.PRNGKey, n: int) -> jax.Array:
         GPUs", arXiv:2106.06161. The hash: `lowbias32`, from "Prospecting for Hash
         Functions" (Wellons, 2018).
     """
-    checks.typed_key(key)
-    return _permutation(key, checks.int_between("n", n))
+    checks.check_key(key)
+    return _permutation(key, checks.check_int("n", n))
 
 
 # Jitted: otherwise a call from Python would compile a program for each operation.
@@ -138,18 +137,18 @@ def scan_minibatches(
             a device is 0 or no multiple of M, or if `mesh` is None and arrays outside
             of `jit` are sharded. Inside of `jit`, shardings are unknown.
     """
-    checks.typed_key(key)
-    num_minibatches = checks.int_between("num_minibatches", num_minibatches)
-    num_epochs = checks.int_between("num_epochs", num_epochs)
+    checks.check_key(key)
+    num_minibatches = checks.check_int("num_minibatches", num_minibatches)
+    num_epochs = checks.check_int("num_epochs", num_epochs)
     if axis not in (None, 0, 1) or isinstance(axis, bool):
         raise ValueError(f"`axis` must be None, 0 or 1, got {axis!r}.")
     num_items, num_devices, lanes = _count_items(tree, axis), 1, None
     if mesh is not None:
-        lanes = checks.lane_mesh(mesh)
+        lanes = checks.check_mesh(mesh)
         num_devices = mesh.shape[lanes[1]]
         size = jnp.shape(jax.tree.leaves(tree)[0])[0 if axis == 0 else 1]
         label = f"the {num_devices} devices of `mesh`"
-        checks.multiple(
+        checks.check_multiple(
             "len(tree)" if axis == 0 else "num_envs", size, num_devices, label
         )
     elif any(map(_is_sharded, jax.tree.leaves(tree))):
@@ -229,7 +228,7 @@ def mean_gradient(
         _sum_gradient, loss_fn, axis=axis, microbatch_size=microbatch_size
     )
     if mesh is not None:
-        mesh, name = checks.lane_mesh(mesh)
+        mesh, name = checks.check_mesh(mesh)
     if mesh is None or mesh.shape[name] == 1:
         total = jnp.sum(weight, dtype=jnp.float32)
         return sum_gradient(params, batch, weight, jnp.where(total > 0, total, 1.0))
@@ -335,7 +334,7 @@ def _count_microbatches(num_rows: int, microbatch_size: int | str | None) -> int
         return 1
     if microbatch_size == "auto":
         microbatch_size = _MICROBATCH_SIZE
-    microbatch_size = checks.int_between("microbatch_size", microbatch_size)
+    microbatch_size = checks.check_int("microbatch_size", microbatch_size)
     count = max(1, num_rows // microbatch_size)
     while num_rows % count:
         count -= 1
@@ -426,7 +425,7 @@ _scan_jitted = jax.jit(_scan, static_argnums=(0, 4, 5, 6))
 
 def _is_sharded(x: Any) -> bool:
     """Returns whether an array is known to be divided among devices."""
-    is_known = isinstance(x, jax.Array) and checks.is_known(x)
+    is_known = isinstance(x, jax.Array) and checks.is_concrete(x)
     return is_known and not x.sharding.is_fully_replicated
 
 

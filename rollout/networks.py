@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rollout.base.convolution import conv_general_dilated as conv_general_dilated
 from rollout.envs.spaces import MASK, Box, Dict, as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.envs.wrappers import flatten_obs
 from rollout.envs.wrappers.observations import match_parts
-from rollout.platform import conv_general_dilated
 
 PRIVILEGED = "privileged_state"  # MuJoCo Playground's name for simulator-only values
 _MIN_SIZE = 36  # pixels, the smallest image that the Nature network accepts

@@ -11,9 +11,8 @@ import chex
 import jax
 from jax import lax
 
-from rollout import checks
+from rollout.base import checks, trees
 from rollout.collector import Collector
-from rollout.envs import trees
 from rollout.envs.host.wrappers import HostWrapper
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
@@ -95,9 +94,9 @@ def profile(
         ValueError: if `key` is not one typed key, if `num_steps` or `num_repeats` is
             not an int of at least 1, or as `Collector.step` does.
     """
-    num_steps = checks.int_between("num_steps", num_steps)
-    num_repeats = checks.int_between("num_repeats", num_repeats)
-    checks.collects(collector)
+    num_steps = checks.check_int("num_steps", num_steps)
+    num_repeats = checks.check_int("num_repeats", num_repeats)
+    checks.check_collector(collector)
     if collector.is_host:
         return _profile_host(collector, params, key, num_steps, num_repeats)
     carry = collector.init(key)

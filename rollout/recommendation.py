@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout import checks
+from rollout.base import checks
 from rollout.collector import Collector
 from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import ArrayTree, Env
@@ -119,12 +119,12 @@ def item_policy(
         arXiv:2006.14171, for masks. "Deep Reinforcement Learning in Large Discrete
         Action Spaces", arXiv:1512.07679, for the nearest item, with one neighbor.
     """
-    checks.function("fn", fn)
-    checks.function("action_mask_fn", action_mask_fn)
-    checks.boolean("sample", sample)
-    start = checks.integer("start", start)
+    checks.check_function("fn", fn)
+    checks.check_function("action_mask_fn", action_mask_fn)
+    checks.check_bool("sample", sample)
+    start = checks.check_integer("start", start)
     if value_fn is not None:
-        checks.function("value_fn", value_fn, "params", "obs")
+        checks.check_function("value_fn", value_fn, "params", "obs")
     if sample and items is not None:
         raise ValueError("`sample` must be False if `items` are given, got True.")
     items = None if items is None else jnp.asarray(items)
@@ -259,7 +259,7 @@ def recommendation_settings(env: Env, force_length: int = 10) -> dict[str, Env]:
     Source:
         "EasyRL4Rec", arXiv:2402.15164, section 3.4.
     """
-    force_length = checks.int_between("force_length", force_length)
+    force_length = checks.check_int("force_length", force_length)
     no_repeat = NoRepeat(env)
     return {
         "FB": env,
@@ -296,12 +296,12 @@ def evaluate_settings(
     Raises:
         ValueError: if an argument does not match the description above.
     """
-    checks.typed_key(key)
-    num_episodes = checks.int_between("num_episodes", num_episodes)
-    max_episode_steps = checks.max_episode_steps(max_episode_steps)
+    checks.check_key(key)
+    num_episodes = checks.check_int("num_episodes", num_episodes)
+    max_episode_steps = checks.check_max_episode_steps(max_episode_steps)
     catalog = Catalog() if catalog is None else catalog
-    checks.kind("`settings` must be a dict", settings, Mapping)
-    checks.kind("`catalog` must be a `Catalog`", catalog, Catalog)
+    checks.check_type("`settings` must be a dict", settings, Mapping)
+    checks.check_type("`catalog` must be a `Catalog`", catalog, Catalog)
     for name, collector in settings.items():
         # Check lengths: JAX reads beyond the end of a table without an error.
         _check(name, collector, catalog)
@@ -386,7 +386,7 @@ def _add(sums: _Sums, row: Transition, directions: jax.Array) -> _Sums:
 
 def _check(name: str, collector: Collector, catalog: Catalog) -> None:
     """Checks that actions are items, and that the tables cover these items."""
-    checks.collects_in_jax(collector)
+    checks.check_jax_collector(collector)
     space = collector.env.action_space
     rule = f"`settings[{name!r}]` must have items as actions, a `Discrete` space"
     if not isinstance(space, Discrete):

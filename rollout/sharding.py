@@ -17,13 +17,12 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rollout import checks, programs
+from rollout.base import checks, programs, trees
 from rollout.collector import Collector
-from rollout.envs import trees
 from rollout.envs.types import ArrayTree, EnvStep, LaneIndex, Lanes, Shared, VectorEnv
 from rollout.envs.vectorize import _VectorizedEnv
 from rollout.envs.wrappers.wrapper import BaseWrapper
-from rollout.platform import step_once
+from rollout.kernel.isolation import step_once
 from rollout.types import ActionT, ObsT, ParamsT
 
 
@@ -83,8 +82,8 @@ def shard(
             f"{type(collector).__name__}. To train an agent on several devices, pass "
             "the mesh to it: `PPO(env, config, mesh=mesh)`."
         )
-    checks.collects_in_jax(collector)
-    mesh, axis = checks.lane_mesh(mesh, axis)
+    checks.check_jax_collector(collector)
+    mesh, axis = checks.check_mesh(mesh, axis)
     if mesh.is_multi_process and not _is_absent(mesh):
         # Compare first: the checks below may raise in only one of the processes.
         parts = trees.unwrap_keys((collector.env, collector.policy))
@@ -101,7 +100,7 @@ def shard(
         programs.compare_processes("collector", facts)
     num_devices = mesh.shape[axis]
     devices = f"the {num_devices} devices of the axis {axis!r}"
-    checks.multiple("num_envs", collector.env.num_envs, num_devices, devices)
+    checks.check_multiple("num_envs", collector.env.num_envs, num_devices, devices)
     return collector.replace(env=_shard(collector.env, LaneSharding(mesh, axis)))
 
 
@@ -227,7 +226,7 @@ def _device_put(tree: ArrayTree, sharding: NamedSharding) -> ArrayTree:
     raises for most floats. It also raises for NaN and typed keys.
     """
     if not sharding.mesh.is_multi_process:
-        if not all(map(checks.is_known, jax.tree.leaves(tree))):
+        if not all(map(checks.is_concrete, jax.tree.leaves(tree))):
             return jax.device_put(tree, sharding)
         # Now, also while a caller is traced: a collector may outlive the trace.
         with jax.ensure_compile_time_eval():

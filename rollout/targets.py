@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rollout import checks, platform
+from rollout.base import checks, platform
 from rollout.types import Transition, check_trajectory
 
 Scalar = float | jax.Array  # (), may be traced
@@ -56,11 +56,11 @@ def next_values(
             "critic, compute V(next_obs) from `next_obs`."
         )
     shape, final_value = trajectory.mask.shape, trajectory.final_value
-    checks.shaped("`value` must be", value, shape)
+    checks.check_shape("`value` must be", value, shape)
     # With several agents `final_value` of a step is a dict by group.
     rule = "`trajectory.final_value` (of `agent_transitions` if by group) must be"
-    checks.shaped(rule, final_value, shape)
-    checks.shaped("`last_value` must be", last_value, shape[1:])
+    checks.check_shape(rule, final_value, shape)
+    checks.check_shape("`last_value` must be", last_value, shape[1:])
     value = jnp.asarray(value)
     # `final_value` is 0 at terminations, where the value is 0 by definition.
     rows = trajectory.done, trajectory.mask, value, final_value
@@ -109,8 +109,8 @@ def gae(
         "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
         eq. 11 and 16, arXiv:1506.02438.
     """
-    checks.fraction("gamma", gamma, lowest=-1)
-    checks.fraction("lambda_", lambda_)
+    checks.check_fraction("gamma", gamma, lowest=-1)
+    checks.check_fraction("lambda_", lambda_)
     rows = _rows(
         reward, terminated, truncated, mask, value=value, next_value=next_value
     )
@@ -152,8 +152,8 @@ def lambda_returns(
         "Reinforcement Learning: An Introduction", 2nd ed., eq. 12.19 (without the
         approximation) and "High-Dimensional Continuous Control", arXiv:1506.02438.
     """
-    checks.fraction("gamma", gamma, lowest=-1)
-    checks.fraction("lambda_", lambda_)
+    checks.check_fraction("gamma", gamma, lowest=-1)
+    checks.check_fraction("lambda_", lambda_)
     rows = _rows(reward, terminated, truncated, mask, next_value=next_value)
     return _lambda_returns(rows, next_value, gamma, lambda_)
 
@@ -249,11 +249,11 @@ def vtrace(
         "IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner
         Architectures", eq. 1 and section 4.2, arXiv:1802.01561.
     """
-    checks.fraction("gamma", gamma, lowest=-1)
-    checks.fraction("lambda_", lambda_)
+    checks.check_fraction("gamma", gamma, lowest=-1)
+    checks.check_fraction("lambda_", lambda_)
     thresholds = clip_rho_threshold, clip_c_threshold
-    checks.fraction("clip_rho_threshold", clip_rho_threshold, highest=math.inf)
-    checks.fraction("clip_c_threshold", clip_c_threshold, highest=math.inf)
+    checks.check_fraction("clip_rho_threshold", clip_rho_threshold, highest=math.inf)
+    checks.check_fraction("clip_c_threshold", clip_c_threshold, highest=math.inf)
     arrays = {"value": value, "next_value": next_value, "log_rhos": log_rhos}
     rows = _rows(reward, terminated, truncated, mask, **arrays)
     # Importance weights are constants of the loss: stop their gradients.
@@ -289,7 +289,7 @@ def _rows(
     named = {"reward": reward, "terminated": terminated, "truncated": truncated}
     named |= arrays if mask is None else {**arrays, "mask": mask}
     for name, x in named.items():
-        checks.shaped(f"`{name}` must be", x, shape)
+        checks.check_shape(f"`{name}` must be", x, shape)
     reward, terminated, truncated = map(jnp.asarray, (reward, terminated, truncated))
     if not jnp.issubdtype(reward.dtype, jnp.floating):  # discounts have its dtype
         reward = reward.astype(float)

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rollout import checks
+from rollout.base import checks
+from rollout.base.prng import inline
 from rollout.collector import Collector
 from rollout.envs.host.types import HostVectorEnv
-from rollout.envs.prng import inline
 from rollout.envs.spaces import MASK, EnvSpec, env_spec
 from rollout.envs.types import ArrayTree, BaseVectorEnv, hash_of_types
 from rollout.host.host_collector import HostCollector
@@ -110,7 +110,7 @@ class Agent:
 
     def _check_mesh(self, mesh: Mesh) -> None:
         """Raises unless the lanes can be sharded over the devices of a mesh."""
-        mesh, axis = checks.lane_mesh(mesh)
+        mesh, axis = checks.check_mesh(mesh)
         if isinstance(self.env, HostVectorEnv):
             raise ValueError(
                 "`mesh` must be None for host environments, whose steps run on the "
@@ -118,7 +118,7 @@ class Agent:
             )
         num_devices = mesh.shape[axis]
         label = f"the {num_devices} devices of `mesh`"
-        checks.multiple("num_envs", self.spec.num_envs, num_devices, label)
+        checks.check_multiple("num_envs", self.spec.num_envs, num_devices, label)
 
     @property
     def policy(self) -> Policy:
@@ -203,7 +203,7 @@ class Agent:
         Raises:
             ValueError: if `env` is only an `EnvSpec`.
         """
-        checks.typed_key(key)
+        checks.check_key(key)
         if isinstance(self.env, EnvSpec):
             raise ValueError(
                 "`env` must be environments to start episodes, got an EnvSpec. Make "
@@ -235,7 +235,7 @@ class Agent:
         state = self.init_learner(keys[0], obs).replace(key=keys[1])
         if self.mesh is None:
             return state
-        return LaneSharding(*checks.lane_mesh(self.mesh)).replicate(state)
+        return LaneSharding(*checks.check_mesh(self.mesh)).replicate(state)
 
     def update(self, state: Any) -> tuple[Any, dict[str, jax.Array]]:
         """Collects experience, updates the parameters, returns `(state, metrics)`."""
@@ -310,7 +310,7 @@ class Agent:
             )
         for x, part in zip(jax.tree.leaves(obs), parts, strict=False):
             is_integer = jnp.issubdtype(part.dtype or float, jnp.integer)
-            if not is_integer or part.bounds is None or not checks.is_known(x):
+            if not is_integer or part.bounds is None or not checks.is_concrete(x):
                 continue
             # A network accepts an integer outside the space without an error.
             x, (low, high) = np.asarray(x), part.bounds
@@ -397,7 +397,7 @@ def check_counts(config: Any, *names: str) -> None:
         ValueError: if a value is not an int of at least 1, or if it is traced.
     """
     for name in names:
-        checks.int_between(f"config.{name}", getattr(config, name))
+        checks.check_int(f"config.{name}", getattr(config, name))
 
 
 def check_desired_kl(config: Any) -> None:
@@ -526,7 +526,7 @@ def scan_updates(
     Raises:
         ValueError: if `num_updates` is not an int of at least 1.
     """
-    num_updates = checks.int_between("num_updates", num_updates)
+    num_updates = checks.check_int("num_updates", num_updates)
     if not is_host:
         return jax.lax.scan(
             lambda state, _: update_fn(state), state, length=num_updates

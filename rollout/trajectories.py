@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from rollout.envs import trees
+from rollout.base import trees
 from rollout.types import Transition, check_trajectory
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 from typing_extensions import TypeVar
 
-from rollout import checks
+from rollout.base import checks
 from rollout.envs.types import ArrayTree, VectorEnv
 
 Key = chex.PRNGKey
@@ -402,19 +402,19 @@ class KernelSpec(Protocol):
 def check_policy(value: Any) -> None:
     """Raises `ValueError` unless the value is a policy."""
     rule = "`policy` must be a `Policy`, for example from `stateless_policy`"
-    checks.kind(rule, value, Policy)
+    checks.check_type(rule, value, Policy)
 
 
 def check_carry(value: Any) -> None:
     """Checks that a value is a carry, of any collector."""
     rule = "`carry` must be a `Carry` from `init` or an earlier call"
-    checks.kind(rule, value, Carry)
+    checks.check_type(rule, value, Carry)
 
 
 def check_trajectory(value: Any) -> None:
     """Checks that a value is a trajectory, `[T, B, ...]`."""
     rule = "`trajectory` must be a `Transition`, such as `batch.trajectory`"
-    checks.kind(rule, value, Transition)
+    checks.check_type(rule, value, Transition)
     if value.mask.ndim != 2:
         raise ValueError(
             "`trajectory` must be `[T, B, ...]`, got a `mask` of shape "
@@ -431,4 +431,4 @@ def check_trajectory(value: Any) -> None:
 def check_data(value: Any) -> None:
     """Checks that a value is a trajectory or `Episodes`: statistics accept both."""
     rule = "`data` must be a trajectory, such as `batch.trajectory`, or `Episodes`"
-    checks.kind(rule, value, Transition | Episodes)
+    checks.check_type(rule, value, Transition | Episodes)

@@ -17,7 +17,7 @@ from jax._src import compiler
 # The modules without which a test that `compiles_for` an accelerator is skipped.
 COMPILERS = {"h100": "jax_cuda12_plugin", "v5e": "libtpu"}
 _MAPPINGS = pathlib.Path("/proc/self/maps")
-_MANY_MAPPINGS = 30_000
+_MANY_MAPPINGS, _MOST_MAPPINGS = 30_000, 45_000  # between files; between tests
 _EVENTS = pytest.StashKey[list[str]]()
 _QUICK = pytest.StashKey[str]()
 
@@ -83,17 +83,20 @@ def pytest_runtest_call(item):
 def pytest_runtest_teardown(item, nextitem):
     """Drops compiled programs before there are too many for one process.
 
-    jax keeps every one, with memory mappings of its own. Linux allows a process 65,530
-    of these, and a few hundred tests in one process come near; beyond, XLA crashes.
-    Between files, so that a test needs as many programs in every run.
+    JAX keeps every program, with memory mappings. Linux allows a process 65,530
+    mappings, which a few hundred tests reach; beyond, XLA crashes. Programs are dropped
+    between two files, so that a test needs as many programs in every run. A file with
+    very large programs, such as those of the suites, also drops them between two tests.
 
-    Those of `quick_compile` and `quick_training`, and what they have collected, serve
-    tests of the same fixture only: others may compare bits.
+    The programs of `quick_compile` and `quick_training` serve only tests with the same
+    fixture, because other tests may compare bits.
     """
     is_last = nextitem is None or nextitem.path != item.path
     quick = item.stash.get(_QUICK, None)
     is_over = quick and (nextitem is None or quick not in nextitem.fixturenames)
-    if is_over or (is_last and _num_mappings() > _MANY_MAPPINGS):
+    num_mappings = _num_mappings()
+    is_full = num_mappings > (_MANY_MAPPINGS if is_last else _MOST_MAPPINGS)
+    if is_over or is_full:
         jax.clear_caches()
         if is_over and "cases" in sys.modules:
             sys.modules["cases"].collect.cache_clear()

@@ -15,16 +15,12 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Folders of the repository; `rollout` has links to the other two.
 FOLDERS = {"buffers": "rollout.buffers", "envs": "rollout.envs", "rollout": "rollout"}
 PACKAGES = tuple(FOLDERS.values())
-# What all rooms stand on.
-GROUND = {
-    *("envs.types", "envs.trees", "envs.prng", "envs.spaces", "envs.auto_reset"),
-    *("types", "checks", "convolution", "platform", "programs", "version"),
-}
-# A room imports from those above it only; within one there is no circle.
+# A package or module imports from those above it only, without a circle within one.
 LADDER = (
-    {"ground"},
-    {"envs", "buffers"},
-    {"stats", "trajectories", "checkpoint", "targets", "minibatches"}
+    {"base", "version"},
+    {"envs"},
+    {"types"},
+    {"buffers", "stats", "trajectories", "checkpoint", "targets", "minibatches"}
     | {"distributions"},
     {"policies", "networks"},
     {"kernel", "normalization"},
@@ -37,6 +33,8 @@ LADDER = (
     {"cli"},
     {"__main__"},
 )
+# The contracts of environments, which every package may import.
+CONTRACTS = {"envs.types", "envs.spaces", "envs.auto_reset"}
 # Rooms that know more of environments than the contract, and what.
 KINDS = {
     "agents": {"envs.multi_agent"},
@@ -84,7 +82,7 @@ def imports(tree, names):
 def room(name):
     """The part of the house that a module belongs to; the package itself is no room."""
     inner = name.removeprefix("rollout").removeprefix(".")
-    return "ground" if inner in GROUND else inner.split(".")[0]
+    return inner.split(".")[0]
 
 
 def floor(name, below=()):
@@ -119,7 +117,7 @@ def test_rooms_stand_on_the_ladder():
 def test_rooms_know_of_environments_only_the_contract():
     for name, used in read_modules().items():
         inner = {x.removeprefix("rollout.") for x in used}
-        of_envs = {x for x in inner if x.startswith("envs")} - GROUND
+        of_envs = {x for x in inner if x.startswith("envs")} - CONTRACTS
         if room(name) not in ("", "envs"):
             known = KINDS.get(room(name), set())
             assert all(x.startswith(tuple(known)) for x in of_envs if known), name

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout import checks
-from rollout.checks import import_optional
+from rollout.base import checks
+from rollout.base.checks import import_optional
 from rollout.envs.host.arrays import SpaceLeaves, narrowed, place_rows
 from rollout.envs.host.types import AsyncHostVectorEnv, HostStep
 from rollout.envs.spaces import as_space, narrow
@@ -58,12 +58,12 @@ def from_envpool(
         ValueError: if the id or a name in `record_info` does not exist, an option is
             invalid, or the environment has several players.
     """
-    num_envs = checks.int_between("num_envs", num_envs)
+    num_envs = checks.check_int("num_envs", num_envs)
     batch_size = num_envs if batch_size is None else batch_size
     counts = {
         "num_envs": num_envs,
-        "batch_size": checks.int_between("batch_size", batch_size, most=num_envs),
-        "seed": checks.integer("seed", seed),
+        "batch_size": checks.check_int("batch_size", batch_size, most=num_envs),
+        "seed": checks.check_integer("seed", seed),
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gymnasium warns about bounds of its spaces

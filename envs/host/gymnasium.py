@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout import checks
-from rollout.checks import import_optional
+from rollout.base import checks
+from rollout.base.checks import import_optional
 from rollout.envs.host import env_checks as host_checks
 from rollout.envs.host.arrays import (
     SpaceLeaves,
@@ -91,7 +91,7 @@ def from_gymnasium(
             f"gymnasium vector environment, got {type(env).__name__}."
         )
     if num_envs is not None:
-        make_fns = [make] * checks.int_between("num_envs", num_envs)
+        make_fns = [make] * checks.check_int("num_envs", num_envs)
         if num_workers is None:
             return LocalEnvs(make_fns, **info)
         return make_worker_envs(make_fns, num_workers, **info)

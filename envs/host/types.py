@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollout import checks
+from rollout.base import checks
 from rollout.envs.types import ArrayTree, BaseVectorEnv
 
 
@@ -233,7 +233,7 @@ class AsyncHostVectorEnv(HostVectorEnv):
 
 def check_host_env(env: Any) -> None:
     """Raises unless `env` is a `HostVectorEnv`."""
-    checks.not_of_gymnasium(env)
+    checks.check_not_gymnasium(env)
     if not isinstance(env, HostVectorEnv):
         raise ValueError(
             "`env` must be a `HostVectorEnv`, for example from `rollout.envs."

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout import checks
+from rollout.base import checks
 from rollout.envs.host import env_checks, workers
 from rollout.envs.host.arrays import assign, make_layout
 from rollout.envs.host.types import AsyncHostVectorEnv, EnvFault, HostStep
@@ -72,8 +72,8 @@ def make_worker_envs(
         )
     if num_workers is None:
         num_workers = min(len(make_fns), _num_cores())
-    checks.int_between("num_workers", num_workers, most=len(make_fns))
-    timeout = checks.seconds("timeout", timeout)
+    checks.check_int("num_workers", num_workers, most=len(make_fns))
+    timeout = checks.check_seconds("timeout", timeout)
     info = {"observe_info": observe_info, "record_info": record_info}
     return WorkerEnvs(_pack(make_fns), num_workers, timeout, info)
 
@@ -180,7 +180,7 @@ class WorkerEnvs(AsyncHostVectorEnv):
         """
         end = None if timeout is None else time.monotonic() + timeout
         with self._pool as pool:
-            checks.int_between("num_ready", num_ready, most=len(pool.in_flight))
+            checks.check_int("num_ready", num_ready, most=len(pool.in_flight))
             while len(pool.ready) < num_ready:
                 seconds = None if end is None else max(0.0, end - time.monotonic())
                 pool.read_replies(seconds)  # 0 seconds reads the replies in the pipes

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout import checks
+from rollout.base import checks
 from rollout.envs.host.arrays import place_rows
 from rollout.envs.host.types import (
     AsyncHostVectorEnv,
@@ -137,9 +137,9 @@ class NormalizeHostEnv(HostWrapper):
     def __post_init__(self) -> None:
         check_host_env(self.env)
         super().__init__(self.env)
-        checks.positive("epsilon", self.epsilon)
+        checks.check_positive("epsilon", self.epsilon)
         if self.gamma is not None:
-            checks.fraction("gamma", self.gamma)
+            checks.check_fraction("gamma", self.gamma)
         self.only = normalize.names("only", self.only)
         self.learns = self.statistics is None and self.only != ()
         self._space = as_space(self.env.observation_space, "env.observation_space")
@@ -160,7 +160,7 @@ class NormalizeHostEnv(HostWrapper):
         """Fixes the statistics; see `HostCollector.freeze`."""
         new = outermost(env_state).statistics.value
         text = "`env_state` must have statistics of the same wrapper"
-        checks.same(text, self._prior(), new)
+        checks.check_same_types(text, self._prior(), new)
         return dataclasses.replace(self, statistics=new)
 
     def normalize_obs(self, obs: ArrayTree) -> ArrayTree:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rollout.checks import import_optional
+from rollout.base.checks import import_optional
 from rollout.envs.suites import physics
 from rollout.envs.types import Env
 from rollout.envs.wrappers.endings import TimeLimit

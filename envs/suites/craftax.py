@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rollout.checks import import_optional
+from rollout.base.checks import import_optional
 from rollout.envs.suites.convert import check_methods
 from rollout.envs.suites.gymnax import _GymnaxEnv
 from rollout.envs.types import ArrayTree, Env

@@ -29,9 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout import programs
-from rollout.checks import import_optional
-from rollout.envs import prng
+from rollout.base import prng, programs
+from rollout.base.checks import import_optional
 from rollout.envs.spaces import as_space
 from rollout.envs.suites.convert import check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout.checks import import_optional
-from rollout.envs import prng, spaces
+from rollout.base import prng
+from rollout.base.checks import import_optional
+from rollout.envs import spaces
 from rollout.envs.multi_agent import ACTING, MultiAgentEnv, MultiAgentStep
 from rollout.envs.suites.convert import check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree, strong

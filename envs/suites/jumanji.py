@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout.checks import import_optional
+from rollout.base.checks import import_optional
 from rollout.envs.multi_agent import MultiAgentEnv, MultiAgentStep
 from rollout.envs.spaces import Box, Composite, Discrete, MultiDiscrete, Space, space_of
 from rollout.envs.suites.convert import check_methods, check_no_reset

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout.checks import import_optional
+from rollout.base.checks import import_optional
 from rollout.envs.multi_agent import MultiAgentEnv, MultiAgentStep
 from rollout.envs.spaces import Discrete, space_of
 from rollout.envs.suites.convert import check_methods

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout.checks import import_optional
+from rollout.base.checks import import_optional
 from rollout.envs.spaces import Box, space_of
 from rollout.envs.suites.convert import check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong

@@ -10,8 +10,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from rollout import checks
-from rollout.envs import prng, trees
+from rollout.base import checks, prng, trees
 from rollout.envs.multi_agent import MultiAgentStep
 from rollout.envs.spaces import Box, Dict, Discrete, Repeated, Space
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
@@ -44,9 +43,9 @@ class RescaleAction(Wrapper):
     bound: str = struct.field(pytree_node=False, default="clip")
 
     def _check(self) -> None:
-        checks.choice("bound", self.bound, tuple(_BOUNDS))
+        checks.check_choice("bound", self.bound, tuple(_BOUNDS))
         # The bounds are tracers without values inside `jit`.
-        if not checks.is_known(self.env):
+        if not checks.is_concrete(self.env):
             return
         space = super().action_space
         is_float = isinstance(space, Box) and jnp.issubdtype(space.dtype, jnp.floating)
@@ -121,7 +120,7 @@ class ActionRepeat(Wrapper):
     num_repeats: int = struct.field(pytree_node=False)
 
     def _check(self) -> None:
-        checks.int_between("num_repeats", self.num_repeats)
+        checks.check_int("num_repeats", self.num_repeats)
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes up to `num_repeats` steps with the same action."""
@@ -155,7 +154,7 @@ class TransformReward(Wrapper):
     for_agents = "all"
 
     def _check(self) -> None:
-        checks.function("fn", self.fn)
+        checks.check_function("fn", self.fn)
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:
         """Takes one step."""
@@ -235,7 +234,7 @@ class History(ObsWrapper):
     window: int = struct.field(pytree_node=False)
 
     def _check(self) -> None:
-        checks.int_between("window", self.window)
+        checks.check_int("window", self.window)
 
     def space(self, agent: Agent) -> AnySpace:
         """Space of `obs`; rewards are unbounded."""

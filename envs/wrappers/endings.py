@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout import checks
-from rollout.envs import trees
+from rollout.base import checks, trees
 from rollout.envs.multi_agent import MultiAgentStep
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
 from rollout.envs.wrappers.observations import space_with_previous, with_previous
@@ -41,7 +40,7 @@ class TimeLimit(Wrapper):
     for_agents = "all"
 
     def _check(self) -> None:
-        checks.int_between("num_steps", self.num_steps)
+        checks.check_int("num_steps", self.num_steps)
 
     def reset(self, key: chex.PRNGKey) -> tuple:
         """Starts an episode; returns `(state, obs)`, and `acting` if multi-agent."""
@@ -83,7 +82,7 @@ class FixedLength(Wrapper):
     num_steps: int = struct.field(pytree_node=False)
 
     def _check(self) -> None:
-        checks.int_between("num_steps", self.num_steps)
+        checks.check_int("num_steps", self.num_steps)
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode; returns `(state, obs)`."""
@@ -182,7 +181,7 @@ class Trials(Wrapper):
     number: jax.Array | None = None  # () int32, number of the trial, see `at_episode`
 
     def _check(self) -> None:
-        checks.int_between("num_episodes", self.num_episodes)
+        checks.check_int("num_episodes", self.num_episodes)
 
     @property
     def observation_space(self) -> AnySpace:

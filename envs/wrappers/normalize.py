@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout import checks
-from rollout.envs import trees
+from rollout.base import checks, trees
 from rollout.envs.multi_agent import has_agents
 from rollout.envs.spaces import (
     Box,
@@ -276,7 +275,7 @@ class _Normalizer(VectorWrapper, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.positive("epsilon", self.epsilon)
+        checks.check_positive("epsilon", self.epsilon)
 
     def freeze(self, env_state: ArrayTree) -> Self:
         """Fixes the statistics of this and all inner wrappers; see `Collector.freeze`.
@@ -290,7 +289,7 @@ class _Normalizer(VectorWrapper, kw_only=True):
         # Trace the reset without running it, since there may be many environments.
         old = self._shapes()[0].statistics.value
         text = "`env_state` must have statistics of the same wrappers in the same order"
-        checks.same(text, old, new)
+        checks.check_same_types(text, old, new)
         inner = super().freeze(state.env_state)
         # The statistics are leaves, so every frozen environment runs the same program.
         return inner.replace(statistics=new)
@@ -498,7 +497,7 @@ class NormalizeReward(_Normalizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.fraction("gamma", self.gamma)
+        checks.check_fraction("gamma", self.gamma)
 
     def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, ArrayTree]:
         """Starts an episode in every lane and initializes the statistics."""

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout import checks
-from rollout.envs import trees
+from rollout.base import checks, trees
 from rollout.envs.multi_agent import has_agents
 from rollout.envs.spaces import (
     MASK,
@@ -51,7 +50,7 @@ class FrameStack(ObsWrapper):
     for_agents = "simultaneous"
 
     def _check(self) -> None:
-        checks.int_between("num_frames", self.num_frames)
+        checks.check_int("num_frames", self.num_frames)
 
     def space(self, agent: Agent) -> AnySpace:
         """Space of `obs`, `[num_frames, ...]`."""
@@ -98,7 +97,7 @@ class TransformObs(ObsWrapper):
     for_agents = "all"
 
     def _check(self) -> None:
-        checks.function("fn", self.fn)
+        checks.check_function("fn", self.fn)
         groups = list(self.groups) if has_agents(self.env) else []
         if self.group not in (None, *groups):
             raise ValueError(
@@ -197,8 +196,8 @@ class ObserveInfo(ObsWrapper):
     initial: Callable[[Any, Any], ArrayTree] = struct.field(pytree_node=False)
 
     def _check(self) -> None:
-        checks.function("fn", self.fn)
-        checks.function("initial", self.initial)
+        checks.check_function("fn", self.fn)
+        checks.check_function("initial", self.initial)
 
     def space(self, agent: Agent) -> AnySpace:
         """Space of `obs`; the info part is unbounded."""

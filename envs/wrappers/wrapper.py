@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout import checks
+from rollout.base import checks
 from rollout.envs.multi_agent import has_agents
 from rollout.envs.spaces import as_space
 from rollout.envs.types import (
@@ -128,7 +128,7 @@ class Wrapper(BaseWrapper):
         # jax builds pytrees with placeholders, which have no `step`.
         if not hasattr(self.env, "step"):
             return
-        checks.single(self.env)
+        checks.check_single_env(self.env)
         self._check_agents()
         self._check()
 
@@ -137,7 +137,7 @@ class Wrapper(BaseWrapper):
 
         jax also calls it with leaves other than the user's values: with tracers, or
         with zeros in a `vmap` without mapped arguments. Validate values only if
-        `checks.is_known` is True, and accept zeros.
+        `checks.is_concrete` is True, and accept zeros.
         """
 
     def at_episode(self, number: jax.Array) -> Self:
@@ -329,9 +329,9 @@ def cast_step(result: EnvStep) -> EnvStep:
     return EnvStep(
         state=strong(result.state),
         obs=strong(result.obs),
-        reward=checks.real("reward", result.reward).astype(jnp.float32),
-        terminated=checks.flag("terminated", result.terminated),
-        truncated=checks.flag("truncated", result.truncated),
+        reward=checks.check_real("reward", result.reward).astype(jnp.float32),
+        terminated=checks.check_flag("terminated", result.terminated),
+        truncated=checks.check_flag("truncated", result.truncated),
         info=strong(result.info),
     )
 

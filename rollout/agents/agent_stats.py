@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout import checks
 from rollout.agents.mapping import MapExtras
 from rollout.agents.transitions import agents_of
+from rollout.base import checks, trees
 from rollout.collector import Collector
-from rollout.envs import trees
 from rollout.envs.multi_agent import layout_of
 from rollout.stats import Moments, by_name, is_known, moments, present, xp_of
 from rollout.types import Accumulator, Episodes, PerAgent, Transition
@@ -159,11 +158,11 @@ def evaluate_agents(
         ValueError: if the environment has one agent, or for the reasons listed in
             `rollout.evaluate`.
     """
-    checks.typed_key(key)
-    checks.collects_in_jax(collector)
-    checks.statistics_are_fixed(collector)
-    num_episodes = checks.int_between("num_episodes", num_episodes)
-    max_episode_steps = checks.max_episode_steps(max_episode_steps)
+    checks.check_key(key)
+    checks.check_jax_collector(collector)
+    checks.check_frozen(collector)
+    num_episodes = checks.check_int("num_episodes", num_episodes)
+    max_episode_steps = checks.check_max_episode_steps(max_episode_steps)
     return _evaluate(collector, params, key, num_episodes, max_episode_steps)
 
 

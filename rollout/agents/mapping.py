@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout import checks
 from rollout.agents.population import Population, apply_members
-from rollout.envs import trees
+from rollout.base import checks, trees
 from rollout.envs.multi_agent import AgentGroup, AgentLayout
 from rollout.envs.types import ArrayTree
 from rollout.kernel.state import check_values
@@ -96,11 +95,11 @@ def number(
     policies: Mapping[str, Policy | Population],
 ) -> tuple[tuple[str, int, int], ...]:
     """Validates policies by name, and numbers them as in `PolicyIndex.indices`."""
-    checks.kind("`policies` must be a dict by name", policies, Mapping)
+    checks.check_type("`policies` must be a dict by name", policies, Mapping)
     indices, first = [], 0
     for name, policy in policies.items():
         message = f"`policies[{name!r}]` must be a policy or a population"
-        checks.kind(message, policy, Policy | Population)
+        checks.check_type(message, policy, Policy | Population)
         last = first + (policy.size if isinstance(policy, Population) else 1)
         indices.append((name, first, last))
         first = last
@@ -212,7 +211,7 @@ def decide(
     group_obs = merge(obs[space.name])
     decision = base.decision(caller, decision, space, num_envs * num, group_obs)
     message = f"{subgroup} must return a state like its input state"
-    checks.same(message, merge(state), decision.state)
+    checks.check_same_types(message, merge(state), decision.state)
     return unmerge(decision, num_envs)
 
 
@@ -295,13 +294,15 @@ def fill_extras(subgroups: list[Subgroup], steps: list[PolicyStep]) -> list[Any]
         is_empty = isinstance(step.extras, tuple) and not step.extras
         extras: Any = {} if is_empty else step.extras
         message = f"The extras of the policy {subgroup.name!r} must be () or a dict"
-        checks.kind(message, extras, dict)
+        checks.check_type(message, extras, dict)
         all_extras.append(extras)
         for name, x in extras.items():
             # Compare entries of one agent: policies may control different numbers.
             template = jax.eval_shape(lambda x: jax.tree.map(lambda y: y[0, 0], x), x)
             message = f"Policies of one group must return the same kind of `{name}`"
-            checks.same(message, templates.setdefault(name, template), template)
+            checks.check_same_types(
+                message, templates.setdefault(name, template), template
+            )
     filled = []
     for subgroup, step, extras in zip(subgroups, steps, all_extras, strict=True):
         axes = jax.tree.leaves(step.action)[0].shape[0], len(subgroup.columns)

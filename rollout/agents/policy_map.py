@@ -10,7 +10,6 @@ import numpy as np
 from flax import struct
 from jax.core import Tracer
 
-from rollout import checks
 from rollout.agents import mapping
 from rollout.agents.mapping import (
     FixedMapping,
@@ -20,7 +19,7 @@ from rollout.agents.mapping import (
     Subgroup,
 )
 from rollout.agents.population import Population
-from rollout.envs import prng, trees
+from rollout.base import checks, prng, trees
 from rollout.envs.multi_agent import ACTING, AgentLayout, layout_of
 from rollout.envs.types import ArrayTree
 from rollout.types import Carry, EpisodeKey, Key, Obs, Params, Policy, PolicyStep
@@ -84,9 +83,9 @@ def policy_map(
     """
     index = PolicyIndex(mapping.number(policies), None)
     message = "`policy_mapping_fn` must be a function or made by `static_mapping`"
-    checks.kind(message, policy_mapping_fn, Callable | FixedMapping)
+    checks.check_type(message, policy_mapping_fn, Callable | FixedMapping)
     if value_fn is not None:
-        checks.function("value_fn", value_fn, "params", "obs", "state")
+        checks.check_function("value_fn", value_fn, "params", "obs", "state")
     layout, by_agent = layout_of(env), None
     groups = {} if groups is None else dict(groups)
     if isinstance(policy_mapping_fn, FixedMapping):
@@ -263,7 +262,7 @@ class PolicyMap(Policy):
         self, use_mode: bool, params: Params, obs: Obs, state: _MapState, key: Key
     ) -> PolicyStep:
         message = "`policy_map` must act in an environment with several agents"
-        checks.kind(message, obs, Mapping)
+        checks.check_type(message, obs, Mapping)
         for subgroup in self.subgroups:
             if not isinstance(params, Mapping) or subgroup.name not in params:
                 raise ValueError(

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout import checks
-from rollout.envs import prng
+from rollout.base import checks, prng
 from rollout.envs.types import ArrayTree
 from rollout.types import Key, Obs, Params, Policy, PolicyState, check_policy
 
@@ -46,7 +45,7 @@ class Population(struct.PyTreeNode):
 
     def __post_init__(self) -> None:
         check_policy(self.policy)
-        checks.int_between("size", self.size)
+        checks.check_int("size", self.size)
 
 
 def apply_members(
@@ -60,7 +59,7 @@ def apply_members(
 ) -> Any:
     """Applies a policy to `[N, ...]` agents; agent i has parameters `member[i]`."""
     message = "The parameters of a population must have leaves"
-    checks.leading_axes(message, params, (size,))
+    checks.check_leading_axes(message, params, (size,))
     num_agents = member.shape[0]
     agent_keys = prng.fold_in(key, jnp.arange(num_agents, dtype=jnp.int32))
 

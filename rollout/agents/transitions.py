@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout import checks, platform
 from rollout.agents.mapping import MapExtras, PolicyIndex
+from rollout.base import checks, platform, trees
 from rollout.collector import Collector
-from rollout.envs import trees
 from rollout.envs.multi_agent import AgentGroup, AgentInfo, AgentLayout, layout_of
 from rollout.envs.types import ArrayTree
 from rollout.types import Carry, PerAgent, Transition

@@ -9,7 +9,7 @@ import chex
 import jax
 import numpy as np
 
-from rollout import checks
+from rollout.base import checks
 from rollout.envs.host.types import HostVectorEnv, check_host_env
 from rollout.host.ctrl_c import held_back
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
@@ -92,7 +92,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     max_restarts: int = 100
 
     def __post_init__(self) -> None:
-        checks.outside_of_jit("HostCollector")
+        checks.check_outside_jit("HostCollector")
         check_host_env(self.env)
         self.accumulators = checked_accumulators(self)
         self._loop = Loop(
@@ -138,8 +138,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             ValueError: as in `Collector.init`.
             envs.EnvFault: if an environment failed in its reset.
         """
-        checks.outside_of_jit("HostCollector")
-        checks.typed_key(key)
+        checks.check_outside_jit("HostCollector")
+        checks.check_key(key)
         loop = self._loop
         with loop.call():
             loop.start(key)
@@ -192,11 +192,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             envs.EnvFault: if an environment failed and may not be rebuilt. `recover`
                 returns the rows collected before the fault, as after Ctrl-C.
         """
-        num_steps = checks.int_between("num_steps", num_steps)
+        num_steps = checks.check_int("num_steps", num_steps)
         if max_episode_steps is not None:
-            max_episode_steps = checks.max_episode_steps(max_episode_steps)
+            max_episode_steps = checks.check_max_episode_steps(max_episode_steps)
         choices = ("continue", "reset", "truncate")[: 1 if self.num_ready else 3]
-        checks.choice("at_batch_end", at_batch_end, choices)
+        checks.check_choice("at_batch_end", at_batch_end, choices)
         limit, loop = max_episode_steps or NO_LIMIT, self._loop
         with loop.call(carry):
             if at_batch_end == "reset":
@@ -220,8 +220,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
         Rows of a lost episode that were folded before the fault remain in `acc`.
         """
-        num_steps = checks.int_between("num_steps", num_steps)
-        checks.function("fn", fn, "acc", "transition")
+        num_steps = checks.check_int("num_steps", num_steps)
+        checks.check_function("fn", fn, "acc", "transition")
         loop, block_size = self._loop, min(_BLOCK, num_steps)
         with loop.call(carry):
             for block, rows in loop.run(params, num_steps, block_size):
@@ -249,7 +249,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             num_episodes,
             max_episode_steps,
             per_env=per_env,
-            min_steps=checks.min_steps(min_steps, per_env),
+            min_steps=checks.check_min_steps(min_steps, per_env),
             return_trajectory=return_trajectory,
         )
         return carry, episodes
@@ -265,7 +265,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         max_episode_steps: int | None = None,
     ) -> tuple[Carry, Acc, Episodes]:
         """Plays episodes and folds each transition; see `Collector.fold_episodes`."""
-        checks.function("fn", fn, "acc", "transition")
+        checks.check_function("fn", fn, "acc", "transition")
         return self._play(
             carry, params, num_episodes, max_episode_steps, fn=fn, acc=acc
         )
@@ -354,8 +354,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         acc: Any = None,
     ) -> tuple[Carry, Any, Episodes]:
         """Plays assigned episodes and folds their rows into `acc`."""
-        num_episodes = checks.int_between("num_episodes", num_episodes)
-        max_episode_steps = checks.max_episode_steps(
+        num_episodes = checks.check_int("num_episodes", num_episodes)
+        max_episode_steps = checks.check_max_episode_steps(
             max_episode_steps, return_trajectory
         )
         loop = self._loop

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout import programs
+from rollout.base import programs
+from rollout.base.platform import to_host
 from rollout.envs.host.env_checks import SpaceCheck
 from rollout.envs.spaces import Space
 from rollout.envs.types import ArrayTree
 from rollout.kernel import keys
 from rollout.kernel.state import check_values, init_policy_state, restart_policy_state
-from rollout.platform import to_host
 from rollout.policies import base
 from rollout.types import Policy
 

@@ -21,8 +21,8 @@ import chex
 import jax
 import numpy as np
 
-from rollout import checks
-from rollout.envs import trees
+from rollout.base import checks, trees
+from rollout.base.platform import to_host
 from rollout.envs.host import env_checks
 from rollout.envs.host.arrays import place_rows
 from rollout.envs.host.env_checks import SpaceCheck
@@ -35,7 +35,6 @@ from rollout.host.host_policy import HostPolicy
 from rollout.host.rows import RowBlock, recorder
 from rollout.kernel import keys
 from rollout.kernel.state import accumulate_nothing
-from rollout.platform import to_host
 from rollout.types import (
     Accumulators,
     AsyncInfo,
@@ -112,7 +111,7 @@ class Loop:
         max_restarts: int,
     ) -> None:
         _check(env, num_ready, on_fault)
-        checks.int_between("max_restarts", max_restarts, least=0)
+        checks.check_int("max_restarts", max_restarts, least=0)
         self._env: Any = env
         self._policy, self._is_async = policy, num_ready is not None
         self._width = num_ready or env.num_envs  # columns of a row
@@ -166,7 +165,7 @@ class Loop:
 
     def check(self, carry: Carry) -> None:
         """Raises unless a call may begin with a carry."""
-        checks.outside_of_jit("HostCollector")
+        checks.check_outside_jit("HostCollector")
         check_carry(carry)
         # Compare tickets: a copy of the carry has the same ticket.
         if not self.is_latest(carry):
@@ -179,7 +178,7 @@ class Loop:
             value, expected = (getattr(x, name) for x in (carry, self._latest))
             message = f"`carry.{name}` must be as the latest call returned it, since "
             message += "only `policy_state` may be replaced"
-            checks.same(message, expected, value)
+            checks.check_same_types(message, expected, value)
             for x, y in zip(*map(jax.tree.leaves, (expected, value)), strict=True):
                 if x is y:  # the usual case: avoid the transfer from the device
                     continue
@@ -705,7 +704,7 @@ def _seeds_of(key: chex.PRNGKey, episode_id: jax.Array) -> jax.Array:
 
 def _check(env: Any, num_ready: Any, on_fault: Any) -> None:
     """Validates the options that only some environments support."""
-    checks.choice("on_fault", on_fault, ("raise", "restart"))
+    checks.check_choice("on_fault", on_fault, ("raise", "restart"))
     if on_fault == "restart" and not env.can_rebuild:
         raise ValueError(
             '`on_fault="restart"` needs environments that can be rebuilt one by one, '
@@ -719,7 +718,7 @@ def _check(env: Any, num_ready: Any, on_fault: Any) -> None:
             "`env` must be an `AsyncHostVectorEnv` for `num_ready`, got "
             f"{type(env).__name__}. Make it by `rollout.envs.make_worker_envs`."
         )
-    checks.int_between("num_ready", num_ready, most=env.num_envs)
+    checks.check_int("num_ready", num_ready, most=env.num_envs)
     if env.batch_size not in (None, num_ready):
         raise ValueError(
             f"`num_ready` must be the `batch_size` of the environment, "

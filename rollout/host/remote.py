@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout import checks
-from rollout.checks import import_optional
+from rollout.base import checks, trees
+from rollout.base.checks import import_optional
 from rollout.collector import Collector
-from rollout.envs import trees
 from rollout.host.host_collector import HostCollector
 from rollout.stats import CollectStats, summarize
 from rollout.types import Transition
@@ -140,15 +139,15 @@ class RayCollector(
         max_restarts: int = 10,
         ray_options: Mapping[str, Any] | None = None,
     ) -> None:
-        checks.function("make_collector", make_collector)
-        checks.typed_key(key)
-        num_actors = checks.int_between("num_actors", num_actors)
-        steps_per_batch = checks.int_between("steps_per_batch", steps_per_batch)
+        checks.check_function("make_collector", make_collector)
+        checks.check_key(key)
+        num_actors = checks.check_int("num_actors", num_actors)
+        steps_per_batch = checks.check_int("steps_per_batch", steps_per_batch)
         if max_policy_lag is not None:
-            checks.int_between("max_policy_lag", max_policy_lag, least=0)
+            checks.check_int("max_policy_lag", max_policy_lag, least=0)
         if total_steps is not None:
-            checks.int_between("total_steps", total_steps, most=None)
-        checks.int_between("max_restarts", max_restarts, least=0)
+            checks.check_int("total_steps", total_steps, most=None)
+        checks.check_int("max_restarts", max_restarts, least=0)
         self._max_lag, self._total_steps = max_policy_lag, total_steps
         self._num_actors, self._max_restarts = num_actors, max_restarts
         self._ray = ray = import_optional("ray")
@@ -239,7 +238,9 @@ class RayCollector(
         if self._is_closed:
             raise RuntimeError("`set_params` must be called before `close`.")
         tree = _on_host(params)
-        checks.same("`params` must keep structure, shapes and dtypes", self._spec, tree)
+        checks.check_same_types(
+            "`params` must keep structure, shapes and dtypes", self._spec, tree
+        )
         with self._params_lock:  # two threads must not set the same version
             self._params = self._ray.put(tree), self._params[1] + 1
 
@@ -320,7 +321,7 @@ class _Actor:
         if collector is None:  # created here: Ray hides errors in `__init__`
             collector = self._make_collector()
             message = "`make_collector` must return a `Collector` or a `HostCollector`"
-            checks.kind(message, collector, Collector | HostCollector)
+            checks.check_type(message, collector, Collector | HostCollector)
             impl, words = self._key
             self._carry = collector.init(jax.random.wrap_key_data(words, impl=impl))
             self._collector = collector

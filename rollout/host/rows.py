@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rollout import checks, programs
-from rollout.envs import trees
+from rollout.base import checks, programs, trees
+from rollout.base.platform import to_host
 from rollout.envs.host.types import HostStep
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree
@@ -26,7 +26,6 @@ from rollout.kernel.state import (
     mask_out,
     record,
 )
-from rollout.platform import to_host
 from rollout.policies import base
 from rollout.types import Accumulators, AsyncInfo, RecordFn, Transition
 
@@ -287,7 +286,7 @@ def regroup_by_env(rows: Transition) -> Transition:
         ValueError: if `rows` are not from a collector with `num_ready`.
     """
     message = "`rows` must be of a `HostCollector` with `num_ready`, with its `info`"
-    checks.kind(message, getattr(rows, "info", rows), AsyncInfo)
+    checks.check_type(message, getattr(rows, "info", rows), AsyncInfo)
     rows = _by_env(rows)
     return rows.replace(info=rows.info.info)
 

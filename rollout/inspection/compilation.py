@@ -20,9 +20,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from rollout import checks
+from rollout.base import checks
+from rollout.base.jaxprs import inner_programs
 from rollout.collector import Collector
-from rollout.envs.auto_reset import inner_programs
 from rollout.envs.types import ArrayTree
 from rollout.inspection import hlo
 from rollout.inspection.hlo import Frame
@@ -85,7 +85,7 @@ def devices(accelerator: str, num_devices: int = 1) -> list[Device]:
         ImportError: if the compiler is not installed, or does not match jax's version.
     """
     name, description = find_accelerator(accelerator)
-    num_devices = checks.int_between("num_devices", num_devices)
+    num_devices = checks.check_int("num_devices", num_devices)
     make_fn = _tpus if description["platform"] == "tpu" else _gpus
     return list(make_fn(name, num_devices))
 
@@ -256,8 +256,8 @@ def _program(
     """Returns the function to compile, its arguments, and the steps of a collector."""
     if not isinstance(program, Collector):
         if hasattr(program, "collect_steps"):
-            checks.collects_in_jax(program)
-        checks.function("program", program)
+            checks.check_jax_collector(program)
+        checks.check_function("program", program)
         if num_steps is not None:
             raise ValueError(
                 f"`num_steps` must be None for a function, got {num_steps!r}. Set the "
@@ -265,7 +265,7 @@ def _program(
             )
         return program, args, None
     params, key = args
-    num_steps = checks.int_between(
+    num_steps = checks.check_int(
         "num_steps", _NUM_STEPS if num_steps is None else num_steps
     )
     carry = jax.eval_shape(Collector.init, program, key)

@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout import platform
-from rollout.envs import trees
+from rollout.base import platform, trees
 from rollout.envs.types import ArrayTree
 from rollout.kernel import keys
 from rollout.kernel.keys import Start

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rollout.envs import prng, trees
+from rollout.base import prng, trees
 from rollout.envs.types import RESET, LaneIndex, VectorEnv
 from rollout.types import Carry
 

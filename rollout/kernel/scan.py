@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rollout import platform
-from rollout.envs import trees
+from rollout.base import platform, trees
 from rollout.envs.types import ArrayTree
 from rollout.kernel import keys
 from rollout.kernel.state import pack, roots_of, unpack_flags

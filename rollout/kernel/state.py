@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rollout import checks
-from rollout.envs import auto_reset, prng, trees
+from rollout.base import checks, prng, trees
+from rollout.envs import auto_reset
 from rollout.envs.types import ArrayTree, EnvStep, LaneIndex, VectorEnv, place, strong
 from rollout.kernel import keys
 from rollout.kernel.keys import POLICY_EPISODE, Roots
@@ -61,22 +61,24 @@ def check_fits(spec: KernelSpec, carry: Carry) -> None:
     template = jax.eval_shape(spec.init, carry.key)  # from the cache after an `init`
     for name, expected in vars(template).items():
         message = f"`carry.{name}` must match the output of this collector's `init`"
-        checks.same(message, expected, vars(carry)[name])
+        checks.check_same_types(message, expected, vars(carry)[name])
 
 
 def check_env_step(carry: Carry, result: EnvStep) -> EnvStep:
     """Checks that a step returns the structure, shapes and dtypes of a reset."""
-    checks.kind("`env.step` must return a `rollout.envs.EnvStep`", result, EnvStep)
+    checks.check_type(
+        "`env.step` must return a `rollout.envs.EnvStep`", result, EnvStep
+    )
     dtypes = {"reward": jnp.float32, "terminated": jnp.bool_, "truncated": jnp.bool_}
     dtypes |= {} if result.raw_reward is None else {"raw_reward": jnp.float32}
     lanes = carry.episode.episode_id.shape
     for name, dtype in dtypes.items():
         message = f"`env.step` must return `{name}` as"
-        checks.shaped(message, getattr(result, name), lanes, dtype)
+        checks.check_shape(message, getattr(result, name), lanes, dtype)
     message = "`env.step` must return the state as `env.reset` does"
-    checks.same(message, carry.env_state, result.state)
+    checks.check_same_types(message, carry.env_state, result.state)
     message = "`env.step` must return `obs` as `env.reset` does"
-    checks.same(message, carry.obs, result.obs)
+    checks.check_same_types(message, carry.obs, result.obs)
     return result
 
 
@@ -92,7 +94,9 @@ def init_policy_state(policy: Policy, episode_key: chex.PRNGKey) -> ArrayTree:
 
     initial = policy.init(episode_key.size)
     state = jax.tree.map(make, initial, is_leaf=lambda x: isinstance(x, EpisodeKey))
-    checks.leading_axes("`policy.init` must return leaves", state, episode_key.shape)
+    checks.check_leading_axes(
+        "`policy.init` must return leaves", state, episode_key.shape
+    )
     return state
 
 
@@ -197,7 +201,7 @@ def checked_accumulators(collector: Any) -> Accumulators:
     """Validates the options of a collector; returns the accumulators as a tuple."""
     check_policy(collector.policy)
     if collector.record_fn is not None:
-        checks.function("record_fn", collector.record_fn, "transition")
+        checks.check_function("record_fn", collector.record_fn, "transition")
     value = collector.accumulators
     rule = "`accumulators` must map names to `Accumulator`s"
     # A static field of a pytree must be hashable: store a tuple, not a dict.
@@ -222,7 +226,7 @@ def accumulate(
     values = {name: x.update(accumulated[name], transition) for name, x in accumulators}
     for name, value in values.items():
         message = f"The accumulator `{name}` must return a value like its input"
-        checks.same(message, accumulated[name], value)
+        checks.check_same_types(message, accumulated[name], value)
     # Use strong types, as before the first step: otherwise the carry's types change.
     return transition.replace(accumulated=strong(values or ()))
 
@@ -232,7 +236,7 @@ def record(record_fn: RecordFn | None, transition: Transition) -> Transition:
     if record_fn is None:
         return transition
     recorded = record_fn(transition)
-    checks.kind("`record_fn` must return a `Transition`", recorded, Transition)
+    checks.check_type("`record_fn` must return a `Transition`", recorded, Transition)
     for name, field in vars(recorded).items():
         original = vars(transition)[name]
         # Compare identities: tracers have no values to compare.
@@ -246,7 +250,7 @@ def record(record_fn: RecordFn | None, transition: Transition) -> Transition:
                 f"`record_fn` must set a dropped field to `()`, got `{name}=None`."
             )
     lanes = transition.mask.shape
-    checks.leading_axes("`record_fn` must return leaves", recorded, lanes)
+    checks.check_leading_axes("`record_fn` must return leaves", recorded, lanes)
     return recorded
 
 

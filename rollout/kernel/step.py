@@ -8,9 +8,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rollout.envs import prng, trees
+from rollout.base import prng, trees
 from rollout.envs.types import RESET, ArrayTree, EnvStep, Lanes, place
 from rollout.kernel import keys
+from rollout.kernel.isolation import is_endless, step_once
 from rollout.kernel.keys import Roots, Start
 from rollout.kernel.state import (
     accumulate,
@@ -21,7 +22,6 @@ from rollout.kernel.state import (
     record,
     restart_policy_state,
 )
-from rollout.platform import is_endless, step_once
 from rollout.policies import base
 from rollout.types import (
     Carry,

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout import checks
-from rollout.envs import trees
+from rollout.base import checks, trees
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies import masks
@@ -268,7 +267,7 @@ class RecurrentPolicy(_FunctionPolicy[ParamsT, ObsT, ActionT]):
         arguments = "params", "obs", "state", "key"
         _check_functions(arguments, fn=self.fn, mode_fn=self.mode_fn)
         _check_functions(("params", "obs", "state"), value_fn=self.value_fn)
-        checks.function("init_fn", self.init_fn, "num_envs")
+        checks.check_function("init_fn", self.init_fn, "num_envs")
 
     def init(self, num_envs: int) -> PolicyState:
         """Calls `init_fn`."""
@@ -324,7 +323,7 @@ def recurrent_policy(
 def _check_functions(arguments: tuple[str, ...], **functions: Any) -> None:
     for name, fn in functions.items():
         if name == "fn" or fn is not None:
-            checks.function(name, fn, *arguments)
+            checks.check_function(name, fn, *arguments)
 
 
 def unroll(
@@ -404,7 +403,7 @@ def decision(
         `jax.random.categorical` returns with `jax_enable_x64`.
     """
     message = f"{caller} must return a `PolicyStep` with `action`, `state` and `extras`"
-    checks.kind(message, result, PolicyStep)
+    checks.check_type(message, result, PolicyStep)
     if space.shape is None:
         return result  # a composite space: `act` checks the action
     spec = jax.ShapeDtypeStruct((num_envs, *space.shape), space.dtype)
@@ -458,11 +457,15 @@ def act(
             action = jax.tree.map(_cast, result.action, sample)
             result = result._replace(action=action)
         message = "`policy.apply` must return actions like samples of the action space"
-        checks.same(f"{message}, a tuple as (action, extras)", sample, result.action)
-    checks.same(
+        checks.check_same_types(
+            f"{message}, a tuple as (action, extras)", sample, result.action
+        )
+    checks.check_same_types(
         "`policy.apply` must return a state like its input state",
         policy_state,
         result.state,
     )
-    checks.leading_axes("`policy.apply` must return extras", result.extras, (num_envs,))
+    checks.check_leading_axes(
+        "`policy.apply` must return extras", result.extras, (num_envs,)
+    )
     return result

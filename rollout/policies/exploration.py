@@ -32,8 +32,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from rollout import checks
-from rollout.envs import prng, trees
+from rollout.base import checks, prng, trees
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies import base, masks
@@ -261,7 +260,7 @@ class RandomWarmup(_Exploration[ParamsT, ObsT, ActionT]):
         super().__post_init__()
         # Check numbers only: JAX also builds policies from tracers and placeholders.
         if isinstance(self.num_steps, int | float | str):
-            checks.int_between("num_steps", self.num_steps, least=0)
+            checks.check_int("num_steps", self.num_steps, least=0)
         masks.check_can_sample(self.action_space, self.action_mask_fn)
 
     def _amount(self) -> Any:
@@ -396,7 +395,7 @@ class OrnsteinUhlenbeck(_Noise[ParamsT, ObsT, ActionT]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if checks.is_known(pair := (self.theta, self.dt)):
+        if checks.is_concrete(pair := (self.theta, self.dt)):
             theta, dt = map(np.asarray, pair)
             if not np.all((theta >= 0) & (dt >= 0) & (theta * dt < 2)):
                 raise ValueError(
@@ -432,11 +431,11 @@ def _replace(
         extras: Any = decision.extras
         extras = {} if isinstance(extras, tuple) and not extras else extras
         message = "The wrapped policy's extras must be () or a dict"
-        checks.kind(message, extras, dict)
+        checks.check_type(message, extras, dict)
         # A wrapped policy with a mask has already set the flag: combine both flags.
         inner_flag = extras.get("no_valid_action", no_valid_action)
         message = "The wrapped policy's `no_valid_action` must be one bool per lane"
-        checks.same(message, no_valid_action, inner_flag)
+        checks.check_same_types(message, no_valid_action, inner_flag)
         extras = {**extras, "no_valid_action": no_valid_action | inner_flag}
         decision = decision._replace(extras=extras)
     return decision._replace(action=trees.select(flag, action, decision.action))
@@ -457,7 +456,7 @@ def _check_range(name: str, value: Any, highest: float, suffix: str = "") -> Non
     range_text = "at least 0 and finite" if highest == math.inf else bounded
     if isinstance(value, str | list | tuple | dict):
         raise ValueError(f"`{name}` must be {range_text}{suffix}, got {value!r}.")
-    if checks.is_known(value) and value is not None:
+    if checks.is_concrete(value) and value is not None:
         numbers = np.asarray(value)
         if not np.all((numbers >= 0) & (numbers <= highest) & np.isfinite(numbers)):
             raise ValueError(f"`{name}` must be {range_text}{suffix}, got {value!r}.")

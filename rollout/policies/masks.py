@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from rollout import checks
-from rollout.envs import prng
+from rollout.base import checks, prng
+from rollout.base.platform import choose
 from rollout.envs.spaces import (
     Composite,
     Discrete,
@@ -26,7 +26,6 @@ from rollout.envs.spaces import (
     as_space,
 )
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.platform import choose
 
 _LARGEST_N = 1 << 16  # so that the product of two 16-bit halves fits 32 bits
 _MANY = 256  # masks with at least this many columns use rejection sampling first
@@ -193,7 +192,7 @@ def _below(
 def check_can_sample(space: AnySpace, action_mask_fn: ActionMaskFn | None) -> None:
     """Raises for infinite bounds, and for a mask of a space without discrete parts."""
     if action_mask_fn is not None:
-        checks.function("action_mask_fn", action_mask_fn)
+        checks.check_function("action_mask_fn", action_mask_fn)
         if not any(isinstance(part, DISCRETE) for part in space.leaves()):
             raise ValueError(
                 "`action_space` must be discrete or have discrete parts if "
@@ -332,5 +331,5 @@ def _check_mask(action_mask: Any, num_envs: int, space: AnySpace) -> Any:
 def _bools(action_mask: Any, shape: tuple[int, ...]) -> jax.Array:
     """Checks the shape of a mask, and converts numbers to bool."""
     message = "`action_mask_fn` must return one flag per lane and action,"
-    checks.shaped(message, action_mask, shape)
+    checks.check_shape(message, action_mask, shape)
     return jnp.asarray(action_mask, bool)

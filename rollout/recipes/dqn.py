@@ -19,7 +19,7 @@ import optax
 from flax import struct
 
 import rollout
-from rollout import checks
+from rollout.base import checks
 from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.networks import Encoder, join
@@ -182,7 +182,7 @@ class DQN(Agent):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self.config, "gradient_steps", "stats_window_size")
-        if checks.is_known(self.config.target_update_interval):  # may be traced
+        if checks.is_concrete(self.config.target_update_interval):  # may be traced
             check_counts(self.config, "target_update_interval")
         space = self.spec.action_space
         if not isinstance(space, Discrete):

@@ -25,7 +25,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import rollout
-from rollout import checkpoint, checks
+from rollout import checkpoint
+from rollout.base import checks
 from rollout.envs import spaces
 from rollout.envs.spaces import EnvSpec
 from rollout.envs.types import AnySpace, ArrayTree
@@ -148,10 +149,10 @@ def run(
             "`eval_env` must be separate from `agent.env`: an evaluation would end the "
             "episodes of the training. Create it like `env`."
         )
-    checks.typed_key(key)
-    num_eval_episodes = checks.int_between("num_eval_episodes", num_eval_episodes)
+    checks.check_key(key)
+    num_eval_episodes = checks.check_int("num_eval_episodes", num_eval_episodes)
     if evaluate_every is not None:
-        evaluate_every = checks.int_between("evaluate_every", evaluate_every, most=None)
+        evaluate_every = checks.check_int("evaluate_every", evaluate_every, most=None)
     env = agent.env if eval_env is None else eval_env
     eval_collector = make_collector(env, agent.eval_policy, agent.mesh)
     files = Folder(Path(folder).expanduser())

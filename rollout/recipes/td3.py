@@ -19,7 +19,7 @@ import optax
 from flax import struct
 
 import rollout
-from rollout import checks
+from rollout.base import checks
 from rollout.buffers import ReplayBuffer
 from rollout.distributions import TanhNormal
 from rollout.envs.types import AnySpace, ArrayTree
@@ -177,7 +177,7 @@ class TD3(Agent):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self.config, "gradient_steps", "stats_window_size")
-        if checks.is_known(self.config.policy_delay):  # may be traced
+        if checks.is_concrete(self.config.policy_delay):  # may be traced
             check_counts(self.config, "policy_delay")
         TanhNormal(self.spec.action_space)  # raises if it is not a Box of floats
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rollout import checks, platform, programs
+from rollout.base import checks, platform, programs
 from rollout.collector import Collector
 from rollout.envs.types import ArrayTree
 from rollout.host import ctrl_c
@@ -75,21 +75,21 @@ class Options:
         for name in ("steps_per_batch", "episodes_per_batch", "total_steps"):
             if (value := getattr(self, name)) is not None:
                 limit = None if name == "total_steps" else checks.INT32_MAX
-                ints[name] = value = checks.int_between(name, value, most=limit)
+                ints[name] = value = checks.check_int(name, value, most=limit)
                 if name != "episodes_per_batch":
                     label = f"num_envs={self.num_envs}"
-                    checks.multiple(name, value, self.num_envs, label)
+                    checks.check_multiple(name, value, self.num_envs, label)
         if self.max_episode_steps is not None:
-            limit = checks.max_episode_steps(self.max_episode_steps)
+            limit = checks.check_max_episode_steps(self.max_episode_steps)
             ints["max_episode_steps"] = limit
-        checks.boolean("reuse_memory", self.reuse_memory)
-        checks.boolean("check_finite", self.check_finite)
+        checks.check_bool("reuse_memory", self.reuse_memory)
+        checks.check_bool("check_finite", self.check_finite)
         if self.postprocess is not None:
-            checks.function("postprocess", self.postprocess)
+            checks.check_function("postprocess", self.postprocess)
         ends = "continue", "reset", "truncate"
-        checks.choice("at_batch_end", self.at_batch_end, ends)
-        checks.choice("on_fault", self.on_fault, ("raise", "drop"))
-        checks.choice("prefetch", self.prefetch, (0, 1))
+        checks.check_choice("at_batch_end", self.at_batch_end, ends)
+        checks.check_choice("on_fault", self.on_fault, ("raise", "drop"))
+        checks.check_choice("prefetch", self.prefetch, (0, 1))
         self._check_rules(collector)
         return dataclasses.replace(self, **ints)
 

@@ -10,9 +10,8 @@ import jax
 import numpy as np
 from flax import struct
 
-from rollout import checks, programs
+from rollout.base import checks, programs, trees
 from rollout.collector import Collector
-from rollout.envs import trees
 from rollout.envs.types import ArrayTree, strong
 from rollout.host.host_collector import HostCollector
 from rollout.stats import CollectStats, merge
@@ -147,9 +146,9 @@ class Stream(Generic[ParamsT]):
         on_fault: str = "raise",
         progress: bool = False,
     ) -> None:
-        checks.collects(collector)
-        checks.boolean("progress", progress)
-        checks.outside_of_jit("Stream")
+        checks.check_collector(collector)
+        checks.check_bool("progress", progress)
+        checks.check_outside_jit("Stream")
         self._options = options = Options(
             num_envs=collector.env.num_envs,
             steps_per_batch=steps_per_batch,
@@ -280,7 +279,9 @@ class Stream(Generic[ParamsT]):
         # The lock gives concurrent calls of several threads different versions.
         with self._params_lock:
             old, version = self._params
-            checks.same("`params` must keep structure, shapes and dtypes", old, new)
+            checks.check_same_types(
+                "`params` must keep structure, shapes and dtypes", old, new
+            )
             self._params = new, version + 1
 
     def stop(self) -> None:
@@ -336,7 +337,7 @@ class Stream(Generic[ParamsT]):
                 the environments do not implement `load_state`.
         """
         message = "`state` must be the state of a stream of the same kind"
-        checks.same(message, self.state(), state)
+        checks.check_same_types(message, self.state(), state)
         steps, version, next_version = (int(x) for x in state["counts"])
         pending = None
         if self._options.prefetch and next_version != _NEWEST:

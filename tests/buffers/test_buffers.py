@@ -28,7 +28,8 @@ from cases import on_a_gpu, quick_jit
 from ring_model import Model, encode
 from scipy import stats as scipy_stats
 
-from rollout import buffers, platform
+from rollout import buffers
+from rollout.base import platform
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 slow = pytest.mark.slow

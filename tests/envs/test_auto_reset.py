@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from cases import quick_jit, raw
 
-from rollout.envs import auto_reset, prng, trees
+from rollout.base import prng, trees
+from rollout.envs import auto_reset
 from rollout.envs.types import Lanes
 
 pytestmark = pytest.mark.usefixtures("key_reuse")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import quick_jit
 
-from rollout.envs import prng, trees
+from rollout.base import prng, trees
 
 pytestmark = pytest.mark.usefixtures("key_reuse")
 

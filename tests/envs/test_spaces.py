@@ -14,7 +14,7 @@ from gymnax.environments import spaces as gymnax_spaces
 
 import rollout
 from rollout import envs
-from rollout.envs import prng
+from rollout.base import prng
 from rollout.envs.spaces import EnvSpec, as_space, env_spec
 
 NUM_DRAWS = 8_000

@@ -74,7 +74,7 @@ AGENTS = {
 def update_once(agent):
     """Returns the state after one update, and the metrics, as NumPy arrays."""
     state, metrics = quick_jit(agent.update)(agent.init(jax.random.key(0)))
-    carry = rollout.envs.trees.unwrap_keys(state.carry)
+    carry = rollout.base.trees.unwrap_keys(state.carry)
     return jax.device_get((state.params, state.opt_state, metrics, carry))
 
 

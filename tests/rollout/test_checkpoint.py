@@ -19,7 +19,7 @@ from cases import collect, raw
 
 import rollout
 from rollout import buffers, checkpoint
-from rollout.envs import trees
+from rollout.base import trees
 
 ROOT = Path(__file__).parents[2]
 NUM_BATCHES = 50

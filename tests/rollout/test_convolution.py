@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from rollout.minibatches import mean_gradient
-from rollout.platform import conv_general_dilated
+from rollout.networks import conv_general_dilated
 
 LAYOUTS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}
 LAYOUTS[3] = ("NDHWC", "DHWIO", "NDHWC")

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import rollout
 from rollout import buffers, envs, inspection
 from rollout.agents import team_transitions
-from rollout.platform import BLOCK
+from rollout.base.platform import BLOCK
 from rollout.recipes import ppo
 
 T, B, HIDDEN = 16, 2048, 64

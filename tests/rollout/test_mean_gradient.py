@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rollout.minibatches import mean_gradient, normalize
-from rollout.platform import conv_general_dilated
+from rollout.networks import conv_general_dilated
 
 # Sums of float32 in another order.
 close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)

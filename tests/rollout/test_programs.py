@@ -15,8 +15,9 @@ from compiles import count_compiles
 from host_count import HostCount
 
 import rollout
-from rollout import buffers, envs, programs
+from rollout import buffers, envs
 from rollout.agents import policy_map, static_mapping
+from rollout.base import programs
 from rollout.envs import spaces
 from rollout.policies import (
     EpsilonGreedy,

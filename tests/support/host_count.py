@@ -11,7 +11,7 @@ from flax import struct
 
 import rollout
 from rollout import envs
-from rollout.envs import prng
+from rollout.base import prng
 from rollout.envs.host.types import (
     AsyncHostVectorEnv,
     EnvFault,

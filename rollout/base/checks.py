@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-ArrayTree = Any  # as in `envs.types`, which imports this module
+from rollout.base.types import ArrayTree
+
 INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
 MAX_EPISODE_STEPS = 1_000_000  # default, which bounds calls if an episode never ends
 _REAL: Any = numbers.Real  # `Any`: type checkers find no comparison of `Real`
@@ -31,7 +32,7 @@ _ADAPTERS = (
 )
 
 
-def int_between(
+def check_int(
     name: str, value: Any, *, least: int = 1, most: int | None = INT32_MAX
 ) -> int:
     """Checks an integer from `least` to `most`; returns it as a Python int."""
@@ -42,7 +43,7 @@ def int_between(
     return operator.index(value)
 
 
-def seconds(name: str, value: Any) -> float | None:
+def check_seconds(name: str, value: Any) -> float | None:
     """Checks a finite number of seconds above 0; None means no limit."""
     if value is None:
         return None
@@ -54,7 +55,7 @@ def seconds(name: str, value: Any) -> float | None:
     return float(value)
 
 
-def not_of_gymnasium(env: Any) -> None:
+def check_not_gymnasium(env: Any) -> None:
     """Raises if `env` is an environment of Gymnasium without an adapter."""
     modules = {cls.__module__.partition(".")[0] for cls in type(env).__mro__}
     if modules & {"gym", "gymnasium"} and jax.tree_util.all_leaves([env]):
@@ -64,9 +65,9 @@ def not_of_gymnasium(env: Any) -> None:
         )
 
 
-def single(env: Any) -> None:
+def check_single_env(env: Any) -> None:
     """Checks that `env` is a single environment and a pytree."""
-    not_of_gymnasium(env)
+    check_not_gymnasium(env)
     if hasattr(env, "num_envs"):
         raise ValueError(
             "`env` must be a single environment, got parallel environments: wrap or "
@@ -89,9 +90,9 @@ def single(env: Any) -> None:
         )
 
 
-def flag(name: str, value: Any) -> jax.Array:
+def check_flag(name: str, value: Any) -> jax.Array:
     """Checks that a flag of `step` is a bool or an integer; returns it as a bool."""
-    value = real(name, value)
+    value = check_real(name, value)
     if jnp.issubdtype(value.dtype, jnp.inexact):
         raise ValueError(
             f"`env.step` must return `{name}` as bool, got {value.dtype}: compare it "
@@ -100,7 +101,7 @@ def flag(name: str, value: Any) -> jax.Array:
     return value.astype(bool)
 
 
-def real(name: str, value: Any) -> jax.Array:
+def check_real(name: str, value: Any) -> jax.Array:
     """Checks that an output of `step` is a real number or an array of real numbers."""
     is_number = isinstance(value, _REAL) or hasattr(value, "dtype")
     if not is_number or jnp.iscomplexobj(value):
@@ -111,14 +112,14 @@ def real(name: str, value: Any) -> jax.Array:
     return jnp.asarray(value)
 
 
-def integer(name: str, value: Any) -> int:
+def check_integer(name: str, value: Any) -> int:
     """Checks a Python or NumPy integer; returns it as a Python int."""
     if not _is_integer(value):
         raise ValueError(f"`{name}` must be an int, got {value!r}.")
     return operator.index(value)
 
 
-def multiple(name: str, value: int, factor: int, label: str) -> None:
+def check_multiple(name: str, value: int, factor: int, label: str) -> None:
     """Checks a multiple of `factor`; the message contains `label`."""
     if value % factor:
         below = value // factor * factor
@@ -129,19 +130,21 @@ def multiple(name: str, value: int, factor: int, label: str) -> None:
         )
 
 
-def boolean(name: str, value: Any) -> None:
+def check_bool(name: str, value: Any) -> None:
     """Checks that an option is a bool."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"`{name}` must be a bool, got {value!r}.")
 
 
-def positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: Any) -> None:
     """Checks a number above 0."""
     if not (_is_real(value) and value > 0):
         raise ValueError(f"`{name}` must be above 0, got {value!r}.")
 
 
-def fraction(name: str, value: Any, *, lowest: int = 0, highest: float = 1) -> None:
+def check_fraction(
+    name: str, value: Any, *, lowest: int = 0, highest: float = 1
+) -> None:
     """Checks a number within bounds, or the shape and dtype of a scalar array."""
     if _is_real(value):
         is_wrong = not lowest <= value <= highest
@@ -153,7 +156,7 @@ def fraction(name: str, value: Any, *, lowest: int = 0, highest: float = 1) -> N
         raise ValueError(f"`{name}` must be a number in {bounds}, got {value!r}.")
 
 
-def holds(dtype: Any, low: int, high: int) -> None:
+def check_int_dtype(dtype: Any, low: int, high: int) -> None:
     """Checks that `dtype` is an integer dtype whose range contains `low` to `high`."""
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.integer):
@@ -174,7 +177,7 @@ def _is_integer(value: Any) -> bool:
     return not isinstance(value, bool | jax.Array) and hasattr(value, "__index__")
 
 
-def is_known(tree: Any) -> bool:
+def is_concrete(tree: Any) -> bool:
     """Returns whether every leaf is a number or a concrete array.
 
     JAX also builds pytrees of tracers and of placeholder objects.
@@ -186,7 +189,7 @@ def is_known(tree: Any) -> bool:
     )
 
 
-def typed_key(key: Any) -> None:
+def check_key(key: Any) -> None:
     """Checks that `key` is one typed key."""
     is_key = jnp.issubdtype(getattr(key, "dtype", bool), jax.dtypes.prng_key)
     if not is_key or key.shape:
@@ -197,13 +200,13 @@ def typed_key(key: Any) -> None:
         )
 
 
-def kind(text: str, value: Any, types: Any) -> None:
+def check_type(text: str, value: Any, types: Any) -> None:
     """Checks that a value has one of these types; `text` begins the error message."""
     if not isinstance(value, types):
         raise ValueError(f"{text}, got {describe(value)}.")
 
 
-def function(name: str, value: Any, *arguments: str) -> None:
+def check_function(name: str, value: Any, *arguments: str) -> None:
     """Checks that an option is callable with these arguments, if there are any."""
     if not callable(value):
         raise ValueError(f"`{name}` must be a function, got {describe(value)}.")
@@ -220,7 +223,7 @@ def function(name: str, value: Any, *arguments: str) -> None:
         ) from None
 
 
-def max_episode_steps(value: Any, return_trajectory: bool = False) -> int:
+def check_max_episode_steps(value: Any, return_trajectory: bool = False) -> int:
     """Checks a number of steps; clips numbers above the largest int32."""
     if value is None:
         if return_trajectory:
@@ -229,27 +232,27 @@ def max_episode_steps(value: Any, return_trajectory: bool = False) -> int:
                 "since it is the number of rows per episode, got None."
             )
         return MAX_EPISODE_STEPS
-    return min(int_between("max_episode_steps", value, most=None), INT32_MAX)
+    return min(check_int("max_episode_steps", value, most=None), INT32_MAX)
 
 
-def min_steps(value: Any, per_env: bool) -> int | None:
+def check_min_steps(value: Any, per_env: bool) -> int | None:
     """Checks the number of steps after which no queued episode starts."""
     if value is not None and per_env:
         raise ValueError(
             "`min_steps` must be None with `per_env=True`, since every lane plays all "
             f"its episodes, got {value!r}. Remove one of the two options."
         )
-    return None if value is None else int_between("min_steps", value)
+    return None if value is None else check_int("min_steps", value)
 
 
-def choice(name: str, value: Any, choices: Collection[str | int]) -> None:
+def check_choice(name: str, value: Any, choices: Collection[str | int]) -> None:
     """Checks that a value is one of the given strings or numbers."""
     if isinstance(value, bool) or value not in choices:
         names = " or ".join(repr(x).replace("'", '"') for x in choices)
         raise ValueError(f"`{name}` must be {names}, got {value!r}.")
 
 
-def collects(value: Any) -> None:
+def check_collector(value: Any) -> None:
     """Checks that a value is a collector."""
     if not hasattr(value, "collect_steps"):
         hint = " Pass `agent.collector`." if hasattr(value, "collector") else ""
@@ -259,7 +262,7 @@ def collects(value: Any) -> None:
         )
 
 
-def collects_in_jax(value: Any) -> None:
+def check_jax_collector(value: Any) -> None:
     """Raises if a collector does not have JAX environments."""
     if getattr(value, "is_host", True):
         raise ValueError(
@@ -268,7 +271,7 @@ def collects_in_jax(value: Any) -> None:
         )
 
 
-def statistics_are_fixed(collector: Any) -> None:
+def check_frozen(collector: Any) -> None:
     """Raises if the environments still update normalization statistics."""
     if collector.env.learns:
         raise ValueError(
@@ -283,7 +286,7 @@ def is_tracing() -> bool:
     return isinstance(jnp.add(1, 1), Tracer)
 
 
-def outside_of_jit(name: str) -> None:
+def check_outside_jit(name: str) -> None:
     """Raises while JAX traces: a Python loop would run only at trace time."""
     if is_tracing():
         raise ValueError(
@@ -292,7 +295,7 @@ def outside_of_jit(name: str) -> None:
         )
 
 
-def leading_axes(text: str, tree: ArrayTree, axes: tuple[int, ...]) -> None:
+def check_leading_axes(text: str, tree: ArrayTree, axes: tuple[int, ...]) -> None:
     """Checks that the shapes of all leaves begin with `axes`, for example `(B,)`."""
     for path, leaf in jax.tree.leaves_with_path(tree):
         if jnp.shape(leaf)[: len(axes)] != axes:
@@ -300,7 +303,9 @@ def leading_axes(text: str, tree: ArrayTree, axes: tuple[int, ...]) -> None:
             raise ValueError(f"{text} with the leading axes {axes}, got {got}.")
 
 
-def shaped(text: str, value: Any, shape: tuple[int, ...], dtype: Any = None) -> None:
+def check_shape(
+    text: str, value: Any, shape: tuple[int, ...], dtype: Any = None
+) -> None:
     """Checks the shape of an array, and the dtype unless `dtype` is None.
 
     `text` begins the error message.
@@ -312,7 +317,7 @@ def shaped(text: str, value: Any, shape: tuple[int, ...], dtype: Any = None) -> 
         raise ValueError(f"{text} {name} of shape {shape}, got {describe(value)}.")
 
 
-def lane_mesh(mesh: Any, axis: Any = None) -> tuple[jax.sharding.Mesh, str]:
+def check_mesh(mesh: Any, axis: Any = None) -> tuple[jax.sharding.Mesh, str]:
     """Checks a device mesh and the name of the axis over which lanes are sharded.
 
     Args:
@@ -324,7 +329,7 @@ def lane_mesh(mesh: Any, axis: Any = None) -> tuple[jax.sharding.Mesh, str]:
         types of arrays; and the name of the axis.
     """
     text = "`mesh` must be a `jax.sharding.Mesh`, for example from `jax.make_mesh`"
-    kind(text, mesh, jax.sharding.Mesh)
+    check_type(text, mesh, jax.sharding.Mesh)
     if axis is None:
         axis = mesh.axis_names[0] if len(mesh.axis_names) == 1 else "lanes"
         if axis not in mesh.shape:
@@ -341,7 +346,7 @@ def lane_mesh(mesh: Any, axis: Any = None) -> tuple[jax.sharding.Mesh, str]:
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types), axis
 
 
-def same(text: str, expected: ArrayTree, got: ArrayTree) -> None:
+def check_same_types(text: str, expected: ArrayTree, got: ArrayTree) -> None:
     """Checks that two trees agree in structure, shapes and dtypes.
 
     The message names the first leaf that differs.

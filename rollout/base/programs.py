@@ -19,7 +19,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 
-from rollout import checks
+from rollout.base import checks
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 

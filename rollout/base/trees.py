@@ -1,10 +1,10 @@
 """Operations on pytrees whose leaves may be typed random keys."""
 
-from typing import Any as ArrayTree
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from rollout.base.types import ArrayTree
 
 
 def barrier(tree: ArrayTree) -> ArrayTree:

@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax
 from jax.extend import random as extend_random
 
-from rollout.envs import trees
+from rollout.base import trees
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # bits, in groups of four rounds
 _HALF = 512  # words in half a block of random words

@@ -1,0 +1,8 @@
+"""The lowest package: it imports nothing else of ours, and all packages import it.
+
+`checks` validates arguments and the results of users' functions. `types` has aliases
+for annotations. `trees` has operations on pytrees with typed keys, `prng` generates
+random numbers, and `jaxprs` reads traced functions. `programs` shares compiled
+programs between equal objects. `platform` chooses implementations by device, and
+`convolution` is a convolution for networks.
+"""
