@@ -1,6 +1,6 @@
 """Convolutions whose gradients are fast in loops on a CPU.
 
-Use `rollout.platform.conv_general_dilated`, which is defined here.
+Use `rollout.networks.conv_general_dilated`, which is defined here.
 """
 
 import functools
