@@ -11,9 +11,12 @@ import numpy as np
 
 from rollout.base import checks
 from rollout.envs.host.types import HostVectorEnv, check_host_env
+from rollout.envs.spaces import as_space
 from rollout.host.ctrl_c import held_back
-from rollout.host.loop import NO_LIMIT, FaultStats, Loop
+from rollout.host.episode_plan import EpisodePlan, EpisodeTable
+from rollout.host.host_state import NO_LIMIT, FaultStats
 from rollout.host.rows import fold, row_shape
+from rollout.host.session import Session
 from rollout.kernel.state import checked_accumulators
 from rollout.types import (
     NO_VALUE,
@@ -95,20 +98,15 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         checks.check_outside_jit("HostCollector")
         check_host_env(self.env)
         self.accumulators = checked_accumulators(self)
-        self._loop = Loop(
-            self.env,
-            self.policy,
-            num_ready=self.num_ready,
-            record_fn=self.record_fn,
-            accumulators=self.accumulators,
-            on_fault=self.on_fault,
-            max_restarts=self.max_restarts,
-        )
+        _check_options(self.env, self.num_ready, self.on_fault)
+        checks.check_int("max_restarts", self.max_restarts, least=0)
+        self._session = Session(self)
 
     @property
     def fault_stats(self) -> FaultStats:
         """Number of faults, lost steps and restarts so far."""
-        return self._loop.stats
+        state = self._session.state
+        return FaultStats() if state is None else state.stats
 
     def replace(self, **changes: Any) -> Self:
         """Returns a new collector with some arguments of the constructor changed.
@@ -140,11 +138,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         checks.check_outside_jit("HostCollector")
         checks.check_key(key)
-        loop = self._loop
-        with loop.call():
-            loop.start(key)
-            loop.begin(loop.episode_id)
-            return loop.carry()
+        session = self._session
+        with session.call():
+            session.start(key)
+            session.settle()
+            return session.finish()
 
     def step(
         self, carry: Carry, params: ParamsT
@@ -170,8 +168,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         if not self.policy.has_value:
             raise ValueError(NO_VALUE)
         with held_back():  # an interrupt in JAX's caches raises other errors
-            self._loop.check(carry)
-            return self._loop.policy.evaluate(params, carry.obs, carry.policy_state)
+            self._session.check(carry)
+            policy = self._session.spec.policy
+            return policy.evaluate(params, carry.obs, carry.policy_state)
 
     def collect_steps(
         self,
@@ -197,15 +196,18 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             max_episode_steps = checks.check_max_episode_steps(max_episode_steps)
         choices = ("continue", "reset", "truncate")[: 1 if self.num_ready else 3]
         checks.check_choice("at_batch_end", at_batch_end, choices)
-        limit, loop = max_episode_steps or NO_LIMIT, self._loop
-        with loop.call(carry):
+        limit, session = max_episode_steps or NO_LIMIT, self._session
+        with session.call(carry):
             if at_batch_end == "reset":
-                loop.begin_started()
+                # Skip lanes at the start of an episode, which are already reset.
+                state = session.state
+                session.begin(state.next_ids, state.episode_length > 0)
             cut_last = at_batch_end == "truncate"
             # Use a single block: its memory is the trajectory.
-            blocks = loop.run(params, num_steps, num_steps, limit, cut_last=cut_last)
-            ((_, trajectory),) = blocks
-            return loop.carry(), trajectory
+            (state,) = session.run(
+                params, num_steps, num_steps, limit, cut_last=cut_last
+            )
+            return session.finish(), state.recorded
 
     def fold_steps(
         self,
@@ -222,11 +224,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         num_steps = checks.check_int("num_steps", num_steps)
         checks.check_function("fn", fn, "acc", "transition")
-        loop, block_size = self._loop, min(_BLOCK, num_steps)
-        with loop.call(carry):
-            for block, rows in loop.run(params, num_steps, block_size):
-                acc = fold(fn, acc, rows, block.num)
-            return loop.carry(), acc
+        session, block_size = self._session, min(_BLOCK, num_steps)
+        with session.call(carry):
+            for state in session.run(params, num_steps, block_size):
+                acc = fold(fn, acc, state.recorded, state.num_rows)
+            return session.finish(), acc
 
     def collect_episodes(
         self,
@@ -272,7 +274,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     def compile(self, carry: Carry, params: ParamsT) -> None:
         """Compiles the program of the policy; otherwise the first call compiles it."""
-        self._loop.policy.compile(params, carry.obs)
+        self._session.spec.policy.compile(params, carry.obs)
 
     def save(self, carry: Carry) -> list[bytes]:
         """Returns the state of each environment at `carry`, for `restore`.
@@ -280,7 +282,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         All `B` states are `b""` unless every environment has `save_state` and `carry`
         is the latest carry.
         """
-        saved = self.env.save() if self._loop.is_latest(carry) else None
+        saved = self.env.save() if self._session.is_latest(carry) else None
         return saved or [b""] * self.env.num_envs
 
     def restore(self, carry: Carry, saved: list[bytes]) -> Carry:
@@ -308,9 +310,10 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             )
         # Delay Ctrl-C until environments and collector are consistent. An error leaves
         # them inconsistent, so `recover` begins new episodes.
-        with self._loop.call():
-            self._loop.restore(carry, saved if is_saved else None)
-            return self._loop.carry()
+        session = self._session
+        with session.call():
+            session.restore(carry, saved if is_saved else None)
+            return session.finish()
 
     def recover(
         self, carry: Carry | None = None
@@ -333,12 +336,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         Raises:
             ValueError: if `init` has not been called.
         """
-        loop = self._loop
-        if carry is not None and not loop.was_used(carry):
+        session = self._session
+        if carry is not None and not session.was_used(carry):
             return carry, None
-        with loop.call():
-            rows = loop.recover()
-            return loop.carry(), rows
+        with session.call():
+            rows = session.recover()
+            return session.finish(), rows
 
     def _play(
         self,
@@ -358,19 +361,50 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         max_episode_steps = checks.check_max_episode_steps(
             max_episode_steps, return_trajectory
         )
-        loop = self._loop
-        with loop.call(carry):
-            plan = loop.assign(
-                num_episodes,
-                per_env=per_env,
-                min_steps=min_steps,
-                max_length=max_episode_steps if return_trajectory else None,
+        max_length = max_episode_steps if return_trajectory else None
+        session, num_envs = self._session, self.env.num_envs
+        with session.call(carry):
+            state = session.state
+            next_ids, first_queued = state.next_ids, state.next_episode
+            if per_env:  # lanes without a step play their current episode
+                has_begun = state.episode_length > 0
+                next_ids = np.where(has_begun, next_ids, state.episode_id)
+                num_episodes, first_queued = num_episodes * num_envs, None
+            plan = EpisodePlan.init(
+                next_ids, num_episodes, first_queued=first_queued, min_steps=min_steps
             )
-            for block, rows in loop.run(params, NO_LIMIT, _BLOCK, max_episode_steps):
-                acc = acc if fn is None else fold(fn, acc, rows, block.num)
-                plan.record(block, rows)
-            episodes, padded = plan.read()
-            loop.finish()
-            if return_trajectory:
-                episodes = episodes.replace(trajectory=padded)
-            return loop.carry(), acc, episodes
+            table = EpisodeTable(num_episodes, max_length)
+            session.state = state.replace(plan=plan)
+            session.begin(plan.episode_id, np.ones(num_envs, bool))
+            for state in session.run(params, NO_LIMIT, _BLOCK, max_episode_steps):
+                if fn is not None:
+                    acc = fold(fn, acc, state.recorded, state.num_rows)
+                table.add(state.plan, state.rows, state.recorded)
+            episodes = session.end_plan(table)
+            return session.finish(), acc, episodes
+
+
+def _check_options(env: Any, num_ready: Any, on_fault: Any) -> None:
+    """Validates the spaces, and the options that only some environments support."""
+    for name in ("observation_space", "action_space"):
+        as_space(getattr(env, name), f"env.{name}")
+    checks.check_choice("on_fault", on_fault, ("raise", "restart"))
+    if on_fault == "restart" and not env.can_rebuild:
+        raise ValueError(
+            '`on_fault="restart"` needs environments that can be rebuilt one by one, '
+            f"got {type(env).__name__}. Make them by `rollout.envs.make_worker_envs`, "
+            "or by `rollout.envs.from_gymnasium` with an id or a function."
+        )
+    if num_ready is None:
+        return
+    if not env.is_async:
+        raise ValueError(
+            "`env` must be an `AsyncHostVectorEnv` for `num_ready`, got "
+            f"{type(env).__name__}. Make it by `rollout.envs.make_worker_envs`."
+        )
+    checks.check_int("num_ready", num_ready, most=env.num_envs)
+    if env.batch_size not in (None, num_ready):
+        raise ValueError(
+            f"`num_ready` must be the `batch_size` of the environment, "
+            f"{env.batch_size}, got {num_ready}."
+        )

@@ -1,4 +1,4 @@
-"""Runs the policy as one compiled program at every step of the host loop."""
+"""Runs the policy as one compiled program at every step of a host collection."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 from rollout.base import programs
 from rollout.base.platform import to_host
 from rollout.envs.host.env_checks import SpaceCheck
-from rollout.envs.spaces import Space
+from rollout.envs.spaces import Composite, Space
 from rollout.envs.types import ArrayTree
 from rollout.kernel import keys
 from rollout.kernel.state import check_values, init_policy_state, restart_policy_state
@@ -63,6 +63,8 @@ class HostPolicy:
         # The slack allows for rounding in actions computed from the bounds.
         self._check = SpaceCheck(action_space, "action", slack=4e-7)
         self.initial_state = self._programs.initial(self._numbers, key)
+        self._has_state = bool(jax.tree.leaves(self.initial_state))
+        self._is_array = not isinstance(action_space, Composite)  # the actions are
         # Raw key data is faster to pass to `jit` than typed keys. Compute many keys at
         # once: in a small program, hashing would take most of the time.
         self._key, self._root = key, np.asarray(jax.random.key_data(key))
@@ -103,14 +105,12 @@ class HostPolicy:
             self._words = np.asarray(_policy_keys(self._key, step))
             self._first, row = step, 0
         # Omit unused arguments: every argument costs time in every step.
-        lanes = ()
-        if jax.tree.leaves(state):  # a stateless policy has nothing to restart
-            lanes = self._root, is_first, episode_id
+        # A stateless policy has nothing to restart.
+        lanes = (self._root, is_first, episode_id) if self._has_state else ()
         state, action, extras = self._programs.act(
             self._numbers, params, self._words[row], state, obs, lanes, env_id
         )
-        is_array = isinstance(action, jax.Array)  # the usual case, kept fast
-        action = np.asarray(action) if is_array else to_host(action)
+        action = np.asarray(action) if self._is_array else to_host(action)
         if faults := self._check.find(action):
             row = min(faults)
             lane = row if env_id is None else env_id[row]
@@ -166,7 +166,7 @@ class HostPolicy:
 
         `act` resets the state itself; call this method for the state in a carry.
         """
-        if not jax.tree.leaves(state) or not is_first.any():
+        if not self._has_state or not is_first.any():
             return state
         return self._programs.restart(
             self._numbers, self._root, is_first, episode_id, state

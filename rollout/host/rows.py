@@ -32,21 +32,23 @@ from rollout.types import Accumulators, AsyncInfo, RecordFn, Transition
 Acc = TypeVar("Acc")
 
 
-class RowBlock:
-    """Storage for rows `[B, ...]`; the first written row defines the shapes.
+class Rows:
+    """Memory for rows `[B, ...]`; the first written row defines the shapes.
 
-    Columns that are not written are masked out.
+    The caller counts the complete rows. Columns that are not written are masked out.
+
+    Args:
+        width: B, number of columns.
+        capacity: T, maximum number of rows.
 
     Attributes:
-        num: number of complete rows.
-        lane: `[capacity, B]` int32, lane of each column.
+        lane: `[T, B]` int32, lane of each column.
         reward, terminated, truncated, mask, episode_id, episode_return,
-            episode_length: `[capacity, B]`, as in `Transition`.
-        cut: `[capacity, B]` bool, True if only `max_episode_steps` ended the episode.
+            episode_length: `[T, B]`, as in `Transition`.
+        is_cut: `[T, B]` bool, True if only `max_episode_steps` ended the episode.
     """
 
     def __init__(self, width: int, capacity: int) -> None:
-        self.num = 0
         # The operating system allocates pages of `np.zeros` at the first write, so
         # unused rows take no memory.
         self._shape = shape = capacity, width
@@ -55,24 +57,24 @@ class RowBlock:
         self.reward, self.episode_return = np.zeros((2, *shape), np.float32)
         self.episode_id, self.episode_length = np.zeros((2, *shape), np.int32)
         self.terminated, self.truncated = np.zeros((2, *shape), bool)
-        self.mask, self.cut = np.zeros((2, *shape), bool)
+        self.mask, self.is_cut = np.zeros((2, *shape), bool)
         self.lane = np.zeros(shape, np.int32) + np.arange(width, dtype=np.int32)
         # Structure and leaves of each field.
         self._trees: dict[str, tuple[Any, list[np.ndarray]]] = {}
-        self._recorded: Any = None
 
-    def write(self, name: str, tree: ArrayTree, row: int | None = None) -> ArrayTree:
-        """Writes a field of a row; the default is the current row, `num`.
+    def write(self, row: int, name: str, tree: ArrayTree) -> ArrayTree:
+        """Writes a field of a row.
 
         Returns:
-            The field in the block, `[B, ...]`, which later rows do not overwrite.
+            The field in memory, `[B, ...]`, which later rows do not overwrite.
         """
-        row = self.num if row is None else row
         if name not in self._trees:
             leaves, structure = jax.tree.flatten(tree)
             arrays = [np.zeros(self._shape + x.shape[1:], x.dtype) for x in leaves]
             self._trees[name] = structure, arrays
         structure, arrays = self._trees[name]
+        if not arrays:  # an empty info
+            return tree
         if isinstance(tree, np.ndarray):  # the usual case, kept fast
             view = arrays[0][row]
             view[: len(tree)] = tree
@@ -82,71 +84,62 @@ class RowBlock:
             view[: len(leaf)] = leaf
         return structure.unflatten(views)
 
-    def write_extras(self, extras: ArrayTree) -> None:
-        """Stores the extras of the current row, which may be on the device."""
+    def write_extras(self, row: int, extras: ArrayTree) -> None:
+        """Stores the extras of a row, which may be on the device."""
         # Assign a slice, which replaces the extras of an interrupted row.
-        self._extras[self.num :] = [extras]
+        self._extras[row:] = [extras]
 
-    def write_lanes(self, lanes: np.ndarray) -> None:
-        """Writes the lanes of the first columns of the current row."""
-        self.lane[self.num, : len(lanes)] = lanes
-
-    def complete_row(
+    def write_step(
         self,
+        row: int,
         result: HostStep,
         *,
         terminated: np.ndarray,
         truncated: np.ndarray,
         mask: np.ndarray,
-        cut: np.ndarray | bool,
+        is_cut: np.ndarray | bool,
         episode_id: np.ndarray,
         episode_return: np.ndarray,
         episode_length: np.ndarray,
     ) -> None:
-        """Writes the results of a step to the first columns, and counts the row."""
-        # Copy: the environments and the next row overwrite these arrays.
-        row, columns = self.num, slice(len(result.reward))
+        """Writes the results of a step to the first columns of a row."""
+        # Copy: the environments overwrite these arrays.
+        columns = slice(len(result.reward))
         self.reward[row, columns] = result.reward
         self.terminated[row, columns] = terminated
         self.truncated[row, columns] = truncated
         self.mask[row, columns] = mask
-        self.cut[row, columns] = cut
+        self.is_cut[row, columns] = is_cut
         self.episode_id[row, columns] = episode_id
         self.episode_return[row, columns] = episode_return
         self.episode_length[row, columns] = episode_length
-        self.write("next_obs", result.obs)
-        self.write("info", result.info)
-        # The row is complete: `recover` returns it even if the next line fails.
-        self.num = row + 1
+        self.write(row, "next_obs", result.obs)
+        self.write(row, "info", result.info)
 
-    def record(self, fn: Callable[[Transition, np.ndarray], Transition]) -> Transition:
-        """Returns `fn(rows, lane)`; later calls return the result of the first call."""
-        # Record once: otherwise `recover` would update the accumulators twice.
-        if self._recorded is None:
-            self._recorded = fn(self._read(), self.lane)
-        return self._recorded
-
-    def mask_out(self, episode_ids: np.ndarray) -> int:
+    def mask_out(self, num_rows: int, episode_ids: np.ndarray) -> int:
         """Masks out the rows of some episodes; returns the number of these rows."""
-        # Match ids: a lane may have several episodes in the block, and with `num_ready`
+        # Match ids: a lane may have several episodes in the rows, and with `num_ready`
         # the rows of a lane may be in any column.
-        mask, episode_id = self.mask[: self.num], self.episode_id[: self.num]
+        mask, episode_id = self.mask[:num_rows], self.episode_id[:num_rows]
         rows = mask & np.isin(episode_id, episode_ids)
         mask[rows] = False
         return int(rows.sum())
 
-    def _read(self) -> Transition:
-        """Returns all rows, `[capacity, B, ...]`, not copied; masked-out rows are 0."""
+    def read(self, num_rows: int) -> Transition:
+        """Returns all rows, `[T, B, ...]`, not copied; zero if masked out.
+
+        Rows from `num_rows` on are masked out.
+        """
         # Transfer all extras together at the end, when they are usually computed.
-        for row, extras in enumerate(to_host(self._extras[: self.num])):
-            self.write("extras", extras, row)
-        self.mask[self.num :] = False  # discard an incomplete row
+        for row, extras in enumerate(to_host(self._extras[:num_rows])):
+            self.write(row, "extras", extras)
+        self.mask[num_rows:] = False  # discard an incomplete row
         columns = "reward terminated truncated mask episode_id episode_return"
         fields = {x: getattr(self, x) for x in (*columns.split(), "episode_length")}
         for name, (structure, arrays) in self._trees.items():
             fields[name] = structure.unflatten(arrays)
         rows, is_masked = Transition(**fields), ~self.mask
-        if is_masked[: self.num].any():
+        if is_masked[:num_rows].any():
             for array in jax.tree.leaves(rows):
                 array[is_masked] = 0
         return rows
