@@ -7,7 +7,7 @@ agent, define the four methods that `Agent` lists.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import chex
 import jax
@@ -19,13 +19,14 @@ from rollout.base import checks
 from rollout.base.prng import inline
 from rollout.collector import Collector
 from rollout.envs.host.types import HostVectorEnv
-from rollout.envs.spaces import MASK, EnvSpec, env_spec
-from rollout.envs.types import ArrayTree, BaseVectorEnv, hash_of_types
+from rollout.envs.spaces import MASK, Discrete, EnvSpec, env_spec
+from rollout.envs.types import AnySpace, ArrayTree, BaseVectorEnv, hash_of_types
 from rollout.host.host_collector import HostCollector
 from rollout.networks import PRIVILEGED, obs_keys, select_parts
-from rollout.normalization import init_obs_stats
+from rollout.normalization import init_obs_stats, split_obs_stats, update_obs_stats
 from rollout.policies import Greedy
 from rollout.sharding import LaneSharding, shard
+from rollout.trajectories import select_fields
 from rollout.types import Policy, Transition
 
 State = TypeVar("State")
@@ -41,8 +42,9 @@ class Agent:
     - `init_learner(key, obs)`: returns the initial state for observations `[B, ...]`, a
       `flax.struct.PyTreeNode` with fields `params`, `carry`, `key` and `num_updates`.
       `init` sets `carry` and `key`;
-    - `init_buffer(state, trajectory)`, if `config` has `learning_starts`: returns the
-      state with a replay buffer that contains the first steps, `[T, B, ...]`;
+    - `buffer` and `stored_fields`, if `config` has `learning_starts`: the replay buffer
+      and the fields that it stores. The state also has the fields `buffer_state` and
+      `window`. Override `init_buffer` for any other replay memory;
     - `update(state)`: collects experience and updates the parameters; returns the next
       state and metrics by name.
 
@@ -65,6 +67,8 @@ class Agent:
             does not fit the observation space or the network, or if `mesh` does not fit
             the environments.
     """
+
+    stored_fields: ClassVar[tuple[str, ...]] = ()
 
     env: Any
     config: Any = None
@@ -130,6 +134,11 @@ class Agent:
         """The policy for evaluation and `predict`: takes the most likely action."""
         return Greedy(self.policy)
 
+    @property
+    def buffer(self) -> Any:
+        """The replay buffer, for example a `rollout.buffers.ReplayBuffer`."""
+        raise NotImplementedError
+
     @functools.cached_property
     def spec(self) -> EnvSpec:
         """The spaces of a single environment, and `num_envs`."""
@@ -191,8 +200,23 @@ class Agent:
         raise NotImplementedError
 
     def init_buffer(self, state: Any, trajectory: Transition) -> Any:
-        """Adds a replay buffer with the first steps, `[T, B, ...]`, to the state."""
-        raise NotImplementedError
+        """Initializes the replay buffer of a state and stores the first steps.
+
+        Also updates the statistics of observations and the window of episodes.
+
+        Args:
+            state: result of `init_learner`.
+            trajectory: `[T, B, ...]`, the first steps.
+        """
+        experience = select_fields(trajectory, self.stored_fields)
+        buffer_state = self.buffer.init(jax.tree.map(lambda x: x[0], experience))
+        params, obs_stats = split_obs_stats(state.params)
+        obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
+        return state.replace(
+            params=params | obs_stats,
+            buffer_state=self.buffer.add(buffer_state, experience),
+            window=state.window.add(trajectory),
+        )
 
     def init(self, key: chex.PRNGKey) -> Any:
         """Starts an episode in every environment and initializes the parameters.
@@ -398,6 +422,21 @@ def check_counts(config: Any, *names: str) -> None:
     """
     for name in names:
         checks.check_int(f"config.{name}", getattr(config, name))
+
+
+def check_discrete(name: str, action_space: AnySpace) -> None:
+    """Checks the action space of an agent that learns the values of all actions.
+
+    Raises:
+        ValueError: if the space is not a `Discrete`. The message contains `name`, the
+            name of the agent.
+    """
+    if not isinstance(action_space, Discrete):
+        raise ValueError(
+            f"`env.action_space` must be a Discrete for {name}, got "
+            f"{type(action_space).__name__}. Use PPO of `rollout.recipes.ppo` for any "
+            "space, or SAC of `rollout.recipes.sac` for a Box."
+        )
 
 
 def check_desired_kl(config: Any) -> None:
