@@ -98,19 +98,26 @@ class Agent:
                 f"{type(self.env).__name__}. Pass the environments without the wrapper "
                 "and set `Config(normalize_observations=True)`."
             )
-        for option in ("actor_obs", "critic_obs"):
-            if getattr(self.config, option, None) is None:
-                continue
-            if self._custom_networks:
-                raise ValueError(
-                    f"`config.{option}` must be None with a custom "
-                    f"`{self._custom_networks[0]}`, got "
-                    f"{getattr(self.config, option)!r}. Select the parts of the "
-                    "observation in the network."
-                )
-            getattr(self, option)  # raises if the space lacks a part
+        self._check_obs_keys()
         if self.mesh is not None:
             self._check_mesh(self.mesh)
+
+    def _check_obs_keys(self) -> None:
+        """Raises unless the parts of `actor_obs` and `critic_obs` can be selected."""
+        for option in ("actor_obs", "critic_obs"):
+            keys = self._option(option)
+            if keys is not None and self._custom_networks:
+                raise ValueError(
+                    f"`config.{option}` must be None with a custom "
+                    f"`{self._custom_networks[0]}`, got {keys!r}. Select the parts of "
+                    "the observation in the network."
+                )
+            if keys is not None:
+                getattr(self, option)  # raises if the space lacks a part
+
+    def _option(self, name: str) -> Any:
+        """Returns a hyperparameter, or None if `config` does not have this field."""
+        return getattr(self.config, name, None)
 
     def _check_mesh(self, mesh: Mesh) -> None:
         """Raises unless the lanes can be sharded over the devices of a mesh."""
@@ -162,7 +169,7 @@ class Agent:
         The default is all parts except `privileged_state`, which a robot does not
         observe. A custom network receives all parts.
         """
-        keys = getattr(self.config, "actor_obs", None)
+        keys = self._option("actor_obs")
         without = None if self._custom_networks else PRIVILEGED
         space = self.spec.observation_space
         return obs_keys("actor_obs", keys, space, without=without)
@@ -170,7 +177,7 @@ class Agent:
     @functools.cached_property
     def critic_obs(self) -> tuple[str, ...] | None:
         """Parts of a `Dict` observation that the default critic reads, else None."""
-        keys = getattr(self.config, "critic_obs", None)
+        keys = self._option("critic_obs")
         return obs_keys("critic_obs", keys, self.spec.observation_space)
 
     def init_obs_stats(self) -> dict[str, Any]:
@@ -178,10 +185,9 @@ class Agent:
 
         The dict is empty unless `config.normalize_observations` is True.
         """
-        if not getattr(self.config, "normalize_observations", False):
+        if not self._option("normalize_observations"):
             return {}
-        cnn = getattr(self.config, "cnn", None)
-        return init_obs_stats(self.spec.observation_space, cnn)
+        return init_obs_stats(self.spec.observation_space, self._option("cnn"))
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some fields changed."""
@@ -296,7 +302,7 @@ class Agent:
     @property
     def num_initial_steps(self) -> int:
         """Steps per environment before the first update; 0 without a replay buffer."""
-        learning_starts = getattr(self.config, "learning_starts", None)
+        learning_starts = self._option("learning_starts")
         if learning_starts is None:
             return 0
         return max(1, -(-learning_starts // self.spec.num_envs))

@@ -52,7 +52,7 @@ class WinDrawLoss(struct.PyTreeNode, kw_only=True):
         """
         xp, z = xp_of(self), 1.959964
         n = xp.maximum(self.wins + self.draws + self.losses, 1) * 1.0
-        share = getattr(self, name) / n
+        share = vars(self)[name] / n
         # The center of Wilson's interval is shifted from the share toward 1/2.
         middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
         margin = z * xp.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
@@ -66,7 +66,7 @@ class WinDrawLoss(struct.PyTreeNode, kw_only=True):
         parts = []
         for name in ("wins", "draws", "losses"):
             low, high = (100 * x for x in self.interval(name))
-            parts += [f"{getattr(self, name):,} {name} ({low:.1f} to {high:.1f} %)"]
+            parts += [f"{vars(self)[name]:,} {name} ({low:.1f} to {high:.1f} %)"]
         return ", ".join(parts)
 
 

@@ -192,7 +192,7 @@ def _assign(
         run: the state before the step, except for `carry`, `acc` and `results`.
         done: `[B]` bool, True if the lane's episode ended.
         mask: `[B]` bool, False for idle lanes.
-        per_env: whether each lane plays the episodes of its own stream.
+        per_env: whether each lane plays N / B episodes, from the stream of the lane.
         min_steps: number of steps after which no episode starts, or None.
         sharding: sharding of the lanes, or None.
     """

@@ -29,7 +29,7 @@ from rollout import checkpoint
 from rollout.base import checks
 from rollout.envs import spaces
 from rollout.envs.spaces import EnvSpec
-from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.types import AnySpace, ArrayTree, wrapped_env
 from rollout.training import make_collector
 
 NUM_CHUNKS = 20  # parts of a training run without `evaluate_every`
@@ -288,11 +288,11 @@ def shape_of_obs(space: AnySpace, num_envs: int) -> Any:
 
 def describe(agent: Any) -> dict[str, Any]:
     """Returns the settings from which `load` builds the agent, as JSON."""
+    values = [(x, getattr(agent, x.name)) for x in dataclasses.fields(agent)]
     fields = {
-        field.name: type(getattr(agent, field.name)).__qualname__
-        for field in dataclasses.fields(agent)
-        if field.name not in ("env", "config", "mesh")
-        and getattr(agent, field.name) != field.default
+        field.name: type(value).__qualname__
+        for field, value in values
+        if field.name not in ("env", "config", "mesh") and value != field.default
     }
     settings = {
         "agent": name_of(type(agent)),
@@ -325,8 +325,8 @@ def check_eval_env(env: Any, eval_env: Any, evaluate_every: int | None) -> None:
 
 def unwrap_env(env: Any) -> Any:
     """Returns the environment inside all wrappers."""
-    while hasattr(env, "env"):
-        env = env.env
+    while (inner := wrapped_env(env)) is not None:
+        env = inner
     return env
 
 
