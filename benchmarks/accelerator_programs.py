@@ -174,7 +174,7 @@ def _exploring(wrap: Callable[[Any, Any], Any]) -> ProgramSpec:
 
 def agent_transitions() -> ProgramSpec:
     """Transitions per agent of a two-player turn-based game."""
-    env = envs.make_vec("pgx:tic_tac_toe", num_envs=NUM_ENVS)
+    env: Any = envs.make_vec("pgx:tic_tac_toe", num_envs=NUM_ENVS)  # several agents
     action_mask_fn = lambda obs: obs["action_mask"]  # noqa: E731
     policy = rollout.random_policy(
         env.action_spaces["players"], action_mask_fn=action_mask_fn

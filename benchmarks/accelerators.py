@@ -59,8 +59,9 @@ def loop_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
                 params, pair = jax.eval_shape(make_policy(case)[1], KEY), []
                 for init, run in (our_loop(case, recorded_fields), gymnax_loop(case)):
                     carry = jax.eval_shape(init, KEY)
-                    options = {"accelerator": accelerator}
-                    result = rollout.inspect_program(run, carry, params, **options)
+                    result = rollout.inspect_program(
+                        run, carry, params, accelerator=accelerator
+                    )
                     pair.append(costs_of(result, num_steps))
                 cells = {x: " / ".join(costs[x] for costs in pair) for x in pair[0]}
                 setting = {accelerator: f"`{env_id}`", "Policy": policy}

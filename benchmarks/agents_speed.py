@@ -122,7 +122,7 @@ def population_programs(size: int) -> dict[str, Program]:
     def mapping(key: jax.Array, agents: tuple[str, ...]) -> jax.Array:
         return jax.random.randint(key, (len(agents),), 0, size)
 
-    def gather(params: Any, obs: tuple, state: Any, key: jax.Array) -> Any:
+    def gather(params: Any, obs: jax.Array, state: Any, key: jax.Array) -> Any:
         # The policy state stores the member index; `Population` uses a mapping instead.
         member = jax.tree.map(lambda x: x[state], params)
         act_one = lambda params, obs, key: sample_action(params, obs[None], key)[0]  # noqa: E731

@@ -88,6 +88,7 @@ class Lives(gymnasium.Wrapper):
         """Takes a step, and records the score at the end of a game."""
         obs, reward, terminated, truncated, info = self.env.step(action)
         self.scores.num_steps += 1
+        reward = float(reward)
         self.score += reward
         self.is_over = terminated or truncated
         if self.is_over:
@@ -155,7 +156,7 @@ PROGRAMS = {
 
 def main() -> None:
     """Trains every program with every seed, and writes the file after each run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--programs", nargs="*", default=[*PROGRAMS])

@@ -72,7 +72,7 @@ def make_rollout(
     def run(state: Any, key: jax.Array, done: jax.Array, step: Any) -> Any:
         rows = {**step, "next_obs": step["obs"], "terminated": done}
         state = buffer.add(state, rows)
-        if name != "prioritized":
+        if not isinstance(buffer, buffers.PrioritizedReplayBuffer):
             return state, buffer.sample(state, key, SAMPLE)
         batch = buffer.sample(state, key, SAMPLE, beta=BETA)
         return buffer.update_priorities(

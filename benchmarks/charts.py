@@ -177,7 +177,7 @@ def speeds(data: dict[str, Any]) -> Figure:
     return figure
 
 
-def launches(data: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
+def launches(data: dict[str, Any]) -> dict[str, list[tuple[float, ...]]]:
     """Returns launches `(in graphs, loose)` of both loops by setting."""
     return {
         f"{row['h100'].strip('`')}, {row['Policy']}": [
@@ -201,8 +201,8 @@ def accelerators(data: dict[str, Any]) -> Figure:
         for i, group in enumerate(BARS):
             widths = [pair[i] for pair in pairs]
             if any(widths):
-                style = {"color": BARS[group][loop], "label": f"{name}, {group}"}
-                axes.barh(heights, widths, 0.36, starts, **style)
+                color, text = BARS[group][loop], f"{name}, {group}"
+                axes.barh(heights, widths, 0.36, starts, color=color, label=text)
             starts = [x + y for x, y in zip(starts, widths, strict=True)]
         for y, total in zip(heights, starts, strict=True):
             axes.text(total + 0.4, y, f"{total:g}", va="center", fontsize=8)
@@ -379,9 +379,11 @@ def save(name: str) -> None:
     data_name = name.replace(".png", ".json")
     chart = CHARTS.get(name, Chart(curves, data_name))
     # Keep text as SVG text and make the file a deterministic function of the data.
-    options = {"svg.fonttype": "none", "svg.hashsalt": "rollout"}
+    settings = matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "rollout"}
+    )
     metadata = {"Date": None} if name.endswith("svg") else None
-    with plt.style.context(chart.style), matplotlib.rc_context(options):
+    with plt.style.context(chart.style), settings:
         figure = chart.draw(load(chart.data))
         figure.savefig(DOCS / name, dpi=chart.dpi, metadata=metadata)
         plt.close("all")
@@ -389,7 +391,7 @@ def save(name: str) -> None:
 
 def main() -> None:
     """Draws all charts, or the given ones."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("pictures", nargs="*", type=Path)
     plt.switch_backend("agg")
     pictures = [x.resolve() for x in parser.parse_args().pictures]

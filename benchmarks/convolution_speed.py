@@ -82,7 +82,7 @@ def make_program(
 ) -> tuple[Program, float]:
     """Returns a compiled program, and the seconds to trace and compile it."""
     shape, layers, size = NETWORKS[name]
-    network = Network(layers, size, convolve)
+    network: Any = Network(layers, size, convolve)  # `apply` may return a tuple
     images = jax.random.uniform(jax.random.key(0), shape)
     params = network.init(jax.random.key(1), images)
 

@@ -47,7 +47,7 @@ def merge(runs: list[dict[str, tuple[Any, Any]]], label: str) -> dict[str, Any]:
 
 def main() -> None:
     """Runs a recipe with every seed, and writes the file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()

@@ -52,7 +52,9 @@ TASKS: dict[str, tuple[Any, Any, str, int]] = {
 def program(name: str, num_devices: int) -> tuple[Any, Any]:
     """Makes an agent, and its training compiled for any key."""
     agent_class, config, env_id, num_envs = TASKS[name]
-    options = {"backend": "positional"} if env_id == "brax:hopper" else {}
+    options: dict[str, Any] = {}
+    if env_id == "brax:hopper":
+        options = {"backend": "positional"}
     env = envs.vectorize(envs.make(env_id, **options), num_envs)
     if options:
         env = envs.NormalizeReward(env, gamma=config.gamma)
@@ -74,7 +76,7 @@ def train(name: str, num_devices: int, seed: int) -> dict[str, float]:
 
 def main() -> None:
     """Trains every seed of every task, and writes the file after each run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tasks", nargs="*", default=[*TASKS])

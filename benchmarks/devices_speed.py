@@ -23,6 +23,7 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Iterator
+from typing import Any
 
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
@@ -39,9 +40,9 @@ from rollout.recipes import dqn, ppo, pqn, recurrent_ppo, sac, td3
 
 ENVS = ("CartPole-v1", "Acrobot-v1", "Breakout-MinAtar")
 NUM_ENVS = (128, 1024, 4096, 16384)
-REPLAY = {"buffer_size": 25_600, "batch_size": 960}
+REPLAY: dict[str, Any] = {"buffer_size": 25_600, "batch_size": 960}
 # XLA counts the operations of a loop once, so there is one microbatch of 960 rows.
-ON_POLICY = {"num_steps": 120, "num_minibatches": 32}
+ON_POLICY: dict[str, Any] = {"num_steps": 120, "num_minibatches": 32}
 AGENTS = {
     "PPO": (ppo.PPO, ppo.Config(**ON_POLICY), "CartPole-v1"),
     "recurrent PPO": (
@@ -129,7 +130,7 @@ def agent_rows(args: Namespace) -> Iterator[dict[str, str]]:
             mesh = make_mesh(num_devices)
             agent = make_agent(envs.make_vec(env_id, 256), config, mesh=mesh)
             state = agent.init(jax.random.key(0))
-            program = jax.jit(agent.update).lower(state).compile()
+            program: Any = jax.jit(agent.update).lower(state).compile()
             memory = program.memory_analysis().temp_size_in_bytes
             cost[num_devices] = program.cost_analysis()["flops"], memory
             text = program.as_text()

@@ -65,7 +65,7 @@ def check_restored_stream() -> None:
 def check_buffer() -> None:
     """A replay buffer samples the same rows as on a CPU device."""
 
-    def sample(device: jax.Device) -> Any:
+    def sample(device: Any) -> Any:
         with jax.default_device(device):
             collector = lanes("Breakout-MinAtar", 32)
             carry = collector.init(jax.device_put(KEY, device))
@@ -80,12 +80,12 @@ def check_buffer() -> None:
 
 def check_hashes() -> None:
     """Every field of Breakout has the hash that a CPU computed."""
-    name = "Breakout-MinAtar random"
+    env_name, policy_name = "Breakout-MinAtar", "random"
     hashes_by_version = json.loads(bits.FILE.read_text())
     assert jax.__version__ in hashes_by_version, f"no hashes for jax {jax.__version__}"
-    expected = hashes_by_version[jax.__version__][name]
+    expected = hashes_by_version[jax.__version__][f"{env_name} {policy_name}"]
     streams = [x.partition(" ")[2] for x in expected if x.startswith("stream ")]
-    hashes = bits.hash_all(*name.rsplit(" ", 1), streams)
+    hashes = bits.hash_all(env_name, policy_name, streams)
     assert hashes == expected, [x for x in expected if hashes[x] != expected[x]]
 
 
@@ -101,7 +101,7 @@ def check_rows(args: Namespace) -> Iterator[dict[str, str]]:
             message = str(error).strip().partition("\n")[0]
             result = f"{type(error).__name__}: {message}"
         seconds = time.perf_counter() - start
-        yield {"check": check.__doc__, "result": result, "s": f"{seconds:.0f}"}
+        yield {"check": f"{check.__doc__}", "result": result, "s": f"{seconds:.0f}"}
 
 
 def step_rows(args: Namespace) -> Iterator[dict[str, str]]:

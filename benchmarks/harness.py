@@ -15,11 +15,11 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from datetime import date
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ LOOP_FLAG = (
     "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
 )
 Program = Callable[[], Any]
+Name = TypeVar("Name", bound=Hashable)
 Table = Callable[[argparse.Namespace], Iterable[dict[str, str]]]
 
 
@@ -44,8 +45,8 @@ class Timing(NamedTuple):
 
 
 def measure(
-    programs: dict[str, Program], repeats: int, *, calls: int = 1, warmup: int = 1
-) -> dict[str, Timing]:
+    programs: Mapping[Name, Program], repeats: int, *, calls: int = 1, warmup: int = 1
+) -> dict[Name, Timing]:
     """Times programs in interleaved runs, in random order.
 
     Args:
@@ -69,15 +70,16 @@ def measure(
                 jax.block_until_ready(program())
             seconds = time.perf_counter() - wall, time.process_time() - cpu
             times[name].append([x / calls for x in seconds])
-    return {
-        name: Timing(*map(statistics.median, zip(*samples, strict=True)), first[name])
-        for name, samples in times.items()
-    }
+    timings = {}
+    for name, samples in times.items():
+        wall, cpu = map(statistics.median, zip(*samples, strict=True))
+        timings[name] = Timing(wall, cpu, first[name])
+    return timings
 
 
-def arguments(doc: str, repeats: int, **lists: Any) -> argparse.Namespace:
+def arguments(doc: str | None, repeats: int, **lists: Any) -> argparse.Namespace:
     """Parses `--repeats`, `--json` and options that take a list."""
-    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--json", type=Path, help="replace the tables in this file")
     for name, default in lists.items():
@@ -89,7 +91,9 @@ def arguments(doc: str, repeats: int, **lists: Any) -> argparse.Namespace:
     return args
 
 
-def run(doc: str, repeats: int, row_fns: dict[str, Table], **lists: Any) -> None:
+def run(
+    doc: str | None, repeats: int, row_fns: Mapping[str, Table], **lists: Any
+) -> None:
     """Runs a benchmark script: parses the options and reports its tables.
 
     Args:
@@ -106,8 +110,8 @@ def run(doc: str, repeats: int, row_fns: dict[str, Table], **lists: Any) -> None
 
 def lanes(env: Any, num_envs: int, policy: Any = None, **options: Any) -> Any:
     """Creates a collector over lanes; the default policy is the random policy."""
-    make = envs.make_vec if isinstance(env, str) else envs.vectorize
-    env = make(env, num_envs)
+    is_id = isinstance(env, str)
+    env = envs.make_vec(env, num_envs) if is_id else envs.vectorize(env, num_envs)
     policy = policy or rollout.random_policy(env.action_space)
     return rollout.Collector(env=env, policy=policy, **options)
 
@@ -217,7 +221,7 @@ def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
     if len(values) < 2:
         return values[0], np.full(values[0].shape, np.nan)
     mean, _, high = rollout.stats.mean_interval(values)
-    return mean, high - mean
+    return np.asarray(mean), np.asarray(high - mean)
 
 
 def record() -> dict[str, str]:

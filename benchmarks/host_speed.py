@@ -92,7 +92,7 @@ class Network:
 
     def __init__(self, make: MakeEnv) -> None:
         env = make()
-        size = int(np.prod(env.observation_space.shape))
+        size = int(np.prod(env.observation_space.shape or ()))
         self.distribution = ActionDistribution(env.action_space)
         obs_space = envs.Box(-np.inf, np.inf, (size,))
         self.module = ppo.ActorCritic(self.distribution, obs_space, (64, 64), "tanh")

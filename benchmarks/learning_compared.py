@@ -137,7 +137,7 @@ def run(
 
 def main() -> None:
     """Runs all tasks, seeds and programs for which the file has no values."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--purejaxrl", type=Path, help="folder with `ppo.py`")
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))

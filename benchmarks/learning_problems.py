@@ -169,7 +169,7 @@ def print_off_policy(name: str, num_seeds: int) -> None:
 
 def main() -> None:
     """Trains all variants, and prints and plots the metrics."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--agent", choices=["ppo", "dqn", "sac"], default="ppo")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of DQN and SAC")
     args = parser.parse_args()

@@ -67,7 +67,7 @@ def train(name: str, is_normalized: bool, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     """Trains every program with every seed, and writes the file after each run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--programs", nargs="*", default=[*PROGRAMS])

@@ -162,7 +162,7 @@ def regenerate_notebook(path: Path) -> None:
 
 def main() -> None:
     """Regenerates the results of all pages, or of the given pages and notebooks."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("paths", nargs="*", type=Path)
     paths = parser.parse_args().paths
     failures = []

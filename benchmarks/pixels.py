@@ -219,7 +219,7 @@ PROGRAMS = {
 
 def main() -> None:
     """Trains every program with every seed, and writes the file after each run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--programs", nargs="*", default=[*PROGRAMS])

@@ -233,7 +233,7 @@ def is_changed(env_id: str, detail: str) -> bool:
 
 def main() -> None:
     """Runs all tasks and seeds for which the file has no values."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--repeat", action="store_true", help="also runs in the file")

@@ -70,7 +70,7 @@ def import_script(folder: Path, name: str) -> Any:
 def load_script(folder: Path, name: str) -> Any:
     """Imports a script from the folder that contains `ppo.py`, and adapts it."""
     if not hasattr(jax, "tree_map"):  # `dqn.py` calls it; JAX removed it
-        jax.tree_map = jax.tree.map
+        jax.tree_map = jax.tree.map  # pyright: ignore[reportAttributeAccessIssue]
     module = import_script(folder, name)
     # `ppo_rnn.py` expects the GRU cell of older versions of flax.
     cell: Any = functools.partial(nn.GRUCell, 128)

@@ -114,7 +114,7 @@ def run(command: str) -> bool:
 
 def main() -> None:
     """Runs the given steps, or all steps."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("steps", nargs="*", metavar="STEP", help="default: all")
     parser.add_argument("--pages", action="store_true", help="pages, tables, charts")
     parser.add_argument("--list", action="store_true", help="print the commands")

@@ -116,7 +116,9 @@ PEERS = {
 def readme_program() -> str:
     """Returns the first program of the README, a training and an evaluation."""
     readme = (ROOT / "README.md").read_text()
-    return re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1]
+    match = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert match
+    return match[1]
 
 
 def cases(folder: str) -> dict[str, tuple[str, dict[str, str]]]:

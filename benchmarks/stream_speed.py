@@ -12,6 +12,7 @@ Batches have 1,024 environments and 128 steps each. Runs are interleaved in one 
     python benchmarks/stream_speed.py
 """
 
+import functools
 import statistics
 import time
 from argparse import Namespace
@@ -65,7 +66,8 @@ def prefetch_pair(repeats: int) -> tuple[Program, Program]:
     """Creates streams for a loop with host work as long as a collection."""
     size = {"steps_per_batch": 16 * BATCH}  # `sleep` is accurate for delays of 0.1 s
     delay = measure({"": stream_loop(CARTPOLE, **size)}, repeats, warmup=4)[""].wall
-    return tuple(stream_loop(CARTPOLE, prefetch=x, delay=delay, **size) for x in (1, 0))
+    make = functools.partial(stream_loop, CARTPOLE, delay=delay, **size)
+    return make(prefetch=1), make(prefetch=0)
 
 
 PAIRS: dict[str, Callable[[int], tuple[Program, Program]]] = {

@@ -242,7 +242,8 @@ def descend(network: nn.Module) -> Callable[[Any, jax.Array], Any]:
     """Creates a program that takes `STEPS` gradient descent steps."""
 
     def loss(params: Any, obs: jax.Array) -> jax.Array:
-        return jnp.square(network.apply(params, obs)).mean()
+        outputs: Any = network.apply(params, obs)  # not a tuple
+        return jnp.square(outputs).mean()
 
     @jax.jit
     def program(params: Any, obs: jax.Array) -> Any:

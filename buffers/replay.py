@@ -137,9 +137,14 @@ class ReplayBuffer(struct.PyTreeNode):
 
     def _check_options(self) -> None:
         """Validates the sampling options."""
-        for name in ("n_step", "stack", "relabel_horizon"):
-            if getattr(self, name) is not None:
-                checks.check_int(name, getattr(self, name))
+        sizes = {
+            "n_step": self.n_step,
+            "stack": self.stack,
+            "relabel_horizon": self.relabel_horizon,
+        }
+        for name, size in sizes.items():
+            if size is not None:
+                checks.check_int(name, size)
         if self.relabel_fn is not None:
             checks.check_function("relabel_fn", self.relabel_fn)
             if self.n_step or self.stack:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from rollout.envs.spaces import as_space
-from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.types import AnySpace, ArrayTree, wrapped_env
 
 ACTING = "acting"  # entry of `obs`: which agents must act
 
@@ -250,7 +250,7 @@ def layout_of(env: Any) -> AgentLayout:
         layout = getattr(inner, "layout", None)
         if isinstance(layout, AgentLayout):
             return layout
-        inner = getattr(inner, "env", None)
+        inner = wrapped_env(inner)
     # `has_agents` does not read the spaces: an adapter may compute them and fail if the
     # groups are wrong.
     if not has_agents(env):

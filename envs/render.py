@@ -18,7 +18,7 @@ import numpy as np
 
 from rollout.base.checks import import_optional
 from rollout.envs.host.env_checks import check_frame
-from rollout.envs.types import ArrayTree, Env, EnvStep, VectorEnv
+from rollout.envs.types import ArrayTree, Env, EnvStep, VectorEnv, wrapped_env
 from rollout.envs.vectorize import _JointState, _VectorizedEnv
 from rollout.envs.wrappers.wrapper import Wrapper, WrapperState
 
@@ -123,7 +123,7 @@ def expose_lane_states(env: VectorEnv) -> tuple[VectorEnv, Env]:
         ValueError: if `env` is not such a result.
     """
     outer: Any = env
-    inner: Any = getattr(outer, "env", None)
+    inner = wrapped_env(outer)
     if isinstance(inner, VectorEnv):  # lanes in a wrapper
         lanes, first = expose_lane_states(inner)
     elif isinstance(outer, _VectorizedEnv):
@@ -168,7 +168,7 @@ class _ExposedState(Wrapper):
 
 def _innermost(env: Any) -> Any:
     """Returns the outermost environment with a renderer, or the innermost if none."""
-    inner = getattr(env, "env", None)
+    inner = wrapped_env(env)
     return env if inner is None or _draws(env) else _innermost(inner)
 
 

@@ -156,8 +156,7 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
         # validate.
         for bound in bounds if checks.is_concrete(bounds) else ():
             self._check_bound(bound, dtype)
-        for name in ("low", "high"):
-            bound = getattr(self, name)
+        for name, bound in (("low", self.low), ("high", self.high)):
             if type(bound) is int and not -(2**31) <= bound < 2**31:
                 # As an argument of a jitted function, jax would convert it to int32.
                 object.__setattr__(self, name, np.asarray(bound, dtype))

@@ -225,6 +225,11 @@ def place(env: VectorEnv, tree: _Tree) -> _Tree:
     return tree if env.sharding is None else env.sharding.place(tree)
 
 
+def wrapped_env(env: Any) -> Any:
+    """Returns the environment inside a wrapper, or None."""
+    return getattr(env, "env", None)
+
+
 def at_episode(env: Any, number: jax.Array) -> Any:
     """Applies `Env.at_episode` if the environment defines it."""
     return env.at_episode(number) if hasattr(env, "at_episode") else env

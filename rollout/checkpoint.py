@@ -239,6 +239,11 @@ def _words(leaf: Any) -> jax.Array | np.ndarray:
     return trees.unwrap_keys(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
 
 
+def _as_array(leaf: Any) -> Any:
+    """Converts Python numbers to arrays, and keeps arrays, shapes and typed keys."""
+    return leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+
+
 def _bits(array: np.ndarray) -> np.ndarray:
     """Views an array of a dtype that NumPy lacks (bfloat16, int4) as unsigned ints."""
     is_plain = array.dtype.isbuiltin == 1
@@ -249,7 +254,7 @@ def _read_leaf(array: np.ndarray, old: Any) -> Any:
     """Inverts `_words` and `_bits`: returns a leaf like `old`, on the same devices."""
     if isinstance(old, bytes):
         return array.tobytes()
-    old = old if hasattr(old, "dtype") else np.asarray(old)
+    old = _as_array(old)
     if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
         impl = []  # read by tracing: `old` may be only a shape and dtype
         jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), old)
@@ -282,7 +287,7 @@ def _describe(name: str, tree: ArrayTree) -> list[str]:
         if isinstance(leaf, bytes):
             descriptions.append(f"{location} bytes")
             continue
-        array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        array = _as_array(leaf)
         dtypes = np.number, np.bool_, jax.dtypes.prng_key
         is_masked = isinstance(leaf, np.ma.MaskedArray)  # a file has no masks
         if is_masked or not any(jnp.issubdtype(array.dtype, x) for x in dtypes):

@@ -22,7 +22,7 @@ from rollout.envs.host.local_envs import LocalEnvs, close
 from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv, check_host_env
 from rollout.envs.multi_agent import ACTING, has_agents
 from rollout.envs.spaces import Space, as_space
-from rollout.envs.types import ArrayTree, Env, VectorEnv
+from rollout.envs.types import ArrayTree, Env, VectorEnv, wrapped_env
 from rollout.envs.vectorize import vectorize
 from rollout.host.host_collector import HostCollector
 from rollout.policies import masks
@@ -139,8 +139,12 @@ def check_env(
         collector = Collector(env=lanes, policy=_random_policy(lanes))
         # `step` checks the environment's outputs while JAX traces it.
         jax.eval_shape(lambda key: collector.step(collector.init(key), None), key)
-        for name in ("observation_space", "action_space"):
-            contains_fn = _contains_samples(getattr(lanes, name))
+        spaces = {
+            "observation_space": lanes.observation_space,
+            "action_space": lanes.action_space,
+        }
+        for name, space in spaces.items():
+            contains_fn = _contains_samples(space)
             if not np.all(contains_fn(jax.random.split(key, _NUM_LANES))):
                 issues[name] = "`contains` must be True for every sample of `sample`"
         _check_traces(issues, lanes.env if has_agents(env) else env)
@@ -215,8 +219,9 @@ def _check_traces(issues: dict[str, str], env: Env) -> None:
         checks.check_same_types("an observation must match its space", sample, obs)
     except ValueError as error:
         issues["obs"] = str(error)
-    for name, *args in (("reset", key), ("step", key, state, action)):
-        if message := _key_message(getattr(env, name), *args):
+    calls = ("reset", env.reset, (key,)), ("step", env.step, (key, state, action))
+    for name, method, args in calls:
+        if message := _key_message(method, *args):
             issues.setdefault("key", f"`{name}` {message}")
 
 
@@ -386,7 +391,8 @@ def _check_host_env(
     if (mismatch := play(other_lanes, other_lanes)[0][:, 0] != sums[:, 0]).any():
         message = "environment 0 depends on seeds and actions of other environments"
         issues["shared"] = message + _describe_step(length[mismatch.argmax(), 0])
-    inner: Any = getattr(env, "env", env)
+    inner = wrapped_env(env)
+    inner = env if inner is None else inner
     if not type(inner).__module__.startswith("rollout.envs.host."):
         checked_env.issues = issues
         with contextlib.suppress(_StepAfterEnd):

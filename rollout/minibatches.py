@@ -157,16 +157,8 @@ def scan_minibatches(
             "every device would compute the updates of all rows."
         )
     share = num_items // num_devices
-    if share % num_minibatches:
-        divisors = [x for x in range(1, share + 1) if share % x == 0]
-        below = max(x for x in divisors if x <= num_minibatches)
-        above = [x for x in divisors if x > num_minibatches][:1]
-        nearest = f"are {below} and {above[0]}" if above else f"is {below}"
-        items = "items" if num_devices == 1 else "items of each device"
-        raise ValueError(
-            f"`num_minibatches` must divide the {share} {items}, got "
-            f"{num_minibatches}; the nearest {nearest}."
-        )
+    items = "items" if num_devices == 1 else "items of each device"
+    _check_divides(num_minibatches, share, items)
     # Never cache a function that closes over tracers: the cache would keep them alive.
     static_fn = programs.static(update_fn, init, key, tree)
     scan: Any = _scan if static_fn is None else _scan_jitted
@@ -229,27 +221,49 @@ def mean_gradient(
     )
     if mesh is not None:
         mesh, name = checks.check_mesh(mesh)
-    if mesh is None or mesh.shape[name] == 1:
-        total = jnp.sum(weight, dtype=jnp.float32)
-        return sum_gradient(params, batch, weight, jnp.where(total > 0, total, 1.0))
-    rows = PartitionSpec(*[None] * axis, name)
+        if mesh.shape[name] > 1:
+            rows = PartitionSpec(*[None] * axis, name)
+            return jax.shard_map(
+                functools.partial(_mean_over_devices, sum_gradient, name),
+                mesh=mesh,
+                in_specs=(PartitionSpec(), rows, rows),
+                out_specs=PartitionSpec(),
+                check_vma=False,  # otherwise jax also adds the gradients of devices
+            )(params, batch, weight)
+    total = jnp.sum(weight, dtype=jnp.float32)
+    return sum_gradient(params, batch, weight, jnp.where(total > 0, total, 1.0))
 
-    def on_device(params: Any, batch: Any, weight: jax.Array) -> Any:
-        """Computes the sums of a device, and adds the sums of all devices."""
-        # Divided by the number of rows, because float16 would overflow.
-        sums = sum_gradient(params, batch, weight, weight.size)
-        total = jnp.sum(weight, dtype=jnp.float32) / weight.size
-        flat, unravel = jax.flatten_util.ravel_pytree((sums, total))
-        flat = jax.lax.psum(flat, name)
-        return unravel(flat / jnp.where(flat[-1] > 0, flat[-1], 1.0))[0]
 
-    return jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(PartitionSpec(), rows, rows),
-        out_specs=PartitionSpec(),
-        check_vma=False,  # otherwise jax adds the gradients of devices by itself
-    )(params, batch, weight)
+def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Shifts and scales rows to mean 0 and standard deviation 1, as for advantages.
+
+    Args:
+        x: `[...]` float.
+        weight: weights of the rows, of the shape of `x`; rows of weight 0 are ignored.
+
+    Returns:
+        The normalized rows, of the shape of `x`; zeros if all rows are equal.
+    """
+    total = jnp.where(weight.sum() > 0, weight.sum(), 1.0)
+    mean = (x * weight).sum() / total
+    var = ((x - mean) ** 2 * weight).sum() / total
+    return (x - mean) / (jnp.sqrt(var) + 1e-8)
+
+
+def _mean_over_devices(
+    sum_gradient: Callable[..., tuple[Any, Any]],
+    axis_name: str,
+    params: ArrayTree,
+    batch: ArrayTree,
+    weight: jax.Array,
+) -> tuple[Any, Any]:
+    """Adds the weighted sums of all devices in one all-reduce, for `mean_gradient`."""
+    # Divided by the number of rows, because float16 would overflow.
+    sums = sum_gradient(params, batch, weight, weight.size)
+    total = jnp.sum(weight, dtype=jnp.float32) / weight.size
+    flat, unravel = jax.flatten_util.ravel_pytree((sums, total))
+    flat = jax.lax.psum(flat, axis_name)
+    return unravel(flat / jnp.where(flat[-1] > 0, flat[-1], 1.0))[0]
 
 
 def _sum_gradient(
@@ -263,69 +277,95 @@ def _sum_gradient(
     microbatch_size: int | str | None,
 ) -> tuple[Any, Any]:
     """Differentiates the weighted sum of the losses of single rows over `divisor`."""
-    num_rows = weight.shape[axis]
-    num_microbatches = _count_microbatches(num_rows, microbatch_size)
+    num_microbatches = _count_microbatches(weight.shape[axis], microbatch_size)
     if any(jax.typeof(weight).sharding.spec):  # a scan cannot divide a sharded axis
         num_microbatches = 1
-    row_shape = weight.shape[:axis] + weight.shape[axis + 1 :]
+    sum_loss = _make_sum_loss(loss_fn, divisor, axis)
+    policy = jax.checkpoint_policies.everything_saveable
+    grad_fn = jax.grad(sum_loss, has_aux=True)
+    saving_grad_fn = jax.grad(jax.checkpoint(sum_loss, policy=policy), has_aux=True)
+    on_gpu, elsewhere, on_cpu = saving_grad_fn, grad_fn, {}
+    if num_microbatches > 1:
+        accumulate = functools.partial(_accumulate, num_microbatches, axis)
+        if microbatch_size == "auto":
+            on_cpu = {"cpu": functools.partial(accumulate, grad_fn)}
+        else:
+            on_gpu = functools.partial(accumulate, saving_grad_fn)
+            elsewhere = functools.partial(accumulate, grad_fn)
+    return jax.lax.platform_dependent(
+        params, batch, weight, cuda=on_gpu, rocm=on_gpu, default=elsewhere, **on_cpu
+    )
 
-    def row_loss(params: Any, row: Any) -> tuple[jax.Array, Any]:
-        loss, metrics = loss_fn(params, row)
-        _check_shape("loss", loss, row_shape)
-        for path, metric in jax.tree.leaves_with_path(metrics):
-            _check_shape(f"metrics{jax.tree_util.keystr(path)}", metric, row_shape)
-        return loss, metrics
 
-    def mean(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _make_sum_loss(
+    loss_fn: Callable[[Any, Any], tuple[jax.Array, ArrayTree]],
+    divisor: jax.typing.ArrayLike,
+    axis: int,
+) -> Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]]:
+    """Makes the weighted sum of the losses and metrics of rows, over `divisor`."""
+
+    def weighted_sum(x: jax.Array, weight: jax.Array) -> jax.Array:
         axes = tuple(range(-weight.ndim, 0))
         weight = jnp.broadcast_to(weight, x.shape)
         return jnp.sum(jnp.where(weight > 0, x, 0.0) * weight, axes) / divisor
 
-    # Jitted, so that the functions below trace it once; inlined into the program.
+    # Jitted, so that `jax.grad` and `jax.checkpoint` trace it once; inlined into the
+    # program.
     @functools.partial(jax.jit, inline=True)
-    def mean_loss(params: Any, batch: Any, weight: jax.Array) -> tuple[jax.Array, Any]:
+    def sum_loss(params: Any, batch: Any, weight: jax.Array) -> tuple[jax.Array, Any]:
+        row_shape = weight.shape[:axis] + weight.shape[axis + 1 :]
+        row_loss = functools.partial(_row_loss, loss_fn, row_shape)
         loss, metrics = jax.vmap(row_loss, (None, axis), axis)(params, batch)
         leaves, structure = jax.tree.flatten(metrics)
         if leaves:
             # One reduction for all metrics compiles faster than one for each.
-            leaves = list(mean(jnp.stack(leaves), weight))
-        return mean(loss, weight), structure.unflatten(leaves)
+            leaves = list(weighted_sum(jnp.stack(leaves), weight))
+        return weighted_sum(loss, weight), structure.unflatten(leaves)
 
-    policy = jax.checkpoint_policies.everything_saveable
-    grad_fn = jax.grad(mean_loss, has_aux=True)
-    saving_grad_fn = jax.grad(jax.checkpoint(mean_loss, policy=policy), has_aux=True)
+    return sum_loss
 
-    def accumulate(grad_fn: Any, params: Any, batch: Any, weight: jax.Array) -> Any:
-        """Sums the gradients and the metrics of microbatches."""
-        # One sum of a flat array compiles faster than one sum per parameter.
-        zeros, unravel = jax.flatten_util.ravel_pytree(
-            jax.tree.map(
-                lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)),
-                params,
-            )
+
+def _row_loss(
+    loss_fn: Callable[[Any, Any], tuple[jax.Array, ArrayTree]],
+    shape: tuple[int, ...],
+    params: ArrayTree,
+    row: ArrayTree,
+) -> tuple[jax.Array, ArrayTree]:
+    """Computes the loss of one row, and checks the shapes of the loss and metrics."""
+    loss, metrics = loss_fn(params, row)
+    _check_shape("loss", loss, shape)
+    for path, metric in jax.tree.leaves_with_path(metrics):
+        _check_shape(f"metrics{jax.tree_util.keystr(path)}", metric, shape)
+    return loss, metrics
+
+
+def _accumulate(
+    num_microbatches: int,
+    axis: int,
+    grad_fn: Callable[..., tuple[Any, Any]],
+    params: ArrayTree,
+    batch: ArrayTree,
+    weight: jax.Array,
+) -> tuple[Any, Any]:
+    """Sums the gradients and the metrics of microbatches."""
+    # One sum of a flat array compiles faster than one sum per parameter.
+    zeros, unravel = jax.flatten_util.ravel_pytree(
+        jax.tree.map(
+            lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)),
+            params,
         )
-
-        def add(total: jax.Array, microbatch: Any) -> tuple[jax.Array, Any]:
-            grads, metrics = grad_fn(params, *microbatch)
-            return total + jax.flatten_util.ravel_pytree(grads)[0], metrics
-
-        microbatches = jax.tree.map(
-            lambda x: _divide(x, num_microbatches, axis), (batch, weight)
-        )
-        total, metrics = jax.lax.scan(add, zeros, microbatches)
-        grads = jax.tree.map(lambda x, y: x.astype(y.dtype), unravel(total), params)
-        return grads, jax.tree.map(lambda x: x.sum(0), metrics)
-
-    on_gpu, elsewhere, on_cpu = saving_grad_fn, grad_fn, {}
-    if num_microbatches > 1 and microbatch_size == "auto":
-        on_cpu = {"cpu": functools.partial(accumulate, grad_fn)}
-    elif num_microbatches > 1:
-        on_gpu, elsewhere = (
-            functools.partial(accumulate, x) for x in (on_gpu, grad_fn)
-        )
-    return jax.lax.platform_dependent(
-        params, batch, weight, cuda=on_gpu, rocm=on_gpu, default=elsewhere, **on_cpu
     )
+
+    def add(total: jax.Array, microbatch: Any) -> tuple[jax.Array, Any]:
+        grads, metrics = grad_fn(params, *microbatch)
+        return total + jax.flatten_util.ravel_pytree(grads)[0], metrics
+
+    microbatches = jax.tree.map(
+        lambda x: _divide(x, num_microbatches, axis), (batch, weight)
+    )
+    total, metrics = jax.lax.scan(add, zeros, microbatches)
+    grads = jax.tree.map(lambda x, y: x.astype(y.dtype), unravel(total), params)
+    return grads, jax.tree.map(lambda x: x.sum(0), metrics)
 
 
 def _count_microbatches(num_rows: int, microbatch_size: int | str | None) -> int:
@@ -348,20 +388,17 @@ def _divide(x: jax.Array, count: int, axis: int) -> jax.Array:
     return jnp.moveaxis(jnp.reshape(x, shape), axis, 0)
 
 
-def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Shifts and scales rows to mean 0 and standard deviation 1, as for advantages.
-
-    Args:
-        x: `[...]` float.
-        weight: weights of the rows, of the shape of `x`; rows of weight 0 are ignored.
-
-    Returns:
-        The normalized rows, of the shape of `x`; zeros if all rows are equal.
-    """
-    total = jnp.where(weight.sum() > 0, weight.sum(), 1.0)
-    mean = (x * weight).sum() / total
-    var = ((x - mean) ** 2 * weight).sum() / total
-    return (x - mean) / (jnp.sqrt(var) + 1e-8)
+def _check_divides(num_minibatches: int, num_items: int, items: str) -> None:
+    """Raises unless the items can be divided into equal minibatches."""
+    if num_items % num_minibatches:
+        divisors = [x for x in range(1, num_items + 1) if num_items % x == 0]
+        below = max(x for x in divisors if x <= num_minibatches)
+        above = [x for x in divisors if x > num_minibatches][:1]
+        nearest = f"are {below} and {above[0]}" if above else f"is {below}"
+        raise ValueError(
+            f"`num_minibatches` must divide the {num_items} {items}, got "
+            f"{num_minibatches}; the nearest {nearest}."
+        )
 
 
 def _check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:

@@ -219,7 +219,7 @@ def nonfinite(trajectory: Transition) -> dict[str, jax.Array]:
     Returns:
         The names of float fields, such as `extras.value`, to `[T, B]` bool.
     """
-    fields = {name: getattr(trajectory, name) for name in _FIELDS}
+    fields = {name: vars(trajectory)[name] for name in _FIELDS}
     flags = {}
     for path, leaf in jax.tree.leaves_with_path(fields):
         # Integers and keys are always finite.

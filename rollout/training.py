@@ -7,7 +7,7 @@ agent, define the four methods that `Agent` lists.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import chex
 import jax
@@ -19,13 +19,14 @@ from rollout.base import checks
 from rollout.base.prng import inline
 from rollout.collector import Collector
 from rollout.envs.host.types import HostVectorEnv
-from rollout.envs.spaces import MASK, EnvSpec, env_spec
-from rollout.envs.types import ArrayTree, BaseVectorEnv, hash_of_types
+from rollout.envs.spaces import MASK, Discrete, EnvSpec, env_spec
+from rollout.envs.types import AnySpace, ArrayTree, BaseVectorEnv, hash_of_types
 from rollout.host.host_collector import HostCollector
 from rollout.networks import PRIVILEGED, obs_keys, select_parts
-from rollout.normalization import init_obs_stats
+from rollout.normalization import init_obs_stats, split_obs_stats, update_obs_stats
 from rollout.policies import Greedy
 from rollout.sharding import LaneSharding, shard
+from rollout.trajectories import select_fields
 from rollout.types import Policy, Transition
 
 State = TypeVar("State")
@@ -41,8 +42,9 @@ class Agent:
     - `init_learner(key, obs)`: returns the initial state for observations `[B, ...]`, a
       `flax.struct.PyTreeNode` with fields `params`, `carry`, `key` and `num_updates`.
       `init` sets `carry` and `key`;
-    - `init_buffer(state, trajectory)`, if `config` has `learning_starts`: returns the
-      state with a replay buffer that contains the first steps, `[T, B, ...]`;
+    - `buffer` and `stored_fields`, if `config` has `learning_starts`: the replay buffer
+      and the fields that it stores. The state also has the fields `buffer_state` and
+      `window`. Override `init_buffer` for any other replay memory;
     - `update(state)`: collects experience and updates the parameters; returns the next
       state and metrics by name.
 
@@ -65,6 +67,8 @@ class Agent:
             does not fit the observation space or the network, or if `mesh` does not fit
             the environments.
     """
+
+    stored_fields: ClassVar[tuple[str, ...]] = ()
 
     env: Any
     config: Any = None
@@ -94,19 +98,26 @@ class Agent:
                 f"{type(self.env).__name__}. Pass the environments without the wrapper "
                 "and set `Config(normalize_observations=True)`."
             )
-        for option in ("actor_obs", "critic_obs"):
-            if getattr(self.config, option, None) is None:
-                continue
-            if self._custom_networks:
-                raise ValueError(
-                    f"`config.{option}` must be None with a custom "
-                    f"`{self._custom_networks[0]}`, got "
-                    f"{getattr(self.config, option)!r}. Select the parts of the "
-                    "observation in the network."
-                )
-            getattr(self, option)  # raises if the space lacks a part
+        self._check_obs_keys()
         if self.mesh is not None:
             self._check_mesh(self.mesh)
+
+    def _check_obs_keys(self) -> None:
+        """Raises unless the parts of `actor_obs` and `critic_obs` can be selected."""
+        for option in ("actor_obs", "critic_obs"):
+            keys = self._option(option)
+            if keys is not None and self._custom_networks:
+                raise ValueError(
+                    f"`config.{option}` must be None with a custom "
+                    f"`{self._custom_networks[0]}`, got {keys!r}. Select the parts of "
+                    "the observation in the network."
+                )
+            if keys is not None:
+                getattr(self, option)  # raises if the space lacks a part
+
+    def _option(self, name: str) -> Any:
+        """Returns a hyperparameter, or None if `config` does not have this field."""
+        return getattr(self.config, name, None)
 
     def _check_mesh(self, mesh: Mesh) -> None:
         """Raises unless the lanes can be sharded over the devices of a mesh."""
@@ -129,6 +140,11 @@ class Agent:
     def eval_policy(self) -> Policy:
         """The policy for evaluation and `predict`: takes the most likely action."""
         return Greedy(self.policy)
+
+    @property
+    def buffer(self) -> Any:
+        """The replay buffer, for example a `rollout.buffers.ReplayBuffer`."""
+        raise NotImplementedError
 
     @functools.cached_property
     def spec(self) -> EnvSpec:
@@ -153,7 +169,7 @@ class Agent:
         The default is all parts except `privileged_state`, which a robot does not
         observe. A custom network receives all parts.
         """
-        keys = getattr(self.config, "actor_obs", None)
+        keys = self._option("actor_obs")
         without = None if self._custom_networks else PRIVILEGED
         space = self.spec.observation_space
         return obs_keys("actor_obs", keys, space, without=without)
@@ -161,7 +177,7 @@ class Agent:
     @functools.cached_property
     def critic_obs(self) -> tuple[str, ...] | None:
         """Parts of a `Dict` observation that the default critic reads, else None."""
-        keys = getattr(self.config, "critic_obs", None)
+        keys = self._option("critic_obs")
         return obs_keys("critic_obs", keys, self.spec.observation_space)
 
     def init_obs_stats(self) -> dict[str, Any]:
@@ -169,10 +185,9 @@ class Agent:
 
         The dict is empty unless `config.normalize_observations` is True.
         """
-        if not getattr(self.config, "normalize_observations", False):
+        if not self._option("normalize_observations"):
             return {}
-        cnn = getattr(self.config, "cnn", None)
-        return init_obs_stats(self.spec.observation_space, cnn)
+        return init_obs_stats(self.spec.observation_space, self._option("cnn"))
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some fields changed."""
@@ -191,8 +206,23 @@ class Agent:
         raise NotImplementedError
 
     def init_buffer(self, state: Any, trajectory: Transition) -> Any:
-        """Adds a replay buffer with the first steps, `[T, B, ...]`, to the state."""
-        raise NotImplementedError
+        """Initializes the replay buffer of a state and stores the first steps.
+
+        Also updates the statistics of observations and the window of episodes.
+
+        Args:
+            state: result of `init_learner`.
+            trajectory: `[T, B, ...]`, the first steps.
+        """
+        experience = select_fields(trajectory, self.stored_fields)
+        buffer_state = self.buffer.init(jax.tree.map(lambda x: x[0], experience))
+        params, obs_stats = split_obs_stats(state.params)
+        obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
+        return state.replace(
+            params=params | obs_stats,
+            buffer_state=self.buffer.add(buffer_state, experience),
+            window=state.window.add(trajectory),
+        )
 
     def init(self, key: chex.PRNGKey) -> Any:
         """Starts an episode in every environment and initializes the parameters.
@@ -272,7 +302,7 @@ class Agent:
     @property
     def num_initial_steps(self) -> int:
         """Steps per environment before the first update; 0 without a replay buffer."""
-        learning_starts = getattr(self.config, "learning_starts", None)
+        learning_starts = self._option("learning_starts")
         if learning_starts is None:
             return 0
         return max(1, -(-learning_starts // self.spec.num_envs))
@@ -398,6 +428,21 @@ def check_counts(config: Any, *names: str) -> None:
     """
     for name in names:
         checks.check_int(f"config.{name}", getattr(config, name))
+
+
+def check_discrete(name: str, action_space: AnySpace) -> None:
+    """Checks the action space of an agent that learns the values of all actions.
+
+    Raises:
+        ValueError: if the space is not a `Discrete`. The message contains `name`, the
+            name of the agent.
+    """
+    if not isinstance(action_space, Discrete):
+        raise ValueError(
+            f"`env.action_space` must be a Discrete for {name}, got "
+            f"{type(action_space).__name__}. Use PPO of `rollout.recipes.ppo` for any "
+            "space, or SAC of `rollout.recipes.sac` for a Box."
+        )
 
 
 def check_desired_kl(config: Any) -> None:

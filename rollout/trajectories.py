@@ -1,5 +1,6 @@
-"""Splits trajectories into padded columns: whole episodes or pieces of episodes."""
+"""Parts of trajectories: selected fields, and pieces of episodes as padded columns."""
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import jax
@@ -25,6 +26,24 @@ class Pieces(NamedTuple):
     mask: np.ndarray  # [L, N]
     episode_id: np.ndarray  # [N]
     lane: np.ndarray  # [N]
+
+
+def select_fields(trajectory: Transition, names: Collection[str]) -> Transition:
+    """Selects fields of a trajectory. Use it to store only some of them in a buffer.
+
+        experience = select_fields(trajectory, ("obs", "action", "reward", "mask"))
+        buffer_state = buffer.add(buffer_state, experience)
+
+    Args:
+        trajectory: `[T, B, ...]`, or a single transition `[B, ...]`.
+        names: names of the fields to keep.
+
+    Returns:
+        The trajectory with `()` in place of all other fields, which then need no
+        memory.
+    """
+    dropped = (name for name in vars(trajectory) if name not in names)
+    return trajectory.replace(**dict.fromkeys(dropped, ()))
 
 
 def split_trajectories(trajectory: Transition) -> Pieces:

@@ -304,12 +304,13 @@ class Policy(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
 
     def __repr__(self) -> str:
         """Prints the fields that differ from their defaults, in one line."""
-        fields = [
-            (x.name, getattr(self, x.name))
-            for x in dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
-            if x.repr and getattr(self, x.name) is not x.default
-        ]
-        text = ", ".join(f"{name}={_in_one_line(x)}" for name, x in fields)
+        fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+        pairs = [(x, getattr(self, x.name)) for x in fields if x.repr]
+        text = ", ".join(
+            f"{x.name}={_in_one_line(value)}"
+            for x, value in pairs
+            if value is not x.default
+        )
         return f"{type(self).__name__}({text})"
 
     def init(self, num_envs: int) -> PolicyState:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rollout.envs.host.types import HostVectorEnv
 from rollout.envs.spaces import as_space
-from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.types import AnySpace, ArrayTree, wrapped_env
 
 _SPACES = {"obs": "observation_space", "action": "action_space"}
 _NUMBERS = itertools.count(1)
@@ -49,7 +49,7 @@ def find_method(env: Any, name: str) -> Any:
     while env is not None:
         if hasattr(env, name):
             return getattr(env, name)
-        env = getattr(env, "env", None)
+        env = wrapped_env(env)
     return None
 
 
@@ -188,6 +188,6 @@ def is_claimed(env: Any, user: int) -> bool:
 def _innermost(env: Any) -> Any:
     """Returns the innermost environments, without wrappers."""
     # Collectors of a wrapper and of the wrapped object step the same environments.
-    while isinstance(inner := getattr(env, "env", None), HostVectorEnv):
+    while isinstance(inner := wrapped_env(env), HostVectorEnv):
         env = inner
     return env

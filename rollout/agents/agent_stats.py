@@ -52,7 +52,7 @@ class WinDrawLoss(struct.PyTreeNode, kw_only=True):
         """
         xp, z = xp_of(self), 1.959964
         n = xp.maximum(self.wins + self.draws + self.losses, 1) * 1.0
-        share = getattr(self, name) / n
+        share = vars(self)[name] / n
         # The center of Wilson's interval is shifted from the share toward 1/2.
         middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
         margin = z * xp.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
@@ -66,7 +66,7 @@ class WinDrawLoss(struct.PyTreeNode, kw_only=True):
         parts = []
         for name in ("wins", "draws", "losses"):
             low, high = (100 * x for x in self.interval(name))
-            parts += [f"{getattr(self, name):,} {name} ({low:.1f} to {high:.1f} %)"]
+            parts += [f"{vars(self)[name]:,} {name} ({low:.1f} to {high:.1f} %)"]
         return ", ".join(parts)
 
 
@@ -238,11 +238,7 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
     is_named, is_unmapped = isinstance(data.accumulated, dict), jnp.zeros((), bool)
     accumulated: dict[str, Any] = data.accumulated if is_named else {}
     if isinstance(data, Episodes):
-        if _NAME not in accumulated:
-            raise ValueError(
-                "`data` must be a trajectory, or `Episodes` of a collector made by "
-                "`rollout.agents.agent_stats.keep_agents`, got other `Episodes`."
-            )
+        _check_kept(accumulated)
         info, unassigned_reward, policies = accumulated[_NAME]
         num_steps, num_actions = data.num_steps, info.agent_length
         ended = present(data)[:, None]
@@ -269,27 +265,7 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
         for name in info.layout.agents
     }
     per_agent = {k: x.value for k, x in accumulated.items() if isinstance(x, PerAgent)}
-
-    def metrics(flag: jax.Array) -> AgentMetrics:
-        # Agents of one episode are not independent: an episode counts once, with the
-        # mean over its agents in `flag`, `[..., A]`.
-        num_agents = jnp.maximum(jnp.sum(flag, axis=-1), 1)
-        mean = lambda x: jnp.sum(jnp.where(flag, x, 0), axis=-1) / num_agents  # noqa: E731
-        is_played, agent_return = jnp.any(flag, axis=-1), mean(info.agent_return)
-        return AgentMetrics(
-            results=WinDrawLoss(
-                wins=_count(is_played & (agent_return > 0)),
-                draws=_count(is_played & (agent_return == 0)),
-                losses=_count(is_played & (agent_return < 0)),
-            ),
-            returns=moments(agent_return, is_played),
-            lengths=moments(mean(info.agent_length), is_played),
-            accumulated={
-                name: moments(mean(x), is_played)
-                for name, x in by_name(per_agent, flag.shape).items()
-            },
-        )
-
+    metrics = functools.partial(_metrics, info, per_agent)
     return AgentStats(
         num_steps=num_steps,
         num_agent_steps=_count(num_actions),
@@ -299,6 +275,40 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
         num_unmapped=_count(is_unmapped),
         agents={name: metrics(flag) for name, flag in agent_flags.items()},
         policies={name: metrics(flag) for name, flag in policy_flags.items()},
+    )
+
+
+def _check_kept(accumulated: dict[str, Any]) -> None:
+    """Raises unless `Episodes` have the accumulator of `keep_agents`."""
+    if _NAME not in accumulated:
+        raise ValueError(
+            "`data` must be a trajectory, or `Episodes` of a collector made by "
+            "`rollout.agents.agent_stats.keep_agents`, got other `Episodes`."
+        )
+
+
+def _metrics(info: Any, per_agent: dict[str, Any], flag: jax.Array) -> AgentMetrics:
+    """Computes the metrics of the agents in `flag`, `[..., A]` bool."""
+    # Agents of one episode are not independent: an episode counts once, with the mean
+    # over its agents in `flag`.
+    num_agents = jnp.maximum(jnp.sum(flag, axis=-1), 1)
+
+    def mean(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(flag, x, 0), axis=-1) / num_agents
+
+    is_played, agent_return = jnp.any(flag, axis=-1), mean(info.agent_return)
+    return AgentMetrics(
+        results=WinDrawLoss(
+            wins=_count(is_played & (agent_return > 0)),
+            draws=_count(is_played & (agent_return == 0)),
+            losses=_count(is_played & (agent_return < 0)),
+        ),
+        returns=moments(agent_return, is_played),
+        lengths=moments(mean(info.agent_length), is_played),
+        accumulated={
+            name: moments(mean(x), is_played)
+            for name, x in by_name(per_agent, flag.shape).items()
+        },
     )
 
 

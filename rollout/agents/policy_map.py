@@ -137,7 +137,7 @@ def _sample_indices(fn: MappingFn, agents: tuple[str, ...]) -> jax.Array:
 
     def sample(key: Key) -> jax.Array:
         result = fn(key, agents)
-        is_int = jnp.issubdtype(getattr(result, "dtype", bool), jnp.integer)
+        is_int = checks.has_dtype(result, jnp.integer)
         if not is_int or result.shape != (len(agents),):
             raise ValueError(
                 f"{_INDEX}, integers of shape ({len(agents)},), got "

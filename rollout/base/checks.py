@@ -149,8 +149,7 @@ def check_fraction(
     if _is_real(value):
         is_wrong = not lowest <= value <= highest
     else:
-        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", bool)
-        is_wrong = shape != () or not jnp.issubdtype(dtype, jnp.number)
+        is_wrong = not has_dtype(value, jnp.number) or value.shape != ()
     if is_wrong:
         bounds = f"[{lowest}, {highest}]"
         raise ValueError(f"`{name}` must be a number in {bounds}, got {value!r}.")
@@ -177,6 +176,15 @@ def _is_integer(value: Any) -> bool:
     return not isinstance(value, bool | jax.Array) and hasattr(value, "__index__")
 
 
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "shape")
+
+
+def has_dtype(value: Any, category: Any) -> bool:
+    """Returns whether a value is an array with a dtype such as `jnp.integer`."""
+    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, category)
+
+
 def is_concrete(tree: Any) -> bool:
     """Returns whether every leaf is a number or a concrete array.
 
@@ -191,7 +199,7 @@ def is_concrete(tree: Any) -> bool:
 
 def check_key(key: Any) -> None:
     """Checks that `key` is one typed key."""
-    is_key = jnp.issubdtype(getattr(key, "dtype", bool), jax.dtypes.prng_key)
+    is_key = has_dtype(key, jax.dtypes.prng_key)
     if not is_key or key.shape:
         hint = " For several keys, call `jax.vmap` of this function." if is_key else ""
         raise ValueError(
@@ -310,9 +318,8 @@ def check_shape(
 
     `text` begins the error message.
     """
-    value_dtype = getattr(value, "dtype", None)
-    is_wrong = value_dtype is None or (dtype is not None and value_dtype != dtype)
-    if is_wrong or getattr(value, "shape", None) != shape:
+    is_wrong = not _is_array(value) or value.shape != shape
+    if is_wrong or (dtype is not None and value.dtype != dtype):
         name = "an array" if dtype is None else jnp.dtype(dtype).name
         raise ValueError(f"{text} {name} of shape {shape}, got {describe(value)}.")
 
@@ -383,7 +390,7 @@ def _at(path: tuple[Any, ...]) -> str:
 
 def describe(value: Any) -> str:
     """Describes a value, for an error message."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
+    if _is_array(value):
         return f"{value.dtype} of shape {value.shape}"
     if type(value) is tuple:
         return f"{len(value)} values"

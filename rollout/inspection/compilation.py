@@ -214,17 +214,7 @@ def inspect_program(
         )
     is_gpu = data["platform"] == "cuda"
     lowered = _lower(fn, args, targets, allow_callbacks=not is_gpu)
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="rollout_inspect_") as folder:
-        options = {"xla_dump_to": folder, **data["compiler_options"]}
-        with _without_cache():
-            compiled: Any = lowered.compile(compiler_options=options)
-        seconds = time.perf_counter() - start
-        if is_gpu:
-            dumps = (_read_dump(folder, names) for names in (_SEQUENCES, _METADATA))
-            root = hlo.read_gpu(compiled.as_text(), *dumps)
-        else:
-            root = hlo.read_tpu(compiled.as_text())
+    compiled, root, seconds = _compile(lowered, data["compiler_options"], is_gpu)
     loop = find_loop(root, num_steps)
     # An unrolled loop takes several steps per round; the rest runs outside of it.
     steps_per_round = None if num_steps is None else num_steps // (loop.trips or 1)
@@ -311,6 +301,22 @@ def _lower(fn: Any, args: Any, devices: list[Device], *, allow_callbacks: bool) 
             "cannot compile it for an absent GPU. Remove them, or inspect for a TPU."
         )
     return traced.lower()
+
+
+def _compile(
+    lowered: Any, compiler_options: Mapping[str, Any], is_gpu: bool
+) -> tuple[Any, hlo.Block, float]:
+    """Compiles a lowered program; returns it, its computations and the seconds."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="rollout_inspect_") as folder:
+        options = {"xla_dump_to": folder, **compiler_options}
+        with _without_cache():
+            compiled = lowered.compile(compiler_options=options)
+        seconds = time.perf_counter() - start
+        if not is_gpu:
+            return compiled, hlo.read_tpu(compiled.as_text()), seconds
+        dumps = (_read_dump(folder, names) for names in (_SEQUENCES, _METADATA))
+        return compiled, hlo.read_gpu(compiled.as_text(), *dumps), seconds
 
 
 def _shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -69,21 +69,8 @@ def play(
     num_envs, sharding = env.num_envs, env.sharding
     roots = roots_of(spec, carry)
     lane = jnp.arange(num_envs, dtype=jnp.int32)
-    # Skip the ids of discarded episodes: no id is used twice.
-    new_id = carry.episode.episode_id + num_envs  # of the next episodes
-    if per_env:
-        # If the current episode has no step, play it as the first episode.
-        new_id = jnp.where(carry.episode.episode_length > 0, new_id, new_id - num_envs)
-        number, num_queued = num_episodes * num_envs, 0
-        resume_id, stream = new_id + number, roots.lane
-    else:
-        number = num_queued = num_episodes
-        resume_id, stream = new_id, keys.queue(carry.key)
-
-    def start(index: jax.Array) -> Start:
-        if per_env:
-            return Start(stream, new_id + (index - lane), num_envs)
-        return Start(stream, -1 - (carry.next_episode + index), None)
+    number = num_episodes * num_envs if per_env else num_episodes
+    start_fn, next_start = _starts(carry, roots.lane, number, lane, per_env)
 
     def at_limit(row: Transition) -> jax.Array:
         return row.episode_length >= max_episode_steps
@@ -92,7 +79,7 @@ def play(
     # all lanes, before the first step.
     # After the last episode every lane is idle, so results and counts do not change.
     def step(run: _Run, go: jax.Array) -> _Run:
-        carry = restart(spec, run.carry, run.restarts & go, start(run.index))
+        carry = restart(spec, run.carry, run.restarts & go, start_fn(run.index))
         policy_key = keys.at_step(roots.policy, carry.step)
         carry, row, hit_limit = advance(spec, carry, params, policy_key, at_limit)
         mask = run.index < number
@@ -104,63 +91,14 @@ def play(
             restarts=row.done,
             results=_write_results(run, row, hit_limit, lane),
         )
-        # All flags share one exchange between devices. `done` also counts idle lanes,
-        # which take numbers of at least N and stay idle; `done & mask` counts episodes.
-        flags = (row.done, row.done & mask) + (() if min_steps is None else (mask,))
-        offsets, totals = _count(sharding, *flags)
-        if per_env:
-            index = jnp.where(row.done, run.index + num_envs, run.index)
-        else:
-            # Free lanes take episodes in numerical order: the k-th free lane of a
-            # device takes the k-th episode after the episodes of earlier devices.
-            first = run.num_started + offsets[:, 0]
-            rank = jnp.cumsum(_parts(row.done, first.size), axis=1, dtype=jnp.int32)
-            # The barrier keeps XLA from fusing the sum into its consumers, which takes
-            # a minute to compile for a GPU with 2,048 lanes.
-            rank = trees.barrier(rank)
-            next_index = (first[:, None] + rank - 1).reshape(row.done.shape)
-            index = jnp.where(row.done, next_index, run.index)
-        next_run = next_run.replace(
-            index=index,
-            num_started=run.num_started + totals[0],
-            num_done=run.num_done + totals[1],
-        )
-        if min_steps is None:
-            return next_run
-        # Once there are enough steps, no episode starts. Running episodes continue to
-        # their end, since `first_of` may select them.
-        num_steps = run.num_steps + totals[2]
-        is_enough = num_steps >= min_steps
-        started = jnp.minimum(run.num_wanted, run.num_started)
-        return next_run.replace(
-            index=jnp.where(row.done & is_enough, number, index),
-            num_wanted=jnp.where(is_enough, started, run.num_wanted),
-            num_steps=num_steps,
-        )
+        return _assign(next_run, row.done, mask, per_env, min_steps, sharding)
 
-    episode = carry.episode
-    row = jnp.zeros((num_envs, 3), jnp.int32), _values(episode)
-    num_parts = sharding.num_devices if sharding else 1
-    # One table per device, so that writes need no exchange; `_read` sums the tables.
-    results = trees.blank(row, (num_parts, number), skip=1)
-    run = _Run(
-        carry=carry,
-        acc=acc,
-        # Assign the first episodes to lanes in order; if N < B the last lanes are idle.
-        index=lane,
-        restarts=jnp.ones((num_envs,), bool),
-        num_started=jnp.int32(num_envs),
-        num_done=jnp.int32(0),
-        num_wanted=jnp.int32(number),
-        results=jax.tree.map(sharding.place, results) if sharding else results,
-        num_steps=jnp.int32(0),
-    )
+    run = _init_run(carry, acc, number, lane, sharding)
     run = platform.steps_while(lambda run: run.num_done < run.num_wanted, step, run)
     # After the loop, every lane starts the next episode of its stream.
     all_lanes = jnp.ones((num_envs,), bool)
-    start_after = Start(roots.lane, resume_id, num_envs)
-    end = restart(spec, run.carry, all_lanes, start_after)
-    episodes = _read(run.results)
+    end = restart(spec, run.carry, all_lanes, next_start)
+    episodes, num_queued = _read(run.results), 0 if per_env else number
     if min_steps is not None:
         episodes = first_of(episodes, min_steps)
         num_queued = jnp.sum(episodes.mask, dtype=jnp.int32)
@@ -189,6 +127,109 @@ def pad(
         return trees.wrap_keys(written, padded)
 
     return trees.blank(row, (max_length, num_episodes), skip=1), write
+
+
+def _starts(
+    carry: Carry, lane_roots: jax.Array, number: int, lane: jax.Array, per_env: bool
+) -> tuple[Callable[[jax.Array], Start], Start]:
+    """Returns the starts of the episodes that count, and of the episodes after them.
+
+    Returns:
+        A function from the number of each lane's episode, `[B]`, to the starts of these
+        episodes, and the starts of the episodes with which the lanes resume.
+    """
+    num_envs = lane.size
+    # Skip the ids of discarded episodes: no id is used twice.
+    new_id = carry.episode.episode_id + num_envs  # of the next episodes
+    if not per_env:
+        queue = keys.queue(carry.key)
+        return (
+            lambda index: Start(queue, -1 - (carry.next_episode + index), None),
+            Start(lane_roots, new_id, num_envs),
+        )
+    # If the current episode has no step, play it as the first episode.
+    first_id = jnp.where(carry.episode.episode_length > 0, new_id, new_id - num_envs)
+    return (
+        lambda index: Start(lane_roots, first_id + (index - lane), num_envs),
+        Start(lane_roots, first_id + number, num_envs),
+    )
+
+
+def _init_run(
+    carry: Carry, acc: Any, number: int, lane: jax.Array, sharding: Any
+) -> _Run:
+    """Initializes the loop: assigns the first of N = `number` episodes to the lanes."""
+    num_envs = lane.size
+    row = jnp.zeros((num_envs, 3), jnp.int32), _values(carry.episode)
+    num_parts = sharding.num_devices if sharding else 1
+    # One table per device, so that writes need no exchange; `_read` sums the tables.
+    results = trees.blank(row, (num_parts, number), skip=1)
+    return _Run(
+        carry=carry,
+        acc=acc,
+        # Assign episodes to lanes in order; if N < B the last lanes are idle.
+        index=lane,
+        restarts=jnp.ones((num_envs,), bool),
+        num_started=jnp.int32(num_envs),
+        num_done=jnp.int32(0),
+        num_wanted=jnp.int32(number),
+        results=jax.tree.map(sharding.place, results) if sharding else results,
+        num_steps=jnp.int32(0),
+    )
+
+
+def _assign(
+    run: _Run,
+    done: jax.Array,
+    mask: jax.Array,
+    per_env: bool,
+    min_steps: int | None,
+    sharding: Any,
+) -> _Run:
+    """Assigns the next episodes to the lanes whose episode ended, and counts episodes.
+
+    Args:
+        run: the state before the step, except for `carry`, `acc` and `results`.
+        done: `[B]` bool, True if the lane's episode ended.
+        mask: `[B]` bool, False for idle lanes.
+        per_env: whether each lane plays N / B episodes, from the stream of the lane.
+        min_steps: number of steps after which no episode starts, or None.
+        sharding: sharding of the lanes, or None.
+    """
+    # All flags share one exchange between devices. `done` also counts idle lanes, which
+    # take numbers of at least N and stay idle; `done & mask` counts episodes.
+    flags = (done, done & mask) + (() if min_steps is None else (mask,))
+    offsets, totals = _count(sharding, *flags)
+    if per_env:
+        index = jnp.where(done, run.index + done.size, run.index)
+    else:
+        # Free lanes take episodes in numerical order: the k-th free lane of a device
+        # takes the k-th episode after the episodes of earlier devices.
+        first = run.num_started + offsets[:, 0]
+        rank = jnp.cumsum(_parts(done, first.size), axis=1, dtype=jnp.int32)
+        # The barrier keeps XLA from fusing the sum into its consumers, which takes a
+        # minute to compile for a GPU with 2,048 lanes.
+        rank = trees.barrier(rank)
+        next_index = (first[:, None] + rank - 1).reshape(done.shape)
+        index = jnp.where(done, next_index, run.index)
+    next_run = run.replace(
+        index=index,
+        num_started=run.num_started + totals[0],
+        num_done=run.num_done + totals[1],
+    )
+    if min_steps is None:
+        return next_run
+    # Once there are enough steps, no episode starts. Running episodes continue to their
+    # end, since `first_of` may select them.
+    num_steps = run.num_steps + totals[2]
+    is_enough = num_steps >= min_steps
+    num_started = jnp.minimum(run.num_wanted, run.num_started)
+    number = run.results[0].shape[1]
+    return next_run.replace(
+        index=jnp.where(done & is_enough, number, index),
+        num_wanted=jnp.where(is_enough, num_started, run.num_wanted),
+        num_steps=num_steps,
+    )
 
 
 def _parts(lanes: jax.Array, num_parts: int) -> jax.Array:

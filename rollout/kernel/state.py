@@ -69,12 +69,16 @@ def check_env_step(carry: Carry, result: EnvStep) -> EnvStep:
     checks.check_type(
         "`env.step` must return a `rollout.envs.EnvStep`", result, EnvStep
     )
-    dtypes = {"reward": jnp.float32, "terminated": jnp.bool_, "truncated": jnp.bool_}
-    dtypes |= {} if result.raw_reward is None else {"raw_reward": jnp.float32}
+    arrays = [
+        ("reward", result.reward, jnp.float32),
+        ("terminated", result.terminated, jnp.bool_),
+        ("truncated", result.truncated, jnp.bool_),
+    ]
+    if result.raw_reward is not None:
+        arrays.append(("raw_reward", result.raw_reward, jnp.float32))
     lanes = carry.episode.episode_id.shape
-    for name, dtype in dtypes.items():
-        message = f"`env.step` must return `{name}` as"
-        checks.check_shape(message, getattr(result, name), lanes, dtype)
+    for name, array, dtype in arrays:
+        checks.check_shape(f"`env.step` must return `{name}` as", array, lanes, dtype)
     message = "`env.step` must return the state as `env.reset` does"
     checks.check_same_types(message, carry.env_state, result.state)
     message = "`env.step` must return `obs` as `env.reset` does"
@@ -167,7 +171,7 @@ def check_values(value: Any, obs: ArrayTree) -> None:
         groups = obs if isinstance(obs, Mapping) else {}
         expected = {name: jax.tree.leaves(x)[0].shape[:2] for name, x in groups.items()}
     for name, x in value.items() if isinstance(value, Mapping) else [("", value)]:
-        is_float = jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating)
+        is_float = checks.has_dtype(x, jnp.floating)
         if not is_float or x.shape != expected.get(name):
             group = f" for the group {name!r}" if name else ""
             raise ValueError(

@@ -17,17 +17,21 @@ from rollout.policies.base import (
 from rollout.policies.exploration import (
     EpsilonGreedy,
     GaussianNoise,
+    LinearSchedule,
     OrnsteinUhlenbeck,
     RandomWarmup,
 )
+from rollout.policies.masks import mask_values
 
 __all__ = [
     "EpsilonGreedy",
     "GaussianNoise",
     "Greedy",
+    "LinearSchedule",
     "OrnsteinUhlenbeck",
     "PolicyWrapper",
     "RandomWarmup",
+    "mask_values",
     "random_policy",
     "recurrent_policy",
     "stateless_policy",

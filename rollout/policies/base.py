@@ -408,7 +408,7 @@ def decision(
         return result  # a composite space: `act` checks the action
     spec = jax.ShapeDtypeStruct((num_envs, *space.shape), space.dtype)
     action = _cast(result.action, spec)
-    if getattr(action, "dtype", None) != spec.dtype or action.shape != spec.shape:
+    if not checks.has_dtype(action, spec.dtype) or action.shape != spec.shape:
         has_scalar_obs = [x.ndim for x in jax.tree.leaves(obs)] == [1]
         raise ValueError(
             f"{caller} must return actions as {jnp.dtype(spec.dtype).name} of shape "
@@ -420,10 +420,9 @@ def decision(
 
 def _cast(action: Any, spec: Any) -> Any:
     """Casts integers to integers and floats to floats; else returns the action."""
-    if hasattr(action, "dtype"):
-        for category in (jnp.integer, jnp.floating):
-            if all(jnp.issubdtype(x.dtype, category) for x in (action, spec)):
-                return jnp.asarray(action, spec.dtype)
+    for category in (jnp.integer, jnp.floating):
+        if all(checks.has_dtype(x, category) for x in (action, spec)):
+            return jnp.asarray(action, spec.dtype)
     return action
 
 

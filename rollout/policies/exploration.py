@@ -22,6 +22,7 @@ it to `obs`, and `action_mask_fn` reads `obs["info"]`. If no action is valid, th
 is sampled from all actions, and `extras["no_valid_action"]` is True.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -50,6 +51,37 @@ from rollout.types import (
 )
 
 ScheduleFn = Callable[[jax.Array], Any]  # maps steps, `()` int32, to a `()` float
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearSchedule:
+    """A linear schedule of exploration. Use it as `epsilon` of `EpsilonGreedy`.
+
+        initial + (final - initial) min(step / num_steps, 1)
+
+    Equivalent to `optax.linear_schedule`, but schedules with equal values are equal, so
+    that equal policies share compiled programs.
+
+    Attributes:
+        initial: value at step 0.
+        final: value from step `num_steps` onward.
+        num_steps: number of steps per lane until the final value, at least 1.
+
+    Raises:
+        ValueError: if `num_steps` is not an int of at least 1.
+    """
+
+    initial: float
+    final: float
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        checks.check_int("num_steps", self.num_steps)
+
+    def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
+        """Returns the value at a step, `()` int to `()` float."""
+        remaining = 1 - jnp.clip(step, 0, self.num_steps) / self.num_steps
+        return (self.initial - self.final) * remaining + self.final
 
 
 class Schedule(struct.PyTreeNode):

@@ -32,10 +32,31 @@ _MANY = 256  # masks with at least this many columns use rejection sampling firs
 _TRIES = 16  # candidates of a lane
 _WIDE = 128  # masks with at least this many columns are counted in blocks
 _BLOCK = 32
+_INVALID_VALUE = -1e9
 ActionMaskFn = Callable[[ArrayTree], ArrayTree]  # obs to a mask
 
 _NAME = "action_mask"
 DISCRETE = Discrete | MultiDiscrete | MultiBinary
+
+
+def mask_values(values: jax.Array, action_mask: jax.Array | None) -> jax.Array:
+    """Replaces the values of invalid actions by -1e9. Use it before `argmax`.
+
+        action_mask = rollout.envs.spaces.get_action_mask(obs)
+        action = mask_values(q_values, action_mask).argmax(-1)
+
+    A row of the mask without a valid action is ignored, because a policy must choose an
+    action.
+
+    Args:
+        values: `[..., n]` float, one value per action.
+        action_mask: `[..., n]`, True or 1 for valid actions. None returns `values`.
+    """
+    if action_mask is None:
+        return values
+    is_valid = jnp.asarray(action_mask, bool)
+    is_valid |= ~is_valid.any(-1, keepdims=True)
+    return jnp.where(is_valid, values, _INVALID_VALUE)
 
 
 def uniform(space: AnySpace, num_envs: int, key: chex.PRNGKey) -> ArrayTree:

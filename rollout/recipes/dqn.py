@@ -24,8 +24,15 @@ from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.networks import Encoder, join
 from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
-from rollout.policies import EpsilonGreedy
-from rollout.training import Agent, check_counts, check_network, jit_on_host
+from rollout.policies import EpsilonGreedy, LinearSchedule, mask_values
+from rollout.training import (
+    Agent,
+    check_counts,
+    check_discrete,
+    check_network,
+    jit_on_host,
+)
+from rollout.trajectories import select_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,18 +90,6 @@ class QNetwork(nn.Module):
         return nn.Dense(self.num_actions)(x)
 
 
-# Fields in the buffer. N-step returns need `episode_id` and `episode_length`.
-STORED_FIELDS = (
-    "obs",
-    "action",
-    "reward",
-    "terminated",
-    "truncated",
-    "next_obs",
-    "episode_id",
-    "episode_length",
-    "mask",
-)
 Metrics = dict[str, jax.Array]
 
 
@@ -120,21 +115,6 @@ class Row(struct.PyTreeNode):
     weight: jax.Array  # importance weight
 
 
-def masked_values(network: Any, params: ArrayTree, obs: ArrayTree) -> jax.Array:
-    """Computes the values of all actions, `[..., n]`, -1e9 for invalid actions."""
-    values, action_mask = network.apply(params, obs), get_action_mask(obs)
-    if action_mask is None:
-        return values
-    # Ignore a mask without a valid action: the policy must choose an action.
-    is_valid = jnp.asarray(action_mask, bool)
-    is_valid |= ~is_valid.any(-1, keepdims=True)
-    return jnp.where(is_valid, values, -1e9)
-
-
-# Memoized, so that equal agents share compiled programs.
-epsilon_schedule = functools.lru_cache(optax.linear_schedule)
-
-
 class GreedyPolicy(rollout.Policy):
     """Chooses the action with the highest value."""
 
@@ -146,7 +126,8 @@ class GreedyPolicy(rollout.Policy):
     ) -> rollout.PolicyStep:
         """Chooses the greedy actions."""
         obs = normalize_obs(params, obs)
-        action = masked_values(self.network, params, obs).argmax(-1)
+        values = self.network.apply(params, obs)
+        action = mask_values(values, get_action_mask(obs)).argmax(-1)
         return rollout.PolicyStep(self.action_space.start + action, state)
 
 
@@ -176,6 +157,19 @@ class DQN(Agent):
             1.
     """
 
+    # N-step returns need `episode_id` and `episode_length`.
+    stored_fields = (
+        "obs",
+        "action",
+        "reward",
+        "terminated",
+        "truncated",
+        "next_obs",
+        "episode_id",
+        "episode_length",
+        "mask",
+    )
+
     config: Config = Config()
     network: nn.Module | None = None
 
@@ -184,13 +178,7 @@ class DQN(Agent):
         check_counts(self.config, "gradient_steps", "stats_window_size")
         if checks.is_concrete(self.config.target_update_interval):  # may be traced
             check_counts(self.config, "target_update_interval")
-        space = self.spec.action_space
-        if not isinstance(space, Discrete):
-            raise ValueError(
-                "`env.action_space` must be a Discrete for DQN, got "
-                f"{type(space).__name__}. Use PPO of `rollout.recipes.ppo` for any "
-                "space, or SAC of `rollout.recipes.sac` for a Box."
-            )
+        check_discrete("DQN", self.spec.action_space)
         if self.mesh is not None and self.config.prioritized:
             raise ValueError(
                 "`config.prioritized` must be False with a `mesh`, got True: rows are "
@@ -221,7 +209,7 @@ class DQN(Agent):
         return EpsilonGreedy(
             self.eval_policy,
             self.spec.action_space,
-            epsilon_schedule(1.0, config.exploration_final_eps, num_steps),
+            LinearSchedule(1.0, config.exploration_final_eps, num_steps),
             action_mask_fn=None if get_action_mask(obs) is None else get_action_mask,
         )
 
@@ -272,20 +260,6 @@ class DQN(Agent):
             num_updates=jnp.int32(0),
         )
 
-    def init_buffer(
-        self, state: TrainState, trajectory: rollout.Transition
-    ) -> TrainState:
-        """Creates the replay buffer, with the first steps `[T, B, ...]`."""
-        experience = select_experience(trajectory)
-        buffer_state = self.buffer.init(jax.tree.map(lambda x: x[0], experience))
-        params, obs_stats = split_obs_stats(state.params)
-        obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
-        return state.replace(
-            params=params | obs_stats,
-            buffer_state=self.buffer.add(buffer_state, experience),
-            window=state.window.add(trajectory),
-        )
-
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """Collects a trajectory and takes gradient steps on the replay buffer.
 
@@ -312,7 +286,8 @@ class DQN(Agent):
         """Adds a trajectory `[T, B, ...]` to the buffer and takes gradient steps."""
         num_gradients = self.config.gradient_steps
         key, sample_key = jax.random.split(state.key)
-        buffer_state = self.buffer.add(buffer_state, select_experience(trajectory))
+        experience = select_fields(trajectory, self.stored_fields)
+        buffer_state = self.buffer.add(buffer_state, experience)
         window = state.window.add(trajectory)
         params, obs_stats = split_obs_stats(state.params)
         obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
@@ -398,7 +373,8 @@ class DQN(Agent):
             `[M]` float, in discounted reward.
         """
         next_obs = sample.experience.next_obs
-        next_action = masked_values(self.model, params, next_obs).argmax(-1)
+        values = self.model.apply(params, next_obs)
+        next_action = mask_values(values, get_action_mask(next_obs)).argmax(-1)
         next_value = select(self.model.apply(target_params, next_obs), next_action)
         return sample.experience.reward + sample.discount * next_value
 
@@ -429,12 +405,6 @@ class DQN(Agent):
                 f"{loss.shape[1:]}."
             )
         return loss.mean(), metrics
-
-
-def select_experience(trajectory: rollout.Transition) -> rollout.Transition:
-    """Drops fields that the buffer does not store."""
-    dropped = (name for name in vars(trajectory) if name not in STORED_FIELDS)
-    return trajectory.replace(**dict.fromkeys(dropped, ()))
 
 
 def select(values: jax.Array, index: jax.Array) -> jax.Array:

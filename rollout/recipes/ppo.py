@@ -293,21 +293,11 @@ class PPO(Agent):
 
         Rows of agents whose `acting` is False train only the critic.
         """
+        config = self.config
         params, obs_stats = split_obs_stats(state.params)
         obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
-        config, value = self.config, trajectory.extras["value"]
-        # V(next_obs). At a truncation, `next_obs` is the episode's last observation.
-        next_value = rollout.next_values(trajectory, value, last_value)
-        advantage = rollout.gae(
-            trajectory.reward,
-            value,
-            next_value,
-            trajectory.terminated,
-            trajectory.truncated,
-            gamma=config.gamma,
-            lambda_=config.gae_lambda,
-            mask=trajectory.mask,
-        )
+        advantage = self.advantage(trajectory, last_value)
+        value = trajectory.extras["value"]
         batch = Row(
             obs=normalize_obs(obs_stats, trajectory.obs),
             raw_action=trajectory.extras["raw_action"],
@@ -339,6 +329,25 @@ class PPO(Agent):
         params = params | obs_stats
         state = state.replace(params=params, opt_state=opt_state, window=window)
         return state.replace(key=key, num_updates=num_updates), metrics
+
+    def advantage(
+        self, trajectory: rollout.Transition, last_value: jax.Array
+    ) -> jax.Array:
+        """Estimates the advantages of a trajectory, GAE (arXiv:1506.02438), `[T, B]`.
+
+        At a truncation, `next_value` is the value of the episode's last observation.
+        """
+        value, config = trajectory.extras["value"], self.config
+        return rollout.gae(
+            trajectory.reward,
+            value,
+            rollout.next_values(trajectory, value, last_value),
+            trajectory.terminated,
+            trajectory.truncated,
+            gamma=config.gamma,
+            lambda_=config.gae_lambda,
+            mask=trajectory.mask,
+        )
 
     def minibatch_step(
         self, learner: tuple[ArrayTree, optax.OptState, jax.Array], batch: Row

@@ -24,8 +24,14 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient
 from rollout.networks import Encoder, join
 from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
-from rollout.policies import EpsilonGreedy
-from rollout.training import Agent, check_counts, check_network, jit_on_host
+from rollout.policies import EpsilonGreedy, LinearSchedule, mask_values
+from rollout.training import (
+    Agent,
+    check_counts,
+    check_discrete,
+    check_network,
+    jit_on_host,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,21 +108,6 @@ class Row(struct.PyTreeNode):
     weight: jax.Array  # 1 for valid rows, 0 for masked-out rows
 
 
-def masked_values(network: Any, params: ArrayTree, obs: ArrayTree) -> jax.Array:
-    """Computes the values of all actions, `[..., n]`, -1e9 for invalid actions."""
-    values, action_mask = network.apply(params, obs), get_action_mask(obs)
-    if action_mask is None:
-        return values
-    # Ignore a mask without a valid action: the policy must choose an action.
-    is_valid = jnp.asarray(action_mask, bool)
-    is_valid |= ~is_valid.any(-1, keepdims=True)
-    return jnp.where(is_valid, values, -1e9)
-
-
-# Memoized, so that equal agents share compiled programs.
-epsilon_schedule = functools.lru_cache(optax.linear_schedule)
-
-
 class GreedyPolicy(rollout.Policy):
     """Chooses the action with the highest value. The highest value is the critic."""
 
@@ -127,14 +118,18 @@ class GreedyPolicy(rollout.Policy):
         self, params: ArrayTree, obs: ArrayTree, state: ArrayTree, key: chex.PRNGKey
     ) -> rollout.PolicyStep:
         """Chooses the actions, and records their values."""
-        values = masked_values(self.network, params, normalize_obs(params, obs))
+        values = self.values(params, obs)
         action = self.action_space.start + values.argmax(-1)
         return rollout.PolicyStep(action, state, {"value": values.max(-1)})
 
     def value(self, params: ArrayTree, obs: ArrayTree, state: ArrayTree) -> jax.Array:
         """Returns the highest value."""
-        obs = normalize_obs(params, obs)
-        return masked_values(self.network, params, obs).max(-1)
+        return self.values(params, obs).max(-1)
+
+    def values(self, params: ArrayTree, obs: ArrayTree) -> jax.Array:
+        """Computes the values of all actions, `[B, n]`, -1e9 for invalid actions."""
+        values = self.network.apply(params, normalize_obs(params, obs))
+        return mask_values(values, get_action_mask(obs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,13 +161,7 @@ class PQN(Agent):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self.config, "num_minibatches", "num_epochs", "stats_window_size")
-        space = self.spec.action_space
-        if not isinstance(space, Discrete):
-            raise ValueError(
-                "`env.action_space` must be a Discrete for PQN, got "
-                f"{type(space).__name__}. Use PPO of `rollout.recipes.ppo` for any "
-                "space, or SAC of `rollout.recipes.sac` for a Box."
-            )
+        check_discrete("PQN", self.spec.action_space)
 
     @functools.cached_property
     def model(self) -> Any:
@@ -202,7 +191,7 @@ class PQN(Agent):
         return EpsilonGreedy(
             self.eval_policy,
             self.spec.action_space,
-            epsilon_schedule(initial_eps, final_eps, num_steps),
+            LinearSchedule(initial_eps, final_eps, num_steps),
             action_mask_fn=None if get_action_mask(obs) is None else get_action_mask,
         )
 

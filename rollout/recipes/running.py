@@ -29,7 +29,7 @@ from rollout import checkpoint
 from rollout.base import checks
 from rollout.envs import spaces
 from rollout.envs.spaces import EnvSpec
-from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.types import AnySpace, ArrayTree, wrapped_env
 from rollout.training import make_collector
 
 NUM_CHUNKS = 20  # parts of a training run without `evaluate_every`
@@ -139,16 +139,8 @@ def run(
         ValueError: if `folder` contains a run and `resume` is False, or if `resume` is
             True and a setting or a file does not match the run.
     """
-    if agent.collector.is_host and eval_env is None and evaluate_every is not None:
-        raise ValueError(
-            "`eval_env` must be given with `evaluate_every` for host environments: an "
-            "evaluation would end the episodes of the training. Create it like `env`."
-        )
-    if agent.collector.is_host and unwrap_env(eval_env) is unwrap_env(agent.env):
-        raise ValueError(
-            "`eval_env` must be separate from `agent.env`: an evaluation would end the "
-            "episodes of the training. Create it like `env`."
-        )
+    if agent.collector.is_host:
+        check_eval_env(agent.env, eval_env, evaluate_every)
     checks.check_key(key)
     num_eval_episodes = checks.check_int("num_eval_episodes", num_eval_episodes)
     if evaluate_every is not None:
@@ -183,13 +175,7 @@ def run(
     is_stopped = target_return is not None and last_return >= target_return
     while num_done < num_updates and not is_stopped:
         size = chunk_size(agent, evaluate_every, num_done)
-        start = time.monotonic()
-        state, metrics = train(state, size)
-        metrics = {name: np.asarray(x) for name, x in sorted(metrics.items())}
-        check_metrics(metrics, size)
-        seconds = time.monotonic() - start
-        steps = agent.env_steps(num_done + np.arange(1, size + 1))
-        speed = (steps[-1] - agent.env_steps(num_done)) / seconds
+        state, steps, metrics, speed = train_chunk(agent, train, state, num_done, size)
         num_done, evaluation = num_done + size, None
         if is_writer:
             # Write the settings after an update, so that a failed first update leaves
@@ -302,11 +288,11 @@ def shape_of_obs(space: AnySpace, num_envs: int) -> Any:
 
 def describe(agent: Any) -> dict[str, Any]:
     """Returns the settings from which `load` builds the agent, as JSON."""
+    values = [(x, getattr(agent, x.name)) for x in dataclasses.fields(agent)]
     fields = {
-        field.name: type(getattr(agent, field.name)).__qualname__
-        for field in dataclasses.fields(agent)
-        if field.name not in ("env", "config", "mesh")
-        and getattr(agent, field.name) != field.default
+        field.name: type(value).__qualname__
+        for field, value in values
+        if field.name not in ("env", "config", "mesh") and value != field.default
     }
     settings = {
         "agent": name_of(type(agent)),
@@ -323,10 +309,24 @@ def describe(agent: Any) -> dict[str, Any]:
     return json.loads(json.dumps(settings))
 
 
+def check_eval_env(env: Any, eval_env: Any, evaluate_every: int | None) -> None:
+    """Checks that evaluations do not step the host environments of the training."""
+    if eval_env is None and evaluate_every is not None:
+        raise ValueError(
+            "`eval_env` must be given with `evaluate_every` for host environments: an "
+            "evaluation would end the episodes of the training. Create it like `env`."
+        )
+    if unwrap_env(eval_env) is unwrap_env(env):
+        raise ValueError(
+            "`eval_env` must be separate from `agent.env`: an evaluation would end the "
+            "episodes of the training. Create it like `env`."
+        )
+
+
 def unwrap_env(env: Any) -> Any:
     """Returns the environment inside all wrappers."""
-    while hasattr(env, "env"):
-        env = env.env
+    while (inner := wrapped_env(env)) is not None:
+        env = inner
     return env
 
 
@@ -406,6 +406,24 @@ def chunk_size(agent: Any, evaluate_every: int | None, num_done: int) -> int:
         size = max(1, -(-evaluate_every // steps_per_update))
     # Chunks end at the same updates in a resumed run.
     return min(size - num_done % size, num_updates - num_done)
+
+
+def train_chunk(
+    agent: Any, train_fn: Callable[..., Any], state: Any, num_done: int, size: int
+) -> tuple[Any, np.ndarray, dict[str, np.ndarray], float]:
+    """Runs `size` updates after `num_done` updates.
+
+    Returns:
+        The next state, the environment steps after each update, `[size]`, the metrics,
+        `[size]` by name, and the environment steps per second.
+    """
+    start = time.monotonic()
+    state, metrics = train_fn(state, size)
+    metrics = {name: np.asarray(x) for name, x in sorted(metrics.items())}
+    check_metrics(metrics, size)
+    seconds = time.monotonic() - start
+    steps = agent.env_steps(num_done + np.arange(1, size + 1))
+    return state, steps, metrics, (steps[-1] - agent.env_steps(num_done)) / seconds
 
 
 def save_policy(agent: Any, state: Any, path: Path, step: int) -> None:

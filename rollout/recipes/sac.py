@@ -31,6 +31,7 @@ from rollout.training import (
     jit_on_host,
     scan_updates,
 )
+from rollout.trajectories import select_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,6 @@ class Config:
         return dataclasses.replace(self, **changes)
 
 
-STORED_FIELDS = "obs", "action", "reward", "terminated", "next_obs", "mask"
 Metrics = dict[str, jax.Array]
 
 
@@ -158,6 +158,8 @@ class SAC(Agent):
             `config.gradient_steps` is not at least 1.
     """
 
+    stored_fields = "obs", "action", "reward", "terminated", "next_obs", "mask"
+
     config: Config = Config()
     actor_network: nn.Module | None = None
     critic_network: nn.Module | None = None
@@ -243,20 +245,6 @@ class SAC(Agent):
             num_updates=jnp.int32(0),
         )
 
-    def init_buffer(
-        self, state: TrainState, trajectory: rollout.Transition
-    ) -> TrainState:
-        """Creates the replay buffer, with the first steps `[T, B, ...]`."""
-        experience = select_experience(trajectory)
-        buffer_state = self.buffer.init(jax.tree.map(lambda x: x[0], experience))
-        params, obs_stats = split_obs_stats(state.params)
-        obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
-        return state.replace(
-            params=params | obs_stats,
-            buffer_state=self.buffer.add(buffer_state, experience),
-            window=state.window.add(trajectory),
-        )
-
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """Alternates environment steps and gradient steps, `num_steps` times.
 
@@ -282,7 +270,9 @@ class SAC(Agent):
         state = learner.replace(
             carry=carry, buffer_state=buffer_state, window=state.window
         )
-        return state, (select_episodes(trajectory), metrics)
+        # The window of episodes does not read these fields.
+        steps = trajectory.replace(obs=(), action=(), next_obs=(), extras=(), info=())
+        return state, (steps, metrics)
 
     @jit_on_host
     def summarize(
@@ -305,7 +295,8 @@ class SAC(Agent):
     ) -> tuple[TrainState, ArrayTree, Metrics]:
         """Adds a trajectory `[T, B, ...]` to the buffer and takes gradient steps."""
         # Write the buffer before reading it, so that XLA updates it in place.
-        buffer_state = self.buffer.add(buffer_state, select_experience(trajectory))
+        experience = select_fields(trajectory, self.stored_fields)
+        buffer_state = self.buffer.add(buffer_state, experience)
         params, obs_stats = split_obs_stats(state.params)
         obs_stats = update_obs_stats(obs_stats, trajectory.obs, trajectory.mask)
         state = state.replace(params=params | obs_stats)
@@ -417,17 +408,6 @@ class SAC(Agent):
         """Computes the values of both critics, `[2, ...]`."""
         values = jax.vmap(self.critic.apply, (0, None, None))
         return values(critic_params, obs, action)[..., 0]
-
-
-def select_experience(trajectory: rollout.Transition) -> rollout.Transition:
-    """Drops the fields that the buffer does not store."""
-    dropped = (name for name in vars(trajectory) if name not in STORED_FIELDS)
-    return trajectory.replace(**dict.fromkeys(dropped, ()))
-
-
-def select_episodes(trajectory: rollout.Transition) -> rollout.Transition:
-    """Drops the fields that an `EpisodeWindow` does not read."""
-    return trajectory.replace(obs=(), action=(), next_obs=(), extras=(), info=())
 
 
 if __name__ == "__main__":

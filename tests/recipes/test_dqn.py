@@ -11,7 +11,8 @@ from cases import quick_jit
 from recipe_cases import MaskedEnv, mlp
 
 from rollout import envs
-from rollout.recipes.dqn import DQN, Config, select_experience
+from rollout.recipes.dqn import DQN, Config
+from rollout.trajectories import select_fields
 
 B = 4
 CONFIG = Config(
@@ -97,7 +98,8 @@ def test_update_takes_the_steps_of_a_plain_loop(changes, key_reuse):
     config, buffer, state = agent.config, agent.buffer, make_state(agent)
     opt_state = quick_jit(OPTIMIZER.init)(state.params)
     train = quick_jit(lambda state: agent.train(state, 1), donate_argnums=0)
-    add = quick_jit(lambda state, t: buffer.add(state, select_experience(t)))
+    fields = agent.stored_fields
+    add = quick_jit(lambda state, t: buffer.add(state, select_fields(t, fields)))
     num_steps, all_endings, errors, weights = 0, set(), [], []
     for number in (1, 2):
         new = slice(8 * number, 8 * number + 8)

@@ -187,7 +187,7 @@ class ChanceEnv:
         return {"two": obs[jnp.array([0, 2])], "one": jnp.repeat(obs[1:2], 2)[None]}
 
 
-@jax.tree_util.register_static
+@jax.tree_util.register_static  # pyright: ignore[reportArgumentType] flax adds `__hash__`
 class AllAct(ChanceEnv):
     """A `ChanceEnv` in which every agent that has not ended acts at every step."""
 

@@ -13,6 +13,7 @@ explains different hashes, run the script with both versions.
 import hashlib
 import json
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ def digest(tree) -> str:
 
 
 @jax.jit
-def chaos() -> jax.Array:
+def chaos() -> tuple[jax.Array, jax.Array]:
     """Runs a chaotic program with the operations of environments and networks."""
 
     def step(x, _):
@@ -68,7 +69,7 @@ def features(obs: jax.Array) -> jax.Array:
     return mixed.sum(axis=1, keepdims=True)
 
 
-def head(space: envs.spaces.Space, scores: jax.Array, key) -> tuple[jax.Array, dict]:
+def head(space: envs.types.AnySpace, scores: jax.Array, key) -> tuple[jax.Array, dict]:
     """Returns actions and extras for `[B, 1]` scores."""
     if hasattr(space, "n"):
         logits = scores * jnp.arange(space.n, dtype=jnp.float32)[None]
@@ -157,10 +158,11 @@ def main() -> None:
     """Writes the hashes of all pairs and streams that the file contains."""
     hashes_by_version = json.loads(FILE.read_text())
     pairs = hashes_by_version[max(hashes_by_version)]
-    hashes = {"chaos": digest(chaos())}
+    hashes: dict[str, Any] = {"chaos": digest(chaos())}
     for pair in pairs.keys() - {"chaos"}:
         streams = [x.partition(" ")[2] for x in pairs[pair] if x.startswith("stream ")]
-        hashes[pair] = hash_all(*pair.rsplit(" ", 1), streams)
+        env_name, _, policy_name = pair.rpartition(" ")
+        hashes[pair] = hash_all(env_name, policy_name, streams)
     hashes_by_version[jax.__version__] = hashes
     FILE.write_text(json.dumps(hashes_by_version, indent=1, sort_keys=True) + "\n")
 

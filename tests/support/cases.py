@@ -144,7 +144,7 @@ def raw(tree):
 def on_a_gpu():
     """Makes `lax.platform_dependent` select its GPU branch in a `with` block."""
 
-    def choose(*args, default=None, cuda=None, **platforms):
+    def choose(*args, default, cuda=None, **platforms):
         del platforms  # unused
         return (cuda or default)(*args)
 

@@ -5,6 +5,7 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,10 @@ def assert_figures(text, x):
 
 def spawn(*argv, **options):
     """Starts the command in a new process."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    pipes: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    } | options
     return subprocess.Popen([sys.executable, "-m", "rollout", *argv], cwd=ROOT, **pipes)
 
 

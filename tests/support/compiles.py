@@ -19,10 +19,11 @@ QUICK_FLAGS = " ".join(f"--{name}={value}" for name, value in QUICK_OPTIONS.item
 _BLOCKS: list[list[str]] = []  # events of all active blocks, outermost first
 
 
-def _listen(name, *_, **__):
-    if name.startswith("/jax/core/compile/"):
+def _listen(event, duration_secs, **_):
+    del duration_secs  # unused
+    if event.startswith("/jax/core/compile/"):
         for events in _BLOCKS:
-            events.append(name)
+            events.append(event)
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)

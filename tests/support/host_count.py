@@ -182,7 +182,7 @@ class DelayedCount(HostCount, AsyncHostVectorEnv):
             getattr(self, name)[other_ids] = value
         causes = {i: x for i, x in result.causes.items() if i in env_id}
         fields = [x[env_id] for x in result[:5]]
-        return type(result)(*fields, {}, None, causes), env_id
+        return type(result)(*fields, info={}, causes=causes), env_id
 
 
 KEY = jax.random.key(3)

@@ -45,6 +45,7 @@ class Count(gymnasium.Env):
         self.actions = []
 
     def reset(self, *, seed=None, options=None):
+        assert seed is not None
         self.fault = NAMES[seed - 1000] if seed >= 1000 else "fine"
         self.seed, self.count = seed, 0
         if self.fault == "reset":
@@ -165,6 +166,7 @@ class Unreliable(Count):
     FAULTS = ("raise", "shape", "kill", "nan", "reset", "hang")
 
     def reset(self, *, seed=None, options=None):
+        assert seed is not None
         number, index = divmod(seed, len(self.FAULTS))
         return super().reset(seed=seed_of("fine" if number % 8 else self.FAULTS[index]))
 

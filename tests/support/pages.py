@@ -26,12 +26,14 @@ def program(text: str) -> str:
 
 def inject(program: str, line: str) -> str:
     """Inserts `line` after the statement that assigns the first constant in it."""
-    name, lines = re.match(r"\w+", line).group(), program.splitlines(keepends=True)
+    match, lines = re.match(r"\w+", line), program.splitlines(keepends=True)
+    assert match
     for node in (x for x in ast.parse(program).body if isinstance(x, ast.Assign)):
-        if re.search(rf"\b{name}\b", ast.unparse(node.targets)):
-            lines.insert(node.end_lineno, f"{line}\n")
+        targets = " ".join(map(ast.unparse, node.targets))
+        if re.search(rf"\b{match[0]}\b", targets):
+            lines.insert(node.end_lineno or 0, f"{line}\n")
             return "".join(lines)
-    raise ValueError(f"no statement assigns `{name}`")
+    raise ValueError(f"no statement assigns `{match[0]}`")
 
 
 def run(name: str, *programs: str) -> dict:
@@ -47,6 +49,8 @@ def machine() -> str:
     """Describes this machine and its versions, as the records of results do."""
     path = ROOT / "benchmarks" / "harness.py"
     spec = importlib.util.spec_from_file_location("benchmarks_harness", path)
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.machine()

@@ -80,7 +80,7 @@ def metrics(
     features: np.ndarray,
     popularity: np.ndarray,
     dominated: np.ndarray,
-) -> dict[str, float]:
+) -> dict[str, float | np.floating]:
     """Computes the metrics of all episodes in double precision."""
     items = [item for episode in episodes for item in episode.item]
     flags = [flag for episode in episodes for flag in episode.no_valid_action]
@@ -102,4 +102,4 @@ def _diversity(items: list[int], features: np.ndarray) -> float:
         for earlier_item in items[:number]:
             a, b = (features[x].astype(float) for x in (item, earlier_item))
             values.append(1.0 - a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
-    return np.mean(values) if values else 1.0
+    return float(np.mean(values)) if values else 1.0

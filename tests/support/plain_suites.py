@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from cases import quick_jit
 from flax import struct
+from jax.interpreters import batching
 
 from rollout import envs
 from rollout.envs.multi_agent import MultiAgentStep
+from rollout.envs.suites.physics import adapt as adapt_physics
 
 LAVA = 14  # `BlockType.LAVA` of Craftax
 
@@ -31,13 +33,17 @@ class Plain(NamedTuple):
             info)`, a step without auto-reset.
     """
 
-    adapt: Callable[[], envs.types.Env]
+    adapt: Callable[[], Any]
     begin: Callable[..., Any]
     advance: Callable[..., Any]
 
 
 def make_plain(
-    adapt: Callable, begin: Callable, advance: Callable, params: Any = (), jit=quick_jit
+    adapt: Callable,
+    begin: Callable,
+    advance: Callable,
+    params: Any = (),
+    jit: Any = quick_jit,
 ) -> Plain:
     """Maps both functions over lanes, and passes `params` as an argument."""
     begin = jit(jax.vmap(begin, (None, 0)))
@@ -191,7 +197,7 @@ class Suite:
     def model_reward(self):
         return self.model
 
-    def reset(self, rng):
+    def reset(self, rng) -> Any:
         assert rng.dtype == jnp.uint32
         obs = {"state": jax.random.normal(rng, (3,)), "privileged_state": jnp.zeros(1)}
         info = {"rng": jax.random.split(rng)[0]}
@@ -222,7 +228,7 @@ def _contacts_from_lanes(stack, size, contacts, axis):
     return contacts.replace(position=stack(size, contacts.position, axis))
 
 
-jax.interpreters.batching.register_vmappable(
+batching.register_vmappable(
     Contacts, int, int, _contacts_to_lanes, _contacts_from_lanes, None
 )
 
@@ -255,9 +261,7 @@ class ContactSuite(Suite):
 @functools.cache
 def custom_physics(name: str) -> Plain:
     del name  # there is only one environment
-    adapt = functools.partial(
-        envs.suites.physics.adapt, model_field="model", frame_field=None
-    )
+    adapt = functools.partial(adapt_physics, model_field="model", frame_field=None)
     return physics(Suite(), "model", adapt)
 
 

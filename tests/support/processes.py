@@ -9,6 +9,7 @@ FOLDER/<process>.json.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def make_batch():
     return next(make_stream(rollout.shard(collector, make_mesh()))).trajectory
 
 
-def arrays(tree):
+def arrays(tree) -> dict[str, Any]:
     """Returns the leaves of a tree as NumPy arrays by path."""
     leaves = jax.tree.leaves_with_path(raw(tree))
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}

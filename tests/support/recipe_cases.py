@@ -13,7 +13,7 @@ import rollout
 from rollout import envs
 from rollout.envs import spaces
 from rollout.recipes import dqn, ppo, pqn, recurrent_ppo, sac, td3
-from rollout.recipes.sac import select_experience
+from rollout.trajectories import select_fields
 
 
 @struct.dataclass
@@ -162,7 +162,8 @@ def check_update(agent, plain_step, init_fn, close):
 
     first, learner = quick_jit(init)(jax.random.key(4))
     state, metrics = quick_jit(agent.update)(first)
-    add = quick_jit(lambda memory, t: agent.buffer.add(memory, select_experience(t)))
+    buffer, fields = agent.buffer, agent.stored_fields
+    add = quick_jit(lambda memory, t: buffer.add(memory, select_fields(t, fields)))
     carry, memory, key = first.carry, first.buffer_state, first.key
     steps, logs = [], []
     for _ in range(agent.config.num_steps):
@@ -183,7 +184,8 @@ def check_update(agent, plain_step, init_fn, close):
     ):
         assert np.abs(x - y).max() < 0.1 * np.abs(y - start).max()
     assert int(state.num_updates) == 1
-    np.testing.assert_array_equal(*map(jax.random.key_data, (state.key, key)))
+    words, expected_words = map(jax.random.key_data, (state.key, key))
+    np.testing.assert_array_equal(words, expected_words)
     window, metrics = got[2:4]
     for name in logs[0]:
         close(metrics[name], np.mean([x[name] for x in logs]), err_msg=name)

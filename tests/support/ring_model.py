@@ -7,6 +7,7 @@ one. Episodes are separated by a gap, so that no row equals a final observation.
 
 import collections
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,8 @@ def encode(steps, mask):
         return np.array([[getattr(s, name) for s in row] for row in steps], dtype)
 
     number = leaf("number", int)
-    return rollout.Transition(
+    make_rows: Any = rollout.Transition  # the rows are NumPy arrays
+    return make_rows(
         obs=encode_obs(number),
         action=(),
         reward=reward_of(number).astype(np.float32),

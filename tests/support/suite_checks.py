@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cases import quick_jit, raw
 from PIL import Image
+from PIL.GifImagePlugin import GifImageFile
 from plain_suites import choose
 
 import rollout
@@ -197,6 +198,7 @@ def check_render(env):
     state, _ = jax.jit(jax.vmap(env.reset))(keys)
     gif = envs.render_gif(env, state, jnp.ones(1))
     with Image.open(io.BytesIO(gif)) as image:
+        assert isinstance(image, GifImageFile)
         assert image.n_frames == 2
         first = np.asarray(image.convert("RGB"))
         image.seek(1)

@@ -15,6 +15,7 @@ from rollout import envs
 from rollout.policies import (
     EpsilonGreedy,
     GaussianNoise,
+    LinearSchedule,
     OrnsteinUhlenbeck,
     RandomWarmup,
 )
@@ -274,6 +275,20 @@ def test_schedule_of_scale_is_read_at_the_step_of_the_lane(name):
     # Two roundings of the product against one.
     np.testing.assert_allclose(scheduled, scale * fixed, rtol=1e-6)
     assert (scheduled[32:] == 0.0).all()
+
+
+def test_linear_schedule_has_the_bits_of_optax():
+    steps = np.array([0, 1, 7, 99, 100, 1_000_000], np.int32)
+    schedules = LinearSchedule(1.0, 0.05, 100), optax.linear_schedule(1.0, 0.05, 100)
+    got, expected = quick_jit(lambda steps: [fn(steps) for fn in schedules])(steps)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_policies_with_equal_linear_schedules_are_equal():
+    pair = [EpsilonGreedy(greedy, DISCRETE, LinearSchedule(1, 0, 9)) for _ in "ab"]
+    assert pair[0] == pair[1]
+    assert hash(pair[0]) == hash(pair[1])
+    assert pair[0] != EpsilonGreedy(greedy, DISCRETE, LinearSchedule(1, 0, 8))
 
 
 def test_each_lane_counts_its_steps_up_to_the_largest_integer():

@@ -245,3 +245,11 @@ def test_masks_of_numbers_are_masks(dtype):
     for policy in policies:
         step = quick_jit(policy.apply)(None, obs, (), KEY)
         np.testing.assert_array_equal(step.action, 1)
+
+
+def test_mask_values_ignores_a_row_without_a_valid_action():
+    values = np.float32([[1.0, 3.0, 2.0], [1.0, 3.0, 2.0]])
+    mask = np.array([[1, 0, 1], [0, 0, 0]], np.int8)
+    masked = quick_jit(masks.mask_values)(values, mask)
+    np.testing.assert_array_equal(masked, [[1.0, -1e9, 2.0], [1.0, 3.0, 2.0]])
+    assert masks.mask_values(values, None) is values

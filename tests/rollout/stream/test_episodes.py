@@ -67,6 +67,14 @@ def test_pieces_are_those_of_a_plain_loop():
             assert not got[len(steps) :].any()
 
 
+def test_select_fields_keeps_only_the_named_fields():
+    trajectory = reference_rows()
+    selected = rollout.trajectories.select_fields(trajectory, ("obs", "mask"))
+    for name, value in vars(trajectory).items():
+        expected = value if name in ("obs", "mask") else ()
+        assert getattr(selected, name) is expected
+
+
 def test_trajectory_without_steps_has_no_pieces():
     masked_out = reference_rows().replace(mask=np.zeros((12, B), bool))
     pieces = rollout.trajectories.split_trajectories(masked_out)
