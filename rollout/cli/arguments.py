@@ -24,16 +24,10 @@ _ENV_HELP = (
     "id, such as CartPole-v1, jumanji:Snake-v1 or gymnasium:CartPole-v1; or your own "
     "environment, module:Class or file.py:function"
 )
-_TOTAL_STEPS = (
-    "Each update takes num_steps * num_envs environment steps: set --num-updates."
-)
 # Options of other libraries.
 _HINTS = {
     "--lr": "Did you mean --learning-rate?",
-    "--n-envs": "Did you mean --num-envs?",
-    "--n-steps": "Did you mean --num-steps?",
-    "--total-timesteps": _TOTAL_STEPS,
-    "--timesteps": _TOTAL_STEPS,
+    "--total-timesteps": "Set --num-updates: each takes num_steps * num_envs steps.",
 }
 
 

@@ -1,9 +1,9 @@
 """The command `rollout train`, which is also `python -m rollout.recipes.ppo`.
 
-The fields of the agent's `Config` are options of the command.
+The fields of the agent's `Config` are options of the command, and the section
+`Attributes:` of its docstring describes them.
 """
 
-import dataclasses
 import functools
 import inspect
 import os
@@ -40,7 +40,8 @@ def main(
 
     Args:
         agent_class: class of the agent, with the fields `env` and `config`.
-        config: default hyperparameters. Every field becomes an option.
+        config: default hyperparameters. Every number, bool, name and tuple becomes an
+            option.
         num_envs: default number of parallel environments.
         argv: arguments; None reads the arguments of the process.
     """
@@ -81,34 +82,24 @@ def make_parser(agent_class: Any, config: Any, num_envs: int) -> Parser:
 
 
 def add_config_options(parser: ArgumentParser, config: Any) -> None:
-    """Adds an option for each field of a config, with the text of its docstring."""
+    """Adds an option for each field of a config, described by its docstring."""
     group = parser.add_argument_group("hyperparameters", "Fields of `Config`.")
     annotations = typing.get_type_hints(type(config))
     descriptions = read_attributes(type(config).__doc__ or "")
-    for field in dataclasses.fields(config):
-        default = getattr(config, field.name)
-        parse, metavar = value_parser(annotations[field.name])
-        text = f"{descriptions.get(field.name, '')} ({format_value(default)})"
+    for name, value in vars(config).items():
+        parser_fn = value_parser(annotations[name])
+        if parser_fn is None:
+            continue
+        default = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        text = f"{descriptions.get(name, '')} ({default})"
         group.add_argument(
-            option_name(field.name),
-            dest=f"config.{field.name}",
-            type=parse,
-            default=default,
-            metavar=metavar,
+            f"--{name.rstrip('_').replace('_', '-')}",
+            dest=f"config.{name}",
+            type=parser_fn,
+            default=value,
+            metavar="VALUE",
             help=text.replace("%", "%%"),
         )
-
-
-def option_name(field: str) -> str:
-    """Returns the option of a field: `--gae-lambda`, and `--lambda` for `lambda_`."""
-    return "--" + field.rstrip("_").replace("_", "-")
-
-
-def format_value(value: Any) -> str:
-    """Formats a default in the form that the option accepts."""
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def read_attributes(docstring: str) -> dict[str, str]:
@@ -118,21 +109,21 @@ def read_attributes(docstring: str) -> dict[str, str]:
     return {name: " ".join(text.split()).rstrip(".") for name, text in entries}
 
 
-def value_parser(annotation: Any) -> tuple[Callable[[str], Any], str]:
-    """Returns the parser of a field's values, and the name of their type."""
+def value_parser(annotation: Any) -> Callable[[str], Any] | None:
+    """Returns the function that parses the values of a field; None if there is none."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     members = typing.get_args(annotation) if is_union else (annotation,)
-    if float in members:
-        return float, "FLOAT"
-    if int in members:
-        return (parse_size, "INT") if str in members else (int, "INT")
-    if bool in members:
-        return parse_bool, "BOOL"
-    if str in members:
-        return str, "NAME"
-    if int in typing.get_args(members[0]):  # a tuple
-        return parse_ints, "INT,INT"
-    return parse_names, "NAME,NAME"
+    if int in members and str in members:
+        return parse_size
+    parsers: dict[Any, Callable[[str], Any]] = {
+        float: float,
+        int: int,
+        bool: parse_bool,
+        str: str,
+        tuple[int, ...]: parse_ints,
+        tuple[str, ...]: parse_names,
+    }
+    return next((parsers[x] for x in parsers if x in members), None)
 
 
 def parse_size(text: str) -> int | str:
@@ -159,8 +150,8 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 def train_agent(agent_class: Any, config: Any, options: Namespace) -> Iterable[Any]:
     """Trains an agent with `run`, and returns its last evaluation."""
-    names = [field.name for field in dataclasses.fields(config)]
-    config = config.replace(**{x: getattr(options, f"config.{x}") for x in names})
+    values = {x: y for x, y in vars(options).items() if x.startswith("config.")}
+    config = config.replace(**{x.removeprefix("config."): values[x] for x in values})
     if not options.no_cache:
         keep_programs()
     gamma = config.gamma if options.normalize_rewards else None

@@ -41,7 +41,7 @@ class Config:
         gradient_steps: gradient steps in each update, after its environment steps.
         learning_starts: environment steps before the first update.
         batch_size: transitions in a gradient step.
-        learning_rate: learning rate of Adam, or a schedule of gradient steps.
+        learning_rate: a number, or a schedule of gradient steps.
         anneal_lr: whether the learning rate decays to 0 along a cosine; it does not
             apply to a schedule.
         buffer_size: transitions in the replay buffer, of all environments.

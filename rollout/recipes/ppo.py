@@ -45,7 +45,7 @@ class Config:
         num_steps: steps per environment in each update.
         num_epochs: passes over the batch in each update.
         num_minibatches: minibatches, and gradient steps, in each epoch.
-        learning_rate: learning rate of Adam, or a schedule of gradient steps.
+        learning_rate: a number, or a schedule of gradient steps.
         anneal_lr: whether the learning rate decays linearly to 0; it does not apply to
             a schedule.
         gamma: discount per environment step.

@@ -47,7 +47,7 @@ class Config:
         num_epochs: passes over the batch in each update.
         num_minibatches: minibatches in each epoch; must divide the number of
             environments.
-        learning_rate: learning rate of Adam, or a schedule of gradient steps.
+        learning_rate: a number, or a schedule of gradient steps.
         anneal_lr: whether the learning rate decays linearly to 0; it does not apply to
             a schedule.
         gamma: discount per environment step.

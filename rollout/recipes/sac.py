@@ -43,7 +43,7 @@ class Config:
         gradient_steps: gradient steps after each step of all environments.
         learning_starts: environment steps before the first gradient step.
         batch_size: transitions in a gradient step.
-        learning_rate: learning rate of Adam, or a schedule of gradient steps.
+        learning_rate: a number, or a schedule of gradient steps.
         buffer_size: transitions in the replay buffer, of all environments.
         gamma: discount per environment step.
         reward_scale: factor of the rewards in the targets.

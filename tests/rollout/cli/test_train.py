@@ -1,5 +1,6 @@
 """`rollout train` and `python -m rollout.recipes.NAME`."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from rollout import checkpoint
 from rollout.cli import command, train
 from rollout.recipes import load
 from rollout.recipes.ppo import PPO, Config
-from rollout.recipes.recurrent_ppo import Config as RecurrentConfig
 
 MINE = """
 import gymnasium
@@ -84,15 +84,18 @@ def test_option_has_the_type_of_its_field(option, field, value):
     assert not unknown
 
 
-def test_option_of_a_field_has_no_trailing_dash():
-    assert train.option_name("gae_lambda") == "--gae-lambda"
-    assert train.option_name("lambda_") == "--lambda"
-
-
-def test_help_describes_the_fields_like_the_docstring():
-    for config in (Config(), RecurrentConfig()):
-        descriptions = train.read_attributes(type(config).__doc__)
-        assert list(descriptions) == list(vars(config))
+@pytest.mark.parametrize("algorithm", command.ALGORITHMS)
+def test_every_field_is_an_option_with_a_description(algorithm):
+    config = importlib.import_module(f"rollout.recipes.{algorithm}").Config()
+    descriptions = train.read_attributes(type(config).__doc__)
+    assert list(descriptions) == list(vars(config))
+    parser = command.Parser()
+    train.add_config_options(parser, config)
+    text = " ".join(parser.format_help().split())
+    for name in vars(config):
+        option = f"--{name.rstrip('_').replace('_', '-')} VALUE"
+        description = descriptions[name].split()[:3]
+        assert f"{option} {' '.join(description)}" in text
 
 
 def test_help_lists_the_options(capsys):
@@ -101,7 +104,7 @@ def test_help_lists_the_options(capsys):
     assert exit_info.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith("usage: rollout train ppo ENV [options]")
-    assert "--gae-lambda FLOAT" in text
+    assert "--gae-lambda VALUE" in text
     assert "(0.95)" in text
 
 
