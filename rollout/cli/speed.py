@@ -67,7 +67,7 @@ def render(options: Namespace) -> Iterator[str]:
 def inspect(options: Namespace) -> Iterator[str]:
     """Compiles the steps for an accelerator, and returns the report."""
     if not os.path.exists("/dev/nvidiactl"):
-        # With only the compiler for GPUs installed, JAX would print a traceback.
+        # JAX would print a traceback if only the compiler for GPUs is installed.
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_platforms", "cpu")  # do not initialize accelerators

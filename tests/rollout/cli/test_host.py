@@ -28,7 +28,7 @@ def make_collector():
 
 @pytest.fixture
 def count(monkeypatch):
-    """Environments that reset themselves in a row of their own, as EnvPool does."""
+    """Environments that reset themselves in a masked-out row, as EnvPool does."""
     env = HostCount(B, resets_itself=True)
     monkeypatch.setattr(arguments, "from_envpool", lambda *args, **options: env)
     return env
@@ -37,9 +37,8 @@ def count(monkeypatch):
 def test_table_of_steps_matches_collect_steps():
     table = run(*RUN, f"--num-steps={T}")
     collector = make_collector()
-    _, trajectory = collector.collect_steps(
-        collector.init(jax.random.key(SEED)), None, T
-    )
+    carry = collector.init(jax.random.key(SEED))
+    _, trajectory = collector.collect_steps(carry, None, T)
     done = np.asarray(trajectory.done)
     assert done.any()
     assert table["environment"] == ID

@@ -29,18 +29,18 @@ def read_until(file, text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "times"),  # people press several times
+    ("seconds", "num_signals"),  # users press the keys several times
     [*((seconds, 1) for seconds in (0.1, 1.0, 4.0)), (0.5, 5)],
 )
-def test_interrupt_ends_the_process(seconds, times):
+def test_interrupt_ends_the_process(seconds, num_signals):
     process = spawn(*ENDLESS, env={**os.environ, **VARIABLES})
-    before = read_until(process.stderr.fileno(), IMPORTED)
+    imports = read_until(process.stderr.fileno(), IMPORTED)
     time.sleep(seconds)
-    for _ in range(times):
+    for _ in range(num_signals):
         process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=10)
     assert process.returncode == -signal.SIGINT
-    assert not command_lines(before + stderr)
+    assert not command_lines(imports + stderr)
 
 
 @pytest.mark.parametrize(

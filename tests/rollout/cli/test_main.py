@@ -245,10 +245,10 @@ def test_envs_prints_one_id_per_line(monkeypatch, capsys):
     assert last_line.startswith("gymnasium:ID and envpool:ID")
 
 
-@pytest.mark.parametrize("kind", [MemoryError, jax.errors.JaxRuntimeError])
-def test_error_is_one_line(kind, capsys, monkeypatch):
+@pytest.mark.parametrize("error_class", [MemoryError, jax.errors.JaxRuntimeError])
+def test_error_is_one_line(error_class, capsys, monkeypatch):
     def fail(*args):
-        raise kind("no memory\nat all")
+        raise error_class("no memory\nat all")
 
     monkeypatch.setattr(speed, "collect_steps", fail)
     assert error_line(capsys, *RUN) == "rollout speed: error: no memory\n"

@@ -56,6 +56,19 @@ def test_every_recipe_is_an_algorithm():
     assert set(command.ALGORITHMS) == files - {"__init__", "running"}
 
 
+def test_train_runs_the_recipe_with_its_arguments(monkeypatch):
+    calls = []
+
+    def run_module(name, **options):
+        calls.append((name, sys.argv[1:]))
+
+    monkeypatch.setattr(sys, "argv", ["rollout"])
+    monkeypatch.setattr(command.runpy, "run_module", run_module)
+    arguments = ["CartPole-v1", "--gamma", "0.9", "--help"]
+    assert command.main(["train", "dqn", *arguments]) == 0
+    assert calls == [("rollout.recipes.dqn", arguments)]
+
+
 def test_options_are_the_fields_of_the_config():
     options, _ = parse("CartPole-v1")
     fields = vars(Config(num_updates=40))
