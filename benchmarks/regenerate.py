@@ -46,7 +46,7 @@ def steps() -> dict[str, list[str]]:
             for x in sorted(ROOT.glob("notebooks/*.ipynb"))
         ],
         "agent": [
-            "python -m rollout.recipes.ppo CartPole-v1 --folder runs/agent",
+            "python -m rollout train ppo CartPole-v1 --folder runs/agent",
             "cp runs/agent/curve.png docs/agent.png",
             "cp runs/agent/agent.gif docs/agent.gif",
         ],

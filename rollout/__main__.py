@@ -1,4 +1,4 @@
-"""Runs the command line: `python -m rollout CartPole-v1`; see `rollout.cli`."""
+"""Runs the command line, `python -m rollout speed CartPole-v1`; see `rollout.cli`."""
 
 from rollout.cli import run_and_exit
 

@@ -181,13 +181,14 @@ def obs_keys(
         without: entry to omit if `keys` is None.
 
     Returns:
-        Entries of a `Dict` observation, without `action_mask`; None for other spaces.
+        Entries of a `Dict` observation, without action masks; None for other spaces.
 
     Raises:
         ValueError: if `keys` are not entries of a `Dict`, or if no entry remains.
     """
     space = as_space(observation_space)
-    names = [x for x in space.spaces if x != MASK] if isinstance(space, Dict) else []
+    parts = space.spaces if isinstance(space, Dict) else {}
+    names = [x for x in parts if x not in mask_keys(space)]
     if keys is None:
         selected = tuple(x for x in names if x != without)
     else:
@@ -199,6 +200,16 @@ def obs_keys(
             f"({', '.join(map(str, names)) or 'which has no parts'}), got {keys!r}."
         )
     return selected if is_dict else None
+
+
+def mask_keys(space: AnySpace) -> tuple[str, ...]:
+    """Returns the entries of a `Dict` observation that contain only an action mask."""
+    parts = space.spaces if isinstance(space, Dict) else {}
+    return tuple(
+        name
+        for name, part in parts.items()
+        if name == MASK or (isinstance(part, Dict) and set(part.spaces) == {MASK})
+    )
 
 
 def select_parts(

@@ -19,10 +19,10 @@ from rollout.base import checks
 from rollout.base.prng import inline
 from rollout.collector import Collector
 from rollout.envs.host.types import HostVectorEnv
-from rollout.envs.spaces import MASK, Discrete, EnvSpec, env_spec
+from rollout.envs.spaces import Discrete, EnvSpec, env_spec
 from rollout.envs.types import AnySpace, ArrayTree, BaseVectorEnv, hash_of_types
 from rollout.host.host_collector import HostCollector
-from rollout.networks import PRIVILEGED, obs_keys, select_parts
+from rollout.networks import PRIVILEGED, mask_keys, obs_keys, select_parts
 from rollout.normalization import init_obs_stats, split_obs_stats, update_obs_stats
 from rollout.policies import Greedy
 from rollout.sharding import LaneSharding, shard
@@ -362,8 +362,8 @@ class Agent:
     @functools.cached_property
     def _predicted_obs(self) -> tuple[Any, list[Any]]:
         """Shapes and spaces of the leaves of an observation for `predict`."""
-        keys = None if self.actor_obs is None else (*self.actor_obs, MASK)
         space = self.spec.observation_space
+        keys = self.actor_obs and (*self.actor_obs, *mask_keys(space))
         obs, space = select_parts(space, self._obs_leaves, keys)
         return jax.tree.map(np.shape, obs), space.leaves()
 

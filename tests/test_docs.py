@@ -537,9 +537,9 @@ def test_every_page_and_notebook_is_in_the_navigation_of_the_site():
 
 def test_first_command_of_the_readme_runs_the_agent_of_its_program():
     command = re.search(r"^python3 -m venv .*$", README, re.M).group()
-    *_, module, env_id = command.split()
+    *_, algorithm, env_id = command.split()
     program = blocks(README)[0]
-    assert f"from {module} import PPO" in program
+    assert f"from rollout.recipes.{algorithm} import PPO" in program
     assert f'"{env_id}"' in program
 
 

@@ -223,9 +223,12 @@ def check_can_sample(space: AnySpace, action_mask_fn: ActionMaskFn | None) -> No
 
 
 def find(observation_space: AnySpace, action_space: AnySpace) -> ActionMaskFn | None:
-    """Finds the mask in observations that have an entry `action_mask`."""
+    """Finds the mask in observations with an entry `action_mask`, also in `info`."""
     observed, space = as_space(observation_space), as_space(action_space)
     parts: Any = observed.spaces if isinstance(observed, Composite) else {}
+    if isinstance(parts, Mapping) and "info" in parts:  # by `observe_info`
+        info_mask_fn = find(parts["info"], space)
+        return info_mask_fn and (lambda obs: info_mask_fn(obs["info"]))
     get: Callable[[Any], Any] = operator.itemgetter(_NAME)
     if not isinstance(parts, Mapping):
         parts, get = getattr(parts, "_asdict", dict)(), operator.attrgetter(_NAME)

@@ -1,10 +1,9 @@
 """Agents to run, read and copy: one complete file per algorithm.
 
-    python -m rollout.recipes.ppo CartPole-v1
+    rollout train ppo CartPole-v1
 
 - `ppo`, `recurrent_ppo`, `dqn`, `pqn`, `sac`, `td3`: the agents.
 - `running`: `run` trains with logs, evaluations and checkpoints; `load` reads them.
-- `command`: the command line of the agents.
 
 The extra `train` installs the dependencies: optax, and packages for curves and GIFs.
 Copy a recipe before you depend on it: recipes may change in any release.

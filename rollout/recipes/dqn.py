@@ -1,6 +1,6 @@
 """Double DQN with prioritized replay (arXiv:1509.06461, arXiv:1511.05952).
 
-    python -m rollout.recipes.dqn CartPole-v1
+    rollout train dqn CartPole-v1
 
 The file defines config, network, policy, update (rollout, gradient steps), targets and
 loss, in this order. It works with JAX and host environments. Copy this file and change
@@ -41,29 +41,55 @@ class Config:
 
     `learning_rate`, `gamma`, `beta` and `tau` may vary under `jax.vmap`. The other
     numbers are static.
+
+    Attributes:
+        num_updates: number of updates in the training.
+        num_steps: steps per environment in each update.
+        gradient_steps: gradient steps in each update, after its environment steps.
+        learning_starts: environment steps before the first update.
+        batch_size: transitions in a gradient step.
+        learning_rate: a number, or a schedule of gradient steps.
+        anneal_lr: whether the learning rate decays to 0 along a cosine; it does not
+            apply to a schedule.
+        buffer_size: transitions in the replay buffer, of all environments.
+        n_step: rewards in a target.
+        gamma: discount per environment step.
+        exploration_fraction: share of the environment steps in which epsilon decays.
+        exploration_final_eps: epsilon after the decay.
+        prioritized: whether replay is prioritized; otherwise it is uniform.
+        beta: initial exponent of the importance weights; it increases to 1.
+        tau: step size of target network updates.
+        target_update_interval: gradient steps between target network updates.
+        normalize_observations: whether observations are normalized by running
+            statistics, which are part of `params`.
+        cnn: whether images go through a convolutional network; None for images of at
+            least 36 x 36 pixels.
+        hidden_layer_sizes: units of each hidden layer.
+        activation: name of a function of `flax.linen`.
+        stats_window_size: episodes in the metric `return_mean`.
     """
 
     num_updates: int = 400
-    num_steps: int = 32  # steps per environment in each update
-    gradient_steps: int = 32  # in each update, after its environment steps
-    learning_starts: int = 1024  # environment steps before the first update
+    num_steps: int = 32
+    gradient_steps: int = 32
+    learning_starts: int = 1024
     batch_size: int = 128
-    learning_rate: float | optax.Schedule = 1e-3  # a schedule counts gradient steps
-    anneal_lr: bool = True  # cosine decay to 0; not applied to a schedule
+    learning_rate: float | optax.Schedule = 1e-3
+    anneal_lr: bool = True
     buffer_size: int = 100_000
-    n_step: int = 3  # rewards in a target
+    n_step: int = 3
     gamma: float = 0.99
-    exploration_fraction: float = 0.1  # of all environment steps; epsilon decays
+    exploration_fraction: float = 0.1
     exploration_final_eps: float = 0.01
-    prioritized: bool = True  # False: uniform replay
-    beta: float = 0.4  # exponent of importance weights, annealed to 1
-    tau: float = 0.01  # step size of target network updates
-    target_update_interval: int = 1  # gradient steps between target updates
-    normalize_observations: bool = False  # by running statistics, part of `params`
-    cnn: bool | None = None  # None: a CNN for images of at least 36 x 36 pixels
+    prioritized: bool = True
+    beta: float = 0.4
+    tau: float = 0.01
+    target_update_interval: int = 1
+    normalize_observations: bool = False
+    cnn: bool | None = None
     hidden_layer_sizes: tuple[int, ...] = (128, 128)
-    activation: str = "relu"  # name of a function of `flax.linen`
-    stats_window_size: int = 100  # episodes in the metric `return_mean`
+    activation: str = "relu"
+    stats_window_size: int = 100
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some hyperparameters changed."""
@@ -413,6 +439,6 @@ def select(values: jax.Array, index: jax.Array) -> jax.Array:
 
 
 if __name__ == "__main__":
-    from rollout.recipes import command
+    from rollout.cli import train
 
-    command.main(DQN, Config(), num_envs=16)
+    train.main(DQN, Config(), num_envs=16)

@@ -1,6 +1,6 @@
 """Proximal policy optimization (arXiv:1707.06347), for JAX and host environments.
 
-    python -m rollout.recipes.ppo CartPole-v1
+    rollout train ppo CartPole-v1
 
 The file defines config, network, policy, update (rollout, advantages, minibatches) and
 loss, in this order. Copy this file and change it.
@@ -38,31 +38,64 @@ from rollout.training import (
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Hyperparameters of PPO, named as in PureJaxRL and Stable-Baselines3."""
+    """Hyperparameters of PPO, named as in PureJaxRL and Stable-Baselines3.
+
+    Attributes:
+        num_updates: number of updates in the training.
+        num_steps: steps per environment in each update.
+        num_epochs: passes over the batch in each update.
+        num_minibatches: minibatches, and gradient steps, in each epoch.
+        learning_rate: a number, or a schedule of gradient steps.
+        anneal_lr: whether the learning rate decays linearly to 0; it does not apply to
+            a schedule.
+        gamma: discount per environment step.
+        gae_lambda: trace decay of generalized advantage estimation.
+        clip_eps: the ratio of probabilities is clipped to [1 - clip_eps, 1 + clip_eps].
+        clip_range_vf: the change of a value in an update is clipped to this value; inf
+            does not clip.
+        vf_coef: coefficient of the value loss.
+        ent_coef: coefficient of the entropy bonus.
+        max_grad_norm: gradients are clipped to this global norm.
+        target_kl: gradient steps are skipped once the KL divergence exceeds 1.5 times
+            this value; None never skips.
+        desired_kl: KL divergence to which the learning rate is adapted, in place of
+            `anneal_lr`; None does not adapt it.
+        normalize_observations: whether observations are normalized by running
+            statistics, which are part of `params`.
+        actor_obs: parts of the observation that the actor reads; None for all parts
+            except `privileged_state`.
+        critic_obs: parts of the observation that the critic reads; None for all parts.
+        cnn: whether images go through a convolutional network; None for images of at
+            least 36 x 36 pixels.
+        hidden_layer_sizes: units of each hidden layer.
+        activation: name of a function of `flax.linen`.
+        microbatch_size: rows of a microbatch; see `rollout.minibatches.mean_gradient`.
+        stats_window_size: episodes in the metric `return_mean`.
+    """
 
     num_updates: int = 60
-    num_steps: int = 128  # steps per environment in each update
+    num_steps: int = 128
     num_epochs: int = 4
     num_minibatches: int = 8
-    learning_rate: float | optax.Schedule = 2.5e-3  # a schedule counts gradient steps
-    anneal_lr: bool = True  # linear decay to 0; not applied to a schedule
+    learning_rate: float | optax.Schedule = 2.5e-3
+    anneal_lr: bool = True
     gamma: float = 0.99
     gae_lambda: float = 0.95
     clip_eps: float = 0.2
-    clip_range_vf: float = math.inf  # clips the value function; inf does not clip
+    clip_range_vf: float = math.inf
     vf_coef: float = 0.5
     ent_coef: float = 0.01
     max_grad_norm: float = 0.5
-    target_kl: float | None = None  # above 1.5 times this KL, skips gradient steps
-    desired_kl: float | None = None  # adapts the learning rate; replaces `anneal_lr`
-    normalize_observations: bool = False  # by running statistics, part of `params`
-    actor_obs: tuple[str, ...] | None = None  # None: all parts but `privileged_state`
-    critic_obs: tuple[str, ...] | None = None  # None: all parts of the observation
-    cnn: bool | None = None  # None: a CNN for images of at least 36 x 36 pixels
+    target_kl: float | None = None
+    desired_kl: float | None = None
+    normalize_observations: bool = False
+    actor_obs: tuple[str, ...] | None = None
+    critic_obs: tuple[str, ...] | None = None
+    cnn: bool | None = None
     hidden_layer_sizes: tuple[int, ...] = (64, 64)
-    activation: str = "tanh"  # name of a function of `flax.linen`
-    microbatch_size: int | str | None = "auto"  # see `mean_gradient`
-    stats_window_size: int = 100  # episodes in the metric `return_mean`
+    activation: str = "tanh"
+    microbatch_size: int | str | None = "auto"
+    stats_window_size: int = 100
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some hyperparameters changed."""
@@ -414,6 +447,6 @@ class PPO(Agent):
 
 
 if __name__ == "__main__":
-    from rollout.recipes import command
+    from rollout.cli import train
 
-    command.main(PPO, Config(num_updates=40), num_envs=64)
+    train.main(PPO, Config(num_updates=40), num_envs=64)

@@ -1,6 +1,6 @@
 """Parallelized Q-network (PQN, arXiv:2407.04811), for JAX and host environments.
 
-    python -m rollout.recipes.pqn CartPole-v1
+    rollout train pqn CartPole-v1
 
 PQN is Q-learning with λ-returns and layer normalization, without a replay buffer or a
 target network. The file defines config, network, policy, update (rollout, minibatches),
@@ -40,25 +40,47 @@ class Config:
 
     `learning_rate`, `gamma`, `lambda_` and `max_grad_norm` may vary under `jax.vmap`.
     The other numbers are static.
+
+    Attributes:
+        num_updates: number of updates in the training.
+        num_steps: steps per environment in each update.
+        num_epochs: passes over the batch in each update.
+        num_minibatches: minibatches, and gradient steps, in each epoch.
+        learning_rate: a number, or a schedule of gradient steps.
+        anneal_lr: whether the learning rate decays linearly to 0; it does not apply to
+            a schedule.
+        gamma: discount per environment step.
+        lambda_: trace decay of λ-returns.
+        exploration_fraction: share of the environment steps in which epsilon decays.
+        exploration_initial_eps: epsilon at the beginning.
+        exploration_final_eps: epsilon after the decay.
+        max_grad_norm: gradients are clipped to this global norm.
+        normalize_observations: whether observations are normalized by running
+            statistics, which are part of `params`.
+        cnn: whether images go through a convolutional network; None for images of at
+            least 36 x 36 pixels.
+        hidden_layer_sizes: units of each hidden layer.
+        activation: name of a function of `flax.linen`.
+        stats_window_size: episodes in the metric `return_mean`.
     """
 
     num_updates: int = 244
-    num_steps: int = 32  # steps per environment in each update
+    num_steps: int = 32
     num_epochs: int = 4
     num_minibatches: int = 16
-    learning_rate: float | optax.Schedule = 1e-3  # a schedule counts gradient steps
-    anneal_lr: bool = True  # linear decay to 0; not applied to a schedule
+    learning_rate: float | optax.Schedule = 1e-3
+    anneal_lr: bool = True
     gamma: float = 0.99
     lambda_: float = 0.95
-    exploration_fraction: float = 0.2  # of all environment steps; epsilon decays
+    exploration_fraction: float = 0.2
     exploration_initial_eps: float = 1.0
     exploration_final_eps: float = 0.05
     max_grad_norm: float = 10.0
-    normalize_observations: bool = False  # by running statistics, part of `params`
-    cnn: bool | None = None  # None: a CNN for images of at least 36 x 36 pixels
+    normalize_observations: bool = False
+    cnn: bool | None = None
     hidden_layer_sizes: tuple[int, ...] = (128, 128)
-    activation: str = "relu"  # name of a function of `flax.linen`
-    stats_window_size: int = 100  # episodes in the metric `return_mean`
+    activation: str = "relu"
+    stats_window_size: int = 100
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some hyperparameters changed."""
@@ -335,6 +357,6 @@ class PQN(Agent):
 
 
 if __name__ == "__main__":
-    from rollout.recipes import command
+    from rollout.cli import train
 
-    command.main(PQN, Config(), num_envs=32)
+    train.main(PQN, Config(), num_envs=32)

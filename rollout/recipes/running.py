@@ -376,8 +376,8 @@ def check_folder(files: Folder, settings: dict[str, Any], resume: bool) -> None:
         return
     if not resume:
         raise ValueError(
-            f"`folder` must not contain a run, got {folder}. Pass `resume=True` to "
-            "continue the run, or another folder."
+            f"`folder` must not contain a run, got {folder}. Pass `resume=True`, or "
+            "--resume, to continue the run, or pass another folder."
         )
     if not files.settings.exists():
         raise ValueError(f"`folder` must have agent.json to resume, got {folder}.")

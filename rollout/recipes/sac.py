@@ -1,6 +1,6 @@
 """Soft actor-critic (arXiv:1812.05905), for JAX and host environments.
 
-    python -m rollout.recipes.sac Pendulum-v1
+    rollout train sac Pendulum-v1
 
 The file defines config, networks, policy, update (rollout, gradient steps), target and
 loss, in this order. Copy this file and change it.
@@ -36,26 +36,51 @@ from rollout.trajectories import select_fields
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Hyperparameters of SAC, named as in CleanRL and Stable-Baselines3."""
+    """Hyperparameters of SAC, named as in CleanRL and Stable-Baselines3.
+
+    Attributes:
+        num_updates: number of updates in the training.
+        num_steps: steps per environment in each update.
+        gradient_steps: gradient steps after each step of all environments.
+        learning_starts: environment steps before the first gradient step.
+        batch_size: transitions in a gradient step.
+        learning_rate: a number, or a schedule of gradient steps.
+        buffer_size: transitions in the replay buffer, of all environments.
+        gamma: discount per environment step.
+        reward_scale: factor of the rewards in the targets.
+        tau: step size of target critic updates.
+        target_entropy: entropy to which the temperature is adapted; None for minus the
+            number of action entries.
+        normalize_observations: whether observations are normalized by running
+            statistics, which are part of `params`.
+        actor_obs: parts of the observation that the actor reads; None for all parts
+            except `privileged_state`.
+        critic_obs: parts of the observation that the critic reads; None for all parts.
+        cnn: whether images go through a convolutional network; None for images of at
+            least 36 x 36 pixels.
+        hidden_layer_sizes: units of each hidden layer.
+        activation: name of a function of `flax.linen`.
+        stats_window_size: episodes in the metric `return_mean`.
+    """
 
     num_updates: int = 20
-    num_steps: int = 1000  # steps per environment in each update
-    gradient_steps: int = 1  # gradient steps after each step of all environments
-    learning_starts: int = 1000  # environment steps before the first gradient step
+    num_steps: int = 1000
+    gradient_steps: int = 1
+    learning_starts: int = 1000
     batch_size: int = 128
-    learning_rate: float | optax.Schedule = 1e-3  # a schedule counts gradient steps
-    buffer_size: int = 100_000  # transitions of all environments
+    learning_rate: float | optax.Schedule = 1e-3
+    buffer_size: int = 100_000
     gamma: float = 0.99
     reward_scale: float = 0.1
-    tau: float = 0.005  # step size of target critic updates
-    target_entropy: float | None = None  # None: minus the number of action entries
-    normalize_observations: bool = False  # by running statistics, part of `params`
-    actor_obs: tuple[str, ...] | None = None  # None: all parts but `privileged_state`
-    critic_obs: tuple[str, ...] | None = None  # None: all parts of the observation
-    cnn: bool | None = None  # None: a CNN for images of at least 36 x 36 pixels
+    tau: float = 0.005
+    target_entropy: float | None = None
+    normalize_observations: bool = False
+    actor_obs: tuple[str, ...] | None = None
+    critic_obs: tuple[str, ...] | None = None
+    cnn: bool | None = None
     hidden_layer_sizes: tuple[int, ...] = (64, 64)
-    activation: str = "relu"  # name of a function of `flax.linen`
-    stats_window_size: int = 100  # episodes in the metric `return_mean`
+    activation: str = "relu"
+    stats_window_size: int = 100
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some hyperparameters changed."""
@@ -411,6 +436,6 @@ class SAC(Agent):
 
 
 if __name__ == "__main__":
-    from rollout.recipes import command
+    from rollout.cli import train
 
-    command.main(SAC, Config(), num_envs=1)
+    train.main(SAC, Config(), num_envs=1)

@@ -1,6 +1,6 @@
 """Twin delayed DDPG (TD3, arXiv:1802.09477), for JAX and host environments.
 
-    python -m rollout.recipes.td3 Pendulum-v1
+    rollout train td3 Pendulum-v1
 
 The file defines config, networks, policy, update (rollout, gradient steps), target and
 losses, in this order. Copy this file and change it.
@@ -43,28 +43,55 @@ class Config:
 
     `learning_rate`, `gamma`, `tau`, `policy_delay`, `target_policy_noise` and
     `target_noise_clip` may vary under `jax.vmap`. The other numbers are static.
+
+    Attributes:
+        num_updates: number of updates in the training.
+        num_steps: steps per environment in each update.
+        gradient_steps: gradient steps after each step of all environments.
+        learning_starts: environment steps before the first update.
+        batch_size: transitions in a gradient step.
+        learning_rate: a number, or a schedule of gradient steps.
+        buffer_size: transitions in the replay buffer, of all environments.
+        gamma: discount per environment step.
+        tau: step size of target network updates.
+        policy_delay: gradient steps of the critics for each gradient step of the actor.
+        target_policy_noise: standard deviation of the noise of target actions, in
+            normalized actions.
+        target_noise_clip: bound of the absolute value of the target noise.
+        exploration_noise: standard deviation of the exploration noise, in normalized
+            actions.
+        normalize_observations: whether observations are normalized by running
+            statistics, which are part of `params`.
+        actor_obs: parts of the observation that the actor reads; None for all parts
+            except `privileged_state`.
+        critic_obs: parts of the observation that the critic reads; None for all parts.
+        cnn: whether images go through a convolutional network; None for images of at
+            least 36 x 36 pixels.
+        hidden_layer_sizes: units of each hidden layer.
+        activation: name of a function of `flax.linen`.
+        stats_window_size: episodes in the metric `return_mean`.
     """
 
     num_updates: int = 20
-    num_steps: int = 1000  # steps per environment in each update
-    gradient_steps: int = 1  # gradient steps after each step of all environments
-    learning_starts: int = 1000  # environment steps before the first update
+    num_steps: int = 1000
+    gradient_steps: int = 1
+    learning_starts: int = 1000
     batch_size: int = 256
-    learning_rate: float | optax.Schedule = 1e-3  # a schedule counts gradient steps
-    buffer_size: int = 100_000  # transitions of all environments
+    learning_rate: float | optax.Schedule = 1e-3
+    buffer_size: int = 100_000
     gamma: float = 0.99
-    tau: float = 0.005  # step size of target network updates
-    policy_delay: int = 2  # gradient steps of the critics for each one of the actor
-    target_policy_noise: float = 0.2  # standard deviation, in normalized actions
+    tau: float = 0.005
+    policy_delay: int = 2
+    target_policy_noise: float = 0.2
     target_noise_clip: float = 0.5
-    exploration_noise: float = 0.1  # standard deviation, in normalized actions
-    normalize_observations: bool = False  # by running statistics, part of `params`
-    actor_obs: tuple[str, ...] | None = None  # None: all parts but `privileged_state`
-    critic_obs: tuple[str, ...] | None = None  # None: all parts of the observation
-    cnn: bool | None = None  # None: a CNN for images of at least 36 x 36 pixels
+    exploration_noise: float = 0.1
+    normalize_observations: bool = False
+    actor_obs: tuple[str, ...] | None = None
+    critic_obs: tuple[str, ...] | None = None
+    cnn: bool | None = None
     hidden_layer_sizes: tuple[int, ...] = (256, 256)
-    activation: str = "relu"  # name of a function of `flax.linen`
-    stats_window_size: int = 100  # episodes in the metric `return_mean`
+    activation: str = "relu"
+    stats_window_size: int = 100
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some hyperparameters changed."""
@@ -426,6 +453,6 @@ class TD3(Agent):
 
 
 if __name__ == "__main__":
-    from rollout.recipes import command
+    from rollout.cli import train
 
-    command.main(TD3, Config(), num_envs=1)
+    train.main(TD3, Config(), num_envs=1)

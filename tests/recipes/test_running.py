@@ -17,7 +17,6 @@ from compiles import QUICK_FLAGS
 import rollout
 from rollout import checkpoint, envs
 from rollout.recipes import load, run, running
-from rollout.recipes.command import number_fields
 from rollout.recipes.ppo import PPO, Config
 from rollout.recipes.running import (
     Folder,
@@ -289,15 +288,6 @@ def test_load_names_parts_that_the_folder_has_not(words, changes, finished, tmp_
         load(folder / "best")
 
 
-def test_every_number_of_a_config_is_an_option():
-    kinds = number_fields(Config())
-    assert kinds["num_updates"] is int
-    assert kinds["learning_rate"] is kinds["target_kl"] is float
-    assert [kinds["microbatch_size"](x) for x in ("auto", "64")] == ["auto", 64]
-    assert kinds["anneal_lr"]("false") is False
-    assert "activation" not in kinds
-
-
 TRAIN = """\
     import jax, rollout
     from rollout.recipes import run
@@ -330,70 +320,3 @@ def test_killed_runs_equal_an_undisturbed_one(tmp_path):
         process.wait()
     subprocess.run(program, cwd=killed, env=env, check=True)
     check_equal_files(undisturbed, killed)
-
-
-def command(folder, env_id, *options):
-    """Runs the command of PPO in a small environment."""
-    program = [sys.executable, "-m", "rollout.recipes.ppo", env_id, *options]
-    sizes = "--num-envs 2 --num-steps 16 --num-minibatches 2 --num-eval-episodes 3"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
-    return subprocess.run(
-        [*program, *sizes.split()], cwd=folder, env=env, capture_output=True, text=True
-    )
-
-
-@pytest.mark.slow
-def test_command_trains_in_host_environments_and_resumes(tmp_path):
-    results = [
-        command(
-            tmp_path,
-            "gymnasium:CartPole-v1",
-            *("--evaluate-every", "64", "--num-updates", *more),
-        )
-        for more in (["4"], ["4"], ["6", "--resume"])
-    ]
-    assert [x.returncode for x in results] == [0, 2, 0], [x.stderr for x in results]
-    assert "3 episodes" in results[0].stdout
-    assert results[1].stderr.startswith("`folder` must not contain a run")
-    folder = tmp_path / "runs" / "ppo-gymnasium-cartpole-v1"
-    assert table(folder / "metrics.csv")["steps"].tolist() == list(range(32, 193, 32))
-    assert checkpoint.steps(folder / "resume") == [6]
-    agent, state = load(folder)
-    assert agent.predict(state.params, np.zeros(4, np.float32)) in (0, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.trains
-def test_command_keeps_compiled_programs(tmp_path, monkeypatch):
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for index, options in enumerate((["--no-cache"], [])):
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        result = command(folder, "CartPole-v1", "--num-updates", "1", *options)
-        assert result.returncode == 0, result.stderr
-        assert (tmp_path / "cache" / "rollout").exists() == (index == 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("env_id", "options", "message"),
-    [
-        ("gymnasium:mine.py:make", (), ""),
-        ("mine.py:make_jax", (), ""),
-        ("mine.py:nothing", (), "in a file, got mine.py:nothing: 'nothing'"),
-        ("none.py:make", (), "in a file, got none.py:make: [Errno 2]"),
-        ("CartPole-v1", ("--seed", str(2**32)), "`--seed` must be from 0 to 2^32 - 1"),
-    ],
-)
-def test_command_takes_functions_in_files(tmp_path, env_id, options, message):
-    (tmp_path / "mine.py").write_text(
-        "import gymnasium\n"
-        "from rollout import envs\n"
-        "make = lambda: gymnasium.make('CartPole-v1')\n"
-        "make_jax = lambda: envs.make('CartPole-v1')\n"
-    )
-    result = command(tmp_path, env_id, "--num-updates", "1", *options)
-    assert result.returncode == (2 if message else 0), result.stderr
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1 or not message

@@ -153,3 +153,5 @@ def test_keys_default_to_all_parts_but_one():
     assert obs_keys("actor_obs", None, PARTS, without="privileged_state") == ("state",)
     assert set(obs_keys("critic_obs", None, PARTS)) == {"state", "privileged_state"}
     assert obs_keys("actor_obs", "state", PARTS) == ("state",)
+    info = Dict({"action_mask": Box(0, 1, (3,))})  # by `observe_info`
+    assert obs_keys("actor_obs", None, Dict({"obs": PARTS, "info": info})) == ("obs",)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ def error_line(capsys, *argv):
         main(argv)
     streams = capsys.readouterr()
     assert (exit_info.value.code, streams.out) == (2, "")
-    assert streams.err.startswith("python -m rollout: error: ")
+    assert re.match(r"rollout( \w+)*: error: ", streams.err)
     assert streams.err.count("\n") == 1
     return streams.err
 
@@ -62,7 +63,7 @@ def spawn(*argv, **options):
     return subprocess.Popen([sys.executable, "-m", "rollout", *argv], cwd=ROOT, **pipes)
 
 
-def output(process):
+def output_of(process):
     """Waits for a process; returns its stdout and the `command_lines` of its stderr."""
     stdout, stderr = process.communicate(timeout=120)
     return (stdout or b"").decode(), command_lines(stderr)

@@ -1,4 +1,4 @@
-"""The command line with environments in JAX: its table against the library."""
+"""`rollout speed`, `render` and `envs` in JAX: their tables against the library."""
 
 import os
 import runpy
@@ -8,18 +8,18 @@ import sys
 import jax
 import numpy as np
 import pytest
-from command_line import assert_figures, error_line, output, read_table, run, spawn
+from command_line import assert_figures, error_line, output_of, read_table, run, spawn
 from PIL import Image
 
 from rollout import Collector, envs, random_policy
-from rollout import cli as command
-from rollout.cli import make_parser, parse
+from rollout.cli import arguments, main, speed
+from rollout.cli.command import make_parser
 
 B, T, SEED, LIMIT = 4, 47, 3, 20  # 15 batches of 3 steps and one of 2
-N, CUT = 34, 18  # some of the episodes are cut; the limit then truncates none
-RUN = ["CartPole-v1", "--num-envs", f"{B}", "--seed", f"{SEED}"]
+N, CUT = 34, 18  # some episodes are cut, and none reach the time limit
+RUN = ["speed", "CartPole-v1", "--num-envs", f"{B}", "--seed", f"{SEED}"]
 RUN += ["--env-param", f"max_steps_in_episode={LIMIT}"]
-QUEUE_RUN = [*RUN, f"--num-episodes={N}", f"--max-episode-steps={CUT}"]
+EPISODES_RUN = [*RUN, f"--num-episodes={N}", f"--max-episode-steps={CUT}"]
 slow = pytest.mark.slow
 
 
@@ -30,15 +30,15 @@ def table():
 
 
 @pytest.fixture(scope="module")
-def queue_table():
+def episodes_table():
     """One run of exactly N episodes."""
-    return run(*QUEUE_RUN)
+    return run(*EPISODES_RUN)
 
 
 @pytest.fixture(scope="module")
 def one_episode():
     """The table of a run of one episode of CartPole, without its parameters."""
-    return run("CartPole-v1", f"--seed={SEED}", "--num-episodes=1")
+    return run("speed", "CartPole-v1", f"--seed={SEED}", "--num-episodes=1")
 
 
 def make_collector():
@@ -48,7 +48,7 @@ def make_collector():
 
 @pytest.fixture(scope="module")
 def episodes():
-    """The episodes of `queue_table`, by the library."""
+    """The episodes of `episodes_table`, collected by the library."""
     collector = make_collector()
     carry = collector.init(jax.random.key(SEED))
     return jax.device_get(
@@ -56,23 +56,25 @@ def episodes():
     )
 
 
-def speed(table, name="steps"):
+def rate(table, name="steps"):
     return float(table[f"{name} per second"].replace(",", ""))
 
 
-def test_episodes_are_those_of_one_call_of_collect_steps(table):
+def test_table_of_steps_matches_collect_steps(table):
     collector = make_collector()
     carry = collector.init(jax.random.key(SEED))
-    rows = jax.device_get(collector.collect_steps(carry, None, T)[1])
-    ended = rows.terminated.sum(), (rows.truncated & ~rows.terminated).sum()
-    assert min(ended) > 0
-    flags = "{} terminated, {} truncated".format(*ended)
-    assert table["episodes"] == f"{rows.done.sum()} ({flags})"
-    for label in ("return", "length"):
-        assert_figures(table[label], getattr(rows, f"episode_{label}")[rows.done])
+    trajectory = jax.device_get(collector.collect_steps(carry, None, T)[1])
+    terminated, done = trajectory.terminated, trajectory.done
+    num_terminated = terminated.sum()
+    num_truncated = (trajectory.truncated & ~terminated).sum()
+    assert min(num_terminated, num_truncated) > 0
+    endings = f"{num_terminated} terminated, {num_truncated} truncated"
+    assert table["episodes"] == f"{done.sum()} ({endings})"
+    assert_figures(table["return"], trajectory.episode_return[done])
+    assert_figures(table["length"], trajectory.episode_length[done])
 
 
-def test_table_has_the_run_and_its_speed(table):
+def test_table_has_environment_device_and_speed(table):
     assert table["environment"] == f"CartPole-v1 (max_steps_in_episode={LIMIT})"
     assert table["device"] == jax.devices()[0].device_kind
     assert table["jax"] == jax.__version__
@@ -80,36 +82,37 @@ def test_table_has_the_run_and_its_speed(table):
     assert float(table["compile time"].removesuffix(" s")) > 0
     run_time = float(table["run time"].removesuffix(" s"))
     # The time is printed to the millisecond.
-    assert T * B / (run_time + 5e-4) <= speed(table) + 0.5
-    assert speed(table) - 0.5 <= T * B / max(run_time - 5e-4, 1e-9)
+    assert T * B / (run_time + 5e-4) <= rate(table) + 0.5
+    assert rate(table) - 0.5 <= T * B / max(run_time - 5e-4, 1e-9)
 
 
 @slow
-def test_own_environment_is_of_a_module_or_a_file(tmp_path):
-    (tmp_path / "own.py").write_text(
+def test_custom_environment_comes_from_a_module_or_a_file(tmp_path):
+    (tmp_path / "custom.py").write_text(
         "import agents, cases, numpy\n"
         "def make(limit): return cases.CountEnv(limit=limit)\n"
         "def pair(): return agents.schedule(*numpy.ones((2, 4, 2)), names='ab')\n"
     )
-    own, size = f"{tmp_path}/own.py", ("--num-envs=2", "--num-steps=8")
-    table = run(f"{own}:make", *size, "--env-param=limit=2")
+    file, size = f"{tmp_path}/custom.py", ("--num-envs=2", "--num-steps=8")
+    table = run("speed", f"{file}:make", *size, "--env-param=limit=2")
     assert table["length"].split() == ["2", "0", "2", "2"]
-    assert run(f"{own}:pair", *size)["agent steps"] == "32"
-    assert run("cases:CountEnv", *size)["environment"] == "cases:CountEnv"
+    assert run("speed", f"{file}:pair", *size)["agent steps"] == "32"
+    table = run("speed", "cases:CountEnv", *size)
+    assert table["environment"] == "cases:CountEnv"
 
 
-def test_own_classes_of_gymnax_and_gymnasium_run(tmp_path, capsys):
-    (tmp_path / "own.py").write_text(
+def test_custom_classes_of_gymnax_and_gymnasium_run(tmp_path, capsys):
+    (tmp_path / "custom.py").write_text(
         "from gymnasium.envs.classic_control import CartPoleEnv\n"
         "from gymnax.environments.classic_control.cartpole import CartPole\n"
     )
-    own, size = f"{tmp_path}/own.py", ("--num-envs=2", "--num-steps=32")
-    for env in (f"{own}:CartPole", f"gymnasium:{own}:CartPoleEnv"):
-        table = run(env, *size)
+    file, size = f"{tmp_path}/custom.py", ("--num-envs=2", "--num-steps=32")
+    for env in (f"{file}:CartPole", f"gymnasium:{file}:CartPoleEnv"):
+        table = run("speed", env, *size)
         assert table["environment"] == env
-        assert float(table["length"].split()[0]) > 8  # poles fall at once in neither
-    line = error_line(capsys, f"{own}:CartPoleEnv")
-    assert "`rollout.envs.from_gymnasium` adapts it" in line
+        assert float(table["length"].split()[0]) > 8  # no pole falls immediately
+    error = error_line(capsys, "speed", f"{file}:CartPoleEnv")
+    assert "`rollout.envs.from_gymnasium`" in error
 
 
 @slow
@@ -124,39 +127,39 @@ def test_profile_times_the_parts_and_writes_a_trace(tmp_path):
     np.testing.assert_allclose(sum(times.values()), total, atol=0.005)
 
 
-def test_queue_run_reports_the_episodes_of_collect_episodes(queue_table, episodes):
+def test_table_of_episodes_matches_collect_episodes(episodes_table, episodes):
     num_terminated, num_cut = episodes.terminated.sum(), N - episodes.finished.sum()
     assert min(num_terminated, num_cut) > 0
     cut = f"{num_cut} cut by --max-episode-steps"
-    flags = f"{num_terminated} terminated, 0 truncated, {cut}"
-    assert queue_table["episodes"] == f"{N} ({flags})"
-    assert_figures(queue_table["return"], episodes.episode_return)
-    assert_figures(queue_table["length"], episodes.episode_length)
+    endings = f"{num_terminated} terminated, 0 truncated, {cut}"
+    assert episodes_table["episodes"] == f"{N} ({endings})"
+    assert_figures(episodes_table["return"], episodes.episode_return)
+    assert_figures(episodes_table["length"], episodes.episode_length)
     x = episodes.episode_return.astype(np.float64)
     # 2.0345 is Student's t at 97.5 % for 33 degrees of freedom, from a table.
     margin = 2.0345 * x.std(ddof=1) / np.sqrt(N)
-    mean, _, _, low, _, high = queue_table["mean return"].rstrip(")").split()
+    mean, _, _, low, _, high = episodes_table["mean return"].rstrip(")").split()
     assert mean == f"{x.mean():.6g}"
     # The interval is computed in float32, and the table has five digits.
-    wanted = [x.mean() - margin, x.mean() + margin]
-    np.testing.assert_allclose([float(low), float(high)], wanted, rtol=1e-4)
+    interval = [x.mean() - margin, x.mean() + margin]
+    np.testing.assert_allclose([float(low), float(high)], interval, rtol=1e-4)
 
 
-def test_queue_run_counts_busy_and_idle_steps(queue_table, episodes):
+def test_table_of_episodes_counts_idle_steps(episodes_table, episodes):
     num_steps, busy_until = episodes.episode_length.sum(), np.zeros(B, int)
     for lane, length in zip(episodes.lane, episodes.episode_length, strict=True):
         busy_until[lane] += length
     idle = 100 * (1 - num_steps / (B * busy_until.max()))
     assert idle > 0
     expected = f"{num_steps} ({idle:.1f} % of the lane-steps idle)"
-    assert queue_table["steps"] == expected
-    assert queue_table["envs"] == f"{B}"
+    assert episodes_table["steps"] == expected
+    assert episodes_table["envs"] == f"{B}"
     # Both speeds are printed as whole numbers.
-    per_second, mean = speed(queue_table, "episodes"), num_steps / N
-    assert abs(speed(queue_table) / per_second - mean) <= mean / per_second
+    per_second, mean = rate(episodes_table, "episodes"), num_steps / N
+    assert abs(rate(episodes_table) / per_second - mean) <= mean / per_second
 
 
-def test_queue_run_of_one_episode_has_one_lane_and_no_interval(one_episode):
+def test_one_episode_has_one_lane_and_no_interval(one_episode):
     assert one_episode["envs"] == "1"
     assert one_episode["episodes"] == "1 (1 terminated, 0 truncated)"
     length = one_episode["length"].split()[0]
@@ -165,43 +168,49 @@ def test_queue_run_of_one_episode_has_one_lane_and_no_interval(one_episode):
 
 
 @pytest.mark.parametrize(
-    ("argv", "name", "value"),
+    ("argv", "num_envs"),
     [
-        ("CartPole-v1", "num_envs", 1024),
-        ("CartPole-v1 --num-episodes=9", "num_envs", 9),
-        ("CartPole-v1 --num-episodes=5000", "num_envs", 1024),
-        ("CartPole-v1 --num-episodes=9 --num-envs=12", "num_envs", 12),
-        ("CartPole-v1 --num-episodes=9", "max_episode_steps", 1_000_000),
-        ("CartPole-v1 --gif=a.gif", "max_episode_steps", 1000),
-        ("gymnasium:CartPole-v1", "num_envs", 16),
-        ("gymnasium:CartPole-v1 --num-episodes=9", "num_envs", 9),
-        ("envpool:A-v0", "is_on_host", True),
-        ("gymnasium", "is_on_host", False),
-        ("CartPole-v1 --env-param=a=-0.5", "env_param", [("a", -0.5)]),
-        ("CartPole-v1 --env-param=a='b=c'", "env_param", [("a", "b=c")]),
+        ("CartPole-v1", 1024),
+        ("CartPole-v1 --num-episodes=9", 9),
+        ("CartPole-v1 --num-episodes=5000", 1024),
+        ("gymnasium:CartPole-v1", 16),
+        ("gymnasium:CartPole-v1 --num-episodes=9", 9),
     ],
 )
-def test_arguments_have_defaults_of_the_kind_of_run(argv, name, value):
-    assert getattr(parse(make_parser(), argv.split()), name) == value
+def test_default_number_of_environments(argv, num_envs):
+    options = make_parser().parse_args(["speed", *argv.split()])
+    assert speed.default_num_envs(options) == num_envs
+
+
+@pytest.mark.parametrize(
+    ("env", "is_host"),
+    [("envpool:A-v0", True), ("gymnasium:A-v0", True), ("gymnasium", False)],
+)
+def test_host_environments_have_a_prefix(env, is_host):
+    assert arguments.is_host_env(make_parser().parse_args(["speed", env])) == is_host
+
+
+@pytest.mark.parametrize(("text", "value"), [("a=-0.5", -0.5), ("a='b=c'", "b=c")])
+def test_parameter_of_an_environment_is_a_literal(text, value):
+    assert arguments.parse_env_param(text) == ("a", value)
 
 
 @pytest.mark.parametrize(
     ("num_envs", "num_steps", "num_rows"),
     [
-        (4, 47, 3),  # a twentieth of the run; the last batch has two
-        (2**22, 40, 1),  # a batch has at most so many rows
-        (2**23, 3, 1),  # but at least one step
+        (4, 47, 3),  # a twentieth of the steps; the last batch has two
+        (2**22, 40, 1),  # the maximum size of a batch
+        (2**23, 3, 1),  # at least one step
     ],
 )
 def test_rows_of_a_batch(num_envs, num_steps, num_rows):
-    argv = "CartPole-v1", f"--num-envs={num_envs}", f"--num-steps={num_steps}"
-    assert command.num_rows(parse(make_parser(), argv)) == num_rows
+    assert speed.batch_rows(num_steps, num_envs) == num_rows
 
 
 @slow
-def test_gif_shows_the_first_episode_of_the_queue(one_episode, tmp_path):
+def test_gif_shows_the_first_episode(one_episode, tmp_path):
     path = tmp_path / "a.gif"
-    table = run("CartPole-v1", f"--seed={SEED}", f"--gif={path}")
+    table = run("render", "CartPole-v1", str(path), f"--seed={SEED}")
     for label in ("episodes", "length", "return"):
         assert table[label] == one_episode[label]
     with Image.open(path) as image:
@@ -210,42 +219,45 @@ def test_gif_shows_the_first_episode_of_the_queue(one_episode, tmp_path):
 
 
 @slow
-def test_process_that_draws_a_cut_episode_says_so_and_keeps_stderr_clean(tmp_path):
+def test_render_reports_a_cut_episode_and_prints_nothing_on_stderr(tmp_path):
     hidden = {"SDL_VIDEODRIVER", "SDL_AUDIODRIVER", "MPLBACKEND", "DISPLAY"}
     environ = {name: os.environ[name] for name in set(os.environ) - hidden}
-    argv = ["MountainCar-v0", "--max-episode-steps=2", f"--gif={tmp_path}/a.GIF"]
-    process = spawn(*argv, env=environ)
-    stdout, stderr = output(process)
+    argv = ["MountainCar-v0", f"{tmp_path}/a.GIF", "--max-episode-steps=2"]
+    process = spawn("render", *argv, env=environ)
+    stdout, stderr = output_of(process)
     assert (process.returncode, stderr) == (0, "")
     assert "pygame" not in stdout
     endings = "0 terminated, 0 truncated, 1 cut by --max-episode-steps"
     assert read_table(stdout)["episodes"] == f"1 ({endings})"
 
 
-@pytest.mark.compiles(100)  # suites of others compile when they are imported
-def test_module_runs_as_a_program_and_lists_one_id_per_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["rollout", "--list-envs"])
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # a program sets its own
+@pytest.mark.compiles(100)  # some suites compile when they are imported
+def test_envs_prints_one_id_per_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rollout", "envs"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # keep the handler
     monkeypatch.delitem(sys.modules, "rollout.__main__", raising=False)
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit) as exit_info:
         runpy.run_module("rollout", run_name="__main__")
     captured = capsys.readouterr()
-    assert (stop.value.code, captured.err) == (0, "")
-    *ids, others = captured.out.splitlines()
+    assert (exit_info.value.code, captured.err) == (0, "")
+    *ids, last_line = captured.out.splitlines()
     assert ids == list(envs.env_ids("installed"))
-    assert others.startswith("gymnasium:ID and envpool:ID")
+    assert last_line.startswith("gymnasium:ID and envpool:ID")
 
 
-@pytest.mark.parametrize("kind", [TypeError, MemoryError, jax.errors.JaxRuntimeError])
-def test_error_of_a_run_is_one_line_and_a_bug_keeps_its_traceback(
-    kind, capsys, monkeypatch
-):
+@pytest.mark.parametrize("error_class", [MemoryError, jax.errors.JaxRuntimeError])
+def test_error_is_one_line(error_class, capsys, monkeypatch):
     def fail(*args):
-        raise kind("no room\nat all")
+        raise error_class("no memory\nat all")
 
-    monkeypatch.setattr(command, "collect", fail)
-    if kind is TypeError:
-        with pytest.raises(TypeError, match="no room"):
-            command.main(["CartPole-v1"])
-    else:
-        assert error_line(capsys, *RUN) == "python -m rollout: error: no room\n"
+    monkeypatch.setattr(speed, "collect_steps", fail)
+    assert error_line(capsys, *RUN) == "rollout speed: error: no memory\n"
+
+
+def test_bug_has_a_traceback(monkeypatch):
+    def fail(*args):
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(speed, "collect_steps", fail)
+    with pytest.raises(TypeError, match="a bug"):
+        main(["speed", "CartPole-v1"])

@@ -1,0 +1,181 @@
+"""Arguments of the commands: the parser, types of values, and environments."""
+
+import ast
+import contextlib
+import difflib
+import functools
+import importlib
+import runpy
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rollout.base.checks import import_optional
+from rollout.envs.host.envpool import from_envpool
+from rollout.envs.host.gymnasium import from_gymnasium
+from rollout.envs.registry import SUITES, make
+from rollout.envs.suites import from_gymnax
+from rollout.envs.vectorize import vectorize
+
+_ENV_HELP = (
+    "id, such as CartPole-v1, jumanji:Snake-v1 or gymnasium:CartPole-v1; or your own "
+    "environment, module:Class or file.py:function"
+)
+# Options of other libraries.
+_HINTS = {
+    "--lr": "Did you mean --learning-rate?",
+    "--total-timesteps": "Set --num-updates: each takes num_steps * num_envs steps.",
+}
+
+
+class Parser(ArgumentParser):
+    """A parser that prints an error as one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with status 2."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+    def check_options(self, unknown: Sequence[str]) -> None:
+        """Exits if there are unknown arguments, with a hint for a misspelled option."""
+        if not unknown:
+            return
+        options = [x for x in unknown if x.startswith("-")]
+        argument = (options or unknown)[0].partition("=")[0]
+        matches = difflib.get_close_matches(argument, self._option_string_actions, n=1)
+        hint = f"Did you mean {matches[0]}?" if matches else "See --help."
+        self.error(f"unknown argument {argument}. {_HINTS.get(argument, hint)}")
+
+
+def parse_count(text: str) -> int:
+    """Parses an int of at least 1."""
+    with contextlib.suppress(ValueError):
+        if int(text) >= 1:
+            return int(text)
+    raise ArgumentTypeError(f"must be an int of at least 1, got {text}")
+
+
+def parse_seed(text: str) -> int:
+    """Parses a seed; `jax.random.key` would truncate a seed of more than 32 bits."""
+    with contextlib.suppress(ValueError):
+        if 0 <= int(text) < 2**32:
+            return int(text)
+    raise ArgumentTypeError(f"must be an int from 0 to 2^32 - 1, got {text}")
+
+
+def parse_env_param(text: str) -> tuple[str, Any]:
+    """Parses NAME=VALUE."""
+    name, _, literal = text.partition("=")
+    try:
+        if name.isidentifier():
+            return name, ast.literal_eval(literal)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        pass
+    message = "must be NAME=VALUE, VALUE a Python literal"
+    raise ArgumentTypeError(f"{message}, got {text!r}")
+
+
+def add_count(parser: Any, name: str, text: str, default: int | None = None) -> None:
+    """Adds an option whose value is an int of at least 1."""
+    text = f"{text} ({default})" if default else text
+    parser.add_argument(
+        name, type=parse_count, default=default, metavar="INT", help=text
+    )
+
+
+def add_env_arguments(parser: ArgumentParser) -> None:
+    """Adds the arguments that `make_env` reads, except `--num-envs`."""
+    add = parser.add_argument
+    add("env", metavar="ENV", help=_ENV_HELP)
+    text = "seed of everything random (0)"
+    add("--seed", type=parse_seed, default=0, metavar="INT", help=text)
+    add(
+        "--env-param",
+        type=parse_env_param,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="parameter of the environment, a Python literal; repeatable",
+    )
+
+
+def env_title(options: Namespace) -> str:
+    """Returns the environment with its parameters."""
+    params = ", ".join(f"{name}={value!r}" for name, value in options.env_param)
+    return f"{options.env} ({params})" if params else options.env
+
+
+def is_host_env(options: Namespace) -> bool:
+    """Returns whether the environments are not written in JAX."""
+    return options.env.startswith(("gymnasium:", "envpool:"))
+
+
+def make_env(options: Namespace, num_envs: int, is_rendered: bool = False) -> Any:
+    """Makes the parallel environments of `options.env`.
+
+    Args:
+        options: the environment, `env`, its parameters, `env_param`, and `seed`.
+        num_envs: number of parallel environments.
+        is_rendered: whether Gymnasium environments are created for rendering.
+
+    Returns:
+        A `VectorEnv` or a `HostVectorEnv`. If the `info` of a Gymnasium environment has
+        an `action_mask`, the mask is part of the observations.
+
+    Raises:
+        ValueError: if there is no such environment.
+    """
+    suite, _, name = options.env.partition(":")
+    params = dict(options.env_param)
+    if is_host_env(options):
+        if suite == "envpool":
+            return from_envpool(name, num_envs, seed=options.seed, **params)
+        return make_gymnasium_envs(name, num_envs, is_rendered, params)
+    is_id = not name or suite in SUITES
+    make_fn = functools.partial(make, options.env) if is_id else load(options.env)
+    env = make_fn(**params)
+    # Adapt custom environments with gymnax's interface.
+    return vectorize(from_gymnax(env) if hasattr(env, "step_env") else env, num_envs)
+
+
+def make_gymnasium_envs(
+    name: str, num_envs: int, is_rendered: bool, params: dict[str, Any]
+) -> Any:
+    """Makes Gymnasium environments of an id or of `file.py:function`."""
+    gymnasium = import_optional("gymnasium")
+    is_file = ".py:" in name
+    make_fn = load(name) if is_file else functools.partial(gymnasium.make, name)
+    if is_rendered and _accepts(make_fn, "render_mode"):
+        params = {"render_mode": "rgb_array"} | params
+    make_fn = functools.partial(make_fn, **params)
+    try:
+        env = make_fn()
+    except Exception as error:
+        raise ValueError(f"gymnasium:{name} fails: {error}") from error
+    info = env.reset(seed=0)[1]
+    env.close()
+    masks = {x: info[x] for x in ("action_mask",) if x in info}
+    return from_gymnasium(make_fn, num_envs, observe_info=masks or None)
+
+
+def load(text: str) -> Callable[..., Any]:
+    """Loads the function or class of `module:Class` or `file.py:function`."""
+    path, _, name = text.rpartition(":")
+    is_file = path.endswith(".py")
+    sys.path.insert(0, str(Path(path).parent) if is_file else "")
+    try:
+        names = runpy.run_path(path) if is_file else vars(importlib.import_module(path))
+        return names[name]
+    except (ImportError, OSError, KeyError) as error:
+        raise ValueError(
+            "ENV must be an id of `rollout envs`, module:Class or file.py:function, "
+            f"got {text}: {error}"
+        ) from error
+
+
+def _accepts(fn: Callable[..., Any], name: str) -> bool:
+    """Returns whether a function accepts a keyword argument."""
+    params = signature(fn).parameters
+    return name in params or any(x.kind is x.VAR_KEYWORD for x in params.values())
