@@ -1,6 +1,6 @@
-"""Environments as other people write them, played, checked and drawn.
+"""Environments that users write: collection, `check_env` and rendering.
 
-What is collected is compared with plain loops over its actions; see `files_of_others`.
+Trajectories are compared with plain loops over the same actions; see `files_of_others`.
 """
 
 import io
@@ -27,14 +27,16 @@ CONFIG = ppo.Config(
 LIMITS = np.array(Runners().limits)
 
 
-def at_random(env):
-    kind = rollout.Collector if hasattr(env, "reset_done") else rollout.HostCollector
-    return kind(env=env, policy=rollout.random_policy(env.action_space))
+def make_random_collector(env):
+    collector_type = (
+        rollout.Collector if hasattr(env, "reset_done") else rollout.HostCollector
+    )
+    return collector_type(env=env, policy=rollout.random_policy(env.action_space))
 
 
 def play(make_fn):
-    """Rows of environments of Gymnasium."""
-    collector = at_random(envs.from_gymnasium(make_fn, B))
+    """Collects rows of Gymnasium environments."""
+    collector = make_random_collector(envs.from_gymnasium(make_fn, B))
     return collector.collect_steps(collector.init(KEY), None, 40)[1]
 
 
@@ -47,19 +49,19 @@ def play(make_fn):
         (OldGym(), "from_gymnasium"),
     ],
 )
-def test_environment_that_was_not_adapted_is_told_by_what(env, adapter):
-    for use in (envs.vectorize, rollout.check_env):
+def test_error_names_the_adapter(env, adapter):
+    for function in (envs.vectorize, rollout.check_env):
         with pytest.raises(ValueError, match=f"`rollout.envs.{adapter}` adapts it"):
-            use(env, 3)
+            function(env, 3)
 
 
-def test_old_gym_is_refused_with_what_to_put_around_it():
-    with pytest.raises(ValueError, match=r"got OldGym of gym before 0.26.*Wrap it in"):
+def test_old_gym_environment_raises():
+    with pytest.raises(ValueError, match=r"OldGym of gym before 0.26"):
         envs.from_gymnasium(OldGym, B)
 
 
-class Seeded(Arm):
-    """Takes a seed, keeps it, and knows no options."""
+class SeededArm(Arm):
+    """Has an attribute `seed`, and a reset without `options`."""
 
     seed = 7
 
@@ -67,29 +69,29 @@ class Seeded(Arm):
         return super().reset(seed=seed)
 
 
-def test_seed_of_ones_own_is_not_taken_for_old_gym():
-    jax.tree.map(np.testing.assert_array_equal, play(Arm), play(Seeded))
+def test_seed_attribute_is_not_old_gym():
+    jax.tree.map(np.testing.assert_array_equal, play(Arm), play(SeededArm))
 
-    class Plain:
+    class PlainEnv:
         reset = step = None
 
         def __init__(self):
             self.seed = 7
 
-    with pytest.raises(ValueError, match=r"got a plain Plain\.$"):
-        envs.vectorize(Plain(), B)
+    with pytest.raises(ValueError, match=r"got a plain PlainEnv\.$"):
+        envs.vectorize(PlainEnv(), B)
 
 
-def test_old_gym_with_a_class_around_it_plays_the_same_episodes():
-    def adapted():
+def test_wrapped_old_gym_environment_returns_same_episodes():
+    def make_adapted():
         return FromOldGym(OldGym())
 
-    jax.tree.map(np.testing.assert_array_equal, play(Arm), play(adapted))
-    assert rollout.check_env(envs.from_gymnasium(adapted, B), num_steps=60) == ()
+    jax.tree.map(np.testing.assert_array_equal, play(Arm), play(make_adapted))
+    assert rollout.check_env(envs.from_gymnasium(make_adapted, B), num_steps=60) == ()
 
 
-def test_class_in_the_style_of_brax_is_drawn_if_it_draws_itself():
-    class Drawn(Suite):
+def test_brax_style_environment_renders_with_render_frames():
+    class RenderedSuite(Suite):
         def render_frames(self, states):
             for state in states:
                 yield np.full((9, 30, 3), 20 * int(state.data), np.uint8)
@@ -97,7 +99,9 @@ def test_class_in_the_style_of_brax_is_drawn_if_it_draws_itself():
     def adapt(suite):
         return envs.vectorize(envs.suites.from_brax(suite), B)
 
-    gif, episode = draw_episode(at_random(adapt(Drawn())), None, KEY, 99)
+    gif, episode = draw_episode(
+        make_random_collector(adapt(RenderedSuite())), None, KEY, 99
+    )
     (length,) = episode.episode_length
     with Image.open(io.BytesIO(gif)) as image:
         for number in range(length + 1):
@@ -105,19 +109,19 @@ def test_class_in_the_style_of_brax_is_drawn_if_it_draws_itself():
             assert np.asarray(image.convert("RGB"))[21:].max() == 40 * number
         assert image.n_frames == length + 1
     assert not envs.render.can_render(adapt(Suite()))
-    with pytest.raises(ValueError, match=r"method `render_frames`, got Suite"):
-        rollout.record_gif(at_random(adapt(Suite())), None, KEY, "a.gif")
+    with pytest.raises(ValueError, match=r"`render_frames`, got Suite"):
+        rollout.record_gif(make_random_collector(adapt(Suite())), None, KEY, "a.gif")
 
 
 RUNNERS = {
     "runners": Runners(),
     "team": envs.suites.from_jaxmarl(Team(LIMITS)),
-    "team by name": envs.suites.from_jaxmarl(Team({"a": 2, "b": 5, "c": 3})),
+    "team_by_name": envs.suites.from_jaxmarl(Team({"a": 2, "b": 5, "c": 3})),
 }
 
 
-def runners(name):
-    """Lanes of agents with a shared policy, which also values what it sees."""
+def make_runners(name):
+    """Returns an agent, and a collector of agents that share its policy and critic."""
     env = envs.vectorize(RUNNERS[name], B)
     (space,) = env.action_spaces.values()
     (observation_space,) = env.observation_spaces.values()
@@ -126,37 +130,45 @@ def runners(name):
     return agent, rollout.Collector(env=env, policy=policy)
 
 
-def check_runners(t, is_merged):
-    """Rows and flags of each agent, by a plain loop; one flag cannot tell of both."""
-    seen = set()
+def check_agent_rows(t, is_merged):
+    """Compares rows and flags of each agent with a plain loop.
+
+    With `is_merged`, the environment has one flag, and truncation has precedence.
+    """
+    flags_by_agent = set()
     for lane in range(B):
         for agent, limit in enumerate(LIMITS):
             column = lane * len(LIMITS) + agent
-            place = time = 0
-            over = False
+            position = time = 0
+            has_ended = False
             for row in range(len(t.mask)):
                 if t.obs[row, column, 1] == 0 and t.mask[row, column]:
-                    place, time, over = 0, 0, False
-                assert t.mask[row, column] == (not over)
-                if over:
+                    position, time, has_ended = 0, 0, False
+                assert t.mask[row, column] == (not has_ended)
+                if has_ended:
                     continue
-                assert t.obs[row, column].tolist() == [place, time]
-                place, time = place + 2 * t.action[row, column] - 1, time + 1
-                assert t.next_obs[row, column].tolist() == [place, time]
-                assert t.reward[row, column] == place
-                late = time >= limit
-                flags = abs(place) == 2 and not (is_merged and late), late
+                assert t.obs[row, column].tolist() == [position, time]
+                position, time = position + 2 * t.action[row, column] - 1, time + 1
+                assert t.next_obs[row, column].tolist() == [position, time]
+                assert t.reward[row, column] == position
+                is_late = time >= limit
+                flags = abs(position) == 2 and not (is_merged and is_late), is_late
                 assert (t.terminated[row, column], t.truncated[row, column]) == flags
-                over = any(flags)
-                seen.add((agent, *map(bool, flags)))
-    assert {(0, False, True), (1, True, False), (2, False, True)} <= seen
+                has_ended = any(flags)
+                flags_by_agent.add((agent, *map(bool, flags)))
+    assert {(0, False, True), (1, True, False), (2, False, True)} <= flags_by_agent
 
 
 @pytest.mark.parametrize(
-    "name", ["runners", "team", pytest.param("team by name", marks=pytest.mark.slow)]
+    "name",
+    [
+        pytest.param("runners", marks=pytest.mark.slow),
+        "team",
+        pytest.param("team_by_name", marks=pytest.mark.slow),
+    ],
 )
-def test_limits_of_single_agents_cut_and_bootstrap_these_alone(name):
-    agent, collector = runners(name)
+def test_agent_time_limits_truncate_and_bootstrap(name):
+    agent, collector = make_runners(name)
     (group,) = collector.env.groups
 
     @quick_jit
@@ -176,7 +188,7 @@ def test_limits_of_single_agents_cut_and_bootstrap_these_alone(name):
         return rows, next_value, expected, metrics
 
     rows, next_value, expected, metrics = jax.device_get(collect(jax.random.key(5)))
-    check_runners(rows, is_merged=name != "runners")
+    check_agent_rows(rows, is_merged=name != "runners")
     valid = rows.mask & ~rows.terminated
     np.testing.assert_allclose(next_value[valid], expected[valid], rtol=1e-5, atol=1e-6)
     assert 0 < metrics["kl"] < 0.5
