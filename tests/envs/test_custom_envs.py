@@ -133,7 +133,7 @@ def make_runners(name):
 def check_agent_rows(t, is_merged):
     """Compares rows and flags of each agent with a plain loop.
 
-    With `is_merged`, the environment has one flag, and truncation has precedence.
+    If `is_merged`, the environment has a single flag, and truncation has precedence.
     """
     flags_by_agent = set()
     for lane in range(B):
