@@ -183,12 +183,15 @@ def test_add_and_sample_in_one_scan_write_in_place(buffer_kind, successor):
 
 @pytest.mark.parametrize(
     ("buffer_type", "num_slots", "num_rows", "length"),
-    [(buffers.ReplayBuffer, 4, 4, 9), (buffers.EpisodeBuffer, 9, 18, 4)],
+    [
+        (buffers.ReplayBuffer, 4, 4, 9),
+        pytest.param(buffers.EpisodeBuffer, 9, 18, 4, marks=slow),
+    ],
 )
 def test_rows_with_overwritten_history_are_not_sampled(
     buffer_type, num_slots, num_rows, length
 ):
-    """Without `episode_length`, the oldest row of a full lane may be a later step."""
+    """The oldest row of a full lane may be a later step of its episode."""
     buffer = buffer_type(num_slots, 1, stack=3)
 
     def row(number):

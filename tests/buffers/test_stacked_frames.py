@@ -50,7 +50,9 @@ def record_newest_frame(t):
 
 
 @pytest.mark.usefixtures("key_reuse")
-@pytest.mark.parametrize("next_obs", ["stored", "shared"])
+@pytest.mark.parametrize(
+    "next_obs", ["shared", pytest.param("stored", marks=pytest.mark.slow)]
+)
 def test_sampled_stacks_equal_policy_observations(next_obs):
     env = envs.vectorize(envs.FrameStack(SampledObsEnv(), NUM_FRAMES), NUM_ENVS)
     policy = rollout.random_policy(env.action_space)

@@ -61,6 +61,10 @@ def successor_options(successor):
     return shared if successor == "shared" else {}
 
 
+LANES = REPLAY(32, 2, **successor_options("shared"))
+LENGTHS = [4, 1, 9, 2, 2, 6, 3, 2]  # lanes of 14 and 15 rows
+
+
 @pytest.mark.parametrize(
     ("make", "successor", "open_end"),
     [
@@ -85,8 +89,7 @@ def test_single_lane_equals_rows_added_in_order(make, successor, open_end):
 
 
 def test_lanes_store_complete_episodes_in_order():
-    lengths, num_envs = [4, 1, 9, 2, 2, 6, 3, 2], 2  # lanes of 14 and 15 rows
-    buffer = REPLAY(num_envs * 16, num_envs, **successor_options("shared"))
+    buffer, lengths = LANES, LENGTHS
     data = make_data(lengths)
     state = buffers.from_data(buffer, **data)
     numbers, sizes = [], []
@@ -100,7 +103,7 @@ def test_lanes_store_complete_episodes_in_order():
     assert sorted(numbers) == data["reward"].astype(int).tolist()
     assert buffer.count_episodes(state, 9) == len(lengths)
     # Assigning the longest episode first to the emptiest lane is within 4/3 of optimal.
-    assert max(sizes) <= 4 / 3 * max(9, -(-sum(lengths) // num_envs))
+    assert max(sizes) <= 4 / 3 * max(9, -(-sum(lengths) // buffer.num_envs))
 
 
 def test_unfinished_episode_is_newest_in_its_lane():
@@ -189,15 +192,14 @@ def episode_bytes(data):
 
 
 def test_episodes_round_trip_through_minari(datasets):
-    data = make_data([3, 1, 5, 2])
-    buffer = REPLAY(24, 2, **successor_options("shared"))
-    state = buffers.from_data(buffer, **data)
-    dataset = buffers.offline.to_minari(buffer, state, "numbers/test-v0", **datasets)
-    assert dataset.total_episodes == 4
-    assert dataset.total_steps == 11
+    data = make_data(LENGTHS)
+    state = buffers.from_data(LANES, **data)
+    dataset = buffers.offline.to_minari(LANES, state, "numbers/test-v0", **datasets)
+    assert dataset.total_episodes == len(LENGTHS)
+    assert dataset.total_steps == sum(LENGTHS)
     for source in ("numbers/test-v0", dataset):
-        state = buffers.offline.from_minari(ONE, source)
-        assert episode_bytes(data_from_state(ONE, state)) == episode_bytes(data)
+        state = buffers.offline.from_minari(LANES, source)
+        assert episode_bytes(data_from_state(LANES, state)) == episode_bytes(data)
 
 
 def test_minari_preserves_images_tuples_and_flags(datasets):

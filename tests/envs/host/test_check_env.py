@@ -167,40 +167,34 @@ def scale_fields(**factors):
     )
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
 PlainTupleStep = type("Plain", (Toy,), {"change": lambda self, step: tuple(step)})
 # A function that makes environments, the names of the issues, and words of a message.
 CASES = [
-    (TextSpace, "contract", "`observation_space` must be a Box, Discrete"),
-    (RaisesInStep, "raises", "raised ZeroDivisionError: no such move"),
-    (
-        PlainTupleStep,
-        "contract",
-        "must return a `rollout.envs.host.HostStep`, got 9 values",
-    ),
+    (TextSpace, "contract", "`observation_space` must"),
+    (RaisesInStep, "raises", "ZeroDivisionError: no such move"),
+    (PlainTupleStep, "contract", "HostStep`, got 9 values"),
     (replace_fields(obs=lambda step: step.obs[:, 0]), "contract", "(3,) at .obs"),
-    (cast_flag("terminated"), "contract", "got int64 of shape (3,) at .terminated"),
-    (replace_fields(mask=lambda step: [True, True, True]), "contract", ""),
+    slow(cast_flag("terminated"), "contract", "got int64 of shape (3,) at .terminated"),
+    slow(replace_fields(mask=lambda step: [True, True, True]), "contract", ""),
     (WritesAction, "raises", "is read-only"),
-    (ResetAffectsOthers, "contract", "must not change the observations of other"),
-    (SharedReward, "shared", "depends on seeds and actions of other"),
-    (SelfResetting, "ending", "continues after the end"),
-    (GlobalGenerator, "seed", "equal seeds start different episodes"),
-    (SeedIgnored, "seed", "different seeds start equal episodes"),
-    (
-        functools.partial(HostCount, fault_fn=raise_os_error),
-        "fault",
-        "0 failed: OSError: torn",
-    ),
+    (ResetAffectsOthers, "contract", "observations of other"),
+    (SharedReward, "shared", "seeds and actions of other"),
+    (SelfResetting, "ending", "after the end"),
+    (GlobalGenerator, "seed", "different episodes"),
+    (SeedIgnored, "seed", "equal episodes"),
+    (functools.partial(HostCount, fault_fn=raise_os_error), "fault", "OSError: torn"),
     # Gymnasium environments.
-    (make_gym(flag=staticmethod(int)), "fault", "terminated must have dtype bool"),
+    slow(make_gym(flag=staticmethod(int)), "fault", "terminated must have dtype bool"),
     (make_gym(obs=np.zeros(2, "F")), "gymnasium fault", "obs must have dtype float32"),
     (make_gym(WithoutOptions), "gymnasium", "`options`"),
-    (make_sync_vector("NEXT_STEP"), "contract", "NEXT_STEP cannot reset during"),
+    (make_sync_vector("NEXT_STEP"), "contract", "NEXT_STEP"),
     # No issues.
-    *((x, "", "") for x in (HostCount, Toy, make_gym(), make_gym(StepsAfterEnd))),
-    (make_sync_vector("DISABLED"), "", ""),
-    (functools.partial(envs.from_gymnasium, "CartPole-v1"), "", ""),
+    *((x, "", "") for x in (HostCount, make_gym(StepsAfterEnd))),
+    slow(make_gym(), "", ""),
+    slow(make_sync_vector("DISABLED"), "", ""),
+    slow(functools.partial(envs.from_gymnasium, "CartPole-v1"), "", ""),
 ]
 
 
@@ -235,21 +229,27 @@ def test_message_contains_step_of_the_episode():
             return step._replace(reward=np.where(is_bad, NAN, step.reward))
 
     message = dict(check_env(LateFault(3)))["fault"]
-    assert "failed: ValueError: `reward` must be finite, got nan" in message
-    assert message.endswith(", at step 3 of its episode")
+    assert "`reward` must be finite, got nan" in message
+    assert "step 3" in message
 
 
 def test_single_environment_has_no_issues():
     assert check_env(HostCount(1)) == ()
 
 
-def test_nonfinite_and_out_of_bounds_values_are_faults():
-    for env in (
-        scale_fields(obs=NAN)(3),
-        scale_fields(reward=INF)(3),
-        replace_fields(obs=lambda step: -step.obs - 1)(3),
-    ):
-        assert issue_names(env) == ["fault"]
+@pytest.mark.parametrize(
+    "make",
+    [
+        scale_fields(obs=NAN),
+        slow(scale_fields(reward=INF)),
+        slow(replace_fields(obs=lambda step: -step.obs - 1)),
+    ],
+)
+def test_nonfinite_and_out_of_bounds_values_are_faults(make):
+    assert issue_names(make(3)) == ["fault"]
+
+
+def test_out_of_bounds_message_contains_the_bounds():
     issues = dict(check_env(make_gym(obs=np.full(2, 99.0, np.float32))(3)))
     assert "`obs[0]` must be in [-9, 9]" in issues["fault"]
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cases import CountEnv, quick_jit
 from flax import struct
 from suite_checks import KEY, play
@@ -90,6 +91,7 @@ def test_episodes_of_a_trial_have_its_level():
     np.testing.assert_array_equal(level, np.where(mask, np.arange(9), 0))
 
 
+@pytest.mark.slow
 def test_check_env_accepts_zero_observations():
     env = Trials(History(ObservePrevious(CountEnv()), 2), 2)
     assert rollout.check_env(env, num_steps=100) == ()
