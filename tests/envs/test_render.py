@@ -105,7 +105,14 @@ CLASSIC = {
 }
 
 
-@pytest.mark.parametrize("env_id", CLASSIC)
+@pytest.mark.parametrize(
+    "env_id",
+    [
+        "Pendulum-v1",
+        pytest.param("Acrobot-v1", marks=pytest.mark.slow),
+        pytest.param("MountainCar-v0", marks=pytest.mark.slow),
+    ],
+)
 def test_classic_control_frames_equal_gymnax(env_id):
     env = envs.make(env_id, **CLASSIC[env_id])
     states = make_zero_states(env, 3)
