@@ -250,12 +250,12 @@ def test_empty_leaves_are_stored():
 
 
 def test_named_tuples_and_dicts_are_stored():
-    class Plain(NamedTuple):
+    class PlainRow(NamedTuple):
         obs: jax.Array
         mask: jax.Array
 
     buffer = buffers.ReplayBuffer(8, 2)
-    plain = Plain(np.float32([0, 1]), np.array([True, False]))
+    plain = PlainRow(np.float32([0, 1]), np.array([True, False]))
     for row in (plain, plain._asdict()):
         state = buffer.add(buffer.init(row), row)
         np.testing.assert_array_equal(state.size, [1, 0])

@@ -41,9 +41,8 @@ def make_state(buffer, num_rows=NUM_SLOTS, mask=None):
 
 def test_sharded_state_equals_plain_state():
     plain, sharded = make_buffers()
-    mask = (
-        np.arange(NUM_ENVS) % 3 + np.arange(NUM_SLOTS)[:, None] < NUM_SLOTS
-    )  # lanes have different sizes
+    # The sizes of lanes differ.
+    mask = np.arange(NUM_ENVS) % 3 + np.arange(NUM_SLOTS)[:, None] < NUM_SLOTS
     chex.assert_trees_all_equal(
         make_state(sharded, NUM_SLOTS, mask), make_state(plain, NUM_SLOTS, mask)
     )
@@ -98,9 +97,8 @@ def test_sharded_buffer_keeps_options():
 
     batch = sample(0.25)
     slot, first = batch.indices // NUM_ENVS, number.ravel()[batch.indices]
-    second = np.where(
-        slot + 1 < NUM_SLOTS, first + NUM_ENVS, 0.0
-    )  # the newest row has no next row
+    # The newest row has no next row.
+    second = np.where(slot + 1 < NUM_SLOTS, first + NUM_ENVS, 0.0)
     np.testing.assert_allclose(batch.experience["reward"], first + 0.25 * second)
     want = np.where(slot + 1 < NUM_SLOTS, 0.25**2, 0.25)
     np.testing.assert_allclose(batch.discount, want)

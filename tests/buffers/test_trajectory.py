@@ -53,7 +53,7 @@ def test_to_trajectory_returns_newest_rows_in_order(buffer_type, num_rows, optio
         first = max(0, num_rows - 40)
         if options:  # a row within an episode needs the next one
             last = last if last and done[last - 1, lane] else last - 1
-        want = jax.tree.map(lambda x, at=(slice(first, last), lane): x[at], rows)
+        want = jax.tree.map(lambda x, index=(slice(first, last), lane): x[index], rows)
         jax.tree.map(np.testing.assert_array_equal, raw(lane_data), want)
 
 

@@ -88,11 +88,11 @@ def make_uneven_lanes():
 def make_returning_env(**changes):
     """Returns a `CountEnv` whose step has other fields."""
 
-    class Changed(CountEnv):
+    class ChangedEnv(CountEnv):
         def step(self, key, state, action):
             return super().step(key, state, action).replace(**changes)
 
-    return jax.tree_util.register_static(Changed)()
+    return jax.tree_util.register_static(ChangedEnv)()
 
 
 def normalize_info(info, **options):
@@ -105,10 +105,10 @@ def step_with_float_flag(wrap):
 
 
 def rescale_integer_actions():
-    class Steps(CountEnv):
+    class IntegerActions(CountEnv):
         action_space = envs.Box(0, 9, (1,), jnp.dtype(jnp.int32))
 
-    return envs.RescaleAction(jax.tree_util.register_static(Steps)())
+    return envs.RescaleAction(jax.tree_util.register_static(IntegerActions)())
 
 
 def make_pendulum(**params):

@@ -137,7 +137,9 @@ def test_titles_contain_step_and_return(catch, monkeypatch):
     env, states, _ = catch
     titles = []
     monkeypatch.setattr(
-        ImageDraw.ImageDraw, "text", lambda _, at, text, color: titles.append(text)
+        ImageDraw.ImageDraw,
+        "text",
+        lambda _, position, text, color: titles.append(text),
     )
     envs.render_gif(env, states, np.arange(LENGTH, dtype=np.float32))
     assert titles[0] == "step 0, return 0.00"

@@ -53,7 +53,10 @@ def data_from_state(buffer, state):
     return {name: getattr(rows, name) for name in make_data([])}
 
 
-ONE, SMALL = REPLAY(12, 1), REPLAY(4, 1)  # reuse the objects: each is traced once
+BUFFER, SMALL_BUFFER = (
+    REPLAY(12, 1),
+    REPLAY(4, 1),
+)  # reuse the objects: each is traced once
 
 
 def successor_options(successor):
@@ -140,15 +143,15 @@ def test_dtypes_are_converted_to_32_bits():
     data |= {name: data[name]["pair"] for name in ("obs", "next_obs")}
     data |= {x: data[x].astype(t) for x, t in zip(names, input_dtypes, strict=True)}
     data["next_obs"] = data["next_obs"].astype("float64")
-    rows = buffers.from_data(SMALL, **data).experience
+    rows = buffers.from_data(SMALL_BUFFER, **data).experience
     assert tuple(getattr(rows, x).dtype.name for x in names) == expected_dtypes
     np.testing.assert_array_equal(rows.terminated[:, 0], [False, False, True, False])
 
 
-def test_successors_may_differ_when_stored_and_be_nan_when_shared():
+def test_successors_may_differ_or_be_nan():
     data = make_data([3, 1, 5])
     data["next_obs"]["byte"][5] += 1
-    state = buffers.from_data(ONE, **data)
+    state = buffers.from_data(BUFFER, **data)
     assert state.experience.next_obs["byte"][5, 0] == data["next_obs"]["byte"][5]
     data = make_data([3, 1, 5])
     data["obs"]["pair"][1] = data["next_obs"]["pair"][0] = np.nan  # equal to itself
@@ -157,9 +160,9 @@ def test_successors_may_differ_when_stored_and_be_nan_when_shared():
 
 def test_episode_ends_without_flags_are_truncated():
     data = make_data([3, 1, 5])
-    reference = buffers.from_data(ONE, **data).experience
+    reference = buffers.from_data(BUFFER, **data).experience
     zero_flags = {x: np.zeros_like(data[x]) for x in ("terminated", "truncated")}
-    state = buffers.from_data(ONE, **{**data, **zero_flags}).experience
+    state = buffers.from_data(BUFFER, **{**data, **zero_flags}).experience
     for name in ("episode_id", "episode_length"):
         np.testing.assert_array_equal(getattr(state, name), getattr(reference, name))
     ends = data["terminated"] | data["truncated"]
@@ -221,7 +224,7 @@ def test_minari_preserves_images_tuples_and_flags(datasets):
 
 
 def test_minari_export_skips_incomplete_episodes(datasets):
-    buffer = ONE
+    buffer = BUFFER
     state = buffers.from_data(buffer, **make_data([4, 3, 2], open_end=True))
     dataset = buffers.offline.to_minari(buffer, state, "open-v0", **datasets)
     assert dataset.total_episodes == 2
@@ -241,7 +244,7 @@ def test_minari_spaces_default_to_unbounded_boxes(datasets):
     data = make_data([3])
     data["obs"], data["next_obs"] = data["obs"]["pair"], data["next_obs"]["pair"]
     data["action"] = data["action"].astype(np.int32)  # shares a compiled program
-    buffer = SMALL
+    buffer = SMALL_BUFFER
     state = buffers.from_data(buffer, **data)
     dataset = buffers.offline.to_minari(
         buffer, state, "given-v0", action_space=spaces.Discrete(9), **datasets
@@ -273,10 +276,10 @@ def test_external_minari_dataset_is_read(datasets):
         "terminations": np.zeros(2, bool),
         "truncations": np.zeros(2, bool),
     }
-    ended = episode | {"terminations": np.array([False, True])}
-    dataset = make_minari(datasets, "others-v0", episode, ended)
-    state = buffers.offline.from_minari(ONE, dataset)
-    rows = data_from_state(ONE, state)
+    terminated_episode = episode | {"terminations": np.array([False, True])}
+    dataset = make_minari(datasets, "others-v0", episode, terminated_episode)
+    state = buffers.offline.from_minari(BUFFER, dataset)
+    rows = data_from_state(BUFFER, state)
     np.testing.assert_array_equal(rows["obs"][:, 0], [0, 1, 0, 1])
     np.testing.assert_array_equal(rows["next_obs"][:, 0], [1, 2, 1, 2])
     np.testing.assert_array_equal(rows["action"], [1, 2, 1, 2])

@@ -25,11 +25,11 @@ class Toy(HostCount):
 def replace_fields(**fields):
     """Returns a class whose step replaces fields with functions of the step."""
 
-    class Changed(Toy):
+    class ChangedEnv(Toy):
         def change(self, step):
             return step._replace(**{name: fn(step) for name, fn in fields.items()})
 
-    return Changed
+    return ChangedEnv
 
 
 class TextSpace(Toy):
@@ -106,13 +106,13 @@ class GymEnv(gymnasium.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.count = int(self.np_random.integers(5))
-        return self.show(), {}
+        return self.make_obs(), {}
 
     def step(self, action):
         self.count += 1
-        return self.show(), self.reward, self.flag(self.count > 7), False, {}
+        return self.make_obs(), self.reward, self.flag(self.count > 7), False, {}
 
-    def show(self):
+    def make_obs(self):
         return np.full(2, self.count, np.float32) if self.obs is None else self.obs
 
 
@@ -146,7 +146,9 @@ class SharedState(GymEnv):
 
 def make_gym(env_class=GymEnv, **changes):
     """Returns a function that makes environments with replaced attributes."""
-    return functools.partial(envs.from_gymnasium, type("Broken", (env_class,), changes))
+    return functools.partial(
+        envs.from_gymnasium, type("ChangedEnv", (env_class,), changes)
+    )
 
 
 def make_sync_vector(mode):
@@ -169,7 +171,9 @@ def scale_fields(**factors):
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
-PlainTupleStep = type("Plain", (Toy,), {"change": lambda self, step: tuple(step)})
+PlainTupleStep = type(
+    "PlainTupleStep", (Toy,), {"change": lambda self, step: tuple(step)}
+)
 # A function that makes environments, the names of the issues, and words of a message.
 CASES = [
     (TextSpace, "contract", "`observation_space` must"),

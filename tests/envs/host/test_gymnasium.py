@@ -130,9 +130,8 @@ def test_next_step_mode_masks_resets(mode):
         )
         if was_done.any() and not was_done.all():
             reset_obs = env.reset(SEEDS, was_done)
-            np.testing.assert_array_equal(
-                reset_obs, obs
-            )  # the reset follows in the next step
+            # The reset follows in the next step.
+            np.testing.assert_array_equal(reset_obs, obs)
     assert min(num_masked, num_truncated) > 10
 
 
@@ -206,7 +205,7 @@ def test_nested_info_is_recorded():
         np.testing.assert_array_equal(last_info["r"], [2, 4])
 
 
-class Recorded(host_envs.Faultless):
+class RecordingEnv(host_envs.Faultless):
     """Logs all observations; the first observation of an episode is 100."""
 
     def __init__(self, length, log):
@@ -222,7 +221,7 @@ class Recorded(host_envs.Faultless):
 def test_observations_update_statistics_once(mode):
     log = []
     env = SyncVectorEnv(
-        [functools.partial(Recorded, length, log) for length in (3, 4, 6)],
+        [functools.partial(RecordingEnv, length, log) for length in (3, 4, 6)],
         autoreset_mode=AutoresetMode[mode],
     )
     env = envs.NormalizeHostEnv(envs.from_gymnasium(env))

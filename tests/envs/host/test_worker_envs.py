@@ -83,7 +83,7 @@ WORKER_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", WORKER_FAULTS)
-def test_lost_worker_faults_its_environments(make_env, fault):
+def test_lost_worker_affects_its_environments_only(make_env, fault):
     env = make_env(timeout=1.0) if fault == "hang" else make_env()
     pid = env.pids[1]
     step = run_until_fault(env, ("fine", "fine", fault, "fine"))
@@ -369,9 +369,8 @@ def test_workers_seed_separate_global_generators(make_env):
     env = make_env([GlobalDraws] * 4, 4)
     seeds = np.uint32([7, 1, 2, 3])
     rows = [env.reset(seeds, ALL).copy(), env.step(ACTION).obs.copy()]
-    assert (
-        len(np.unique(np.ravel(rows))) == 2 * 4 * 2 + 4
-    )  # `first` appears in both rows
+    # `first` appears in both rows.
+    assert len(np.unique(np.ravel(rows))) == 2 * 4 * 2 + 4
     # Equal seeds give equal numbers, and the main process keeps its generator states.
     repeated = [env.reset(seeds, ALL).copy(), env.step(ACTION).obs.copy()]
     np.testing.assert_array_equal(repeated, rows)

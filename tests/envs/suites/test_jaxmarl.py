@@ -190,11 +190,11 @@ def test_spaces_include_mask_and_world_state():
     assert solo.observation_spaces["agents"].dtype == jnp.int32
     np.testing.assert_array_equal(solo.observation_spaces["agents"].high, [4])
     assert solo.action_spaces == {"agents": envs.Box(-1, 1, (2,))}
-    space = envs.suites.from_jaxmarl(Swapped()).observation_spaces["agents"]
+    space = envs.suites.from_jaxmarl(WrongSpaceSolo()).observation_spaces["agents"]
     assert space == envs.Box(0, 255, (2, 3), jnp.dtype(jnp.uint8))
 
 
-class Swapped(Solo):
+class WrongSpaceSolo(Solo):
     """Declares a wrong observation shape and dtype, as Overcooked does."""
 
     def observation_space(self, agent):

@@ -161,8 +161,10 @@ def test_agent_number_is_added_to_observations(name):
     for group, members in (("two", [0, 2]), ("one", [1])):
         want = np.broadcast_to(eye[members], (T, B, len(members), 3))
         np.testing.assert_array_equal(obs[group]["agent"], want)
-    beside = {"action", "reward", "first"} if name == "number_and_previous" else set()
-    assert set(obs["two"]) == {"agent", "obs"} | beside
+    other_entries = (
+        {"action", "reward", "first"} if name == "number_and_previous" else set()
+    )
+    assert set(obs["two"]) == {"agent", "obs"} | other_entries
 
 
 @functools.cache

@@ -138,9 +138,8 @@ def test_policy_can_search_from_observed_state():
         lambda key: collector.collect_steps(collector.init(key), None, 150)[1]
     )(KEY)
     assert rows.obs.shape == (150, 4, 4)
-    assert (
-        not rows.terminated.any()
-    )  # half of random episodes terminate within 20 steps
+    # Half of random episodes terminate within 20 steps.
+    assert not rows.terminated.any()
     assert env.observation_space.spaces["state"]
 
 

@@ -214,7 +214,7 @@ def step_actions(env, action):
 def rescale_actions():
     """Returns actions, bounds and rescaled actions by kind of bound.
 
-    All values are arguments, because XLA would fold constants with other rounding.
+    Bounds and actions are arguments, so that XLA does not fold them as constants.
     """
     rng = np.random.default_rng(0)
     bounds = np.sort(rng.normal(size=(2, 500, 2)) * 10.0 ** rng.integers(-9, 9), axis=0)
@@ -303,19 +303,19 @@ def test_tanh_space_samples_are_finite(monkeypatch):
 
     def sample_at(space, end):
         sample = space.sample(end)
-        beyond = jnp.array([jnp.inf, 0.0], sample.dtype)
-        return sample, space.contains(sample), space.contains(beyond)
+        outside = jnp.array([jnp.inf, 0.0], sample.dtype)
+        return sample, space.contains(sample), space.contains(outside)
 
     @jax.jit
     def run(end):
         return {dtype: sample_at(space, end) for dtype, space in spaces.items()}
 
     for end in (-1.0, 1.0):
-        for dtype, (sample, inside, beyond) in jax.device_get(run(end)).items():
+        for dtype, (sample, inside, outside) in jax.device_get(run(end)).items():
             assert sample.dtype == dtype
             assert np.isfinite(sample.astype(np.float32)).all(), dtype
             assert inside, dtype
-            assert not beyond, dtype
+            assert not outside, dtype
     assert not hasattr(spaces["float32"], "low")
 
 
@@ -351,8 +351,8 @@ SPACES = {
 def test_composite_spaces_contain_samples_only():
     def sample_space(space, key):
         sample = space.sample(key)
-        beyond = jax.tree.map(lambda x: x + 1, sample)
-        return sample, space.contains(sample), space.contains(beyond)
+        outside = jax.tree.map(lambda x: x + 1, sample)
+        return sample, space.contains(sample), space.contains(outside)
 
     samples = in_one_program(sample_space, SPACES)
     assert all(sample[1:] == (True, False) for sample in samples.values())
@@ -370,9 +370,9 @@ def test_composite_spaces_contain_samples_only():
 def test_action_repeat_uses_separate_keys():
     _, steps = first_episode("repeat")
     keys = jax.random.split(jax.random.key(0), 1 + len(ACTIONS))[1:]
-    draw = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1)))
+    sample_noise = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1)))
     # The fourth action is applied once, because the episode ends after seven steps.
-    np.testing.assert_array_equal(steps.info["noise"][:3], draw(keys)[:3])
+    np.testing.assert_array_equal(steps.info["noise"][:3], sample_noise(keys)[:3])
     np.testing.assert_array_equal(steps.obs[:, 0], [2, 4, 6, 7])
     assert steps.reward.dtype == jnp.float32
 
