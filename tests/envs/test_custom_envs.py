@@ -3,6 +3,7 @@
 Trajectories are compared with plain loops over the same actions; see `files_of_others`.
 """
 
+import functools
 import io
 
 import gymnax
@@ -159,15 +160,9 @@ def check_agent_rows(t, is_merged):
     assert {(0, False, True), (1, True, False), (2, False, True)} <= flags_by_agent
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("runners", marks=pytest.mark.slow),
-        "team",
-        pytest.param("team_by_name", marks=pytest.mark.slow),
-    ],
-)
-def test_agent_time_limits_truncate_and_bootstrap(name):
+@functools.cache
+def collect_agent_rows(name):
+    """Returns an agent with its state, and its rows with values."""
     agent, collector = make_runners(name)
     (group,) = collector.env.groups
 
@@ -181,14 +176,32 @@ def test_agent_time_limits_truncate_and_bootstrap(name):
         carry, t = collector.collect_steps(carry, params, 24)
         pending, rows = agents.agent_transitions(pending, t)
         last = agents.last_values(pending, collector.value(carry, params))
-        rows = rows[group]
-        next_value = rollout.next_values(rows, rows.extras["value"], last[group])
+        rows, last_value = rows[group], last[group]
+        next_value = rollout.next_values(rows, rows.extras["value"], last_value)
         _, expected = agent.model.apply(state.params, rows.next_obs)
-        _, metrics = agent.learn(state.replace(key=key), rows, last[group])
-        return rows, next_value, expected, metrics
+        return state.replace(key=key), rows, last_value, next_value, expected
 
-    rows, next_value, expected, metrics = jax.device_get(collect(jax.random.key(5)))
+    return agent, *collect(jax.random.key(5))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("runners", marks=pytest.mark.slow),
+        "team",
+        pytest.param("team_by_name", marks=pytest.mark.slow),
+    ],
+)
+def test_agent_time_limits_truncate_and_bootstrap(name):
+    _, _, rows, _, *values = collect_agent_rows(name)
+    rows, next_value, expected = jax.device_get((rows, *values))
     check_agent_rows(rows, is_merged=name != "runners")
     valid = rows.mask & ~rows.terminated
     np.testing.assert_allclose(next_value[valid], expected[valid], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_ppo_learns_from_agent_rows():
+    agent, state, rows, last_value, *_ = collect_agent_rows("runners")
+    _, metrics = quick_jit(agent.learn)(state, rows, last_value)
     assert 0 < metrics["kl"] < 0.5

@@ -64,8 +64,16 @@ def reference(env_id):
     return rows
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize(
+    ("adapter", "env_id"),
+    [
+        *((adapter, "CartPole-v1") for adapter in ADAPTERS),
+        ("local", "Pendulum-v1"),
+        ("sync", "Pendulum-v1"),
+        pytest.param("workers", "Pendulum-v1", marks=pytest.mark.slow),
+        pytest.param("async", "Pendulum-v1", marks=pytest.mark.slow),
+    ],
+)
 def test_adapter_returns_gymnasium_steps(adapter, env_id):
     env = ADAPTERS[adapter](make_fns(env_id))
     assert isinstance(env, envs.host.types.HostVectorEnv)

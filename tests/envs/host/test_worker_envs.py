@@ -348,6 +348,7 @@ def test_workers_end_with_main_process(tmp_path, steps):
     assert not errors  # no warning of multiprocessing
 
 
+@pytest.mark.slow
 def test_fork_of_main_process_keeps_workers(tmp_path):
     main, _ = start_main(tmp_path, FORK)
     output, errors = main.communicate(timeout=120)

@@ -232,6 +232,7 @@ assert next(env.render_frames([state])).ndim == 3
 """)
 
 
+@pytest.mark.slow
 def test_gymnax_may_use_plotting_packages_at_import(tmp_path):
     folder = tmp_path / "gymnax"
     folder.mkdir()
