@@ -32,7 +32,7 @@ MODULES = {
     "physics": "rollout.envs.suites.physics",
     "playground": "mujoco_playground",
 }
-QUICK_CASES = ("physics:own",)
+QUICK_CASES = ("physics:custom",)
 QUICK_GAMES = ("pgx:tic_tac_toe",)
 
 
@@ -95,7 +95,7 @@ CASES = {
     "navix:Navix-Empty-Random-5x5-v0": Case(plain_suites.navix),
     # Obstacles move randomly.
     "navix:Navix-Dynamic-Obstacles-5x5-v0": Case(plain_suites.navix),
-    "physics:own": Case(plain_suites.custom_physics, {}, TERMINATED, num_steps=9),
+    "physics:custom": Case(plain_suites.custom_physics, {}, TERMINATED, num_steps=9),
     "pgx:tic_tac_toe": Case(plain_suites.pgx_seat, {}, TERMINATED, get_mask),
     "pgx:kuhn_poker": Case(
         plain_suites.pgx_seat, OPPONENT, TERMINATED, get_mask, num_steps=50
