@@ -137,7 +137,9 @@ def test_random_adds_and_updates_match_the_model(successor, num_runs, checks_sam
     [
         (0.25 * np.arange(1, 9), ALPHA),
         # `alpha` 0 samples nonzero priorities uniformly.
-        (np.array([0.0, 1.0, 100.0, 1e-6, 0.0]), 0.0),
+        pytest.param(
+            np.array([0.0, 1.0, 100.0, 1e-6, 0.0]), 0.0, marks=pytest.mark.slow
+        ),
         (np.full(NUM_LANES, 3.0), ALPHA),  # every stratum lies within one row
     ],
 )

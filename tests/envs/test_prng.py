@@ -55,7 +55,9 @@ def test_inline_keys_sample_as_jax(name):
     assert (want[0] != want[1]).any()
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "philox2x32", "rbg"])
+@pytest.mark.parametrize(
+    "impl", ["threefry2x32", "rbg", pytest.param("philox2x32", marks=pytest.mark.slow)]
+)
 def test_fold_in_equals_jax(impl):
     @quick_jit
     def fold(key):

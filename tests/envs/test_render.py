@@ -135,15 +135,16 @@ def test_gif_preserves_up_to_256_colors():
 
 def test_titles_contain_step_and_return(catch, monkeypatch):
     env, states, _ = catch
+    states = jax.tree.map(lambda x: x[:4], states)
     titles = []
     monkeypatch.setattr(
         ImageDraw.ImageDraw,
         "text",
         lambda _, position, text, color: titles.append(text),
     )
-    envs.render_gif(env, states, np.arange(LENGTH, dtype=np.float32))
+    envs.render_gif(env, states, np.float32([1.0, 2.0, 3.0]))
     assert titles[0] == "step 0, return 0.00"
-    assert titles[-1] == "step 9, return 36.00"  # 0 + 1 + ... + 8
+    assert titles[-1] == "step 3, return 6.00"
 
 
 def test_expose_state_records_episode_states(catch):
@@ -167,15 +168,17 @@ def test_expose_state_records_episode_states(catch):
 
 def test_rendering_restores_figures_and_settings(catch, monkeypatch):
     def raise_in_update(self, frame):
-        raise RuntimeError("broken off")
+        raise RuntimeError("update failed")
 
     monkeypatch.setenv("SDL_VIDEODRIVER", "x11")
     monkeypatch.delenv("SDL_AUDIODRIVER", raising=False)
     backend, figures = matplotlib.get_backend(), plt.get_fignums()
-    envs.render_gif(*catch)
+    env, states, rewards = catch
+    episode = env, jax.tree.map(lambda x: x[:2], states), rewards[:1]
+    envs.render_gif(*episode)
     monkeypatch.setattr(Visualizer, "update", raise_in_update)
-    with pytest.raises(RuntimeError, match="broken off"):
-        envs.render_gif(*catch)
+    with pytest.raises(RuntimeError, match="update failed"):
+        envs.render_gif(*episode)
     assert matplotlib.get_backend() == backend
     assert plt.get_fignums() == figures
     assert os.environ["SDL_VIDEODRIVER"] == "x11"

@@ -216,6 +216,7 @@ def run_python(code, *paths):
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow
 def test_plotting_packages_are_imported_lazily():
     run_python("""
 import sys, jax, numpy as np
