@@ -117,30 +117,28 @@ MESSAGES = {
         lambda: shared(40, 4, final_obs_capacity=3)
     ],
     # Rows.
-    "`transition` must have arrays with the leading axes (4,), got": [
+    "`transition` must have arrays with the leading axes (4,)": [
         lambda: init(obs=jnp.zeros(3))
     ],
     "`transition` must have at least one array": [init],
     "`terminated` must be": [lambda: init(terminated=jnp.zeros(B), truncated=FLAGS)],
-    "`params` must be given if the policy": [
-        lambda: default_buffer().init(make_learned_collector())
-    ],
+    "`params` must be given": [lambda: default_buffer().init(make_learned_collector())],
     "`trajectory` must match the transition of `init`": [
         lambda: add(zero_rows(reward=jnp.zeros((5, B, 1)))),
         lambda: add(zero_rows(reward=jnp.zeros((5, B), int))),
     ],
-    "at .reward, got another structure": [lambda: add(zero_rows(reward=()))],
+    "at .reward": [lambda: add(zero_rows(reward=()))],
     "must have at least one row": [
         lambda: add(jax.tree.map(lambda x: x[:0], zero_rows()))
     ],
-    "`mask` must be bool of shape (5, 4), got": [
+    "`mask` must be bool of shape (5, 4)": [
         lambda: add(zero_rows(mask=jnp.ones((B, 5), bool))),
         lambda: add(zero_rows(mask=jnp.ones((5, B)))),
     ],
     # Samples.
     "`n_step` and `gamma` go together, got only `n_step`": [lambda: sample(n_step=3)],
     "`n_step` and `gamma` go together, got only `gamma`": [lambda: sample(gamma=0.9)],
-    "`gamma` must be a number in [0, 1], got": [lambda: sample(n_step=2, gamma=1.5)],
+    "`gamma` must be a number in [0, 1]": [lambda: sample(n_step=2, gamma=1.5)],
     "must not be given with": [lambda: sample(n_step=2, gamma=1, relabel_fn=max)],
     "must keep structure, shapes": [lambda: sample(relabel_fn=lambda key, x, y: x.obs)],
     "`key` must be one typed key": [
@@ -153,7 +151,7 @@ MESSAGES = {
     "`state` must be a buffer state": [
         lambda: default_buffer().add(zero_trajectory(), make_state()[1])
     ],
-    "`state` must come from a buffer with": [
+    "`state` must come from a buffer": [
         lambda: buffers.ReplayBuffer(64, B).sample(make_state()[1], KEY, 2),
         lambda: default_buffer().add(
             jax.tree.map(lambda x: jnp.stack([x, x]), make_state()[1]),
@@ -178,7 +176,7 @@ MESSAGES = {
         lambda: shard(shared(32, 8)),
         lambda: shard(buffers.EpisodeBuffer(32, 8, max_length=2)),
     ],
-    "must be a multiple of the 4": [lambda: shard(buffers.ReplayBuffer(60, 6))],
+    "multiple of the 4": [lambda: shard(buffers.ReplayBuffer(60, 6))],
     "`batch_size` must be a": [
         lambda: shard().sample(shard().init({"a": jnp.zeros(8)}), KEY, 6)
     ],
@@ -189,14 +187,14 @@ MESSAGES = {
     ],
     "`reward` must fit into float32": [lambda: from_data(reward=np.full(5, 1e40))],
     "`action` must fit into int32": [lambda: from_data(action=np.full(5, 2**40))],
-    "`next_obs` must be like `obs`: ": [lambda: from_data(next_obs=np.zeros((5, 2)))],
+    "`next_obs` must be like `obs`": [lambda: from_data(next_obs=np.zeros((5, 2)))],
     "`next_obs['pair']` must": [
         lambda: from_data(
             shared, obs={"pair": np.ones(5)}, next_obs={"pair": np.zeros(5)}
         )
     ],
     "must be at least 6 for 5 rows": [lambda: from_data(capacity=5, num_envs=2)],
-    "must be at least 2, the number of episode ends": [
+    "must be at least 2": [
         lambda: from_data(functools.partial(shared, final_obs_capacity=1))
     ],
 }

@@ -52,7 +52,7 @@ def play(make_fn):
 )
 def test_error_names_the_adapter(env, adapter):
     for function in (envs.vectorize, rollout.check_env):
-        with pytest.raises(ValueError, match=f"`rollout.envs.{adapter}` adapts it"):
+        with pytest.raises(ValueError, match=f"`rollout.envs.{adapter}`"):
             function(env, 3)
 
 

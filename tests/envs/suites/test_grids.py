@@ -95,12 +95,12 @@ def test_auto_reset_wrappers_raise():
     wrapped = pytest.importorskip("jumanji.wrappers").AutoResetWrapper(
         jumanji.make("Snake-v1")
     )
-    with pytest.raises(ValueError, match="must not reset itself"):
+    with pytest.raises(ValueError, match="reset itself"):
         envs.suites.from_jumanji(wrapped)
     xminigrid = pytest.importorskip("xminigrid")
     wrappers = pytest.importorskip("xminigrid.wrappers")
     env, params = xminigrid.make("MiniGrid-EmptyRandom-5x5")
-    with pytest.raises(ValueError, match="must not reset itself"):
+    with pytest.raises(ValueError, match="reset itself"):
         envs.suites.from_xminigrid(wrappers.GymAutoResetWrapper(env), params)
     wrapped = wrappers.DirectionObservationWrapper(env)
     adapted = envs.suites.from_xminigrid(wrapped, params)

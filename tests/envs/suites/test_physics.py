@@ -123,7 +123,7 @@ def test_brax_episode_limit(brax_envs):
     assert (type(env), env.num_steps) == (envs.TimeLimit, 1000)
     long_env = envs.make("brax:fast", max_episode_steps=2000)
     assert long_env == envs.TimeLimit(env.env, 2000)  # replaces the default limit
-    with pytest.raises(ValueError, match="`max_episode_steps` limits episodes"):
+    with pytest.raises(ValueError, match="`max_episode_steps`"):
         envs.make("brax:inverted_pendulum", episode_length=5)
 
 
@@ -244,5 +244,5 @@ def test_missing_playground_download_raises(playground, monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr(playground.registry, "load", load)
-    with pytest.raises(ValueError, match="Go1Getup cannot be created here: no network"):
+    with pytest.raises(ValueError, match=r"Go1Getup .* no network"):
         envs.make("playground:Go1Getup")

@@ -344,7 +344,7 @@ def test_freeze_with_other_statistics_raises(other_wrappers):
     carry = jax.eval_shape(
         make_collector(make_nested(other_wrappers)).init, jax.random.key(0)
     )
-    with pytest.raises(ValueError, match=r"`env_state` must (have|be the `c)"):
+    with pytest.raises(ValueError, match="`env_state` must"):
         make_collector(make_nested(NESTED[0])).freeze(carry)
 
 
