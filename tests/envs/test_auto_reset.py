@@ -31,7 +31,9 @@ def done_patterns(num_envs):
 
 
 # The sizes need one or several words of 32 flags, and have slots of 1, 2 and 6 lanes.
-@pytest.mark.parametrize("num_envs", [1, pytest.param(32, marks=slow), 33, 100])
+@pytest.mark.parametrize(
+    "num_envs", [1, pytest.param(32, marks=slow), 33, pytest.param(100, marks=slow)]
+)
 def test_strategies_reset_done_lanes_only(num_envs):
     lane = np.arange(num_envs, dtype=np.int32)
     lanes = Lanes(episode_key=lane, state=lane + 1000, obs=lane[:, None] * np.ones(2))

@@ -35,6 +35,7 @@ def make_random_collector(env):
     return collector_type(env=env, policy=rollout.random_policy(env.action_space))
 
 
+@functools.cache
 def play(make_fn):
     """Collects rows of Gymnasium environments."""
     collector = make_random_collector(envs.from_gymnasium(make_fn, B))
