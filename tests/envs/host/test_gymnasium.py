@@ -132,10 +132,8 @@ def test_next_step_mode_masks_resets(mode):
         mask = ALL if step.mask is None else step.mask
         np.testing.assert_array_equal(mask, ~was_done)
         num_masked += int((~mask).sum())
-        was_done, num_truncated = (
-            terminated | truncated,
-            num_truncated + truncated.sum(),
-        )
+        was_done = terminated | truncated
+        num_truncated += truncated.sum()
         if was_done.any() and not was_done.all():
             reset_obs = env.reset(SEEDS, was_done)
             # The reset follows in the next step.
@@ -175,28 +173,28 @@ def test_info_equals_local_environments(make):
         "record_info": {"third": np.int32(0), "none": np.zeros(2, np.float32)},
     }
     fns = [functools.partial(Count, length) for length in (2, 3, 4, 5)]
-    tested, local = make(fns, **info), LocalEnvs(fns, **info)
-    for env in (tested, local):
+    candidate, local = make(fns, **info), LocalEnvs(fns, **info)
+    for env in (candidate, local):
         obs = env.reset(SEEDS, ALL)
         np.testing.assert_array_equal(obs["info"]["even"], ALL)
         assert env.observation_space.spaces.keys() == {"obs", "info"}
         assert env.observation_space.spaces["info"].spaces["even"].dtype == bool
     for number in range(7):
-        tested_step, local_step = (
-            tested.step(np.int32([1, 2, 3, 1])),
+        candidate_step, local_step = (
+            candidate.step(np.int32([1, 2, 3, 1])),
             local.step(np.int32([1, 2, 3, 1])),
         )
         if number == 0:
             np.testing.assert_array_equal(local_step.obs["obs"], np.ones((B, 2)))
             assert not local_step.obs["info"]["even"].any()
-        jax.tree.map(np.testing.assert_array_equal, tested_step, local_step)
-        np.testing.assert_array_equal(tested_step.info["none"], np.zeros((B, 2)))
-        assert not tested_step.faulty.any()
+        jax.tree.map(np.testing.assert_array_equal, candidate_step, local_step)
+        np.testing.assert_array_equal(candidate_step.info["none"], np.zeros((B, 2)))
+        assert not candidate_step.faulty.any()
         done = local_step.terminated | local_step.truncated
         if done.any():
-            reset_rows = tested.reset(SEEDS, done), local.reset(SEEDS, done)
+            reset_rows = candidate.reset(SEEDS, done), local.reset(SEEDS, done)
             jax.tree.map(np.testing.assert_array_equal, *reset_rows)
-    tested.close()
+    candidate.close()
 
 
 def test_nested_info_is_recorded():
