@@ -264,46 +264,31 @@ def test_named_tuples_and_dicts_are_stored():
         chex.assert_trees_all_equal(rows, jax.tree.map(lambda x: x[[0] * 3], row))
 
 
-def test_n_step_return_of_vector_rewards():
-    buffer = buffers.ReplayBuffer(6, 1, n_step=2, gamma=0.5)
-    flag = np.zeros((3, 1), bool)
-    reward = np.arange(6, dtype=np.float32).reshape(3, 1, 2)
-    rows = {"reward": reward, "terminated": flag, "truncated": flag}
-
-    @quick_jit
-    def fill(rows):
-        state = buffer.init(jax.tree.map(lambda x: x[0], rows))
-        state = buffer.add(state, rows)
-        return buffer.sample(state, jax.random.key(0), 64)
-
-    batch = fill(rows)
-    # Row 2 has no next row, so its return is its reward.
-    want = np.array([[0 + 1, 1 + 1.5], [2 + 2, 3 + 2.5], [4, 5]])
-    np.testing.assert_array_equal(batch.experience["reward"], want[batch.indices])
-    np.testing.assert_array_equal(
-        batch.discount, np.array([0.25, 0.25, 0.5])[batch.indices]
-    )
-
-
-def test_gamma_can_be_vmapped():
+def test_n_step_vector_rewards_with_vmapped_gamma():
     flag = np.zeros((4, 1), bool)
-    rows = {
-        "reward": np.ones((4, 1), np.float32),
-        "terminated": flag,
-        "truncated": flag,
-    }
+    reward = np.arange(8, dtype=np.float32).reshape(4, 1, 2)
+    rows = {"reward": reward, "terminated": flag, "truncated": flag}
     buffer = buffers.ReplayBuffer(8, 1, n_step=3, gamma=0.9)
     state = buffer.add(buffer.init(jax.tree.map(lambda x: x[0], rows)), rows)
-    gammas = jnp.float32([0.5, 0.9, 1.0])
+    gammas = np.float32([0.5, 0.9, 1.0])
 
     @quick_jit
     @jax.vmap
     def sample(gamma):
-        return buffer.replace(gamma=gamma).sample(state, jax.random.key(0), 16)
+        return buffer.replace(gamma=gamma).sample(state, jax.random.key(0), 64)
 
     batch = sample(gammas)
-    num_steps, gamma = np.minimum(3, 4 - np.asarray(batch.indices)), gammas[:, None]
-    np.testing.assert_allclose(batch.discount, gamma**num_steps, rtol=1e-6)
-    want = sum(np.where(k < num_steps, gamma**k, 0.0) for k in range(3))
-    np.testing.assert_allclose(batch.experience["reward"], want, rtol=1e-6)
+    # `[gamma, row, component]`: the return of a row ends with the newest row, row 3.
+    want = np.zeros((3, 4, 2), np.float32)
+    num_steps = np.minimum(3, 4 - np.arange(4))
+    for row, length in enumerate(num_steps):
+        for k in range(length):
+            want[:, row] += gammas[:, None] ** k * reward[row + k, 0]
+    index = np.asarray(batch.indices)
+    assert set(np.unique(index)) == {0, 1, 2, 3}
+    got = batch.experience["reward"]
+    gamma_index = np.arange(3)[:, None]
+    np.testing.assert_allclose(got, want[gamma_index, index], rtol=1e-6)
+    want_discount = gammas[:, None] ** num_steps[index]
+    np.testing.assert_allclose(batch.discount, want_discount, rtol=1e-6)
     assert buffer == buffers.ReplayBuffer(8, 1, n_step=3, gamma=0.9)

@@ -178,7 +178,7 @@ PlainTupleStep = type(
 CASES = [
     (TextSpace, "contract", "`observation_space` must"),
     (RaisesInStep, "raises", "ZeroDivisionError: no such move"),
-    (PlainTupleStep, "contract", "HostStep`, got 9 values"),
+    slow(PlainTupleStep, "contract", "HostStep`, got 9 values"),
     (replace_fields(obs=lambda step: step.obs[:, 0]), "contract", "(3,) at .obs"),
     slow(cast_flag("terminated"), "contract", "got int64 of shape (3,) at .terminated"),
     slow(replace_fields(mask=lambda step: [True, True, True]), "contract", ""),

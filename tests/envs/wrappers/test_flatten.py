@@ -86,12 +86,21 @@ def test_action_mask_is_not_flattened():
     assert env.observation_space.spaces["action_mask"] == mask
     action_mask_fn = lambda obs: obs["action_mask"]  # noqa: E731
     policy = rollout.random_policy(env.action_space, action_mask_fn=action_mask_fn)
-    collector = rollout.Collector(env=envs.vectorize(env, 4), policy=policy)
-    rows = quick_jit(
-        lambda key: collector.collect_steps(collector.init(key), None, 12)[1]
-    )(KEY)
-    assert rows.obs["obs"].shape == (12, 4, 3)
-    np.testing.assert_array_equal(rows.obs["obs"].argmax(-1), rows.action)
+    lanes = envs.vectorize(env, 4)
+
+    def step(carry, keys):
+        state, obs = carry
+        action = policy.apply(None, obs, (), keys[0]).action
+        result = lanes.step(keys[1:], state, action)
+        return (result.state, result.obs), (obs["obs"], action)
+
+    @quick_jit
+    def run(keys):
+        return jax.lax.scan(step, lanes.reset(keys[0, 1:]), keys[1:])[1]
+
+    obs, action = run(jax.random.split(KEY, (13, 5)))
+    assert obs.shape == (12, 4, 3)
+    np.testing.assert_array_equal(obs.argmax(-1), action)
     assert get_action_mask({"obs": 1, "info": {"action_mask": 2}}) == 2
     assert get_action_mask((1, {"mask": 2})) is None
 
