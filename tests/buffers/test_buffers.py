@@ -1,4 +1,4 @@
-"""Every buffer against a slow model: random sequences of operations, row by row."""
+"""All buffers: random sequences of operations compared with a slow model."""
 
 from typing import NamedTuple
 
@@ -37,14 +37,14 @@ RNG = np.random.default_rng(0)
 
 
 @pytest.mark.parametrize(
-    ("kind", "successor"),
+    ("buffer_kind", "successor"),
     [CASES[0], *(pytest.param(*case, marks=slow) for case in CASES[1:])],
 )
-def test_any_sequence_of_operations_agrees_with_the_model(kind, successor):
-    _, add, read = programs(kind, successor)
-    for seed in range(24):
+def test_random_operations_match_the_model(buffer_kind, successor):
+    _, add, read = programs(buffer_kind, successor)
+    for seed in range(12):
         rng = np.random.default_rng(seed)
-        state, model = init_case(kind, successor)
+        state, model = init_case(buffer_kind, successor)
         for _ in range(1 + seed % 6):
             steps, mask = random_chunk(model, rng, masks=seed % 2)
             model.add(steps, mask)
@@ -54,7 +54,7 @@ def test_any_sequence_of_operations_agrees_with_the_model(kind, successor):
 
 
 @pytest.mark.parametrize("successor", ["stored", pytest.param("shared", marks=slow)])
-def test_uniform_draws_are_even_over_the_rows_that_may_be_used(successor):
+def test_uniform_sampling_is_even_over_usable_rows(successor):
     buffer, add, _ = programs("uniform", successor)
     state, model = init_case("uniform", successor)
     rng = np.random.default_rng(3)
@@ -71,56 +71,59 @@ def test_uniform_draws_are_even_over_the_rows_that_may_be_used(successor):
 
 
 @slow
-@pytest.mark.usefixtures("key_reuse")  # both programs draw from one key
-@pytest.mark.parametrize(("kind", "successor"), CASES)
-def test_programs_of_a_gpu_have_the_same_bits(kind, successor):
-    """Every state and every draw."""
-    both = programs(kind, successor), programs(kind, successor, is_twin=True)
-    state = init_case(kind, successor)[0]
-    for num_rows in CHUNKS:  # what has been traced stays as it is
+@pytest.mark.usefixtures("key_reuse")  # both programs use one key
+@pytest.mark.parametrize(("buffer_kind", "successor"), CASES)
+def test_gpu_branches_return_equal_bits(buffer_kind, successor):
+    twin_programs = (
+        programs(buffer_kind, successor),
+        programs(buffer_kind, successor, is_twin=True),
+    )
+    state = init_case(buffer_kind, successor)[0]
+    for num_rows in CHUNKS:  # trace the CPU branches before `on_a_gpu`
         chunk = encode(*Model(NUM_SLOTS, NUM_ENVS).make_chunk(RNG, num_rows))
-        both[0][2](both[0][1](state, chunk), jax.random.key(0))
+        twin_programs[0][2](twin_programs[0][1](state, chunk), jax.random.key(0))
     with on_a_gpu():
         for seed in range(20):
             rng = np.random.default_rng(seed)
             model = Model(NUM_SLOTS, NUM_ENVS)
-            states = [init_case(kind, successor)[0]] * 2
+            states = [init_case(buffer_kind, successor)[0]] * 2
             for number in range(4):
                 chunk = encode(*random_chunk(model, rng))
                 states = [
                     add(state, chunk)
-                    for (_, add, _), state in zip(both, states, strict=True)
+                    for (_, add, _), state in zip(twin_programs, states, strict=True)
                 ]
                 chex.assert_trees_all_equal(*states)
                 key = jax.random.fold_in(jax.random.key(seed), number)
-                chex.assert_trees_all_equal(*(x[2](states[0], key) for x in both))
+                chex.assert_trees_all_equal(
+                    *(x[2](states[0], key) for x in twin_programs)
+                )
 
 
-def test_program_follows_the_platform_and_not_the_process():
-    """Lowering a program makes the choice, for the platform it is lowered for."""
+def test_platform_branch_is_chosen_at_lowering():
 
     def double(x):
         return platform.choose(lambda x: x + x, lambda x: x * 2, x)
 
-    for name, used in (("cpu", "add"), ("tpu", "add"), ("cuda", "multiply")):
+    for name, expected in (("cpu", "add"), ("tpu", "add"), ("cuda", "multiply")):
         traced = jax.jit(double).trace(1.5)
         text = traced.lower(lowering_platforms=(name,)).as_text()
-        found = {x for x in ("add", "multiply") if f"stablehlo.{x}" in text}
-        assert found == {used}
+        operations = {op for op in ("add", "multiply") if f"stablehlo.{op}" in text}
+        assert operations == {expected}
 
 
-def filled(kind, successor, num_envs, num_rows):
-    """A buffer with lanes of 4,099 slots, an empty state, and a chunk of rows."""
+def make_large_state(buffer_kind, successor, num_envs, num_rows):
+    """Returns a buffer with 4,099 slots per lane, an empty state and a chunk."""
     num_slots = 4099  # no other array has this dimension
     options = {} if successor == "stored" else {"next_obs": "shared"}
-    buffer = KINDS[kind][0](num_slots * num_envs, num_envs, **options)
+    buffer = KINDS[buffer_kind][0](num_slots * num_envs, num_envs, **options)
     steps = Model(num_slots, num_envs).make_chunk(np.random.default_rng(0), num_rows)
     chunk = encode(*steps)
     return buffer, buffer.init(jax.tree.map(lambda x: x[0], chunk)), chunk
 
 
 def check_in_place(fn, state, *args):
-    """Donated, the state is aliased whole, and no leaf of the ring is copied."""
+    """Checks that a donated state is aliased and that no ring array is copied."""
     program = jax.jit(fn, donate_argnums=0).lower(state, *args).compile()
     memory = program.memory_analysis()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -136,7 +139,7 @@ def check_in_place(fn, state, *args):
 
 
 @pytest.mark.parametrize(
-    ("kind", "successor", "num_envs", "num_rows"),
+    ("buffer_kind", "successor", "num_envs", "num_rows"),
     [
         ("uniform", "stored", 4, 1),
         ("uniform", "shared", 4, 4),
@@ -145,31 +148,31 @@ def check_in_place(fn, state, *args):
         pytest.param("prioritized", "shared", 4, 1, marks=slow),
     ],
 )
-def test_add_writes_in_place(kind, successor, num_envs, num_rows):
-    """With one lane XLA moves reads after the write unless something stops it."""
-    buffer, state, chunk = filled(kind, successor, num_envs, num_rows)
+def test_add_writes_in_place(buffer_kind, successor, num_envs, num_rows):
+    """In a buffer with a single lane, XLA could move reads after the write."""
+    buffer, state, chunk = make_large_state(buffer_kind, successor, num_envs, num_rows)
     assert check_in_place(buffer.add, state, chunk) < 0.05
 
 
 @pytest.mark.parametrize(
-    ("kind", "successor"),
+    ("buffer_kind", "successor"),
     [
         ("uniform", "stored"),
         pytest.param("prioritized", "shared", marks=slow),
         pytest.param("episodes", "shared", marks=slow),
     ],
 )
-def test_training_step_of_add_and_sample_writes_in_place(kind, successor):
-    """Also with a sample, and an update, between two writes in one program."""
-    buffer, state, chunk = filled(kind, successor, 4, 1)
+def test_add_and_sample_in_one_scan_write_in_place(buffer_kind, successor):
+    """Samples and updates priorities between two writes of the same program."""
+    buffer, state, chunk = make_large_state(buffer_kind, successor, 4, 1)
     buffer = buffer.replace(n_step=2, gamma=GAMMA)
-    beta = {"beta": BETA} if kind == "prioritized" else {}
+    beta = {"beta": BETA} if buffer_kind == "prioritized" else {}
 
     def train(state, key):
         def step(state, key):
             state = buffer.add(state, chunk)
             batch = buffer.sample(state, key, 8, **beta)
-            if kind == "prioritized":
+            if buffer_kind == "prioritized":
                 state = buffer.update_priorities(state, batch.indices, batch.weights)
             return state, batch.experience.reward.sum()
 
@@ -179,14 +182,17 @@ def test_training_step_of_add_and_sample_writes_in_place(kind, successor):
 
 
 @pytest.mark.parametrize(
-    ("make", "num_slots", "num_rows", "length"),
-    [(buffers.ReplayBuffer, 4, 4, 9), (buffers.EpisodeBuffer, 9, 18, 4)],
+    ("buffer_type", "num_slots", "num_rows", "length"),
+    [
+        (buffers.ReplayBuffer, 4, 4, 9),
+        pytest.param(buffers.EpisodeBuffer, 9, 18, 4, marks=slow),
+    ],
 )
-def test_rows_whose_history_was_overwritten_are_not_stacked(
-    make, num_slots, num_rows, length
+def test_rows_with_overwritten_history_are_not_sampled(
+    buffer_type, num_slots, num_rows, length
 ):
-    """No episode length tells whether a full lane's oldest row is a first one."""
-    buffer = make(num_slots, 1, stack=3)
+    """The oldest row of a full lane may be a later step of its episode."""
+    buffer = buffer_type(num_slots, 1, stack=3)
 
     def row(number):
         ends = (number % length == length - 1)[None]
@@ -208,15 +214,15 @@ def test_rows_whose_history_was_overwritten_are_not_stacked(
     newest = stacks[:, -1:]
     want = np.maximum(newest - [[2, 1, 0]], newest // length * length)
     np.testing.assert_array_equal(stacks, want)
-    if make is buffers.ReplayBuffer:
-        # Once it is full, only two rows have two before them.
+    if buffer_type is buffers.ReplayBuffer:
+        # In a full lane, only the two newest rows have two predecessors.
         np.testing.assert_array_equal(can_sample, [False, False, True, False])
         np.testing.assert_array_equal(newest[:, 0], [2, 3])
 
 
 @slow
-def test_no_row_under_way_is_drawn_where_no_other_may_be():
-    """Visible rows have lost their history; row 0 is pending, and would serve."""
+def test_pending_rows_are_not_sampled():
+    """Complete rows have lost their history; pending row 0 still has its history."""
     buffer, add, read = programs("episodes", "stored")
     state = buffer.init(example_row(NUM_ENVS))
     model = EpisodeModel(NUM_SLOTS, NUM_ENVS)
@@ -233,23 +239,23 @@ def test_no_row_under_way_is_drawn_where_no_other_may_be():
     assert not np.any(batch.experience.mask)
 
 
-def test_leaf_may_be_empty():
+def test_empty_leaves_are_stored():
     buffer = buffers.ReplayBuffer(8, 2)
     rows = {"nothing": np.zeros((3, 2, 0), np.float32)}
     rows["id"] = np.arange(6, dtype=np.int32).reshape(3, 2)
     state = buffer.add(buffer.init(jax.tree.map(lambda x: x[0], rows)), rows)
-    read = jax.jit(lambda state: buffer.gather(state, [0, 5]))(state)  # also a list
-    assert read["nothing"].shape == (2, 0)
-    assert read["id"].tolist() == [0, 5]
+    gathered = jax.jit(lambda state: buffer.gather(state, [0, 5]))(state)
+    assert gathered["nothing"].shape == (2, 0)
+    assert gathered["id"].tolist() == [0, 5]
 
 
-def test_containers_of_other_kinds_serve_as_well():
-    class Plain(NamedTuple):
+def test_named_tuples_and_dicts_are_stored():
+    class PlainRow(NamedTuple):
         obs: jax.Array
         mask: jax.Array
 
     buffer = buffers.ReplayBuffer(8, 2)
-    plain = Plain(np.float32([0, 1]), np.array([True, False]))
+    plain = PlainRow(np.float32([0, 1]), np.array([True, False]))
     for row in (plain, plain._asdict()):
         state = buffer.add(buffer.init(row), row)
         np.testing.assert_array_equal(state.size, [1, 0])
@@ -258,46 +264,31 @@ def test_containers_of_other_kinds_serve_as_well():
         chex.assert_trees_all_equal(rows, jax.tree.map(lambda x: x[[0] * 3], row))
 
 
-def test_vector_rewards_sum_component_by_component():
-    buffer = buffers.ReplayBuffer(6, 1, n_step=2, gamma=0.5)
-    flag = np.zeros((3, 1), bool)
-    reward = np.arange(6, dtype=np.float32).reshape(3, 1, 2)
-    rows = {"reward": reward, "terminated": flag, "truncated": flag}
-
-    @quick_jit
-    def fill(rows):
-        state = buffer.init(jax.tree.map(lambda x: x[0], rows))
-        state = buffer.add(state, rows)
-        return buffer.sample(state, jax.random.key(0), 64)
-
-    batch = fill(rows)
-    # Rows 0, 1 and 2: the last one has no further step.
-    want = np.array([[0 + 1, 1 + 1.5], [2 + 2, 3 + 2.5], [4, 5]])
-    np.testing.assert_array_equal(batch.experience["reward"], want[batch.indices])
-    np.testing.assert_array_equal(
-        batch.discount, np.array([0.25, 0.25, 0.5])[batch.indices]
-    )
-
-
-def test_gamma_is_a_leaf_of_the_buffer_and_may_be_mapped():
+def test_n_step_vector_rewards_with_vmapped_gamma():
     flag = np.zeros((4, 1), bool)
-    rows = {
-        "reward": np.ones((4, 1), np.float32),
-        "terminated": flag,
-        "truncated": flag,
-    }
+    reward = np.arange(8, dtype=np.float32).reshape(4, 1, 2)
+    rows = {"reward": reward, "terminated": flag, "truncated": flag}
     buffer = buffers.ReplayBuffer(8, 1, n_step=3, gamma=0.9)
     state = buffer.add(buffer.init(jax.tree.map(lambda x: x[0], rows)), rows)
-    gammas = jnp.float32([0.5, 0.9, 1.0])
+    gammas = np.float32([0.5, 0.9, 1.0])
 
     @quick_jit
     @jax.vmap
-    def draw(gamma):
-        return buffer.replace(gamma=gamma).sample(state, jax.random.key(0), 16)
+    def sample(gamma):
+        return buffer.replace(gamma=gamma).sample(state, jax.random.key(0), 64)
 
-    batch = draw(gammas)
-    num_steps, gamma = np.minimum(3, 4 - np.asarray(batch.indices)), gammas[:, None]
-    np.testing.assert_allclose(batch.discount, gamma**num_steps, rtol=1e-6)
-    want = sum(np.where(k < num_steps, gamma**k, 0.0) for k in range(3))
-    np.testing.assert_allclose(batch.experience["reward"], want, rtol=1e-6)
+    batch = sample(gammas)
+    # `[gamma, row, component]`: the return of a row ends with the newest row, row 3.
+    want = np.zeros((3, 4, 2), np.float32)
+    num_steps = np.minimum(3, 4 - np.arange(4))
+    for row, length in enumerate(num_steps):
+        for k in range(length):
+            want[:, row] += gammas[:, None] ** k * reward[row + k, 0]
+    index = np.asarray(batch.indices)
+    assert set(np.unique(index)) == {0, 1, 2, 3}
+    got = batch.experience["reward"]
+    gamma_index = np.arange(3)[:, None]
+    np.testing.assert_allclose(got, want[gamma_index, index], rtol=1e-6)
+    want_discount = gammas[:, None] ** num_steps[index]
+    np.testing.assert_allclose(batch.discount, want_discount, rtol=1e-6)
     assert buffer == buffers.ReplayBuffer(8, 1, n_step=3, gamma=0.9)

@@ -1,4 +1,4 @@
-"""Bad input to `rollout.buffers` is refused: each message, and its calls."""
+"""Bad input to `rollout.buffers`: each error message, and the calls that raise it."""
 
 import functools
 
@@ -18,8 +18,8 @@ FLAGS = jnp.zeros((B,), bool)
 
 
 @functools.cache
-def trajectory():
-    """Five rows of nothing but zeros: what they are like is all that matters."""
+def zero_trajectory():
+    """Returns five rows of zeros: checks depend on shapes and dtypes only."""
     collector = make_collector("count", B)
     shapes = jax.eval_shape(
         lambda key: collector.collect_steps(collector.init(key), None, 5)[1], KEY
@@ -28,54 +28,57 @@ def trajectory():
     return zeros.replace(mask=np.ones((5, B), bool))
 
 
-def rows(**changes):
-    return trajectory().replace(**changes)
+def zero_rows(**changes):
+    return zero_trajectory().replace(**changes)
 
 
 @functools.cache
-def filled(make=buffers.ReplayBuffer, capacity=32):
-    """A buffer and a state of it."""
-    buffer, first = make(capacity, B), jax.tree.map(lambda x: x[0], trajectory())
+def make_state(buffer_type=buffers.ReplayBuffer, capacity=32):
+    """Returns a buffer and a state with five rows per lane."""
+    buffer, first = (
+        buffer_type(capacity, B),
+        jax.tree.map(lambda x: x[0], zero_trajectory()),
+    )
     return buffer, quick_jit(lambda row, rows: buffer.add(buffer.init(row), rows))(
-        first, trajectory()
+        first, zero_trajectory()
     )
 
 
-def buffer():
-    return filled()[0]
+def default_buffer():
+    return make_state()[0]
 
 
 def sample(*args, **options):
-    made, state = filled()
-    return made.replace(**options).sample(state, *(args or (KEY, 2)))
+    buffer, state = make_state()
+    return buffer.replace(**options).sample(state, *(args or (KEY, 2)))
 
 
 def prioritized_sample(beta):
-    made, state = filled(buffers.PrioritizedReplayBuffer)
-    return made.sample(state, KEY, 2, beta=beta)
+    buffer, state = make_state(buffers.PrioritizedReplayBuffer)
+    return buffer.sample(state, KEY, 2, beta=beta)
 
 
 def update(priorities, indices=(0, 1)):
-    made, state = filled(buffers.PrioritizedReplayBuffer)
-    return made.update_priorities(state, jnp.asarray(indices), priorities)
+    buffer, state = make_state(buffers.PrioritizedReplayBuffer)
+    return buffer.update_priorities(state, jnp.asarray(indices), priorities)
 
 
 def add(rows):
-    made, state = filled()
-    return made.add(state, rows)
+    buffer, state = make_state()
+    return buffer.add(state, rows)
 
 
 def init(**rows):
-    return buffer().init(rows)
+    return default_buffer().init(rows)
 
 
-def shard(made=None):
+def shard(buffer=None):
     mesh = jax.make_mesh((4,), ("lanes",))
-    return buffers.shard(made or buffers.ReplayBuffer(32, 8), mesh)
+    return buffers.shard(buffer or buffers.ReplayBuffer(32, 8), mesh)
 
 
-def from_data(make=buffers.ReplayBuffer, capacity=8, num_envs=1, **changes):
-    """Makes a state of five rows in two episodes, of which something is wrong."""
+def from_data(buffer_type=buffers.ReplayBuffer, capacity=8, num_envs=1, **changes):
+    """Builds a state from two episodes with five rows, with some arrays replaced."""
     data = {
         "obs": {"pair": np.zeros((5, 2)), "short": np.zeros(5, np.int16)},
         "next_obs": {"pair": np.zeros((5, 2)), "short": np.zeros(5, np.int16)},
@@ -84,10 +87,10 @@ def from_data(make=buffers.ReplayBuffer, capacity=8, num_envs=1, **changes):
         "terminated": np.array([0, 0, 1, 0, 1]),
         "truncated": np.zeros(5, bool),
     }
-    return buffers.from_data(make(capacity, num_envs), **{**data, **changes})
+    return buffers.from_data(buffer_type(capacity, num_envs), **{**data, **changes})
 
 
-def learned():
+def make_learned_collector():
     act = lambda params, obs, key: (obs @ params["w"]).astype(jnp.int32)[:, 0]  # noqa: E731
     return make_collector("count", B).replace(policy=rollout.stateless_policy(act))
 
@@ -97,14 +100,14 @@ COUNTS = {
     "max_length": [lambda n: buffers.EpisodeBuffer(8, 1, max_length=n)],
     "batch_size": [lambda n: sample(KEY, n)],
     "n_step": [lambda n: sample(n_step=n, gamma=1)],
-    "length": [lambda n: buffer().sample_sequences(filled()[1], KEY, 2, n)],
+    "length": [lambda n: default_buffer().sample_sequences(make_state()[1], KEY, 2, n)],
 }
 FRACTIONS = {
     "alpha": [lambda x: buffers.PrioritizedReplayBuffer(8, 4, alpha=x)],
     "beta": [lambda x: prioritized_sample(2 if x is None else x)],
 }
 shared = functools.partial(buffers.ReplayBuffer, next_obs="shared")
-REFUSED = {
+MESSAGES = {
     # Options.
     "`capacity` must be an int of at least 4": [lambda: buffers.ReplayBuffer(3, 4)],
     f"must be at most {2**30}, got": [lambda: buffers.ReplayBuffer(2**30 + 1, 1)],
@@ -114,52 +117,57 @@ REFUSED = {
         lambda: shared(40, 4, final_obs_capacity=3)
     ],
     # Rows.
-    "`transition` must have arrays with the leading axes (4,), got": [
+    "`transition` must have arrays with the leading axes (4,)": [
         lambda: init(obs=jnp.zeros(3))
     ],
     "`transition` must have at least one array": [init],
     "`terminated` must be": [lambda: init(terminated=jnp.zeros(B), truncated=FLAGS)],
-    "`params` must be given if the policy": [lambda: buffer().init(learned())],
-    "`trajectory` must match the transition of `init`: float32 of shape": [
-        lambda: add(rows(reward=jnp.zeros((5, B, 1)))),
-        lambda: add(rows(reward=jnp.zeros((5, B), int))),
+    "`params` must be given": [lambda: default_buffer().init(make_learned_collector())],
+    "`trajectory` must match the transition of `init`": [
+        lambda: add(zero_rows(reward=jnp.zeros((5, B, 1)))),
+        lambda: add(zero_rows(reward=jnp.zeros((5, B), int))),
     ],
-    "at .reward, got another structure": [lambda: add(rows(reward=()))],
-    "must have at least one row": [lambda: add(jax.tree.map(lambda x: x[:0], rows()))],
-    "`mask` must be bool of shape (5, 4), got": [
-        lambda: add(rows(mask=jnp.ones((B, 5), bool))),
-        lambda: add(rows(mask=jnp.ones((5, B)))),
+    "at .reward": [lambda: add(zero_rows(reward=()))],
+    "must have at least one row": [
+        lambda: add(jax.tree.map(lambda x: x[:0], zero_rows()))
     ],
-    # Draws.
+    "`mask` must be bool of shape (5, 4)": [
+        lambda: add(zero_rows(mask=jnp.ones((B, 5), bool))),
+        lambda: add(zero_rows(mask=jnp.ones((5, B)))),
+    ],
+    # Samples.
     "`n_step` and `gamma` go together, got only `n_step`": [lambda: sample(n_step=3)],
     "`n_step` and `gamma` go together, got only `gamma`": [lambda: sample(gamma=0.9)],
-    "`gamma` must be a number in [0, 1], got": [lambda: sample(n_step=2, gamma=1.5)],
+    "`gamma` must be a number in [0, 1]": [lambda: sample(n_step=2, gamma=1.5)],
     "must not be given with": [lambda: sample(n_step=2, gamma=1, relabel_fn=max)],
     "must keep structure, shapes": [lambda: sample(relabel_fn=lambda key, x, y: x.obs)],
-    "`key` must be one typed key, for example `jax.random.key(seed)`, got": [
+    "`key` must be one typed key": [
         lambda: sample(0, 2),
-        lambda: buffer().sample_episodes(filled()[1], jax.random.split(KEY), 2, 5),
-    ],
-    # States and row numbers.
-    "`state` must be a buffer state, as returned by `init`": [
-        lambda: buffer().add(trajectory(), filled()[1])
-    ],
-    "`state` must come from a buffer with": [
-        lambda: buffers.ReplayBuffer(64, B).sample(filled()[1], KEY, 2),
-        lambda: buffer().add(
-            jax.tree.map(lambda x: jnp.stack([x, x]), filled()[1]), trajectory()
+        lambda: default_buffer().sample_episodes(
+            make_state()[1], jax.random.split(KEY), 2, 5
         ),
     ],
-    "`indices` and `priorities` must be `[S]`, one number per row, got shape (2,)": [
+    # States and row numbers.
+    "`state` must be a buffer state": [
+        lambda: default_buffer().add(zero_trajectory(), make_state()[1])
+    ],
+    "`state` must come from a buffer": [
+        lambda: buffers.ReplayBuffer(64, B).sample(make_state()[1], KEY, 2),
+        lambda: default_buffer().add(
+            jax.tree.map(lambda x: jnp.stack([x, x]), make_state()[1]),
+            zero_trajectory(),
+        ),
+    ],
+    "`indices` and `priorities` must be `[S]`": [
         lambda: update(jnp.ones(2, bool)),
         lambda: update(jnp.ones(1)),
     ],
     "`indices` must be integers": [
-        lambda: buffer().gather(filled()[1], jnp.zeros(2)),
-        # A mask in their place would set the priorities of rows 0 and 1.
+        lambda: default_buffer().gather(make_state()[1], jnp.zeros(2)),
+        # A mask would be read as rows 0 and 1.
         lambda: update(jnp.ones(2), (True, False)),
     ],
-    # Fields that are needed.
+    # Required fields.
     "needs the field `terminated`": [
         lambda: buffers.EpisodeBuffer(8, 2).init({"reward": jnp.zeros(2)})
     ],
@@ -168,7 +176,7 @@ REFUSED = {
         lambda: shard(shared(32, 8)),
         lambda: shard(buffers.EpisodeBuffer(32, 8, max_length=2)),
     ],
-    "must be a multiple of the 4": [lambda: shard(buffers.ReplayBuffer(60, 6))],
+    "multiple of the 4": [lambda: shard(buffers.ReplayBuffer(60, 6))],
     "`batch_size` must be a": [
         lambda: shard().sample(shard().init({"a": jnp.zeros(8)}), KEY, 6)
     ],
@@ -179,25 +187,25 @@ REFUSED = {
     ],
     "`reward` must fit into float32": [lambda: from_data(reward=np.full(5, 1e40))],
     "`action` must fit into int32": [lambda: from_data(action=np.full(5, 2**40))],
-    "`next_obs` must be like `obs`: ": [lambda: from_data(next_obs=np.zeros((5, 2)))],
+    "`next_obs` must be like `obs`": [lambda: from_data(next_obs=np.zeros((5, 2)))],
     "`next_obs['pair']` must": [
         lambda: from_data(
             shared, obs={"pair": np.ones(5)}, next_obs={"pair": np.zeros(5)}
         )
     ],
     "must be at least 6 for 5 rows": [lambda: from_data(capacity=5, num_envs=2)],
-    "must be at least 2, the number of episode ends": [
+    "must be at least 2": [
         lambda: from_data(functools.partial(shared, final_obs_capacity=1))
     ],
 }
 
 
-@pytest.mark.parametrize(("message", "call"), pairs(REFUSED, COUNTS, FRACTIONS))
-def test_bad_input_is_refused_by_name(message, call):
+@pytest.mark.parametrize(("message", "call"), pairs(MESSAGES, COUNTS, FRACTIONS))
+def test_error_names_the_argument(message, call):
     check_refused(message, call)
 
 
 @pytest.mark.parametrize("value", [np.float32(0.5), jnp.float32(0.5), 1, np.int32(0)])
-def test_fraction_may_be_of_any_number_type(value):
+def test_alpha_accepts_any_number_type(value):
     buffer = buffers.PrioritizedReplayBuffer(16, 2, alpha=value)
     assert isinstance(hash(buffer), int)  # static, in `jit`

@@ -1,4 +1,4 @@
-"""Dumps, and later rows of episodes."""
+"""Export to trajectories, and hindsight goals from later rows of an episode."""
 
 import functools
 
@@ -14,16 +14,16 @@ from rollout import buffers
 from rollout.buffers import neighbours
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-B = 16
+NUM_ENVS = 16
 REPLAY, EPISODIC = buffers.ReplayBuffer, buffers.EpisodeBuffer
 PRIORITIZED = buffers.PrioritizedReplayBuffer
 
 
 @functools.cache
-def fill(kind=REPLAY, capacity=40 * B, num_rows=64, **options):
-    """A buffer with rows of a trajectory, the trajectory, and which of them it has."""
-    collector, trajectory = make_collector("count", B), collect("count")[1]
-    buffer = kind(capacity, B, **options)
+def fill_buffer(buffer_type=REPLAY, capacity=40 * NUM_ENVS, num_rows=64, **options):
+    """Returns a buffer, a state with rows of a trajectory, and these rows."""
+    collector, trajectory = make_collector("count", NUM_ENVS), collect("count")[1]
+    buffer = buffer_type(capacity, NUM_ENVS, **options)
     chunk = jax.tree.map(lambda x: x[:num_rows], jax.device_get(trajectory))
     add = quick_jit(lambda chunk: buffer.add(buffer.init(collector), chunk))
     return buffer, add(chunk), chunk
@@ -39,53 +39,55 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "num_rows", "options"), CASES)
-def test_dump_is_the_newest_rows_in_the_order_of_time(kind, num_rows, options):
-    buffer, state, chunk = fill(kind, num_rows=num_rows, **options)
-    rows, mask = buffer.to_trajectory(state)
-    np.testing.assert_array_equal(rows.mask, mask)
-    seen = jax.tree.map(np.asarray, raw(chunk))
-    done = seen.terminated | seen.truncated
-    for lane, got in enumerate(lane_rows(buffer, state)):
+@pytest.mark.parametrize(("buffer_type", "num_rows", "options"), CASES)
+def test_to_trajectory_returns_newest_rows_in_order(buffer_type, num_rows, options):
+    buffer, state, chunk = fill_buffer(buffer_type, num_rows=num_rows, **options)
+    exported, mask = buffer.to_trajectory(state)
+    np.testing.assert_array_equal(exported.mask, mask)
+    rows = jax.tree.map(np.asarray, raw(chunk))
+    done = rows.terminated | rows.truncated
+    for lane, lane_data in enumerate(lane_rows(buffer, state)):
         last = num_rows
-        if kind is EPISODIC:  # unfinished episodes do not show, and take slots
+        if buffer_type is EPISODIC:  # unfinished episodes take slots and are hidden
             last = np.flatnonzero(done[:, lane]).max(initial=-1) + 1
         first = max(0, num_rows - 40)
         if options:  # a row within an episode needs the next one
             last = last if last and done[last - 1, lane] else last - 1
-        want = jax.tree.map(lambda x, at=(slice(first, last), lane): x[at], seen)
-        jax.tree.map(np.testing.assert_array_equal, raw(got), want)
+        want = jax.tree.map(lambda x, index=(slice(first, last), lane): x[index], rows)
+        jax.tree.map(np.testing.assert_array_equal, raw(lane_data), want)
 
 
-def test_goals_are_later_rows_of_the_same_episode():
-    buffer, state, _ = fill()
+def test_hindsight_goals_come_from_same_episode():
+    buffer, state, _ = fill_buffer()
     horizon, size = 3, 4000
 
     def relabel(key, rows, future):
-        ahead = future.episode_length - rows.episode_length
-        same = future.episode_id == rows.episode_id
-        return rows.replace(reward=ahead.astype(jnp.float32), truncated=same)
+        num_ahead = future.episode_length - rows.episode_length
+        is_same_episode = future.episode_id == rows.episode_id
+        return rows.replace(
+            reward=num_ahead.astype(jnp.float32), truncated=is_same_episode
+        )
 
     @quick_jit
-    def draw(state, key):
+    def sample(state, key):
         options = {"relabel_fn": relabel, "relabel_horizon": horizon}
         batch = buffer.replace(**options).sample(state, key, size)
-        later, _ = neighbours.window(state, batch.indices, horizon + 1)
-        return batch, buffer.gather(state, batch.indices), later
+        next_rows, _ = neighbours.window(state, batch.indices, horizon + 1)
+        return batch, buffer.gather(state, batch.indices), next_rows
 
-    batch, rows, later = jax.device_get(draw(state, jax.random.key(0)))
-    ahead = batch.experience.reward
+    batch, rows, next_rows = jax.device_get(sample(state, jax.random.key(0)))
+    num_ahead = batch.experience.reward
     assert batch.experience.truncated.all()
-    assert set(np.unique(ahead)) == {0, 1, 2, 3}
-    assert not ahead[rows.terminated | rows.truncated].any()
-    # Far from the end each of the four rows has the same chance.
-    far = (rows.episode_length == 1) & (later[3] != later[2])
-    counts = np.bincount(ahead[far].astype(int), minlength=4)
-    assert counts.min() > 0.7 * far.sum() / 4
+    assert set(np.unique(num_ahead)) == {0, 1, 2, 3}
+    assert not num_ahead[rows.terminated | rows.truncated].any()
+    # Far from the end of the episode, the four rows have equal probability.
+    is_far = (rows.episode_length == 1) & (next_rows[3] != next_rows[2])
+    counts = np.bincount(num_ahead[is_far].astype(int), minlength=4)
+    assert counts.min() > 0.7 * is_far.sum() / 4
 
 
-def test_relabelling_by_a_bound_method_reads_what_its_object_has_now():
-    buffer, state, _ = fill()
+def test_relabel_fn_may_be_a_bound_method():
+    buffer, state, _ = fill_buffer()
 
     class Goals:
         def relabel(self, key, rows, future):
@@ -93,18 +95,18 @@ def test_relabelling_by_a_bound_method_reads_what_its_object_has_now():
 
     goals = Goals()
 
-    def draw(state, goal):
+    def sample(state, goal):
         goals.goal = goal  # a tracer
         relabelled = buffer.replace(relabel_fn=goals.relabel)
         return relabelled.sample(state, jax.random.key(0), 8).experience.reward
 
     for number in (1.0, 2.0):
-        fresh = lambda *args: draw(*args)  # noqa: E731  # traced again
-        assert (quick_jit(fresh)(state, number) == number).all()
+        untraced_fn = lambda *args: sample(*args)  # noqa: E731  # traced again
+        assert (quick_jit(untraced_fn)(state, number) == number).all()
 
 
-def test_methods_are_compiled_once():
-    buffer, state, chunk = fill()
+def test_buffer_methods_compile_once():
+    buffer, state, chunk = fill_buffer()
     buffer = buffer.replace(n_step=2, gamma=0.9)
     step = jax.tree.map(lambda x: x[0], chunk)
 

@@ -1,4 +1,4 @@
-"""Compact auto-reset: exact for any number of done lanes."""
+"""Auto-reset strategies: equal results for any number of finished lanes."""
 
 import functools
 
@@ -14,10 +14,11 @@ from rollout.envs import auto_reset
 from rollout.envs.types import Lanes
 
 pytestmark = pytest.mark.usefixtures("key_reuse")
+slow = pytest.mark.slow
 
 
-def patterns(num_envs):
-    """Done flags with 0, 1, K, K + 1 and all lanes, at both ends and at random."""
+def done_patterns(num_envs):
+    """Yields done flags with 0, 1, K, K + 1 and all lanes in several positions."""
     num_slots = max(1, num_envs // 16)
     rng = np.random.default_rng(0)
     for count in sorted({0, 1, num_slots, num_slots + 1, num_envs}):
@@ -29,27 +30,29 @@ def patterns(num_envs):
         yield rng.random(num_envs) < chance
 
 
-# One word of 32 flags and several, and 1, 2 and 6 lanes at a time.
-@pytest.mark.parametrize("num_envs", [1, 32, 33, 100])
-def test_every_way_resets_the_done_lanes_and_no_other(num_envs):
+# The sizes need one or several words of 32 flags, and have slots of 1, 2 and 6 lanes.
+@pytest.mark.parametrize(
+    "num_envs", [1, pytest.param(32, marks=slow), 33, pytest.param(100, marks=slow)]
+)
+def test_strategies_reset_done_lanes_only(num_envs):
     lane = np.arange(num_envs, dtype=np.int32)
     lanes = Lanes(episode_key=lane, state=lane + 1000, obs=lane[:, None] * np.ones(2))
 
-    def start(env, some):
-        lane = jnp.arange(num_envs, dtype=jnp.int32)[some]
+    def reset_lanes(env, lane_indices):
+        lane = jnp.arange(num_envs, dtype=jnp.int32)[lane_indices]
         obs = -lane[:, None] * jnp.ones((1, 2))
         return Lanes(episode_key=lane + env, state=lane + 2 * env, obs=obs)
 
     def reset(done):
-        ways = [
-            auto_reset.reset(way, 5000, start, done, lanes)
-            for way in auto_reset.BY_NAME
+        results = [
+            auto_reset.reset(strategy, 5000, reset_lanes, done, lanes)
+            for strategy in auto_reset.BY_NAME
         ]
-        switched = auto_reset.switch(done, lambda at: start(5000, at), lanes)
-        return [*ways, switched]
+        switched = auto_reset.switch(done, functools.partial(reset_lanes, 5000), lanes)
+        return [*results, switched]
 
-    done = np.stack(list(patterns(num_envs)))
-    # One program for all patterns, which come one after the other as steps do.
+    done = np.stack(list(done_patterns(num_envs)))
+    # One program loops over all patterns.
     for got in quick_jit(lambda done: jax.lax.map(reset, done))(done):
         key = np.where(done, lane + 5000, lane)
         np.testing.assert_array_equal(got.episode_key, key)
@@ -59,38 +62,44 @@ def test_every_way_resets_the_done_lanes_and_no_other(num_envs):
         np.testing.assert_array_equal(got.obs, sign * np.asarray(lanes.obs)[None])
 
 
-def test_derivatives_pass_through_the_lanes_that_are_not_done():
+def test_gradients_flow_through_unfinished_lanes():
     done = np.array([False, True, False])
 
-    def start(env, lane):
+    def reset_lanes(env, lane):
         return Lanes(episode_key=lane, state=lane.astype(jnp.float32), obs=lane)
 
     def total(state):
         lane = jnp.arange(3)
         lanes = Lanes(episode_key=lane, state=state, obs=lane)
-        reset = auto_reset.reset("compact", (), start, done, lanes)
+        reset = auto_reset.reset("compact", (), reset_lanes, done, lanes)
         return reset.state @ jnp.ones(3)
 
-    every = jax.vmap(jax.value_and_grad(total))  # each of two members
-    value, slope = jax.jit(every)(jnp.full((2, 3), 10.0))
+    mapped_grad = jax.vmap(jax.value_and_grad(total))  # two members
+    value, slope = jax.jit(mapped_grad)(jnp.full((2, 3), 10.0))
     np.testing.assert_array_equal(value, 2 * [10.0 + 1.0 + 10.0])
     np.testing.assert_array_equal(slope, 2 * [[1.0, 0.0, 1.0]])
-    forward = jax.jit(lambda x: jax.jvp(jax.vmap(total), (x,), (jnp.ones((2, 3)),)))
-    np.testing.assert_array_equal(forward(jnp.full((2, 3), 10.0))[1], [2.0, 2.0])
+    jvp_fn = jax.jit(lambda x: jax.jvp(jax.vmap(total), (x,), (jnp.ones((2, 3)),)))
+    np.testing.assert_array_equal(jvp_fn(jnp.full((2, 3), 10.0))[1], [2.0, 2.0])
 
 
-def start_member(env, at):
-    lane = jnp.arange(33, dtype=jnp.int32)[at]
+def reset_member_lanes(env, lane_indices):
+    lane = jnp.arange(33, dtype=jnp.int32)[lane_indices]
     state = env["scale"] * lane + env["table"][lane % 3]
     return Lanes(prng.fold_in(env["key"], lane), state, lane)
 
 
-@pytest.mark.parametrize("mapped", ["all", "lanes", "parameters", "twice"])
-def test_members_under_vmap_are_reset_as_each_alone(mapped):
+def reset_unwrapped_lanes(env, lane_indices):
+    return trees.unwrap_keys(reset_member_lanes(env, lane_indices))
+
+
+@pytest.mark.parametrize(
+    "mapped_axes", [pytest.param("all", marks=slow), "lanes", "parameters", "twice"]
+)
+def test_strategies_agree_under_vmap(mapped_axes):
     rng = np.random.default_rng(0)
-    shape = (2, 3) if mapped == "twice" else (3,)
+    shape = (2, 3) if mapped_axes == "twice" else (3,)
     done = np.stack([rng.random((*shape, 33)) < chance for chance in (0.0, 0.1, 0.9)])
-    every = {
+    members_by_step = {
         "lanes": (done, rng.random((3, *shape, 33), np.float32)),
         "env": {
             "scale": np.arange(3 * np.prod(shape)).reshape(3, *shape),
@@ -98,48 +107,53 @@ def test_members_under_vmap_are_reset_as_each_alone(mapped):
             "key": jax.random.split(jax.random.key(0), (3, *shape)),
         },
     }
-    shared = {"lanes": "env", "parameters": "lanes"}.get(mapped)
-    axes = {name: None if name == shared else 0 for name in every}
+    shared = {"lanes": "env", "parameters": "lanes"}.get(mapped_axes)
+    axes = {name: None if name == shared else 0 for name in members_by_step}
 
-    def reset(way, members):
+    def reset(strategy, members):
         (done, state), env = members["lanes"], members["env"]
         lane = jnp.arange(33, dtype=jnp.int32)
         lanes = Lanes(prng.fold_in(jax.random.key(1), lane), state, lane)
-        if way == "switch":
-            start = lambda at: trees.unwrap_keys(start_member(env, at))  # noqa: E731
+        if strategy == "switch":
+            reset_fn = functools.partial(reset_unwrapped_lanes, env)
             switch = auto_reset.merge_mapped(auto_reset.switch)
-            return switch(done, start, trees.unwrap_keys(lanes))
-        return raw(auto_reset.reset(way, env, start_member, done, lanes))
+            return switch(done, reset_fn, trees.unwrap_keys(lanes))
+        return raw(auto_reset.reset(strategy, env, reset_member_lanes, done, lanes))
 
-    def both(members):
+    def run_strategies(members):
         if shared:
             members = {**members, shared: jax.tree.map(lambda x: x[0], members[shared])}
-        found = []
-        for way in (*sorted(auto_reset.BY_NAME, reverse=True), "switch"):
-            each = jax.vmap(functools.partial(reset, way), (axes,))
-            found.append((jax.vmap(each) if mapped == "twice" else each)(members))
-        return found
+        results = []
+        for strategy in (*sorted(auto_reset.BY_NAME, reverse=True), "switch"):
+            reset_fn = jax.vmap(functools.partial(reset, strategy), (axes,))
+            if mapped_axes == "twice":
+                reset_fn = jax.vmap(reset_fn)
+            results.append(reset_fn(members))
+        return results
 
-    # One program for all flags, which come one after the other as steps do.
-    select, *others = quick_jit(lambda every: jax.lax.map(both, every))(every)
-    for other in others:
-        chex.assert_trees_all_equal(other, select)
+    # One program loops over all flags.
+    run = quick_jit(lambda members: jax.lax.map(run_strategies, members))
+    select, *other_results = run(members_by_step)
+    for result in other_results:
+        chex.assert_trees_all_equal(result, select)
 
 
-def test_members_without_a_done_lane_cost_no_reset():
-    computed = []
+def test_vmapped_reset_skips_members_without_done_lanes():
+    reset_lane_indices = []
 
-    def start(env, lane):
-        jax.debug.callback(computed.append, lane[0])
+    def reset_lanes(env, lane):
+        jax.debug.callback(reset_lane_indices.append, lane[0])
         return Lanes(lane, lane, lane)
 
     def reset(done):
         lane = jnp.arange(32, dtype=jnp.int32)
-        return auto_reset.reset("compact", (), start, done, Lanes(lane, lane, lane))
+        return auto_reset.reset(
+            "compact", (), reset_lanes, done, Lanes(lane, lane, lane)
+        )
 
-    # 8 lanes of one member of four: 8 of all 128 are computed at a time, and 2 of 32.
+    # Eight lanes of one member finish. The slots are 8 of 128 lanes, or 2 of 32 lanes.
     done = np.zeros((4, 32), bool)
     done[2, 5:13] = True
     jax.block_until_ready(jax.jit(jax.vmap(reset))(done))
     jax.effects_barrier()
-    assert sorted(map(int, computed)) == list(range(5, 13))
+    assert sorted(map(int, reset_lane_indices)) == list(range(5, 13))

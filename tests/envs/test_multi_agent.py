@@ -1,4 +1,4 @@
-"""The contract of several agents: the results of its lanes, and its errors."""
+"""Vectorized environments with several agents."""
 
 import functools
 
@@ -14,11 +14,8 @@ B = 3
 
 
 @functools.cache
-def one_step():
-    """The first step of every lane, with the actions that the space draws.
-
-    And whether the spaces contain both observations and the actions.
-    """
+def first_step():
+    """Returns the first step of all lanes and the results of `contains`."""
     env = envs.vectorize(ChanceEnv(), B)
 
     @quick_jit
@@ -27,15 +24,20 @@ def one_step():
         state, obs = env.reset(reset_keys)
         action = jax.vmap(env.action_space.sample)(action_keys)
         step = env.step(step_keys, state, action)
-        inside = jax.vmap(env.observation_space.contains)
-        acts = jax.vmap(env.action_space.contains)(action)
-        return obs, action, step, (inside(obs), inside(step.obs), acts)
+        contains_obs = jax.vmap(env.observation_space.contains)
+        contains_action = jax.vmap(env.action_space.contains)(action)
+        return (
+            obs,
+            action,
+            step,
+            (contains_obs(obs), contains_obs(step.obs), contains_action),
+        )
 
     return env, *jax.device_get(run(jax.random.key(0)))
 
 
-def test_lanes_have_stacked_groups_and_say_who_acts():
-    env, obs, action, step, contained = one_step()
+def test_groups_are_stacked_with_acting_flags():
+    env, obs, action, step, contained = first_step()
     assert env.agents == ("a", "b", "c")
     assert env.groups == {"two": ("a", "c"), "one": ("b",)}
     shapes = {"two": (B, 2), "one": (B, 1, 2)}
@@ -45,8 +47,8 @@ def test_lanes_have_stacked_groups_and_say_who_acts():
     np.testing.assert_array_equal(step.info.env["action"]["two"], action["two"])
 
 
-def test_reward_is_that_of_the_team():
-    _, obs, _, step, _ = one_step()
+def test_reward_is_the_team_reward():
+    _, obs, _, step, _ = first_step()
     info = step.info.agents
     assert (step.reward.shape, step.reward.dtype) == ((B,), jnp.float32)
     np.testing.assert_array_equal(step.reward, info.reward.sum(axis=1))
@@ -57,8 +59,8 @@ def test_reward_is_that_of_the_team():
     )
 
 
-def test_word_of_an_agent_counts_to_its_end():
-    """24 bits hold the number of actions, and stay at the largest."""
+def test_agent_step_count_saturates():
+    """The number of actions has 24 bits and stays at its maximum."""
     env = envs.vectorize(OneAgent(CountEnv()), 1)
 
     @quick_jit
@@ -66,30 +68,30 @@ def test_word_of_an_agent_counts_to_its_end():
         reset_keys, *step_keys = jax.random.split(key, (3, 1))
         state, _ = env.reset(reset_keys)
         state = state.replace(packed=state.packed + jnp.uint32((2**24 - 2) << 8))
-        found = []
+        agent_infos = []
         for step_key in step_keys:
             step = env.step(step_key, state, {"all": jnp.zeros((1, 1), jnp.int32)})
             state = step.state
-            found.append((step.info.agents.agent_length, step.info.agents.acted))
-        return found
+            agent_infos.append((step.info.agents.agent_length, step.info.agents.acted))
+        return agent_infos
 
     for length, acted in run(jax.random.key(0)):
         np.testing.assert_array_equal(length, 2**24 - 1)
         assert acted.all()
 
 
-def test_lanes_of_one_agent_are_those_of_the_plain_environment():
+def test_single_agent_equals_plain_environment():
     plain = envs.vectorize(CountEnv(), B)
     env = envs.vectorize(OneAgent(CountEnv()), B)
 
     @quick_jit
-    def start(keys):
+    def reset_envs(keys):
         (state, obs), want = env.reset(keys), plain.reset(keys)
         return (raw(state.env_state), obs), raw(want)
 
     with jax.debug_key_reuse(False):
         (state, obs), (want_state, want) = jax.device_get(
-            start(jax.random.split(jax.random.key(0), B))
+            reset_envs(jax.random.split(jax.random.key(0), B))
         )
     np.testing.assert_array_equal(obs["all"][:, 0], want)
     jax.tree.map(np.testing.assert_array_equal, state, want_state)

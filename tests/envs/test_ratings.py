@@ -1,4 +1,4 @@
-"""Logs as tables, against a dictionary of rows; dropped records and errors."""
+"""Interaction logs as tables, compared with a dictionary; dropped records."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from rollout import envs
 from rollout.envs.ratings import from_interactions
 
 RNG = np.random.default_rng(0)
-LOG = {  # gaps in the ids, and about two rows for each of many pairs
+LOG = {  # ids have gaps, and many pairs have about two rows
     "user_id": 7 * RNG.integers(0, 12, 200) - 3,
     "item_id": np.array([f"i{x}" for x in RNG.integers(0, 15, 200)]),
     "feedback": RNG.normal(size=200),
@@ -20,41 +20,41 @@ LOG = {  # gaps in the ids, and about two rows for each of many pairs
 
 
 def plain_pairs(log):
-    """Feedback by the ids of user and item."""
-    found = {}
+    """Returns the mean feedback by user id and item id."""
+    feedback_by_pair = {}
     for user, item, feedback in zip(*log.values(), strict=True):
-        found.setdefault((user, str(item)), []).append(feedback)
-    return {pair: np.mean(rows) for pair, rows in found.items()}
+        feedback_by_pair.setdefault((user, str(item)), []).append(feedback)
+    return {pair: np.mean(rows) for pair, rows in feedback_by_pair.items()}
 
 
 def plain_missing(pairs, user, item, missing):
-    """The feedback that completes an unknown pair."""
+    """Returns the feedback of an unknown pair."""
     if missing == "user_mean":
-        return np.mean([x for (other, _), x in pairs.items() if other == user])
+        return np.mean([x for (user_id, _), x in pairs.items() if user_id == user])
     if missing == "item_mean":
-        return np.mean([x for (_, other), x in pairs.items() if other == item])
+        return np.mean([x for (_, item_id), x in pairs.items() if item_id == item])
     return 0.0 if missing == "mask" else missing
 
 
 @pytest.mark.parametrize("missing", ["user_mean", "item_mean", "mask", -2.5])
-def test_tables_are_those_of_a_dictionary(missing):
+def test_tables_equal_dictionary_of_pairs(missing):
     tables, pairs = from_interactions(LOG, missing=missing), plain_pairs(LOG)
     assert list(tables.users) == sorted({user for user, _ in pairs})
     assert list(tables.items) == sorted({item for _, item in pairs})
-    for (u, i), known in np.ndenumerate(tables.known):
+    for (u, i), is_known in np.ndenumerate(tables.known):
         pair = tables.users[u], tables.items[i]
-        assert known == (pair in pairs)
-        want = pairs[pair] if known else plain_missing(pairs, *pair, missing)
-        # Rounded to float32; means of both signs may be close to zero.
+        assert is_known == (pair in pairs)
+        want = pairs[pair] if is_known else plain_missing(pairs, *pair, missing)
+        # The table has float32. Means of positive and negative numbers may be near 0.
         np.testing.assert_allclose(tables.feedback[u, i], want, rtol=1e-6, atol=1e-6)
-    share = np.float32(np.sum(tables.known, axis=0) / len(tables.users))
-    np.testing.assert_array_equal(tables.popularity, share)
+    expected_popularity = np.float32(np.sum(tables.known, axis=0) / len(tables.users))
+    np.testing.assert_array_equal(tables.popularity, expected_popularity)
     assert tables.feedback.dtype == tables.popularity.dtype == np.float32
     assert 0 < len(pairs) < min(len(LOG["user_id"]), tables.known.size)
     assert set(tables.num_dropped.values()) == {0}
 
 
-def test_path_frame_and_tuple_give_the_same_as_a_mapping(tmp_path):
+def test_data_formats_give_equal_tables(tmp_path):
     path = tmp_path / "ratings.csv"
     names = {"user": "who", "item": "what", "feedback": "stars"}
     columns = LOG["user_id"], LOG["item_id"], LOG["feedback"]
@@ -67,7 +67,7 @@ def test_path_frame_and_tuple_give_the_same_as_a_mapping(tmp_path):
             np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
 
 
-def test_rows_that_do_not_count_are_dropped_with_one_warning(tmp_path):
+def test_invalid_records_are_dropped_with_a_warning(tmp_path):
     path = tmp_path / "ratings.csv"
     rows = ["5,b,1", ",b,2", "5,,", "6,a,inf", "6,c,", "7,c,1e300", "7,a,4", "5,b,3"]
     path.write_text("\n".join(["user_id,item_id,feedback", *rows]))
@@ -81,7 +81,7 @@ def test_rows_that_do_not_count_are_dropped_with_one_warning(tmp_path):
     np.testing.assert_array_equal(tables.feedback, [[0, 2], [4, 0]])
 
 
-def test_environment_plays_the_tables_and_masks_what_is_not_known():
+def test_environment_uses_tables_and_masks_unknown_pairs():
     tables = from_interactions(LOG, missing="mask")
     env = envs.recommendation.RecommendationEnv(
         tables.feedback, max_turn=3, known=tables.known
@@ -115,7 +115,7 @@ LARGE = 2**53
         (np.array([3.0, np.nan]), [3]),  # floats are integers again
     ],
 )
-def test_ids_are_integers_where_some_are_missing(users, ids):
+def test_integer_ids_with_missing_values(users, ids):
     number = np.arange(len(users))
     tables = from_interactions((users, number, number), missing=0)
     assert tables.users.dtype == np.int64
@@ -124,7 +124,7 @@ def test_ids_are_integers_where_some_are_missing(users, ids):
 
 
 @pytest.mark.parametrize(
-    ("written", "ids"),
+    ("texts", "ids"),
     [
         (["007", "7"], ["007", "7"]),
         (["10", "9"], [9, 10]),
@@ -132,9 +132,9 @@ def test_ids_are_integers_where_some_are_missing(users, ids):
         ([str(LARGE), str(LARGE + 1)], [LARGE, LARGE + 1]),
     ],
 )
-def test_ids_of_a_file_are_as_they_are_written(tmp_path, written, ids):
+def test_ids_of_a_file_keep_their_text(tmp_path, texts, ids):
     path = tmp_path / "log.csv"
-    rows = [f"{x},a,{number}" for number, x in enumerate(written)]
+    rows = [f"{x},a,{number}" for number, x in enumerate(texts)]
     path.write_text("\n".join(["user_id,item_id,feedback", *rows]))
     tables = from_interactions(path, missing=0)
     assert tables.users.tolist() == ids

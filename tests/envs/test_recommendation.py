@@ -1,4 +1,4 @@
-"""The environment that recommends items: who comes, who leaves, and its errors."""
+"""The recommendation environment: users, feedback and leave rules."""
 
 import functools
 
@@ -13,17 +13,17 @@ from rollout import envs
 FEEDBACK = np.arange(12, dtype=np.float32).reshape(3, 4) - 5.0
 
 
-PLACES = np.array([[0, 0], [0.6, 0], *([10 * x, 5] for x in range(5))], "f")
-OF_CATEGORY = np.eye(4, dtype=bool)[[0, 0, 1, 1, 2, 3]]
-SHARED = np.array([[1, 0], [0, 1], [1, 1]], bool)
+FEATURES = np.array([[0, 0], [0.6, 0], *([10 * x, 5] for x in range(5))], "f")
+CATEGORIES = np.eye(4, dtype=bool)[[0, 0, 1, 1, 2, 3]]
+SHARED_CATEGORIES = np.array([[1, 0], [0, 1], [1, 1]], bool)
 LeaveByCategory = envs.recommendation.LeaveByCategory
-BY_DISTANCE = envs.recommendation.LeaveByDistance(PLACES, window=5, threshold=1.0)
-BY_CATEGORY = LeaveByCategory(OF_CATEGORY, window=5, threshold=1)
-# A rule, rows of items, and where a user leaves.
+BY_DISTANCE = envs.recommendation.LeaveByDistance(FEATURES, window=5, threshold=1.0)
+BY_CATEGORY = LeaveByCategory(CATEGORIES, window=5, threshold=1)
+# A rule, sequences of items, and the steps at which the user leaves.
 RULES = {
-    # Turn t looks at the items of turns max(0, t - 5) to t - 1. Items 0 and 1 share
-    # a category, so do 2 and 3; a user leaves at the third of one within those and
-    # the last.
+    # Turn t compares its item with the items of turns max(0, t - 5) to t - 1. Items 0
+    # and 1 share a category, and items 2 and 3 share a category. A user leaves at the
+    # third item of a category.
     "category": (
         BY_CATEGORY,
         [
@@ -41,47 +41,51 @@ RULES = {
             ([0, 2, 3, 4, 5, 6, 0], [0, 0, 0, 0, 0, 0, 0]),
         ],
     ),
-    # As in KuaiEnv: the last items share two categories with it, each one once.
-    "shared": (LeaveByCategory(SHARED, 5, 0), [([0, 1, 2], [0, 0, 1])]),
-    "shared twice": (LeaveByCategory(SHARED, 5, 1), [([0, 1, 2], [0, 0, 0])]),
+    # KuaiEnv counts per category: two categories are shared once each.
+    "shared": (LeaveByCategory(SHARED_CATEGORIES, 5, 0), [([0, 1, 2], [0, 0, 1])]),
+    "shared_twice": (
+        LeaveByCategory(SHARED_CATEGORIES, 5, 1),
+        [([0, 1, 2], [0, 0, 0])],
+    ),
 }
 
 
-def lenient(rule):
-    """An environment whose users leave by a rule alone."""
+def make_leave_env(rule):
+    """Returns an environment whose episodes end by a leave rule only."""
     num_items = len(jax.tree.leaves(rule)[0])
     return envs.recommendation.RecommendationEnv(
         np.zeros((1, num_items), np.float32), rule
     )
 
 
-TABLE = envs.recommendation.RecommendationEnv(FEEDBACK, max_turn=3)
-FUNCTION = envs.recommendation.RecommendationEnv(
+TABLE_ENV = envs.recommendation.RecommendationEnv(FEEDBACK, max_turn=3)
+FUNCTION_ENV = envs.recommendation.RecommendationEnv(
     lambda user, item: 4.0 * user + item - 5.0, num_users=3, num_items=4
 )
-# An environment, rows of items, and a user.
-WALKS = {
-    "table": (TABLE, [[3, 1, 1]], 2),
-    "function": (FUNCTION, [[3, 1, 1]], 2),
-    "no repeat": (envs.wrappers.NoRepeat(TABLE), [[3, 1, 1]], 2),
-    "beyond": (TABLE, [[-1], [4]], 0),
+# An environment, sequences of items, and a user.
+CASES = {
+    "table": (TABLE_ENV, [[3, 1, 1]], 2),
+    "function": (FUNCTION_ENV, [[3, 1, 1]], 2),
+    "no_repeat": (envs.wrappers.NoRepeat(TABLE_ENV), [[3, 1, 1]], 2),
+    "invalid": (TABLE_ENV, [[-1], [4]], 0),
     **{
-        x: (lenient(rule), [r for r, _ in rows], 0) for x, (rule, rows) in RULES.items()
+        x: (make_leave_env(rule), [r for r, _ in rows], 0)
+        for x, (rule, rows) in RULES.items()
     },
 }
 
 
 @functools.cache
-def walked():
-    """What each shows first and at every step, and whether its space has both."""
+def step_cases():
+    """Returns the reset observation, steps and result of `contains` of each case."""
 
-    def one(case, key):
+    def run_case(case, key):
         env, rows, user = case
 
-        def step(state, given):
-            result = env.step(given[0], state, given[1])
-            inside = env.observation_space.contains(result.obs)
-            return result.state, (result.replace(state=()), inside)
+        def step(state, inputs):
+            result = env.step(inputs[0], state, inputs[1])
+            is_contained = env.observation_space.contains(result.obs)
+            return result.state, (result.replace(state=()), is_contained)
 
         def play(items):
             return jax.lax.scan(step, state, (keys[1:], items))[1]
@@ -90,14 +94,14 @@ def walked():
         state, obs = env.reset(keys[0])
         if hasattr(state, "user"):
             state = state.replace(user=jnp.int32(user))
-        steps, inside = jax.vmap(play)(np.int32(rows))
-        return obs, steps, inside.all() & env.observation_space.contains(obs)
+        steps, is_contained = jax.vmap(play)(np.int32(rows))
+        return obs, steps, is_contained.all() & env.observation_space.contains(obs)
 
-    return in_one_program(one, WALKS)
+    return in_one_program(run_case, CASES)
 
 
-def test_reward_is_what_the_user_thinks():
-    obs, steps, _ = walked()["table"]
+def test_reward_is_the_feedback():
+    obs, steps, _ = step_cases()["table"]
     assert obs["item"] == 4
     assert obs["action_mask"].all()
     assert steps.reward.tolist() == [[6.0, 4.0, 4.0]]
@@ -107,38 +111,38 @@ def test_reward_is_what_the_user_thinks():
 
 
 def test_feedback_may_be_a_function():
-    (_, table, _), (_, function, _) = (walked()[x] for x in ("table", "function"))
+    (_, table, _), (_, function, _) = (step_cases()[x] for x in ("table", "function"))
     assert table.reward.tolist() == function.reward.tolist()
     assert (
         table.obs["action_mask"].shape == function.obs["action_mask"].shape == (1, 3, 4)
     )
 
 
-@pytest.mark.parametrize("name", sorted({*WALKS} - {"beyond"}))
+@pytest.mark.parametrize("name", sorted({*CASES} - {"invalid"}))
 def test_observations_are_in_the_space(name):
-    assert walked()[name][-1]
+    assert step_cases()[name][-1]
 
 
-def test_action_outside_of_the_catalog_is_no_data():
-    assert np.isnan(walked()["beyond"][1].reward).all()
+def test_invalid_action_has_nan_reward():
+    assert np.isnan(step_cases()["invalid"][1].reward).all()
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_leave_rule_is_right_from_the_first_turn_on(name):
-    _, steps, _ = walked()[name]
+def test_leave_rule_terminates_at_expected_steps(name):
+    _, steps, _ = step_cases()[name]
     np.testing.assert_array_equal(
-        steps.terminated, [left for _, left in RULES[name][1]]
+        steps.terminated, [leave_steps for _, leave_steps in RULES[name][1]]
     )
 
 
-def test_every_user_comes_and_every_item_may_be_first():
+def test_resets_sample_users_and_first_items_uniformly():
     env = envs.recommendation.RecommendationEnv(FEEDBACK, random_first=True)
 
     @quick_jit
-    def start(key):
+    def reset_envs(key):
         return jax.vmap(env.reset)(jax.random.split(key, 400))[1]
 
-    obs = jax.device_get(start(jax.random.key(0)))
+    obs = jax.device_get(reset_envs(jax.random.key(0)))
     for name, num in (("user", 3), ("item", 4)):
         counts = np.bincount(obs[name], minlength=num)
         assert len(counts) == num

@@ -1,4 +1,4 @@
-"""gymnax's drawings: which environments have one, and what the GIF of an episode is."""
+"""Rendering of gymnax environments: available renderers, and GIFs of episodes."""
 
 import io
 import itertools
@@ -16,15 +16,15 @@ from PIL import Image, ImageDraw
 
 from rollout import envs
 
-DOWNLOADS = "MNISTBandit-bsuite"  # a data set, when it is made
-# One that pygame draws, one that matplotlib draws, and one that is not drawn.
+DOWNLOADS = "MNISTBandit-bsuite"  # downloads a data set in `make`
+# One environment rendered by pygame, one by matplotlib, and one without a renderer.
 QUICK = ("Pendulum-v1", "Catch-bsuite", "MemoryChain-bsuite")
-LENGTH = 9  # of every episode of Catch: the ball falls through ten rows
+LENGTH = 9  # steps per episode of Catch: the ball falls through ten rows
 
 
 @pytest.fixture(scope="module")
 def catch():
-    """One whole episode of Catch: the environment, its states and its rewards."""
+    """Returns the environment Catch, and the states and rewards of one episode."""
     env = envs.make("Catch-bsuite")
     exposed = envs.render.expose_state(env)
 
@@ -37,8 +37,8 @@ def catch():
 
         state, _ = exposed.reset(key)
         last, (states, rewards) = jax.lax.scan(step, state, jnp.arange(LENGTH))
-        after = jax.tree.map(lambda x, y: jnp.append(x, y[None], 0), states, last)
-        return after, rewards
+        all_states = jax.tree.map(lambda x, y: jnp.append(x, y[None], 0), states, last)
+        return all_states, rewards
 
     return env, *jax.device_get(play(jax.random.key(0)))
 
@@ -48,8 +48,8 @@ def gif(catch):
     return envs.render_gif(*catch)
 
 
-def open_frames(gif):
-    """The frames of a GIF as arrays, and its number of ms per frame."""
+def read_frames(gif):
+    """Returns the frames of a GIF as arrays, and the duration of a frame in ms."""
     with Image.open(io.BytesIO(gif)) as image:
         frames = []
         for index in range(image.n_frames):
@@ -58,8 +58,8 @@ def open_frames(gif):
         return frames, image.info["duration"]
 
 
-def zero_states(env, num_states):
-    """States that need no compilation: all zero."""
+def make_zero_states(env, num_states):
+    """Returns states of zeros, without compiling."""
     state, _ = jax.eval_shape(env.reset, jax.random.key(0))
     return jax.tree.map(lambda x: np.zeros((num_states, *x.shape), x.dtype), state)
 
@@ -72,29 +72,29 @@ def zero_states(env, num_states):
         if name != DOWNLOADS
     ],
 )
-def test_an_environment_can_be_rendered_where_gymnax_draws_it(env_id):
+def test_can_render_equals_gymnax_renderer(env_id):
     env = envs.make(env_id)
-    states = zero_states(env, 2)
+    states = make_zero_states(env, 2)
     first = jax.tree.map(lambda x: x[0], states)
     visualizer = Visualizer(env.env, env.env_params, [first])
     visualizer.init()
-    drawn = visualizer.ax.has_data()
+    has_renderer = visualizer.ax.has_data()
     plt.close(visualizer.fig)
-    assert envs.render.can_render(env) == drawn
-    if drawn:
-        frames, _ = open_frames(envs.render_gif(env, states, np.zeros(1)))
+    assert envs.render.can_render(env) == has_renderer
+    if has_renderer:
+        frames, _ = read_frames(envs.render_gif(env, states, np.zeros(1)))
         assert len(frames) == 2
     else:
-        with pytest.raises(ValueError, match="have a renderer in its suite or"):
+        with pytest.raises(ValueError, match="renderer"):
             envs.render_gif(env, states, np.zeros(1))
 
 
-def test_gif_has_one_frame_per_state_at_the_pace_of_gymnax(gif):
-    frames, duration = open_frames(gif)
+def test_gif_has_one_frame_per_state(gif):
+    frames, duration = read_frames(gif)
     assert len(frames) == LENGTH + 1
     assert duration == 100
     assert {frame.shape for frame in frames} == {(520, 600, 3)}  # with a title
-    # The ball is one row lower in each.
+    # The ball falls in every frame.
     assert all((x != y).any() for x, y in itertools.pairwise(frames))
 
 
@@ -105,39 +105,49 @@ CLASSIC = {
 }
 
 
-@pytest.mark.parametrize("env_id", CLASSIC)
-def test_classic_control_looks_as_gymnax_draws_it(env_id):
+@pytest.mark.parametrize(
+    "env_id",
+    [
+        "Pendulum-v1",
+        pytest.param("Acrobot-v1", marks=pytest.mark.slow),
+        pytest.param("MountainCar-v0", marks=pytest.mark.slow),
+    ],
+)
+def test_classic_control_frames_equal_gymnax(env_id):
     env = envs.make(env_id, **CLASSIC[env_id])
-    states = zero_states(env, 3)
+    states = make_zero_states(env, 3)
     states = jax.tree.map(lambda x: np.arange(3).astype(x.dtype) / 4, states)
-    frames, duration = open_frames(envs.render_gif(env, states, np.ones(2)))
+    frames, duration = read_frames(envs.render_gif(env, states, np.ones(2)))
     assert duration == 50
     for t, frame in enumerate(frames):
         state = jax.tree.map(lambda x: x[t], states)  # noqa: B023
         plain = render_gym_frame(env_id, state, env.env_params)
-        # Below the title; a GIF has 256 colors.
+        # Rows 0 to 19 are the title. A GIF has 256 colors.
         np.testing.assert_allclose(frame[20:].astype(int), plain, atol=1)
 
 
-def test_gif_keeps_the_colors_of_a_frame_with_few():
+def test_gif_preserves_up_to_256_colors():
     pixels = np.zeros((200, 200, 3), np.uint8)
     pixels[0, :100] = np.random.default_rng(0).integers(256, size=(100, 3))
-    (frame,), _ = open_frames(envs.render.frames_to_gif([pixels], []))
+    (frame,), _ = read_frames(envs.render.frames_to_gif([pixels], []))
     np.testing.assert_array_equal(frame[20:], pixels)
 
 
-def test_titles_count_the_steps_taken_and_the_return_so_far(catch, monkeypatch):
+def test_titles_contain_step_and_return(catch, monkeypatch):
     env, states, _ = catch
+    states = jax.tree.map(lambda x: x[:4], states)
     titles = []
     monkeypatch.setattr(
-        ImageDraw.ImageDraw, "text", lambda _, at, text, color: titles.append(text)
+        ImageDraw.ImageDraw,
+        "text",
+        lambda _, position, text, color: titles.append(text),
     )
-    envs.render_gif(env, states, np.arange(LENGTH, dtype=np.float32))
+    envs.render_gif(env, states, np.float32([1.0, 2.0, 3.0]))
     assert titles[0] == "step 0, return 0.00"
-    assert titles[-1] == "step 9, return 36.00"  # 0 + 1 + ... + 8
+    assert titles[-1] == "step 3, return 6.00"
 
 
-def test_exposed_states_are_those_of_the_episode(catch):
+def test_expose_state_records_episode_states(catch):
     env, states, _ = catch
     np.testing.assert_array_equal(states.ball_y, np.arange(LENGTH + 1))
     exposed = envs.render.expose_state(env)
@@ -156,17 +166,19 @@ def test_exposed_states_are_those_of_the_episode(catch):
         np.testing.assert_array_equal(*check(jax.random.key(1)))
 
 
-def test_drawing_leaves_neither_figure_nor_setting_behind(catch, monkeypatch):
-    def break_off(self, frame):
-        raise RuntimeError("broken off")
+def test_rendering_restores_figures_and_settings(catch, monkeypatch):
+    def raise_in_update(self, frame):
+        raise RuntimeError("update failed")
 
     monkeypatch.setenv("SDL_VIDEODRIVER", "x11")
     monkeypatch.delenv("SDL_AUDIODRIVER", raising=False)
     backend, figures = matplotlib.get_backend(), plt.get_fignums()
-    envs.render_gif(*catch)
-    monkeypatch.setattr(Visualizer, "update", break_off)
-    with pytest.raises(RuntimeError, match="broken off"):
-        envs.render_gif(*catch)
+    env, states, rewards = catch
+    episode = env, jax.tree.map(lambda x: x[:2], states), rewards[:1]
+    envs.render_gif(*episode)
+    monkeypatch.setattr(Visualizer, "update", raise_in_update)
+    with pytest.raises(RuntimeError, match="update failed"):
+        envs.render_gif(*episode)
     assert matplotlib.get_backend() == backend
     assert plt.get_fignums() == figures
     assert os.environ["SDL_VIDEODRIVER"] == "x11"
@@ -174,22 +186,20 @@ def test_drawing_leaves_neither_figure_nor_setting_behind(catch, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("display", "named", "used"),
+    ("display", "setting", "selected"),
     [(None, None, "egl"), (None, "osmesa", "osmesa"), (":0", None, None)],
 )
-def test_mujoco_draws_by_egl_where_no_display_and_no_other_way_is_named(
-    monkeypatch, display, named, used
-):
-    for name, value in (("DISPLAY", display), ("MUJOCO_GL", named)):
+def test_mujoco_uses_egl_without_display(monkeypatch, display, setting, selected):
+    for name, value in (("DISPLAY", display), ("MUJOCO_GL", setting)):
         monkeypatch.delenv(name, raising=False)
         if value:
             monkeypatch.setenv(name, value)
     with envs.render.no_screen():
-        assert os.environ.get("MUJOCO_GL") == used
-    assert os.environ.get("MUJOCO_GL") == named
+        assert os.environ.get("MUJOCO_GL") == selected
+    assert os.environ.get("MUJOCO_GL") == setting
 
 
-def test_wrong_number_of_states_or_rewards_is_refused(catch):
+def test_wrong_number_of_rewards_raises(catch):
     env, states, rewards = catch
     with pytest.raises(AssertionError):
         envs.render_gif(env, states, rewards[1:])

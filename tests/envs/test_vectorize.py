@@ -1,4 +1,4 @@
-"""One environment becomes B of them."""
+"""`vectorize`, `vectorize_each`, and custom vector environments."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import rollout
 from rollout import envs
 
 
-def test_rewards_and_flags_are_cast_and_nothing_stays_weakly_typed():
+def test_vectorize_casts_rewards_and_flags():
     env = envs.vectorize(CountEnv(), 2)
 
     def play(key):
@@ -26,15 +26,15 @@ def test_rewards_and_flags_are_cast_and_nothing_stays_weakly_typed():
     assert not any(x.weak_type for x in jax.tree.leaves((state, obs, step)))
 
 
-def of_each(length, limit):
-    """Lanes that terminate after a length, which a reset sets, or stop at a limit."""
-    every = CountEnv(min_length=length, max_length=length, limit=limit)
-    return envs.vectorize_each(every, auto_reset="compact")
+def make_lanes(length, limit):
+    """Returns lanes that terminate after `length` steps or truncate at `limit`."""
+    env = CountEnv(min_length=length, max_length=length, limit=limit)
+    return envs.vectorize_each(env, auto_reset="compact")
 
 
-def test_every_lane_has_parameters_of_its_own():
+def test_lanes_have_separate_parameters():
     length, limit = np.array([3, 9, 2] * 6), np.array([9, 4, 9] * 6)
-    _, trajectory = play(of_each(length, limit), 12)
+    _, trajectory = play(make_lanes(length, limit), 12)
     step = np.arange(1, 13)[:, None]  # a multiple of 2, 3 and 4
     length, limit = length[None], limit[None]
     np.testing.assert_array_equal(
@@ -48,7 +48,7 @@ def test_every_lane_has_parameters_of_its_own():
 
 
 class Ramp(struct.PyTreeNode, envs.types.VectorEnv):
-    """Lanes of one's own that subclass the contract, with fields of its names."""
+    """A custom vector environment whose fields override members of the contract."""
 
     speed: jax.Array
     num_envs: int = struct.field(pytree_node=False)
@@ -65,13 +65,13 @@ class Ramp(struct.PyTreeNode, envs.types.VectorEnv):
         return obs, obs
 
     def step(self, keys, state, action):
-        obs, no = state + self.speed, jnp.zeros(self.num_envs, bool)
+        obs, truncated = state + self.speed, jnp.zeros(self.num_envs, bool)
         return envs.EnvStep(
             state=obs,
             obs=obs,
             reward=obs[:, 0],
             terminated=obs[:, 0] >= 4,
-            truncated=no,
+            truncated=truncated,
         )
 
     def reset_done(self, key_fn, done, lanes):
@@ -79,7 +79,7 @@ class Ramp(struct.PyTreeNode, envs.types.VectorEnv):
         return lanes._replace(state=state, obs=state)
 
 
-def test_a_class_of_ones_own_has_the_defaults_of_the_contract():
+def test_custom_vector_env_has_defaults():
     env = Ramp(jnp.float32(2.0), num_envs=3)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)

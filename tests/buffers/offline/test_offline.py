@@ -1,4 +1,4 @@
-"""Recorded data in a buffer, and datasets of Minari, against the data itself."""
+"""Recorded data in buffers and Minari datasets, compared with the recorded data."""
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,11 @@ PRIORITIZED = buffers.PrioritizedReplayBuffer
 
 
 def make_data(lengths, open_end=False, seed=0):
-    """Episodes of the given lengths; every leaf of a row says the same number.
+    """Makes episodes of the given lengths; every leaf of a row encodes one number.
 
-    Numbers go on by one in an episode and leave a gap to the next one, so no row has
-    the successor of another. Endings terminate, truncate or do both, in turn.
+    Numbers increase by one within an episode and leave a gap between episodes, so
+    that rows of different episodes have different successors. Endings alternate
+    between termination, truncation and both.
     """
     length = np.asarray(lengths, int)
     episode = np.repeat(np.arange(len(length)), length)
@@ -38,7 +39,7 @@ def make_data(lengths, open_end=False, seed=0):
 
 
 def decode(rows):
-    """The numbers of rows, each leaf checked."""
+    """Returns the row numbers and checks that all leaves encode them."""
     number = decode_obs(rows.obs)
     np.testing.assert_array_equal(decode_obs(rows.next_obs), number + 1)
     np.testing.assert_array_equal(rows.reward, number)
@@ -46,18 +47,25 @@ def decode(rows):
     return number
 
 
-def rows_of(buffer, state):
-    """The rows of a state, lane by lane, as data."""
+def data_from_state(buffer, state):
+    """Returns the rows of a state, lane by lane, in the format of `make_data`."""
     rows = jax.tree.map(lambda *x: np.concatenate(x), *lane_rows(buffer, state))
     return {name: getattr(rows, name) for name in make_data([])}
 
 
-ONE, SMALL = REPLAY(12, 1), REPLAY(4, 1)  # the same objects: traced once
+BUFFER, SMALL_BUFFER = (
+    REPLAY(12, 1),
+    REPLAY(4, 1),
+)  # reuse the objects: each is traced once
 
 
-def options(successor):
+def successor_options(successor):
     shared = {"next_obs": "shared", "final_obs_capacity": 8}
     return shared if successor == "shared" else {}
+
+
+LANES = REPLAY(32, 2, **successor_options("shared"))
+LENGTHS = [4, 1, 9, 2, 2, 6, 3, 2]  # lanes of 14 and 15 rows
 
 
 @pytest.mark.parametrize(
@@ -67,8 +75,8 @@ def options(successor):
         (EPISODIC, "stored", True),
     ],
 )
-def test_one_lane_is_what_adding_the_rows_in_order_makes(make, successor, open_end):
-    buffer = make(12, 1, **options(successor))
+def test_single_lane_equals_rows_added_in_order(make, successor, open_end):
+    buffer = make(12, 1, **successor_options(successor))
     data = make_data([3, 1, 5], open_end=open_end)
     rows = Transition(
         **jax.tree.map(lambda x: x[:, None], data),
@@ -78,49 +86,51 @@ def test_one_lane_is_what_adding_the_rows_in_order_makes(make, successor, open_e
         mask=np.ones((9, 1), bool),
     )
     want = quick_jit(buffer.add)(buffer.init(jax.tree.map(lambda x: x[0], rows)), rows)
-    for given in (data, jax.tree.map(jnp.asarray, data)):
-        got = buffers.from_data(buffer, **given)
-        jax.tree.map(np.testing.assert_array_equal, got, want)
+    for arrays in (data, jax.tree.map(jnp.asarray, data)):
+        state = buffers.from_data(buffer, **arrays)
+        jax.tree.map(np.testing.assert_array_equal, state, want)
 
 
-def test_lanes_hold_whole_episodes_in_order():
-    lengths, num_envs = [4, 1, 9, 2, 2, 6, 3, 2], 2  # lanes of 14 and 15 rows
-    buffer = REPLAY(num_envs * 16, num_envs, **options("shared"))
+def test_lanes_store_complete_episodes_in_order():
+    buffer, lengths = LANES, LENGTHS
     data = make_data(lengths)
     state = buffers.from_data(buffer, **data)
-    seen, sizes = [], []
-    for held in lane_rows(buffer, state):
-        number = decode(held)
-        seen.extend(number)
+    numbers, sizes = [], []
+    for rows in lane_rows(buffer, state):
+        number = decode(rows)
+        numbers.extend(number)
         sizes.append(len(number))
-        assert (np.diff(held.episode_id) >= 0).all()
-        inside = held.episode_length[1:] > 1
-        np.testing.assert_array_equal(np.diff(number) == 1, inside)
-    assert sorted(seen) == data["reward"].astype(int).tolist()
+        assert (np.diff(rows.episode_id) >= 0).all()
+        is_later_step = rows.episode_length[1:] > 1
+        np.testing.assert_array_equal(np.diff(number) == 1, is_later_step)
+    assert sorted(numbers) == data["reward"].astype(int).tolist()
     assert buffer.count_episodes(state, 9) == len(lengths)
-    # The longest first to the emptiest lane: within 4/3 of the best that is possible.
-    assert max(sizes) <= 4 / 3 * max(9, -(-sum(lengths) // num_envs))
+    # Assigning the longest episode first to the emptiest lane is within 4/3 of optimal.
+    assert max(sizes) <= 4 / 3 * max(9, -(-sum(lengths) // buffer.num_envs))
 
 
-def test_episode_that_is_open_is_the_newest_of_its_lane():
-    """It is the longest, and dealt first."""
+def test_unfinished_episode_is_newest_in_its_lane():
+    """The unfinished episode is the longest, so it is assigned to a lane first."""
     buffer = REPLAY(60, 2)
     state = buffers.from_data(buffer, **make_data([2, 1, 1, 5], open_end=True))
     newest = [lane[-1:] for lane in map(decode, lane_rows(buffer, state))]
     assert 38 in np.concatenate(newest)
 
 
-def test_data_of_many_chunks_makes_the_state_of_one(monkeypatch):
-    """64 MiB go to the device at a time; the last chunk is the shorter one."""
-    buffer, data = PRIORITIZED(40, 1), make_data([4, 1, 9, 2, 2, 6], open_end=True)
+@pytest.mark.parametrize(
+    "buffer", [BUFFER, pytest.param(PRIORITIZED(12, 1), marks=pytest.mark.slow)]
+)
+def test_chunked_transfer_gives_equal_state(buffer, monkeypatch):
+    """Data is transferred in chunks; the last chunk is shorter than the first."""
+    data = make_data([3, 1, 5], open_end=True)
     want = buffers.from_data(buffer, **data)
-    monkeypatch.setattr("rollout.buffers.offline._CHUNK_BYTES", 300)
+    monkeypatch.setattr("rollout.buffers.offline._CHUNK_BYTES", 200)
     got = buffers.from_data(buffer, **data)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.parametrize(("make", "num_envs"), [(REPLAY, 1), (EPISODIC, 3)])
-def test_no_rows_are_an_empty_state(make, num_envs):
+def test_empty_data_gives_empty_state(make, num_envs):
     buffer = make(12, num_envs)
     state = buffers.from_data(buffer, **make_data([]))
     assert buffer.size(state) == 0
@@ -128,38 +138,38 @@ def test_no_rows_are_an_empty_state(make, num_envs):
     assert state.ring.experience.reward.dtype == jnp.float32
 
 
-def test_types_are_those_that_jax_keeps():
+def test_dtypes_are_converted_to_32_bits():
     data = make_data([3])
-    given = ("float64", "int64", "float64", "int8", "float32")
-    kept = ("float32", "int32", "float32", "bool", "bool")
+    input_dtypes = ("float64", "int64", "float64", "int8", "float32")
+    expected_dtypes = ("float32", "int32", "float32", "bool", "bool")
     names = ("obs", "action", "reward", "terminated", "truncated")
     data |= {name: data[name]["pair"] for name in ("obs", "next_obs")}
-    data |= {x: data[x].astype(t) for x, t in zip(names, given, strict=True)}
+    data |= {x: data[x].astype(t) for x, t in zip(names, input_dtypes, strict=True)}
     data["next_obs"] = data["next_obs"].astype("float64")
-    rows = buffers.from_data(SMALL, **data).experience
-    assert tuple(getattr(rows, x).dtype.name for x in names) == kept
+    rows = buffers.from_data(SMALL_BUFFER, **data).experience
+    assert tuple(getattr(rows, x).dtype.name for x in names) == expected_dtypes
     np.testing.assert_array_equal(rows.terminated[:, 0], [False, False, True, False])
 
 
-def test_stored_successors_may_be_other_rows_and_shared_ones_may_be_nan():
+def test_successors_may_differ_or_be_nan():
     data = make_data([3, 1, 5])
     data["next_obs"]["byte"][5] += 1
-    state = buffers.from_data(ONE, **data)
+    state = buffers.from_data(BUFFER, **data)
     assert state.experience.next_obs["byte"][5, 0] == data["next_obs"]["byte"][5]
     data = make_data([3, 1, 5])
     data["obs"]["pair"][1] = data["next_obs"]["pair"][0] = np.nan  # equal to itself
-    buffers.from_data(REPLAY(12, 1, **options("shared")), **data)
+    buffers.from_data(REPLAY(12, 1, **successor_options("shared")), **data)
 
 
-def test_ends_without_a_flag_are_marked():
+def test_episode_ends_without_flags_are_truncated():
     data = make_data([3, 1, 5])
-    marked = buffers.from_data(ONE, **data).experience
-    bare = {x: np.zeros_like(data[x]) for x in ("terminated", "truncated")}
-    state = buffers.from_data(ONE, **{**data, **bare}).experience
+    reference = buffers.from_data(BUFFER, **data).experience
+    zero_flags = {x: np.zeros_like(data[x]) for x in ("terminated", "truncated")}
+    state = buffers.from_data(BUFFER, **{**data, **zero_flags}).experience
     for name in ("episode_id", "episode_length"):
-        np.testing.assert_array_equal(getattr(state, name), getattr(marked, name))
+        np.testing.assert_array_equal(getattr(state, name), getattr(reference, name))
     ends = data["terminated"] | data["truncated"]
-    # The end of the last episode shows in no row.
+    # Nothing marks the end of the last episode.
     np.testing.assert_array_equal(state.truncated[: len(ends) - 1, 0], ends[:-1])
     assert not state.terminated.any()
 
@@ -176,8 +186,8 @@ def datasets(tmp_path, monkeypatch):
     }
 
 
-def episodes(data):
-    """The rows of data, cut after the flags: one dict of bytes per episode."""
+def episode_bytes(data):
+    """Splits data at the flags and returns the bytes of every episode."""
     end = np.flatnonzero(data["terminated"] | data["truncated"]) + 1
     return sorted(
         [
@@ -187,64 +197,63 @@ def episodes(data):
     )
 
 
-def test_episodes_go_to_minari_and_back(datasets):
-    data = make_data([3, 1, 5, 2])
-    buffer = REPLAY(24, 2, **options("shared"))
-    state = buffers.from_data(buffer, **data)
-    made = buffers.offline.to_minari(buffer, state, "numbers/test-v0", **datasets)
-    assert made.total_episodes == 4
-    assert made.total_steps == 11
-    for dataset in ("numbers/test-v0", made):
-        back = buffers.offline.from_minari(ONE, dataset)
-        assert episodes(rows_of(ONE, back)) == episodes(data)
+def test_episodes_round_trip_through_minari(datasets):
+    data = make_data(LENGTHS)
+    state = buffers.from_data(LANES, **data)
+    dataset = buffers.offline.to_minari(LANES, state, "numbers/test-v0", **datasets)
+    assert dataset.total_episodes == len(LENGTHS)
+    assert dataset.total_steps == sum(LENGTHS)
+    for source in ("numbers/test-v0", dataset):
+        state = buffers.offline.from_minari(LANES, source)
+        assert episode_bytes(data_from_state(LANES, state)) == episode_bytes(data)
 
 
-def test_images_tuples_and_flags_keep_their_bits(datasets):
-    """Minari would keep images as JPEG, which loses bits."""
+def test_minari_preserves_images_tuples_and_flags(datasets):
+    """Minari compresses images as JPEG by default, which is lossy."""
     data = make_data([3, 2])
     rng = np.random.default_rng(0)
     image = rng.integers(0, 256, (7, 16, 16, 3)).astype(np.uint8)
-    side = rng.standard_normal((7, 2)).astype(np.float16)
-    rows, after = [0, 1, 2, 4, 5], [1, 2, 3, 5, 6]
-    data["obs"] = image[rows], side[rows]
-    data["next_obs"] = image[after], side[after]
+    vector = rng.standard_normal((7, 2)).astype(np.float16)
+    indices, successors = [0, 1, 2, 4, 5], [1, 2, 3, 5, 6]
+    data["obs"] = image[indices], vector[indices]
+    data["next_obs"] = image[successors], vector[successors]
     data["action"] = {"a": rng.random((5, 2)) < 0.5, "b": np.arange(5, dtype=np.int32)}
     buffer = REPLAY(8, 1)
     state = buffers.from_data(buffer, **data)
     buffers.offline.to_minari(buffer, state, "images-v0", **datasets)
-    back = buffers.offline.from_minari(buffer, "images-v0")
-    assert jax.tree.structure(back) == jax.tree.structure(state)
-    jax.tree.map(np.testing.assert_array_equal, back, state)
+    restored = buffers.offline.from_minari(buffer, "images-v0")
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
 
 
-def test_episodes_that_are_not_whole_are_left_out(datasets):
-    buffer = ONE
+def test_minari_export_skips_incomplete_episodes(datasets):
+    buffer = BUFFER
     state = buffers.from_data(buffer, **make_data([4, 3, 2], open_end=True))
-    made = buffers.offline.to_minari(buffer, state, "open-v0", **datasets)
-    assert made.total_episodes == 2
-    assert buffer.size(state) - made.total_steps == 2
-    # Three slots are free: five rows, of two unfinished episodes, replace two.
+    dataset = buffers.offline.to_minari(buffer, state, "open-v0", **datasets)
+    assert dataset.total_episodes == 2
+    assert buffer.size(state) - dataset.total_steps == 2
+    # Three slots are free: five rows of two unfinished episodes overwrite two rows.
     rows = jax.tree.map(lambda x: x[[0, 1, 2, 4, 5]], jax.device_get(state.experience))
     state = quick_jit(buffer.add)(state, rows.replace(episode_id=rows.episode_id + 9))
-    made = buffers.offline.to_minari(buffer, state, "cut-v0", **datasets)
-    assert made.total_episodes == 1
+    dataset = buffers.offline.to_minari(buffer, state, "cut-v0", **datasets)
+    assert dataset.total_episodes == 1
     empty = buffers.from_data(buffer, **make_data([]))
-    with pytest.raises(ValueError, match="`state` must hold at least one complete "):
+    with pytest.raises(ValueError, match="`state` must hold"):
         buffers.offline.to_minari(buffer, empty, "none-v0", **datasets)
 
 
-def test_spaces_are_those_given_or_have_no_bounds(datasets):
+def test_minari_spaces_default_to_unbounded_boxes(datasets):
     spaces = pytest.importorskip("gymnasium").spaces
     data = make_data([3])
     data["obs"], data["next_obs"] = data["obs"]["pair"], data["next_obs"]["pair"]
-    data["action"] = data["action"].astype(np.int32)  # as other tests have it
-    buffer = SMALL
+    data["action"] = data["action"].astype(np.int32)  # shares a compiled program
+    buffer = SMALL_BUFFER
     state = buffers.from_data(buffer, **data)
-    made = buffers.offline.to_minari(
+    dataset = buffers.offline.to_minari(
         buffer, state, "given-v0", action_space=spaces.Discrete(9), **datasets
     )
-    assert made.action_space == spaces.Discrete(9)
-    assert made.observation_space == spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    assert dataset.action_space == spaces.Discrete(9)
+    assert dataset.observation_space == spaces.Box(-np.inf, np.inf, (2,), np.float32)
 
 
 def make_minari(datasets, name, *episodes):
@@ -261,8 +270,8 @@ def make_minari(datasets, name, *episodes):
         )
 
 
-def test_dataset_of_others_is_read(datasets):
-    """T+1 observations, 64 bits, and an episode without a flag at its end."""
+def test_external_minari_dataset_is_read(datasets):
+    """The dataset has T+1 observations, 64-bit arrays and an episode without flags."""
     episode = {
         "observations": np.arange(3.0)[:, None],
         "actions": np.array([1, 2]),
@@ -270,10 +279,10 @@ def test_dataset_of_others_is_read(datasets):
         "terminations": np.zeros(2, bool),
         "truncations": np.zeros(2, bool),
     }
-    ended = episode | {"terminations": np.array([False, True])}
-    dataset = make_minari(datasets, "others-v0", episode, ended)
-    state = buffers.offline.from_minari(ONE, dataset)
-    rows = rows_of(ONE, state)
+    terminated_episode = episode | {"terminations": np.array([False, True])}
+    dataset = make_minari(datasets, "others-v0", episode, terminated_episode)
+    state = buffers.offline.from_minari(BUFFER, dataset)
+    rows = data_from_state(BUFFER, state)
     np.testing.assert_array_equal(rows["obs"][:, 0], [0, 1, 0, 1])
     np.testing.assert_array_equal(rows["next_obs"][:, 0], [1, 2, 1, 2])
     np.testing.assert_array_equal(rows["action"], [1, 2, 1, 2])
@@ -283,5 +292,5 @@ def test_dataset_of_others_is_read(datasets):
     assert rows["obs"].dtype == np.float32
     broken = episode | {"observations": np.zeros((2, 1))}
     dataset = make_minari(datasets, "broken-v0", broken)
-    with pytest.raises(ValueError, match="`dataset` must have 3 observations in"):
+    with pytest.raises(ValueError, match="`dataset` must have 3 observations"):
         buffers.offline.from_minari(REPLAY(5, 1), dataset)

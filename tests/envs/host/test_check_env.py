@@ -1,4 +1,4 @@
-"""`check_env` against environments that each make one mistake."""
+"""`check_env` with environments that contain one mistake each."""
 
 import functools
 
@@ -13,7 +13,7 @@ from rollout import envs
 
 
 class Toy(HostCount):
-    """`HostCount`, to be broken in one place."""
+    """A `HostCount` whose subclasses change one behavior."""
 
     def step(self, action):
         return self.change(super().step(action))
@@ -22,34 +22,34 @@ class Toy(HostCount):
         return step
 
 
-def with_step(**fields):
-    """A class whose step has other fields, each made of the step."""
+def replace_fields(**fields):
+    """Returns a class whose step replaces fields with functions of the step."""
 
-    class Changed(Toy):
+    class ChangedEnv(Toy):
         def change(self, step):
             return step._replace(**{name: fn(step) for name, fn in fields.items()})
 
-    return Changed
+    return ChangedEnv
 
 
-class Unbounded(Toy):
+class TextSpace(Toy):
     observation_space = gymnasium.spaces.Text(3)
 
 
-class Raises(Toy):
+class RaisesInStep(Toy):
     def change(self, step):
         raise ZeroDivisionError("no such move.")
 
 
-class Greedy(Toy):
+class WritesAction(Toy):
     def step(self, action):
         step = super().step(action)
         action[:] = 0
         return step
 
 
-class Neighbours(Toy):
-    """A reset of some writes to all."""
+class ResetAffectsOthers(Toy):
+    """A masked reset changes all environments."""
 
     def reset(self, seeds, mask):
         super().reset(seeds, mask)
@@ -57,47 +57,47 @@ class Neighbours(Toy):
         return self.obs
 
 
-class OneReward(Toy):
-    """The reward of each is the sum of the actions of all."""
+class SharedReward(Toy):
+    """The reward of each environment is the sum of all actions."""
 
     def change(self, step):
         total = np.float32(step.info["action"].sum())
         return step._replace(reward=np.full_like(step.reward, total))
 
 
-class Unseeded(Toy):
-    """It draws from a generator of its own."""
+class GlobalGenerator(Toy):
+    """A reset samples its seed from a global generator."""
 
     rng = np.random.default_rng(0)
 
     def reset(self, seeds, mask):
-        own = self.rng.integers(2**32, size=seeds.shape, dtype=np.uint32)
-        return super().reset(own, mask)
+        seeds = self.rng.integers(2**32, size=seeds.shape, dtype=np.uint32)
+        return super().reset(seeds, mask)
 
 
-class Deaf(Toy):
-    """The seed does nothing."""
+class SeedIgnored(Toy):
+    """A reset ignores its seed."""
 
     def reset(self, seeds, mask):
         return super().reset(np.zeros_like(seeds), mask)
 
 
-class Restless(Toy):
-    """It resets itself where an episode ends, and shows that observation."""
+class SelfResetting(Toy):
+    """A step resets finished environments and returns the reset observation."""
 
     def change(self, step):
-        over = step.terminated | step.truncated
+        done = step.terminated | step.truncated
         self.is_done[:] = False
-        self.obs[over] = 0.0
+        self.obs[done] = 0.0
         return step._replace(obs=self.obs)
 
 
-def torn(number, env_id):
+def raise_os_error(number, env_id):
     return OSError("torn") if (number, env_id) == (9, 0) else None
 
 
-class Gym(gymnasium.Env):
-    """An environment of Gymnasium's kind, to be broken in one place."""
+class GymEnv(gymnasium.Env):
+    """A Gymnasium environment whose subclasses change one behavior."""
 
     observation_space = gymnasium.spaces.Box(-9.0, 9.0, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -106,31 +106,31 @@ class Gym(gymnasium.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.count = int(self.np_random.integers(5))
-        return self.show(), {}
+        return self.make_obs(), {}
 
     def step(self, action):
         self.count += 1
-        return self.show(), self.reward, self.flag(self.count > 7), False, {}
+        return self.make_obs(), self.reward, self.flag(self.count > 7), False, {}
 
-    def show(self):
+    def make_obs(self):
         return np.full(2, self.count, np.float32) if self.obs is None else self.obs
 
 
-class PlaysOn(Gym):
-    """A step after the end is as any other, which Gymnasium allows."""
+class StepsAfterEnd(GymEnv):
+    """A step after the end continues to count, which Gymnasium allows."""
 
     def step(self, action):
         result = super().step(action)
         return *result[:2], self.count == 8, *result[3:]
 
 
-class WithoutOptions(Gym):
+class WithoutOptions(GymEnv):
     def reset(self, *, seed=None):
         return super().reset(seed=seed)
 
 
-class Shared(Gym):
-    """Every environment has the same state, as one in a global variable."""
+class SharedState(GymEnv):
+    """All environments share one state, like a global variable."""
 
     state = np.zeros(2, np.float32)
 
@@ -144,78 +144,84 @@ class Shared(Gym):
         return self.state, 1.0, bool(self.state[0] > 7), False, {}
 
 
-def gym(made=Gym, **changes):
-    """Makes as many as asked for, with some attributes replaced."""
-    return functools.partial(envs.from_gymnasium, type("Broken", (made,), changes))
-
-
-def in_vector(mode):
-    mode = gymnasium.vector.AutoresetMode[mode]
-    return lambda num: envs.from_gymnasium(
-        gymnasium.vector.SyncVectorEnv([Gym] * num, autoreset_mode=mode)
+def make_gym(env_class=GymEnv, **changes):
+    """Returns a function that makes environments with replaced attributes."""
+    return functools.partial(
+        envs.from_gymnasium, type("ChangedEnv", (env_class,), changes)
     )
 
 
-def kind_of(name):
-    """A class with a flag of another kind."""
-    return with_step(**{name: lambda step: getattr(step, name).astype(np.int64)})
+def make_sync_vector(mode):
+    mode = gymnasium.vector.AutoresetMode[mode]
+    return lambda num: envs.from_gymnasium(
+        gymnasium.vector.SyncVectorEnv([GymEnv] * num, autoreset_mode=mode)
+    )
 
 
-def scaled(**factors):
-    return with_step(
+def cast_flag(name):
+    """Returns a class with an integer flag."""
+    return replace_fields(**{name: lambda step: getattr(step, name).astype(np.int64)})
+
+
+def scale_fields(**factors):
+    return replace_fields(
         **{x: lambda step, x=x: getattr(step, x) * factors[x] for x in factors}
     )
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
-PLAIN = type("Plain", (Toy,), {"change": lambda self, step: tuple(step)})
-# What makes environments, the issues, and what one of them says.
-FOUND = [
-    (Unbounded, "contract", "`observation_space` must be a Box, Discrete"),
-    (Raises, "raises", "raised ZeroDivisionError: no such move"),
-    (PLAIN, "contract", "must return a `rollout.envs.host.HostStep`, got 9 values"),
-    (with_step(obs=lambda step: step.obs[:, 0]), "contract", "(3,) at .obs"),
-    (kind_of("terminated"), "contract", "got int64 of shape (3,) at .terminated"),
-    (with_step(mask=lambda step: [True, True, True]), "contract", ""),
-    (Greedy, "raises", "is read-only"),
-    (Neighbours, "contract", "must not change the observations of other"),
-    (OneReward, "shared", "depends on seeds and actions of other"),
-    (Restless, "ending", "continues after the end"),
-    (Unseeded, "seed", "equal seeds start different episodes"),
-    (Deaf, "seed", "different seeds start equal episodes"),
-    (functools.partial(HostCount, fault_fn=torn), "fault", "0 failed: OSError: torn"),
-    # Of Gymnasium's kind.
-    (gym(flag=staticmethod(int)), "fault", "terminated must have dtype bool"),
-    (gym(obs=np.zeros(2, "F")), "gymnasium fault", "obs must have dtype float32"),
-    (gym(WithoutOptions), "gymnasium", "`options`"),  # has the first word
-    (in_vector("NEXT_STEP"), "contract", "NEXT_STEP cannot reset during"),
-    # All is well.
-    *((x, "", "") for x in (HostCount, Toy, gym(), gym(PlaysOn))),
-    (in_vector("DISABLED"), "", ""),
-    (functools.partial(envs.from_gymnasium, "CartPole-v1"), "", ""),
+PlainTupleStep = type(
+    "PlainTupleStep", (Toy,), {"change": lambda self, step: tuple(step)}
+)
+# A function that makes environments, the names of the issues, and words of a message.
+CASES = [
+    (TextSpace, "contract", "`observation_space` must"),
+    (RaisesInStep, "raises", "ZeroDivisionError: no such move"),
+    slow(PlainTupleStep, "contract", "HostStep`, got 9 values"),
+    (replace_fields(obs=lambda step: step.obs[:, 0]), "contract", "(3,) at .obs"),
+    slow(cast_flag("terminated"), "contract", "got int64 of shape (3,) at .terminated"),
+    slow(replace_fields(mask=lambda step: [True, True, True]), "contract", ""),
+    slow(WritesAction, "raises", "is read-only"),
+    (ResetAffectsOthers, "contract", "observations of other"),
+    (SharedReward, "shared", "seeds and actions of other"),
+    (SelfResetting, "ending", "after the end"),
+    (GlobalGenerator, "seed", "different episodes"),
+    slow(SeedIgnored, "seed", "equal episodes"),
+    (functools.partial(HostCount, fault_fn=raise_os_error), "fault", "OSError: torn"),
+    # Gymnasium environments.
+    slow(make_gym(flag=staticmethod(int)), "fault", "terminated must have dtype bool"),
+    (make_gym(obs=np.zeros(2, "F")), "gymnasium fault", "obs must have dtype float32"),
+    (make_gym(WithoutOptions), "gymnasium", "`options`"),
+    (make_sync_vector("NEXT_STEP"), "contract", "NEXT_STEP"),
+    # No issues.
+    *((x, "", "") for x in (HostCount, make_gym(StepsAfterEnd))),
+    slow(make_gym(), "", ""),
+    slow(make_sync_vector("DISABLED"), "", ""),
+    slow(functools.partial(envs.from_gymnasium, "CartPole-v1"), "", ""),
 ]
 
 
 def check_env(env, num_steps=40):
-    """Of 3 environments and 40 steps, which all tests share if they can."""
+    """Uses 40 steps, so that tests share compiled programs."""
     return rollout.check_env(env, num_steps=num_steps)
 
 
-def names(env, **options):
+def issue_names(env, **options):
     return [issue.name for issue in check_env(env, **options)]
 
 
-@pytest.mark.parametrize(("make", "expected", "message"), FOUND)
-def test_mistakes_are_found_by_name_and_nothing_else(make, expected, message):
+@pytest.mark.parametrize(("make", "expected", "message"), CASES)
+def test_issue_names_and_messages(make, expected, message):
     issues = check_env(make(3))
     assert [issue.name for issue in issues] == expected.split()
     assert not issues or any(message in issue.message for issue in issues)
 
 
-def test_steps_are_numbered_in_each_episode():
-    """Like those of environments in JAX, and in later episodes, too."""
+def test_message_contains_step_of_the_episode():
+    """Makes a fault in a later episode."""
 
-    class Late(Toy):
+    class LateFault(Toy):
         num_resets = 0
 
         def reset(self, seeds, mask):
@@ -226,39 +232,47 @@ def test_steps_are_numbered_in_each_episode():
             is_bad = (step.obs[:, 0] == 3) & (self.num_resets > 2)
             return step._replace(reward=np.where(is_bad, NAN, step.reward))
 
-    message = dict(check_env(Late(3)))["fault"]
-    assert "failed: ValueError: `reward` must be finite, got nan" in message
-    assert message.endswith(", at step 3 of its episode")
+    message = dict(check_env(LateFault(3)))["fault"]
+    assert "`reward` must be finite, got nan" in message
+    assert "step 3" in message
 
 
-def test_one_environment_has_no_others_to_depend_on():
+def test_single_environment_has_no_issues():
     assert check_env(HostCount(1)) == ()
 
 
-def test_numbers_that_are_not_finite_or_outside_are_found():
-    for env in (
-        scaled(obs=NAN)(3),
-        scaled(reward=INF)(3),
-        with_step(obs=lambda step: -step.obs - 1)(3),
-    ):
-        assert names(env) == ["fault"]
-    issues = dict(check_env(gym(obs=np.full(2, 99.0, np.float32))(3)))
+@pytest.mark.parametrize(
+    "make",
+    [
+        scale_fields(obs=NAN),
+        slow(scale_fields(reward=INF)),
+        slow(replace_fields(obs=lambda step: -step.obs - 1)),
+    ],
+)
+def test_nonfinite_and_out_of_bounds_values_are_faults(make):
+    assert issue_names(make(3)) == ["fault"]
+
+
+def test_out_of_bounds_message_contains_the_bounds():
+    issues = dict(check_env(make_gym(obs=np.full(2, 99.0, np.float32))(3)))
     assert "`obs[0]` must be in [-9, 9]" in issues["fault"]
 
 
-def test_environments_with_one_state_for_all_are_found():
-    wide = gymnasium.spaces.Box(-99.0, 99.0, (2,), np.float32)
-    assert "shared" in names(gym(Shared, observation_space=wide)(3))
+def test_shared_state_is_reported():
+    wide_space = gymnasium.spaces.Box(-99.0, 99.0, (2,), np.float32)
+    assert "shared" in issue_names(
+        make_gym(SharedState, observation_space=wide_space)(3)
+    )
 
 
-def test_window_without_an_ending_says_that_nothing_is_known_of_it():
+def test_too_few_steps_report_missing_endings():
     env = HostCount(3, min_length=10, max_length=20, limit=99)
-    assert names(env, num_steps=8) == ["ending", "seed"]  # it counts, so far
+    assert issue_names(env, num_steps=8) == ["ending", "seed"]
     assert check_env(env) == ()
 
 
-def test_actions_may_be_tuples():
-    """Two parts, which are not an action and extras."""
+def test_tuple_actions_have_no_issues():
+    """A tuple of two actions is not read as an action and extras."""
     space = gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(n) for n in (3, 2)])
     env = envs.from_gymnasium(functools.partial(Sampled, space), 2)
     assert rollout.check_env(env, num_steps=20) == ()

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium: all ways to step them agree, and bad options raise."""
+"""Gymnasium environments: all adapters return the same steps and infos."""
 
 import functools
 import os
@@ -16,19 +16,19 @@ from rollout import envs
 from rollout.envs.host.local_envs import LocalEnvs
 
 B, T = 4, 200
-EVERY = np.ones(B, bool)
+ALL = np.ones(B, bool)
 SEEDS = np.arange(B, dtype=np.uint32)
 DISABLED = {"autoreset_mode": AutoresetMode.DISABLED}
 NEXT_STEP = {"autoreset_mode": AutoresetMode.NEXT_STEP}
 
 
 def make_fns(env_id):
-    """Short episodes, so that there are resets."""
+    """Returns factories of environments with short episodes."""
     steps = 40 if env_id == "Pendulum-v1" else None
     return [functools.partial(gymnasium.make, env_id, max_episode_steps=steps)] * B
 
 
-WAYS = {
+ADAPTERS = {
     "local": LocalEnvs,
     "workers": lambda fns: envs.make_worker_envs(fns, 2),
     "sync": lambda fns: envs.from_gymnasium(SyncVectorEnv(fns, copy=False, **DISABLED)),
@@ -39,15 +39,15 @@ WAYS = {
 
 
 def actions(env_id):
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     if env_id == "CartPole-v1":
-        return draw.integers(0, 2, (T, B)).astype(np.int32)
-    return draw.uniform(-2, 2, (T, B, 1)).astype(np.float32)
+        return rng.integers(0, 2, (T, B)).astype(np.int32)
+    return rng.uniform(-2, 2, (T, B, 1)).astype(np.float32)
 
 
 @functools.cache
 def reference(env_id):
-    """What gymnasium's own SyncVectorEnv does, with seeds that count up."""
+    """Returns the arrays of Gymnasium's `SyncVectorEnv` with increasing seeds."""
     env = SyncVectorEnv(make_fns(env_id), **DISABLED)
     rows = [env.reset(seed=SEEDS.tolist())[0]]
     seeds = SEEDS
@@ -64,21 +64,29 @@ def reference(env_id):
     return rows
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_returns_what_gymnasium_does(way, env_id):
-    env = WAYS[way](make_fns(env_id))
+@pytest.mark.parametrize(
+    ("adapter", "env_id"),
+    [
+        *((adapter, "CartPole-v1") for adapter in ADAPTERS),
+        ("local", "Pendulum-v1"),
+        ("sync", "Pendulum-v1"),
+        pytest.param("workers", "Pendulum-v1", marks=pytest.mark.slow),
+        pytest.param("async", "Pendulum-v1", marks=pytest.mark.slow),
+    ],
+)
+def test_adapter_returns_gymnasium_steps(adapter, env_id):
+    env = ADAPTERS[adapter](make_fns(env_id))
     assert isinstance(env, envs.host.types.HostVectorEnv)
     rows = iter(reference(env_id))
-    np.testing.assert_array_equal(env.reset(SEEDS, EVERY), next(rows))
+    np.testing.assert_array_equal(env.reset(SEEDS, ALL), next(rows))
     seeds = SEEDS
     for action in actions(env_id):
         step = env.step(action)
         assert not step.faulty.any()
         assert (step.mask, step.info, step.causes) == (None, {}, {})
         assert step.obs.dtype == step.reward.dtype == np.float32
-        for ours in (step.obs, step.reward, step.terminated, step.truncated):
-            np.testing.assert_array_equal(ours, next(rows))
+        for array in (step.obs, step.reward, step.terminated, step.truncated):
+            np.testing.assert_array_equal(array, next(rows))
         done = step.terminated | step.truncated
         if done.any():
             seeds = seeds + np.uint32(B)
@@ -87,57 +95,65 @@ def test_every_way_returns_what_gymnasium_does(way, env_id):
     env.close()
 
 
-def test_function_makes_one_environment_or_a_vector():
-    one = envs.from_gymnasium(Count, 2, length=7)
-    one.reset(np.zeros(2, np.uint32), np.ones(2, bool))
-    ends = [one.step(np.ones(2, np.int32)).truncated.tolist() for _ in range(7)]
+def test_factory_may_make_single_or_vector_environment():
+    pair = envs.from_gymnasium(Count, 2, length=7)
+    pair.reset(np.zeros(2, np.uint32), np.ones(2, bool))
+    ends = [pair.step(np.ones(2, np.int32)).truncated.tolist() for _ in range(7)]
     assert ends == [[False] * 2] * 6 + [[True] * 2]
-    many = functools.partial(SyncVectorEnv, [Count] * 3, **DISABLED)
-    assert envs.from_gymnasium(many).num_envs == 3
+    make_vector = functools.partial(SyncVectorEnv, [Count] * 3, **DISABLED)
+    assert envs.from_gymnasium(make_vector).num_envs == 3
 
 
 @pytest.mark.parametrize("mode", ["sync", "vector_entry_point"])
-def test_next_step_marks_the_steps_that_reset(mode):
+def test_next_step_mode_masks_resets(mode):
     options = {"vector_kwargs": NEXT_STEP} if mode == "sync" else {}
     options["max_episode_steps"] = 20
     make = functools.partial(gymnasium.make_vec, "CartPole-v1", B, mode, **options)
-    wrapped, own = make(), make()
-    env = envs.from_gymnasium(wrapped)
+    adapted_source, reference_env = make(), make()
+    env = envs.from_gymnasium(adapted_source)
     seed = SEEDS.tolist() if mode == "sync" else int(SEEDS[0])
-    np.testing.assert_array_equal(env.reset(SEEDS, EVERY), own.reset(seed=seed)[0])
-    ended, marked, num_truncated = np.zeros(B, bool), 0, 0
-    if mode == "sync":  # those resets are without a seed, so equal by this one only
-        for ours, theirs in zip(wrapped.envs, own.envs, strict=True):
-            ours.reset(seed=7), theirs.reset(seed=7)
+    np.testing.assert_array_equal(
+        env.reset(SEEDS, ALL), reference_env.reset(seed=seed)[0]
+    )
+    was_done, num_masked, num_truncated = np.zeros(B, bool), 0, 0
+    if mode == "sync":  # NEXT_STEP resets take no seed, so seed both copies alike
+        for env_copy, reference_copy in zip(
+            adapted_source.envs, reference_env.envs, strict=True
+        ):
+            env_copy.reset(seed=7), reference_copy.reset(seed=7)
     for action in actions("CartPole-v1"):
         step = env.step(action)
-        obs, reward, terminated, truncated, _ = own.step(action.astype(np.int64))
+        obs, reward, terminated, truncated, _ = reference_env.step(
+            action.astype(np.int64)
+        )
         np.testing.assert_array_equal(step.obs, obs)
         np.testing.assert_array_equal(step.reward, reward)
         np.testing.assert_array_equal(step.terminated, terminated)
-        mask = EVERY if step.mask is None else step.mask
-        np.testing.assert_array_equal(mask, ~ended)
-        marked += int((~mask).sum())
-        ended, num_truncated = terminated | truncated, num_truncated + truncated.sum()
-        if ended.any() and not ended.all():
-            last = env.reset(SEEDS, ended)
-            np.testing.assert_array_equal(last, obs)  # not reset yet
-    assert min(marked, num_truncated) > 10
+        mask = ALL if step.mask is None else step.mask
+        np.testing.assert_array_equal(mask, ~was_done)
+        num_masked += int((~mask).sum())
+        was_done = terminated | truncated
+        num_truncated += truncated.sum()
+        if was_done.any() and not was_done.all():
+            reset_obs = env.reset(SEEDS, was_done)
+            # The reset follows in the next step.
+            np.testing.assert_array_equal(reset_obs, obs)
+    assert min(num_masked, num_truncated) > 10
 
 
-def test_next_step_cannot_be_cut_short():
+def test_next_step_mode_rejects_partial_reset():
     env = envs.from_gymnasium(SyncVectorEnv([Count] * 2, **NEXT_STEP))
-    env.reset(SEEDS[:2], EVERY[:2])
+    env.reset(SEEDS[:2], ALL[:2])
     env.step(np.int32([1, 1]))
-    with pytest.raises(ValueError, match="`mask` must be True only where the episode"):
+    with pytest.raises(ValueError, match="`mask` must be True"):
         env.reset(SEEDS[:2], np.bool_([True, False]))
-    np.testing.assert_array_equal(env.reset(SEEDS[:2], EVERY[:2]), np.zeros((2, 2)))
+    np.testing.assert_array_equal(env.reset(SEEDS[:2], ALL[:2]), np.zeros((2, 2)))
 
 
-def test_num_workers_runs_them_in_processes():
+def test_num_workers_starts_processes():
     env = envs.from_gymnasium("CartPole-v1", B, num_workers=2, max_episode_steps=9)
     assert len({*env.pids, os.getpid()}) == 3
-    env.reset(SEEDS, EVERY)
+    env.reset(SEEDS, ALL)
     assert env.step(actions("CartPole-v1")[0]).reward.tolist() == [1.0] * B
     env.close()
 
@@ -149,51 +165,54 @@ def test_num_workers_runs_them_in_processes():
         functools.partial(envs.make_worker_envs, num_workers=1),
         functools.partial(envs.make_worker_envs, num_workers=3),
     ],
-    ids=["vector", "one worker", "three workers"],
+    ids=["vector", "one_worker", "three_workers"],
 )
-def test_info_is_that_of_environments_in_this_process(make):
+def test_info_equals_local_environments(make):
     info = {
         "observe_info": {"even": np.bool_(0)},
         "record_info": {"third": np.int32(0), "none": np.zeros(2, np.float32)},
     }
     fns = [functools.partial(Count, length) for length in (2, 3, 4, 5)]
-    other, local = make(fns, **info), LocalEnvs(fns, **info)
-    for env in (other, local):
-        obs = env.reset(SEEDS, EVERY)
-        np.testing.assert_array_equal(obs["info"]["even"], EVERY)
+    candidate, local = make(fns, **info), LocalEnvs(fns, **info)
+    for env in (candidate, local):
+        obs = env.reset(SEEDS, ALL)
+        np.testing.assert_array_equal(obs["info"]["even"], ALL)
         assert env.observation_space.spaces.keys() == {"obs", "info"}
         assert env.observation_space.spaces["info"].spaces["even"].dtype == bool
     for number in range(7):
-        a, b = other.step(np.int32([1, 2, 3, 1])), local.step(np.int32([1, 2, 3, 1]))
+        candidate_step, local_step = (
+            candidate.step(np.int32([1, 2, 3, 1])),
+            local.step(np.int32([1, 2, 3, 1])),
+        )
         if number == 0:
-            np.testing.assert_array_equal(b.obs["obs"], np.ones((B, 2)))
-            assert not b.obs["info"]["even"].any()
-        jax.tree.map(np.testing.assert_array_equal, a, b)
-        np.testing.assert_array_equal(a.info["none"], np.zeros((B, 2)))
-        assert not a.faulty.any()
-        done = b.terminated | b.truncated
+            np.testing.assert_array_equal(local_step.obs["obs"], np.ones((B, 2)))
+            assert not local_step.obs["info"]["even"].any()
+        jax.tree.map(np.testing.assert_array_equal, candidate_step, local_step)
+        np.testing.assert_array_equal(candidate_step.info["none"], np.zeros((B, 2)))
+        assert not candidate_step.faulty.any()
+        done = local_step.terminated | local_step.truncated
         if done.any():
-            rows = other.reset(SEEDS, done), local.reset(SEEDS, done)
-            jax.tree.map(np.testing.assert_array_equal, *rows)
-    other.close()
+            reset_rows = candidate.reset(SEEDS, done), local.reset(SEEDS, done)
+            jax.tree.map(np.testing.assert_array_equal, *reset_rows)
+    candidate.close()
 
 
-def test_nested_info_is_recorded_from_both_kinds():
-    """That of gymnasium's statistics wrapper, which only the last step has."""
+def test_nested_info_is_recorded():
+    """Gymnasium's statistics wrapper adds an entry to the last step only."""
     record = {"episode": {"r": np.float32(0), "l": np.int32(0)}}
     fns = [lambda: gymnasium.wrappers.RecordEpisodeStatistics(Count(2))] * 2
     vector = envs.from_gymnasium(SyncVectorEnv(fns, **DISABLED), record_info=record)
     for env in (vector, LocalEnvs(fns, record_info=record)):
-        env.reset(SEEDS[:2], EVERY[:2])
-        first = env.step(np.int32([1, 2])).info["episode"]
-        np.testing.assert_array_equal(first["l"], [0, 0])
-        last = env.step(np.int32([1, 2])).info["episode"]
-        np.testing.assert_array_equal(last["l"], [2, 2])
-        np.testing.assert_array_equal(last["r"], [2, 4])
+        env.reset(SEEDS[:2], ALL[:2])
+        first_info = env.step(np.int32([1, 2])).info["episode"]
+        np.testing.assert_array_equal(first_info["l"], [0, 0])
+        last_info = env.step(np.int32([1, 2])).info["episode"]
+        np.testing.assert_array_equal(last_info["l"], [2, 2])
+        np.testing.assert_array_equal(last_info["r"], [2, 4])
 
 
-class Recorded(host_envs.Faultless):
-    """Writes down every observation that it returns; an episode starts with 100."""
+class RecordingEnv(host_envs.Faultless):
+    """Logs all observations; the first observation of an episode is 100."""
 
     def __init__(self, length, log):
         super().__init__(length)
@@ -205,11 +224,10 @@ class Recorded(host_envs.Faultless):
 
 
 @pytest.mark.parametrize("mode", ["DISABLED", "NEXT_STEP"])
-def test_every_observation_updates_the_statistics_once(mode):
-    """Also if environments reset themselves, each in another step."""
+def test_observations_update_statistics_once(mode):
     log = []
     env = SyncVectorEnv(
-        [functools.partial(Recorded, length, log) for length in (3, 4, 6)],
+        [functools.partial(RecordingEnv, length, log) for length in (3, 4, 6)],
         autoreset_mode=AutoresetMode[mode],
     )
     env = envs.NormalizeHostEnv(envs.from_gymnasium(env))

@@ -1,4 +1,4 @@
-"""Spaces of Gymnasium become ours, and our actions become Gymnasium's."""
+"""Conversion of Gymnasium spaces, and of actions to Gymnasium's format."""
 
 import functools
 
@@ -11,7 +11,7 @@ from cases import quick_jit
 from rollout.envs.host.arrays import batched_action, split_action
 from rollout.envs.spaces import as_space
 
-EVERY = {
+SPACES = {
     "float64": gym_spaces.Box(-1.0, 2.0, (3,), np.float64),
     "float32": gym_spaces.Box(np.float32([0, -np.inf]), np.float32([1, np.inf])),
     "pixels": gym_spaces.Box(0, 255, (4, 4, 1), np.uint8),
@@ -42,51 +42,51 @@ DTYPES = {
 
 
 @functools.cache
-def drawn():
-    """Twenty elements of each space of ours, and whether it contains them."""
+def sample_spaces():
+    """Returns 20 samples of every converted space and the results of `contains`."""
 
     @quick_jit
-    def draw(keys):
-        found = {}
-        for name, space in EVERY.items():
+    def run(keys):
+        results = {}
+        for name, space in SPACES.items():
             actions = jax.vmap(as_space(space).sample)(keys)
-            found[name] = actions, jax.vmap(as_space(space).contains)(actions)
-        return found
+            results[name] = actions, jax.vmap(as_space(space).contains)(actions)
+        return results
 
-    with jax.debug_key_reuse(False):  # the same keys for all
-        return jax.device_get(draw(jax.random.split(jax.random.key(0), 20)))
+    with jax.debug_key_reuse(False):  # all spaces use the same keys
+        return jax.device_get(run(jax.random.split(jax.random.key(0), 20)))
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_space_has_the_shape_and_a_dtype_of_at_most_32_bits(name):
-    ours = as_space(EVERY[name])
-    assert ours.shape == EVERY[name].shape
-    assert ours.dtype == DTYPES[name]
+def test_converted_space_has_32_bit_dtype(name):
+    space = as_space(SPACES[name])
+    assert space.shape == SPACES[name].shape
+    assert space.dtype == DTYPES[name]
 
 
-def test_bounds_are_those_of_gymnasium():
+def test_bounds_are_converted():
     for name, low, high in (
         ("float32", [0, -np.inf], [1, np.inf]),
         ("discrete", -1, 1),
         ("multi", [1, -2], [2, 2]),
         ("binary", 0, 1),
     ):
-        space = as_space(EVERY[name])
+        space = as_space(SPACES[name])
         np.testing.assert_array_equal(space.low, low)
         np.testing.assert_array_equal(space.high, high)
 
 
-def test_bounds_beyond_32_bits_are_the_widest_there_are():
-    box = as_space(EVERY["int64"])
+def test_bounds_beyond_32_bits_are_clipped():
+    box = as_space(SPACES["int64"])
     np.testing.assert_array_equal(box.low, [-(2**31)] * 2)
     np.testing.assert_array_equal(box.high, [2**31 - 1] * 2)
     wide = as_space(gym_spaces.Box(-1e300, 1e300, (1,), np.float64))
     assert wide.high == np.inf
 
 
-@pytest.mark.parametrize("name", sorted({*EVERY} - {"float32"}))
-def test_actions_are_elements_of_gymnasiums_space_alone_and_in_a_batch(name):
-    space, (actions, contained) = EVERY[name], drawn()[name]
+@pytest.mark.parametrize("name", sorted({*SPACES} - {"float32"}))
+def test_actions_are_elements_of_gymnasium_space(name):
+    space, (actions, contained) = SPACES[name], sample_spaces()[name]
     assert contained.all()
     split, batch = split_action(space)(actions), batched_action(space)(actions)
     assert len(split) == 20
@@ -101,8 +101,8 @@ def test_actions_are_elements_of_gymnasiums_space_alone_and_in_a_batch(name):
         assert batch.shape == (20, *space.shape)
 
 
-def test_actions_are_copies_that_an_environment_may_write_to():
-    given = np.zeros((2, 1), np.float32)
-    split = split_action(gym_spaces.Box(-1.0, 1.0, (1,)))(given)
+def test_split_actions_are_copies():
+    batch = np.zeros((2, 1), np.float32)
+    split = split_action(gym_spaces.Box(-1.0, 1.0, (1,)))(batch)
     split[0][0] = 1.0
-    assert not given.any()
+    assert not batch.any()

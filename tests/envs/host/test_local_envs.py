@@ -1,6 +1,6 @@
-"""Environments in this process: their results, their faults and their states.
+"""Environments in this process: results, faults and saved states.
 
-Those in workers do the same, where `each_place` says so.
+Tests with `all_adapters` also run worker processes.
 """
 
 import functools
@@ -16,50 +16,50 @@ from rollout import envs
 from rollout.envs.host.local_envs import LocalEnvs
 from rollout.envs.host.types import EnvFault
 
-EVERY = np.ones(3, bool)
+ALL = np.ones(3, bool)
 ACTION = np.int32([1, 2, 3])
-ONE, START = np.ones(1, bool), np.uint32([0])
-PLACES = {
+MASK, SEED = np.ones(1, bool), np.uint32([0])
+ADAPTERS = {
     "local": LocalEnvs,
     "workers": lambda fns, **x: envs.make_worker_envs(fns, 2, **x),
 }
-each_place = pytest.mark.parametrize("place", PLACES)
+all_adapters = pytest.mark.parametrize("adapter", ADAPTERS)
 
 
 @pytest.fixture
-def make():
-    """Makes environments that are closed after the test."""
-    made = []
+def make_env():
+    """Returns a function that makes environments and closes them after the test."""
+    envs_to_close = []
 
-    def make(place="local", make_fn=Count, **options):
-        made.append(PLACES[place]([make_fn] * 3, **options))
-        return made[-1]
+    def make_env(adapter="local", make_fn=Count, **options):
+        envs_to_close.append(ADAPTERS[adapter]([make_fn] * 3, **options))
+        return envs_to_close[-1]
 
-    yield make
-    for env in made:
+    yield make_env
+    for env in envs_to_close:
         env.close()
 
 
-def start(env, faults=("fine",) * 3, mask=EVERY):
+def start(env, faults=("fine",) * 3, mask=ALL):
     seeds = np.uint32([seed_of(fault) for fault in faults])
     return env.reset(seeds, mask)
 
 
-def one(make_fn, **options):
-    """A single environment, which was reset."""
+def make_single(make_fn, **options):
+    """Returns a single environment after a reset."""
     env = LocalEnvs([make_fn], **options)
-    env.reset(START, ONE)
+    env.reset(SEED, MASK)
     return env
 
 
-def test_fault_travels_between_processes():
-    fault = EnvFault({1: ValueError("no")}, "; and so on")
+def test_fault_can_be_pickled():
+    fault = EnvFault({1: ValueError("no")}, "; details")
     got = pickle.loads(pickle.dumps(fault))
     assert str(got) == str(fault)
     assert str(got.causes[1]) == "no"
 
 
-# The kind and the words of each fault; an `OddError` cannot leave a worker.
+# The type and message of each fault. An `OddError` cannot be pickled by a worker.
 CAUSES = {
     "raise": (ZeroDivisionError, "at step 3"),
     "shape": (ValueError, r"obs must have shape \(2,\), got \(1,\)"),
@@ -71,29 +71,29 @@ CAUSES = {
 }
 
 
-@each_place
+@all_adapters
 @pytest.mark.parametrize("fault", CAUSES)
-def test_fault_is_that_of_one_row_until_it_is_rebuilt_and_reset(make, place, fault):
-    env = make(place)
+def test_fault_stays_until_rebuild_and_reset(make_env, adapter, fault):
+    env = make_env(adapter)
     start(env, ("fine", fault, "fine"))
     pids = getattr(env, "pids", None)
-    only = np.bool_([False, True, False])
-    for number in range(1, FAULT_STEP + 2):  # one more step than that of the fault
+    mask = np.bool_([False, True, False])
+    for number in range(1, FAULT_STEP + 2):  # one step after the fault
         step = env.step(ACTION)
-        np.testing.assert_array_equal(step.faulty, only & (number >= FAULT_STEP))
-        np.testing.assert_array_equal(step.obs[~only, 0], [number] * 2)
+        np.testing.assert_array_equal(step.faulty, mask & (number >= FAULT_STEP))
+        np.testing.assert_array_equal(step.obs[~mask, 0], [number] * 2)
         assert list(step.causes) == [1] * (number >= FAULT_STEP)
-    kind, words = CAUSES[fault]
-    if place == "workers":
+    error_type, message = CAUSES[fault]
+    if adapter == "workers":
         assert step.causes[1].__notes__[0].startswith("Traceback")
     elif fault == "odd":
-        kind = host_envs.OddError
-    with pytest.raises(kind, match=words):
+        error_type = host_envs.OddError
+    with pytest.raises(error_type, match=message):
         raise step.causes[1]
     with pytest.raises(EnvFault, match="environment 1 failed"):
-        start(env, mask=only)
-    env.rebuild(only)
-    obs = start(env, mask=only)
+        start(env, mask=mask)
+    env.rebuild(mask)
+    obs = start(env, mask=mask)
     np.testing.assert_array_equal(obs[:, 0], [FAULT_STEP + 1, 0, FAULT_STEP + 1])
     step = env.step(ACTION)
     assert not step.faulty.any()
@@ -101,9 +101,9 @@ def test_fault_is_that_of_one_row_until_it_is_rebuilt_and_reset(make, place, fau
     assert getattr(env, "pids", None) == pids
 
 
-@each_place
-def test_fault_at_reset_leaves_the_others_reset(make, place):
-    env = make(place)
+@all_adapters
+def test_fault_at_reset_affects_one_environment(make_env, adapter):
+    env = make_env(adapter)
     start(env)
     env.step(ACTION)
     with pytest.raises(EnvFault, match="1 failed: RuntimeError: no start") as info:
@@ -114,8 +114,8 @@ def test_fault_at_reset_leaves_the_others_reset(make, place):
     np.testing.assert_array_equal(step.faulty, [False, True, False])
 
 
-def test_interrupt_is_no_fault(make):
-    env = make()
+def test_system_exit_is_raised(make_env):
+    env = make_env()
     start(env, ("exit", "fine", "fine"))
     for _ in range(FAULT_STEP - 1):
         env.step(ACTION)
@@ -123,8 +123,8 @@ def test_interrupt_is_no_fault(make):
         env.step(ACTION)
 
 
-def test_observed_info_that_is_missing_is_a_fault_that_names_it(make):
-    env = make(observe_info={"seed": np.int32(0)})
+def test_missing_observed_info_is_a_fault(make_env):
+    env = make_env(observe_info={"seed": np.int32(0)})
     start(env)
     step = env.step(ACTION)
     assert step.faulty.all()
@@ -132,61 +132,61 @@ def test_observed_info_that_is_missing_is_a_fault_that_names_it(make):
         raise step.causes[0]
 
 
-def test_recorded_info_is_zero_where_a_step_has_none():
-    env = one(Count, record_info={"third": np.float32(0)})
+def test_missing_recorded_info_is_zero():
+    env = make_single(Count, record_info={"third": np.float32(0)})
     rows = [env.step(ACTION[:1]).info["third"].copy() for _ in range(4)]
     np.testing.assert_array_equal(rows, np.float32([[0], [0], [3], [0]]))
 
 
-@each_place
-def test_environments_go_on_where_they_were_saved(make, place):
-    env, other = make(place, Described), make(place, Described)
-    start(env), start(other, ("fine", "raise", "fine"))
+@all_adapters
+def test_loaded_environments_continue_from_saved_state(make_env, adapter):
+    env, target = make_env(adapter, Described), make_env(adapter, Described)
+    start(env), start(target, ("fine", "raise", "fine"))
     obs = np.copy(env.step(ACTION).obs)
     for _ in range(FAULT_STEP):
-        step = other.step(ACTION)
+        step = target.step(ACTION)
     assert step.faulty.any()
-    assert other.save() is None
+    assert target.save() is None
     states = env.save()
     assert [type(state) for state in states] == [bytes] * 3
-    other.load(states, obs)
+    target.load(states, obs)
     for _ in range(2):
-        ours, theirs = env.step(ACTION), other.step(ACTION)
-        np.testing.assert_array_equal(ours.obs, theirs.obs)
-        np.testing.assert_array_equal(ours.truncated, theirs.truncated)
-        assert not theirs.faulty.any()
+        step, target_step = env.step(ACTION), target.step(ACTION)
+        np.testing.assert_array_equal(step.obs, target_step.obs)
+        np.testing.assert_array_equal(step.truncated, target_step.truncated)
+        assert not target_step.faulty.any()
 
 
-@each_place
-def test_environments_without_save_state_are_not_saved(make, place):
-    assert make(place).save() is None
+@all_adapters
+def test_save_requires_save_state(make_env, adapter):
+    assert make_env(adapter).save() is None
 
 
-def test_rebuild_that_fails_leaves_the_environment_faulty():
-    made = []
+def test_failed_rebuild_is_a_fault():
+    created = []
 
-    def once():
-        made.append(Count(fails=len(made) == 1))
-        return made[-1]
+    def make_count():
+        created.append(Count(fails=len(created) == 1))
+        return created[-1]
 
-    env = LocalEnvs([once])
+    env = LocalEnvs([make_count])
     with pytest.raises(EnvFault, match="environment 0 failed: ValueError: no such"):
-        env.rebuild(ONE)
-    assert made[0].closed
+        env.rebuild(MASK)
+    assert created[0].closed
     assert isinstance(env.causes[0], ValueError)
 
 
-def test_close_closes_every_environment_once():
-    made = [Count(), Count()]
-    env = LocalEnvs([lambda: made[0], lambda: made[1]])
+def test_close_is_idempotent():
+    created = [Count(), Count()]
+    env = LocalEnvs([lambda: created[0], lambda: created[1]])
     env.close()
     env.close()
-    assert made[0].closed
-    assert made[1].closed
+    assert created[0].closed
+    assert created[1].closed
 
 
-class Large(Count):
-    """Counts from a number on, in 64 bits; its info has it, too."""
+class LargeIntegers(Count):
+    """Counts from a first number with 64 bits, in observations and infos."""
 
     observation_space = gymnasium.spaces.Box(-(2**62), 2**62, (2,), np.int64)
 
@@ -201,33 +201,27 @@ class Large(Count):
         return {"count": np.int64(self.first + self.count)}
 
 
-class Rounded(Large):
-    """Observes integers of 64 bits in a space of floats."""
+class LargeIntegersInFloats(LargeIntegers):
+    """Returns 64-bit integers in a space of floats."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
 
 
-TOO_WIDE = "since jax uses 32 bits, got"
-ROUNDED = (
-    "integers of at most 16777216, since float32 rounds larger integers, got 16777217"
-)
-
-
 @pytest.mark.parametrize(
-    ("made", "first", "message"),
+    ("env_class", "first", "message"),
     [
-        (Large, 2**31 - 2, f"{TOO_WIDE} 2147483648"),
-        (Large, -(2**31) - 1, f"{TOO_WIDE} -2147483649"),
-        (Rounded, 2**24 - 1, ROUNDED),
-        (Rounded, -(2**24) - 1, ROUNDED),
+        (LargeIntegers, 2**31 - 2, "32 bits, got 2147483648"),
+        (LargeIntegers, -(2**31) - 1, "32 bits, got -2147483649"),
+        (LargeIntegersInFloats, 2**24 - 1, "got 16777217"),
+        (LargeIntegersInFloats, -(2**24) - 1, "16777217"),
     ],
 )
-def test_integers_that_32_bits_cannot_hold_are_faults(made, first, message):
-    env = LocalEnvs([functools.partial(made, first)], record_info={"count": 0})
+def test_integers_beyond_32_bits_are_faults(env_class, first, message):
+    env = LocalEnvs([functools.partial(env_class, first)], record_info={"count": 0})
     if first < 0:
         with pytest.raises(EnvFault, match=message):
-            env.reset(START, ONE)
+            env.reset(SEED, MASK)
         return
-    assert env.reset(START, ONE).tolist() == [[first] * 2]
+    assert env.reset(SEED, MASK).tolist() == [[first] * 2]
     assert not env.step(np.int32([1])).faulty.any()
     assert message in str(env.step(np.int32([1])).causes[0])

@@ -1,4 +1,4 @@
-"""What only Craftax, Jumanji and XLand-MiniGrid have."""
+"""Behavior that only Craftax, Jumanji and XLand-MiniGrid have."""
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,16 @@ from rollout import envs
 
 pytestmark = [
     pytest.mark.slow,
-    # The suites reuse keys, also in branches that `vmap` computes both; some promote
-    # ranks.
+    # The suites reuse keys, also in both branches of a condition under `vmap`. Some
+    # suites promote ranks.
     pytest.mark.usefixtures("quick_compile", "key_reuse", "rank_promotion"),
 ]
 LIMIT = 60
-DOWNLOADS = "Sokoban-v0"  # its levels
+DOWNLOADS = "Sokoban-v0"  # downloads its levels
 TEAMS = ("Connector-v3", "LevelBasedForaging-v0", "SearchAndRescue-v0")
 
 
-def test_death_in_craftax_is_a_termination_also_at_the_limit():
+def test_craftax_death_terminates_at_the_limit():
     pytest.importorskip("craftax")
     env = plain_suites.craftax("Craftax-Classic-Symbolic-v1", limit=LIMIT).adapt()
     assert LIMIT in jax.tree.leaves(env)
@@ -33,16 +33,16 @@ def test_death_in_craftax_is_a_termination_also_at_the_limit():
         (9, LIMIT - 1, (False, True)),
         (-9, LIMIT - 1, (True, False)),
     ):
-        before = state.replace(
+        changed_state = state.replace(
             player_health=jnp.full_like(state.player_health, health),
             timestep=jnp.full_like(state.timestep, time),
         )
-        result = step(jax.random.key(1), before, jnp.int32(0))
+        result = step(jax.random.key(1), changed_state, jnp.int32(0))
         assert (bool(result.terminated), bool(result.truncated)) == ending
 
 
-class Endings:
-    """A game of Jumanji in which the last discount is what was asked for."""
+class FixedDiscount:
+    """A Jumanji game that ends with a given discount."""
 
     def __init__(self, discount):
         jumanji = pytest.importorskip("jumanji")
@@ -57,8 +57,10 @@ class Endings:
 
 
 @pytest.mark.parametrize(("discount", "terminated"), [(0.0, True), (1.0, False)])
-def test_discount_tells_termination_from_truncation(discount, terminated):
-    env = envs.suites.from_jumanji(Endings(discount))
+def test_jumanji_discount_distinguishes_termination_and_truncation(
+    discount, terminated
+):
+    env = envs.suites.from_jumanji(FixedDiscount(discount))
     step = quick_jit(env.step)
     state, _ = quick_jit(env.reset)(jax.random.key(0))
     for number in range(12):  # the time limit
@@ -72,7 +74,7 @@ def test_discount_tells_termination_from_truncation(discount, terminated):
 
 # Some games warn about their scatters.
 @pytest.mark.filterwarnings("ignore:scatter inputs have:FutureWarning")
-def test_every_game_of_jumanji_keeps_the_contract():
+def test_jumanji_games_satisfy_the_contract():
     pytest.importorskip("jumanji")
     for env_id in envs.env_ids("jumanji"):
         if env_id.partition(":")[2] in TEAMS:
@@ -83,22 +85,22 @@ def test_every_game_of_jumanji_keeps_the_contract():
             check_contract(envs.make(env_id))
 
 
-def test_viewer_of_jumanji_is_found_under_each_of_its_names():
-    assert not envs.render.can_render(envs.suites.from_jumanji(Endings(0.0)))
+def test_jumanji_viewer_names():
+    assert not envs.render.can_render(envs.suites.from_jumanji(FixedDiscount(0.0)))
     check_render(envs.make("jumanji:FlatPack-v0"))
 
 
-def test_wrappers_that_reset_are_refused_and_others_come_through():
+def test_auto_reset_wrappers_raise():
     jumanji = pytest.importorskip("jumanji")
     wrapped = pytest.importorskip("jumanji.wrappers").AutoResetWrapper(
         jumanji.make("Snake-v1")
     )
-    with pytest.raises(ValueError, match="must not reset itself"):
+    with pytest.raises(ValueError, match="reset itself"):
         envs.suites.from_jumanji(wrapped)
     xminigrid = pytest.importorskip("xminigrid")
     wrappers = pytest.importorskip("xminigrid.wrappers")
     env, params = xminigrid.make("MiniGrid-EmptyRandom-5x5")
-    with pytest.raises(ValueError, match="must not reset itself"):
+    with pytest.raises(ValueError, match="reset itself"):
         envs.suites.from_xminigrid(wrappers.GymAutoResetWrapper(env), params)
     wrapped = wrappers.DirectionObservationWrapper(env)
     adapted = envs.suites.from_xminigrid(wrapped, params)
@@ -106,14 +108,14 @@ def test_wrappers_that_reset_are_refused_and_others_come_through():
     assert set(adapted.observation_space.spaces) == {"img", "direction"}
 
 
-def test_rules_of_xminigrid_vary_from_lane_to_lane():
+def test_xminigrid_rules_differ_between_lanes():
     xminigrid = pytest.importorskip("xminigrid")
     env, params = xminigrid.make("XLand-MiniGrid-R1-9x9", max_steps=20)
     rules = jax.tree.map(lambda x: jnp.stack([x, x + 1]), params.ruleset)
-    each = jax.vmap(
+    make_envs = jax.vmap(
         lambda x: envs.suites.from_xminigrid(env, params.replace(ruleset=x))
     )
-    vector = envs.vectorize_each(each(rules))
+    vector = envs.vectorize_each(make_envs(rules))
     state, _ = quick_jit(vector.reset)(jax.random.split(jax.random.key(0), 2))
     np.testing.assert_array_equal(state.goal_encoding, rules.goal)
     np.testing.assert_array_equal(state.rule_encoding, rules.rules)

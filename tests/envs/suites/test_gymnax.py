@@ -1,4 +1,4 @@
-"""Adapting gymnax-style environments: old, new and other people's."""
+"""Adapters of gymnax environments: old and new interfaces, and custom classes."""
 
 import os
 import subprocess
@@ -22,21 +22,21 @@ class State:
 
 
 @struct.dataclass
-class OtherState:
+class TimestepState:
     timestep: jax.Array
 
 
-LIMIT = types.SimpleNamespace(max_steps_in_episode=4)
-OTHER_LIMIT = types.SimpleNamespace(max_timesteps=4)
+PARAMS = types.SimpleNamespace(max_steps_in_episode=4)
+TIMESTEPS_PARAMS = types.SimpleNamespace(max_timesteps=4)
 
 
 @struct.dataclass
-class Inherited(environment.EnvParams):
-    """Parameters of an old environment, with gymnax's own limit of one step."""
+class InheritedParams(environment.EnvParams):
+    """Parameters of an old environment, with gymnax's default limit of one step."""
 
 
-class Base:
-    """Counts; `obs` and the state are the number of steps."""
+class BaseEnv:
+    """Counts its steps: the observation and the state are the number of steps."""
 
     state_class = State
 
@@ -55,45 +55,45 @@ class Base:
         return envs.Box(0.0, 9.0, ())
 
 
-class Old(Base):
-    """gymnax before 1.0: `done` merges the time limit; action 1 terminates."""
+class DoneEnv(BaseEnv):
+    """Has the interface before gymnax 1.0: `done` includes the limit; action 1 ends."""
 
     def endings(self, time, is_over, params):
         (limit,) = vars(params).values()
         return (is_over | (time >= limit),)
 
 
-class Six(Base):
+class SixValueEnv(BaseEnv):
     def endings(self, time, is_over, params):
         return is_over, time >= params.max_steps_in_episode
 
 
-class OldOnNewBase(Old, environment.Environment):
-    """Old code on the base class of gymnax 1: inherits `is_truncated`."""
+class DoneEnvOnNewBase(DoneEnv, environment.Environment):
+    """Has the old interface and inherits `is_truncated` from gymnax 1."""
 
     def is_terminal(self, state, params):
         return state.time >= params.max_steps_in_episode
 
 
-class OldAlone(Old, environment.Environment):
-    """Defines `step_env` and none of the methods that the base class has."""
+class MinimalDoneEnv(DoneEnv, environment.Environment):
+    """Defines `step_env` and inherits all other methods."""
 
 
-class OldRenamed(OldOnNewBase):
-    """Old code whose `info` has the discount, which asks `is_terminated` since 1.0."""
+class RenamedDoneEnv(DoneEnvOnNewBase):
+    """Returns the discount in `info`; it calls `is_terminated` since gymnax 1.0."""
 
-    is_terminated = OldOnNewBase.is_terminal
+    is_terminated = DoneEnvOnNewBase.is_terminal
 
     def step_env(self, key, state, action, params):
         *result, info = super().step_env(key, state, action, params)
         return *result, {**info, "discount": self.discount(result[1], params)}
 
 
-class NotRenamed(OldRenamed):
+class UnrenamedDoneEnv(RenamedDoneEnv):
     is_terminated = environment.Environment.is_terminated
 
 
-class New(Base, environment.Environment):
+class TruncatedEnv(BaseEnv, environment.Environment):
     def endings(self, time, is_over, params):
         return (is_over,)
 
@@ -101,8 +101,8 @@ class New(Base, environment.Environment):
         return jnp.bool_(False)
 
 
-class Delegating:
-    """A wrapper that has everything from the environment inside."""
+class DelegatingWrapper:
+    """A wrapper that delegates all attributes to its environment."""
 
     def __init__(self, env):
         self._env = env
@@ -111,38 +111,38 @@ class Delegating:
         return getattr(self._env, name)
 
 
-class Endless(Base):
+class UnlimitedEnv(BaseEnv):
     def endings(self, time, is_over, params):
         return (is_over,)
 
 
-class OtherNames(Old):
-    state_class = OtherState
+class OtherFieldsEnv(DoneEnv):
+    state_class = TimestepState
 
 
-class Four(Base):
+class FourValueEnv(BaseEnv):
     def endings(self, time, is_over, params):
         return ()
 
 
-OTHER_NAMES = {"limit_field": "max_timesteps", "time_field": "timestep"}
+OTHER_FIELDS = {"limit_field": "max_timesteps", "time_field": "timestep"}
 
 
 @pytest.mark.parametrize(
     ("env", "params", "options", "has_limit"),
     [
-        (Old(), LIMIT, {}, True),
-        (Six(), LIMIT, {}, True),
-        (OldOnNewBase(), LIMIT, {}, True),
-        (OldAlone(), LIMIT, {}, True),
-        (OldRenamed(), LIMIT, {}, True),
-        (New(), LIMIT, {}, True),
-        (Delegating(New()), LIMIT, {}, True),
-        (Delegating(OldAlone()), LIMIT, {}, True),
-        (OtherNames(), OTHER_LIMIT, OTHER_NAMES, True),
-        (Endless(), types.SimpleNamespace(), {}, False),
-        # What its base class has alone is not its own limit.
-        (Endless(), Inherited(), {}, False),
+        (DoneEnv(), PARAMS, {}, True),
+        (SixValueEnv(), PARAMS, {}, True),
+        (DoneEnvOnNewBase(), PARAMS, {}, True),
+        (MinimalDoneEnv(), PARAMS, {}, True),
+        (RenamedDoneEnv(), PARAMS, {}, True),
+        (TruncatedEnv(), PARAMS, {}, True),
+        (DelegatingWrapper(TruncatedEnv()), PARAMS, {}, True),
+        (DelegatingWrapper(MinimalDoneEnv()), PARAMS, {}, True),
+        (OtherFieldsEnv(), TIMESTEPS_PARAMS, OTHER_FIELDS, True),
+        (UnlimitedEnv(), types.SimpleNamespace(), {}, False),
+        # The default limit of the base class is not a limit of the environment.
+        (UnlimitedEnv(), InheritedParams(), {}, False),
     ],
 )
 def test_time_limit_truncates_and_the_task_terminates(env, params, options, has_limit):
@@ -150,59 +150,59 @@ def test_time_limit_truncates_and_the_task_terminates(env, params, options, has_
 
     @jax.jit
     @jax.vmap
-    def take(time, action):
+    def step_states(time, action):
         step = adapted.step(jax.random.key(0), env.state_class(time), action)
         return step.obs, step.terminated, step.truncated
 
-    obs, *ends = take(np.int32([0, 0, 3]), np.int32([0, 1, 0]))
+    obs, *ends = step_states(np.int32([0, 0, 3]), np.int32([0, 1, 0]))
     np.testing.assert_array_equal(obs, [1, 1, 4])
     want = [[False, True, False], [False, False, has_limit]]
     np.testing.assert_array_equal(ends, want)
 
 
-def test_both_flags_may_be_set_by_gymnax_itself():
+def test_gymnax_may_set_both_flags():
     env = envs.make("CartPole-v1", max_steps_in_episode=1)
 
     @jax.jit
-    def fall(keys):
+    def step_fallen(keys):
         state, _ = env.reset(keys[0])
         step = env.step(keys[1], state.replace(theta=jnp.float32(1.0)), jnp.int32(0))
         return step.terminated, step.truncated
 
-    assert all(fall(jax.random.split(jax.random.key(0))))
+    assert all(step_fallen(jax.random.split(jax.random.key(0))))
 
 
-def test_what_does_not_fit_is_refused_while_tracing():
+def test_unsupported_environments_raise_while_tracing():
     options = {"limit_field": "max_timesteps", "time_field": "clock"}
-    key, state = jax.random.key(0), OtherState(jnp.int32(0))
-    wrong = envs.from_gymnax(OtherNames(), OTHER_LIMIT, **options)
-    with pytest.raises(ValueError, match="`time_field` must be a field of the state"):
-        wrong.step(key, state, 0)
-    renamed = envs.from_gymnax(NotRenamed(), LIMIT)
-    with pytest.raises(ValueError, match="write `is_terminated = is_terminal` below"):
+    key, state = jax.random.key(0), TimestepState(jnp.int32(0))
+    wrong_field = envs.from_gymnax(OtherFieldsEnv(), TIMESTEPS_PARAMS, **options)
+    with pytest.raises(ValueError, match="`time_field` must"):
+        wrong_field.step(key, state, 0)
+    renamed = envs.from_gymnax(UnrenamedDoneEnv(), PARAMS)
+    with pytest.raises(ValueError, match="`is_terminated = is_terminal`"):
         renamed.step(key, State(jnp.int32(0)), 0)
-    four = envs.from_gymnax(Four(), LIMIT)
+    four_values = envs.from_gymnax(FourValueEnv(), PARAMS)
     with pytest.raises(ValueError, match=r"`step_env` must return .*, got 4 values"):
-        four.step(key, state, 0)
+        four_values.step(key, state, 0)
 
 
-def test_parameters_are_those_of_the_environment_by_default():
+def test_params_default_to_environment_params():
     env, params = gymnax.make("CartPole-v1")
     assert envs.from_gymnax(env).env_params == params
-    with pytest.raises(TypeError, match="got Old without default_params"):
-        envs.from_gymnax(Old())
+    with pytest.raises(TypeError, match="DoneEnv without default_params"):
+        envs.from_gymnax(DoneEnv())
 
 
-def test_foreign_environment_gets_keys_of_the_caller():
-    seen = []
+def test_environment_receives_plain_keys():
+    key_types = []
 
-    class Foreign(Old):
+    class PoissonResetEnv(DoneEnv):
         def reset_env(self, key, params):
-            seen.append(jax.random.key_impl(key))
+            key_types.append(jax.random.key_impl(key))
             return jnp.float32(jax.random.poisson(key, 3.0)), State(0)
 
-    jax.eval_shape(envs.from_gymnax(Foreign(), LIMIT).reset, jax.random.key(0))
-    assert seen == ["threefry2x32"]
+    jax.eval_shape(envs.from_gymnax(PoissonResetEnv(), PARAMS).reset, jax.random.key(0))
+    assert key_types == ["threefry2x32"]
 
 
 def run_python(code, *paths):
@@ -216,22 +216,25 @@ def run_python(code, *paths):
     assert run.returncode == 0, run.stderr
 
 
-def test_packages_that_draw_are_imported_when_gymnax_draws():
+@pytest.mark.slow
+def test_plotting_packages_are_imported_lazily():
     run_python("""
-import sys, jax
+import sys, jax, numpy as np
 from rollout import envs
 
 env = envs.make("Catch-bsuite")
 assert not {"matplotlib", "seaborn", "pandas"} & set(sys.modules)
 from gymnax.environments.bsuite import catch
-assert catch.plt.get_backend().lower() == "agg"  # imported by this line
+assert catch.plt.get_backend().lower() == "agg"  # this line imports matplotlib
 assert isinstance(sys.modules["matplotlib"].__file__, str)
-state, _ = env.reset(jax.random.key(0))
+shapes, _ = jax.eval_shape(env.reset, jax.random.key(0))
+state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 assert next(env.render_frames([state])).ndim == 3
 """)
 
 
-def test_gymnax_that_reads_a_drawing_package_at_import_is_imported(tmp_path):
+@pytest.mark.slow
+def test_gymnax_may_use_plotting_packages_at_import(tmp_path):
     folder = tmp_path / "gymnax"
     folder.mkdir()
     text = "import matplotlib.pyplot as plt\nBACKEND = plt.get_backend()\n"

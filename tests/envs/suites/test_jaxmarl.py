@@ -1,4 +1,4 @@
-"""What only JaxMARL has, on environments that have all they may have."""
+"""The JaxMARL adapter, tested with environments that use all optional features."""
 
 import functools
 import re
@@ -25,21 +25,22 @@ pytestmark = [
 
 
 @struct.dataclass
-class Inner:
+class DuelData:
     step: jax.Array
     is_out: jax.Array  # [3]
 
 
 @struct.dataclass
-class State:
-    state: Inner
+class DuelState:
+    state: DuelData
 
 
 class Duel:
-    """Two reds and a blue; action 1 takes an agent out, and nobody left is the end.
+    """Two red agents and a blue agent; action 1 removes an agent.
 
-    In step n (from 1) everyone has the reward n. Observations are floats at first and
-    integers later, and the count of steps begins as a Python number.
+    The episode ends if no agent remains. In step n (from 1), all agents have the
+    reward n. The first observations are floats, later observations are integers, and
+    the first step count is a Python number.
     """
 
     agents = ("red_0", "red_1", "blue_0")
@@ -60,22 +61,22 @@ class Duel:
 
     def reset(self, key):
         del key  # unused
-        state = Inner(step=0, is_out=jnp.zeros((3,), bool))
-        return self.observe(state, jnp.float32), State(state)
+        state = DuelData(step=0, is_out=jnp.zeros((3,), bool))
+        return self.observe(state, jnp.float32), DuelState(state)
 
     def step_env(self, key, state, actions):
         state = state.state
         action = jnp.stack([actions[agent] for agent in self.agents])
         is_out = state.is_out | (action == 1)
-        state = Inner(step=jnp.int32(state.step + 1), is_out=is_out)
+        state = DuelData(step=jnp.int32(state.step + 1), is_out=is_out)
         dones = dict(zip(self.agents, is_out, strict=True))
         dones["__all__"] = jnp.all(is_out) | (state.step >= self.max_steps)
         reward = dict.fromkeys((*self.agents, "__all__"), state.step)
         info = {"draw": jax.random.uniform(key), "count": 3}
-        return self.observe(state, jnp.int32), State(state), reward, dones, info
+        return self.observe(state, jnp.int32), DuelState(state), reward, dones, info
 
     def get_avail_actions(self, state):
-        """Not the action of the number of the steps taken."""
+        """Masks the action whose number is the number of steps."""
         return {
             agent: (jnp.arange(self.action_space(agent).n) != state.state.step).astype(
                 jnp.float32
@@ -84,10 +85,10 @@ class Duel:
         }
 
 
-make = functools.cache(jaxmarl.make)  # what one test compiled serves the next
+make_env = functools.cache(jaxmarl.make)  # tests share compiled programs
 
 
-def test_masked_agents_are_as_in_a_plain_loop():
+def test_agents_with_masks_equal_plain_loop():
     def observation(obs):
         return {group: x["observation"] for group, x in obs.items()}
 
@@ -106,7 +107,7 @@ def test_masked_agents_are_as_in_a_plain_loop():
 TERMINATED, TRUNCATED = (True, False), (False, True)
 
 
-def test_agents_end_alone_or_all_together():
+def test_agents_terminate_separately_or_together():
     env = envs.suites.from_jaxmarl(Duel())
     state, _, _ = env.reset(KEY)
     step = env.step(KEY, state, {"red": jnp.array([0, 1]), "blue": jnp.array([0])})
@@ -115,7 +116,7 @@ def test_agents_end_alone_or_all_together():
     assert not step.truncated.any()
     assert not step.episode_terminated
     red = step.obs["red"]
-    # After the first step action 1 is not allowed.
+    # After the first step, action 1 is masked.
     np.testing.assert_array_equal(red["action_mask"], [[True, False, True]] * 2)
     np.testing.assert_array_equal(red["world_state"], [[0.0, 1.0, 0.0]] * 2)
     assert step.obs["blue"]["action_mask"].shape == (1, 4)
@@ -124,12 +125,12 @@ def test_agents_end_alone_or_all_together():
 
 
 @struct.dataclass
-class Clock:
+class SoloState:
     clock: jax.Array
 
 
 class Solo:
-    """One agent; its limit and its time have other names."""
+    """A single agent; the fields for limit and time have other names."""
 
     agents = ("solo",)
     horizon = 2
@@ -141,17 +142,17 @@ class Solo:
         return spaces.Box(-1, 1, (2,))
 
     def reset(self, key):
-        return {"solo": jnp.zeros((1,), jnp.int32)}, Clock(jnp.int32(0))
+        return {"solo": jnp.zeros((1,), jnp.int32)}, SoloState(jnp.int32(0))
 
     def step_env(self, key, state, actions):
-        state = Clock(state.clock + 1)
+        state = SoloState(state.clock + 1)
         done = (state.clock >= self.horizon) | (actions["solo"][0] > 0)
         dones = {"solo": done, "__all__": done}
         obs = {"solo": state.clock.reshape(1)}
         return obs, state, {"solo": 1.0}, dones, {"name": "no array"}
 
     def get_avail_actions(self, state):
-        """As JaxNav's, which are no mask of discrete actions."""
+        """Returns an array like JaxNav's, which does not mask discrete actions."""
         return {"solo": jnp.ones((2,))}
 
 
@@ -168,16 +169,16 @@ def play_solo(env, pushes):
     [
         ({"limit_field": "horizon", "time_field": "clock"}, [-1, -1], TRUNCATED),
         ({"limit_field": "horizon", "time_field": "clock"}, [1], TERMINATED),
-        ({}, [-1, -1], TERMINATED),  # no limit is known
+        ({}, [-1, -1], TERMINATED),  # unknown limit
     ],
 )
-def test_limit_and_time_may_have_other_names(options, pushes, ending):
+def test_limit_and_time_fields_are_options(options, pushes, ending):
     step = play_solo(envs.suites.from_jaxmarl(Solo(), **options), pushes)
     assert (step.episode_terminated, step.episode_truncated) == ending
-    assert step.info == {}  # a name is no array
+    assert step.info == {}  # a string is not an array
 
 
-def test_spaces_are_ours_and_masks_and_world_state_have_theirs():
+def test_spaces_include_mask_and_world_state():
     env = envs.suites.from_jaxmarl(Duel())
     assert env.action_spaces == {"red": envs.Discrete(3), "blue": envs.Discrete(4)}
     blue = env.observation_spaces["blue"].spaces
@@ -189,41 +190,41 @@ def test_spaces_are_ours_and_masks_and_world_state_have_theirs():
     assert solo.observation_spaces["agents"].dtype == jnp.int32
     np.testing.assert_array_equal(solo.observation_spaces["agents"].high, [4])
     assert solo.action_spaces == {"agents": envs.Box(-1, 1, (2,))}
-    seen = envs.suites.from_jaxmarl(Swapped()).observation_spaces["agents"]
-    assert seen == envs.Box(0, 255, (2, 3), jnp.dtype(jnp.uint8))
+    space = envs.suites.from_jaxmarl(WrongSpaceSolo()).observation_spaces["agents"]
+    assert space == envs.Box(0, 255, (2, 3), jnp.dtype(jnp.uint8))
 
 
-class Swapped(Solo):
-    """Declares its observation in another shape and dtype, as Overcooked does."""
+class WrongSpaceSolo(Solo):
+    """Declares a wrong observation shape and dtype, as Overcooked does."""
 
     def observation_space(self, agent):
         return spaces.Box(0, 255, (3, 2))
 
     def reset(self, key):
-        return {"solo": jnp.zeros((2, 3), jnp.uint8)}, Clock(jnp.int32(0))
+        return {"solo": jnp.zeros((2, 3), jnp.uint8)}, SoloState(jnp.int32(0))
 
 
-def test_groups_are_agents_with_equal_spaces():
-    tag = envs.suites.from_jaxmarl(make("MPE_simple_tag_v3"))
+def test_agents_with_equal_spaces_form_groups():
+    tag = envs.suites.from_jaxmarl(make_env("MPE_simple_tag_v3"))
     assert tag.groups == {
         "adversary": ("adversary_0", "adversary_1", "adversary_2"),
         "agent": ("agent_0",),
     }
-    # Names that begin differently within a group do not name it.
-    crypto = envs.suites.from_jaxmarl(make("MPE_simple_crypto_v3"))
+    # A group without a common prefix has the name of its first agent.
+    crypto = envs.suites.from_jaxmarl(make_env("MPE_simple_crypto_v3"))
     assert crypto.groups == {"eve_0": ("eve_0",), "alice_0": ("alice_0", "bob_0")}
-    spread = envs.suites.from_jaxmarl(make("MPE_simple_spread_v3"))
+    spread = envs.suites.from_jaxmarl(make_env("MPE_simple_spread_v3"))
     assert spread.groups == {"agents": ("agent_0", "agent_1", "agent_2")}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"time_field": "clock"}, "be a field of `env`, and `time_field"),
+        ({"time_field": "clock"}, "field of `env`, and `time_field"),
         ({"limit_field": "horizon", "time_field": "age"}, "got 'horizon' and 'age'"),
     ],
 )
-def test_wrong_option_is_named(options, message):
+def test_error_names_wrong_fields(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         envs.suites.from_jaxmarl(Solo(), **options)
 
@@ -236,8 +237,8 @@ def test_wrong_option_is_named(options, message):
         lambda env: baselines.CTRolloutManager(env, batch_size=2),
     ],
 )
-def test_wrappers_of_jaxmarl_are_refused_with_what_stands_for_them(wrap):
-    env = wrap(make("MPE_simple_spread_v3"))
-    message = f"without its wrappers, got {type(env).__name__}. Instead of `LogWrapper`"
+def test_jaxmarl_wrappers_raise(wrap):
+    env = wrap(make_env("MPE_simple_spread_v3"))
+    message = f"without its wrappers, got {type(env).__name__}"
     with pytest.raises(TypeError, match=re.escape(message)):
         envs.suites.from_jaxmarl(env)

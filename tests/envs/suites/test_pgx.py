@@ -1,4 +1,4 @@
-"""What only pgx has: games of several players, and one seat in them."""
+"""The pgx adapters: games of several players, and a single seat of a game."""
 
 import functools
 
@@ -18,7 +18,7 @@ KEY = jax.random.key(3)
 make_game = functools.cache(pgx.make)
 
 
-def test_action_that_is_not_allowed_ends_the_game_and_is_reported(key_reuse):
+def test_illegal_action_ends_the_game(key_reuse):
     env = envs.suites.from_pgx(make_game("tic_tac_toe"))
     step = quick_jit(env.step)
     state, _, _ = quick_jit(env.reset)(KEY)
@@ -31,7 +31,7 @@ def test_action_that_is_not_allowed_ends_the_game_and_is_reported(key_reuse):
         state = result.state
 
 
-def test_spaces_are_those_of_the_game():
+def test_spaces_of_connect_four():
     env = envs.suites.from_pgx(pgx.make("connect_four"))
     assert env.agents == ("player_0", "player_1")
     assert env.groups == {"players": env.agents}
@@ -42,7 +42,7 @@ def test_spaces_are_those_of_the_game():
     assert spaces["observation"].dtype == bool
 
 
-def test_one_player_has_a_game_of_its_own(key_reuse):
+def test_single_player_game_has_one_agent(key_reuse):
     env = envs.suites.from_pgx(pgx.make("2048"))
     assert env.agents == ("player_0",)
     lanes = envs.vectorize(env, 3)
@@ -52,28 +52,30 @@ def test_one_player_has_a_game_of_its_own(key_reuse):
 
 
 @pytest.mark.slow
-def test_every_lane_may_meet_an_opponent_of_its_own(key_reuse):
+def test_opponent_parameters_differ_between_lanes(key_reuse):
     game = make_game("tic_tac_toe")
     params = jnp.arange(3, dtype=jnp.int32)
-    each = jax.vmap(
+    make_envs = jax.vmap(
         lambda number: envs.suites.from_pgx_seat(game, first_valid_action, number)
     )
-    vector = envs.vectorize_each(each(params))
+    vector = envs.vectorize_each(make_envs(params))
     keys = jax.random.split(jax.random.key(2), 3)
     state, _ = quick_jit(vector.reset)(keys)
     step = quick_jit(vector.step)(keys, state, jnp.full((3,), 8, jnp.int32))
     board = jax.device_get(step.obs["observation"])[..., 1].reshape(3, 9)
-    before = jax.device_get(state._x.board if hasattr(state, "_x") else state._board)
+    board_before_step = jax.device_get(
+        state._x.board if hasattr(state, "_x") else state._board
+    )
     for lane in range(3):
-        free = [x for x in range(9) if before[lane, x] < 0 and x != 8]
-        answer = min(free, key=lambda x: (x - lane) % 9)
-        assert board[lane, answer]
+        free_cells = [x for x in range(9) if board_before_step[lane, x] < 0 and x != 8]
+        opponent_action = min(free_cells, key=lambda x: (x - lane) % 9)
+        assert board[lane, opponent_action]
 
 
-def test_seat_is_one_program_for_all_parameters_of_the_opponent():
+def test_seats_share_structure_for_all_opponent_parameters():
     game = make_game("tic_tac_toe")
-    one, other = (
+    first_seat, second_seat = (
         envs.suites.from_pgx_seat(game, first_valid_action, x) for x in (1, 2)
     )
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    assert jax.tree.leaves(one) == [1]
+    assert jax.tree.structure(first_seat) == jax.tree.structure(second_seat)
+    assert jax.tree.leaves(first_seat) == [1]

@@ -1,4 +1,4 @@
-"""Faults that end an episode, rewards as they came, and numbers of episodes."""
+"""Truncation of nonfinite steps, and raw rewards of reward wrappers."""
 
 import functools
 
@@ -18,8 +18,8 @@ B, T = 4, 30
 
 
 @struct.dataclass
-class Breaking(CountEnv):
-    """Counts; its third step terminates, and is NaN in observations or in rewards."""
+class NonfiniteEnv(CountEnv):
+    """Counts; the third step terminates and returns a NaN observation or reward."""
 
     breaks_obs: bool = True
     limit: int = 100
@@ -37,30 +37,30 @@ class Breaking(CountEnv):
 
 
 @functools.cache
-def ended():
-    """The trajectory of two lanes with faulty observations, two with rewards."""
-    env = jax.tree.map(lambda x: np.repeat(x, B), Breaking())
+def play_faulty():
+    """Returns rows of two lanes with NaN observations and two with NaN rewards."""
+    env = jax.tree.map(lambda x: np.repeat(x, B), NonfiniteEnv())
     env = env.replace(breaks_obs=np.array([True, True, False, False]))
     lanes = envs.vectorize_each(envs.wrappers.TruncateOnNonFinite(env))
     return play(envs.NormalizeReward(lanes), T)[1]
 
 
-def test_step_that_is_not_finite_ends_the_episode():
-    trajectory = ended()
+def test_nonfinite_step_truncates():
+    trajectory = play_faulty()
     faulty = trajectory.info["faulty"]
     np.testing.assert_array_equal(faulty, trajectory.episode_length == 3)
     np.testing.assert_array_equal(trajectory.truncated, faulty)
     assert not trajectory.terminated.any()
     assert not trajectory.reward[faulty].any()
     assert np.isfinite(trajectory.reward).all()
-    # The last finite observation stands for the faulty one.
+    # The last finite observation replaces the nonfinite observation.
     assert (trajectory.next_obs[faulty] == 2).all()
     stats = jax.jit(rollout.summarize)(trajectory)
     assert (int(stats.num_nonfinite), float(stats.returns.mean)) == (0, 3.0)
 
 
-class Halving(VectorWrapper):
-    """A user's wrapper: halves the rewards that a learner sees."""
+class HalveReward(VectorWrapper):
+    """A custom wrapper that halves rewards and keeps raw rewards."""
 
     def step(self, keys, state, action):
         result = self.env.step(keys, state, action)
@@ -68,20 +68,20 @@ class Halving(VectorWrapper):
         return result.replace(reward=result.reward / 2, raw_reward=raw)
 
 
-def test_returns_are_of_raw_rewards_whatever_scales_them():
-    env = Halving(envs.NormalizeReward(Halving(envs.vectorize(CountEnv(), B))))
+def test_returns_use_raw_rewards():
+    env = HalveReward(envs.NormalizeReward(HalveReward(envs.vectorize(CountEnv(), B))))
     rows = play(env, 9)[1]
     n = rows.episode_length
     np.testing.assert_array_equal(rows.info["raw_reward"], n)
     np.testing.assert_array_equal(rows.episode_return, n * (n + 1) / 2)
 
 
-class Raw(CountEnv):
+class RawRewardEnv(CountEnv):
     def step(self, key, state, action):
         return super().step(key, state, action).replace(raw_reward=1.0)
 
 
-def test_raw_reward_of_one_environment_is_refused():
-    env = jax.tree_util.register_static(Raw)()
-    with pytest.raises(ValueError, match="must leave `raw_reward` as None"):
+def test_raw_reward_of_single_environment_raises():
+    env = jax.tree_util.register_static(RawRewardEnv)()
+    with pytest.raises(ValueError, match="`raw_reward`"):
         play(envs.vectorize(env, B), 1)
