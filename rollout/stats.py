@@ -7,7 +7,7 @@ contain minus infinity, since logits use it for invalid actions. Accumulated val
 be infinite, since a running minimum starts at infinity.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -18,7 +18,7 @@ from jax.core import Tracer
 
 from rollout.base.platform import to_host
 from rollout.envs.types import ArrayTree
-from rollout.types import Episodes, Transition, check_data, check_trajectory
+from rollout.types import Episode, Episodes, Transition, check_data, check_trajectory
 
 _FIELDS = "obs", "action", "next_obs", "reward", "extras", "final_value", "accumulated"
 
@@ -287,22 +287,19 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
     accumulated: dict[str, Moments] = struct.field(default_factory=dict)
 
     @classmethod
-    def init(cls, *, accumulated: Iterable[str] = ()) -> Self:
+    def init(cls, episode: Episode) -> Self:
         """Returns the statistics of no episodes, to `merge` with later statistics.
 
         Args:
-            accumulated: names of the accumulated values.
+            episode: `carry.episode`, for the names of the accumulated values.
         """
         # Use the types of the results of `merge`: a sum of statistics then keeps its
         # structure in a checkpoint.
-        zero: Any = Moments(
-            count=np.int64(0),
-            total=np.float64(0),
-            squared_deviations=np.float64(0),
-            low=np.float32(np.inf),
-            high=np.float32(-np.inf),
-        )
+        sums: Any = dict.fromkeys(("total", "squared_deviations"), np.float64(0))
+        sums |= {"count": np.int64(0), "low": np.float32(np.inf)}
+        zero = Moments(**sums, high=-sums["low"])
         count: Any = 0
+        names = by_name(episode.accumulated, episode.episode_id.shape)
         return cls(
             num_steps=count,
             num_episodes=count,
@@ -312,7 +309,7 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
             num_nonfinite=count,
             returns=zero,
             lengths=zero,
-            accumulated=dict.fromkeys(accumulated, zero),
+            accumulated=dict.fromkeys(names, zero),
         )
 
     def __str__(self) -> str:

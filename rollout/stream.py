@@ -24,10 +24,10 @@ from rollout.envs.types import ArrayTree, strong
 from rollout.host import ctrl_c
 from rollout.host.host_collector import HostCollector
 from rollout.logs import EpisodeWindow
-from rollout.stats import CollectStats, by_name, count_nonfinite, merge, summarize
+from rollout.stats import CollectStats, count_nonfinite, merge, summarize
 from rollout.types import Carry, Episodes, ParamsT, Transition
 
-_WINDOW = 100  # episodes
+Destination = str | jax.Device | jax.sharding.Sharding | None  # "host"
 _NEWEST = -1  # version of parameters that are read when the batch starts
 _NUM_UNMERGED = 16  # batches whose statistics are merged in one call
 
@@ -180,7 +180,7 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
         max_episode_steps: int | None = None,
         at_batch_end: str = "continue",
         postprocess: Callable[[Transition], ArrayTree] | None = None,
-        device: str | jax.Device | jax.sharding.Sharding | None = None,
+        device: Destination = None,
         prefetch: int = 0,
         reuse_memory: bool = False,
         progress: bool = False,
@@ -193,10 +193,10 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
         if total_steps is not None:
             total_steps = checks.check_int("total_steps", total_steps, most=None)
         if steps_per_batch is not None:
-            label, total = f"num_envs={num_envs}", total_steps or 0
+            label = f"num_envs={num_envs}"
             steps_per_batch = checks.check_int("steps_per_batch", steps_per_batch)
             checks.check_multiple("steps_per_batch", steps_per_batch, num_envs, label)
-            checks.check_multiple("total_steps", total, num_envs, label)
+            checks.check_multiple("total_steps", total_steps or 0, num_envs, label)
             num_rows = steps_per_batch // num_envs
         checks.check_choice("prefetch", prefetch, (0, 1))
         self._spec = BatchSpec(
@@ -205,27 +205,29 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
         self._collector: Any = collector
         self._num_envs, self._total_steps = num_envs, total_steps
         self._device, self._prefetch = device, prefetch
-        self._reuse_memory, self._progress = reuse_memory, progress
+        self._reuse_memory, self._bar = reuse_memory, None
         self._params = _copied(params), 0  # and their version
         sharding = getattr(collector.env, "sharding", None)
         if sharding is not None and sharding.mesh.is_multi_process:
-            facts = {"options": self._spec._replace(postprocess=None)}
-            programs.compare_processes("stream", facts)
+            programs.compare_processes("stream", {"options": self._spec[:4]})
             if prefetch:
                 # All processes must run their programs in the same order.
-                raise ValueError("`prefetch` must be 0 with lanes in many processes.")
+                raise ValueError("`prefetch` must be 0 with several processes.")
         carry = collector.init(key)
-        names = by_name(carry.episode.accumulated, carry.episode.episode_id.shape)
-        window = EpisodeWindow.init(_WINDOW)
+        window = EpisodeWindow.init(100)
         if sharding is not None:
             window = jax.jit(sharding.replicate)(window)
-        stats = StreamStats(CollectStats.init(accumulated=names), window)
+        self._initial_stats = StreamStats(CollectStats.init(carry.episode), window)
         # Only complete states are assigned, since signal handlers and other threads
         # read the state at any time.
-        self._state = _State(carry, stats)
-        self._compiled: set[tuple[BatchSpec, bool]] = set()
-        self._calls, self._bar = ctrl_c.Calls(), None
+        self._state = _State(carry, self._initial_stats)
+        self._compiled: set[tuple] = set()
+        self._calls = ctrl_c.Calls()
         self._must_stop, self._is_closed = False, False
+        if progress:
+            from tqdm import tqdm  # slow to import
+
+            self._bar = tqdm(total=total_steps, unit="step", unit_scale=True)
         # Reentrant, since a signal handler may call `next` or `set_params`.
         self._next_lock, self._params_lock = threading.RLock(), threading.RLock()
 
@@ -282,8 +284,7 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
     def reset_stats(self) -> None:
         """Resets the statistics except the window, `steps` and episode ids."""
         state = self._state
-        collected = CollectStats.init(accumulated=state.stats.collected.accumulated)
-        stats = StreamStats(collected, state.stats.window)
+        stats = self._initial_stats._replace(window=state.stats.window)
         self._state = state._replace(stats=stats, unmerged=())
 
     def set_params(self, params: ParamsT) -> None:
@@ -366,8 +367,6 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
         if self._collector.is_host:
             self._calls.wait()
             carry = self._collector.restore(carry, state["envs"])
-        else:  # the state may come from another number of devices
-            carry = jax.tree.map(_put_like, carry, self.carry)
         # Copy instead of viewing `state`, and convert `[]` arrays to scalars.
         stats = jax.tree.map(lambda x: np.array(x)[()], state["stats"])
         pending = ()
@@ -384,7 +383,7 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
                 pending = self._start(state, state.output)
                 state = self._state = state._replace(pending=(pending,))
         pending, old = state.pending[0], state.stats
-        result = pending.result
+        result, version = pending.result, pending.version
         try:
             if isinstance(result, Future):
                 result = ctrl_c.result(result)
@@ -414,10 +413,10 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
             with ctrl_c.held_back():
                 both = pending, self._start(next_state, state.output)
                 state = self._state = state._replace(pending=both)
-        if self._progress:
-            self._show_bar(next_state)
+        if self._bar is not None:
+            self._bar.set_postfix_str(str(window), refresh=False)
+            self._bar.update(next_state.steps - self._bar.n)
         self._state = next_state._replace(pending=state.pending[1:])
-        version = pending.version
         return batch.replace(trajectory=output, steps=steps, params_version=version)
 
     def _spec_after(self, steps: int) -> BatchSpec | None:
@@ -429,7 +428,7 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
 
     def _start(self, state: _State, memory: ArrayTree | None) -> _Pending:
         """Starts the batch after `state`; continues it in host environments."""
-        spec, collector = self._spec_after(state.steps), self._collector
+        collector, spec = self._collector, self._spec_after(state.steps)
         pending = state.pending[0] if state.pending else _Pending(*self._params)
         carry, params, window = state.carry, pending.params, state.stats.window
         if spec != self._spec or any(x.is_deleted() for x in jax.tree.leaves(memory)):
@@ -451,18 +450,6 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
         start_time = time.perf_counter()
         result = make_batch(spec, collector, carry, params, window, memory)
         return pending._replace(result=result, start_time=start_time)
-
-    def _show_bar(self, state: _State) -> None:
-        """Displays the number of steps and the mean return of recent episodes."""
-        if self._bar is None:
-            from tqdm import tqdm  # slow to import
-
-            total = self._total_steps
-            self._bar = tqdm(
-                total=total, unit="step", unit_scale=True, dynamic_ncols=True
-            )
-        self._bar.set_postfix_str(str(state.stats.window), refresh=False)
-        self._bar.update(state.steps - self._bar.n)
 
 
 def _make_batch(
@@ -524,7 +511,3 @@ def _copied(tree: Any) -> Any:
 
 # Pass a list of leaves: the jit cache may treat different dataclasses as equal.
 _copied_leaves = jax.jit(lambda leaves: [jnp.copy(x) for x in leaves])
-
-
-def _put_like(x: jax.Array, old: jax.Array) -> jax.Array:
-    return x if x.sharding == old.sharding else jax.device_put(x, old.sharding)
