@@ -47,7 +47,7 @@ class StreamBatch(struct.PyTreeNode, kw_only=True):
 
     trajectory: Any  # [T, B, ...]
     stats: CollectStats
-    steps: Any  # int
+    steps: int
     params_version: int = 0
     episodes: Episodes | None = None  # [N]
 
@@ -158,11 +158,13 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
             `params_version` lags by one. With 0, the batch starts in `next`, which is
             strictly on-policy. Must be 0 if lanes are sharded over several processes.
         reuse_memory: if True, donates the memory of each batch to a later batch, for
-            environments in JAX. Reading an earlier batch after the next `next` raises:
-            copy the values that you keep. The option speeds up large batches, for
-            example images, because the first write to newly allocated memory is slow.
+            environments in JAX. The next `next` deletes the arrays of the earlier
+            batch: copy the values that you keep. A NumPy view of an array remains valid
+            but prevents the reuse. The option speeds up large batches, for example
+            images, because the first write to newly allocated memory is slow.
         progress: if True, displays a progress bar on stderr with the steps, the speed,
-            the remaining time, and the mean return of the last 100 episodes.
+            the remaining time, and the mean return of the last 100 episodes. `close`
+            ends it.
 
     Raises:
         ValueError: if an option is invalid, or incompatible with another option.
@@ -189,7 +191,8 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
         checks.check_outside_jit("Stream")
         num_envs, num_rows = collector.env.num_envs, None
         if (steps_per_batch is None) == (episodes_per_batch is None):
-            raise ValueError("Pass either `steps_per_batch` or `episodes_per_batch`.")
+            names = "`steps_per_batch` and `episodes_per_batch`"
+            raise ValueError(f"Exactly one of {names} must be given.")
         if total_steps is not None:
             total_steps = checks.check_int("total_steps", total_steps, most=None)
         if steps_per_batch is not None:
@@ -198,14 +201,14 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
             checks.check_multiple("steps_per_batch", steps_per_batch, num_envs, label)
             checks.check_multiple("total_steps", total_steps or 0, num_envs, label)
             num_rows = steps_per_batch // num_envs
+        checks.check_max_episode_steps(max_episode_steps, num_rows is None)
         checks.check_choice("prefetch", prefetch, (0, 1))
         self._spec = BatchSpec(
             num_rows, episodes_per_batch, max_episode_steps, at_batch_end, postprocess
         )
         self._collector: Any = collector
         self._num_envs, self._total_steps = num_envs, total_steps
-        self._device, self._prefetch = device, prefetch
-        self._reuse_memory, self._bar = reuse_memory, None
+        self._device, self._prefetch, self._reuses = device, prefetch, reuse_memory
         self._params = _copied(params), 0  # and their version
         sharding = getattr(collector.env, "sharding", None)
         if sharding is not None and sharding.mesh.is_multi_process:
@@ -221,9 +224,8 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
         # Only complete states are assigned, since signal handlers and other threads
         # read the state at any time.
         self._state = _State(carry, self._initial_stats)
-        self._compiled: set[tuple] = set()
-        self._calls = ctrl_c.Calls()
-        self._must_stop, self._is_closed = False, False
+        self._calls, self._compiled = ctrl_c.Calls(), set()
+        self._bar, self._must_stop, self._is_closed = None, False, False
         if progress:
             from tqdm import tqdm  # slow to import
 
@@ -335,7 +337,7 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
             # Use 64 bits: the steps of all lanes exceed 2^31 within hours.
             "counts": np.array((state.steps, version, pending.version), np.int64),
             "params": params,
-            "stats": jax.tree.map(np.asarray, self.stats),
+            "stats": jax.tree.map(np.asarray, _merged(state.stats, state.unmerged)),
         }
         if self._prefetch:  # the next batch may have older parameters
             saved["next_params"] = pending.params
@@ -402,7 +404,7 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
         if len(unmerged) == _NUM_UNMERGED:
             stats, unmerged = _merged(stats, unmerged), ()
         output = batch.trajectory
-        memory = output if self._reuse_memory else None
+        memory = output if self._reuses else None
         next_state = _State(carry, stats, unmerged, state.steps + steps, memory)
         if self._device == "host":  # NumPy has no typed keys
             output = jax.tree.map(lambda x: x if has_keys(x) else np.array(x), output)
@@ -475,7 +477,7 @@ def _make_batch(
         )
         trajectory, episodes = episodes.trajectory, episodes.replace(trajectory=())
         stats = summarize(episodes).replace(num_nonfinite=count_nonfinite(trajectory))
-        steps, window = stats.num_steps, window.add(episodes)
+        steps: Any = stats.num_steps
     else:
         if rows and at_end == "reset":
             at_end = "continue"  # the first rows have already reset the episodes
@@ -487,8 +489,8 @@ def _make_batch(
         trajectory, episodes = rows[0], None
         if len(rows) > 1:
             trajectory = jax.tree.map(lambda *x: jnp.concatenate(x), *rows)
-        stats, steps = summarize(trajectory), np.int32(trajectory.mask.size)
-        window = window.add(trajectory)
+        stats, steps = summarize(trajectory), trajectory.mask.size
+    window = window.add(trajectory if episodes is None else episodes)
     if sharding := getattr(collector.env, "sharding", None):
         window = sharding.replicate(window)  # each process reads it
     output = trajectory if postprocess is None else jax.jit(postprocess)(trajectory)

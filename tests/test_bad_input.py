@@ -325,12 +325,12 @@ REFUSED = {
         lambda: envs.TransformObs(COUNT, 3),
     ],
     # Streams.
-    "Pass either `steps_per_batch` or `episodes_per_batch`": [
+    "Exactly one of `steps_per_batch` and `episodes_per_batch` must be given": [
         lambda: stream(steps_per_batch=None),
         lambda: stream(episodes_per_batch=3),
     ],
     "`max_episode_steps` must be given": [
-        lambda: next(stream(episodes_per_batch=3, steps_per_batch=None)),
+        lambda: stream(episodes_per_batch=3, steps_per_batch=None),
     ],
     '`at_batch_end` must be "continue" or': [lambda: next(stream(at_batch_end="stop"))],
     "`params` must keep": [lambda: stream(params=ZEROS).set_params(ZEROS[0])],
