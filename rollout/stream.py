@@ -28,7 +28,7 @@ from rollout.stats import CollectStats, count_nonfinite, merge, summarize
 from rollout.types import Carry, Episodes, ParamsT, Transition
 
 Destination = str | jax.Device | jax.sharding.Sharding | None  # "host"
-_NEWEST = -1  # version of parameters that are read when the batch starts
+_NEWEST = -1  # version, if the batch reads the parameters when it starts
 _NUM_UNMERGED = 16  # batches whose statistics are merged in one call
 
 
@@ -221,8 +221,8 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
         if sharding is not None:
             window = jax.jit(sharding.replicate)(window)
         self._initial_stats = StreamStats(CollectStats.init(carry.episode), window)
-        # Only complete states are assigned, since signal handlers and other threads
-        # read the state at any time.
+        # Signal handlers and other threads read the state at any time, so each
+        # assignment replaces it completely.
         self._state = _State(carry, self._initial_stats)
         self._calls, self._compiled = ctrl_c.Calls(), set()
         self._bar, self._must_stop, self._is_closed = None, False, False
@@ -390,7 +390,7 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
             if isinstance(result, Future):
                 result = ctrl_c.result(result)
             carry, batch, window = result
-            jax.block_until_ready((batch, window))
+            jax.block_until_ready((batch.trajectory, batch.steps))
         except Exception:  # after Ctrl-C the batch is still pending
             failed = (pending._replace(result=None),) if self._collector.is_host else ()
             self._state = state._replace(pending=failed)
@@ -413,8 +413,8 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
         has_next = self._spec_after(next_state.steps) and not self._must_stop
         if has_next and self._prefetch and len(state.pending) == 1:
             with ctrl_c.held_back():
-                both = pending, self._start(next_state, state.output)
-                state = self._state = state._replace(pending=both)
+                batches = pending, self._start(next_state, state.output)
+                state = self._state = state._replace(pending=batches)
         if self._bar is not None:
             self._bar.set_postfix_str(str(window), refresh=False)
             self._bar.update(next_state.steps - self._bar.n)

@@ -62,7 +62,7 @@ def test_stop_during_a_batch_starts_no_other_batch():
 
     collector.env.step = step_and_stop
     batch = next(stream)
-    stream.close()  # waits for a batch that has begun
+    stream.close()  # waits for a started batch
     assert num_steps == batch.steps // collector.env.num_envs
 
 
@@ -89,7 +89,7 @@ def test_restored_stream_returns_the_same_rows(wrap, options, tmp_path):
 
 @pytest.mark.parametrize("make_env", [envs.make_worker_envs, LocalEnvs])
 def test_episodes_restart_if_one_environment_has_no_save_state(make_env):
-    env = make_env([functools.partial(kind, 7) for kind in (Faultless, Arrays)])
+    env = make_env([functools.partial(env_type, 7) for env_type in (Faultless, Arrays)])
     stream = make_stream(HostCollector(env, rollout.random_policy(env.action_space)))
     next(stream)
     with pytest.warns(UserWarning, match="2 unfinished episodes restart"):
@@ -206,7 +206,7 @@ def test_batch_keeps_its_rows_after_two_faults():
             next(stream)
     batch = next(stream)
     assert batch.steps == 40
-    # Calls 1 to 3 are an episode, 4 to 6 a lost one, 7 to 9 and 10 to 12 likewise.
+    # Calls 1 to 3 and 7 to 9 are episodes; calls 4 to 6 and 10 to 12 are lost.
     mask = np.asarray(batch.trajectory.mask)
     assert mask[:, 2].tolist() == [True, True, False, False] * 2 + [True, True]
     assert mask.sum() == 40 - 4

@@ -36,8 +36,8 @@ def take(stream, num_batches):
 
 
 def assert_same(got, want):
-    for one, other in zip(got, want, strict=True):
-        chex.assert_trees_all_equal(one, other)
+    for batch, expected in zip(got, want, strict=True):
+        chex.assert_trees_all_equal(batch, expected)
 
 
 @each_prefetch
@@ -56,7 +56,7 @@ def test_batch_uses_the_params_of_its_version(prefetch):
         assert old["odds"].is_deleted()
         assert stream.state()["params"]["odds"] == 0.5 ** (number + 1)
         stream.set_params(params)
-    # With prefetch, the second batch starts before the first batch is returned.
+    # If `prefetch` is 1, the second batch starts before the first batch is returned.
     assert versions == ([1, 1, 2, 3] if prefetch else [1, 2, 3, 4])
 
 
@@ -164,7 +164,7 @@ def test_ctrl_c_loses_no_batch(options):
     duration = (time.perf_counter() - start) / 6
     rng, num_interrupts, num_lost = np.random.default_rng(0), 0, 0
     press = lambda *_: signal.raise_signal(signal.SIGINT)  # noqa: E731
-    before = signal.signal(signal.SIGALRM, press)
+    old_handler = signal.signal(signal.SIGALRM, press)
     alarm = threading.Timer(TIMEOUT, os.abort)  # a hang cannot be interrupted
     alarm.start()
     try:
@@ -188,7 +188,7 @@ def test_ctrl_c_loses_no_batch(options):
             assert stream.stats.batches == number + 5
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, old_handler)
         alarm.cancel()
     assert num_interrupts > 10
     assert num_lost < num_interrupts / 2
@@ -220,11 +220,11 @@ def test_restored_stream_returns_the_same_bits(prefetch, tmp_path):
     stream = make_stream(prefetch=prefetch)
     got = train(stream, 3)
     rollout.checkpoint.save(tmp_path, {"stream": stream.state()})
-    train(stream, 2)  # later batches are forgotten
+    train(stream, 2)  # `restore` discards these batches
     options = {"key": jax.random.key(0), "params": {"odds": jnp.float32(0)}}
-    other = new_stream(prefetch=prefetch, **options)
-    saved = rollout.checkpoint.restore(tmp_path, {"stream": other.state()})
-    for resumed in (other, stream):
+    new = new_stream(prefetch=prefetch, **options)
+    saved = rollout.checkpoint.restore(tmp_path, {"stream": new.state()})
+    for resumed in (new, stream):
         resumed.restore(saved["stream"])
         assert_same(got + train(resumed, 3), want)
 

@@ -134,8 +134,8 @@ def test_nonfinite_names_the_field_and_the_row(field, value):
     leaf = getattr(transition, name)
     leaf = leaf[key] if key else leaf
     leaf[(2, *[1] * (leaf.ndim - 1))] = value
-    found = stats.nonfinite(transition)
-    bad = {key: np.flatnonzero(rows).tolist() for key, rows in found.items()}
+    flags = stats.nonfinite(transition)
+    bad = {key: np.flatnonzero(rows).tolist() for key, rows in flags.items()}
     may_be = (name, value) == ("extras", -math.inf)
     may_be |= key == "least" and math.isinf(value)
     assert {key: rows for key, rows in bad.items() if rows} == (

@@ -90,7 +90,7 @@ def test_max_episode_steps_counts_across_batches():
     assert trajectory.truncated[~at_limit].sum() == 0
     # Every row after a limit is the first of a new episode.
     assert trajectory.first[1:][trajectory.done[:-1]].all()
-    # Lengths are 2 to 9: one that is 3 ends both ways.
+    # Lengths are 2 to 9: an episode of length 3 sets both flags.
     assert (trajectory.terminated & at_limit).any()
 
 
