@@ -24,7 +24,7 @@ from rollout import buffers, envs
 from rollout.envs import auto_reset
 from rollout.envs.wrappers.wrapper import Wrapper
 from rollout.recipes.ppo import PPO, Config
-from rollout.stream.batch import make_batch
+from rollout.stream import BatchSpec, make_batch
 
 ENV_ID, NUM_ENVS, NUM_STEPS = "CartPole-v1", 2048, 128
 CONFIG = recipes.PUREJAXRL.replace(num_updates=1, num_envs=NUM_ENVS)
@@ -104,11 +104,10 @@ def evaluate() -> ProgramSpec:
 def stream_fill() -> ProgramSpec:
     """One batch of a `Stream`."""
     collector = _collector()
-    size = {"steps_per_batch": NUM_ENVS * NUM_STEPS, "check_finite": True}
-    stream = rollout.Stream(collector, key=jax.random.key(0), **size)
-    arguments = stream._options, NUM_STEPS, collector, _carry(collector), None
-    arguments = *arguments, stream.stats.window, ()
-    return jax.jit(make_batch, static_argnums=(0, 1)), arguments, {}
+    spec = BatchSpec(NUM_STEPS, None, None, "continue", None)
+    window = rollout.EpisodeWindow.init(100)
+    arguments = spec, collector, _carry(collector), None, window, None
+    return make_batch, arguments, {}
 
 
 def _buffer(buffer_type: Any, method: str, **options: Any) -> ProgramSpec:

@@ -4,10 +4,8 @@ Batches have 1,024 environments and 128 steps each. Runs are interleaved in one 
 
 - `prefetch`: CartPole-v1, with a delay per batch on the host as long as a collection;
 - `reuse_memory`: Breakout-MinAtar;
-- the stream, with and without `reuse_memory`, against a bare loop around one jitted
-  function that collects and summarizes. Each measurement has eight batches, because a
-  stream computes the statistics of a batch while the next batch begins;
-- `check_finite`: both environments.
+- the stream, with and without `reuse_memory`, against a bare loop over `collect_steps`,
+  `EpisodeWindow.add` and `summarize`. Each measurement has eight batches.
 
     python benchmarks/stream_speed.py
 """
@@ -32,13 +30,11 @@ CARTPOLE, BREAKOUT = "CartPole-v1", "Breakout-MinAtar"
 def stream_loop(env_id: str, *, delay: float = 0.0, **options: Any) -> Program:
     """Creates a program that waits for the next batch and then sleeps for `delay`."""
     options = {"key": jax.random.key(0), "steps_per_batch": BATCH, **options}
-    batches, stats = rollout.Stream(lanes(env_id, NUM_ENVS), **options), ()
+    batches = rollout.Stream(lanes(env_id, NUM_ENVS), **options)
 
     def step() -> None:
-        nonlocal stats
         batch = next(batches)
-        jax.block_until_ready((batch.trajectory, stats))
-        stats = batch.stats
+        jax.block_until_ready((batch.trajectory, batch.stats))
         time.sleep(delay)
 
     return step
@@ -48,16 +44,14 @@ def bare_loop(env_id: str) -> Program:
     """Creates one iteration of a plain loop around `collect_steps`."""
     collector = lanes(env_id, NUM_ENVS)
     carry = collector.init(jax.random.key(0))
-
-    @jax.jit
-    def collect(carry: rollout.Carry) -> Any:
-        carry, trajectory = collector.collect_steps(carry, None, NUM_STEPS)
-        return carry, trajectory, rollout.summarize(trajectory)
+    window = rollout.EpisodeWindow.init(100)
+    collect = jax.jit(lambda carry: collector.collect_steps(carry, None, NUM_STEPS))
 
     def step() -> Any:
-        nonlocal carry
-        carry, *rest = collect(carry)
-        return rest
+        nonlocal carry, window
+        carry, trajectory = collect(carry)
+        window = window.add(trajectory)
+        return trajectory, rollout.summarize(trajectory), window
 
     return step
 
@@ -83,14 +77,6 @@ PAIRS: dict[str, Callable[[int], tuple[Program, Program]]] = {
     "stream with `reuse_memory=True` / a bare loop with statistics": lambda _: (
         stream_loop(CARTPOLE, reuse_memory=True),
         bare_loop(CARTPOLE),
-    ),
-    "`check_finite` / none, CartPole": lambda _: (
-        stream_loop(CARTPOLE, check_finite=True),
-        stream_loop(CARTPOLE),
-    ),
-    "`check_finite` / none, Breakout": lambda _: (
-        stream_loop(BREAKOUT, check_finite=True),
-        stream_loop(BREAKOUT),
     ),
 }
 

@@ -23,8 +23,9 @@ window over episodes and flattens statistics; `distributions` has distributions 
 actions, `networks` encoders of observations, `normalization` statistics of
 observations, and `training` the interface of agents; `collector`, `evaluation`,
 `env_checker`, `profiling` and `sharding` define `Collector`, `evaluate`, `check_env`,
-`profile` and `shard`; `gif` renders an episode; `cli` is the command line. The packages
-`policies`, `kernel`, `stream` and `inspection` list their modules.
+`profile` and `shard`; `stream` has the batches of a `Stream`; `gif` renders an episode;
+`cli` is the command line. The packages `policies`, `kernel` and `inspection` list their
+modules.
 """
 
 import importlib

@@ -11,7 +11,7 @@ from flax import struct
 
 from rollout.base import checks, programs
 from rollout.envs.types import VectorEnv, check_vector_env, hash_of_types
-from rollout.kernel import episodes, scan, step
+from rollout.kernel import episodes, keys, scan, step
 from rollout.kernel.state import (
     check_fits,
     check_values,
@@ -192,9 +192,15 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         check_values(values, carry.obs)
         return values
 
-    @_jit("num_steps")
+    @_jit("num_steps", "max_episode_steps", "at_batch_end")
     def collect_steps(
-        self, carry: Carry, params: ParamsT, num_steps: int
+        self,
+        carry: Carry,
+        params: ParamsT,
+        num_steps: int,
+        *,
+        max_episode_steps: int | None = None,
+        at_batch_end: str = "continue",
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes `num_steps` steps in every lane. Jitted.
 
@@ -205,16 +211,43 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             carry: the carry of `init` or of an earlier call; it is not donated.
             params: parameters of the policy.
             num_steps: T, steps per lane, at least 1. Static: one trace per value.
+            max_episode_steps: time limit of an episode in steps, counted across calls.
+                The last step is marked as `truncated`. If the environment terminates at
+                the same step, both flags are set. None sets no limit.
+            at_batch_end: treatment of episodes that are unfinished at the end of a
+                call. `"continue"` continues them in the next call. `"reset"` starts new
+                episodes in every call: it discards the unfinished episodes of the
+                previous call without setting a flag. `"truncate"` also starts new
+                episodes, but marks the last step of unfinished episodes as `truncated`.
+                `record_fn` and the accumulators observe this flag, `info` does not.
+                `next_obs` is the true successor.
 
         Returns:
             The next carry, and the trajectory, `[T, B, ...]`. One call of T steps
-            returns the same bits as two calls of T/2.
+            returns the same bits as two calls of T/2, unless `at_batch_end` is
+            `"reset"` or `"truncate"`.
 
         Raises:
-            ValueError: if `num_steps` is not an int of at least 1, or as `step` does.
+            ValueError: if `num_steps` or `max_episode_steps` is not an int of at least
+                1, if `at_batch_end` is another text, or as `step` does.
         """
         num_steps = checks.check_int("num_steps", num_steps)
-        return scan.collect_steps(self, carry, params, num_steps)
+        if max_episode_steps is not None:
+            max_episode_steps = checks.check_max_episode_steps(max_episode_steps)
+        ends = "continue", "reset", "truncate"
+        checks.check_choice("at_batch_end", at_batch_end, ends)
+        if at_batch_end == "reset":
+            start = keys.next_episodes(self.env, carry, roots_of(self, carry))
+            # An episode without any step is already new: keep it.
+            carry = step.restart(self, carry, carry.episode.episode_length > 0, start)
+        return scan.collect_steps(
+            self,
+            carry,
+            params,
+            num_steps,
+            limit=max_episode_steps,
+            cut_last=at_batch_end == "truncate",
+        )
 
     @_jit_fold("num_steps")
     def fold_steps(

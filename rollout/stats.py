@@ -8,7 +8,7 @@ be infinite, since a running minimum starts at infinity.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ import numpy as np
 from flax import struct
 from jax.core import Tracer
 
+from rollout.base.platform import to_host
 from rollout.envs.types import ArrayTree
-from rollout.types import Episodes, Transition, check_data, check_trajectory
+from rollout.types import Episode, Episodes, Transition, check_data, check_trajectory
 
 _FIELDS = "obs", "action", "next_obs", "reward", "extras", "final_value", "accumulated"
 
@@ -171,7 +172,7 @@ def merge(parts: Sequence[Any]) -> Any:
             high=max(x.high for x in parts),
         )
 
-    parts = jax.device_get(list(parts))
+    parts = to_host(list(parts))
     return jax.tree.map(combine, *parts, is_leaf=lambda x: isinstance(x, Moments))
 
 
@@ -284,6 +285,32 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
     returns: Moments
     lengths: Moments
     accumulated: dict[str, Moments] = struct.field(default_factory=dict)
+
+    @classmethod
+    def init(cls, episode: Episode) -> Self:
+        """Returns the statistics of no episodes, to `merge` with later statistics.
+
+        Args:
+            episode: `carry.episode`, for the names of the accumulated values.
+        """
+        # Use the types of the results of `merge`: a sum of statistics then keeps its
+        # structure in a checkpoint.
+        sums: Any = dict.fromkeys(("total", "squared_deviations"), np.float64(0))
+        sums |= {"count": np.int64(0), "low": np.float32(np.inf)}
+        zero = Moments(**sums, high=-sums["low"])
+        count: Any = 0
+        names = by_name(episode.accumulated, episode.episode_id.shape)
+        return cls(
+            num_steps=count,
+            num_episodes=count,
+            num_terminated=count,
+            num_truncated=count,
+            num_unfinished=count,
+            num_nonfinite=count,
+            returns=zero,
+            lengths=zero,
+            accumulated=dict.fromkeys(names, zero),
+        )
 
     def __str__(self) -> str:
         """Formats the mean return, its 95 % interval and the number of episodes."""

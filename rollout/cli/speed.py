@@ -140,10 +140,9 @@ def collect_steps(options: Namespace, num_envs: int) -> Result:
         prefetch=1,
         progress=sys.stderr.isatty(),
     ) as stream:
-        stream.compile()
-        # Compile time includes the time to create the environments.
-        compile_time = time.perf_counter() - start
         metrics = [batch.trajectory for batch in stream]
+        # Compile time includes the time to create the environments.
+        compile_time = time.perf_counter() - start - stream.stats.seconds
     return Result(
         stats=stream.stats.collected,
         agents=merge(metrics) if is_for_agents else None,

@@ -306,7 +306,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             warnings.warn(
                 "The state of the environments was not saved: "
                 f"{num_unfinished} unfinished episodes restart.",
-                stacklevel=4,  # the caller of a `Stream`
+                stacklevel=3,  # the caller of `Stream.restore`
             )
         # Delay Ctrl-C until environments and collector are consistent. An error leaves
         # them inconsistent, so `recover` begins new episodes.

@@ -13,7 +13,7 @@ from rollout.envs.types import ArrayTree
 from rollout.kernel import keys
 from rollout.kernel.state import pack, roots_of, unpack_flags
 from rollout.kernel.step import step
-from rollout.types import Carry, FlagFn, KernelSpec, Transition
+from rollout.types import Carry, KernelSpec, Transition
 
 Acc = TypeVar("Acc")
 Out = TypeVar("Out")
@@ -53,13 +53,12 @@ def scan_steps(
     *,
     limit: int | None = None,
     cut_last: bool = False,
-    drop_fn: FlagFn | None = None,
 ) -> tuple[Carry, Acc, Out]:
     """Takes `num_steps` steps in every lane, and scans `fn` over the recorded rows.
 
     `fn` maps the carry before the step, `acc` and the row to the next `acc` and an
     output; the outputs are stacked, `[T, ...]`. Episodes are truncated after `limit`
-    steps, and in the last row if `cut_last`; `drop_fn` is passed to `step`.
+    steps, and in the last row if `cut_last`.
     """
     roots = roots_of(spec, carry)
     last = carry.step + num_steps - 1
@@ -91,7 +90,6 @@ def scan_steps(
             roots,
             policy_key=policy_key,
             cut_fn=truncate if cut_last or limit is not None else None,
-            drop_fn=drop_fn,
         )
         acc, output = fn(carry, acc, row)
         return (next_carry, acc), output

@@ -59,7 +59,6 @@ def step(
     *,
     policy_key: chex.PRNGKey | None = None,
     cut_fn: FlagFn | None = None,
-    drop_fn: FlagFn | None = None,
 ) -> tuple[Carry, Transition]:
     """Takes a step in every lane, resets finished lanes, and records the transition.
 
@@ -70,19 +69,15 @@ def step(
         roots: root keys of the call, the same at every step.
         policy_key: the policy's key at this step; None derives it from `roots`.
         cut_fn: returns the lanes to truncate, for example at a time limit.
-        drop_fn: returns the lanes to discard; it receives the recorded transition.
     """
     if policy_key is None:
         policy_key = keys.at_step(roots.policy, carry.step)
     next_carry, transition, _ = advance(spec, carry, params, policy_key, cut_fn)
     recorded = record(spec.record_fn, transition)
-    if drop_fn is None and is_endless(transition):
+    if is_endless(transition):
         return next_carry, recorded
-    restarts = transition.done
-    if drop_fn is not None:
-        restarts |= drop_fn(recorded)
     start = keys.next_episodes(spec.env, next_carry, roots)
-    return restart(spec, next_carry, restarts, start), recorded
+    return restart(spec, next_carry, transition.done, start), recorded
 
 
 def advance(

@@ -35,6 +35,20 @@ def test_two_halves_equal_the_whole_bit_for_bit(name):
     chex.assert_trees_all_equal((raw(carry), halves), raw(collect(name)))
 
 
+def test_collect_steps_ends_episodes_at_the_limit_and_at_the_end_of_the_call():
+    collector = make_collector("count")
+    carry = collector.init(jax.random.key(7))
+    carry, rows = collector.collect_steps(
+        carry, None, 5, max_episode_steps=3, at_batch_end="truncate"
+    )
+    assert rows.done[-1].all()
+    assert rows.episode_length.max() == 3
+    np.testing.assert_array_equal(carry.episode.episode_length, 0)
+    carry, _ = collector.collect_steps(carry, None, 1)
+    _, rows = collector.collect_steps(carry, None, 1, at_batch_end="reset")
+    assert rows.first.all()
+
+
 @pytest.mark.parametrize(
     ("params", "options"),
     [

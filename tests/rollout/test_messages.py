@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cases import WithCritic, collect, make_collector
 from host_count import on_host
-from streams import EPISODES, B, make_stream, new_stream
+from streams import B, make_stream, new_stream
 
 import rollout
 from rollout import checkpoint
@@ -122,10 +122,6 @@ OUT_OF_ORDER = AsyncInfo(1, 2, 3)
 log_stats, window = rollout.log_stats, rollout.EpisodeWindow.init(4)
 MESSAGES = [
     # Counts that do not fit one another, and options that exclude each other.
-    (
-        lambda: new_stream(**EPISODES, check_finite=True, on_fault="drop"),
-        '`on_fault="drop"` must not be given with `episodes_per_batch`',
-    ),
     (lambda: save(times=2, step=5), "`step` must be an int of at least 6, got 5"),
     (lambda: shard(6, 4), "got 6; the nearest are 4 or 8"),
     (lambda: shard(8, 2), "and not be sharded already, got _Sha"),

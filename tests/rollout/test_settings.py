@@ -93,23 +93,26 @@ def test_parameters_set_from_many_threads_are_all_counted():
     assert next(stream).params_version == 200
 
 
-def test_second_thread_within_next_is_refused():
+def test_next_waits_for_the_next_of_another_thread():
     entered, leave = threading.Event(), threading.Event()
 
-    def wait_there(transition):
-        """While it is traced, in the first `next`."""
+    def wait_for_leave(transition):
+        """Blocks while the first `next` traces it."""
         entered.set()
         leave.wait(30)
         return transition
 
-    stream = make_stream(record_fn=wait_there)
-    first = threading.Thread(target=lambda: next(stream))
-    first.start()
+    stream, batches = make_stream(record_fn=wait_for_leave), []
+    threads = [
+        threading.Thread(target=lambda: batches.append(next(stream))) for _ in range(2)
+    ]
+    threads[0].start()
     assert entered.wait(30)
-    with pytest.raises(RuntimeError, match="`next` must be called by one thread at a"):
-        next(stream)
+    threads[1].start()
     leave.set()
-    first.join()
-    assert stream.steps == 16
-    next(stream)
+    for thread in threads:
+        thread.join()
     assert stream.steps == 32
+    first_ids, second_ids = (np.asarray(x.trajectory.episode_id) for x in batches)
+    assert (first_ids <= second_ids).all()
+    assert not np.array_equal(*(x.trajectory.episode_length for x in batches))

@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, collect, last_word, on_a_gpu, raw
-from flax import struct
+from cases import collect, on_a_gpu, raw
 
 import rollout
-from rollout import envs
 
 T, B, GAMMA, LAM = 64, 16, 0.9, 0.7
 # Float32 sums of at most 64 terms against float64.
@@ -153,32 +151,6 @@ def test_rows_of_one_iteration_have_the_bits_of_those_one_by_one():
             got = compute(some, next_value[:rows])
         np.testing.assert_array_equal(got, expected)
     jax.clear_caches()
-
-
-@struct.dataclass
-class FaultyEnv(CountEnv):
-    """An observation in six is not finite."""
-
-    def step(self, key, state, action):
-        result = super().step(key, state, action)
-        is_bad = last_word(key) % 6 == 0
-        return result.replace(obs=jnp.where(is_bad, jnp.nan, result.obs))
-
-
-def test_targets_do_not_cross_an_episode_that_a_stream_has_dropped():
-    env = envs.vectorize(FaultyEnv(), B)
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.Collector(env=env, policy=policy)
-    options = {"steps_per_batch": T * B, "key": jax.random.key(1), "on_fault": "drop"}
-    options["check_finite"] = True
-    trajectory = raw(next(rollout.Stream(collector, **options)).trajectory)
-    assert 0 < trajectory.mask.sum() < T * B
-    next_value = jnp.ones((T, B))
-    args, mask = arrays(trajectory, next_value, with_value=False)
-    got = rollout.lambda_returns(*args, gamma=GAMMA, lambda_=LAM, **mask)
-    # By the ids of episodes, which the target does not see.
-    expected = plain_lambda_returns(trajectory, next_value, GAMMA, LAM)
-    np.testing.assert_allclose(got, expected, **CLOSE)
 
 
 def test_rewards_may_be_integers():

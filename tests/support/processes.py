@@ -62,14 +62,12 @@ def arrays(tree) -> dict[str, Any]:
 def error_messages(process):
     """Yields the name and message of each call whose arguments differ by process."""
     mesh, sharded = make_mesh(), rollout.shard(make_collector(), make_mesh())
-    stream = make_stream(sharded, steps_per_batch=8 * B * (1 + process))
     calls = {
         "lanes": lambda: rollout.shard(make_collector(B * (1 + process)), mesh),
         "uneven": lambda: rollout.shard(make_collector(B + process), mesh),
         "parameters": lambda: rollout.shard(make_collector(limit=7 + process), mesh),
-        "options": stream.compile,
+        "options": lambda: make_stream(sharded, steps_per_batch=8 * B * (1 + process)),
         "prefetch": lambda: make_stream(sharded, prefetch=1),
-        "host": lambda: make_stream(sharded, device="host"),
     }
     for name, call in calls.items():
         try:

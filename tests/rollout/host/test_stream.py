@@ -36,7 +36,7 @@ RESET = {"at_batch_end": "reset", "postprocess": lambda t: (t.reward, t.mask)}
 @pytest.mark.parametrize(
     "options", [*STREAMS, pytest.param(RESET, marks=pytest.mark.slow)]
 )
-def test_batches_are_those_of_the_kernel(options):
+def test_batches_equal_batches_of_jax_environments(options):
     streams = [make_stream(collector, **options) for collector in (on_host(), in_jax())]
     for _ in range(2):
         batches = [next(stream) for stream in streams]
@@ -49,7 +49,7 @@ def test_batches_are_those_of_the_kernel(options):
         stream.close()
 
 
-def test_stop_during_a_batch_begins_no_other_batch():
+def test_stop_during_a_batch_starts_no_other_batch():
     collector, num_steps = on_host(), 0
     stream = make_stream(collector, prefetch=1)
     step = collector.env.step
@@ -62,7 +62,7 @@ def test_stop_during_a_batch_begins_no_other_batch():
 
     collector.env.step = step_and_stop
     batch = next(stream)
-    stream.close()  # waits for a batch that has begun
+    stream.close()  # waits for a started batch
     assert num_steps == batch.steps // collector.env.num_envs
 
 
@@ -75,7 +75,7 @@ def stream_of(make_fn, wrap=lambda env: env, **options):
 @pytest.mark.parametrize(
     ("wrap", "options"), [(lambda env: env, {}), (envs.NormalizeHostEnv, STREAMS[1])]
 )
-def test_state_that_was_saved_goes_on_exactly(wrap, options, tmp_path):
+def test_restored_stream_returns_the_same_rows(wrap, options, tmp_path):
     make = functools.partial(Arrays, 7)
     first, second = (stream_of(make, wrap, **options) for _ in "ab")
     next(first), next(first)
@@ -88,8 +88,8 @@ def test_state_that_was_saved_goes_on_exactly(wrap, options, tmp_path):
 
 
 @pytest.mark.parametrize("make_env", [envs.make_worker_envs, LocalEnvs])
-def test_all_environments_begin_anew_where_one_has_no_state(make_env):
-    env = make_env([functools.partial(kind, 7) for kind in (Faultless, Arrays)])
+def test_episodes_restart_if_one_environment_has_no_save_state(make_env):
+    env = make_env([functools.partial(env_type, 7) for env_type in (Faultless, Arrays)])
     stream = make_stream(HostCollector(env, rollout.random_policy(env.action_space)))
     next(stream)
     with pytest.warns(UserWarning, match="2 unfinished episodes restart"):
@@ -98,7 +98,7 @@ def test_all_environments_begin_anew_where_one_has_no_state(make_env):
     stream.close(), env.close()
 
 
-def test_stream_begins_new_episodes_after_a_restore_that_fails():
+def test_stream_starts_new_episodes_after_a_failed_restore():
     stream = stream_of(FailsAtLoad)
     next(stream)
     with pytest.raises(KeyError, match="no such state"):
@@ -109,7 +109,7 @@ def test_stream_begins_new_episodes_after_a_restore_that_fails():
     stream.close()
 
 
-def test_restored_environments_have_the_settings_of_the_new_ones():
+def test_restore_keeps_the_settings_of_the_environments():
     first, second = (stream_of(functools.partial(Arrays, x)) for x in (5, 2))
     next(first)
     second.restore(first.state())
@@ -119,7 +119,7 @@ def test_restored_environments_have_the_settings_of_the_new_ones():
 
 
 class Slow(HostCount):
-    """Is still at work when `next` has returned."""
+    """Takes 10 ms per step."""
 
     is_stepping = threading.Event()
 
@@ -129,7 +129,7 @@ class Slow(HostCount):
         return super().step(action)
 
 
-def test_restore_waits_for_the_batch_in_flight():
+def test_restore_waits_for_the_pending_batch():
     stream = make_stream(HostCollector(env=Slow(4), **OPTIONS), prefetch=1)
     next(stream)
     with pytest.warns(UserWarning, match="was not saved"):
@@ -139,7 +139,7 @@ def test_restore_waits_for_the_batch_in_flight():
     stream.close()
 
 
-def test_collector_is_busy_while_a_batch_is_in_flight():
+def test_collector_raises_while_a_batch_is_pending():
     collector = HostCollector(env=Slow(4), **OPTIONS)
     stream = make_stream(collector, prefetch=1)
     plain = make_stream(HostCollector(env=Slow(4), **OPTIONS))
@@ -152,27 +152,27 @@ def test_collector_is_busy_while_a_batch_is_in_flight():
     stream.close(), plain.close()
 
 
-def test_episodes_restart_where_no_state_was_saved(tmp_path):
+def test_episodes_restart_if_no_state_was_saved(tmp_path):
     first, second = make_stream(on_host()), make_stream(on_host())
     batch = next(first)
     rollout.checkpoint.save(tmp_path, first.state())
     state = rollout.checkpoint.restore(tmp_path, second.state())
     with pytest.warns(UserWarning, match="unfinished episodes restart"):
         second.restore(state)
-    again = jax.device_get(next(second).trajectory)
+    restarted = jax.device_get(next(second).trajectory)
     last = jax.device_get(batch.trajectory)
     in_flight = ~last.done[-1]
     assert in_flight.any()
     np.testing.assert_array_equal(
-        again.episode_id[0], last.episode_id[-1] + np.where(in_flight, 0, 4)
+        restarted.episode_id[0], last.episode_id[-1] + np.where(in_flight, 0, 4)
     )
-    assert again.first[0].all()
-    assert not again.extras["count"][0].any()  # the policy restarts, too
-    for lane in np.flatnonzero(in_flight):  # with the seed that it had
-        here = last.episode_id[:, lane] == last.episode_id[-1, lane]
+    assert restarted.first[0].all()
+    assert not restarted.extras["count"][0].any()  # the policy also restarts
+    for lane in np.flatnonzero(in_flight):  # with its original seed
+        in_last = last.episode_id[:, lane] == last.episode_id[-1, lane]
         assert (
-            last.reward[here, lane].tolist()
-            == again.reward[: here.sum(), lane].tolist()
+            last.reward[in_last, lane].tolist()
+            == restarted.reward[: in_last.sum(), lane].tolist()
         )
     first.close(), second.close()
 
@@ -194,8 +194,8 @@ def test_batch_of_episodes_restarts_after_a_fault():
     stream.close()
 
 
-def test_fault_after_a_fault_leaves_the_rows_before():
-    """Rows of whole episodes stay, though the call was cut short in between."""
+def test_batch_keeps_its_rows_after_two_faults():
+    """Rows before a fault remain in the batch."""
 
     def fault_fn(number, env):
         return RuntimeError("no") if env == 2 and number in (6, 12) else None
@@ -206,14 +206,14 @@ def test_fault_after_a_fault_leaves_the_rows_before():
             next(stream)
     batch = next(stream)
     assert batch.steps == 40
-    # Calls 1 to 3 are an episode, 4 to 6 a lost one, 7 to 9 and 10 to 12 likewise.
+    # Calls 1 to 3 and 7 to 9 are episodes; calls 4 to 6 and 10 to 12 are lost.
     mask = np.asarray(batch.trajectory.mask)
     assert mask[:, 2].tolist() == [True, True, False, False] * 2 + [True, True]
     assert mask.sum() == 40 - 4
     stream.close()
 
 
-def test_batch_with_a_fault_has_the_parameters_of_its_version():
+def test_batch_keeps_its_params_after_a_fault():
     def act(params, obs, key):
         return jnp.zeros(4, jnp.int32), {"params": jnp.broadcast_to(params, 4)}
 
@@ -222,7 +222,7 @@ def test_batch_with_a_fault_has_the_parameters_of_its_version():
     with pytest.raises(EnvFault, match="environment 2 failed"):
         next(stream)
     stream.set_params(np.float32(1))
-    for version in (0, 1):  # the first one goes on where it was cut short
+    for version in (0, 1):  # the first batch was interrupted
         batch = next(stream)
         assert batch.params_version == version
         values = np.asarray(batch.trajectory.extras["params"])
@@ -230,7 +230,7 @@ def test_batch_with_a_fault_has_the_parameters_of_its_version():
     stream.close()
 
 
-def test_faults_are_counted():
+def test_fault_stats_count_the_masked_rows_of_a_stream():
     fault_fn = lambda number, env: RuntimeError("no") if number % 7 == 3 else None  # noqa: E731
     collector = HostCollector(
         env=HostCount(4, fault_fn=fault_fn), policy=POLICY, on_fault="restart"
@@ -239,5 +239,6 @@ def test_faults_are_counted():
     masks = [batch.trajectory.mask for batch in stream]
     lost = sum(int((~mask).sum()) for mask in masks)
     assert lost == collector.fault_stats.lost_steps
-    assert stream.stats.faulty_episodes == collector.fault_stats.faulty_episodes > 4
+    assert collector.fault_stats.faulty_episodes > 4
+    assert stream.steps == 120  # including masked-out rows
     stream.close()

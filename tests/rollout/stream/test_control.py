@@ -1,4 +1,4 @@
-"""Streams that run ahead, are stopped, interrupted, recycled, placed and resumed."""
+"""Prefetching, stopping, interrupting, placing and resuming a stream."""
 
 import functools
 import os
@@ -36,12 +36,12 @@ def take(stream, num_batches):
 
 
 def assert_same(got, want):
-    for one, other in zip(got, want, strict=True):
-        chex.assert_trees_all_equal(one, other)
+    for batch, expected in zip(got, want, strict=True):
+        chex.assert_trees_all_equal(batch, expected)
 
 
 @each_prefetch
-def test_batch_has_the_parameters_of_its_version_which_may_be_donated(prefetch):
+def test_batch_uses_the_params_of_its_version(prefetch):
     update = jax.jit(lambda params: {"odds": params["odds"] / 2}, donate_argnums=0)
     stream, params = make_stream(prefetch=prefetch), {"odds": jnp.float32(0.5)}
     stream.set_params(params)
@@ -56,40 +56,41 @@ def test_batch_has_the_parameters_of_its_version_which_may_be_donated(prefetch):
         assert old["odds"].is_deleted()
         assert stream.state()["params"]["odds"] == 0.5 ** (number + 1)
         stream.set_params(params)
-    # Ahead by one: the second batch was begun before the first was seen.
+    # If `prefetch` is 1, the second batch starts before the first batch is returned.
     assert versions == ([1, 1, 2, 3] if prefetch else [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize(
     ("prefetch", "options"), [(0, {}), (1, {}), pytest.param(0, EPISODES, marks=slow)]
 )
-def test_recycled_batch_raises_and_never_shows_other_data(prefetch, options):
+def test_reuse_memory_deletes_earlier_batches(prefetch, options):
     stream = make_stream(reuse_memory=True, prefetch=prefetch, **options)
-    want = take(make_stream(**options), 4)
-    batches, views, copies = [], [], []
-    for number, expected in enumerate(want):
+    batches = []
+    for number, expected in enumerate(take(make_stream(**options), 4)):
         batches.append(next(stream))
         chex.assert_trees_all_equal(host(batches[-1]), expected)
         for older in batches[: max(0, number - prefetch)]:
             for leaf in jax.tree.leaves(older.trajectory):
                 with pytest.raises(RuntimeError, match="deleted"):
                     np.asarray(leaf)
-        # Of the array's memory.
-        views.append(np.asarray(jax.tree.leaves(batches[-1].trajectory)[0]))
+
+
+def test_numpy_view_of_a_batch_stays_valid_with_reuse_memory():
+    stream, views, copies = make_stream(reuse_memory=True), [], []
+    for _ in range(4):
+        views.append(np.asarray(next(stream).trajectory.next_obs))
         copies.append(views[-1].copy())
         assert_same(views, copies)
 
 
-def test_recycled_stream_writes_to_the_memory_of_the_batch_before():
-    stream, places = make_stream(reuse_memory=True), set()
+def test_reuse_memory_writes_to_the_memory_of_the_previous_batch():
+    stream, addresses = make_stream(reuse_memory=True), set()
     for _ in range(4):
-        batch = next(stream)
-        places.add(batch.trajectory.next_obs.unsafe_buffer_pointer())
-        del batch
-    assert len(places) == 1
+        addresses.add(next(stream).trajectory.next_obs.unsafe_buffer_pointer())
+    assert len(addresses) == 1
 
 
-def test_batch_that_the_user_deleted_costs_the_reuse_and_no_more():
+def test_batch_that_the_user_deletes_is_not_reused():
     stream, want = make_stream(reuse_memory=True, prefetch=1), take(make_stream(), 4)
     for expected in want:
         batch = next(stream)
@@ -97,7 +98,7 @@ def test_batch_that_the_user_deleted_costs_the_reuse_and_no_more():
         batch.trajectory.obs.delete()
 
 
-def test_last_batch_of_a_run_stays_readable():
+def test_last_batch_is_readable_with_reuse_memory():
     batches = list(make_stream(reuse_memory=True, total_steps=16))
     assert int(batches[-1].trajectory.mask.sum()) == 8
 
@@ -111,10 +112,11 @@ def spread(*axes):
     "device",
     ["host", jax.devices()[1], pytest.param(spread(None, "device"), marks=slow)],
 )
-def test_batches_made_ahead_are_the_same_wherever_they_land(device):
+def test_device_receives_the_same_batches(device):
     options = {"total_steps": 24 if device == "host" else 36}  # 4 x 8 + 4
     want = [host(batch) for batch in make_stream(**options)]
-    placed = list(make_stream(device=device, prefetch=1, **options))
+    options |= {"reuse_memory": device == "host", "prefetch": 1}
+    placed = list(make_stream(device=device, **options))
     assert_same(map(host, placed), want)
     for leaf in jax.tree.leaves([batch.trajectory for batch in placed]):
         if device == "host":
@@ -126,20 +128,20 @@ def test_batches_made_ahead_are_the_same_wherever_they_land(device):
 
 
 @each_prefetch
-def test_stop_ends_the_iteration_after_the_batch_in_flight(prefetch):
+def test_stop_ends_the_iteration_after_the_current_batch(prefetch):
     stream, steps = make_stream(prefetch=prefetch, total_steps=80), []
     for batch in stream:
         steps.append(batch.steps)
         if len(steps) == 3:
             stream.stop()
     assert steps == [8] * 3
-    # It goes on where it stood.
+    # A new loop resumes the iteration.
     steps += [batch.steps for batch in stream]
     assert steps == [8] * 10
 
 
 def slowly(trajectory):
-    """Keeps the trajectory; a batch takes a quarter of a second."""
+    """Returns the trajectory after a quarter of a second."""
     wait = functools.partial(time.sleep, 0.25)
     jax.experimental.io_callback(wait, None, ordered=True)
     return trajectory
@@ -152,8 +154,8 @@ def slowly(trajectory):
         pytest.param({**EPISODES, "reuse_memory": True, "prefetch": 1}, marks=slow),
     ],
 )
-def test_interrupts_at_random_times_lose_no_batch(options):
-    """Real signals, while the stream begins a batch, waits for it or takes it."""
+def test_ctrl_c_loses_no_batch(options):
+    """Sends real signals while the stream starts or waits for a batch."""
     stream = new_stream(**options)
     plain = make_stream(**{**options, "reuse_memory": False})
     assert_same(take(stream, 1), take(plain, 1))  # compiles
@@ -162,7 +164,7 @@ def test_interrupts_at_random_times_lose_no_batch(options):
     duration = (time.perf_counter() - start) / 6
     rng, num_interrupts, num_lost = np.random.default_rng(0), 0, 0
     press = lambda *_: signal.raise_signal(signal.SIGINT)  # noqa: E731
-    before = signal.signal(signal.SIGALRM, press)
+    old_handler = signal.signal(signal.SIGALRM, press)
     alarm = threading.Timer(TIMEOUT, os.abort)  # a hang cannot be interrupted
     alarm.start()
     try:
@@ -179,21 +181,21 @@ def test_interrupts_at_random_times_lose_no_batch(options):
             if batch is None and stream.steps == steps:
                 batch = next(stream)
             want = next(plain)
-            if batch is None:  # it was on its way to us: it counts, as the page says
+            if batch is None:  # interrupted after the last line of `next`
                 num_lost += 1
             else:
                 chex.assert_trees_all_equal(host(batch), host(want))
             assert stream.stats.batches == number + 5
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, old_handler)
         alarm.cancel()
     assert num_interrupts > 10
     assert num_lost < num_interrupts / 2
     stream.close()
 
 
-def test_error_of_a_batch_is_raised_and_the_stream_goes_on():
+def test_stream_continues_after_an_error_in_a_batch():
     fails = []
 
     def fail(_):
@@ -213,21 +215,21 @@ def test_error_of_a_batch_is_raised_and_the_stream_goes_on():
 
 
 @pytest.mark.parametrize("prefetch", [1, pytest.param(0, marks=slow)])
-def test_restored_stream_goes_on_bit_for_bit(prefetch, tmp_path):
+def test_restored_stream_returns_the_same_bits(prefetch, tmp_path):
     want = train(make_stream(prefetch=prefetch), 6)
     stream = make_stream(prefetch=prefetch)
     got = train(stream, 3)
     rollout.checkpoint.save(tmp_path, {"stream": stream.state()})
-    train(stream, 2)  # later batches are forgotten
+    train(stream, 2)  # `restore` discards these batches
     options = {"key": jax.random.key(0), "params": {"odds": jnp.float32(0)}}
-    other = new_stream(prefetch=prefetch, **options)
-    saved = rollout.checkpoint.restore(tmp_path, {"stream": other.state()})
-    for resumed in (other, stream):
+    new = new_stream(prefetch=prefetch, **options)
+    saved = rollout.checkpoint.restore(tmp_path, {"stream": new.state()})
+    for resumed in (new, stream):
         resumed.restore(saved["stream"])
         assert_same(got + train(resumed, 3), want)
 
 
-def test_state_is_that_after_the_last_batch_also_while_one_is_made():
+def test_state_excludes_the_pending_batch():
     stream = make_stream(prefetch=1, postprocess=slowly)
     next(stream)
     state = stream.state()  # the second batch is running
@@ -238,7 +240,7 @@ def test_state_is_that_after_the_last_batch_also_while_one_is_made():
     chex.assert_trees_all_equal(host(next(stream)), want)
 
 
-def test_normalising_stream_is_restored_with_its_statistics():
+def test_restore_includes_normalization_statistics():
     env = envs.NormalizeReward(envs.NormalizeObs(make_learner().env))
     learner = make_learner().replace(env=env)
     params = {"odds": jnp.float32(0.5)}
@@ -259,7 +261,7 @@ def test_normalising_stream_is_restored_with_its_statistics():
     np.testing.assert_array_equal(returns, length * (length + 1) // 2)
 
 
-def test_closed_stream_gives_no_batch():
+def test_closed_stream_raises():
     with new_stream() as stream:
         stream.set_params(learn(next(stream)))
     with pytest.raises(RuntimeError, match="The stream is closed"):

@@ -1,4 +1,4 @@
-"""Batches of whole episodes, and trajectories split into pieces of them."""
+"""Batches of complete episodes, and `split_trajectories`."""
 
 import chex
 import jax
@@ -12,7 +12,7 @@ import rollout
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_batches_of_episodes_are_those_of_the_queue(prefetch):
+def test_batches_equal_collect_episodes(prefetch):
     stream = make_stream(prefetch=prefetch, **EPISODES)
     batches = [next(stream) for _ in range(3)]
     collector, params = make_learner(), {"odds": jnp.float32(0.5)}
@@ -26,14 +26,19 @@ def test_batches_of_episodes_are_those_of_the_queue(prefetch):
         episodes = episodes.replace(trajectory=())
         chex.assert_trees_all_equal(batch.episodes, episodes)
         assert batch.steps == int(trajectory.mask.sum()) == int(batch.stats.num_steps)
-        # Episode e of the queue is number -1 - e: 5 in a batch, none twice.
+        # Episode e of the queue has the id -1 - e.
         ids = batch.trajectory.episode_id[0]
         np.testing.assert_array_equal(ids, -1 - np.arange(5 * number, 5 * number + 5))
     assert stream.stats.collected.num_episodes == 15
     assert stream.stats.steps == sum(batch.steps for batch in batches)
 
 
-def test_nothing_is_under_way_where_a_batch_of_episodes_ends():
+def test_total_steps_ends_a_stream_of_episodes():
+    steps = [batch.steps for batch in make_stream(total_steps=50, **EPISODES)]
+    assert sum(steps) >= 50 > sum(steps[:-1])
+
+
+def test_at_batch_end_does_not_change_batches_of_episodes():
     plain = make_stream(**EPISODES)
     stream = make_stream(at_batch_end="reset", **EPISODES)
     chex.assert_trees_all_equal(host(next(stream)), host(next(plain)))
@@ -43,7 +48,7 @@ def test_nothing_is_under_way_where_a_batch_of_episodes_ends():
     chex.assert_trees_all_equal(host(next(plain)), want)
 
 
-def test_pieces_are_those_of_a_plain_loop():
+def test_split_trajectories_equals_a_plain_loop():
     trajectory = reference_rows()
     expected = []
     for lane in range(B):
@@ -75,7 +80,7 @@ def test_select_fields_keeps_only_the_named_fields():
         assert getattr(selected, name) is expected
 
 
-def test_trajectory_without_steps_has_no_pieces():
+def test_split_trajectories_of_a_masked_trajectory_is_empty():
     masked_out = reference_rows().replace(mask=np.zeros((12, B), bool))
     pieces = rollout.trajectories.split_trajectories(masked_out)
     assert pieces.mask.shape == (0, 0)

@@ -1,4 +1,4 @@
-"""Streams of steps: exact counts, with every option."""
+"""Streams of steps: counts, limits and ends of batches."""
 
 import functools
 
@@ -17,9 +17,7 @@ import rollout
 @pytest.mark.parametrize(
     ("per_batch", "total", "steps"), [(8, 28, [8, 8, 8, 4]), (8, 4, [4])]
 )
-def test_batches_have_exactly_their_steps_the_rows_of_collect_steps(
-    per_batch, total, steps
-):
+def test_batches_have_the_rows_of_collect_steps(per_batch, total, steps):
     stream = make_stream(steps_per_batch=per_batch, total_steps=total)
     assert len(stream) == len(steps)
     batches = list(stream)
@@ -66,14 +64,14 @@ def warmed_up():
     return join(batches)
 
 
-def test_warmup_takes_exactly_so_many_random_steps():
+def test_warmup_takes_the_given_number_of_random_steps():
     rows = warmed_up()
     assert rows.action[: WARMUP // B].any()
     assert not rows.action[WARMUP // B :].any()
     np.testing.assert_array_equal(rows.extras["log_prob"], np.float32(-0.5))
 
 
-def test_value_function_gets_the_policys_own_state_in_the_warmup_and_after():
+def test_critic_receives_the_policy_state_during_the_warmup():
     rows = warmed_up()
     is_cut = rows.truncated & ~rows.terminated
     assert is_cut[:3].any()
@@ -82,7 +80,7 @@ def test_value_function_gets_the_policys_own_state_in_the_warmup_and_after():
     np.testing.assert_array_equal(rows.final_value, want)
 
 
-def test_episodes_are_truncated_across_batches():
+def test_max_episode_steps_counts_across_batches():
     # Batches of 2 rows, a limit of 3: the first episode of a lane that the
     # environment does not end before has its third step in the second batch.
     trajectory = warmed_up()
@@ -92,7 +90,7 @@ def test_episodes_are_truncated_across_batches():
     assert trajectory.truncated[~at_limit].sum() == 0
     # Every row after a limit is the first of a new episode.
     assert trajectory.first[1:][trajectory.done[:-1]].all()
-    # Lengths are 2 to 9: one that is 3 ends both ways.
+    # Lengths are 2 to 9: an episode of length 3 sets both flags.
     assert (trajectory.terminated & at_limit).any()
 
 
@@ -102,7 +100,7 @@ def record_cut(t):
 
 
 @pytest.mark.parametrize("make", [in_jax, on_host])
-def test_cut_at_the_end_of_a_batch_is_recorded_and_accumulated(make):
+def test_truncation_at_a_batch_end_is_recorded_and_accumulated(make):
     num_cuts = rollout.Accumulator(jnp.zeros, lambda x, t: x + t.truncated)
     changes = {"record_fn": record_cut, "accumulators": {"num_cuts": num_cuts}}
     collector, options = make(), {"steps_per_batch": 4 * 5, "at_batch_end": "truncate"}
@@ -123,7 +121,7 @@ def test_cut_at_the_end_of_a_batch_is_recorded_and_accumulated(make):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-def test_reset_at_the_end_of_a_batch_starts_new_episodes_and_marks_nothing():
+def test_reset_at_a_batch_end_sets_no_flag():
     trajectory = join(make_stream(total_steps=48, at_batch_end="reset"))
     assert (trajectory.episode_length[::2] == 1).all()  # the first row of a batch
     # The ends are the environment's own.
