@@ -297,9 +297,10 @@ def report(step: Block, steps_per_round: int | None = None) -> Report:
     return make_report(program, find_loop(program), steps_per_round)
 
 
-def block(kind, *names, **fields) -> Block:
+def block(block_kind, *names, **fields) -> Block:
     operations = tuple((WHILE + name, 1) for name in names)
-    return Block(kind=kind, graph_launches=len(names), operations=operations, **fields)
+    counts = {"graph_launches": len(names), "operations": operations}
+    return Block(kind=block_kind, **counts, **fields)
 
 
 def counts(step: Block) -> dict:
@@ -544,7 +545,7 @@ def test_collectives_of_absent_devices_are_reported(accelerator):
 @gpu
 @tpu
 def test_inspection_prints_nothing_without_an_accelerator():
-    """Only notes of the plugin are printed, and JAX keeps its default device."""
+    """The plugin prints only notes, and JAX keeps its default device."""
     code = (
         "import jax, jax.numpy as jnp, rollout\n"
         "x = jax.ShapeDtypeStruct((8, 8), jnp.float32)\n"

@@ -159,7 +159,7 @@ def test_resumed_run_equals_an_uninterrupted_run(lost_runs, folder, child_proces
     )  # other ports
     single = shutil.copytree(
         interrupted, folder / "alone"
-    )  # two processes go on as one
+    )  # one process resumes the run of two
     runs = {
         interrupted: start_processes(pair, interrupted, range(2)),
         folder / "whole": start_processes(second_pair, folder / "whole", range(2)),

@@ -96,29 +96,29 @@ def collectors():
 
 
 @pytest.fixture(scope="module")
-def played(collectors):
+def results(collectors):
     return jax.device_get(play(collectors))
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
-def test_rows_equal_a_plain_loop(played, name):
+def test_rows_equal_a_plain_loop(episode, name):
     setting = SETTINGS[name]
-    rows, episodes = played[name]
+    rows, episodes = episode[name]
     lengths = []
     for number in range(NUM_EPISODES):
-        played = MODEL.play(SCORES, int(rows.obs["user"][0, number]), setting)
-        length = len(played.item)
+        episode = MODEL.play(SCORES, int(rows.obs["user"][0, number]), setting)
+        length = len(episode.item)
         lengths.append(length)
         lane_rows = jax.tree.map(lambda x, lane=number: x[: x.shape[0], lane], rows)
         assert lane_rows.mask.sum() == length
-        np.testing.assert_array_equal(lane_rows.action[:length], played.item)
-        np.testing.assert_array_equal(lane_rows.reward[:length], played.reward)
-        np.testing.assert_array_equal(lane_rows.obs["item"][:length], played.last)
+        np.testing.assert_array_equal(lane_rows.action[:length], episode.item)
+        np.testing.assert_array_equal(lane_rows.reward[:length], episode.reward)
+        np.testing.assert_array_equal(lane_rows.obs["item"][:length], episode.last)
         np.testing.assert_array_equal(
-            lane_rows.obs["action_mask"][:length], played.mask
+            lane_rows.obs["action_mask"][:length], episode.mask
         )
-        np.testing.assert_array_equal(lane_rows.next_obs["item"][:length], played.item)
-        np.testing.assert_array_equal(lane_rows.next_obs["user"][:length], played.user)
+        np.testing.assert_array_equal(lane_rows.next_obs["item"][:length], episode.item)
+        np.testing.assert_array_equal(lane_rows.next_obs["user"][:length], episode.user)
         is_left = lane_rows.terminated | lane_rows.truncated
         if setting.force_length:
             is_left = lane_rows.info["left"]
@@ -126,26 +126,26 @@ def test_rows_equal_a_plain_loop(played, name):
             assert lane_rows.truncated[:length].tolist() == [False] * (length - 1) + [
                 True
             ]
-        np.testing.assert_array_equal(is_left[:length], played.has_left)
+        np.testing.assert_array_equal(is_left[:length], episode.has_left)
         total = np.float32(0)
-        for reward in played.reward:
+        for reward in episode.reward:
             total += reward
         assert episodes.episode_return[number] == total
     np.testing.assert_array_equal(episodes.episode_length, lengths)
 
 
-def test_metrics_equal_a_plain_loop(collectors, played):
+def test_metrics_equal_a_plain_loop(collectors, results):
     stats = evaluate(collectors, NUM_EPISODES, CATALOG)
     assert list(stats) == list(SETTINGS)
     tables = CATALOG.features, CATALOG.popularity, CATALOG.dominated
     for name, setting in SETTINGS.items():
-        rows, _ = played[name]
+        rows, _ = results[name]
         users = rows.obs["user"][0]
         episodes = [MODEL.play(SCORES, int(user), setting) for user in users]
         expected = metrics(episodes, NUM_ITEMS, *tables)
         for metric, value in expected.items():
             np.testing.assert_allclose(getattr(stats[name], metric), value, rtol=1e-5)
-        lengths = [len(played.item) for played in episodes]
+        lengths = [len(results.item) for results in episodes]
         assert stats[name].episodes.lengths.mean == np.float32(np.mean(lengths))
         assert stats[name].episodes.num_episodes == NUM_EPISODES
 
@@ -173,8 +173,8 @@ def test_force_length_fixes_every_episode_length():
 @pytest.mark.slow
 def test_random_first_item_is_not_repeated():
     env = make_settings(random_first=True, force_length=5)["NX_5"]
-    played = jax.device_get(play({"once": make_collector(env)}, num_episodes=50))
-    rows, _ = played["once"]
+    results = jax.device_get(play({"once": make_collector(env)}, num_episodes=50))
+    rows, _ = results["once"]
     first = rows.obs["item"][0]
     assert len(set(first.tolist())) > 5
     assert not (rows.action[:5] == first).any()
@@ -192,8 +192,8 @@ def test_exhausted_items_set_no_valid_action():
     assert flags[NUM_ITEMS:].all()
     assert flags.sum() == 3 * NUM_LANES
     assert np.isfinite(rows.extras["log_prob"]).all()
-    played = MODEL.play(SCORES, int(rows.obs["user"][0, 0]), setting)
-    assert rows.action[:, 0].tolist() == played.item
+    episode = MODEL.play(SCORES, int(rows.obs["user"][0, 0]), setting)
+    assert rows.action[:, 0].tolist() == episode.item
     stats = evaluate({"all": collector}, 20, CATALOG)["all"]
     assert stats.no_valid_action_share == np.float32(3 / (NUM_ITEMS + 3))
     assert all(np.isfinite(x) for x in rollout.log_stats(stats).values())

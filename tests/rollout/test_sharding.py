@@ -208,7 +208,7 @@ def test_collect_steps_needs_no_collectives():
     def run(collector, carry):
         return collector.collect_steps(carry, PARAMS, 4)
 
-    # With 1,024 lanes, both devices share a block of random numbers.
+    # Two devices share a block of random numbers if there are 1,024 lanes.
     for policy, num_envs in (("random", 1024), ("recurrent", B)):
         sharded = shard(make_case("count", policy, num_envs=num_envs), 2)
         assert collectives(run, sharded, sharded.init(KEY)) == []
@@ -222,7 +222,7 @@ def test_collect_steps_needs_no_collectives():
 
 @pytest.mark.slow
 def test_obs_statistics_need_only_all_reduce():
-    """Only sums over rows are exchanged."""
+    """Devices exchange only sums over rows."""
     stats = init_obs_stats(CountEnv().observation_space)
 
     @jax.jit

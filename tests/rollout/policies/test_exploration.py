@@ -106,7 +106,7 @@ POLICIES = {
     "gaussian": GaussianNoise(free, FREE, 1.0),
     "gaussian decay": GaussianNoise(free, FREE, decay),
     "ornstein": OrnsteinUhlenbeck(free, FREE, 0.3, theta=0.4, dt=0.5),
-    # With θ dt = 1 the process has no memory.
+    # θ dt = 1: the process has no memory.
     "white": OrnsteinUhlenbeck(free, FREE, 1.0, theta=1.0, dt=1.0),
     "white decay": OrnsteinUhlenbeck(free, FREE, decay, theta=1.0, dt=1.0),
     **{
