@@ -102,7 +102,13 @@ def test_observations_are_shifted_scaled_and_clipped():
     assert normalize_obs({"params": {}}, obs) is obs
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        x if x in ("ppo", "dqn") else pytest.param(x, marks=pytest.mark.slow)
+        for x in AGENTS
+    ],
+)
 def test_agents_update_statistics_with_all_rows(name):
     agent = make_agent(name, normalize_observations=True)
 
