@@ -28,7 +28,7 @@ def pytest_configure(config):
     Compilation takes most of the time of the tests. `JAX_COMPILATION_CACHE_DIR` may
     name another folder than pytest's cache, which `--cache-clear` empties.
 
-    With `-m "not slow"` programs are compiled with few optimizations, also in child
+    Quick runs (`-m "not slow"`) compile with few optimizations, also in child
     processes. Other runs use the default optimizations, because tests compare bits.
     """
     if _is_quick(config):
@@ -126,7 +126,7 @@ def _num_mappings() -> int:
 def strict_jax(request):
     """Makes silent rank promotion an error, and key reuse in runs with slow tests.
 
-    With `-m "not slow"` the check for key reuse would take a tenth of the time.
+    The check for key reuse would take a tenth of the time of a quick run.
     """
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_debug_key_reuse", not _is_quick(request.config))

@@ -101,9 +101,9 @@ def check_rllib(names, out):
     mine = names["mine"]
     assert mine.truncated[mine.mask].sum() == 96
     assert not mine.terminated.any()
-    sides = np.asarray(mine.mask).reshape(125, 8, 2)
-    assert (sides.sum(axis=-1) == 1).all()  # one side of every game
-    assert sides.any(axis=(0, 1)).all()  # both sides over all games
+    acts = np.asarray(mine.mask).reshape(125, 8, 2)
+    assert (acts.sum(axis=-1) == 1).all()  # one side of every game
+    assert acts.any(axis=(0, 1)).all()  # both sides over all games
 
 
 def check_easyrl4rec(names, out):
@@ -190,7 +190,7 @@ def check_brax(names, out):
 @pytest.mark.usefixtures("key_reuse", "rank_promotion")  # Craftax and brax need both
 @pytest.mark.parametrize("name", TRAINING_CHANGES)
 def test_program_trains(name, request, capsys, tmp_path, monkeypatch):
-    """Without brax, an environment of gymnax replaces the robot."""
+    """An environment of gymnax replaces the robot if brax is not installed."""
     is_short = name in ("brax", "craftax_baselines")
     if name not in EXACT_QUICK:
         request.getfixturevalue("quick_compile" if is_short else "quick_training")

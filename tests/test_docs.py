@@ -30,7 +30,7 @@ README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {"README.md": README}
 TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
-# Programs that train for long, with fewer updates as well: mark `trains`.
+# These programs train for long even with fewer updates: mark `trains`.
 LONG = ("evolution", "lagging_actors", "learned_models", "learning_problems")
 LONG += ("meta_rl", "own_gymnasium", "population_training", "search", "tuning")
 LONG += ("tutorial",)
@@ -41,13 +41,13 @@ NEEDED = {
     "docs/search.md": "mctx",
     "docs/tuning.md": "optuna",
 }
-# Keys of a mapped `scan` are taken for used, and so is that of a resumed training.
+# The key checker reports keys of a mapped `scan` and the key of a resumed training.
 KEYS_TWICE = ("own_gymnasium", "population_training", "search", "tuning", "tutorial")
-# About what is compiled, and of equal bits; the others are with few optimizations.
+# These pages need default optimizations: they show programs or equal bits.
 OPTIMIZED = ("docs/accelerators.md", "docs/concepts/keys.md", "docs/evolution.md")
-# These train for long, and some programs with few optimizations are slow.
+# These pages train for long and need fast programs.
 TRAINED = ("docs/lagging_actors.md",)
-# What is set anew where a page's own numbers take more than half a minute.
+# Changes for pages that take more than half a minute.
 SMALLER = {
     "docs/learned_models.md": ["NUM_ENVS = 64"],
     "docs/own_gymnasium.md": ["settings = settings.replace(num_updates=20)"],
@@ -57,15 +57,15 @@ SMALLER = {
         "config = config.replace(num_updates=15, hidden_layer_sizes=(16, 16))",
     ],
 }
-# How far the numbers that a page prints may be from the shown ones. Of other pages only
-# the words are compared, as few optimizations, or less training, give other numbers.
+# Tolerances of printed numbers. Other pages compare words only, because few
+# optimizations or less training change the numbers.
 TOLERANCES = {
     **dict.fromkeys((x for x in TEXTS if x.startswith("docs/concepts/")), 0.0),
     "docs/agents.md": 0.0,
     "docs/evolution.md": tolerance_here("docs/evolution.md"),
     "docs/meta_rl.md": 0.01,
 }
-# Packages that only show numbers; the tests have no need of them.
+# Logging packages, which are mocked.
 LOGGERS = ("tensorboardX", "wandb")
 
 
@@ -144,7 +144,7 @@ def check_endings(names, out):
 
 
 def check_keys(names, out):
-    """The keys are those of the figure, and draws of the user's keep lanes apart."""
+    """Keys equal the figure, and samples of a lane do not depend on other lanes."""
     carry = names["many"].init(names["root"])
     step = jax.random.fold_in(carry.episode.key[3], envs.types.RESET)
     _, obs = envs.make("CartPole-v1").reset(step)
@@ -261,7 +261,7 @@ def check_host_environments(names, out):
 
 
 def check_learning(names, out):
-    """The gradient of a short rollout is that of the page, and a long one is steep."""
+    """A short rollout has the gradient of the page, and a long one a large gradient."""
     norms = {int(x): float(y) for x, y in map(str.split, out.splitlines())}
     assert f"{norms[10]:.2f}" in TEXTS["docs/learning.md"]
     assert norms[200] > 50 * norms[10]  # chaotic, so other machines have other digits
@@ -305,7 +305,7 @@ def check_recommendation(names, out):
 
 
 def check_streaming(names, out):
-    """Three loggers agree; the second run begins where the first ended."""
+    """Three loggers agree. The second run resumes at the end of the first."""
     metrics = names["metrics"]
     assert 10 < metrics["train/window/return_mean"] < 40
     calls = names["writer"].add_scalar.call_args_list
@@ -338,14 +338,14 @@ def check_tutorial(names, out):
 
 
 def check_lagging_actors(names, out):
-    """The correction helps; 433 and 338 where the page was written."""
+    """The correction increases the return, on the page from 338 to 433."""
     assert names["returns"].shape == (5, 3000)
     corrected, raw = (np.fromstring(x, sep=" ") for x in re.findall(r"\[(.*?)\]", out))
     assert corrected.mean() > raw.mean() > 50
 
 
 def check_learned_models(names, out):
-    """A policy from 12,800 rows; the gradient is that of central differences."""
+    """The policy learns from 12,800 rows. Gradients equal central differences."""
     assert -240 < names["stats"].returns.mean < -130
     assert names["errors"][-1] < 0.001
     # A central difference: float32 values of about -200, 1 apart.
@@ -387,7 +387,7 @@ def check_meta_rl(names, out):
 
 
 def check_population_training(names, out):
-    """A better population; the slope is that of a central difference."""
+    """The population improves. The derivative equals a central difference."""
     assert names["returns"].shape == (8, 4)
     assert np.sort(names["returns"][:, -1])[2] > 300
     x, surrogate = names["log_rate"], names["surrogate"]
@@ -493,7 +493,7 @@ def test_readme_and_its_first_example_are_short():
 
 
 def test_renamed_names_are_not_used():
-    """Not in pages, notebooks, docstrings or messages."""
+    """Pages, notebooks, docstrings and messages use the new names."""
     changelog = (ROOT / "CHANGELOG.md").read_text()
     table = changelog.split("| Before | Now |")[1].split("\n\n")[0]
     old = [x for row in table.splitlines() for x in row.split("|")[1:2]]
@@ -515,7 +515,7 @@ def test_renamed_names_are_not_used():
 
 
 def linked(name: str) -> set[str]:
-    """The files of the repository that a page or the README links."""
+    """Returns the files of the repository that a page links to."""
     folder = (ROOT / name).parent
     paths = re.findall(r"\]\(([^)#\s]+)", TEXTS[name])
     files = ((folder / path).resolve() for path in paths if "://" not in path)
@@ -671,7 +671,7 @@ def test_blank_lines_surround_a_table(name):
             assert not line or not next_line, (line, next_line)
 
 
-# Words that a user types into the search of the site, and the page that must have them.
+# Search words of users, and pages that must contain them.
 SEARCHES = {
     "early stopping": ("recipes/ppo", "coming_from/stable_baselines3"),
     "best model": ("recipes/ppo", "coming_from/stable_baselines3"),

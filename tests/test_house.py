@@ -127,7 +127,7 @@ def test_packages_import_only_contracts_of_environments():
 
 
 def test_recipes_import_public_names_and_no_other_recipe():
-    """`running` and `command` are for all of them, and run where a file is a script."""
+    """All recipes may import `running` and `command`."""
     paths = [*(ROOT / "rollout" / "recipes").glob("*.py")]
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -168,7 +168,7 @@ def test_packages_list_their_modules():
 
 
 def run(code, folder=ROOT, **variables):
-    """What Python prints that runs `code` in a folder."""
+    """Runs `code` in a folder and returns its output."""
     done = subprocess.run(
         [sys.executable, *(["-c", code] if isinstance(code, str) else code)],
         cwd=folder,
@@ -221,8 +221,7 @@ def test_one_import_reaches_all_three_packages():
         _ = rollout.buffer
 
 
-# What a group that trains agents has, and each part of ours that starts a process or
-# pickles.
+# A training script that uses each part of the library that starts a process or pickles.
 BESIDE = """
 import functools, pickle
 import gymnasium, jax
@@ -247,7 +246,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def own_packages(tmp_path):
-    """The folder of a project that has `envs` and `buffers` of its own."""
+    """Creates a project folder with other packages `envs` and `buffers`."""
     (tmp_path / "envs").mkdir()
     (tmp_path / "envs" / "__init__.py").write_text("OWN = True\n")
     (tmp_path / "buffers.py").write_text("OWN = True\n")
@@ -259,7 +258,7 @@ def test_user_packages_may_be_named_envs_and_buffers(own_packages):
     assert run(["train.py"], own_packages, PYTHONPATH=str(ROOT)).startswith("Box(")
 
 
-# Of Python's, NumPy's and jax's kind, and what tests of suites read of these.
+# Private names of Python, NumPy, JAX and suites that tests read.
 OTHERS_PRIVATE = {
     *("_asdict", "_backends", "_board", "_cache_size", "_exit", "_fields"),
     *("_forkserver", "_mjx_model", "_observe", "_preload_modules", "_replace"),
@@ -275,7 +274,7 @@ def test_tests_read_no_private_names():
 
 
 def names_read(node):
-    """The names that an import or an attribute reads, but not those of `self`."""
+    """Returns the names that an import or an attribute reads, except from `self`."""
     if isinstance(node, ast.ImportFrom):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.Attribute):

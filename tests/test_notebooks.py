@@ -57,8 +57,8 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path
 def kernel_manager() -> AsyncKernelManager:
     """Makes a manager whose kernel is the interpreter that runs this test.
 
-    Without directories to search, "python3" is `sys.executable`. An installed spec with
-    this name may be another interpreter.
+    The manager searches no directories, so "python3" is `sys.executable`. An installed
+    spec with this name may be another interpreter.
     """
     specs = KernelSpecManager(kernel_dirs=[])
     manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs)

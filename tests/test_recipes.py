@@ -195,7 +195,7 @@ def make_mappo(code: str) -> str:
 
 # The bounds of returns leave room for the rounding of other processors.
 CHECKS = {
-    # Only the agent with a curriculum reaches the goal.
+    # The agent with a curriculum reaches the goal, and the agent without does not.
     "curriculum": lambda names: (
         [line.get_ydata()[-1] > 70 for line in plt.gca().lines] == [True, False]
     ),
@@ -250,7 +250,7 @@ def check_ippo(names, num_inputs=18):
 
 
 def check_recurrent_ppo(names):
-    """With a learning rate of 0, probabilities do not change."""
+    """Probabilities do not change if the learning rate is 0."""
     agent, config = names["agent"], names["config"].replace(learning_rate=0.0)
     agent = agent.replace(config=config)
     check_replay(jax.jit(agent.update)(names["state"])[1])

@@ -90,7 +90,13 @@ def make_state(agent: DQN):
 UNIFORM = {"prioritized": False, "tau": 1.0, "target_update_interval": 1, "n_step": 1}
 
 
-@pytest.mark.parametrize("changes", [{}, UNIFORM], ids=["prioritized", "uniform"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="prioritized"),
+        pytest.param(UNIFORM, id="uniform", marks=pytest.mark.slow),
+    ],
+)
 def test_update_equals_a_plain_loop(changes, key_reuse):
     """Two updates contain all kinds of endings and both sides of the Huber loss."""
     agent = DQN(envs.vectorize(MaskedEnv(), B), CONFIG.replace(**changes))

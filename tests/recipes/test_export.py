@@ -157,7 +157,9 @@ def forward(layers, activation_fn, x):
     return x @ layers[-1]["kernel"] + layers[-1]["bias"]
 
 
-@pytest.mark.parametrize("name", ["ppo", "dqn", "sac", "td3"])
+@pytest.mark.parametrize(
+    "name", ["ppo", "dqn", "sac", pytest.param("td3", marks=pytest.mark.slow)]
+)
 def test_forward_pass_in_numpy_equals_predict(name):
     """The forward pass of the page equals `predict` for initial weights."""
     env = envs.vectorize(ENVS[name], 2)

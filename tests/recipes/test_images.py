@@ -47,7 +47,13 @@ def make_camera(name, **changes):
     return make_agent(name, env, **changes)
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        x if x in ("ppo", "dqn", "sac") else pytest.param(x, marks=pytest.mark.slow)
+        for x in AGENTS
+    ],
+)
 def test_networks_encode_images_and_buffers_store_bytes(name):
     agent = make_camera(name)
     state = jax.eval_shape(agent.init, jax.random.key(0))

@@ -201,7 +201,10 @@ def plain_batch(trajectory, last_value, numbers) -> Row:
     return jax.tree.map(lambda x: x.reshape(T * B, *x.shape[2:]), batch)
 
 
-@pytest.mark.parametrize("learn_fn", [learn, learn_in_microbatches])
+@pytest.mark.parametrize(
+    "learn_fn",
+    [learn, pytest.param(learn_in_microbatches, marks=pytest.mark.slow)],
+)
 def test_update_equals_a_plain_loop(learn_fn, key_reuse):
     """Every number of the config has an effect. All minibatches have masked rows."""
     state, order = init_and_order(jax.random.key(1))

@@ -43,7 +43,17 @@ def critic_outputs(agent, params, obs):
     return agent.model.apply(params, obs)[1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Other agents have the networks of PPO, or those of SAC.
+quick_agents = pytest.mark.parametrize(
+    "name",
+    [
+        x if x in ("ppo", "sac") else pytest.param(x, marks=pytest.mark.slow)
+        for x in NAMES
+    ],
+)
+
+
+@quick_agents
 def test_actor_does_not_depend_on_the_privileged_part(name):
     agent = make_robot(name, learning_rate=0.1)
 
@@ -68,7 +78,7 @@ def test_actor_does_not_depend_on_the_privileged_part(name):
     jax.tree.map(np.testing.assert_array_equal, robot, complete)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@quick_agents
 def test_options_select_parts(name):
     """The actor reads all parts, and the critic only the noisy part."""
     keys = ("state", "privileged_state")

@@ -23,6 +23,9 @@ CONFIG = Config(num_updates=3, num_steps=T, num_minibatches=2, num_epochs=2)
 CONFIG = CONFIG.replace(memory_size=6, hidden_layer_sizes=(8,), learning_rate=0.02)
 CONFIG = CONFIG.replace(clip_range_vf=0.2, ent_coef=0.1)
 LSTM = "OptimizedLSTMCell"
+each_cell = pytest.mark.parametrize(
+    "cell", ["GRUCell", pytest.param(LSTM, marks=pytest.mark.slow)]
+)
 close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 
 
@@ -110,7 +113,7 @@ def plain_learn(agent, params, order, batch):
     return params, jax.tree.map(jnp.mean, metrics)
 
 
-@pytest.mark.parametrize("cell", ["GRUCell", LSTM])
+@each_cell
 def test_update_equals_a_plain_loop(cell, key_reuse):
     """Minibatches contain all steps of some environments."""
     batch, agent = make_batch(), RecurrentPPO(SPEC, CONFIG.replace(cell=cell))
@@ -177,9 +180,7 @@ def test_update_equals_a_plain_loop(cell, key_reuse):
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize(
-    "cell", ["GRUCell", pytest.param(LSTM, marks=pytest.mark.slow)]
-)
+@each_cell
 def test_replay_equals_the_collected_probabilities(cell):
     """Windows begin in the middle of episodes, and the learning rate is 0."""
     agent = make_agent(CONFIG.replace(cell=cell, learning_rate=0.0, num_steps=9))
