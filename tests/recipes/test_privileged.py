@@ -43,7 +43,7 @@ def critic_outputs(agent, params, obs):
     return agent.model.apply(params, obs)[1]
 
 
-# Other agents have the networks of PPO, or those of SAC.
+# Recurrent PPO is similar to PPO, and TD3 is similar to SAC.
 quick_agents = pytest.mark.parametrize(
     "name",
     [

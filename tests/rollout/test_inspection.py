@@ -299,8 +299,8 @@ def report(step: Block, steps_per_round: int | None = None) -> Report:
 
 def block(block_kind, *names, **fields) -> Block:
     operations = tuple((WHILE + name, 1) for name in names)
-    counts = {"graph_launches": len(names), "operations": operations}
-    return Block(kind=block_kind, **counts, **fields)
+    totals = {"graph_launches": len(names), "operations": operations}
+    return Block(kind=block_kind, **totals, **fields)
 
 
 def counts(step: Block) -> dict:

@@ -101,9 +101,9 @@ def results(collectors):
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
-def test_rows_equal_a_plain_loop(episode, name):
+def test_rows_equal_a_plain_loop(results, name):
     setting = SETTINGS[name]
-    rows, episodes = episode[name]
+    rows, episodes = results[name]
     lengths = []
     for number in range(NUM_EPISODES):
         episode = MODEL.play(SCORES, int(rows.obs["user"][0, number]), setting)
@@ -123,9 +123,8 @@ def test_rows_equal_a_plain_loop(episode, name):
         if setting.force_length:
             is_left = lane_rows.info["left"]
             assert not lane_rows.terminated.any()
-            assert lane_rows.truncated[:length].tolist() == [False] * (length - 1) + [
-                True
-            ]
+            flags = [False] * (length - 1) + [True]
+            assert lane_rows.truncated[:length].tolist() == flags
         np.testing.assert_array_equal(is_left[:length], episode.has_left)
         total = np.float32(0)
         for reward in episode.reward:
@@ -145,7 +144,7 @@ def test_metrics_equal_a_plain_loop(collectors, results):
         expected = metrics(episodes, NUM_ITEMS, *tables)
         for metric, value in expected.items():
             np.testing.assert_allclose(getattr(stats[name], metric), value, rtol=1e-5)
-        lengths = [len(results.item) for results in episodes]
+        lengths = [len(episode.item) for episode in episodes]
         assert stats[name].episodes.lengths.mean == np.float32(np.mean(lengths))
         assert stats[name].episodes.num_episodes == NUM_EPISODES
 

@@ -97,7 +97,7 @@ def make_levels():
 # Collectors and numbers of devices.
 CASES = {
     "recurrent": (functools.partial(make_case, "count", "recurrent"), (1, 4)),
-    # 8 devices divide the lanes twice as finely as the physics of CartPole.
+    # CartPole divides by the same number several times.
     "division": (functools.partial(make_case, "CartPole-v1", "net"), (2, 8)),
     "parameters per lane": (make_limits, (4,)),
     "numbers of episodes": (make_levels, (4,)),

@@ -224,8 +224,8 @@ def test_gaussian_noise_has_mean_zero_and_the_given_scale():
     assert abs(np.corrcoef(noise.T)[0, 1]) < 5 / np.sqrt(NUM_SAMPLES)
     # Within one standard deviation: 68.27 %.
     p = 0.6827
-    inner_mode = (np.abs(noise) < scale).mean()
-    assert abs(inner_mode - p) < 5 * np.sqrt(p * (1 - p) / n)
+    share = (np.abs(noise) < scale).mean()
+    assert abs(share - p) < 5 * np.sqrt(p * (1 - p) / n)
 
 
 @pytest.mark.parametrize("name", ["gaussian clipped", "ornstein clipped"])
