@@ -120,7 +120,7 @@ def check_easyrl4rec(names, out):
 
 
 def check_stable_baselines3(names, out):
-    progress, stats, action, loaded, first, second, evaluated, force = out.splitlines()
+    progress, stats, action, loaded, first, dqn, evaluated, force = out.splitlines()
     assert progress.split()[0] == f"{8 * 128 * 20:,}"
     assert float(stats.split()[1]) > 50
     assert stats.endswith(", 100 episodes")
@@ -128,7 +128,7 @@ def check_stable_baselines3(names, out):
     assert loaded.endswith(", 100 episodes")
     assert float(loaded.split()[1]) > 50  # the loaded agent plays like the trained one
     assert first.split()[0] == f"{16 * (64 + 32 * 6):,}"
-    assert second.endswith(", 100 episodes")
+    assert dqn.endswith(", 100 episodes")
     assert evaluated.endswith(", 10 episodes")
     assert -2 <= float(force.strip("[]")) <= 2
     has_tensorboard = importlib.util.find_spec("tensorboard") is not None

@@ -108,9 +108,8 @@ def test_update_equals_a_plain_loop(changes, key_reuse):
     for number in (1, 2):
         new = slice(8 * number, 8 * number + 8)
         _, t = agent.collector.collect_steps(state.carry, state.params, 8)
-        params = jax.tree.map(
-            np.array, state.params
-        )  # copies: `train` donates the state
+        # Copy the parameters: `train` donates the state.
+        params = jax.tree.map(np.array, state.params)
         target_params = jax.tree.map(np.array, state.target_params)
         buffer_state = add(state.buffer_state, t)
         rows = jax.device_get(buffer_state.ring.experience)

@@ -118,9 +118,8 @@ def test_actions_are_random_and_later_have_clipped_noise(key_reuse):
     )
     assert len(np.unique(first_actions[:4])) == 16  # random
     assert np.abs(first_actions[:4] - 0.5).max() > 1
-    np.testing.assert_array_equal(
-        first_actions[4:], 0.5
-    )  # the actor is zero everywhere
+    # The outputs of the actor are 0.
+    np.testing.assert_array_equal(first_actions[4:], 0.5)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
     close(plain[..., 0], 0.5 + 2.5 * expected)
     assert (np.abs(expected + noise) > 1).any()

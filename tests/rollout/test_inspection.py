@@ -359,11 +359,10 @@ ENV, SCRIPT = Frame("/home/me/my_env.py", 5), Frame("/home/me/train.py", 6)
     ("frames", "source"),
     [
         ([LIBRARY, KERNEL, INSPECTION, SCRIPT], LIBRARY),
-        (
-            [JAX, LIBRARY, KERNEL, SCRIPT, INSPECTION, SCRIPT],
-            LIBRARY,
-        ),  # a training step
-        ([LIBRARY, ENV, KERNEL, INSPECTION, SCRIPT], ENV),  # calls a library function
+        # A training step of the script.
+        ([JAX, LIBRARY, KERNEL, SCRIPT, INSPECTION, SCRIPT], LIBRARY),
+        # An environment that calls a library function.
+        ([LIBRARY, ENV, KERNEL, INSPECTION, SCRIPT], ENV),
         ([SCRIPT, INSPECTION], SCRIPT),
         ([JAX], None),
     ],

@@ -160,9 +160,8 @@ def test_equal_objects_share_programs(name, key_reuse):
     CALLS[name]()
     with count_compiles() as events:
         CALLS[name]()
-    assert set(events) <= {
-        "/jax/core/compile/jaxpr_trace_duration"
-    }  # from `eval_shape`
+    # `eval_shape` traces functions.
+    assert set(events) <= {"/jax/core/compile/jaxpr_trace_duration"}
 
 
 def test_equal_streams_do_not_share_memory():

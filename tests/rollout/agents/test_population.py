@@ -94,13 +94,9 @@ def test_member_indices_follow_earlier_policies():
     np.testing.assert_array_equal(got.action["all"], want)
     stats = rollout.agents.summarize_agents(got)
     counts = [stats.policies[name].returns.count for name in ("fixed", "league")]
-    final_policy_id = np.asarray(policy_id)[
-        np.asarray(got.done)
-    ]  # an episode counts once
-    assert counts == [
-        np.sum((final_policy_id == 0).any(1)),
-        np.sum((final_policy_id > 0).any(1)),
-    ]
+    final_id = np.asarray(policy_id)[np.asarray(got.done)]
+    # An episode counts once per policy.
+    assert counts == [np.sum((final_id == 0).any(1)), np.sum((final_id > 0).any(1))]
 
 
 @pytest.mark.slow
