@@ -24,10 +24,8 @@ import rollout
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "many_machines.md").read_text()
-UPDATES_BEFORE_LOSS, NUM_UPDATES = (
-    4,
-    8,
-)  # updates before a process is lost, and of the whole script
+UPDATES_BEFORE_LOSS = 4  # updates before a process is lost
+NUM_UPDATES = 8  # updates of the complete script
 # Seconds in which the remaining process must end. Other tests slow it down.
 TIMEOUT = 150
 
@@ -149,17 +147,15 @@ def test_remaining_process_ends_with_a_message(name, lost_runs):
 
 
 def test_resumed_run_equals_an_uninterrupted_run(lost_runs, folder, child_processes):
-    assert lost_runs  # ended
+    assert lost_runs
     interrupted = folder / "killed"
     (number,) = rollout.checkpoint.steps(interrupted / "run" / "resume")
     assert UPDATES_BEFORE_LOSS <= number < NUM_UPDATES
-    (pair, single_script), (second_pair, _) = (
-        make_scripts(),
-        make_scripts(),
-    )  # other ports
-    single = shutil.copytree(
-        interrupted, folder / "alone"
-    )  # one process resumes the run of two
+    # The two pairs of processes have different ports.
+    pair, single_script = make_scripts()
+    second_pair, _ = make_scripts()
+    # One process resumes the run of two processes.
+    single = shutil.copytree(interrupted, folder / "alone")
     runs = {
         interrupted: start_processes(pair, interrupted, range(2)),
         folder / "whole": start_processes(second_pair, folder / "whole", range(2)),
