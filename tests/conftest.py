@@ -14,7 +14,7 @@ import pytest
 from compiles import QUICK_FLAGS, QUICK_OPTIONS, check_programs, count_compiles
 from jax._src import compiler
 
-# The modules without which a test that `compiles_for` an accelerator is skipped.
+# The modules that tests with the mark `compiles_for` need.
 COMPILERS = {"h100": "jax_cuda12_plugin", "v5e": "libtpu"}
 _MAPPINGS = pathlib.Path("/proc/self/maps")
 _MANY_MAPPINGS, _MOST_MAPPINGS = 30_000, 45_000  # between files; between tests
@@ -23,17 +23,17 @@ _QUICK = pytest.StashKey[str]()
 
 
 def pytest_configure(config):
-    """Shares what is compiled among the processes of a run, and with the next run.
+    """Shares compiled programs among the processes of a run and with the next run.
 
-    Most of the time of the tests is compiling. `JAX_COMPILATION_CACHE_DIR` may name
-    another folder than the one in pytest's cache, which `--cache-clear` empties.
+    Compilation takes most of the time of the tests. `JAX_COMPILATION_CACHE_DIR` may
+    name another folder than pytest's cache, which `--cache-clear` empties.
 
-    With `-m "not slow"` programs are compiled with few optimizations, also in processes
-    that tests start. Any other run compiles as users do: its tests compare bits.
+    Quick runs (`-m "not slow"`) compile with few optimizations, also in child
+    processes. Other runs use the default optimizations, because tests compare bits.
     """
     if _is_quick(config):
-        given = os.environ.get("XLA_FLAGS", "").replace(QUICK_FLAGS, "")
-        os.environ["XLA_FLAGS"] = f"{QUICK_FLAGS} {given}".strip()
+        user_flags = os.environ.get("XLA_FLAGS", "").replace(QUICK_FLAGS, "")
+        os.environ["XLA_FLAGS"] = f"{QUICK_FLAGS} {user_flags}".strip()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = _compile_folder(config)
     settings = {
@@ -44,21 +44,21 @@ def pytest_configure(config):
     for name, value in settings.items():
         os.environ[name] = str(value)  # for the processes that tests start
         jax.config.update(name.lower(), value)
-    # A shell that starts the tests with `&` has Ctrl-C ignored, also in their children.
+    # If a shell starts the tests with `&`, they and their children ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Devices in name: all share the cores.
+    # Virtual devices: all share the cores.
     jax.config.update("jax_num_cpu_devices", 8)
-    assert jax.device_count() == 8  # from here on they are as they are
+    assert jax.device_count() == 8  # initializes the devices
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leaves out files that are slow as a whole: importing them may take seconds."""
+    """Skips files in which all tests are slow: their import may take seconds."""
     if collection_path.suffix == ".py" and _is_quick(config):
         text = collection_path.read_text()
         if re.search(r"^pytestmark = \[?\s*pytest\.mark\.slow", text, re.M):
             return True
-    return None  # as pytest decides
+    return None  # pytest decides
 
 
 def pytest_runtest_setup(item):
@@ -69,7 +69,7 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Counts what a test compiles, with the fixtures that it is the first to use."""
+    """Counts the programs that a test and its new fixtures compile."""
     with count_compiles() as item.stash[_EVENTS]:
         return (yield)
 
@@ -81,12 +81,12 @@ def pytest_runtest_call(item):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Drops compiled programs before there are too many for one process.
+    """Clears compiled programs before there are too many for one process.
 
     JAX keeps every program, with memory mappings. Linux allows a process 65,530
-    mappings, which a few hundred tests reach; beyond, XLA crashes. Programs are dropped
-    between two files, so that a test needs as many programs in every run. A file with
-    very large programs, such as those of the suites, also drops them between two tests.
+    mappings. A few hundred tests reach this limit, and then XLA crashes. Programs are
+    cleared between two files, so the number of programs of a test is constant. If a
+    file has very large programs, they are also cleared between two tests.
 
     The programs of `quick_compile` and `quick_training` serve only tests with the same
     fixture, because other tests may compare bits.
@@ -124,42 +124,44 @@ def _num_mappings() -> int:
 
 @pytest.fixture(autouse=True, scope="session")
 def strict_jax(request):
-    """Makes silent rank promotion an error; so are reused keys, but not with `-m "not
-    slow"`, where to look for them would take a tenth of the time."""
+    """Makes silent rank promotion an error, and key reuse in runs with slow tests.
+
+    The check for key reuse would take a tenth of the time of a quick run.
+    """
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_debug_key_reuse", not _is_quick(request.config))
 
 
 @pytest.fixture
 def key_reuse():
-    """Allows a test to draw twice from one key, to compare what is drawn."""
+    """Allows a test to use a key twice, for example to compare two samples."""
     with jax.debug_key_reuse(False):
         yield
 
 
 @pytest.fixture
 def quick_compile(monkeypatch, request):
-    """Compiles everything as `quick_jit` does, also what a page compiles itself."""
+    """Compiles all programs with the options of `quick_jit`."""
     _compile_with(monkeypatch, request, QUICK_OPTIONS)
 
 
 @pytest.fixture
 def quick_training(monkeypatch, request):
-    """Compiles faster, and to programs as fast, for a test that trains for long."""
+    """Reduces the time of compilation for a long training, but not its speed."""
     options = dict(QUICK_OPTIONS)
     del options["xla_backend_optimization_level"]
     _compile_with(monkeypatch, request, options)
 
 
 def _compile_with(monkeypatch, request, options):
-    """Passes options of the compiler also to programs whose `jit` names none."""
+    """Passes options of the compiler to all programs."""
     if _is_quick(request.config):
-        return  # all have them
+        return  # `XLA_FLAGS` has the options
     get_options = compiler.get_compile_options
 
-    def get(*args, env_options_overrides=None, **others):
+    def get(*args, env_options_overrides=None, **kwargs):
         overrides = {**options, **(env_options_overrides or {})}
-        return get_options(*args, env_options_overrides=overrides, **others)
+        return get_options(*args, env_options_overrides=overrides, **kwargs)
 
     monkeypatch.setattr(compiler, "get_compile_options", get)
     request.node.stash[_QUICK] = request.fixturename
@@ -167,6 +169,6 @@ def _compile_with(monkeypatch, request, options):
 
 @pytest.fixture
 def rank_promotion():
-    """Allows what some environments of others do."""
+    """Allows rank promotion, which some third-party environments need."""
     with jax.numpy_rank_promotion("allow"):
         yield

@@ -1,6 +1,6 @@
-"""Bad input to `rollout` and `rollout.envs` is refused: each message, and its calls.
+"""Tests of error messages of `rollout` and `rollout.envs` for invalid arguments.
 
-Messages of buffers are in `buffers/test_messages.py`.
+`buffers/test_messages.py` tests messages of buffers.
 """
 
 import functools
@@ -23,8 +23,8 @@ B = 4
 KEY = jax.random.key(0)
 COUNT, DISCRETE = CountEnv(), envs.Discrete(3)
 BOX, INFINITE = envs.Box(-1.0, 1.0, (2,)), envs.Box(-np.inf, 1.0, ())
-COUNTED = rollout.Accumulator(jnp.zeros, lambda count, t: count + 1)
-MANY = envs.vectorize(COUNT, B)
+COUNT_ACCUMULATOR = rollout.Accumulator(jnp.zeros, lambda count, t: count + 1)
+VECTOR_ENV = envs.vectorize(COUNT, B)
 ZEROS, VALUES = jnp.zeros((B,), jnp.int32), jnp.zeros((5, B))
 FLAGS = 2 * (jnp.zeros((5, B), bool),)
 GYMNAX = ("reset_env", "step_env", "action_space", "observation_space")
@@ -42,7 +42,7 @@ def carry():
 
 @functools.cache
 def trajectory():
-    """Five rows of nothing but ones: what they are like is all that matters."""
+    """Creates a trajectory of ones with valid shapes and dtypes."""
     shapes = jax.eval_shape(lambda x: collector().collect_steps(x, None, 5)[1], carry())
     return jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
 
@@ -76,9 +76,11 @@ def policy(fn=lambda params, obs, key: ZEROS):
 
 
 def step_with(**parts):
-    """Takes a step of a collector some part of which is wrong."""
-    made = rollout.Collector(**{"env": MANY, "policy": policy(), **parts})
-    return made.step(made.init(KEY), None)
+    """Takes a step of a collector with an invalid part."""
+    made_collector = rollout.Collector(
+        **{"env": VECTOR_ENV, "policy": policy(), **parts}
+    )
+    return made_collector.step(made_collector.init(KEY), None)
 
 
 def act(action):
@@ -94,8 +96,8 @@ def record(**changes):
 
 
 @struct.dataclass
-class Wrong(CountEnv):
-    """A counting environment whose `reset` or `step` returns something else."""
+class InvalidEnv(CountEnv):
+    """A `CountEnv` with changed results of `reset` or `step`."""
 
     reset_fn: Callable = struct.field(pytree_node=False, default=lambda *result: result)
     step_fn: Callable = struct.field(pytree_node=False, default=lambda result: result)
@@ -109,17 +111,17 @@ class Wrong(CountEnv):
 
 @struct.dataclass
 class Pair(CountEnv):
-    """A counting environment whose action has two parts."""
+    """A `CountEnv` whose action has two parts."""
 
     action_space = envs.spaces.Tuple((DISCRETE, DISCRETE))
 
 
-def step_wrong(**parts):
-    return step_with(env=envs.vectorize(Wrong(**parts), B))
+def step_invalid_env(**parts):
+    return step_with(env=envs.vectorize(InvalidEnv(**parts), B))
 
 
 def step_returns(**changes):
-    return step_wrong(step_fn=lambda result: result.replace(**changes))
+    return step_invalid_env(step_fn=lambda result: result.replace(**changes))
 
 
 def plain_class():
@@ -157,7 +159,7 @@ COUNTS = {
     "n": [lambda n: envs.Discrete(n)],
 }
 FRACTIONS = {
-    "gamma": [lambda x: envs.NormalizeReward(MANY, x)],
+    "gamma": [lambda x: envs.NormalizeReward(VECTOR_ENV, x)],
     "lambda_": [
         lambda x: rollout.lambda_returns(VALUES, VALUES, *FLAGS, gamma=1.0, lambda_=x)
     ],
@@ -169,15 +171,15 @@ def vtrace(threshold=1.0, **options):
     return rollout.vtrace(VALUES, VALUES, VALUES, *FLAGS, **options)
 
 
-REFUSED = {
-    # What a collector is made of.
+MESSAGES = {
+    # Parts of a collector.
     "`policy` must be a `Policy`, for example": [
         lambda: step_with(policy=lambda *args: 0),
         lambda: rollout.policies.Greedy(3),
     ],
     "`accumulators` must map names to `Accumulator`s, got": [
         lambda: accumulate({"a": max}),
-        lambda: accumulate(COUNTED),
+        lambda: accumulate(COUNT_ACCUMULATOR),
     ],
     "`record_fn` must return leaves": [lambda: record(extras=jnp.zeros(()))],
     "must return a `Transition`": [lambda: step_with(record_fn=lambda t: {})],
@@ -206,7 +208,7 @@ REFUSED = {
     "`carry.env_state` must match the output of this collector's `init`": [
         lambda: make_collector("count", 8).step(carry(), None),
     ],
-    # What policies return.
+    # Results of policies.
     "`fn` must return an action or (action, extras), a tuple of 2, got 3": [
         lambda: act((ZEROS, ZEROS, {}))
     ],
@@ -224,8 +226,8 @@ REFUSED = {
     "`env` must have the methods `reset` and `step`": [lambda: envs.vectorize(3, B)],
     "`env` must be a pytree, such as": [lambda: envs.vectorize(plain_class(), B)],
     "`env` must be a single environment, got parallel environments": [
-        lambda: envs.vectorize(MANY, B),
-        lambda: rollout.check_env(MANY),
+        lambda: envs.vectorize(VECTOR_ENV, B),
+        lambda: rollout.check_env(VECTOR_ENV),
     ],
     "`env` must be a `VectorEnv`, got": [
         lambda: step_with(env=COUNT),
@@ -235,16 +237,19 @@ REFUSED = {
         lambda: envs.NormalizeObs(HostCount(2)),
     ],
     "`epsilon` must be above 0": [
-        lambda x=x: envs.NormalizeObs(MANY, epsilon=x) for x in (0.0, np.nan, "1e-8")
+        lambda x=x: envs.NormalizeObs(VECTOR_ENV, epsilon=x)
+        for x in (0.0, np.nan, "1e-8")
     ],
     '`auto_reset` must be "auto" or "compact" or "select"': [
         lambda: envs.vectorize(COUNT, B, auto_reset=["select"]),
         lambda: envs.vectorize(COUNT, B, auto_reset="never"),
     ],
     "`env.reset` must return (state, obs), got": [
-        lambda: step_wrong(reset_fn=lambda state, obs: (state, obs, {})),
+        lambda: step_invalid_env(reset_fn=lambda state, obs: (state, obs, {})),
     ],
-    "return a `rollout.envs.EnvStep`": [lambda: step_wrong(step_fn=lambda r: (r, 0))],
+    "return a `rollout.envs.EnvStep`": [
+        lambda: step_invalid_env(step_fn=lambda r: (r, 0))
+    ],
     "`env.step` must return `reward` as float32 of shape (4,)": [
         lambda: step_returns(reward=jnp.zeros(2)),
     ],
@@ -290,7 +295,9 @@ REFUSED = {
     "`spaces[1]` must be a Box, Discrete": [lambda: envs.spaces.Tuple((DISCRETE, 3))],
     "`spaces` must be a dict of spaces": [lambda: envs.spaces.Dict([DISCRETE])],
     # Policies.
-    "`action_space` must be a Box, Discrete": [lambda: rollout.random_policy(MANY)],
+    "`action_space` must be a Box, Discrete": [
+        lambda: rollout.random_policy(VECTOR_ENV)
+    ],
     "`action_mask` must have the shape": [
         lambda: recommendation.choose_items([[1.0]], [[1, 0]])
     ],
@@ -336,9 +343,11 @@ REFUSED = {
     "`params` must keep": [lambda: stream(params=ZEROS).set_params(ZEROS[0])],
     "outside of `jit`": [lambda: jax.jit(lambda: next(stream()).trajectory)()],
     "`state` must be the state of a stream": [lambda: stream().restore({"carry": 3})],
-    "or a `HostCollector`": [lambda: rollout.Stream(MANY, key=KEY, steps_per_batch=8)],
+    "or a `HostCollector`": [
+        lambda: rollout.Stream(VECTOR_ENV, key=KEY, steps_per_batch=8)
+    ],
     # Devices and checkpoints.
-    "whose environments are in JAX": [lambda: rollout.shard(MANY, mesh())],
+    "whose environments are in JAX": [lambda: rollout.shard(VECTOR_ENV, mesh())],
     "must be a `jax.sharding.Mesh`": [lambda: rollout.shard(collector(), "lanes")],
     "`step` must be an int of at least 0": [
         lambda: checkpoint.save("nowhere", {"n": 1}, step=-1),
@@ -350,15 +359,15 @@ REFUSED = {
 
 
 @pytest.mark.usefixtures("key_reuse")
-@pytest.mark.parametrize(("message", "call"), pairs(REFUSED, COUNTS, FRACTIONS))
-def test_bad_input_is_refused_by_name(message, call, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("message", "call"), pairs(MESSAGES, COUNTS, FRACTIONS))
+def test_invalid_argument_raises(message, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_refused(message, call)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("value", [np.float32(0.5), jnp.float32(0.5), 1, np.int32(0)])
-def test_fraction_may_be_of_any_number_type(value):
+def test_fraction_accepts_any_number_type(value):
     got = rollout.discounted_returns(VALUES + 1.0, *FLAGS, gamma=value)
     want = rollout.discounted_returns(VALUES + 1.0, *FLAGS, gamma=float(value))
     np.testing.assert_array_equal(got, want)

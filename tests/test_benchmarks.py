@@ -1,4 +1,4 @@
-"""Benchmarks run; what pages show of them is what they found."""
+"""Tests of benchmarks, and of their results in pages."""
 
 import argparse
 import dataclasses
@@ -20,13 +20,13 @@ FOLDER = ROOT / "benchmarks"
 DOCS = ROOT / "docs"
 
 
-def test_readme_of_the_benchmarks_lists_every_script():
+def test_readme_lists_every_script():
     text = (FOLDER / "README.md").read_text()
     scripts = {path.name for path in FOLDER.glob("*.py")}
     assert set(re.findall(r"`(\w+\.py)`", text)) == scripts
     for file in re.findall(r"`((?:docs|tests)/[a-z_/]+\.\w+)`", text):
         assert (ROOT / file).is_file(), file
-    # It also lists the results that no script measures again.
+    # The page lists results that no script reproduces.
     listed = text.partition("## Stored results")[2]
     tables = json.loads((DOCS / "speed.json").read_text())
     stored = [name for name, table in tables.items() if "stored" in table]
@@ -75,7 +75,7 @@ def page(tmp_path):
     return tmp_path / "page.md"
 
 
-def test_results_of_a_page_are_those_of_its_program(page):
+def test_pages_script_updates_outputs_and_pictures(page):
     text = PAGE.format(last="print(x + 1)")
     page.write_text(text)
     assert regenerate(page).returncode == 0
@@ -83,14 +83,14 @@ def test_results_of_a_page_are_those_of_its_program(page):
     assert (page.parent / "plot.png").read_text() == "new\n"
 
 
-def test_picture_of_another_script_stays(page):
+def test_picture_with_data_is_not_changed(page):
     page.write_text(PAGE.format(last="print(x + 1)"))
-    (page.parent / "plot.json").touch()  # `charts.py` draws it
+    (page.parent / "plot.json").touch()  # `charts.py` creates the picture
     assert regenerate(page).returncode == 0
     assert (page.parent / "plot.png").read_text() == "old\n"
 
 
-def test_page_whose_program_fails_stays(page):
+def test_page_is_not_changed_if_its_program_fails(page):
     text = PAGE.format(last="raise ValueError(x)")
     page.write_text(text)
     result = regenerate(page)
@@ -103,7 +103,7 @@ def test_page_whose_program_fails_stays(page):
 
 @pytest.fixture
 def pages(monkeypatch):
-    """The script, whose name is also the name of a module of the tests."""
+    """Imports the script under another name than the module `pages` of the tests."""
     monkeypatch.syspath_prepend(str(FOLDER))
     path = FOLDER / "pages.py"
     spec = importlib.util.spec_from_file_location("benchmarks_pages", path)
@@ -112,14 +112,14 @@ def pages(monkeypatch):
     return module
 
 
-def test_block_that_differs_only_in_speeds_stays(pages):
+def test_output_is_not_changed_if_only_speeds_differ(pages):
     text = "```python\nrun()\n```\n\n```text\n1 win, 2,000 steps/s\n```\n"
     assert pages.with_outputs(text, ["1 win, 3 steps/s\n"]) == text
     assert "2 wins, 3 steps/s" in pages.with_outputs(text, ["2 wins, 3 steps/s\n"])
 
 
-def test_pages_and_notebooks_are_saved_with_the_outputs_of_their_programs(pages):
-    """A digest differs if the program or an output was edited by hand."""
+def test_digests_of_pages_and_notebooks_are_current(pages):
+    """A digest changes if the program or an output is edited manually."""
     records = json.loads((DOCS / "regenerated.json").read_text())
     paths = *DOCS.rglob("*.md"), *ROOT.glob("notebooks/*.ipynb")
     digests = {x.relative_to(ROOT).as_posix(): pages.digest(x) for x in paths}
@@ -128,8 +128,8 @@ def test_pages_and_notebooks_are_saved_with_the_outputs_of_their_programs(pages)
     assert len(digests) > 30
 
 
-def test_every_picture_of_the_pages_is_made_by_a_command():
-    """The README of the benchmarks lists the pictures that no page's program saves."""
+def test_every_picture_has_a_command():
+    """The README of the benchmarks lists pictures that no program of a page saves."""
     listed = (FOLDER / "README.md").read_text()
     for path in DOCS.rglob("*.png"):
         programs = path.with_suffix(".md"), path.with_suffix(".json")
@@ -140,23 +140,23 @@ def test_every_picture_of_the_pages_is_made_by_a_command():
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("policy", ["random", "mlp"])
-def test_every_loop_of_the_kernel_benchmark_runs(policy, monkeypatch):
+def test_kernel_benchmark_runs(policy, monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     import rollout_speed
 
     case = rollout_speed.Case("CartPole-v1", 4, policy, num_steps=8)
-    row, more = rollout_speed.measure_loops(case, repeats=1)
+    row, additional_row = rollout_speed.measure_loops(case, repeats=1)
 
-    speeds = [x for name, x in (row | more).items() if name.endswith("M/s")]
+    speeds = [x for name, x in (row | additional_row).items() if name.endswith("M/s")]
     assert len(speeds) == len(rollout_speed.LOOPS)
     data = json.loads((DOCS / "speed.json").read_text())
     assert list(row) == data["random policy"]["columns"]
-    assert list(more) == data["more on random policy"]["columns"]
+    assert list(additional_row) == data["more on random policy"]["columns"]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-def test_every_loop_over_environments_of_gymnasium_runs(monkeypatch):
+def test_gymnasium_benchmark_runs(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     import host_speed
 
@@ -169,14 +169,14 @@ def test_every_loop_over_environments_of_gymnasium_runs(monkeypatch):
     loops = [x["loop"] for x in rows]
     assert len(set(loops)) == 4
     assert all(list(x) == columns and all(x.values()) for x in rows)
-    # The chart finds the rows of ours by their names.
+    # The chart selects rows by their names.
     peers = importlib.import_module("charts").PEERS["Gymnasium: MuJoCo and Atari"]
     assert {x.only for x in peers.values()} == set(loops[2:])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-def test_an_update_is_timed_with_its_parts(monkeypatch):
+def test_overhead_benchmark_runs(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     import overhead
 
@@ -193,7 +193,7 @@ def test_an_update_is_timed_with_its_parts(monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_detail_of_ppo_that_is_changed_is_in_its_file(monkeypatch):
+def test_changed_details_of_ppo_are_options(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     import ppo_results
 
@@ -216,7 +216,7 @@ def data(charts):
     return charts.load("speed.json")
 
 
-def test_tables_are_those_that_are_made_of_the_data(charts):
+def test_tables_are_current(charts):
     """`python benchmarks/tables.py` writes them."""
     tables = importlib.import_module("tables")
     for path, text in tables.written().items():
@@ -226,7 +226,7 @@ def test_tables_are_those_that_are_made_of_the_data(charts):
     assert all(len(runs) == 5 for runs in seeds.values())
 
 
-def test_new_rows_of_a_table_keep_its_note_and_stored_rows(charts, data, tmp_path):
+def test_report_keeps_note_and_stored_rows(charts, data, tmp_path):
     harness = importlib.import_module("harness")
     path = tmp_path / "speed.json"
     path.write_text((DOCS / "speed.json").read_text())
@@ -236,16 +236,16 @@ def test_new_rows_of_a_table_keep_its_note_and_stored_rows(charts, data, tmp_pat
 
     harness.report(argparse.Namespace(json=path), "trainings", [new])
 
-    after = json.loads(path.read_text())
+    report = json.loads(path.read_text())
     stored = data["trainings"]["stored"]["rows"]
-    assert charts.rows_of(after, "trainings") == [new, *rows[-len(stored) :]]
-    assert {x: y for x, y in after.items() if x != "trainings"} == {
+    assert charts.rows_of(report, "trainings") == [new, *rows[-len(stored) :]]
+    assert {x: y for x, y in report.items() if x != "trainings"} == {
         x: y for x, y in data.items() if x != "trainings"
     }
-    assert after["trainings"]["note"] == data["trainings"]["note"]
+    assert report["trainings"]["note"] == data["trainings"]["note"]
 
 
-def test_chart_has_the_lines_and_the_ranges_of_the_data(charts, data):
+def test_speed_chart_contains_the_data(charts, data):
     chart = (DOCS / "speed.svg").read_text()
     shown = html.unescape(" ".join(re.findall(r">([^<>]+)</text>", chart)))
     figure = charts.speeds(data)
@@ -261,13 +261,13 @@ def test_chart_has_the_lines_and_the_ranges_of_the_data(charts, data):
         assert low < min(map(float, cells)) <= max(map(float, cells)) < high
 
 
-def test_ranges_in_the_sentences_of_the_speed_page_are_those_of_the_chart(charts, data):
+def test_ranges_of_the_speed_page_equal_the_chart(charts, data):
     page = (DOCS / "speed.md").read_text()
     sentences = page.partition("\n1. ")[2].partition("\n| Setting |")[0]
     ends = [set(), set()]
     for peers in charts.PEERS.values():
         for peer in peers.values():
-            # The sentences give times as times.
+            # The sentences contain times instead of speeds.
             cells = charts.cells(data, peer._replace(is_time=False))
             ends[0].add(min(cells, key=float))
             ends[1].add(max(cells, key=float))
@@ -280,7 +280,7 @@ def test_ranges_in_the_sentences_of_the_speed_page_are_those_of_the_chart(charts
     assert "48.9" in ends[1]
 
 
-def test_chart_of_launches_is_that_of_its_data(charts):
+def test_launch_chart_contains_the_data(charts):
     data = charts.load("accelerators.json")
     assert all(table["note"] for table in data.values())
     chart = (DOCS / "accelerators.svg").read_text()
@@ -293,7 +293,7 @@ def test_chart_of_launches_is_that_of_its_data(charts):
 @pytest.mark.slow
 @pytest.mark.trains  # `regenerate.py` also runs the script
 @pytest.mark.usefixtures("quick_compile")
-def test_comparison_of_learning_runs_once_per_seed(monkeypatch, tmp_path):
+def test_learning_comparison_runs_once_per_seed(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(FOLDER))
     import learning_compared
 

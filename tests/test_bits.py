@@ -1,10 +1,6 @@
-"""No bit of what is collected has changed since the hashes were written.
+"""Compares collected bits with stored hashes.
 
-Those of policies that draw nothing at random are older than the kernel as it is; the
-others were written again when random actions got cheaper draws, and those of CartPole
-when its bits became those of any number of devices.
-
-On a machine that rounds otherwise there is nothing to compare with.
+The test is skipped on machines whose floating-point rounding differs.
 """
 
 import json
@@ -13,9 +9,9 @@ import bits
 import jax
 import pytest
 
-KNOWN = json.loads(bits.FILE.read_text()).get(jax.__version__)
-# All 18 pairs with all streams take twenty minutes, which is worth it when the
-# kernel or a stream changes. Most have some of the streams here.
+HASHES = json.loads(bits.FILE.read_text()).get(jax.__version__)
+# All 18 pairs with all streams take twenty minutes. Run them after changes of the
+# kernel or of streams.
 CASES = [
     ("count", "recurrent", tuple(bits.STREAMS)),
     ("CartPole-v1", "net", ("truncate", "whole")),
@@ -26,13 +22,13 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.usefixtures("key_reuse")
 @pytest.mark.parametrize(("env", "policy", "streams"), CASES)
-def test_bits_are_those_of_the_code_before(env, policy, streams):
-    if KNOWN is None:
+def test_bits_equal_stored_hashes(env, policy, streams):
+    if HASHES is None:
         pytest.skip(f"no hashes for jax {jax.__version__}")
-    if bits.digest(bits.chaos()) != KNOWN["chaos"]:
-        pytest.skip("this machine rounds otherwise than the one that wrote the hashes")
-    known, hashes = KNOWN[f"{env} {policy}"], bits.hash_all(env, policy, streams)
-    changed = [name for name, x in hashes.items() if known.get(name) != x]
+    if bits.digest(bits.chaos()) != HASHES["chaos"]:
+        pytest.skip("the rounding of this machine differs from the stored hashes")
+    stored, hashes = HASHES[f"{env} {policy}"], bits.hash_all(env, policy, streams)
+    changed = [name for name, x in hashes.items() if stored.get(name) != x]
     assert not changed, (
-        f"other bits than before; {bits.__file__} says how to write them"
+        f"changed bits; {bits.__file__} describes how to update the hashes"
     )

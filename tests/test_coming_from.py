@@ -1,4 +1,4 @@
-"""Pages for those who come from another library: code runs, tables tell the truth."""
+"""Tests of the code of the pages in `docs/coming_from`."""
 
 import importlib.util
 import math
@@ -14,8 +14,8 @@ from PIL import Image
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "coming_from"
 TEXTS = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
-# Pages of one program, most of which train the agent of `ppo.py`; what is set anew.
-TRAINED = {
+# Pages with one program that trains, and the changes that make the training short.
+TRAINING_CHANGES = {
     "brax": "config = config.replace(num_updates=2)",
     "cleanrl": "config = config.replace(num_updates=200)",
     "craftax_baselines": """\
@@ -31,18 +31,18 @@ config = config.replace(num_updates=20)
 settings = settings.replace(num_updates=6)
 robot_config = robot_config.replace(num_updates=2, num_steps=50)""",
 }
-NEEDED = {"craftax_baselines": "craftax"}
-# Pages whose numbers are those of any compiler; of the others the words are compared.
+REQUIRED = {"craftax_baselines": "craftax"}
+# Numbers of these pages do not depend on the compiler. Other pages compare words only.
 EXACT = ("easyrl4rec", "rllib", "torchrl")
-# Pages whose numbers are the same with the options of the compiler in the tests.
-EXACT_HERE = ("flashbax", "gymnax", "rlax", "tianshou")
+# Numbers of these pages are equal with the options of the compiler in the tests.
+EXACT_QUICK = ("flashbax", "gymnax", "rlax", "tianshou")
 
 
 def check_out(name, names, out):
-    """Checks the results of a page, and that the page shows what it prints."""
+    """Checks the results of a page and the output on the page."""
     globals()[f"check_{name}"](names, out.replace(MARK, ""))
     tolerance = 0.0 if name in EXACT else math.inf
-    if name in EXACT_HERE:
+    if name in EXACT_QUICK:
         tolerance = tolerance_here(f"docs/coming_from/{name}.md")
     check_printed(TEXTS[name], out, tolerance)
 
@@ -58,15 +58,15 @@ def check_purejaxrl(names, out):
 
 
 def check_tianshou(names, out):
-    stored, evaluated = out.splitlines()
-    assert int(stored) == 8 * (100 + 20 * 7)
-    assert evaluated.split()[0] == "20"
-    assert 8 < float(evaluated.split()[1]) <= 500
+    num_stored, evaluation = out.splitlines()
+    assert int(num_stored) == 8 * (100 + 20 * 7)
+    assert evaluation.split()[0] == "20"
+    assert 8 < float(evaluation.split()[1]) <= 500
     rows, mask = names["buffer"].to_trajectory(names["state"])
     assert mask[:240].all()
     assert not mask[240:].any()
-    share = np.asarray(rows.action)[:100].mean()  # the random ones
-    assert 0.4 < share < 0.6
+    action_mean = np.asarray(rows.action)[:100].mean()  # random actions
+    assert 0.4 < action_mean < 0.6
     np.testing.assert_array_equal(  # the buffer has the successors, also at endings
         np.asarray(rows.obs)[1:240][~np.asarray(rows.done)[:239]],
         np.asarray(rows.next_obs)[:239][~np.asarray(rows.done)[:239]],
@@ -96,14 +96,14 @@ def check_rllib(names, out):
     assert counts == ["96", "1000", "1000"]  # 8 lanes of 12.5 episodes of ten rounds
     assert learner[0] == "learner"
     assert rival[0] == "rival"
-    assert float(learner[1]) == -float(rival[1])  # what one wins, the other loses
+    assert float(learner[1]) == -float(rival[1])  # zero-sum game
     assert learner[2] == rival[2] == "10.0"
     mine = names["mine"]
     assert mine.truncated[mine.mask].sum() == 96
     assert not mine.terminated.any()
-    sides = np.asarray(mine.mask).reshape(125, 8, 2)
-    assert (sides.sum(axis=-1) == 1).all()  # it sits on one side of every game
-    assert sides.any(axis=(0, 1)).all()  # and on either side of some
+    acts = np.asarray(mine.mask).reshape(125, 8, 2)
+    assert (acts.sum(axis=-1) == 1).all()  # one side of every game
+    assert acts.any(axis=(0, 1)).all()  # both sides over all games
 
 
 def check_easyrl4rec(names, out):
@@ -120,7 +120,7 @@ def check_easyrl4rec(names, out):
 
 
 def check_stable_baselines3(names, out):
-    progress, stats, action, loaded, first, few, evaluated, force = out.splitlines()
+    progress, stats, action, loaded, first, dqn, evaluated, force = out.splitlines()
     assert progress.split()[0] == f"{8 * 128 * 20:,}"
     assert float(stats.split()[1]) > 50
     assert stats.endswith(", 100 episodes")
@@ -128,7 +128,7 @@ def check_stable_baselines3(names, out):
     assert loaded.endswith(", 100 episodes")
     assert float(loaded.split()[1]) > 50  # the loaded agent plays like the trained one
     assert first.split()[0] == f"{16 * (64 + 32 * 6):,}"
-    assert few.endswith(", 100 episodes")
+    assert dqn.endswith(", 100 episodes")
     assert evaluated.endswith(", 10 episodes")
     assert -2 <= float(force.strip("[]")) <= 2
     has_tensorboard = importlib.util.find_spec("tensorboard") is not None
@@ -171,7 +171,7 @@ def check_rejax(names, out):
 
 
 def check_flashbax(names, out):
-    assert float(out.split()[1]) > 100  # 412 as users compile it, 155 as here
+    assert float(out.split()[1]) > 100  # 412 by default, 155 with the test options
     assert names["buffer"].size(names["state"][1]) == 20_000
 
 
@@ -187,37 +187,37 @@ def check_brax(names, out):
 
 @pytest.mark.slow
 @pytest.mark.trains
-@pytest.mark.usefixtures("key_reuse", "rank_promotion")  # as Craftax and brax do
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.usefixtures("key_reuse", "rank_promotion")  # Craftax and brax need both
+@pytest.mark.parametrize("name", TRAINING_CHANGES)
 def test_program_trains(name, request, capsys, tmp_path, monkeypatch):
-    """Where brax is not installed, an environment of gymnax stands in for the robot."""
+    """An environment of gymnax replaces the robot if brax is not installed."""
     is_short = name in ("brax", "craftax_baselines")
-    if name not in EXACT_HERE:
+    if name not in EXACT_QUICK:
         request.getfixturevalue("quick_compile" if is_short else "quick_training")
-    pytest.importorskip(NEEDED.get(name, "jax"))
+    pytest.importorskip(REQUIRED.get(name, "jax"))
     monkeypatch.chdir(tmp_path)
     code = program(TEXTS[name])
     if name == "brax" and importlib.util.find_spec("brax") is None:
-        code = blocks(TEXTS[name])[0]  # the second block changes a robot of brax
+        code = blocks(TEXTS[name])[0]  # the second block needs brax
         code = inject(code, 'ENV_ID = "Pendulum-v1"') + f"print({MARK!r}, end='')\n"
-    for line in TRAINED[name].split("\n"):
+    for line in TRAINING_CHANGES[name].split("\n"):
         code = inject(code, line) if line else code
     names = run(f"docs/coming_from/{name}.md", code)
     check_out(name, names, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_programs_of_a_page_are_python_and_short(name):
-    for code in blocks(TEXTS[name], "py"):  # of the other library
+def test_programs_are_valid_and_short(name):
+    for code in blocks(TEXTS[name], "py"):  # code of the other library
         compile(code, name, "exec")
     for code in blocks(TEXTS[name]):
         assert len(re.findall(r"^.*\S", code, re.MULTILINE)) <= 65
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile", "rank_promotion")  # as JaxMARL's MPE does
-@pytest.mark.parametrize("name", sorted(TEXTS.keys() - TRAINED))
-def test_code_here_runs_and_does_what_is_said(name, capsys):
+@pytest.mark.usefixtures("quick_compile", "rank_promotion")  # MPE promotes ranks
+@pytest.mark.parametrize("name", sorted(TEXTS.keys() - TRAINING_CHANGES))
+def test_program_runs(name, capsys):
     (code,) = blocks(TEXTS[name])
     names = run(f"docs/coming_from/{name}.md", code)
     check_out(name, names, capsys.readouterr().out)

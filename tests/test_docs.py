@@ -1,4 +1,4 @@
-"""README and docs tell the truth: their code runs, and what they name exists."""
+"""Tests of README and docs: code, links and names."""
 
 import csv
 import dataclasses
@@ -30,7 +30,7 @@ README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {"README.md": README}
 TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
-# Programs that train for long, with fewer updates as well: mark `trains`.
+# These programs train for long even with fewer updates: mark `trains`.
 LONG = ("evolution", "lagging_actors", "learned_models", "learning_problems")
 LONG += ("meta_rl", "own_gymnasium", "population_training", "search", "tuning")
 LONG += ("tutorial",)
@@ -41,13 +41,13 @@ NEEDED = {
     "docs/search.md": "mctx",
     "docs/tuning.md": "optuna",
 }
-# Keys of a mapped `scan` are taken for used, and so is that of a resumed training.
+# The key checker reports keys of a mapped `scan` and the key of a resumed training.
 KEYS_TWICE = ("own_gymnasium", "population_training", "search", "tuning", "tutorial")
-# About what is compiled, and of equal bits; the others are with few optimizations.
+# These pages need default optimizations: they show programs or equal bits.
 OPTIMIZED = ("docs/accelerators.md", "docs/concepts/keys.md", "docs/evolution.md")
-# These train for long, and some programs with few optimizations are slow.
+# These pages train for long and need fast programs.
 TRAINED = ("docs/lagging_actors.md",)
-# What is set anew where a page's own numbers take more than half a minute.
+# Changes for pages that take more than half a minute.
 SMALLER = {
     "docs/learned_models.md": ["NUM_ENVS = 64"],
     "docs/own_gymnasium.md": ["settings = settings.replace(num_updates=20)"],
@@ -57,15 +57,15 @@ SMALLER = {
         "config = config.replace(num_updates=15, hidden_layer_sizes=(16, 16))",
     ],
 }
-# How far the numbers that a page prints may be from the shown ones. Of other pages only
-# the words are compared, as few optimizations, or less training, give other numbers.
+# Tolerances of printed numbers. Other pages compare words only, because few
+# optimizations or less training change the numbers.
 TOLERANCES = {
     **dict.fromkeys((x for x in TEXTS if x.startswith("docs/concepts/")), 0.0),
     "docs/agents.md": 0.0,
     "docs/evolution.md": tolerance_here("docs/evolution.md"),
     "docs/meta_rl.md": 0.01,
 }
-# Packages that only show numbers; the tests have no need of them.
+# Logging packages, which are mocked.
 LOGGERS = ("tensorboardX", "wandb")
 
 
@@ -144,13 +144,15 @@ def check_endings(names, out):
 
 
 def check_keys(names, out):
-    """The keys are those of the figure, and draws of the user's keep lanes apart."""
+    """Keys equal the figure, and samples of a lane do not depend on other lanes."""
     carry = names["many"].init(names["root"])
     step = jax.random.fold_in(carry.episode.key[3], envs.types.RESET)
     _, obs = envs.make("CartPole-v1").reset(step)
     np.testing.assert_array_equal(obs, carry.obs[3])
-    few, many = (jax.random.normal(jax.random.key(1), (size, 3)) for size in (8, 64))
-    np.testing.assert_array_equal(few, many[:8])
+    first_lanes, all_lanes = (
+        jax.random.normal(jax.random.key(1), (size, 3)) for size in (8, 64)
+    )
+    np.testing.assert_array_equal(first_lanes, all_lanes[:8])
 
 
 def check_lanes(names, out):
@@ -259,7 +261,7 @@ def check_host_environments(names, out):
 
 
 def check_learning(names, out):
-    """The gradient of a short rollout is that of the page, and a long one is steep."""
+    """A short rollout has the gradient of the page, and a long one a large gradient."""
     norms = {int(x): float(y) for x, y in map(str.split, out.splitlines())}
     assert f"{norms[10]:.2f}" in TEXTS["docs/learning.md"]
     assert norms[200] > 50 * norms[10]  # chaotic, so other machines have other digits
@@ -303,7 +305,7 @@ def check_recommendation(names, out):
 
 
 def check_streaming(names, out):
-    """Three loggers agree; the second run begins where the first ended."""
+    """Three loggers agree. The second run resumes at the end of the first."""
     metrics = names["metrics"]
     assert 10 < metrics["train/window/return_mean"] < 40
     calls = names["writer"].add_scalar.call_args_list
@@ -312,16 +314,16 @@ def check_streaming(names, out):
     (row,) = csv.DictReader(pathlib.Path("log.csv").read_text().splitlines())
     assert {name: float(x) for name, x in row.items()} == {"steps": 64 * 512, **metrics}
     returns = pathlib.Path("returns.csv")
-    whole = returns.read_text()
-    assert [int(line.split(",")[0]) for line in whole.splitlines()] == [
+    content = returns.read_text()
+    assert [int(line.split(",")[0]) for line in content.splitlines()] == [
         64 * 128 * number for number in range(1, 5)
     ]
-    returns.write_text(whole + "1,2\n")  # written, and not yet saved: a kill
-    first, *others = blocks(TEXTS["docs/streaming.md"])
+    returns.write_text(content + "1,2\n")  # written, and not yet saved: a kill
+    first, *later_blocks = blocks(TEXTS["docs/streaming.md"])
     more = inject(first, "TOTAL_STEPS = 64 * 640")
     assert int(out) == 64 * 512
-    assert run("docs/streaming.md", first, *others)["stream"].steps == 64 * 512
-    assert returns.read_text() == whole
+    assert run("docs/streaming.md", first, *later_blocks)["stream"].steps == 64 * 512
+    assert returns.read_text() == content
     assert run("docs/streaming.md", more)["stream"].steps == 64 * 640
 
 
@@ -336,14 +338,14 @@ def check_tutorial(names, out):
 
 
 def check_lagging_actors(names, out):
-    """The correction helps; 433 and 338 where the page was written."""
+    """The correction increases the return, on the page from 338 to 433."""
     assert names["returns"].shape == (5, 3000)
     corrected, raw = (np.fromstring(x, sep=" ") for x in re.findall(r"\[(.*?)\]", out))
     assert corrected.mean() > raw.mean() > 50
 
 
 def check_learned_models(names, out):
-    """A policy from 12,800 rows; the gradient is that of central differences."""
+    """The policy learns from 12,800 rows. Gradients equal central differences."""
     assert -240 < names["stats"].returns.mean < -130
     assert names["errors"][-1] < 0.001
     # A central difference: float32 values of about -200, 1 apart.
@@ -385,7 +387,7 @@ def check_meta_rl(names, out):
 
 
 def check_population_training(names, out):
-    """A better population; the slope is that of a central difference."""
+    """The population improves. The derivative equals a central difference."""
     assert names["returns"].shape == (8, 4)
     assert np.sort(names["returns"][:, -1])[2] > 300
     x, surrogate = names["log_rate"], names["surrogate"]
@@ -394,8 +396,8 @@ def check_population_training(names, out):
 
 
 def check_search(names, out):
-    before, alone, searching = (float(x.split()[1]) for x in out.splitlines())
-    assert before < 0.6
+    untrained, alone, searching = (float(x.split()[1]) for x in out.splitlines())
+    assert untrained < 0.6
     assert min(alone, searching) > 0.75  # 0.94 and 0.93 after the updates of the page
     assert names["carry"].obs["state"] is not None
     _, t = names["collector"].step(names["carry"], names["params"])
@@ -471,7 +473,7 @@ def test_code_of_a_page_runs(name, request, capsys, tmp_path, monkeypatch):
         check_printed(TEXTS[name], out, TOLERANCES.get(name, math.inf))
 
 
-def test_comparison_of_a_page_with_its_output():
+def test_check_printed_compares_words_and_numbers():
     page = "```python\nprint(...)\n```\n\n```text\n{}```\n"
     shown = page.format("[1. 2.] of 3\n 10 steps, 2,000 steps/s\n")
     check_printed(shown, "[1. 2.] of 3\n 10 steps, 2,000 steps/s\n", 0.0)
@@ -490,8 +492,8 @@ def test_readme_and_its_first_example_are_short():
     assert len(re.findall(r"^.*\S", blocks(README)[0], re.MULTILINE)) <= 25
 
 
-def test_names_that_changed_are_nowhere_any_more():
-    """Not in pages, notebooks, docstrings or messages."""
+def test_renamed_names_are_not_used():
+    """Pages, notebooks, docstrings and messages use the new names."""
     changelog = (ROOT / "CHANGELOG.md").read_text()
     table = changelog.split("| Before | Now |")[1].split("\n\n")[0]
     old = [x for row in table.splitlines() for x in row.split("|")[1:2]]
@@ -505,13 +507,15 @@ def test_names_that_changed_are_nowhere_any_more():
     for pattern in (*folders, "benchmarks/*.py", "README.md", ".ci/*"):
         for path in ROOT.glob(pattern):
             text = path.read_text()
-            found = [x for x in names if x in text]  # much faster than the pattern
-            found = [x for x in found if re.search(rf"(?<![\w.]){re.escape(x)}", text)]
-            assert not found, f"{path.relative_to(ROOT)} has {found}"
+            matches = [x for x in names if x in text]  # much faster than the pattern
+            matches = [
+                x for x in matches if re.search(rf"(?<![\w.]){re.escape(x)}", text)
+            ]
+            assert not matches, f"{path.relative_to(ROOT)} has {matches}"
 
 
 def linked(name: str) -> set[str]:
-    """The files of the repository that a page or the README links."""
+    """Returns the files of the repository that a page links to."""
     folder = (ROOT / name).parent
     paths = re.findall(r"\]\(([^)#\s]+)", TEXTS[name])
     files = ((folder / path).resolve() for path in paths if "://" not in path)
@@ -520,10 +524,10 @@ def linked(name: str) -> set[str]:
 
 def test_every_page_and_notebook_is_two_links_from_the_readme():
     first = linked("README.md")
-    near = first.union(*(linked(name) for name in first & TEXTS.keys()))
+    reachable = first.union(*(linked(name) for name in first & TEXTS.keys()))
     for pattern in ("docs/*.md", "docs/concepts/*.md", "notebooks/*.ipynb"):
         paths = {path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)}
-        assert paths - near == set()
+        assert paths - reachable == set()
 
 
 def test_every_page_and_notebook_is_in_the_navigation_of_the_site():
@@ -550,17 +554,17 @@ def test_continuous_integration_runs_the_commands_of_the_readme():
         assert marker in script
 
 
-def test_packages_export_what_most_programs_need():
-    most = {"rollout": 30, "rollout.envs": 24, "rollout.buffers": 5}
-    for package, number in most.items():
+def test_packages_export_few_names():
+    limits = {"rollout": 30, "rollout.envs": 24, "rollout.buffers": 5}
+    for package, number in limits.items():
         names = importlib.import_module(package).__all__
-        what = (
+        message = (
             f"`{package}` exports {len(names)} names of {number}: leave one in its part"
         )
-        assert len(names) <= number, what
+        assert len(names) <= number, message
 
 
-def test_wrappers_are_where_their_page_says():
+def test_wrappers_of_the_page_exist():
     names = re.findall(r"`([A-Z]\w+)\(", TEXTS["docs/wrappers.md"])
     assert len(names) >= 8
     assert [name for name in names if not hasattr(envs, name)] == []
@@ -581,18 +585,18 @@ def site(tmp_path_factory):
 @pytest.mark.slow
 def test_title_of_a_notebook_is_its_heading(site):
     index = json.loads((site / "search" / "search_index.json").read_text())
-    found = {doc["location"]: doc for doc in index["docs"]}
+    docs = {doc["location"]: doc for doc in index["docs"]}
     for path in ROOT.glob("notebooks/*.ipynb"):
         first = "".join(json.loads(path.read_text())["cells"][0]["source"])
         page = f"notebooks/{path.stem}/"
         title = first.splitlines()[0].removeprefix("# ")
-        assert html.unescape(found[page]["title"]) == title
-        assert "Download" not in found[page]["text"]
+        assert html.unescape(docs[page]["title"]) == title
+        assert "Download" not in docs[page]["text"]
         assert f'href="../{path.name}"' in (site / page / "index.html").read_text()
 
 
 @pytest.mark.slow
-def test_what_a_cell_prints_is_one_block(site):
+def test_output_of_a_cell_is_one_block(site):
     block = r'<div class="language-text (?:(?!</div>).)*</div>\s*'
     for page in site.glob("notebooks/*/index.html"):
         text = page.read_text()
@@ -605,8 +609,8 @@ def test_api_shows_the_arguments_of_classes(site):
     pages = "".join(x.read_text() for x in site.glob("api/*/index.html"))
     heading = r'<h3 id="([\w.]+)" (?:(?!</h3>).)*</h3>'
     block = r'<div class="\S+ doc-signature .*?>(.*?)</div>'
-    found = re.findall(rf"{heading}\s*{block}", pages, re.DOTALL)
-    texts = {x: html.unescape(re.sub("<.*?>", "", y)) for x, y in found}
+    signatures = re.findall(rf"{heading}\s*{block}", pages, re.DOTALL)
+    texts = {x: html.unescape(re.sub("<.*?>", "", y)) for x, y in signatures}
     for path in paths_of_the_api():
         module, _, name = path.rpartition(".")
         public = getattr(importlib.import_module(module), name)
@@ -646,7 +650,7 @@ def test_every_public_name_is_on_one_page_of_the_api():
 
 
 @each_text
-def test_links_lead_to_files_and_headings(name):
+def test_links_have_targets(name):
     for link in re.findall(r"\]\(([^)]+)\)", TEXTS[name]):
         if link.startswith(("http://", "https://")):
             continue
@@ -662,12 +666,12 @@ def test_blank_lines_surround_a_table(name):
     """Text next to a row becomes a row, or the table becomes text."""
     text = re.sub(r"^```.*?^```", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
     lines = text.splitlines()
-    for before, after in itertools.pairwise(lines):
-        if before.startswith("|") != after.startswith("|"):
-            assert not before or not after, (before, after)
+    for line, next_line in itertools.pairwise(lines):
+        if line.startswith("|") != next_line.startswith("|"):
+            assert not line or not next_line, (line, next_line)
 
 
-# Words that a user types into the search of the site, and the page that must have them.
+# Search words of users, and pages that must contain them.
 SEARCHES = {
     "early stopping": ("recipes/ppo", "coming_from/stable_baselines3"),
     "best model": ("recipes/ppo", "coming_from/stable_baselines3"),
@@ -682,14 +686,14 @@ SEARCHES = {
 
 
 @pytest.mark.parametrize("words", SEARCHES)
-def test_search_of_the_site_leads_to_the_page(words):
+def test_search_words_are_on_their_pages(words):
     for page in SEARCHES[words]:
         text = " ".join(TEXTS[f"docs/{page}.md"].split()).lower()
         assert words in text, page
 
 
 @each_text
-def test_files_and_names_that_are_mentioned_exist(name):
+def test_files_and_names_in_pages_exist(name):
     folders = "benchmarks|docs|notebooks|tests"
     for file in re.findall(rf"`((?:{folders})/[^`\s]+)`", TEXTS[name]):
         assert (ROOT / file).exists(), file
@@ -697,15 +701,15 @@ def test_files_and_names_that_are_mentioned_exist(name):
     text = re.sub(r"```py\n.*?```", "", text, flags=re.DOTALL)  # of another library
     words = re.findall(r"\b(?:envs|rollout|buffers)(?:\.\w+)+\b", text)
     for dotted in (word for word in words if not word.endswith(".md")):
-        found = rollout
+        value = rollout
         for attribute in dotted.removeprefix("rollout.").split("."):
-            if not hasattr(found, attribute):  # a module that its package leaves out
-                importlib.import_module(f"{found.__name__}.{attribute}")
-            found = getattr(found, attribute)
+            if not hasattr(value, attribute):  # a module that its package leaves out
+                importlib.import_module(f"{value.__name__}.{attribute}")
+            value = getattr(value, attribute)
 
 
 @pytest.mark.parametrize("package", ["rollout.envs", "rollout", "rollout.buffers"])
-def test_table_of_the_api_names_what_is_public(package):
+def test_api_table_lists_public_names(package):
     _, section = TEXTS["docs/api/index.md"].split(f"\n## {package}\n")
     cells = re.findall(r"^\| (.+?) \| ", section.partition("\n## ")[0], re.MULTILINE)
     named = re.findall(rf"`{package}\.(\w+)`", " ".join(cells))
@@ -716,7 +720,7 @@ def test_table_of_the_api_names_what_is_public(package):
         importlib.import_module(f"{package}.{module}")
 
 
-def test_number_of_environments_is_that_of_gymnax():
+def test_page_states_the_number_of_environments():
     count = len(envs.env_ids())
     sentence = f"{count - 1} of the {count} work as they are"
     assert sentence in TEXTS["docs/environments.md"]

@@ -1,4 +1,4 @@
-"""The house: who imports whom, and what an import costs."""
+"""Tests of imports between packages, and of the cost of an import."""
 
 import ast
 import functools
@@ -35,7 +35,7 @@ LADDER = (
 )
 # The contracts of environments, which every package may import.
 CONTRACTS = {"envs.types", "envs.spaces", "envs.auto_reset"}
-# Rooms that know more of environments than the contract, and what.
+# Packages that import more of environments than the contract.
 KINDS = {
     "agents": {"envs.multi_agent"},
     "host": {
@@ -92,36 +92,38 @@ def floor(name, below=()):
     return 1 + max(lower, default=0)
 
 
-def test_every_module_that_pickles_stands_on_the_page():
+def test_page_lists_modules_that_pickle():
     pattern = re.compile(r"^\s*(?:import|from) (?:cloud)?pickle\b", re.M)
     paths = [path for name in FOLDERS for path in (ROOT / name).rglob("*.py")]
     pickling = (path for path in paths if pattern.search(path.read_text()))
-    found = {path.relative_to(ROOT).as_posix() for path in pickling}
+    paths_of_pickle = {path.relative_to(ROOT).as_posix() for path in pickling}
     page = (ROOT / "docs" / "streaming.md").read_text()
-    assert found == set(re.findall(r"`(envs/\S+\.py)`", page))
+    assert paths_of_pickle == set(re.findall(r"`(envs/\S+\.py)`", page))
 
 
-def test_there_is_no_circle():
+def test_imports_have_no_cycles():
     assert max(map(floor, read_modules())) > 1
 
 
-def test_rooms_stand_on_the_ladder():
+def test_packages_import_only_lower_layers():
     step = {name: number for number, names in enumerate(LADDER) for name in names}
     for name, used in read_modules().items():
-        own = room(name)
-        for other in {room(x) for x in used} - {own} if own else ():
-            assert other, f"{name} imports the package that re-exports it"
-            assert step[other] < step[own], (name, other)
+        package = room(name)
+        for imported in {room(x) for x in used} - {package} if package else ():
+            assert imported, f"{name} imports the package that re-exports it"
+            assert step[imported] < step[package], (name, imported)
 
 
-def test_rooms_know_of_environments_only_the_contract():
+def test_packages_import_only_contracts_of_environments():
     for name, used in read_modules().items():
         inner = {x.removeprefix("rollout.") for x in used}
         of_envs = {x for x in inner if x.startswith("envs")} - CONTRACTS
         if room(name) not in ("", "envs"):
-            known = KINDS.get(room(name), set())
-            assert all(x.startswith(tuple(known)) for x in of_envs if known), name
-            assert known or not of_envs, name
+            permitted = KINDS.get(room(name), set())
+            assert all(x.startswith(tuple(permitted)) for x in of_envs if permitted), (
+                name
+            )
+            assert permitted or not of_envs, name
 
 
 def test_recipes_import_public_names_and_no_other_recipe():
@@ -139,19 +141,19 @@ def test_recipes_import_public_names_and_no_other_recipe():
     assert len(paths) >= 7
 
 
-def test_the_step_is_one_screen_and_a_half():
+def test_step_module_is_short():
     page = (ROOT / "rollout" / "kernel" / "step.py").read_text()
     size = len(page.splitlines())
-    what = f"{size} lines of 190: put what is no step into a module beside it"
-    assert size <= 190, what
+    message = f"{size} lines of 190: put what is no step into a module beside it"
+    assert size <= 190, message
 
 
-def test_module_names_stand_for_one_thing():
+def test_module_names_are_unique():
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     names = [path.stem for path in paths if path.stem != "__init__"]
     # The contracts of a package; users and items, to step and to evaluate.
-    same = {"types", "recommendation"}
-    assert {name for name in names if names.count(name) > 1} <= same
+    exceptions = {"types", "recommendation"}
+    assert {name for name in names if names.count(name) > 1} <= exceptions
 
 
 def test_packages_list_their_modules():
@@ -166,7 +168,7 @@ def test_packages_list_their_modules():
 
 
 def run(code, folder=ROOT, **variables):
-    """What Python prints that runs `code` in a folder."""
+    """Runs `code` in a folder and returns its output."""
     done = subprocess.run(
         [sys.executable, *(["-c", code] if isinstance(code, str) else code)],
         cwd=folder,
@@ -202,8 +204,8 @@ print(len(xla_bridge._backends), *sys.modules)
 def test_all_is_alphabetical_and_documented(package):
     module = importlib.import_module(package)
     # As ruff sorts it: constants, then classes, then functions.
-    kind = lambda name: (not name.isupper(), name[0].islower(), name)  # noqa: E731
-    assert module.__all__ == sorted(set(module.__all__), key=kind)
+    sort_key = lambda name: (not name.isupper(), name[0].islower(), name)  # noqa: E731
+    assert module.__all__ == sorted(set(module.__all__), key=sort_key)
     for name in module.__all__:
         value = getattr(module, name)
         assert not callable(value) or value.__doc__
@@ -219,8 +221,7 @@ def test_one_import_reaches_all_three_packages():
         _ = rollout.buffer
 
 
-# What a group that trains agents has, and each part of ours that starts a process or
-# pickles.
+# A training script that uses each part of the library that starts a process or pickles.
 BESIDE = """
 import functools, pickle
 import gymnasium, jax
@@ -245,19 +246,19 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def own_packages(tmp_path):
-    """The folder of a project that has `envs` and `buffers` of its own."""
+    """Creates a project folder with other packages `envs` and `buffers`."""
     (tmp_path / "envs").mkdir()
     (tmp_path / "envs" / "__init__.py").write_text("OWN = True\n")
     (tmp_path / "buffers.py").write_text("OWN = True\n")
     return tmp_path
 
 
-def test_packages_of_the_user_may_have_the_names_of_our_folders(own_packages):
+def test_user_packages_may_be_named_envs_and_buffers(own_packages):
     (own_packages / "train.py").write_text(BESIDE)
     assert run(["train.py"], own_packages, PYTHONPATH=str(ROOT)).startswith("Box(")
 
 
-# Of Python's, NumPy's and jax's kind, and what tests of suites read of these.
+# Private names of Python, NumPy, JAX and suites that tests read.
 OTHERS_PRIVATE = {
     *("_asdict", "_backends", "_board", "_cache_size", "_exit", "_fields"),
     *("_forkserver", "_mjx_model", "_observe", "_preload_modules", "_replace"),
@@ -265,15 +266,15 @@ OTHERS_PRIVATE = {
 }
 
 
-def test_no_test_reads_what_is_private():
+def test_tests_read_no_private_names():
     for path in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            found = {x for x in names_read(node) if re.match("_[^_]", x)}
-            assert found <= OTHERS_PRIVATE, f"{path}:{node.lineno}"
+            private_names = {x for x in names_read(node) if re.match("_[^_]", x)}
+            assert private_names <= OTHERS_PRIVATE, f"{path}:{node.lineno}"
 
 
 def names_read(node):
-    """The names that an import or an attribute reads, but not those of `self`."""
+    """Returns the names that an import or an attribute reads, except from `self`."""
     if isinstance(node, ast.ImportFrom):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.Attribute):

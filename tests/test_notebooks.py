@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, and is committed with its outputs."""
+"""Tests that notebooks run and contain their outputs."""
 
 import os
 import pathlib
@@ -16,9 +16,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAX_BYTES = 400_000  # every clone downloads them
 TIMEOUT = 300  # seconds per cell; whole notebooks take well under a minute
-# What is set in a cell after the one with the tag "parameters", by notebook. Cells with
-# the tag "learning", the claims about learning, are left out.
-SMALLER = {
+# Constants by notebook, set after the cell with the tag "parameters". Cells with the
+# tag "learning" make claims about long training and are skipped.
+CHANGES = {
     "00": {"NUM_UPDATES": 2},
     "03": {
         "INTERRUPTED_STEPS": 1_000,
@@ -48,7 +48,7 @@ SMALLER = {
     "12": {"NUM_SEEDS": 1, "TOTAL_STEPS": 2_000, "NUM_MOMENTS": 3},
 }
 
-# Notebooks that train for long, with the numbers above as well: mark `trains`.
+# These notebooks train for long even with the changes: mark `trains`.
 LONG = ("04", "05", "06", "10", "12")
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -57,8 +57,8 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path
 def kernel_manager() -> AsyncKernelManager:
     """Makes a manager whose kernel is the interpreter that runs this test.
 
-    Without directories to search, "python3" is what ipykernel says of itself, which is
-    `sys.executable`; an installed spec of that name may be another interpreter.
+    The manager searches no directories, so "python3" is `sys.executable`. An installed
+    spec with this name may be another interpreter.
     """
     specs = KernelSpecManager(kernel_dirs=[])
     manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs)
@@ -71,30 +71,30 @@ def outputs(path: pathlib.Path) -> list[nbformat.NotebookNode]:
     return [output for cell in cells for output in cell.get("outputs", [])]
 
 
-def spend_little(path: pathlib.Path, notebook: nbformat.NotebookNode) -> None:
-    """Lowers the numbers of a notebook that cost time and prove nothing."""
+def reduce_constants(path: pathlib.Path, notebook: nbformat.NotebookNode) -> None:
+    """Reduces constants of a notebook, such as the number of updates."""
     tags = [cell.metadata.get("tags", []) for cell in notebook.cells]
     cells = zip(notebook.cells, tags, strict=True)
     notebook.cells = [cell for cell, tag in cells if "learning" not in tag]
-    if smaller := SMALLER.get(path.stem[:2]):
-        at = tags.index(["parameters"])
-        assert all(name in notebook.cells[at].source for name in smaller)
+    if smaller := CHANGES.get(path.stem[:2]):
+        index = tags.index(["parameters"])
+        assert all(name in notebook.cells[index].source for name in smaller)
         source = "\n".join(f"{name} = {value!r}" for name, value in smaller.items())
-        notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(source))
+        notebook.cells.insert(index + 1, nbformat.v4.new_code_cell(source))
 
 
 @each_notebook
-def test_notebook_says_what_to_install_and_how_long_it_takes(path):
+def test_notebook_states_packages_and_duration(path):
     first = nbformat.read(path, as_version=4).cells[0].source
     assert "pip install" in first
     assert re.search(r"\d+\s+(seconds|minutes?)", first)
 
 
 @each_notebook
-def test_pictures_have_a_text_for_those_who_do_not_see_them(path):
+def test_pictures_have_alternative_texts(path):
     for cell in nbformat.read(path, as_version=4).cells:
-        kinds = {kind for x in cell.get("outputs", []) for kind in x.get("data", {})}
-        if kinds & {"image/png", "image/gif"}:
+        types = {type_ for x in cell.get("outputs", []) for type_ in x.get("data", {})}
+        if types & {"image/png", "image/gif"}:
             assert cell.metadata.get("alt")
 
 
@@ -121,21 +121,20 @@ def test_notebook_on_profiling_runs(tmp_path):
 
 def run(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
-    spend_little(path, notebook)
+    reduce_constants(path, notebook)
     client = NotebookClient(
         notebook,
         km=kernel_manager(),
         timeout=TIMEOUT,
-        # The kernel starts in a directory of its own, so that it writes nothing here.
+        # The kernel writes to a temporary directory.
         resources={"metadata": {"path": str(tmp_path)}},
     )
     packages = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    # Nothing of the user's IPython profile may decide whether the notebook runs.
+    # The result must not depend on the user's IPython profile.
     environ = {**os.environ, "PYTHONPATH": packages, "IPYTHONDIR": str(tmp_path)}
-    # Most of the time is compiling, and nothing here asks how fast the code is that
-    # comes out, nor for its last bit.
+    # Compilation takes most of the time, and no test depends on speed or on exact bits.
     environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}"
-    client.execute(cleanup_kc=True, env=environ)  # raises what a cell raises
+    client.execute(cleanup_kc=True, env=environ)  # raises the error of a cell
 
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
@@ -151,7 +150,7 @@ def test_notebook_is_saved_with_its_outputs(path):
 
 
 @each_notebook
-def test_notebook_is_small_and_names_no_folder_of_a_machine(path):
+def test_notebook_is_small_and_contains_no_local_paths(path):
     assert path.stat().st_size < MAX_BYTES
     texts = [str(output) for output in outputs(path)]
     folders = ("/home/", "/root/", "/tmp/", "/Users/", "site-packages")

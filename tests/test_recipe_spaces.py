@@ -1,6 +1,6 @@
-"""The agents train in any space, in JAX and host environments alike.
+"""Tests of agents in all spaces, in JAX and in host environments.
 
-`rollout/test_distributions.py` compares the distributions over all kinds of spaces.
+`rollout/test_distributions.py` tests the distributions over all kinds of spaces.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ TD3_CONFIG = td3.Config(
 
 
 @struct.dataclass
-class Guess:
+class TargetEnv:
     """Rewards an action by 1 minus its distance from `_best`.
 
     The observation is an element of a space, sampled at each of five steps.
@@ -87,25 +87,25 @@ def _best(part):
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_training")
 @pytest.mark.parametrize(
-    ("agent_class", "config", "space", "num_envs", "least"),
+    ("agent_class", "config", "space", "num_envs", "min_return"),
     [
         (ppo.PPO, CONFIG, TREE, NUM_ENVS, 4.5),
         (sac.SAC, SAC_CONFIG, HALF_OPEN, 4, 4),
         pytest.param(td3.TD3, TD3_CONFIG, BOX, 4, 4, marks=pytest.mark.trains),
     ],
 )
-def test_agents_learn_any_space(agent_class, config, space, num_envs, least):
-    agent = agent_class(envs.vectorize(Guess(space, TREE), num_envs), config)
+def test_agents_learn_any_space(agent_class, config, space, num_envs, min_return):
+    agent = agent_class(envs.vectorize(TargetEnv(space, TREE), num_envs), config)
     state, _ = jax.jit(lambda key: agent.train(agent.init(key)))(jax.random.key(0))
     collector = agent.collector.replace(policy=agent.eval_policy)
     key = jax.random.key(1)
     stats = rollout.evaluate(collector, state.params, key, num_episodes=20)
-    assert stats.returns.mean > least
+    assert stats.returns.mean > min_return
     obs = jax.tree.map(lambda x: x[0], state.carry.obs)
     assert space.contains(agent.predict(state.params, obs))
 
 
-def test_floats_are_sampled_from_the_normal_distribution_of_scipy():
+def test_floats_are_sampled_from_a_normal_distribution():
     distribution = ActionDistribution(envs.Box(-1.0, 1.0, ()))
     params = jnp.array([0.5, -1.0])  # mean, log standard deviation
     keys = jax.random.split(jax.random.key(0), 2000)
@@ -114,7 +114,7 @@ def test_floats_are_sampled_from_the_normal_distribution_of_scipy():
     assert scipy.stats.kstest(np.asarray(raw), normal.cdf).pvalue > 1e-3
 
 
-# A tuple, which a policy could confuse with an action and its extras.
+# Policies return a tuple of action and extras. This action is also a tuple.
 PAIR = spaces.Tuple((TREE, envs.Box(0.0, 10.0, (2,))))
 
 
@@ -122,8 +122,8 @@ PAIR = spaces.Tuple((TREE, envs.Box(0.0, 10.0, (2,))))
     ("name", "action_space"),
     [("ppo", None), ("ppo", PAIR), ("recurrent_ppo", None), ("sac", None)],
 )
-def test_actions_are_valid_elements_of_their_space(name, action_space, key_reuse):
-    env = envs.vectorize(Guess(action_space, TREE), 2) if action_space else None
+def test_actions_are_elements_of_the_space(name, action_space, key_reuse):
+    env = envs.vectorize(TargetEnv(action_space, TREE), 2) if action_space else None
     agent = make_agent(name, env)
 
     @quick_jit
@@ -147,8 +147,8 @@ def test_actions_are_valid_elements_of_their_space(name, action_space, key_reuse
             assert (is_valid == mask.any(axis=1)).all()
 
 
-class Hidden(gymnasium.Env):
-    """Rewards the turn observed one step before; the last of three is masked out."""
+class MemoryEnv(gymnasium.Env):
+    """Rewards the turn of the previous step. The last of three actions is masked."""
 
     action_space = gymnasium.spaces.Discrete(3, start=-2)
     observation_space = gymnasium.spaces.Dict(
@@ -176,8 +176,8 @@ class Hidden(gymnasium.Env):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_training")
-def test_recurrent_ppo_learns_from_its_memory_and_takes_valid_actions():
-    """In host environments; the page of the recipe trains in JAX."""
+def test_recurrent_ppo_uses_its_memory():
+    """Trains in host environments. The page of the recipe trains in JAX."""
     config = recurrent_ppo.Config(
         num_updates=30,
         num_steps=32,
@@ -185,7 +185,7 @@ def test_recurrent_ppo_learns_from_its_memory_and_takes_valid_actions():
         memory_size=16,
         hidden_layer_sizes=(16, 16),
     )
-    env = envs.from_gymnasium(Hidden, NUM_ENVS)
+    env = envs.from_gymnasium(MemoryEnv, NUM_ENVS)
     agent = recurrent_ppo.RecurrentPPO(env, config)
     state, metrics = agent.train(agent.init(jax.random.key(0)))
     assert metrics["return_mean"][-1] > 7  # without a memory 4.5
@@ -203,7 +203,7 @@ def test_recurrent_ppo_learns_from_its_memory_and_takes_valid_actions():
         (dqn.DQN, envs.from_gymnasium, {"num_updates": 150, "anneal_lr": False}),
     ],
 )
-def test_cartpole_is_learned_in_gymnax_and_in_gymnasium(agent_class, make, changes):
+def test_agents_learn_cartpole(agent_class, make, changes):
     config = agent_class.config.replace(**{"num_updates": 45} | changes)
     agent = agent_class(make("CartPole-v1", NUM_ENVS), config)
     state, metrics = agent.train(agent.init(jax.random.key(0)))
@@ -211,8 +211,8 @@ def test_cartpole_is_learned_in_gymnax_and_in_gymnasium(agent_class, make, chang
     assert state.num_updates == config.num_updates
 
 
-def test_advantages_over_time_limits_are_those_of_a_plain_loop():
-    """Episodes of at most four steps, in host environments."""
+def test_advantages_at_time_limits_equal_a_plain_loop():
+    """Episodes in host environments have at most four steps."""
     env = envs.from_gymnasium(
         lambda: gymnasium.wrappers.TimeLimit(
             gymnasium.make("CartPole-v1").unwrapped, 4
@@ -238,13 +238,13 @@ def test_advantages_over_time_limits_are_those_of_a_plain_loop():
         (t, advantages(state.params, t, last_value))
     )
     assert t.truncated.sum() == 4
-    later, expected = np.zeros(2), np.zeros((10, 2))
+    next_advantage, expected = np.zeros(2), np.zeros((10, 2))
     for step in reversed(range(10)):
         value = t.extras["value"][step]
         bootstrap = 0.9 * ~t.terminated[step] * true_next_value[step]
         delta = t.reward[step] + bootstrap - value
-        later = delta + 0.72 * ~t.done[step] * later
-        expected[step] = later
+        next_advantage = delta + 0.72 * ~t.done[step] * next_advantage
+        expected[step] = next_advantage
     np.testing.assert_allclose(advantage, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -267,24 +267,24 @@ def test_q_learning_finds_the_best_valid_action(agent_class, options):
     assert (t.action == best).mean() > 0.95
 
 
-NOTHING, FORCE = envs.Box(-1.0, 1.0, (0,)), envs.Box(-1.0, 1.0, (2,))
-PART = spaces.Dict({"nothing": NOTHING, "pair": FORCE})
+EMPTY_BOX, FORCE = envs.Box(-1.0, 1.0, (0,)), envs.Box(-1.0, 1.0, (2,))
+PART = spaces.Dict({"nothing": EMPTY_BOX, "pair": FORCE})
 
 
 @pytest.mark.parametrize("name", ["ppo", "recurrent_ppo", "dqn", "pqn", "sac", "td3"])
 def test_agents_raise_for_spaces_without_entries(name):
     action_space = envs.Discrete(2) if name in ("dqn", "pqn") else FORCE
-    env = envs.vectorize(Guess(action_space, NOTHING), 2)
+    env = envs.vectorize(TargetEnv(action_space, EMPTY_BOX), 2)
     with pytest.raises(ValueError, match=r"observation_space` must have .* \(0,\)"):
         make_agent(name, env).init(jax.random.key(0))
-    env = envs.vectorize(Guess(NOTHING, FORCE), 2)
+    env = envs.vectorize(TargetEnv(EMPTY_BOX, FORCE), 2)
     with pytest.raises(ValueError, match=r"action_space` must have .* shape \(0,\)"):
         make_agent(name, env).init(jax.random.key(0))
 
 
 def test_parts_without_entries_train():
-    agent = make_agent("ppo", envs.vectorize(Guess(PART, PART), 2))
+    agent = make_agent("ppo", envs.vectorize(TargetEnv(PART, PART), 2))
     state = jax.eval_shape(agent.init, jax.random.key(0))
     state, _ = jax.eval_shape(lambda state: agent.train(state, 1), state)
     assert state.carry.obs["nothing"].shape == (2, 0)
-    assert rollout.check_env(Guess(NOTHING, NOTHING)) == ()
+    assert rollout.check_env(TargetEnv(EMPTY_BOX, EMPTY_BOX)) == ()

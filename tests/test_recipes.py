@@ -1,4 +1,4 @@
-"""Recipes: the program of every page is short, runs as it stands, and learns."""
+"""Tests of the programs of the recipe pages."""
 
 import math
 import os
@@ -26,14 +26,13 @@ from rollout.recipes.recurrent_ppo import RecurrentPPO
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "recipes"
 PAGES = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
-# Their pages include the file.
+# The pages of these agents include the file.
 AGENTS = ("dqn", "ppo", "pqn", "recurrent_ppo", "sac", "td3")
-# Their pages show printed results and no curve.
+# These pages contain printed results and no curve.
 OBSERVATIONS = ("dictionary_observations", "images", "robots")
-MOST_LINES, MOST_OF_TEAMS = 75, 90
-# Constants of a program that runs small, or of one that takes minutes: it learns much
-# with less.
-SMALLER = {
+MAX_LINES, MAX_TEAM_LINES = 75, 90
+# Changes for short tests that only run the programs.
+RUN_CHANGES = {
     "action_masks": "config = config.replace(num_updates=8, num_epochs=1)",
     "atari": "config, NUM_ENVS = config.replace(num_updates=5), 2",
     "cloning": "config, NUM_EVALUATIONS = config.replace(num_updates=2), 2",
@@ -50,7 +49,8 @@ config, NUM_SEEDS, RATES = config.replace(num_updates=8), 2, jnp.array([3e-4, 3e
     "td3": "config = config.replace(num_updates=2, num_steps=20)",
     "vdn": "NUM_UPDATES = 8",
 }
-SHORTER = {
+# Changes for tests that train. They reduce the time of programs that take minutes.
+TRAINING_CHANGES = {
     "action_masks": "config = config.replace(num_updates=60)",
     # Poles as long as in training, and two, three and four times as long.
     "domain_randomization": "LENGTHS = jnp.array([0.5, 1.0, 1.5, 2.0])",
@@ -63,12 +63,12 @@ SHORTER = {
     "td3": "config = config.replace(num_updates=10)",
     "vdn": "NUM_UPDATES = 480",
 }
-# The same, for blocks after the first.
-AFTER = {
+# Changes for the blocks after the first.
+LATER_CHANGES = {
     "domain_randomization": """\
 agent = agent.replace(config=config.replace(num_updates=2))"""
 }
-# Programs that train for long: mark `trains`. Short tests run most of them.
+# These programs train for long: mark `trains`. Short tests run most of them.
 LONG = ("domain_randomization", "dqn", "ippo", "league", "recurrent_ppo", "smax")
 LONG += ("curriculum", "sweep", "td3", "vdn")
 BLUE = (31, 119, 180)  # matplotlib's first color
@@ -76,7 +76,7 @@ BLUE = (31, 119, 180)  # matplotlib's first color
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder of its own, where no figure of another test is left."""
+    """Changes to a temporary folder and closes all figures."""
     monkeypatch.chdir(tmp_path)
     plt.close("all")
     yield tmp_path
@@ -92,18 +92,21 @@ def program(name: str, changes: dict[str, str]) -> str:
     return inject(programs(name)[0], changes[name])
 
 
-def run_page(name: str, changes: dict[str, str] = SHORTER) -> dict:
-    """Runs the code of a page; checks the picture that it draws."""
-    first, *others = programs(name)
+def run_page(name: str, changes: dict[str, str] = TRAINING_CHANGES) -> dict:
+    """Runs the code of a page and checks its picture."""
+    first, *later_blocks = programs(name)
     first = program(name, changes) if name in changes else first
-    others = [inject(x, AFTER[name]) if name in AFTER else x for x in others]
-    names = run(f"{name}.md", first, *others)
+    later_blocks = [
+        inject(x, LATER_CHANGES[name]) if name in LATER_CHANGES else x
+        for x in later_blocks
+    ]
+    names = run(f"{name}.md", first, *later_blocks)
     check_picture(pathlib.Path(f"{name}.png"))
     return names
 
 
 def check_picture(path: pathlib.Path) -> None:
-    """A blue curve goes from left to right, between axes with labels."""
+    """Checks that the picture has a blue curve and labels of the axes."""
     pixels = np.round(255 * plt.imread(path)[..., :3]).astype(int)
     is_blue = (np.abs(pixels - BLUE) < 8).all(axis=-1)
     columns = np.flatnonzero(is_blue.any(axis=0))
@@ -117,13 +120,13 @@ def check_picture(path: pathlib.Path) -> None:
         x, y = line.get_data()
         assert len(x) > 1
         assert (np.diff(x) > 0).all()
-        begin = np.isfinite(y).argmax()  # NaN while an `EpisodeWindow` is empty
-        assert np.isfinite(y[begin:]).all()
+        start = np.isfinite(y).argmax()  # NaN while an `EpisodeWindow` is empty
+        assert np.isfinite(y[start:]).all()
 
 
 def test_every_recipe_has_a_test_and_a_picture():
-    others = {"action_masks", "atari", "cloning", "ppo", *OBSERVATIONS}
-    assert PAGES.keys() == others | LEARNT.keys()
+    untested = {"action_masks", "atari", "cloning", "ppo", *OBSERVATIONS}
+    assert PAGES.keys() == untested | CHECKS.keys()
     for name in PAGES.keys() - set(OBSERVATIONS):
         assert f"]({name}.png)" in PAGES[name]
         assert (FOLDER / f"{name}.png").stat().st_size < 100_000
@@ -163,7 +166,7 @@ def test_programs_of_ppo_learn(folder, capsys):
 @pytest.mark.trains
 @pytest.mark.usefixtures("quick_training")
 @pytest.mark.parametrize("name", OBSERVATIONS)
-def test_programs_of_observations_run(name, folder, capsys):
+def test_observation_programs_run(name, folder, capsys):
     names = run(f"{name}.md", program_of_page(PAGES[name]))
     check_printed(PAGES[name], capsys.readouterr().out, math.inf)
     if name == "images":
@@ -177,12 +180,12 @@ def test_programs_of_observations_run(name, folder, capsys):
 def test_program_is_short(name):
     program = programs(name)[0]
     is_team = "rollout.agents" in program or "import agents" in program
-    assert len(program.splitlines()) <= (MOST_OF_TEAMS if is_team else MOST_LINES)
+    assert len(program.splitlines()) <= (MAX_TEAM_LINES if is_team else MAX_LINES)
     assert max(map(len, program.splitlines())) <= 88
 
 
 def make_mappo(code: str) -> str:
-    """As the page says: another function of the same name."""
+    """Replaces `transform_obs` in the program of IPPO as the page describes."""
     pattern = r"^def transform_obs.*?\n\n"
     (ippo,) = re.findall(pattern, code, re.MULTILINE | re.DOTALL)
     (mappo,) = blocks(PAGES["ippo"], "py")
@@ -190,9 +193,9 @@ def make_mappo(code: str) -> str:
     return code.replace(ippo, f"{mappo}\n")
 
 
-# Returns with room for another processor, whose floats differ in the last place.
-LEARNT = {
-    # It reaches the goal because it began with easier ones.
+# The bounds of returns leave room for the rounding of other processors.
+CHECKS = {
+    # The agent with a curriculum reaches the goal, and the agent without does not.
     "curriculum": lambda names: (
         [line.get_ydata()[-1] > 70 for line in plt.gca().lines] == [True, False]
     ),
@@ -227,7 +230,7 @@ LEARNT = {
 
 
 def check_domain_randomization(names):
-    """Episodes draw their own length."""
+    """Each episode samples the length of the pole."""
     env = rollout.envs.vectorize(names["AnyPole"](0.25, 2.0), 8)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
@@ -247,20 +250,20 @@ def check_ippo(names, num_inputs=18):
 
 
 def check_recurrent_ppo(names):
-    """As the page says: without a step, no probability changes."""
+    """Probabilities do not change if the learning rate is 0."""
     agent, config = names["agent"], names["config"].replace(learning_rate=0.0)
     agent = agent.replace(config=config)
     check_replay(jax.jit(agent.update)(names["state"])[1])
 
 
 def check_replay(metrics):
-    """The replay has the probabilities of the collection, which rounds otherwise."""
+    """The replay has the probabilities of the collection up to rounding."""
     np.testing.assert_allclose(metrics["kl"], 0, atol=1e-6)
     np.testing.assert_array_equal(metrics["clip_fraction"], 0)
 
 
 def check_sweep(names):
-    """Seeds differ, and rates do once there was an update with each."""
+    """Seeds differ, and learning rates differ after the first update."""
     returns = np.asarray(names["returns"])
     assert returns.shape == (3, 2, 60)
     assert (returns[:, 0] != returns[:, 1]).any()
@@ -269,9 +272,9 @@ def check_sweep(names):
     assert ((returns > 8) & (returns <= 500)).all()
 
 
-# Packages of a page, and the checks of jax that its program does not pass. Packages
-# promote ranks. The key checker takes keys of a nested scan for used, and the programs
-# of `cloning` evaluate on the same episodes.
+# Packages of a page, and fixtures that disable checks of JAX. Some packages promote
+# ranks. The key checker reports keys of a nested scan, and the programs of `cloning`
+# evaluate on the same episodes.
 REQUIRED = {
     "cloning": ("jax", "key_reuse"),
     "ippo": ("jaxmarl", "rank_promotion"),
@@ -285,8 +288,8 @@ REQUIRED = {
 
 
 @pytest.fixture
-def permitted(name, request):
-    """Skips a page without its package; permits what its program does."""
+def page_requirements(name, request):
+    """Skips a page without its package and disables checks of JAX for it."""
     package, *fixtures = REQUIRED.get(name, ("jax",))
     pytest.importorskip(package)
     for fixture in fixtures:
@@ -294,16 +297,16 @@ def permitted(name, request):
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
-    brax = pytest.mark.filterwarnings("ignore")  # brax's own, of its age
+    brax = pytest.mark.filterwarnings("ignore")  # deprecations in brax
     return [brax] * (name == "sac") + [pytest.mark.trains] * (name in LONG)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_training", "permitted")
-@pytest.mark.parametrize("name", [pytest.param(x, marks=marks(x)) for x in LEARNT])
+@pytest.mark.usefixtures("quick_training", "page_requirements")
+@pytest.mark.parametrize("name", [pytest.param(x, marks=marks(x)) for x in CHECKS])
 def test_program_learns(name, folder, capsys):
     names = run_page(name)
-    assert LEARNT[name](names)
+    assert CHECKS[name](names)
     if "```text" in PAGES[name]:
         check_printed(PAGES[name], capsys.readouterr().out, math.inf)
     if check := globals().get(f"check_{name}"):
@@ -311,17 +314,17 @@ def test_program_learns(name, folder, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile", "permitted")
+@pytest.mark.usefixtures("quick_compile", "page_requirements")
 # Tests below run `ippo` and `recurrent_ppo` with the changes that the pages describe.
 @pytest.mark.parametrize("name", ["cloning", "league", "smax", "sweep", "td3", "vdn"])
 def test_program_runs(name, folder):
-    assert np.isfinite(run_page(name, SMALLER).get("returns", 0.0)).all()
+    assert np.isfinite(run_page(name, RUN_CHANGES).get("returns", 0.0)).all()
 
 
 @pytest.mark.slow
 def test_mappo_runs(folder, quick_compile, rank_promotion):
     pytest.importorskip("jaxmarl")
-    code = make_mappo(program("ippo", SMALLER))
+    code = make_mappo(program("ippo", RUN_CHANGES))
     names = run("mappo", code)
     assert np.isfinite(names["returns"]).all()
     check_ippo(names, 18 + 54)
@@ -329,8 +332,8 @@ def test_mappo_runs(folder, quick_compile, rank_promotion):
 
 @pytest.mark.slow
 def test_sac_runs_on_a_pendulum(folder, quick_compile, key_reuse):
-    """As the page says: another environment, for those who have no brax."""
-    code = program("sac", SMALLER)
+    """The page describes this environment for users without brax."""
+    code = program("sac", RUN_CHANGES)
     robot = '"brax:inverted_pendulum", backend="positional"'
     assert code.count(robot) == 1
     names = run("sac.md", code.replace(robot, '"Pendulum-v1"'))
@@ -343,8 +346,8 @@ def test_sac_runs_on_a_pendulum(folder, quick_compile, key_reuse):
 @pytest.mark.slow
 @pytest.mark.trains
 @pytest.mark.usefixtures("quick_training")
-def test_a_clone_acts_like_its_expert(folder, key_reuse):
-    """With `key_reuse`: all play the same 100 episodes."""
+def test_clone_has_the_return_of_the_expert(folder, key_reuse):
+    """`key_reuse` allows all policies to play the same 100 episodes."""
     names = run_page("cloning")
     assert names["best"] > -250
     assert names["returns"][-1] > names["best"] - 50
@@ -352,16 +355,16 @@ def test_a_clone_acts_like_its_expert(folder, key_reuse):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Gymnasium's, of what ALE registers
-def test_atari_returns_are_raw_and_a_lost_life_ends_for_the_loss_only(folder):
+@pytest.mark.filterwarnings("ignore")  # Gymnasium warns about environments of ALE
+def test_atari_life_loss_terminates_only_the_loss(folder):
     pytest.importorskip("ale_py")
     pytest.importorskip("cv2")
-    names = run_page("atari", SMALLER)
+    names = run_page("atari", RUN_CHANGES)
     t = jax.device_get(names["t"])
     assert t.obs.shape == (128, 2, 4, 42, 42)
     assert t.obs.dtype == np.uint8
     assert t.info["life_lost"].any()
-    # Five lives: most losses are no ending of the game.
+    # Most of five lost lives do not end the game.
     assert (t.info["life_lost"] & ~t.done).any()
     assert (~t.terminated | t.info["life_lost"]).all()
     metrics = names["metrics"]
@@ -370,29 +373,34 @@ def test_atari_returns_are_raw_and_a_lost_life_ends_for_the_loss_only(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("changes", "least"),
-    [(SMALLER, 500), pytest.param(SHORTER, 1_300, marks=pytest.mark.trains)],
+    ("changes", "min_return"),
+    [
+        (RUN_CHANGES, 500),
+        pytest.param(TRAINING_CHANGES, 1_300, marks=pytest.mark.trains),
+    ],
 )
-def test_actions_of_the_program_with_masks_are_valid(
-    changes, least, folder, request, key_reuse, rank_promotion
+def test_action_masks_program_takes_valid_actions(
+    changes, min_return, folder, request, key_reuse, rank_promotion
 ):
-    """With `key_reuse` and `rank_promotion`: Jumanji does both."""
+    """Jumanji needs `key_reuse` and `rank_promotion`."""
     pytest.importorskip("jumanji")
-    request.getfixturevalue("quick_compile" if changes is SMALLER else "quick_training")
+    request.getfixturevalue(
+        "quick_compile" if changes is RUN_CHANGES else "quick_training"
+    )
     names = run_page("action_masks", changes)
-    assert names["returns"][-1] > least  # about 1,100 with random moves
+    assert names["returns"][-1] > min_return  # about 1,100 with random moves
     args = names["state"].carry, names["state"].params, 64
     _, t = jax.device_get(names["agent"].collector.collect_steps(*args))
-    allowed = np.take_along_axis(t.obs.action_mask, t.action[..., None], axis=-1)
-    assert allowed.all()
-    # As the page says of the last observation of a game.
+    is_valid = np.take_along_axis(t.obs.action_mask, t.action[..., None], axis=-1)
+    assert is_valid.all()
+    # The page states that the mask of the last observation is empty.
     assert t.done.any()
     assert not t.next_obs.action_mask[t.done].any()
 
 
 @pytest.mark.parametrize("agent_class", [PPO, RecurrentPPO])
-def test_parameters_of_many_seeds_are_decomposed_one_by_one(agent_class):
-    """Batched, the decompositions wait for each other forever, on few cores."""
+def test_orthogonal_initializer_is_not_batched(agent_class):
+    """Batched QR decompositions may deadlock on few cores."""
     spaces = rollout.envs.Box(-1.0, 1.0, (2,)), rollout.envs.Discrete(2)
     agent, obs = agent_class(EnvSpec(*spaces, num_envs=3)), jnp.zeros((3, 2))
     keys = jax.random.split(jax.random.key(0), 5)
@@ -403,31 +411,31 @@ def test_parameters_of_many_seeds_are_decomposed_one_by_one(agent_class):
 
 
 @pytest.mark.slow
-def test_recurrent_recipe_takes_an_lstm(folder, quick_compile):
-    """As the page says: another cell."""
+def test_recurrent_ppo_accepts_an_lstm(folder, quick_compile):
+    """The page describes this cell."""
     assert '`Config(cell="OptimizedLSTMCell")`' in PAGES["recurrent_ppo"]
-    code = program("recurrent_ppo", SMALLER)
+    code = program("recurrent_ppo", RUN_CHANGES)
     lstm = 'config = config.replace(cell="OptimizedLSTMCell")'
     names = run("lstm", inject(code, lstm))
     memory = names["state"].carry.policy_state
     assert [x.shape for x in memory] == [(64, 64)] * 2
     assert np.isfinite(names["returns"][-1])
-    check_replay(names["metrics"])  # it took no step
+    check_replay(names["metrics"])  # the learning rate is 0
 
 
-def start(folder: pathlib.Path) -> subprocess.Popen:
-    known = str(ROOT), os.environ.get("PYTHONPATH", "")
-    packages = os.pathsep.join(known)
+def start_training(folder: pathlib.Path) -> subprocess.Popen:
+    paths = str(ROOT), os.environ.get("PYTHONPATH", "")
+    packages = os.pathsep.join(paths)
     environ = {**os.environ, "PYTHONPATH": packages, "XLA_FLAGS": QUICK_FLAGS}
     return subprocess.Popen([sys.executable, "train.py"], cwd=folder, env=environ)
 
 
-def lines(path: pathlib.Path) -> list[str]:
+def read_lines(path: pathlib.Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
 @pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "Ant-v5", "Humanoid-v5"])
-def test_wrapper_resumes_mujoco_to_the_bit(env_id):
+def test_mujoco_wrapper_resumes_with_the_same_bits(env_id):
     gymnasium = pytest.importorskip("gymnasium")
     pytest.importorskip("mujoco")
     code, names = programs("mujoco_resume")[0], {"__name__": "train"}
@@ -441,35 +449,35 @@ def test_wrapper_resumes_mujoco_to_the_bit(env_id):
         old.step(action)
     new.load_state({x: np.asarray(y) for x, y in old.save_state().items()})
     for action in actions[4:]:
-        (obs, *rest, _), (same_obs, *same_rest, _) = old.step(action), new.step(action)
-        np.testing.assert_array_equal(obs, same_obs)
-        assert rest == same_rest
+        (obs, *rest, _), (new_obs, *new_rest, _) = old.step(action), new.step(action)
+        np.testing.assert_array_equal(obs, new_obs)
+        assert rest == new_rest
     assert new.save_state()["steps"] == 12
     assert old.np_random.random() == new.np_random.random()
 
 
 @pytest.mark.slow
-def test_log_of_a_killed_and_resumed_run_is_that_of_an_undisturbed_one(tmp_path):
+def test_killed_run_has_the_log_of_an_uninterrupted_run(tmp_path):
     pytest.importorskip("mujoco")
-    code = program("mujoco_resume", SMALLER)
-    killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
-    for folder in (killed, undisturbed):
+    code = program("mujoco_resume", RUN_CHANGES)
+    killed, uninterrupted = tmp_path / "killed", tmp_path / "undisturbed"
+    for folder in (killed, uninterrupted):
         folder.mkdir()
         (folder / "train.py").write_text(code)
-    process = start(killed)
+    process = start_training(killed)
     deadline = time.monotonic() + 300
-    # Beyond the checkpoint of batch 14, so that there are lines to drop.
-    while len(lines(killed / "log.csv")) < 17 and time.monotonic() < deadline:
+    # Kill the run after the checkpoint of batch 14, so that there are lines to drop.
+    while len(read_lines(killed / "log.csv")) < 17 and time.monotonic() < deadline:
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    num_written = len(lines(killed / "log.csv"))
+    num_written = len(read_lines(killed / "log.csv"))
     assert 17 <= num_written < 32
     (step,) = rollout.checkpoint.steps(killed / "run")
     assert step < 2 * 128 * num_written
 
-    assert start(killed).wait() == start(undisturbed).wait() == 0
-    steps = [int(line.partition(",")[0]) for line in lines(killed / "log.csv")]
-    assert steps == list(range(256, 33 * 256, 256))  # no line twice, none missing
-    assert (killed / "log.csv").read_bytes() == (undisturbed / "log.csv").read_bytes()
+    assert start_training(killed).wait() == start_training(uninterrupted).wait() == 0
+    steps = [int(line.partition(",")[0]) for line in read_lines(killed / "log.csv")]
+    assert steps == list(range(256, 33 * 256, 256))  # no line is repeated or missing
+    assert (killed / "log.csv").read_bytes() == (uninterrupted / "log.csv").read_bytes()

@@ -1,4 +1,4 @@
-"""A release: one version everywhere, a citation that can be read, and who is packed."""
+"""Tests of versions, the citation and the packages of a release."""
 
 import pathlib
 import re
@@ -13,8 +13,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
 
 
-def test_version_can_be_read_without_an_import():
-    """Else a build would need jax."""
+def test_version_is_a_literal():
+    """A build reads the version without an import of JAX."""
     source = (ROOT / "rollout" / "version.py").read_text()
     assert f'\n__version__ = "{rollout.__version__}"\n' in source
 
@@ -26,7 +26,7 @@ def test_citation_and_changelog_have_the_version():
     assert not released or released[0].split()[0] == rollout.__version__
 
 
-def test_source_archive_names_files_that_exist():
+def test_manifest_patterns_match_files():
     for line in (ROOT / "MANIFEST.in").read_text().splitlines():
         command, *patterns = line.split()
         if command in ("include", "graft"):
@@ -34,24 +34,24 @@ def test_source_archive_names_files_that_exist():
                 assert list(ROOT.glob(pattern)), pattern
 
 
-def test_every_package_is_packed():
-    """And the two folders beside `rollout` become packages of it."""
+def test_settings_list_every_package():
+    """The folders `buffers` and `envs` are packages inside `rollout`."""
     folders = {"buffers": "rollout.buffers", "envs": "rollout.envs"}
     settings = PROJECT["tool"]["setuptools"]
     assert settings["package-dir"] == {name: path for path, name in folders.items()}
-    found = set()
+    names = set()
     for folder, name in {"rollout": "rollout", **folders}.items():
         for path in (ROOT / folder).rglob("__init__.py"):
-            found.add(".".join([name, *path.parent.relative_to(ROOT / folder).parts]))
+            names.add(".".join([name, *path.parent.relative_to(ROOT / folder).parts]))
         link = ROOT / name.replace(".", "/")
         assert link.samefile(ROOT / folder)
-    assert set(settings["packages"]) == found
+    assert set(settings["packages"]) == names
 
 
-def test_extras_that_name_extras_name_ones_that_exist():
+def test_extras_refer_to_existing_extras():
     extras = PROJECT["project"]["optional-dependencies"]
-    asked = [asked for some in extras.values() for asked in some]
-    own = [re.fullmatch(r"rollout-jax\[(.*)\]", one) for one in asked]
-    named = {name for match in own if match for name in match[1].split(",")}
-    assert named
-    assert named <= set(extras)
+    requirements = [name for extra in extras.values() for name in extra]
+    matches = [re.fullmatch(r"rollout-jax\[(.*)\]", name) for name in requirements]
+    references = {name for match in matches if match for name in match[1].split(",")}
+    assert references
+    assert references <= set(extras)

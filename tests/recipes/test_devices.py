@@ -1,4 +1,4 @@
-"""Agents on several devices: the same learning, a share of the work, one all-reduce."""
+"""Tests of agents on several devices."""
 
 import functools
 import math
@@ -101,8 +101,8 @@ EXACT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
-def test_an_update_with_one_minibatch_is_that_of_one_device(name):
-    """Minibatches of all rows have the same rows on any number of devices."""
+def test_update_with_one_minibatch_equals_one_device(name):
+    """A minibatch of all rows does not depend on the number of devices."""
     make = EXACT[name]
     got, expected = (update_once(make(make_mesh(x))) for x in (4, None))
     check_close(got[:3], expected[:3], rtol=1e-4, atol=1e-5)
@@ -112,24 +112,24 @@ def test_an_update_with_one_minibatch_is_that_of_one_device(name):
 
 
 @pytest.mark.slow
-def test_mesh_of_one_device_changes_no_bit():
+def test_mesh_of_one_device_has_the_same_bits():
     got, expected = (update_once(make_ppo(make_mesh(x))) for x in (1, None))
     check_close(got, expected, rtol=0, atol=0)
 
 
 def collectives(text):
-    """Yields the kind and the operands of each operation between devices."""
+    """Yields the name and the operands of each collective."""
     names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
-    for shapes, kind in re.findall(rf" = (.*) ({names})(?:-start)?\(", text):
+    for shapes, name in re.findall(rf" = (.*) ({names})(?:-start)?\(", text):
         operands = re.findall(r"(\w+)\[([\d,]*)\]", shapes)
-        yield kind, [(x, [*map(int, filter(None, y.split(",")))]) for x, y in operands]
+        yield name, [(x, [*map(int, filter(None, y.split(",")))]) for x, y in operands]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", in_ci("PPO", "SAC", of=AGENTS))
-def test_each_device_does_its_share_with_one_all_reduce_per_gradient_step(name):
+def test_gradient_step_has_one_all_reduce(name):
     flops = {}
-    # Each device repeats the work of the optimizer, which is little for many rows.
+    # Each device repeats the optimizer. Its cost is small if there are many rows.
     is_off_policy = name in ("DQN", "SAC", "TD3")
     # XLA would count a loop over microbatches once; 960 rows are a single one.
     options = {"batch_size": 960} if is_off_policy else {"num_steps": 120}
@@ -145,15 +145,15 @@ def test_each_device_does_its_share_with_one_all_reduce_per_gradient_step(name):
     assert flops[4] < 1.1 / 4 * flops[None]
 
     num_params = sum(x.size for x in jax.tree.leaves(state.params))
-    num_sums, moved = 0, []
-    for kind, operands in collectives(program.as_text()):
+    num_sums, moved_shapes = 0, []
+    for operation, operands in collectives(program.as_text()):
         size = sum(math.prod(shape) for dtype, shape in operands if dtype == "f32")
-        num_sums += kind == "all-reduce" and size > 0.3 * num_params
-        moved += operands if kind != "all-reduce" else []
+        num_sums += operation == "all-reduce" and size > 0.3 * num_params
+        moved_shapes += operands if operation != "all-reduce" else []
     # TD3 has a gradient step for the critics, and one for the actor.
     assert num_sums == (2 if name == "TD3" else 1)
     # No rows move. The window of episodes reads one flag per row.
-    assert moved == [("pred", [agent.config.num_steps, B])]
+    assert moved_shapes == [("pred", [agent.config.num_steps, B])]
 
     new_state, metrics = program(state)
     assert new_state.carry.obs.sharding.spec[0] == "lanes"
@@ -166,7 +166,7 @@ def test_each_device_does_its_share_with_one_all_reduce_per_gradient_step(name):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
+def test_run_resumes_on_another_number_of_devices(tmp_path):
     for num_updates, num_devices in ((2, 4), (4, None), (6, 2)):
         agent = make_ppo(make_mesh(num_devices), num_updates=num_updates)
         state, stats = run(
@@ -187,18 +187,20 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
     check_close(saved.params, state.params, rtol=0, atol=0)
 
 
-def test_invalid_meshes_raise_with_the_argument_and_a_valid_number():
+def test_invalid_meshes_raise():
     mesh, env = make_mesh(4), envs.make_vec("CartPole-v1", B)
-    one = ppo.PPO(env)
-    sharded = rollout.shard(one.collector, mesh)
-    two = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
+    agent = ppo.PPO(env)
+    sharded = rollout.shard(agent.collector, mesh)
+    mesh_2d = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
     host = envs.from_gymnasium("CartPole-v1", 4)
     calls = {
         "`num_envs` must be a multiple of the 4 devices.*66.*64 or 68": lambda: (
             make_ppo(mesh, num_envs=66)
         ),
         "`mesh` must be a `jax.sharding.Mesh`": lambda: make_ppo(4),
-        '`mesh` must have one axis, or an axis "lanes".*a, b': lambda: make_ppo(two),
+        '`mesh` must have one axis, or an axis "lanes".*a, b': lambda: make_ppo(
+            mesh_2d
+        ),
         "`mesh` must be None for host environments.*4 devices": lambda: ppo.PPO(
             host, mesh=mesh
         ),
@@ -208,7 +210,7 @@ def test_invalid_meshes_raise_with_the_argument_and_a_valid_number():
         "`config.prioritized` must be False with a `mesh`": lambda: make_dqn(
             mesh, prioritized=True
         ),
-        r"`PPO\(env, config, mesh=mesh\)`": lambda: rollout.shard(one, mesh),
+        r"`PPO\(env, config, mesh=mesh\)`": lambda: rollout.shard(agent, mesh),
         "`mesh` must be given to train with sharded lanes": lambda: ppo.PPO(
             sharded.env
         ).init(jax.random.key(0)),
@@ -231,7 +233,7 @@ def test_invalid_meshes_raise_with_the_argument_and_a_valid_number():
             call()
 
 
-def test_environments_of_another_kind_raise():
+def test_custom_vector_environment_raises():
     class Custom(envs.types.VectorEnv):
         num_envs = 4
         observation_space = action_space = envs.Discrete(2)
@@ -242,7 +244,7 @@ def test_environments_of_another_kind_raise():
 
 
 @pytest.mark.slow
-def test_seeds_are_mapped_over_an_agent_on_several_devices():
+def test_sharded_training_may_be_mapped_over_seeds():
     agent = make_ppo(make_mesh(2), **ONE_BATCH)
     keys = jax.random.split(jax.random.key(0), 2)
     train = lambda key: agent.train(agent.init(key), 2)[0].params  # noqa: E731
@@ -253,8 +255,8 @@ def test_seeds_are_mapped_over_an_agent_on_several_devices():
         check_close(of_seed, single, rtol=1e-3, atol=1e-4)
 
 
-def test_loss_sees_fields_of_a_whole_minibatch():
-    """A mean over a minibatch is the mean over all devices, in the user's function."""
+def test_minibatch_step_receives_the_global_minibatch():
+    """A mean over a minibatch in a custom method is the mean over all devices."""
 
     class MyPPO(ppo.PPO):
         def minibatch_step(self, learner, batch):

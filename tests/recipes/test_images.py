@@ -1,4 +1,4 @@
-"""Agents in environments with images: networks, buffers, seeds, other parts."""
+"""Tests of agents in environments with images."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ IMAGE = Box(0, 255, (36, 36, 1), jnp.dtype("uint8"))
 
 @struct.dataclass
 class Camera:
-    """Returns a random image and a random speed, and pays for nothing."""
+    """Observes a random image and a random speed. The reward is 0."""
 
     action_space: Any
     observation_space = Dict({"image": IMAGE, "speed": Box(-9.0, 9.0, (2,))})
@@ -39,7 +39,7 @@ class Camera:
 
 
 def make_camera(name, **changes):
-    """An agent of two cameras with normalized speeds."""
+    """Creates an agent for two cameras with normalized speeds."""
     is_continuous = name in ("sac", "td3")
     space = Box(-1.0, 1.0, (1,)) if is_continuous else Discrete(3)
     env = envs.vectorize(Camera(space), 2)
@@ -47,13 +47,19 @@ def make_camera(name, **changes):
     return make_agent(name, env, **changes)
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        x if x in ("ppo", "dqn", "sac") else pytest.param(x, marks=pytest.mark.slow)
+        for x in AGENTS
+    ],
+)
 def test_networks_encode_images_and_buffers_store_bytes(name):
     agent = make_camera(name)
     state = jax.eval_shape(agent.init, jax.random.key(0))
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
     kernels = [x for x in names if x.startswith(".params") and "Conv_0" in x]
-    # Actor and critics of SAC and TD3 have separate convolutions, others share them.
+    # Actor and critics share convolutions except in SAC and TD3.
     assert len(kernels) == (4 if name in ("sac", "td3") else 2)
     stats = state.params["obs_stats"]
     assert stats["mean"]["image"] is None
@@ -65,7 +71,7 @@ def test_networks_encode_images_and_buffers_store_bytes(name):
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile", "key_reuse")
 @pytest.mark.parametrize("name", in_ci("ppo", "td3"))
-def test_images_are_trained_under_vmap_over_seeds(name):
+def test_image_training_may_be_mapped_over_seeds(name):
     """Each seed of a mapped training equals a training without `vmap`."""
     agent = make_camera(name, num_updates=1)
 
@@ -81,7 +87,7 @@ def test_images_are_trained_under_vmap_over_seeds(name):
 
 
 @pytest.mark.parametrize("name", ["ppo", "dqn"])
-def test_predict_takes_one_raw_image(name):
+def test_predict_accepts_a_raw_image(name):
     agent = make_camera(name)
 
     @quick_jit

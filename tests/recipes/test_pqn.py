@@ -1,4 +1,4 @@
-"""PQN's targets and loss are the paper's; `update` applies exactly their gradient."""
+"""Compares PQN with the targets of the paper and a plain loop with optax."""
 
 import functools
 
@@ -28,8 +28,8 @@ CONFIG = Config(
 close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
 
 
-class WithMask(PQN):
-    """PQN with masked-out steps, whose rewards are far too large."""
+class MaskedPQN(PQN):
+    """PQN with masked steps, whose rewards are very large."""
 
     def learn(self, state, trajectory, last_value):
         return super().learn(state, mask_out(trajectory), last_value)
@@ -41,7 +41,7 @@ def mask_out(t: rollout.Transition) -> rollout.Transition:
 
 
 def q_values(params, obs) -> np.ndarray:
-    """A layer with layer normalization, and the output layer, in NumPy, `[..., 3]`."""
+    """Computes a layer with layer normalization and the output layer, `[..., 3]`."""
     first, norm, last = (
         params["params"][name] for name in ("Dense_0", "LayerNorm_0", "Dense_1")
     )
@@ -56,7 +56,7 @@ def best_value(params, obs) -> np.ndarray:
 
 
 def plain_targets(params, t, last_value):
-    """Computes λ-returns by a loop over the valid steps, backwards."""
+    """Computes λ-returns by a backward loop over the valid steps."""
     gamma, lambda_ = CONFIG.gamma, CONFIG.lambda_
     value, final_value = best_value(params, t.obs), best_value(params, t.next_obs)
     target = np.zeros((T, B), np.float32)
@@ -81,20 +81,20 @@ optimizer = optax.chain(
 
 @quick_jit
 def plain_learn(params, opt_state, key, batch):
-    """Gradient steps of one minibatch after the other, by `jax.grad` and optax."""
+    """Trains on consecutive minibatches with `jax.grad` and optax."""
     key, shuffle_key = jax.random.split(key)
     keys = jax.random.split(shuffle_key, CONFIG.num_epochs)
     order = jnp.stack([rollout.permutation(x, T * B) for x in keys]).reshape(4, -1)
     network = QNetwork(3, MaskedEnv().observation_space, (8,), "relu")
 
     def step(learner, rows):
-        part = jax.tree.map(lambda x: x[rows], batch)
+        minibatch = jax.tree.map(lambda x: x[rows], batch)
 
         def mean_loss(params):
-            values = network.apply(params, part.obs)
-            q_value = values[jnp.arange(len(values)), part.action + 2]
-            weight = part.weight / part.weight.sum()
-            loss = (weight * (part.target - q_value) ** 2).sum() / 2
+            values = network.apply(params, minibatch.obs)
+            q_value = values[jnp.arange(len(values)), minibatch.action + 2]
+            weight = minibatch.weight / minibatch.weight.sum()
+            loss = (weight * (minibatch.target - q_value) ** 2).sum() / 2
             return loss, {"loss": loss, "q_value": (weight * q_value).sum()}
 
         params, opt_state = learner
@@ -112,9 +112,9 @@ def plain_batch(t, target) -> Row:
     return jax.tree.map(lambda x: x.reshape(T * B, *x.shape[2:]), batch)
 
 
-def test_update_takes_the_steps_of_a_plain_loop(key_reuse):
-    """Two updates, with all kinds of endings and with masked-out steps."""
-    agent, norms = WithMask(envs.vectorize(MaskedEnv(), B), CONFIG), []
+def test_update_equals_a_plain_loop(key_reuse):
+    """Two updates contain all kinds of endings and masked steps."""
+    agent, norms = MaskedPQN(envs.vectorize(MaskedEnv(), B), CONFIG), []
     state = quick_jit(agent.init)(jax.random.key(0))
     opt_state, update = quick_jit(optimizer.init)(state.params), quick_jit(agent.update)
     endings = np.zeros(2, bool)

@@ -1,4 +1,4 @@
-"""Actors that observe a part of what critics observe: `actor_obs`, `critic_obs`."""
+"""Tests of `actor_obs` and `critic_obs`, the parts that actor and critic observe."""
 
 import flax.linen as nn
 import jax
@@ -19,12 +19,12 @@ NAMES = ("ppo", "recurrent_ppo", "sac", "td3")
 
 
 def make_robot(name, **changes):
-    """An agent of two robots with privileged observations."""
+    """Creates an agent for two robots with privileged observations."""
     return make_agent(name, envs.vectorize(PrivilegedEnv(4), 2), **changes)
 
 
 def actor_outputs(agent, params, obs):
-    """Everything that determines the action, for a batch of observations."""
+    """Returns the outputs that determine the actions for a batch of observations."""
     if hasattr(agent, "actor"):
         return agent.actor.apply(params["actor"], obs)
     if hasattr(agent.model, "initialize_memory"):
@@ -43,7 +43,17 @@ def critic_outputs(agent, params, obs):
     return agent.model.apply(params, obs)[1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Recurrent PPO is similar to PPO, and TD3 is similar to SAC.
+quick_agents = pytest.mark.parametrize(
+    "name",
+    [
+        x if x in ("ppo", "sac") else pytest.param(x, marks=pytest.mark.slow)
+        for x in NAMES
+    ],
+)
+
+
+@quick_agents
 def test_actor_does_not_depend_on_the_privileged_part(name):
     agent = make_robot(name, learning_rate=0.1)
 
@@ -68,9 +78,9 @@ def test_actor_does_not_depend_on_the_privileged_part(name):
     jax.tree.map(np.testing.assert_array_equal, robot, complete)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_options_select_the_parts(name):
-    """The actor reads everything, and the critic only the noisy part."""
+@quick_agents
+def test_options_select_parts(name):
+    """The actor reads all parts, and the critic only the noisy part."""
     keys = ("state", "privileged_state")
     agent = make_robot(name, actor_obs=keys, critic_obs=("state",))
     assert agent.actor_obs == keys
@@ -89,7 +99,7 @@ def test_options_select_the_parts(name):
 
     actor, critic = jax.device_get(run(jax.random.key(0)))
     assert (actor["privileged_state"] != 0).any()
-    if name != "recurrent_ppo":  # there the critic also reads the memory
+    if name != "recurrent_ppo":  # its critic also reads the memory
         assert (critic["privileged_state"] == 0).all()
 
 
@@ -109,8 +119,8 @@ def test_value_is_nan_without_the_parts_of_the_critic():
     assert np.isnan(robot).all()
 
 
-def test_robot_environments_without_the_privileged_part_are_evaluated():
-    """A robot returns only `state`; the policy of the training runs there."""
+def test_evaluation_without_the_privileged_part():
+    """The trained policy accepts a robot that returns only `state`."""
 
     @struct.dataclass
     class Robot(PrivilegedEnv):
@@ -139,7 +149,7 @@ def test_robot_environments_without_the_privileged_part_are_evaluated():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parts_cannot_be_selected_for_custom_networks(name):
+def test_selected_parts_with_a_custom_network_raise(name):
     agent = make_robot(name)
     field = "critic_network" if hasattr(agent, "critic") else "network"
     with pytest.raises(ValueError, match=rf"`config\.critic_obs` .* custom `{field}`"):

@@ -1,4 +1,4 @@
-"""Recurrent PPO replays its memory, and learns from the sequences of environments."""
+"""Tests of recurrent PPO: its update, the replay of the memory and `predict`."""
 
 import functools
 
@@ -23,6 +23,9 @@ CONFIG = Config(num_updates=3, num_steps=T, num_minibatches=2, num_epochs=2)
 CONFIG = CONFIG.replace(memory_size=6, hidden_layer_sizes=(8,), learning_rate=0.02)
 CONFIG = CONFIG.replace(clip_range_vf=0.2, ent_coef=0.1)
 LSTM = "OptimizedLSTMCell"
+each_cell = pytest.mark.parametrize(
+    "cell", ["GRUCell", pytest.param(LSTM, marks=pytest.mark.slow)]
+)
 close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
 
 
@@ -31,7 +34,7 @@ def make_agent(config: Config = CONFIG) -> RecurrentPPO:
 
 
 def make_batch(seed: int = 0) -> Row:
-    """Sequences with several episodes and with masked-out steps."""
+    """Returns sequences with several episodes and masked steps."""
     rng, shape = np.random.default_rng(seed), (T, B)
     floats = np.float32(rng.normal(size=(4, *shape)))
     first = rng.random(shape) < 0.2
@@ -51,14 +54,14 @@ def make_batch(seed: int = 0) -> Row:
 
 
 class Readout(nn.Module):
-    """A network of PPO, whose outputs are the observation."""
+    """A network of PPO whose outputs are the observation."""
 
     def __call__(self, obs):
         return obs
 
 
 def plain_loss(agent, params, batch):
-    """The loss of PPO, of outputs that a loop over the steps computes."""
+    """Computes the loss of PPO with outputs of a loop over the steps."""
     fresh = agent.model.initialize_memory(batch.first.shape[1])
 
     def step(memory, row):
@@ -85,17 +88,19 @@ def plain_loss(agent, params, batch):
 
 
 def plain_learn(agent, params, order, batch):
-    """Gradient steps of one minibatch after the other, through all steps of time."""
+    """Trains on consecutive minibatches of complete sequences."""
     optimizer = agent.optimizer
 
     def step(learner, lanes):
-        part = jax.tree.map(lambda x: jnp.take(x, lanes, axis=1), batch)
-        weight, x = part.weight / part.weight.sum(), part.advantage
+        minibatch = jax.tree.map(lambda x: jnp.take(x, lanes, axis=1), batch)
+        weight, x = minibatch.weight / minibatch.weight.sum(), minibatch.advantage
         x -= (weight * x).sum()
-        part = part.replace(advantage=x / ((weight * x**2).sum() ** 0.5 + 1e-8))
+        minibatch = minibatch.replace(
+            advantage=x / ((weight * x**2).sum() ** 0.5 + 1e-8)
+        )
 
         def mean_loss(params):
-            losses = plain_loss(agent, params, part)
+            losses = plain_loss(agent, params, minibatch)
             return jax.tree.map(lambda x: (weight * x).sum(), losses)
 
         params, opt_state = learner
@@ -108,21 +113,21 @@ def plain_learn(agent, params, order, batch):
     return params, jax.tree.map(jnp.mean, metrics)
 
 
-@pytest.mark.parametrize("cell", ["GRUCell", LSTM])
-def test_update_takes_the_steps_of_a_plain_loop(cell, key_reuse):
-    """On minibatches of environments with all of their steps."""
+@each_cell
+def test_update_equals_a_plain_loop(cell, key_reuse):
+    """Minibatches contain all steps of some environments."""
     batch, agent = make_batch(), RecurrentPPO(SPEC, CONFIG.replace(cell=cell))
-    if cell == LSTM:  # whose memory is a pair
+    if cell == LSTM:  # the memory is a pair
         memory = batch.initial_memory
         batch = batch.replace(initial_memory=(memory, -memory))
     extras = {name: getattr(batch, name) for name in ("raw_action", "value")}
-    no, count = np.zeros((T, B), bool), np.ones((T, B), np.int32)
+    no_flags, count = np.zeros((T, B), bool), np.ones((T, B), np.int32)
     trajectory = Answers(
         obs=batch.obs,
         action=batch.raw_action,
         reward=batch.target,
         terminated=np.roll(batch.first, -1, axis=0) & (np.arange(T) < T - 1)[:, None],
-        truncated=no,
+        truncated=no_flags,
         next_obs=batch.obs,
         mask=batch.weight > 0,
         episode_id=count,
@@ -169,17 +174,15 @@ def test_update_takes_the_steps_of_a_plain_loop(cell, key_reuse):
     for name, value in plain_metrics.items():
         close(metrics[name], value, err_msg=name)
     # Minibatches without a valid row have finite gradients and metrics.
-    masked = trajectory.replace(mask=no)
+    masked = trajectory.replace(mask=no_flags)
     _, params, metrics, *_ = learn(jax.random.key(1), masked)
     assert np.isfinite(flatten((params, metrics["entropy"]))).all()
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize(
-    "cell", ["GRUCell", pytest.param(LSTM, marks=pytest.mark.slow)]
-)
-def test_replay_has_the_probabilities_of_the_collection(cell):
-    """The learning rate is 0, and windows begin in the middle of episodes."""
+@each_cell
+def test_replay_equals_the_collected_probabilities(cell):
+    """Windows begin in the middle of episodes, and the learning rate is 0."""
     agent = make_agent(CONFIG.replace(cell=cell, learning_rate=0.0, num_steps=9))
 
     @jax.jit
@@ -196,12 +199,12 @@ def test_replay_has_the_probabilities_of_the_collection(cell):
 
 
 @pytest.mark.usefixtures("quick_compile")
-def test_predictions_are_the_actions_of_an_environment():
+def test_predict_equals_the_collected_actions():
     """`predict` continues with the memory that it returned."""
     agent = make_agent()
     state = agent.init(jax.random.key(0))
     collector = agent.collector.replace(policy=agent.eval_policy)
-    # Observations and larger parameters, with which actions differ.
+    # Actions differ because of larger parameters.
     params = jax.device_get(jax.tree.map(lambda x: x + 0.3, state.params))
     _, trajectory = jax.device_get(collector.collect_steps(state.carry, params, 12))
     memory = None

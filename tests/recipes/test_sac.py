@@ -1,4 +1,4 @@
-"""SAC's losses are the paper's, and `update` applies exactly their gradients."""
+"""Compares SAC with the losses of the paper and a plain loop with optax."""
 
 import functools
 
@@ -63,7 +63,7 @@ def plain_loss(params, constants, batch):
     value = min_value(constants["critic"], batch.obs, action)
     actor_loss = jnp.exp(constants["log_alpha"]) * log_prob - value
     _, constant_log_prob = act(constants["actor"], batch.obs, batch.noise)
-    # The entropy to reach is minus the number of entries of an action.
+    # The target entropy is minus the number of entries of an action.
     temperature_loss = -params["log_alpha"] * (constant_log_prob - 2)
     metrics = {
         "critic_loss": critic_loss,
@@ -78,7 +78,7 @@ def plain_loss(params, constants, batch):
 
 @quick_jit
 def plain_step(learner, buffer_state, key):
-    """One gradient step, and the update of the target critics."""
+    """Computes a gradient step and updates the target critics."""
     params, critics, opt_state = learner
     sample_key, *noise_keys = jax.random.split(key, 3)
     rows = make_agent().buffer.sample(buffer_state, sample_key, 16).experience
@@ -94,9 +94,9 @@ def plain_step(learner, buffer_state, key):
     return (params, critics, opt_state), metrics
 
 
-def test_update_is_a_plain_loop_with_optax(key_reuse):
-    """Three steps of two environments, with two gradient steps after each."""
-    # Adam divides by the size of a gradient, even if it is a rounding error.
+def test_update_equals_a_plain_loop(key_reuse):
+    """Each of three steps of two environments has two gradient steps."""
+    # Adam amplifies rounding errors of small gradients.
     close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=3e-3)
 
     def init(state):
@@ -106,7 +106,7 @@ def test_update_is_a_plain_loop_with_optax(key_reuse):
     assert abs(metrics["alpha"] - np.exp(0.5)) > 0.01
 
 
-def test_entropy_to_reach_may_be_given():
+def test_target_entropy_is_an_option():
     @quick_jit
     def losses(key):
         obs = jax.vmap(AimEnv().observation_space.sample)(jax.random.split(key, 2))

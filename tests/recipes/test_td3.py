@@ -1,4 +1,4 @@
-"""TD3's losses are the paper's, and `update` applies exactly their gradients."""
+"""Compares TD3 with the losses of the paper and a plain loop with optax."""
 
 import functools
 
@@ -42,7 +42,7 @@ def act(actor, obs):
 
 @quick_jit
 def plain_step(learner, buffer_state, key):
-    """A gradient step of the critics, and of the actor after each second one."""
+    """Computes a gradient step of the critics, and every second time of the actor."""
     params, target_params, opt_state, number = learner
     sample_key, target_key = jax.random.split(key)
     rows = make_agent().buffer.sample(buffer_state, sample_key, 16).experience
@@ -79,8 +79,8 @@ def plain_step(learner, buffer_state, key):
     return (params, target_params, opt_state, number + 1), metrics
 
 
-def test_update_is_a_plain_loop_with_optax(key_reuse):
-    """Three steps of two environments; the second gradient step trains the actor."""
+def test_update_equals_a_plain_loop(key_reuse):
+    """The second of three gradient steps trains the actor."""
     close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3)
 
     def init(state):
@@ -90,31 +90,40 @@ def test_update_is_a_plain_loop_with_optax(key_reuse):
     check_update(make_agent(), plain_step, init, close)
 
 
-def test_actions_are_random_at_first_and_then_have_noise_within_the_bounds(key_reuse):
+def test_actions_are_random_and_later_have_clipped_noise(key_reuse):
     agent = make_agent()
-    loud = Policy(agent.actor, agent.distribution, 0.8)
+    noisy_policy = Policy(agent.actor, agent.distribution, 0.8)
 
     @quick_jit
-    def play(key):
+    def compute(key):
         carry = agent.collector.init(key)
         params = agent.init_learner(key, carry.obs).params
         zeros = jax.tree.map(jnp.zeros_like, params)
-        silent = make_agent(exploration_noise=0.0).collector
-        first = silent.collect_steps(carry, zeros, 6)[1].action
+        noiseless_collector = make_agent(exploration_noise=0.0).collector
+        first_actions = noiseless_collector.collect_steps(carry, zeros, 6)[1].action
         obs = jax.vmap(AimEnv().observation_space.sample)(jax.random.split(key, 16))
         apply = lambda policy: policy.apply(params, obs, (), key).action  # noqa: E731
         noise = 0.8 * jax.random.normal(key, (16, 2))
         expected = act(params["actor"], obs)
-        return first, apply(loud), apply(agent.eval_policy), expected, noise
+        return (
+            first_actions,
+            apply(noisy_policy),
+            apply(agent.eval_policy),
+            expected,
+            noise,
+        )
 
-    first, noisy, plain, expected, noise = jax.device_get(play(jax.random.key(0)))
-    assert len(np.unique(first[:4])) == 16  # random
-    assert np.abs(first[:4] - 0.5).max() > 1
-    np.testing.assert_array_equal(first[4:], 0.5)  # the actor is zero everywhere
+    first_actions, noisy, plain, expected, noise = jax.device_get(
+        compute(jax.random.key(0))
+    )
+    assert len(np.unique(first_actions[:4])) == 16  # random
+    assert np.abs(first_actions[:4] - 0.5).max() > 1
+    # The outputs of the actor are 0.
+    np.testing.assert_array_equal(first_actions[4:], 0.5)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
     close(plain[..., 0], 0.5 + 2.5 * expected)
     assert (np.abs(expected + noise) > 1).any()
     close(noisy[..., 0], 0.5 + 2.5 * np.clip(expected + noise, -1, 1))
     spec = EnvSpec(agent.spec.observation_space, envs.Box(0.0, np.inf, (2,)), 2)
-    unbounded = TD3(spec, CONFIG)  # no uniform distribution for the first actions
+    unbounded = TD3(spec, CONFIG)  # an unbounded space has no uniform distribution
     assert unbounded.eval_policy == rollout.policies.Greedy(unbounded.policy)

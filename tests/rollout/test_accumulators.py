@@ -1,4 +1,4 @@
-"""Custom accumulators: per episode, over windows, in episodes and statistics."""
+"""Tests of custom accumulators in trajectories, episodes and statistics."""
 
 import cases
 import jax
@@ -33,19 +33,19 @@ def make_collector(accumulators=ACCUMULATORS):
     return cases.make_collector("count", B).replace(accumulators=accumulators)
 
 
-def discounted(length):
-    """The sum of n * GAMMA ** (n - 1) over the steps n of an episode."""
+def discounted_return(length):
+    """Computes the sum of n * GAMMA ** (n - 1) over the steps n of an episode."""
     return sum(n * GAMMA ** (n - 1) for n in range(1, int(length) + 1))
 
 
-def test_values_of_every_row_are_those_of_its_episode_so_far():
+def test_rows_contain_accumulated_values():
     collector = make_collector()
     carry, first = collector.collect_steps(collector.init(jax.random.key(0)), None, 13)
     _, second = collector.collect_steps(carry, None, 13)
     windows = jax.device_get((first, second))
     trajectory = jax.tree.map(lambda *x: np.concatenate(x), *windows)
     accumulated, length = trajectory.accumulated, trajectory.episode_length
-    expected = np.vectorize(discounted)(length)
+    expected = np.vectorize(discounted_return)(length)
     np.testing.assert_allclose(accumulated["discounted"], expected, rtol=1e-6)
     np.testing.assert_array_equal(accumulated["best"]["highest"], length)
     np.testing.assert_array_equal(accumulated["visits"].sum(-1), length)
@@ -54,7 +54,7 @@ def test_values_of_every_row_are_those_of_its_episode_so_far():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-def test_episodes_have_the_values_of_their_last_step():
+def test_episodes_contain_final_values():
     collector = make_collector()
     carry = collector.init(jax.random.key(1))
     for per_env in (False, True):
@@ -62,7 +62,7 @@ def test_episodes_have_the_values_of_their_last_step():
             carry, None, 4, max_episode_steps=6, per_env=per_env
         )
         accumulated, length = episodes.accumulated, np.asarray(episodes.episode_length)
-        expected = np.vectorize(discounted)(length)
+        expected = np.vectorize(discounted_return)(length)
         np.testing.assert_allclose(accumulated["discounted"], expected, rtol=1e-6)
         np.testing.assert_array_equal(accumulated["visits"].sum(-1), length)
         stats = rollout.summarize(episodes)
@@ -75,8 +75,8 @@ def test_episodes_have_the_values_of_their_last_step():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-def test_value_may_be_one_per_agent():
-    """Rewards above 10 of each agent, against the trajectory's own."""
+def test_values_per_agent_are_accumulated():
+    """Counts the rewards above 10 of each agent."""
     rewards = [[1, 20], [11, 30], [12, 5]]
     env = envs.vectorize(schedule(np.ones((4, 2)), rewards), B)
     high = rollout.Accumulator(

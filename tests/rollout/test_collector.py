@@ -1,4 +1,4 @@
-"""The invariants of `collect_steps`, most of them on two environments."""
+"""Tests of invariants of the collector: split calls, lanes, resets and `jit`."""
 
 import chex
 import jax
@@ -12,20 +12,20 @@ import rollout
 from rollout import envs
 
 slow = pytest.mark.slow
-# Both terminate and truncate.
+# Both environments terminate and truncate.
 each_env = pytest.mark.parametrize(
     "name", ["count", pytest.param("CartPole-v1", marks=slow)]
 )
 PHILOX = {"impl": "philox2x32"}
 
 
-def test_environments_and_policy_may_be_given_by_position():
+def test_env_and_policy_are_positional():
     collector = make_collector("count")
     assert rollout.Collector(collector.env, collector.policy) == collector
 
 
 @each_env
-def test_two_halves_equal_the_whole_bit_for_bit(name):
+def test_split_calls_have_the_bits_of_one_call(name):
     collector = make_collector(name)
     half = NUM_STEPS // 2
     carry = collector.init(jax.random.key(7))
@@ -57,7 +57,7 @@ def test_collect_steps_ends_episodes_at_the_limit_and_at_the_end_of_the_call():
         pytest.param({}, PHILOX, marks=slow),
     ],
 )
-def test_compact_reset_equals_select_bit_for_bit(params, options):
+def test_compact_reset_has_the_bits_of_select(params, options):
     results = []
     for auto_reset in ("compact", "select"):
         env = envs.vectorize(CountEnv(**params), 16, auto_reset=auto_reset)
@@ -65,18 +65,18 @@ def test_compact_reset_equals_select_bit_for_bit(params, options):
         carry = collector.init(jax.random.key(7, **options))
         results.append(raw(collector.collect_steps(carry, None, NUM_STEPS)))
     chex.assert_trees_all_equal(*results)
-    every = np.asarray(results[0][1].done).all(axis=1)
-    assert every[2] == bool(params)
+    all_done = np.asarray(results[0][1].done).all(axis=1)
+    assert all_done[2] == bool(params)
 
 
 @pytest.mark.parametrize(
     ("num_envs", "options"),
     [
-        (48, {}),  # enough lanes that several are reset at once
+        (48, {}),  # several lanes reset in the same step
         pytest.param(1, PHILOX, marks=slow),
     ],
 )
-def test_lane_gives_the_same_stream_among_any_number(num_envs, options):
+def test_lane_does_not_depend_on_the_number_of_lanes(num_envs, options):
     want, got = (
         jax.tree.map(lambda x: np.asarray(x)[:, : min(num_envs, 16)], trajectory)
         for _, trajectory in (collect("count", n, **options) for n in (16, num_envs))
@@ -93,19 +93,19 @@ def test_carry_keeps_structure_shapes_and_dtypes():
 
 
 @pytest.mark.compiles(200)  # without jit each operation is a program
-def test_steps_without_jit_equal_those_under_jit():
-    want = _, rows = raw(jax.device_get(collect("count", 4, num_steps=3)))
+def test_steps_are_equal_without_jit():
+    want = _, rows = raw(jax.device_get(collect("count", 4, num_steps=2)))
     collector = make_collector("count", 4)
     with jax.disable_jit():
         start = collector.init(jax.random.key(7))
-        got = raw(collector.collect_steps(start, None, 3))
+        got = raw(collector.collect_steps(start, None, 2))
         _, transition = collector.step(start, None)
     chex.assert_trees_all_equal(got, want)
     first = jax.tree.map(lambda x: x[0], rows)
     chex.assert_trees_all_equal(raw(transition), first)
 
 
-def test_outer_jit_gives_the_same_bits():
+def test_outer_jit_has_the_same_bits():
     @jax.jit
     def run(collector, key):
         return collector.collect_steps(collector.init(key), None, NUM_STEPS)
@@ -115,32 +115,31 @@ def test_outer_jit_gives_the_same_bits():
 
 
 @slow  # operation by operation
-def test_episodes_without_jit_equal_those_under_jit():
+def test_episodes_are_equal_without_jit():
     collector = make_collector("count", 4)
 
     def sum_rewards(total, transition):
         return total + jnp.where(transition.mask, transition.reward, 0)
 
-    def play():
+    def run():
         carry = collector.init(jax.random.key(7))
         counts = {"num_episodes": 5, "max_episode_steps": 4}
-        played = collector.collect_episodes(carry, None, **counts)
+        collected = collector.collect_episodes(carry, None, **counts)
         zero = np.zeros(4, np.float32)
-        return raw(
-            (played, collector.fold_episodes(carry, None, sum_rewards, zero, **counts))
-        )
+        folded = collector.fold_episodes(carry, None, sum_rewards, zero, **counts)
+        return raw((collected, folded))
 
-    want = play()
+    want = run()
     with jax.disable_jit():
-        got = play()
+        got = run()
     chex.assert_trees_all_equal(got, want)
     (_, episodes), (_, rewards, folded) = got
-    assert 0 < np.sum(episodes.finished) < 5  # the others are cut
+    assert 0 < np.sum(episodes.finished) < 5  # some episodes reach the limit
     chex.assert_trees_all_equal(folded, episodes)
     assert rewards.sum() == episodes.episode_return.sum()
 
 
-def test_collect_steps_traces_once_and_params_reach_the_policy():
+def test_new_params_do_not_retrace():
     traces = []
 
     def act(params, obs, key):
@@ -149,9 +148,10 @@ def test_collect_steps_traces_once_and_params_reach_the_policy():
         return action, {"value": obs[:, 0] * 2.0}
 
     policy = rollout.stateless_policy(act)
-    # Its carry is the same whatever a policy without a state is.
-    start = make_collector("count", 16)
-    collector, carry = start.replace(policy=policy), start.init(jax.random.key(0))
+    # The carry is valid for every policy without a state.
+    random_collector = make_collector("count", 16)
+    carry = random_collector.init(jax.random.key(0))
+    collector = random_collector.replace(policy=policy)
     for action in (2, 0, 1):
         params = {"action": np.int32(action)}
         carry, trajectory = collector.collect_steps(carry, params, 6)
@@ -161,27 +161,28 @@ def test_collect_steps_traces_once_and_params_reach_the_policy():
     assert len(traces) == 1
 
 
-def test_environments_that_differ_by_class_alone_share_no_program():
+def test_environment_classes_have_different_structures():
     @struct.dataclass(kw_only=True)
     class TwinEnv(CountEnv):
         pass
 
-    one = make_collector("count")
-    other = one.replace(env=envs.vectorize(TwinEnv(), one.env.num_envs))
-    # `jit` looks its programs up by this structure.
-    assert jax.tree.structure(one) != jax.tree.structure(other)
+    collector = make_collector("count")
+    twin_env = envs.vectorize(TwinEnv(), collector.env.num_envs)
+    twin_collector = collector.replace(env=twin_env)
+    # The structure is the cache key of `jit`.
+    assert jax.tree.structure(collector) != jax.tree.structure(twin_collector)
 
 
-def test_collector_that_is_rebuilt_has_the_structure_of_its_new_environment():
+def test_replaced_env_changes_the_structure():
     old, new = make_collector("count"), make_collector("CartPole-v1")
     policy = old.policy
     replaced = old.replace(env=new.env)
-    made = rollout.Collector(env=new.env, policy=policy)
-    assert jax.tree.structure(replaced) == jax.tree.structure(made)
-    chex.assert_trees_all_equal_structs(jax.tree.map(jnp.asarray, made), made)
+    rebuilt = rollout.Collector(env=new.env, policy=policy)
+    assert jax.tree.structure(replaced) == jax.tree.structure(rebuilt)
+    chex.assert_trees_all_equal_structs(jax.tree.map(jnp.asarray, rebuilt), rebuilt)
 
 
-def test_fold_steps_sees_the_transitions_of_collect_steps():
+def test_fold_steps_equals_collect_steps():
     collector = make_collector("count")
 
     def total(acc, transition):
@@ -193,12 +194,12 @@ def test_fold_steps_sees_the_transitions_of_collect_steps():
     acc = jax.tree.map(np.asarray, acc)
     want_carry, want = collect("count")
     chex.assert_trees_all_equal(raw(carry), raw(want_carry))
-    # Sums of small integers: exact in float32.
+    # Sums of small integers are exact in float32.
     assert acc[0] == np.asarray(want.reward).sum()
     np.testing.assert_array_equal(acc[1], want.episode_return[-1])
 
 
-def test_unread_fields_leave_no_buffer():
+def test_unread_fields_are_not_stored():
     env = envs.TransformObs(CountEnv(), lambda obs: jnp.broadcast_to(obs, (400,)))
     collector = make_collector("count").replace(env=envs.vectorize(env, 16))
     carry = jax.eval_shape(collector.init, jax.random.key(0))
@@ -212,13 +213,13 @@ def test_unread_fields_leave_no_buffer():
 
     # One observation of 16 lanes is 26 kB; 100 of them are 2.56 MB.
     assert memory("reward").temp_size_in_bytes < 500_000
-    one = memory("obs")
-    assert one.output_size_in_bytes <= 1.02 * 2_560_000
-    assert one.temp_size_in_bytes < 500_000
+    obs_memory = memory("obs")
+    assert obs_memory.output_size_in_bytes <= 1.02 * 2_560_000
+    assert obs_memory.temp_size_in_bytes < 500_000
 
 
-def test_fold_may_be_a_method_of_an_object_that_holds_tracers():
-    """Such as a module of NNX: it is the same in every trace, its arrays are not."""
+def test_fold_fn_may_be_a_method_of_a_module():
+    """A module of NNX is the same object in every trace, with different tracers."""
 
     class Module:
         def fold(self, acc, transition):
@@ -228,7 +229,7 @@ def test_fold_may_be_a_method_of_an_object_that_holds_tracers():
 
     @jax.jit
     def train(carry, scale, shape):
-        del shape  # another one is another trace
+        del shape  # a new shape causes a new trace
         module.scale = scale
         acc = jnp.float32(0)
         return collector.fold_steps(carry, None, module.fold, acc, num_steps=3)[1]
@@ -243,29 +244,29 @@ def test_fold_may_be_a_method_of_an_object_that_holds_tracers():
     assert sums == pytest.approx([2 * reward, 5 * reward])
 
 
-def play(kind):
+def collect_with(method):
     collector = make_collector("count", 5, "select")
     carry = collector.init(jax.random.key(3))
-    if kind == "steps":
+    if method == "steps":
         return raw(collector.collect_steps(carry, None, 9))
-    if kind == "padded":
+    if method == "padded":
         return raw(
             collector.collect_episodes(
                 carry, None, 7, max_episode_steps=11, return_trajectory=True
             )
         )
-    count = lambda acc, row: acc + 1  # noqa: E731  (also rows that are void)
+    count = lambda acc, row: acc + 1  # noqa: E731  (also masked rows)
     args = carry, None, count, 0
     return raw(collector.fold_episodes(*args, num_episodes=7, max_episode_steps=11))
 
 
-@pytest.mark.slow  # it clears compiled programs
+@pytest.mark.slow  # clears compiled programs
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("kind", ["steps", "padded", "fold"])
-def test_programs_of_a_gpu_run_here_have_the_same_bits(kind):
-    expected = play(kind)
+@pytest.mark.parametrize("method", ["steps", "padded", "fold"])
+def test_gpu_branches_have_the_same_bits(method):
+    expected = collect_with(method)
     jax.clear_caches()
     with on_a_gpu():
-        got = play(kind)
+        got = collect_with(method)
     jax.clear_caches()
     chex.assert_trees_all_equal(got, expected)

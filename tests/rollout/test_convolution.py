@@ -1,4 +1,4 @@
-"""`conv_general_dilated` agrees with lax, and its derivatives are channels-last."""
+"""Compares `conv_general_dilated` with `jax.lax` and checks its layouts."""
 
 import functools
 import re
@@ -17,7 +17,7 @@ from rollout.networks import conv_general_dilated
 
 LAYOUTS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}
 LAYOUTS[3] = ("NDHWC", "DHWIO", "NDHWC")
-# Shapes of the inputs and of the kernel, and options: strides 1, padding "VALID".
+# Shapes of inputs and kernel, and options. The defaults are stride 1 and "VALID".
 CASES = {
     "Nature CNN, first layer": ((2, 84, 84, 4), (8, 8, 4, 32), {"strides": (4, 4)}),
     "Nature CNN, second layer": ((2, 20, 20, 32), (4, 4, 32, 64), {"strides": (2, 2)}),
@@ -30,7 +30,7 @@ CASES = {
     "one stride": ((2, 7, 6, 3), (3, 3, 3, 4), {"strides": (2, 1), "padding": "SAME"}),
     "cropped": ((2, 9, 9, 3), (3, 3, 3, 4), {"padding": ((-1, -2), (0, -1))}),
     "groups": ((2, 6, 6, 4), (3, 3, 2, 6), {"feature_group_count": 2}),
-    "channels alone": ((2, 6, 6, 4), (3, 3, 1, 8), {"feature_group_count": 4}),
+    "depthwise": ((2, 6, 6, 4), (3, 3, 1, 8), {"feature_group_count": 4}),
     "dilated kernel": ((2, 9, 9, 3), (3, 2, 3, 4), {"rhs_dilation": (2, 3)}),
     "dilated inputs": (
         (2, 5, 5, 4),
@@ -46,12 +46,12 @@ CASES = {
     "three axes": ((2, 5, 6, 4, 2), (3, 2, 2, 2, 3), {"strides": (2, 1, 1)}),
     "channels first": ((2, 3, 7, 7), (4, 3, 3, 3), {"dimension_numbers": None}),
 }
-# float32; sums of up to 1,024 products, which are rounded in another order.
-close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+# Sums of up to 1,024 float32 products have another order.
+assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
 
 
 def check_close(tree, expected):
-    jax.tree.map(close, tree, expected)
+    jax.tree.map(assert_close, tree, expected)
 
 
 def normal(shape, seed):
@@ -69,7 +69,7 @@ def make_convolve(case, convolve):
 
 
 def compare(compute, operands):
-    """Calls `compute(name, convolve, *operands)` with ours and with lax."""
+    """Calls `compute(name, convolve, *operands)` with both implementations."""
 
     @quick_jit
     def run(operands):
@@ -83,7 +83,7 @@ def compare(compute, operands):
 
 
 def value_and_grads(fn, inputs, kernel):
-    """Returns outputs and the gradients of a loss that is not linear."""
+    """Returns the gradients of a nonlinear loss, and the outputs."""
 
     def loss(inputs, kernel):
         outputs = fn(inputs, kernel)
@@ -106,12 +106,12 @@ def results():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_and_gradients_are_those_of_lax(name):
+def test_outputs_and_gradients_equal_lax(name):
     ours, expected = results()
     check_close(ours[name], expected[name])
 
 
-def test_second_derivatives_are_those_of_lax():
+def test_second_derivatives_equal_lax():
     def compute(name, convolve, inputs, kernel):
         fn = make_convolve(CASES[name], convolve)
 
@@ -131,7 +131,7 @@ AXES = {
     "kernel": (None, 0),
     "both": (0, 0),
     "last axes": (4, 4),
-    "nothing": (None, None),
+    "none": (None, None),
 }
 
 
@@ -165,7 +165,7 @@ def mapped_results():
 
 
 @pytest.mark.parametrize("name", [*AXES, *(f"{x}, twice" for x in AXES)])
-def test_mapped_gradients_are_those_of_lax(name):
+def test_mapped_gradients_equal_lax(name):
     ours, expected = mapped_results()
     check_close(ours[name], expected[name])
 
@@ -184,7 +184,7 @@ class Network(nn.Module):
         return nn.Dense(2)(x.reshape(*x.shape[:-3], -1))
 
 
-def test_networks_of_flax_learn_in_a_scan():
+def test_flax_networks_train_in_a_scan():
     obs = normal((6, 9, 9, 3), 0)
     params = jax.eval_shape(Network(None).init, jax.random.key(0), obs)
     params = jax.tree.map(lambda x: 0.1 * normal(x.shape, 1), params)
@@ -204,8 +204,8 @@ def test_networks_of_flax_learn_in_a_scan():
     check_close(*compare(compute, dict.fromkeys((2, 6), (obs, params))))
 
 
-@pytest.mark.parametrize("kind", ["shard_map", "shard_map, unchecked", "mesh"])
-def test_gradients_on_several_devices_are_those_of_lax(kind):
+@pytest.mark.parametrize("sharding", ["shard_map", "shard_map, unchecked", "mesh"])
+def test_gradients_on_two_devices_equal_lax(sharding):
     auto = {"axis_types": (AxisType.Auto,), "devices": jax.devices()[:2]}
     mesh = jax.make_mesh((2,), ("lanes",), **auto)
     images = jax.random.normal(jax.random.key(0), (4, 10, 10, 4))
@@ -219,21 +219,21 @@ def test_gradients_on_several_devices_are_those_of_lax(kind):
             weight = jnp.ones_like(images[:, 0, 0, 0])
             return mean_gradient(loss, params, images, weight, **options)[0]
 
-        if kind == "mesh":
+        if sharding == "mesh":
             return gradient(images, mesh=mesh)
         return jax.shard_map(
             lambda images: jax.lax.pmean(gradient(images), "lanes"),
             mesh=mesh,
             in_specs=P("lanes"),
             out_specs=P(),
-            check_vma=kind == "shard_map",
+            check_vma=sharding == "shard_map",
         )(images)
 
     convolutions = conv_general_dilated, jax.lax.conv_general_dilated
-    jax.tree.map(close, *quick_jit(lambda: [*map(compute, convolutions)])())
+    jax.tree.map(assert_close, *quick_jit(lambda: [*map(compute, convolutions)])())
 
 
-def test_dtypes_are_those_of_lax():
+def test_dtypes_equal_lax():
     inputs, kernel, _ = CASES["MinAtar"]
     inputs, kernel = np.ones(inputs, jnp.bfloat16), np.ones(kernel, jnp.bfloat16)
     for dtype in (None, jnp.float32):
@@ -282,7 +282,7 @@ def test_derivatives_on_a_cpu_are_channels_last():
     assert set(re.findall(r"dim_labels=([^,\s]+)", plain)) > set(layouts)
 
 
-def test_few_channels_are_a_product_over_patches_on_a_cpu():
+def test_few_channels_use_patches_on_a_cpu():
     def count(name, platform):
         fn = make_convolve(CASES[name], conv_general_dilated)
         traced = jax.jit(fn).trace(*(np.zeros(x, "f4") for x in CASES[name][:2]))
@@ -295,7 +295,7 @@ def test_few_channels_are_a_product_over_patches_on_a_cpu():
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_other_platforms_compute_the_convolutions_of_lax(platform):
+def test_accelerators_use_the_convolutions_of_lax(platform):
     layouts, expected = (
         re.findall(r"dim_numbers = (\S+)", lower(convolve, platform).as_text())
         for convolve in (conv_general_dilated, jax.lax.conv_general_dilated)

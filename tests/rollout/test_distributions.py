@@ -1,4 +1,4 @@
-"""Distributions over actions are those of SciPy and of closed forms, for any space."""
+"""Compares action distributions with SciPy and closed forms for every space."""
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +37,8 @@ def softmax(x):
     return x / x.sum()
 
 
-def plain(space, outputs, raw_action, allowed=None):
-    """Log-probability and entropy of one row, entry by entry."""
+def log_prob_and_entropy(space, outputs, raw_action, allowed=None):
+    """Computes log-probability and entropy of one row in plain Python."""
     parts = space.leaves()
     leaves = jax.tree.leaves(raw_action)
     is_float = [jnp.issubdtype(part.dtype, jnp.floating) for part in parts]
@@ -69,7 +69,7 @@ def plain(space, outputs, raw_action, allowed=None):
         rows = value.reshape(count.size, -1)
         for row, num, index in zip(rows, count.ravel(), entries, strict=True):
             valid = np.array([flags.pop(0) for _ in range(num)])
-            valid |= not valid.any()  # then the mask does not apply
+            valid |= not valid.any()  # an empty mask is ignored
             probs = softmax(np.where(valid, row[:num], -1e9))
             log_prob += np.log(probs[index])
             entropy += scipy.stats.entropy(probs)
@@ -77,7 +77,7 @@ def plain(space, outputs, raw_action, allowed=None):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_log_probabilities_and_entropies_are_those_of_scipy(masked):
+def test_log_probs_and_entropies_equal_scipy(masked):
     rng = np.random.default_rng(0)
     cases = {}
     for name, space in SPACES.items():
@@ -112,18 +112,18 @@ def test_log_probabilities_and_entropies_are_those_of_scipy(masked):
 
             allowed = None if mask is None else mask[row]
             args = SPACES[name], np.float64(outputs[row])
-            expected = plain(*args, pick(raw), allowed)
+            expected = log_prob_and_entropy(*args, pick(raw), allowed)
             np.testing.assert_allclose(log_prob[row], expected[0], rtol=2e-4, atol=1e-5)
             np.testing.assert_allclose(entropy[row], expected[1], rtol=2e-4, atol=1e-5)
-            # No other action is likelier than the mode.
-            best = plain(*args, pick(mode), allowed)[0]
-            assert best >= expected[0] - 1e-9
+            # No sampled action is more likely than the mode.
+            mode_log_prob = log_prob_and_entropy(*args, pick(mode), allowed)[0]
+            assert mode_log_prob >= expected[0] - 1e-9
             assert SPACES[name].contains(pick(action)), name
         dtypes = [part.dtype for part in SPACES[name].leaves()]
         assert [x.dtype for x in jax.tree.leaves(action)] == dtypes
 
 
-def test_integers_are_sampled_as_often_as_their_probability():
+def test_integers_are_sampled_by_probability():
     distribution = ActionDistribution(spaces.Discrete(3, start=10))
     outputs = np.log(np.float32([0.2, 0.5, 0.3]))
 
@@ -138,8 +138,8 @@ def test_integers_are_sampled_as_often_as_their_probability():
     assert scipy.stats.chisquare(counts, expected).pvalue > 1e-3
 
 
-def test_raw_actions_reach_the_whole_box():
-    """As the docstring says: -1 and 1 become finite bounds; others are 2 away."""
+def test_raw_actions_are_scaled_to_the_box():
+    """-1 and 1 map to finite bounds. An infinite bound is replaced, see docstring."""
     bounds = np.float32([[-2, 3, -INF, -INF], [4, INF, -3, INF]])
     distribution = ActionDistribution(spaces.Box(bounds[0], bounds[1], (4,)))
     raw = np.float32([[-9] * 4, [-1] * 4, [0] * 4, [1] * 4, [9] * 4])
@@ -153,7 +153,7 @@ def test_raw_actions_reach_the_whole_box():
     np.testing.assert_allclose(distribution.postprocess(raw), expected)
 
 
-def test_actions_that_tanh_squashes_are_raw_actions():
+def test_tanh_space_keeps_raw_actions():
     space = TanhSpace((2,), jnp.dtype(jnp.float32))
     distribution = ActionDistribution(space)
     assert (distribution.num_params, distribution.num_log_stds) == (4, 2)
@@ -161,7 +161,7 @@ def test_actions_that_tanh_squashes_are_raw_actions():
     np.testing.assert_array_equal(distribution.postprocess(raw), raw)
 
 
-def test_wrong_sizes_say_how_many_parameters_or_flags_there_must_be():
+def test_wrong_sizes_raise():
     distribution = ActionDistribution(spaces.MultiDiscrete([2, 3]))
     assert (distribution.num_params, distribution.num_mask_flags) == (6, 5)
     key = jax.random.key(0)
@@ -175,8 +175,8 @@ def test_wrong_sizes_say_how_many_parameters_or_flags_there_must_be():
     assert hash(distribution) == hash(ActionDistribution(spaces.MultiDiscrete([2, 3])))
 
 
-def test_squashed_density_is_that_of_a_change_of_variables():
-    """By finite differences of `squash`, for every kind of bound."""
+def test_squashed_density_equals_a_change_of_variables():
+    """The derivatives of `squash` give the density for every kind of bound."""
     low, high = np.float32([-2, 3, -INF, -INF]), np.float32([4, INF, -3, INF])
     distribution = TanhNormal(spaces.Box(low, high, (4,)))
     rng = np.random.default_rng(0)
@@ -194,16 +194,18 @@ def test_squashed_density_is_that_of_a_change_of_variables():
         )
         normalized = squash(raw)
         action = distribution.postprocess(normalized)
-        back = distribution.normalize(action)
+        restored = distribution.normalize(action)
         slope = slopes(raw, jnp.arange(4))
-        return distribution.log_prob(outputs, raw), slope, normalized, action, back
+        return distribution.log_prob(outputs, raw), slope, normalized, action, restored
 
-    log_prob, slope, normalized, action, back = jax.device_get(compute(outputs, raw))
+    log_prob, slope, normalized, action, restored = jax.device_get(
+        compute(outputs, raw)
+    )
     mean, log_std = outputs[:, :4], np.clip(outputs[:, 4:], -5, 2)
     density = scipy.stats.norm(mean, np.exp(log_std)).logpdf(raw)
     np.testing.assert_allclose(log_prob, (density - np.log(slope)).sum(-1), rtol=1e-4)
-    np.testing.assert_allclose(back, normalized, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(restored, normalized, rtol=1e-4, atol=1e-5)
     assert ((action >= low) & (action <= high)).all()
-    far = distribution.postprocess(distribution.squash(np.float32([[30.0] * 4])))
-    assert far[0, 1] > 25
-    assert far[0, 3] == 30
+    limit = distribution.postprocess(distribution.squash(np.float32([[30.0] * 4])))
+    assert limit[0, 1] > 25
+    assert limit[0, 3] == 30

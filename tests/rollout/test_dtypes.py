@@ -1,4 +1,4 @@
-"""Numbers of 64 bits, and strict promotion: the same rows, nothing promoted."""
+"""Tests of dtypes with 64-bit numbers and with strict promotion."""
 
 import chex
 import jax
@@ -24,7 +24,7 @@ def gaussian(params, obs, key):
 
 @jax.tree_util.register_static
 class TwoPart(CountEnv):
-    """Its actions are a float and an integer, which its info shows."""
+    """An environment with a float and an integer action, recorded in `info`."""
 
     action_space = envs.spaces.Dict(
         {"push": envs.Box(-9.0, 9.0, ()), "turn": envs.Discrete(3)}
@@ -43,7 +43,7 @@ class TwoPart(CountEnv):
         (TwoPart(), gaussian, {"int32", "float32"}),
     ],
 )
-def test_actions_of_64_bits_become_those_of_the_space(env, act, dtypes):
+def test_actions_are_cast_to_the_dtype_of_the_space(env, act, dtypes):
     def play():
         lanes = envs.vectorize(env, 4)
         policy = rollout.stateless_policy(act)
@@ -54,33 +54,34 @@ def test_actions_of_64_bits_become_those_of_the_space(env, act, dtypes):
 
     with jax.enable_x64(True):
         rows = play()
-        drawn = jax.eval_shape(act, jnp.arange(3.0), rows.obs[0], KEY)
+        raw_action = jax.eval_shape(act, jnp.arange(3.0), rows.obs[0], KEY)
     assert {x.dtype.name for x in jax.tree.leaves(rows.action)} == dtypes
-    assert any(x.dtype.itemsize == 8 for x in jax.tree.leaves(drawn))
+    assert any(x.dtype.itemsize == 8 for x in jax.tree.leaves(raw_action))
     chex.assert_trees_all_equal(rows.info["action"], rows.action)
 
 
 @jax.tree_util.register_static
 class Level(CountEnv):
-    """Numbered levels, all alike."""
+    """An environment with equal levels."""
 
     def at_episode(self, number):
         assert number.dtype == "int32"
         return self
 
 
-def test_numbers_of_policies_and_of_episodes_stay_int32():
-    one, params = rollout.random_policy(envs.Discrete(3)), {"one": None, "two": None}
+def test_policy_and_episode_ids_are_int32():
+    policy = rollout.random_policy(envs.Discrete(3))
 
-    def draw(key, names):
+    def sample_mapping(key, names):
         return jax.random.randint(key, (1,), 0, 2)
 
     with jax.enable_x64(True):
         levels = envs.vectorize(envs.wrappers.Trials(Level(), 2), 4)
-        rollout.Collector(env=levels, policy=one).row_shape(None)
+        rollout.Collector(env=levels, policy=policy).row_shape(None)
         agents = envs.vectorize(OneAgent(CountEnv()), 4)
-        policy = rollout.agents.policy_map({"one": one, "two": one}, draw, agents)
-        row = rollout.Collector(env=agents, policy=policy).row_shape(params)
+        policies = {"one": policy, "two": policy}
+        policy = rollout.agents.policy_map(policies, sample_mapping, agents)
+        row = rollout.Collector(agents, policy).row_shape(dict.fromkeys(policies))
     assert row.extras.policy_id.dtype == "int32"
 
 
@@ -96,7 +97,7 @@ BUFFERS = [
 @jax.debug_key_reuse(False)
 @pytest.mark.compiles(60)
 @pytest.mark.parametrize("buffer", BUFFERS, ids=lambda x: f"{type(x).__name__}")
-def test_buffers_neither_widen_nor_promote(buffer):
+def test_buffers_keep_dtypes(buffer):
     rows = jax.tree.map(lambda x: x[:12, :4], collect("count")[1])
 
     def use(key):
@@ -121,7 +122,7 @@ def test_buffers_neither_widen_nor_promote(buffer):
 
 
 @pytest.mark.compiles(60)
-def test_targets_and_statistics_promote_nothing():
+def test_targets_and_statistics_keep_dtypes():
     env = envs.vectorize(CountEnv(), 4)
     collector = rollout.Collector(
         env=env, policy=rollout.random_policy(env.action_space)

@@ -1,4 +1,4 @@
-"""`check_env` against environments in JAX that each make one mistake."""
+"""Tests of `check_env` with environments that make one mistake."""
 
 import inspect
 
@@ -18,7 +18,7 @@ from rollout import envs
 
 @struct.dataclass
 class Toy:
-    """Counts from a random number on, to be broken in one place."""
+    """Counts from a random number. Subclasses replace one method."""
 
     observation_space = envs.Box(0.0, 20.0, (2,))
     action_space = envs.Discrete(3)
@@ -50,7 +50,7 @@ class Toy:
         return step
 
 
-def seeing(fn):
+def with_obs(fn):
     return {"see": lambda self, state: fn(Toy.see(self, state))}
 
 
@@ -61,8 +61,8 @@ def with_step(**fields):
     return {"change": change}
 
 
-class Escaping(envs.spaces.Space):
-    """Draws what it does not contain."""
+class WrongContains(envs.spaces.Space):
+    """A space whose samples are not elements of the space."""
 
     shape, dtype = (), np.dtype(np.int32)
 
@@ -73,23 +73,23 @@ class Escaping(envs.spaces.Space):
         return x < 3
 
 
-def draw_twice(self, key):
+def reuse_key(self, key):
     return self.begin(
-        {"count": jax.random.randint(key, (), 0, 5) + 0, "sum": more(key)}
+        {"count": jax.random.randint(key, (), 0, 5) + 0, "sum": sample_sum(key)}
     )
 
 
-def more(key):
+def sample_sum(key):
     return jax.random.randint(key, (), 0, 2)
 
 
-def reset_by_own_key(self, key):
+def reset_with_constant_key(self, key):
     return Toy.reset(self, jax.random.key(0))
 
 
-def reset_by_numpy(self, key):
-    count = jnp.int32(np.random.randint(1 << 30))  # never the same twice
-    return Toy.begin(self, {"count": count, "sum": more(key)})
+def reset_with_numpy(self, key):
+    count = jnp.int32(np.random.randint(1 << 30))
+    return Toy.begin(self, {"count": count, "sum": sample_sum(key)})
 
 
 def branch(self, step):
@@ -100,17 +100,17 @@ def branch(self, step):
 
 MISTAKES = {
     "shape of observations": (
-        seeing(lambda obs: obs[:1]),
+        with_obs(lambda obs: obs[:1]),
         "obs",
         "float32 of shape (2,), got float32 of shape (1,)",
     ),
     "bounds of observations": (
-        seeing(lambda obs: obs - 4),
+        with_obs(lambda obs: obs - 4),
         "obs",
         "must be in [0, 20], got -",
     ),
     "space of actions": (
-        {"action_space": Escaping()},
+        {"action_space": WrongContains()},
         "action_space",
         "`contains` must be True for every sample of `sample`",
     ),
@@ -124,23 +124,23 @@ MISTAKES = {
         "contract",
         "int32 of shape (8,) at ['sum'], got float32 of shape (8,)",
     ),
-    "a key of its own": (
-        {"reset": reset_by_own_key},
+    "constant key": (
+        {"reset": reset_with_constant_key},
         "key",
         "`reset` samples from a key that it creates",
     ),
-    "a generator of NumPy": (
-        {"reset": reset_by_numpy},
+    "NumPy generator": (
+        {"reset": reset_with_numpy},
         "key",
         "`reset` differs between two traces",
     ),
-    "a key used twice": ({"reset": draw_twice}, "key", "`reset` uses a key twice"),
-    "an ending without a flag": (
+    "key reuse": ({"reset": reuse_key}, "key", "`reset` uses a key twice"),
+    "ending without a flag": (
         with_step(terminated=lambda step: False, obs=lambda step: step.obs % 9),
         "ending",
         "no episode ended in 40 steps",
     ),
-    "limits that terminate, too": (
+    "limit that terminates": (
         with_step(
             terminated=lambda step: step.state["count"] >= 9,
             truncated=lambda step: step.state["count"] >= 9,
@@ -148,7 +148,7 @@ MISTAKES = {
         "ending",
         "truncations is also a termination",
     ),
-    "a step of Gymnasium's kind": (
+    "Gymnasium step": (
         {"change": lambda self, step: (step.obs, 1.0, False, False, {})},
         "contract",
         "return a `rollout.envs.EnvStep`",
@@ -161,31 +161,30 @@ MISTAKES = {
 }
 
 
-# What else such an environment does.
-FURTHER = {"a generator of NumPy": ("obs",), "space of actions": ("action",)}
-PLAYED = (
+SECONDARY = {"NumPy generator": ("obs",), "space of actions": ("action",)}
+SLOW = (
     "bounds of observations",
-    "an ending without a flag",
-    "limits that terminate, too",
+    "ending without a flag",
+    "limit that terminates",
 )
 
 
 @pytest.mark.parametrize(
     "mistake",
-    [pytest.param(x, marks=pytest.mark.slow) if x in PLAYED else x for x in MISTAKES],
+    [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in MISTAKES],
 )
 @pytest.mark.usefixtures("quick_compile")
-def test_mistake_is_found_and_nothing_else(mistake):
+def test_mistake_is_the_only_issue(mistake):
     change, name, message = MISTAKES[mistake]
     env = struct.dataclass(type("Broken", (Toy,), change))()
     issues = rollout.check_env(env, num_steps=40)
-    assert [x.name for x in issues] == [name, *FURTHER.get(mistake, ())], issues
+    assert [x.name for x in issues] == [name, *SECONDARY.get(mistake, ())], issues
     assert message in issues[0].message
 
 
-def test_issues_do_not_hide_others():
+def test_several_mistakes_are_reported():
     class Masked(Toy):
-        """Observes a mask of integers, and has four faults."""
+        """An environment with an integer mask and four mistakes."""
 
         observation_space = envs.spaces.Dict(
             {
@@ -214,15 +213,15 @@ class Shapeless(Toy):
         return step.replace(reward=jnp.zeros(2))
 
 
-def test_mistake_in_an_environment_of_several_agents_is_found():
-    """It has one, whose reward has no axis of agents."""
+def test_agent_reward_shape_is_checked():
+    """The reward of the environment has no axis of agents."""
     (issue,) = rollout.check_env(OneAgent(struct.dataclass(Shapeless)()))
     assert issue.name == "contract"
     assert "`reward` must be one value per agent, shape (1,)" in issue.message
 
 
-class InTurns(ChanceEnv):
-    """Says that all act."""
+class TurnBasedEnv(ChanceEnv):
+    """A turn-based environment that sets `simultaneous`."""
 
     simultaneous = True
 
@@ -231,15 +230,15 @@ class InTurns(ChanceEnv):
 
 
 @pytest.mark.usefixtures("quick_compile")
-def test_agents_that_take_turns_and_say_otherwise_are_found():
-    env = jax.tree_util.register_static(InTurns)()
+def test_simultaneous_flag_is_checked():
+    env = jax.tree_util.register_static(TurnBasedEnv)()
     messages = {x.name: x.message for x in rollout.check_env(env)}
     assert "before step 1: leave it out" in messages["contract"]
 
 
 @struct.dataclass
 class TwoParts(Toy):
-    """The action is a tuple of two parts, which are not an action and extras."""
+    """An environment whose action is a tuple of two parts."""
 
     action_space = envs.spaces.as_space(
         gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(n) for n in (3, 2)])
@@ -258,13 +257,13 @@ class TwoParts(Toy):
     ],
 )
 @pytest.mark.usefixtures("quick_compile")
-def test_nothing_is_found_where_all_is_well(env):
+def test_valid_environment_has_no_issues(env):
     assert rollout.check_env(env, num_steps=60) == ()
 
 
 @struct.dataclass
-class Late(Toy):
-    """Has a NaN as the observation after the third step of an episode."""
+class NanEnv(Toy):
+    """Observes NaN after the third step of an episode."""
 
     def reset(self, key):
         return self.begin({"count": jnp.int32(0), "sum": jnp.int32(0)})
@@ -274,38 +273,38 @@ class Late(Toy):
 
 
 @pytest.mark.usefixtures("quick_compile")
-def test_step_of_a_finding_is_that_of_the_episode():
-    (issue,) = rollout.check_env(Late(), num_steps=60)
-    what = "`obs[0]` must be finite, got nan, at step 3 of an episode"
-    assert str(issue) == f"obs: {what}"
+def test_issue_names_the_step_of_the_episode():
+    (issue,) = rollout.check_env(NanEnv(), num_steps=60)
+    message = "`obs[0]` must be finite, got nan, at step 3 of an episode"
+    assert str(issue) == f"obs: {message}"
 
 
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("is_host", [False, True])
 @pytest.mark.parametrize("name", ["action", "extras", "reward", ""])
-def test_policy_of_a_collector_is_probed(name, is_host):
+def test_policy_of_a_collector_is_checked(name, is_host):
     def act(params, obs, key):
         number = jnp.where(name == "action", 3, 0)
-        extra = jnp.where(name == "extras", jnp.nan, 0.0)
+        log_prob = jnp.where(name == "extras", jnp.nan, 0.0)
         size = obs.shape[0]
-        return jnp.full(size, number), {"log_prob": jnp.full(size, extra)}
+        return jnp.full(size, number), {"log_prob": jnp.full(size, log_prob)}
 
     policy = rollout.stateless_policy(act)
     if is_host:
         env = HostCount(3)
         collector = rollout.HostCollector(env=env, policy=policy)
     else:
-        env = Toy() if name != "reward" else struct.dataclass(Rewarding)()
+        env = Toy() if name != "reward" else struct.dataclass(NanRewardEnv)()
         collector = rollout.Collector(env=envs.vectorize(env, 3), policy=policy)
-    found = rollout.check_env(collector, None, jax.random.key(0), num_steps=30)
-    if name == "action" and is_host:  # which is refused before it is played
-        assert "must return actions of Discrete" in found[0].message
+    issues = rollout.check_env(collector, None, jax.random.key(0), num_steps=30)
+    if name == "action" and is_host:  # raises before the first step
+        assert "must return actions of Discrete" in issues[0].message
     elif name == "reward" and is_host:
-        assert found == ()
+        assert issues == ()
     else:
-        assert [x.name for x in found] == ([name] if name else [])
+        assert [x.name for x in issues] == ([name] if name else [])
 
 
-class Rewarding(Toy):
+class NanRewardEnv(Toy):
     def change(self, step):
         return step.replace(reward=jnp.nan)

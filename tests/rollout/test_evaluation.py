@@ -1,4 +1,4 @@
-"""`evaluate`: exactly N episodes and their statistics, against NumPy and SciPy."""
+"""Compares `evaluate` with NumPy and SciPy."""
 
 import chex
 import jax
@@ -25,15 +25,15 @@ def collector():
     return make_collector()
 
 
-def test_statistics_are_those_of_the_same_episodes(collector):
+def test_evaluate_equals_collect_episodes(collector):
     key = jax.random.key(1)
     evaluated = rollout.evaluate(collector, None, key, NUM_EPISODES)
     carry = collector.init(key)
     _, episodes = collector.collect_episodes(
         carry, None, NUM_EPISODES, max_episode_steps=10**9
     )
-    wanted = jax.jit(rollout.summarize)(episodes)
-    chex.assert_trees_all_close(evaluated, wanted, rtol=1e-6)
+    expected = jax.jit(rollout.summarize)(episodes)
+    chex.assert_trees_all_close(evaluated, expected, rtol=1e-6)
     assert evaluated.num_episodes == NUM_EPISODES
     assert evaluated.num_terminated == np.asarray(episodes.terminated).sum()
     assert evaluated.num_unfinished == evaluated.num_nonfinite == 0
@@ -44,7 +44,7 @@ def test_statistics_are_those_of_the_same_episodes(collector):
         np.testing.assert_allclose(got, want, rtol=1e-6)  # sums of a dozen float32
 
 
-def test_normalised_training_is_evaluated_by_fixed_statistics_and_raw_returns(
+def test_frozen_normalization_reports_raw_returns(
     collector,
 ):
     env = envs.NormalizeReward(envs.NormalizeObs(collector.env))
@@ -64,35 +64,35 @@ def test_normalised_training_is_evaluated_by_fixed_statistics_and_raw_returns(
 
 @jax.jit
 def summarize_first(returns, num_episodes):
-    """Statistics of the first of many episodes."""
+    """Summarizes the first of many episodes."""
     mask = jnp.arange(returns.size) < num_episodes
     return rollout.summarize(make_episodes(returns, mask=mask))
 
 
-@pytest.mark.parametrize("freedom", [1, 4, 5, 30, 10**6])
-def test_interval_is_that_of_students_t_for_any_number_of_episodes(freedom):
-    # Their mean is near 0, so that the difference of the ends keeps its digits.
-    returns = np.resize(np.float32([1, -1]), 10**6 + 1)
+@pytest.mark.parametrize("freedom", [1, 4, 5, 30, 10**4])
+def test_confidence_interval_equals_students_t(freedom):
+    # The mean is near 0, so the width of the interval is exact.
+    returns = np.resize(np.float32([1, -1]), 10**4 + 1)
     stats = summarize_first(returns, freedom + 1)
     low, high = scipy_stats.t.interval(
         0.95, freedom, scale=scipy_stats.sem(returns[: freedom + 1].astype(np.float64))
     )
-    # The expansion is cut after its fourth term.
+    # The quantile is an expansion of four terms.
     got = stats.returns.ci_high - stats.returns.ci_low
     np.testing.assert_allclose(got, high - low, rtol=2e-4)
 
 
-def test_one_episode_has_no_interval():
-    stats = summarize_first(np.zeros(10**6 + 1, np.float32), 1)
+def test_single_episode_has_no_confidence_interval():
+    stats = summarize_first(np.zeros(10**4 + 1, np.float32), 1)
     assert stats.num_episodes == 1
     assert np.isfinite(stats.returns.mean)
     assert np.isnan(stats.returns.ci_low)
     assert np.isnan(stats.returns.ci_high)
 
 
-# The environment's own limit is far away, or at the very step.
+# The limit of the environment is above or equal to `max_episode_steps`.
 @pytest.mark.parametrize(("limit", "unfinished"), [(1000, NUM_EPISODES), (10, 0)])
-def test_cut_episodes_count_and_are_named(limit, unfinished):
+def test_truncated_episodes_are_counted(limit, unfinished):
     collector = make_collector(min_length=100, max_length=100, limit=limit)
     key = jax.random.key(0)
     stats = rollout.evaluate(collector, None, key, NUM_EPISODES, max_episode_steps=10)
@@ -102,7 +102,7 @@ def test_cut_episodes_count_and_are_named(limit, unfinished):
     assert stats.returns.mean == 55
 
 
-def test_nan_parameters_are_counted_by_row_without_a_new_trace():
+def test_nan_parameters_are_counted_without_a_retrace():
     num_traces = 0
 
     def act(params, obs, key):

@@ -1,4 +1,4 @@
-"""`record_gif`: the first episode of `evaluate`, frame by frame."""
+"""Tests of the frames and titles of `record_gif`."""
 
 import sys
 
@@ -20,8 +20,8 @@ KEY = jax.random.key(3)
 
 
 @struct.dataclass(kw_only=True)
-class Drawn(CountEnv):
-    """A counting environment whose frames have the number of the step as brightness."""
+class RenderedEnv(CountEnv):
+    """A `CountEnv` whose frames have a brightness of ten times the step."""
 
     def render_frames(self, states):
         for state in states:
@@ -29,14 +29,14 @@ class Drawn(CountEnv):
 
 
 @struct.dataclass
-class DrawnPair(OneAgent):
-    """An environment of agents that draws its own states."""
+class RenderedAgentEnv(OneAgent):
+    """A multi-agent environment with a renderer."""
 
-    render_frames = Drawn.render_frames
+    render_frames = RenderedEnv.render_frames
 
 
-def test_environment_of_agents_draws_its_own_states(tmp_path):
-    env = envs.vectorize(DrawnPair(CountEnv()), 2)
+def test_multi_agent_environment_is_rendered(tmp_path):
+    env = envs.vectorize(RenderedAgentEnv(CountEnv()), 2)
     policy = rollout.random_policy(CountEnv().action_space)
     policy = rollout.agents.policy_map(
         {"all": policy}, rollout.agents.static_mapping("all"), env
@@ -49,7 +49,7 @@ def test_environment_of_agents_draws_its_own_states(tmp_path):
 
 
 class Counter(gymnasium.Env):
-    """The same in Python: it truncates after `length` steps."""
+    """A counting environment in Python, truncated after `length` steps."""
 
     observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(3)
@@ -72,30 +72,30 @@ class Counter(gymnasium.Env):
         return None
 
 
-def collect(env, kind=rollout.Collector, **options):
+def make_collector(env, collector_class=rollout.Collector, **options):
     policy = rollout.random_policy(env.action_space)
-    return kind(env=env, policy=policy, **options)
+    return collector_class(env=env, policy=policy, **options)
 
 
-def lanes_of(kind):
-    drawn = Drawn(limit=5)
-    if kind == "each":
-        return envs.vectorize_each(jax.tree.map(lambda x: np.full(3, x), drawn))
-    if kind == "limited":
-        return envs.vectorize(envs.TimeLimit(drawn, 4), 3)
-    if kind == "wrapped":
-        return envs.NormalizeReward(envs.NormalizeObs(lanes_of("limited")))
-    return envs.vectorize(drawn, 3)
+def make_lanes(name):
+    env = RenderedEnv(limit=5)
+    if name == "each":
+        return envs.vectorize_each(jax.tree.map(lambda x: np.full(3, x), env))
+    if name == "limited":
+        return envs.vectorize(envs.TimeLimit(env, 4), 3)
+    if name == "wrapped":
+        return envs.NormalizeReward(envs.NormalizeObs(make_lanes("limited")))
+    return envs.vectorize(env, 3)
 
 
-def on_host(num_envs, **options):
-    make = lambda **given: Counter(**given)  # noqa: E731
-    env = envs.from_gymnasium(make, num_envs, **options)
-    return collect(env, rollout.HostCollector)
+def make_host_collector(num_envs, **options):
+    make_counter = lambda **kwargs: Counter(**kwargs)  # noqa: E731
+    env = envs.from_gymnasium(make_counter, num_envs, **options)
+    return make_collector(env, rollout.HostCollector)
 
 
 def brightness(path):
-    """Of each frame, below its title."""
+    """Returns the brightness of each frame below its title."""
     with Image.open(path) as image:
         shades = []
         for number in range(image.n_frames):
@@ -105,16 +105,16 @@ def brightness(path):
 
 
 @pytest.mark.parametrize("is_host", [False, True])
-def test_titles_show_the_raw_return_under_a_normalization(is_host):
+def test_titles_contain_raw_returns(is_host):
     if is_host:
         plain = envs.from_gymnasium(Counter, 1, render_mode="rgb_array")
-        kind, scaled = rollout.HostCollector, envs.NormalizeHostEnv
+        collector_class, normalize = rollout.HostCollector, envs.NormalizeHostEnv
     else:
-        plain, kind = lanes_of("limited"), rollout.Collector
-        scaled = lambda env: envs.NormalizeReward(envs.NormalizeObs(env))  # noqa: E731
+        plain, collector_class = make_lanes("limited"), rollout.Collector
+        normalize = lambda env: envs.NormalizeReward(envs.NormalizeObs(env))  # noqa: E731
     policy = rollout.random_policy(plain.action_space)
-    raw, _ = draw_episode(kind(env=plain, policy=policy), None, KEY, 1000)
-    collector = kind(env=scaled(plain), policy=policy)
+    raw, _ = draw_episode(collector_class(env=plain, policy=policy), None, KEY, 1000)
+    collector = collector_class(env=normalize(plain), policy=policy)
     carry, t = collector.collect_steps(collector.init(KEY), None, 20)
     assert (np.asarray(t.reward) != 1).any()
     gif, episodes = draw_episode(collector.freeze(carry), None, KEY, 1000)
@@ -122,13 +122,13 @@ def test_titles_show_the_raw_return_under_a_normalization(is_host):
     assert episodes.episode_return[0] > 1
 
 
-@pytest.mark.parametrize("kind", ["each", "wrapped", "sharded"])
-def test_gif_has_every_state_of_the_first_episode(kind, tmp_path):
-    collector = collect(lanes_of(kind))
-    if kind == "sharded":
+@pytest.mark.parametrize("name", ["each", "wrapped", "sharded"])
+def test_gif_contains_every_state_of_the_first_episode(name, tmp_path):
+    collector = make_collector(make_lanes(name))
+    if name == "sharded":
         mesh = jax.make_mesh((1,), ("lanes",), devices=jax.devices()[:1])
         collector = rollout.shard(collector, mesh)
-    if kind == "wrapped":
+    if name == "wrapped":
         with pytest.raises(ValueError, match="that updates them: pass"):
             rollout.record_gif(collector, None, KEY, tmp_path / "a.gif")
         collector = collector.freeze(collector.init(KEY))
@@ -143,28 +143,26 @@ def test_gif_has_every_state_of_the_first_episode(kind, tmp_path):
 
 def test_gif_ignores_record_fn_accumulators_and_critic(tmp_path):
     total = rollout.Accumulator(jnp.zeros, lambda total, t: total + t.info["noise"])
-    collector = collect(
-        lanes_of("limited"),
+    collector = make_collector(
+        make_lanes("limited"),
         record_fn=lambda t: t.replace(info=(), reward=()),
         accumulators={"noise": total},
     )
     policy = WithCritic(collector.policy, lambda params, obs, state: obs[:, 0])
     collector = collector.replace(policy=policy)
     episode = rollout.record_gif(collector, None, KEY, tmp_path / "a.gif")
-    same = rollout.record_gif(
-        collect(lanes_of("limited")), None, KEY, tmp_path / "b.gif"
+    expected = rollout.record_gif(
+        make_collector(make_lanes("limited")), None, KEY, tmp_path / "b.gif"
     )
-    np.testing.assert_array_equal(episode.episode_return, same.episode_return)
+    np.testing.assert_array_equal(episode.episode_return, expected.episode_return)
     assert (tmp_path / "a.gif").read_bytes() == (tmp_path / "b.gif").read_bytes()
 
 
 @pytest.mark.parametrize(
     ("num_envs", "max_episode_steps", "length"), [(1, 4, 4), (3, 1000, 4), (3, 2, 2)]
 )
-def test_environments_that_are_not_jax_draw_themselves(
-    num_envs, max_episode_steps, length, tmp_path
-):
-    collector = on_host(num_envs, render_mode="rgb_array")
+def test_host_environments_are_rendered(num_envs, max_episode_steps, length, tmp_path):
+    collector = make_host_collector(num_envs, render_mode="rgb_array")
     path = tmp_path / "a.gif"
     episode = rollout.record_gif(
         collector, None, KEY, path, max_episode_steps=max_episode_steps
@@ -174,10 +172,10 @@ def test_environments_that_are_not_jax_draw_themselves(
     assert episode.truncated == [length == 4]
 
 
-def test_vector_environments_of_gymnasium_are_drawn(tmp_path):
+def test_gymnasium_vector_environments_are_rendered(tmp_path):
     make = lambda: Counter(render_mode="rgb_array")  # noqa: E731
     env = envs.from_gymnasium(gymnasium.vector.SyncVectorEnv([make, make]))
-    collector = collect(env, rollout.HostCollector)
+    collector = make_collector(env, rollout.HostCollector)
     rollout.record_gif(collector, None, KEY, tmp_path / "a.gif")
     assert brightness(tmp_path / "a.gif") == [0, 10, 20, 30, 40]
 
@@ -189,17 +187,15 @@ class Gray(Counter):
 
 @pytest.mark.parametrize("is_vector", [False, True])
 @pytest.mark.parametrize(
-    ("made", "mode", "message"),
+    ("env_class", "mode", "message"),
     [
         (Counter, None, r'got None. Create .* with `render_mode="rgb_array"`\.'),
         (Gray, "rgb_array", r"3\] uint8, got float64 of shape \(40, 60\)\."),
     ],
 )
-def test_what_is_wrong_with_a_drawing_is_said_before_a_step(
-    is_vector, made, mode, message
-):
+def test_invalid_frames_raise_before_a_step(is_vector, env_class, mode, message):
     def make():
-        return made(render_mode=mode)
+        return env_class(render_mode=mode)
 
     def fail(params, obs, key):
         raise AssertionError
@@ -214,15 +210,15 @@ def test_what_is_wrong_with_a_drawing_is_said_before_a_step(
         draw_episode(collector, None, KEY, 9)
 
 
-def test_own_drawings_need_pillow_and_no_matplotlib(tmp_path, monkeypatch):
+def test_custom_frames_need_only_pillow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    path, host = tmp_path / "a.gif", on_host(1, render_mode="rgb_array")
-    collector = collect(lanes_of("limited"))
-    for each in (host, collector):
-        rollout.record_gif(each, None, KEY, path)
+    path, host = tmp_path / "a.gif", make_host_collector(1, render_mode="rgb_array")
+    collector = make_collector(make_lanes("limited"))
+    for gif_collector in (host, collector):
+        rollout.record_gif(gif_collector, None, KEY, path)
     carry = host.init(KEY)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    for each in (host, collector):
+    for gif_collector in (host, collector):
         with pytest.raises(ModuleNotFoundError, match="PIL is not installed: pip"):
-            rollout.record_gif(each, None, KEY, path)
-    host.collect_steps(carry, None, 2)  # nothing was played
+            rollout.record_gif(gif_collector, None, KEY, path)
+    host.collect_steps(carry, None, 2)  # the environment has not stepped

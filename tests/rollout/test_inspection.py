@@ -1,6 +1,6 @@
-"""`rollout.inspect_program` reads XLA's text, and programs for absent accelerators.
+"""Tests of `rollout.inspect_program` with XLA texts and with absent accelerators.
 
-The programs need the compilers, the extra `accelerators`, and are skipped without them.
+Tests that compile need the extra `accelerators` and are skipped without it.
 """
 
 import functools
@@ -34,7 +34,7 @@ gpu = pytest.mark.compiles_for("h100")
 tpu = pytest.mark.compiles_for("v5e")
 slow = pytest.mark.slow
 
-# A loop of 10 rounds, in it one that depends on data and a conditional in a graph.
+# A loop of 10 rounds with a data-dependent loop and a conditional in a graph.
 HLO = """\
 HloModule jit_f, is_scheduled=true
 
@@ -138,8 +138,8 @@ METADATA = "".join(
 
 
 @struct.dataclass
-class Climb:
-    """An environment that climbs in a loop of its own, until `high`."""
+class LoopEnv:
+    """An environment whose step contains a data-dependent loop."""
 
     high: float = 3.0
 
@@ -176,7 +176,7 @@ def line_of(text: str) -> int:
     return 1 + next(i for i, line in enumerate(lines) if text in line)
 
 
-def make(env=None, **options):
+def make_collector(env=None, **options):
     env = env or envs.make("CartPole-v1")
     vector = envs.vectorize(env, B, auto_reset="select")
     policy = rollout.random_policy(env.action_space)
@@ -187,12 +187,12 @@ def make(env=None, **options):
 def inspect_steps(env_type, accelerator):
     env = env_type() if env_type else None
     return rollout.inspect_program(
-        make(env), None, KEY, accelerator=accelerator, num_steps=T
+        make_collector(env), None, KEY, accelerator=accelerator, num_steps=T
     )
 
 
 def make_report(program: Block, loop: Block, steps_per_round=None) -> Report:
-    """A report of a program that nobody compiled."""
+    """Creates a report without compiling a program."""
     return Report(
         accelerator="h100",
         description="",
@@ -212,17 +212,17 @@ def find_waits(*args):
     return make_report(*args).waits
 
 
-def mine(report):
+def waits_in_this_file(report):
     return [wait for wait in report.waits if wait.file == __file__]
 
 
-def test_blocks_of_a_gpu_are_those_of_its_thunks():
+def test_gpu_blocks_are_read_from_thunks():
     program = hlo.read_gpu(HLO, THUNKS, METADATA)
     (scan,) = program.blocks
     assert (program.loose_launches, program.total("launches")) == (1, 1 + 10 * (1 + 2))
     assert (scan.cause, scan.trips, scan.asks_host) == ("scan", 10, False)
     climb, choice = scan.blocks
-    # A round evaluates the predicate, which that of a known number never does.
+    # A data-dependent loop evaluates its predicate in every round.
     assert (climb.trips, climb.loose_launches, climb.asks_host) == (None, 2, True)
     assert (choice.kind, choice.asks_host) == ("conditional", False)
     assert [x.graph_launches for x in choice.blocks] == [2, 1]
@@ -230,7 +230,7 @@ def test_blocks_of_a_gpu_are_those_of_its_thunks():
     assert program.seconds == pytest.approx(0.5e-6)
 
 
-def test_waits_name_the_line_that_causes_them():
+def test_wait_names_its_source_line():
     program = hlo.read_gpu(HLO, THUNKS, METADATA)
     loop = find_loop(program)
     assert loop is program.blocks[0]
@@ -240,9 +240,9 @@ def test_waits_name_the_line_that_causes_them():
     assert str(wait) == text
 
 
-def test_conditional_outside_of_a_graph_asks_the_host():
-    loose = THUNKS.replace("000: kCommandBuffer", "000: kSequential")
-    program = hlo.read_gpu(HLO, loose, METADATA)
+def test_conditional_outside_a_graph_waits():
+    thunks = THUNKS.replace("000: kCommandBuffer", "000: kSequential")
+    program = hlo.read_gpu(HLO, thunks, METADATA)
     waits = find_waits(program, find_loop(program), 1)
     assert {(x.cause, x.count, x.per) for x in waits} == {
         ("while_loop", 1, "step"),
@@ -250,28 +250,28 @@ def test_conditional_outside_of_a_graph_asks_the_host():
     }
 
 
-def test_blocks_of_a_tpu_have_cycles_and_no_waits():
+def test_tpu_blocks_have_cycles_and_no_waits():
     program = hlo.read_tpu(HLO)
     assert program.total("cycles") == 70
     (scan,) = program.blocks
-    assert scan.trips == 10  # it counts from 0 to 10 in ones
+    assert scan.trips == 10  # the counter goes from 0 to 10 in steps of 1
     assert find_waits(program, scan) == ()
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("old", "new"),
     [
         ("%next = s32[] add(%copy.i, %one)", "%next = s32[] add(%copy.i, %copy.i)"),
         ("direction=LT", "direction=NE"),
         ("%limit = s32[] constant(10)", "%limit = s32[] parameter(1)"),
     ],
 )
-def test_other_loops_of_a_tpu_have_no_trip_count(before, after):
-    assert before in HLO
-    assert hlo.read_tpu(HLO.replace(before, after)).blocks[0].trips is None
+def test_trip_count_needs_a_constant_limit(old, new):
+    assert old in HLO
+    assert hlo.read_tpu(HLO.replace(old, new)).blocks[0].trips is None
 
 
-# Launches by the part of the step, from the names that jax gives operations.
+# Operation names of JAX contain the scopes of the step.
 WHILE = "jit(f)/while/body/"
 SCOPED = (
     *("closed_call/policy/dot_general", "closed_call/env_step/cond/branch_0_fun/ge"),
@@ -297,45 +297,49 @@ def report(step: Block, steps_per_round: int | None = None) -> Report:
     return make_report(program, find_loop(program), steps_per_round)
 
 
-def block(kind, *names, **more) -> Block:
+def block(block_kind, *names, **fields) -> Block:
     operations = tuple((WHILE + name, 1) for name in names)
-    return Block(kind=kind, graph_launches=len(names), operations=operations, **more)
+    totals = {"graph_launches": len(names), "operations": operations}
+    return Block(kind=block_kind, **totals, **fields)
 
 
 def counts(step: Block) -> dict:
     return {part: n for part, n in report(step).by_scope().items() if n}
 
 
-def test_every_launch_counts_for_the_innermost_part_of_its_name():
+def test_launches_are_counted_by_innermost_scope():
     step = block("loop", *SCOPED, "auto_reset/while/body/policy/add", trips=8)
     want = {"policy": 2, "env_step": 1, "bookkeeping": 1, "writing": 1, "other": 1}
     assert counts(step) == want
     assert sum(want.values()) == report(step).per_step("launches")
 
 
-def test_inner_blocks_count_as_often_as_they_run():
-    few, many = block("branch", *["auto_reset/add"]), block("branch", *SCOPED[:2] * 2)
-    choice = Block(kind="conditional", blocks=(few, many))
-    known = block("loop", "env_step/mul", trips=3)
-    unknown = block("loop", "auto_reset/mul")
-    step = block("loop", "add", trips=8, blocks=(choice, known, unknown))
+def test_inner_blocks_are_multiplied_by_trips():
+    short_branch, long_branch = (
+        block("branch", *["auto_reset/add"]),
+        block("branch", *SCOPED[:2] * 2),
+    )
+    choice = Block(kind="conditional", blocks=(short_branch, long_branch))
+    counted_loop = block("loop", "env_step/mul", trips=3)
+    dynamic_loop = block("loop", "auto_reset/mul")
+    step = block("loop", "add", trips=8, blocks=(choice, counted_loop, dynamic_loop))
     assert counts(step) == {"policy": 2, "env_step": 5, "other": 1}
     assert sum(counts(step).values()) == report(step).per_step("launches")
 
 
-def test_cycles_are_counted_by_part_too():
+def test_cycles_are_counted_by_scope():
     step = Block(kind="loop", trips=8, cycles=70, operations=(("f/policy/add", 70),))
     assert counts(step) == {"policy": 70}
 
 
-def test_round_of_several_steps_is_counted_per_step():
+def test_unrolled_round_is_counted_per_step():
     step = block("loop", *SCOPED, trips=8)
-    whole = report(step, steps_per_round=2)
-    assert whole.by_scope()["policy"] == 0.5
-    assert sum(whole.by_scope().values()) == whole.per_step("launches") == 2.5
+    unrolled = report(step, steps_per_round=2)
+    assert unrolled.by_scope()["policy"] == 0.5
+    assert sum(unrolled.by_scope().values()) == unrolled.per_step("launches") == 2.5
 
 
-def test_fusion_without_a_name_has_that_of_its_last_operation():
+def test_unnamed_fusion_has_the_name_of_its_root():
     module = Module(FUSION)
 
     names = {name: module.op_name(x) for name, x in module.instructions.items()}
@@ -344,7 +348,7 @@ def test_fusion_without_a_name_has_that_of_its_last_operation():
     assert names["copied"] == ""
 
 
-OWN = Frame(str(ROOT / "rollout" / "envs" / "auto_reset.py"), 1)
+LIBRARY = Frame(str(ROOT / "rollout" / "envs" / "auto_reset.py"), 1)
 KERNEL = Frame(str(ROOT / "rollout" / "kernel" / "step.py"), 2)
 INSPECTION = Frame(str(ROOT / "rollout" / "inspection" / "compilation.py"), 3)
 JAX = Frame(str(Path(jax.__file__).parent / "_src" / "api.py"), 4)
@@ -354,18 +358,20 @@ ENV, SCRIPT = Frame("/home/me/my_env.py", 5), Frame("/home/me/train.py", 6)
 @pytest.mark.parametrize(
     ("frames", "source"),
     [
-        ([OWN, KERNEL, INSPECTION, SCRIPT], OWN),
-        ([JAX, OWN, KERNEL, SCRIPT, INSPECTION, SCRIPT], OWN),  # a training step
-        ([OWN, ENV, KERNEL, INSPECTION, SCRIPT], ENV),  # calls a function of ours
+        ([LIBRARY, KERNEL, INSPECTION, SCRIPT], LIBRARY),
+        # A training step of the script.
+        ([JAX, LIBRARY, KERNEL, SCRIPT, INSPECTION, SCRIPT], LIBRARY),
+        # An environment that calls a library function.
+        ([LIBRARY, ENV, KERNEL, INSPECTION, SCRIPT], ENV),
         ([SCRIPT, INSPECTION], SCRIPT),
         ([JAX], None),
     ],
 )
-def test_source_is_the_innermost_line_that_one_would_change(frames, source):
+def test_source_is_the_innermost_user_frame(frames, source):
     assert hlo.find_source(frames) == source
 
 
-def test_loop_over_time_is_the_one_with_most_launches():
+def test_time_loop_has_the_most_launches():
     short = Block(kind="loop", trips=2, loose_launches=9)
     long = Block(kind="loop", trips=100, loose_launches=3)
     program = Block(kind="program", loose_launches=1, blocks=(short, long))
@@ -377,34 +383,36 @@ def test_loop_over_time_is_the_one_with_most_launches():
     assert find_loop(dynamic, num_steps=1) is dynamic
 
 
-def test_waits_of_loops_in_the_step_are_counted():
-    asked = Block(kind="conditional", cause="cond", asks_host=True, file="a", line=1)
-    inner = Block(kind="loop", trips=3, blocks=(asked,))
+def test_waits_in_inner_loops_are_multiplied():
+    conditional = Block(
+        kind="conditional", cause="cond", asks_host=True, file="a", line=1
+    )
+    inner = Block(kind="loop", trips=3, blocks=(conditional,))
     step = Block(kind="loop", trips=5, blocks=(inner,), loose_launches=1)
-    program = Block(kind="program", blocks=(step, asked))
+    program = Block(kind="program", blocks=(step, conditional))
     waits = find_waits(program, step, 1)
     assert [(x.count, x.per) for x in waits] == [(3, "step"), (1, "program")]
-    waits = find_waits(program, step, 2)  # two steps are one round
+    waits = find_waits(program, step, 2)  # a round has two steps
     assert [(x.count, x.per) for x in waits] == [(1.5, "step"), (1, "program")]
-    waits = find_waits(program, step)  # of a function
+    waits = find_waits(program, step)  # a function without steps
     assert [(x.count, x.per) for x in waits] == [(3, "round"), (1, "program")]
 
 
-def test_loop_over_time_that_depends_on_data_waits_once_a_round():
+def test_data_dependent_time_loop_waits_once_per_round():
     step = Block(kind="loop", cause="while_loop", asks_host=True, loose_launches=1)
     program = Block(kind="program", blocks=(step,))
     (wait,) = find_waits(program, step)
     assert wait == Wait("while_loop", "", 0, 1, "round", False)
 
 
-def test_memory_of_donated_arguments_is_counted_once():
+def test_donated_memory_is_counted_once():
     memory = Memory(arguments=6, outputs=5, aliased=4, temporaries=3, capacity=10)
     assert memory.total == 10
     assert memory.fits
     assert not memory._replace(temporaries=4).fits
 
 
-def missing(name):
+def raise_not_found(name):
     raise importlib.metadata.PackageNotFoundError(name)
 
 
@@ -414,21 +422,21 @@ GPU = f'pip install "jax-cuda12-plugin=={jax.__version__}" "jax-cuda12-pjrt=='
 @pytest.mark.parametrize(
     ("accelerator", "version", "line"),
     [
-        ("h100", missing, GPU),
+        ("h100", raise_not_found, GPU),
         ("h100", lambda name: "0.9.1", "0.9.1 does not match jax"),
     ],
 )
-def test_compiler_that_does_not_fit_is_named(accelerator, version, line, monkeypatch):
+def test_missing_or_wrong_compiler_raises(accelerator, version, line, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(ImportError, match=re.escape(line)):
-        devices(accelerator, 7)  # which no other test asks for
+        devices(accelerator, 7)  # not cached by another test
 
 
 @slow
 @gpu
-def test_loop_of_an_environment_waits_and_is_named():
-    report = inspect_steps(Climb, "h100")
-    (wait,) = mine(report)
+def test_loop_in_an_environment_is_a_wait():
+    report = inspect_steps(LoopEnv, "h100")
+    (wait,) = waits_in_this_file(report)
     line = line_of("return jax.lax.while_loop(")
     assert wait == Wait("while_loop", __file__, line, 1, "step", True)
     assert f"test_inspection.py:{line} while_loop\n" in f"{report}\n"
@@ -438,8 +446,8 @@ def test_loop_of_an_environment_waits_and_is_named():
 
 @slow
 @tpu
-def test_tpu_has_cycles_and_never_waits():
-    report = inspect_steps(Climb, "tpu-v5e")
+def test_tpu_program_has_cycles_and_no_waits():
+    report = inspect_steps(LoopEnv, "tpu-v5e")
     assert report.waits == ()
     assert report.per_step("launches") == 0
     assert report.loop.trips * report.steps_per_round == T
@@ -449,7 +457,7 @@ def test_tpu_has_cycles_and_never_waits():
 
 @slow
 @tpu
-def test_work_of_a_tpu_is_that_of_one_round_of_every_loop():
+def test_tpu_flops_count_one_round_per_loop():
     def fn(x):
         return jax.lax.scan(lambda x, _: (x @ x, None), x, length=T)[0]
 
@@ -470,7 +478,7 @@ def test_jitted_function_keeps_static_and_donated_arguments():
 
     x = jnp.ones((64, 64))
     jitted = jax.jit(fn, static_argnums=0, donate_argnums=1)
-    assert jax.jit(lambda x: x + 1)(1) == 2  # jax has started
+    assert jax.jit(lambda x: x + 1)(1) == 2  # JAX is initialized
     key = jax.random.key(0)
     report = rollout.inspect_program(jitted, 6, x, key, 2.0, accelerator="h100")
     assert report.memory.aliased == x.nbytes
@@ -484,7 +492,7 @@ def test_jitted_function_keeps_static_and_donated_arguments():
     assert report.memory.aliased == 0
 
 
-def call_back(x):
+def run_callback(x):
     def step(x, _):
         io_callback(lambda x: None, None, x)
         return x + 1, x.sum()
@@ -494,16 +502,16 @@ def call_back(x):
 
 @slow
 @gpu
-def test_callback_on_a_gpu_is_refused_with_its_line():
+def test_gpu_callback_raises_with_its_line():
     line = line_of("io_callback(lambda")
     with pytest.raises(ValueError, match=rf"inspection\.py:{line} \(io_callback\)"):
-        rollout.inspect_program(call_back, X, accelerator="h100")
+        rollout.inspect_program(run_callback, X, accelerator="h100")
 
 
 @slow
 @tpu
-def test_callback_on_a_tpu_is_a_wait():
-    (wait,) = rollout.inspect_program(call_back, X, accelerator="v5e").waits
+def test_tpu_callback_is_a_wait():
+    (wait,) = rollout.inspect_program(run_callback, X, accelerator="v5e").waits
     line = line_of("io_callback(lambda")
     assert wait == Wait("io_callback", __file__, line, 1, "round", False)
 
@@ -512,7 +520,7 @@ def test_callback_on_a_tpu_is_a_wait():
 @gpu
 @tpu
 @pytest.mark.parametrize("accelerator", ["h100", "v5e"])
-def test_collectives_of_a_mesh_of_absent_devices_are_told(accelerator):
+def test_collectives_of_absent_devices_are_reported(accelerator):
     mesh = Mesh(np.asarray(devices(accelerator, 8)), ("lanes",))
     assert devices(accelerator, 8) == devices(accelerator, 8)
     sharding = NamedSharding(mesh, PartitionSpec("lanes"))
@@ -527,16 +535,16 @@ def test_collectives_of_a_mesh_of_absent_devices_are_told(accelerator):
     assert report.num_devices == 8
     assert "all-reduce" in report.collectives_per_round
     assert report.loop.trips == T
-    other = "a100" if accelerator == "v5e" else "v5e"
+    other_name = "a100" if accelerator == "v5e" else "v5e"
     with pytest.raises(ValueError, match="`accelerator` must match the devices of the"):
-        rollout.inspect_program(fn, x, accelerator=other)
+        rollout.inspect_program(fn, x, accelerator=other_name)
 
 
 @slow
 @gpu
 @tpu
-def test_quiet_in_a_process_that_has_no_accelerator():
-    """Nothing but the plugin's own notes, and jax works on as before."""
+def test_inspection_prints_nothing_without_an_accelerator():
+    """The plugin prints only notes, and JAX keeps its default device."""
     code = (
         "import jax, jax.numpy as jnp, rollout\n"
         "x = jax.ShapeDtypeStruct((8, 8), jnp.float32)\n"
@@ -553,5 +561,5 @@ def test_quiet_in_a_process_that_has_no_accelerator():
         text=True,
     )
     assert run.stdout.split() == ["tpu-v5e", "h100", "tpu-v5e", "cpu"], run.stderr
-    noise = [x for x in run.stderr.splitlines() if "cuda drivers" not in x]
-    assert all("InitializeLog" in line for line in noise), run.stderr
+    lines = [x for x in run.stderr.splitlines() if "cuda drivers" not in x]
+    assert all("InitializeLog" in line for line in lines), run.stderr

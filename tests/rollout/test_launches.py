@@ -1,7 +1,7 @@
-"""Launches of programs on an H100, and the places where they wait: upper bounds.
+"""Tests of upper bounds on kernel launches and waits of programs on an H100.
 
-The numbers come from `benchmarks/accelerators.py`. The programs are compiled for
-a GPU that is absent, with the extra `accelerators`, and skipped without it.
+The numbers come from `benchmarks/accelerators.py`. The programs are compiled for an
+absent GPU. This needs the extra `accelerators`; without it the tests are skipped.
 """
 
 import functools
@@ -28,25 +28,25 @@ def gpu(test):
     return slow(pytest.mark.compiles_for("h100")(test))
 
 
-def make(env_id="CartPole-v1", policy=None, **options):
+def make_collector(env_id="CartPole-v1", policy=None, **options):
     env = envs.make_vec(env_id, B, **options)
     policy = policy or rollout.random_policy(env.action_space)
     return rollout.Collector(env=env, policy=policy)
 
 
-def start(collector):
+def carry_shapes(collector):
     return jax.eval_shape(lambda: collector.init(jax.random.key(0)))
 
 
-def stacked(collector, params):
+def trajectory_shapes(collector, params):
     def steps(carry, params):
         return collector.collect_steps(carry, params, num_steps=T)[1]
 
-    return jax.eval_shape(steps, start(collector), params)
+    return jax.eval_shape(steps, carry_shapes(collector), params)
 
 
-def weights(num_inputs, num_actions):
-    """Shapes of an actor and a critic of two layers."""
+def param_shapes(num_inputs, num_actions):
+    """Returns the shapes of an actor and a critic with two layers."""
 
     def mlp(num_outputs):
         sizes = (num_inputs, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, num_outputs)
@@ -55,8 +55,8 @@ def weights(num_inputs, num_actions):
     return {"actor": mlp(num_actions), "critic": mlp(1)}
 
 
-def read(params, obs):
-    """Log-probabilities of the actions, and values."""
+def evaluate(params, obs):
+    """Computes log-probabilities of actions, and values."""
 
     def mlp(first, second, last):
         return jnp.tanh(jnp.tanh(obs @ first) @ second) @ last
@@ -65,54 +65,56 @@ def read(params, obs):
     return log_probs, mlp(*params["critic"])[..., 0]
 
 
-def choose(log_probs, action):
+def action_log_prob(log_probs, action):
     return jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
 
 
 @rollout.stateless_policy
 def learner(params, obs, key):
-    log_probs, value = read(params, obs.reshape(B, -1))
+    log_probs, value = evaluate(params, obs.reshape(B, -1))
     action = jax.random.categorical(key, log_probs)
-    return action, {"value": value, "log_prob": choose(log_probs, action)}
+    return action, {"value": value, "log_prob": action_log_prob(log_probs, action)}
 
 
 @gpu
 @pytest.mark.parametrize(
-    ("env_id", "policy", "params", "most"),
+    ("env_id", "policy", "params", "limit"),
     [
         ("CartPole-v1", None, None, 14),
-        ("Breakout-MinAtar", learner, weights(400, 3), 38),
+        ("Breakout-MinAtar", learner, param_shapes(400, 3), 38),
     ],
 )
-def test_steps_are_few_launches_in_graphs_without_a_wait(env_id, policy, params, most):
-    report = inspect(make(env_id, policy), params, jax.random.key(0), num_steps=T)
+def test_steps_need_few_launches(env_id, policy, params, limit):
+    report = inspect(
+        make_collector(env_id, policy), params, jax.random.key(0), num_steps=T
+    )
     assert report.waits == ()
-    assert report.per_step("launches") <= most
+    assert report.per_step("launches") <= limit
     assert report.per_step("loose_launches") <= 2
 
 
 @gpu
-def test_whole_episodes_wait_once_in_eight_steps_at_most():
-    collector = make()
+def test_collect_episodes_waits_once_per_eight_steps():
+    collector = make_collector()
 
     def play(carry):
         counts = {"num_episodes": 2 * B, "max_episode_steps": 500}
         return collector.collect_episodes(carry, None, **counts)
 
-    report = inspect(play, start(collector))
+    report = inspect(play, carry_shapes(collector))
     (wait,) = report.waits
     assert (wait.count, wait.per, wait.per_round) == (1, "round", False)
     (steps,) = (block for block in report.loop.blocks if block.kind == "loop")
     assert steps.trips == BLOCK == 8
     assert steps.total("launches") <= 29
-    assert report.per_step("loose_launches") <= 2  # the predicate's
+    assert report.per_step("loose_launches") <= 2  # the predicate
 
 
 @gpu
-def test_adding_to_a_replay_buffer_does_not_wait():
-    collector = make()
+def test_replay_buffer_add_does_not_wait():
+    collector = make_collector()
     buffer = buffers.ReplayBuffer(capacity=32 * B, num_envs=B)
-    row = jax.eval_shape(collector.step, start(collector), None)[1]
+    row = jax.eval_shape(collector.step, carry_shapes(collector), None)[1]
     state = jax.eval_shape(buffer.init, row)
     add = jax.jit(lambda state, row: buffer.add(state, row), donate_argnums=0)
     report = inspect(add, state, row)
@@ -121,8 +123,8 @@ def test_adding_to_a_replay_buffer_does_not_wait():
 
 
 @gpu
-def test_advantages_are_few_launches_without_a_wait():
-    t = stacked(make(policy=learner), weights(4, 2))
+def test_gae_needs_few_launches():
+    t = trajectory_shapes(make_collector(policy=learner), param_shapes(4, 2))
     value, fn = (
         t.extras["value"],
         functools.partial(rollout.gae, gamma=0.99, lambda_=0.95),
@@ -133,8 +135,8 @@ def test_advantages_are_few_launches_without_a_wait():
 
 
 @gpu
-def test_update_of_ppo_is_one_graph_after_another():
-    """Few launches, nearly all in graphs: 16 gradient steps of 69, 128 of 20.5."""
+def test_ppo_update_needs_few_launches():
+    """16 gradient steps have 69 launches each, and 128 time steps have 20.5."""
     env = envs.make_vec("CartPole-v1", num_envs=B)
     agent = ppo.PPO(env, ppo.Config(num_updates=1, num_minibatches=4))
     state = jax.eval_shape(agent.init, jax.eval_shape(lambda: jax.random.key(0)))
@@ -146,8 +148,8 @@ def test_update_of_ppo_is_one_graph_after_another():
 
 
 @gpu
-def test_update_of_ppo_on_eight_devices_waits_for_nothing_but_its_sums():
-    """A gradient step has 78 launches, 69 on one device; 13 are not in a graph."""
+def test_ppo_update_on_eight_devices_needs_few_launches():
+    """A gradient step has 78 launches, of which 13 are not in a graph."""
     mesh = jax.sharding.Mesh(np.array(inspection.devices("h100", 8)), ("lanes",))
     env = envs.make_vec("CartPole-v1", num_envs=B)
     config = ppo.Config(num_updates=1, num_minibatches=4)
@@ -155,17 +157,17 @@ def test_update_of_ppo_on_eight_devices_waits_for_nothing_but_its_sums():
     state = jax.eval_shape(agent.init, jax.eval_shape(lambda: jax.random.key(0)))
     sharding = agent.collector.env.sharding
 
-    def place(tree, shardings):
+    def with_sharding(tree, shardings):
         return jax.tree.map(
             lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y),
             tree,
             shardings,
         )
 
-    carry = place(state.carry, sharding.shardings(state.carry))
+    carry = with_sharding(state.carry, sharding.shardings(state.carry))
     state = state.replace(carry=())
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-    state = place(state, jax.tree.map(lambda _: everywhere, state))
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    state = with_sharding(state, jax.tree.map(lambda _: replicated, state))
     report = inspect(agent.update, state.replace(carry=carry))
     assert report.num_devices == 8
     assert report.waits == ()
@@ -175,10 +177,10 @@ def test_update_of_ppo_on_eight_devices_waits_for_nothing_but_its_sums():
 
 
 @gpu
-def test_order_of_minibatches_is_few_launches():
+def test_permutations_need_few_launches():
     def orders(key):
-        draw = jax.vmap(lambda key: rollout.permutation(key, 128 * B))
-        return draw(jax.random.split(key, 4))
+        permute = jax.vmap(lambda key: rollout.permutation(key, 128 * B))
+        return permute(jax.random.split(key, 4))
 
     report = inspect(orders, jax.eval_shape(lambda: jax.random.key(0)))
     assert report.waits == ()
@@ -187,8 +189,8 @@ def test_order_of_minibatches_is_few_launches():
 
 
 @gpu
-@pytest.mark.usefixtures("rank_promotion")  # as MPE does
-def test_rows_of_a_team_are_no_launch_more_than_the_trajectory():
+@pytest.mark.usefixtures("rank_promotion")  # MPE promotes ranks
+def test_team_transitions_need_no_launches():
     pytest.importorskip("jaxmarl")
     env = envs.make("jaxmarl:MPE_simple_spread_v3")
     env = envs.vectorize(env, B)
@@ -202,7 +204,7 @@ def test_rows_of_a_team_are_no_launch_more_than_the_trajectory():
         carry, trajectory = steps(carry)
         return carry, team_transitions((), trajectory)[1]
 
-    plain, by_agent = (inspect(fn, start(collector)) for fn in (steps, rows))
+    plain, by_agent = (inspect(fn, carry_shapes(collector)) for fn in (steps, rows))
     assert by_agent.waits == plain.waits == ()
     assert by_agent.per_step("launches") <= plain.per_step("launches")
     assert by_agent.program.total("launches") <= plain.program.total("launches")
@@ -212,16 +214,18 @@ def lower(collector, *platforms):
     def steps(carry):
         return collector.collect_steps(carry, None, num_steps=T)
 
-    traced = jax.jit(steps).trace(start(collector))
+    traced = jax.jit(steps).trace(carry_shapes(collector))
     return traced.lower(lowering_platforms=platforms).as_text()
 
 
 @slow
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-def test_auto_reset_is_that_of_the_platform_that_is_lowered_for(platform):
-    """The machine need not have the accelerator: here it has a CPU."""
+def test_auto_reset_depends_on_the_lowering_platform(platform):
+    """Programs are lowered for platforms without their devices."""
     loops = {
-        auto_reset: lower(make(auto_reset=auto_reset), platform).count("while")
+        auto_reset: lower(make_collector(auto_reset=auto_reset), platform).count(
+            "while"
+        )
         for auto_reset in ("auto", "compact", "select")
     }
     assert loops["select"] < loops["compact"]
@@ -229,7 +233,7 @@ def test_auto_reset_is_that_of_the_platform_that_is_lowered_for(platform):
 
 
 @pytest.mark.parametrize(
-    ("most", "call"),
+    ("limit", "call"),
     [
         (30, lambda c, key: c.collect_steps(c.init(key), None, 16)),
         (
@@ -241,12 +245,12 @@ def test_auto_reset_is_that_of_the_platform_that_is_lowered_for(platform):
         (38, lambda c, key: rollout.evaluate(c, None, key, 16, max_episode_steps=50)),
     ],
 )
-def test_call_runs_few_operations_outside_its_loop(most, call):
-    """Each is a launch on a GPU; counted in a program for the CPU, which is here."""
-    call = jax.jit(functools.partial(call, make(auto_reset="select")))
-    # Fusions are made before the optimizations that this leaves out.
+def test_call_has_few_operations_outside_its_loop(limit, call):
+    """Each operation is a launch on a GPU. The test counts them for the CPU."""
+    call = jax.jit(functools.partial(call, make_collector(auto_reset="select")))
+    # Fusions precede the optimizations that this option disables.
     options = {"xla_backend_optimization_level": 0}
     text = call.lower(jax.random.key(0)).compile(options).as_text()
     outside = text[text.index("\nENTRY") :].partition("\n}")[0]
     assert outside.count(" while(") == 1
-    assert 0 < outside.count(" fusion(") <= most
+    assert 0 < outside.count(" fusion(") <= limit

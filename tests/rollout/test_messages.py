@@ -1,6 +1,6 @@
-"""What cannot be done raises a message that says what must hold, and what was got.
+"""Tests of error messages.
 
-`tests/test_bad_input.py` has the counts, keys, carries and kinds of all packages.
+`tests/test_bad_input.py` tests counts, keys, carries and types of all packages.
 """
 
 import functools
@@ -25,7 +25,7 @@ KEY, ROWS = jax.random.key(0), jnp.zeros((64, 16))
 
 
 def restore(state=None, **options):
-    """Restores a stream with these options from one without, with a part replaced."""
+    """Restores a stream from the changed state of a stream with other options."""
     stream = make_stream()
     new_stream(**options).restore(stream.state() | (state or {}))
 
@@ -36,7 +36,7 @@ def save(tree=1, times=1, **options):
 
 
 def save_within_save():
-    """Saves while another thread, or a signal handler, saves to the same folder."""
+    """Saves during another save to the same folder."""
     with mock.patch("os.fsync", side_effect=lambda _: save()):
         save()
 
@@ -53,8 +53,8 @@ def step_with(value_fn=None, **fields):
     return collector.step(collector.init(KEY), None)
 
 
-def record(field):
-    """Stores a copy of a field that statistics read."""
+def change_recorded_field(field):
+    """Replaces a recorded field that statistics read."""
     step_with(record_fn=lambda t: t.replace(**{field: getattr(t, field) * 1}))
 
 
@@ -64,14 +64,14 @@ def next_values(value=ROWS, last_value=ROWS[0], **fields):
 
 
 def gae(**arguments):
-    """Computes advantages of all that they need, with one part wrong."""
+    """Computes advantages with one invalid argument."""
     floats = dict.fromkeys(["reward", "value", "next_value"], ROWS)
     flags = dict.fromkeys(["terminated", "truncated"], ROWS > 0)
     return rollout.gae(**{**floats, **flags, **arguments}, gamma=0.9, lambda_=0.9)
 
 
-def wrong(count, transition):
-    """Returns bool for a float."""
+def bool_update(count, transition):
+    """Returns bool instead of float."""
     return transition.done
 
 
@@ -80,11 +80,11 @@ def scan_minibatches(tree, num_minibatches, **options):
     rollout.scan_minibatches(lambda *args: args, (), KEY, tree, **options)
 
 
-def from_carry(spoil_fn=lambda carry: carry, **fields):
-    """Takes steps from a carry of a collector with other fields, or a spoiled one."""
+def collect_from(change_fn=lambda carry: carry, **fields):
+    """Collects from a changed carry, or with a collector with changed fields."""
     collector = make_collector("count", B)
-    made = spoil_fn(collector.init(KEY))
-    collector.replace(**fields).collect_steps(made, None, 2)
+    carry = change_fn(collector.init(KEY))
+    collector.replace(**fields).collect_steps(carry, None, 2)
 
 
 def shard(num_envs, num_devices):
@@ -105,11 +105,14 @@ LOAD = [
         "the root key<rbg>[]",
     ),
 ]
-COUNTED = {"n": rollout.Accumulator(jnp.zeros, lambda count, t: count + 1)}
+COUNT_ACCUMULATOR = {"n": rollout.Accumulator(jnp.zeros, lambda count, t: count + 1)}
 CARRY = [
-    ({"accumulators": COUNTED}, "float32 of shape (4,) at .accumulated['n'], got ano"),
     (
-        {"spoil_fn": lambda x: x.replace(key=jax.random.key(0, impl="rbg"))},
+        {"accumulators": COUNT_ACCUMULATOR},
+        "float32 of shape (4,) at .accumulated['n'], got ano",
+    ),
+    (
+        {"change_fn": lambda x: x.replace(key=jax.random.key(0, impl="rbg"))},
         "key<rbg> of shape (4,) at ['key'], got key<fry> of shape (4,)",
     ),
 ]
@@ -117,16 +120,16 @@ VALUE_FN = [
     (lambda params, obs, state: obs, "of shape (5,), got float32 of shape (5, 1)"),
     (lambda params, obs, state: obs[:, 0] > 0, "got bool of shape (5,)"),
 ]
-KEPT = "terminated", "mask", "episode_id", "episode_return"
+RECORDED_FIELDS = "terminated", "mask", "episode_id", "episode_return"
 OUT_OF_ORDER = AsyncInfo(1, 2, 3)
 log_stats, window = rollout.log_stats, rollout.EpisodeWindow.init(4)
 MESSAGES = [
-    # Counts that do not fit one another, and options that exclude each other.
+    # Incompatible counts and options.
     (lambda: save(times=2, step=5), "`step` must be an int of at least 6, got 5"),
     (lambda: shard(6, 4), "got 6; the nearest are 4 or 8"),
     (lambda: shard(8, 2), "and not be sharded already, got _Sha"),
     (lambda: scan_minibatches(ROWS, 3, axis=1), "divide the 16 items, got 3"),
-    # States of something else.
+    # Invalid states.
     (
         lambda: restore(params={"odds": jnp.ones(7)}),
         "(7,) at ['params']['odds'], got float32",
@@ -135,7 +138,7 @@ MESSAGES = [
         lambda: restore({"carry": make_collector("count", 2 * B).init(KEY)}),
         "`state` must be the state of a stream of the same kind",
     ),
-    *((functools.partial(from_carry, **x), what) for x, what in CARRY),
+    *((functools.partial(collect_from, **x), message) for x, message in CARRY),
     *((functools.partial(load, *x), f"leaves that were saved: {y}") for *x, y in LOAD),
     # Leaves that cannot be saved or logged.
     (
@@ -148,7 +151,7 @@ MESSAGES = [
         lambda: log_stats({"a/b": 1.0, "a": {"b": 2.0}}),
         "`stats` must have different names, got 'a/b' twice.",
     ),
-    # What runs in Python, in one thread, on this machine.
+    # Limits of checkpoints.
     (lambda: jax.jit(save)(ROWS), "`checkpoint.save` runs in Python and must"),
     (
         lambda: checkpoint.save("gs://bucket/run", 1),
@@ -159,18 +162,23 @@ MESSAGES = [
         "`path` must have one writer at a time, got folder, to which another process",
         RuntimeError,
     ),
-    # What functions of users return.
-    *((functools.partial(step_with, value_fn=fn), what) for fn, what in VALUE_FN),
+    # Results of functions of users.
+    *((functools.partial(step_with, value_fn=fn), message) for fn, message in VALUE_FN),
     (
-        lambda: step_with(accumulators={"n": rollout.Accumulator(jnp.zeros, wrong)}),
+        lambda: step_with(
+            accumulators={"n": rollout.Accumulator(jnp.zeros, bool_update)}
+        ),
         "The accumulator `n` must return",
     ),
     (lambda: step_with(record_fn=lambda t: t.replace(obs=None)), "set a dropped"),
-    *((functools.partial(record, x), f"must leave `{x}` as it is") for x in KEPT),
-    # Configurations and states of another kind.
+    *(
+        (functools.partial(change_recorded_field, x), f"must leave `{x}` as it is")
+        for x in RECORDED_FIELDS
+    ),
+    # Invalid configurations and states of agents.
     (lambda: PPO(None, {"gamma": 0.9}), "`config` must be a dataclass, such as"),
     (lambda: PPO(None).train({"params": 1}), "`state` must be a result of `agent.init"),
-    # Rows of another shape, dtype or kind.
+    # Invalid arrays.
     (lambda: gae(next_value=ROWS[0]), "`next_value` must be an array of shape"),
     (lambda: gae(truncated=ROWS), "`truncated` must be bool, got float32"),
     (lambda: next_values(), "collectors record it if the policy has a critic"),
@@ -188,7 +196,7 @@ MESSAGES = [
         ),
         "must have the accumulated value 'best' of the window",
     ),
-    # Programs and pictures.
+    # Inspection and rendering.
     (
         lambda: rollout.inspect_program(jnp.sin, ROWS, accelerator="tpu"),
         "one of h100, a100, tpu-v5e, v5e, got 'tpu'",
@@ -210,11 +218,13 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize("entry", MESSAGES, ids=[what for _, what, *_ in MESSAGES])
-def test_call_raises_its_message(entry, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "entry", MESSAGES, ids=[message for _, message, *_ in MESSAGES]
+)
+def test_invalid_call_raises(entry, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    call, message, kind = (*entry, ValueError)[:3]
-    with pytest.raises(kind, match=re.escape(message)) as raised:
+    call, message, error_type = (*entry, ValueError)[:3]
+    with pytest.raises(error_type, match=re.escape(message)) as error:
         call()
-    assert len(str(raised.value)) < 400
+    assert len(str(error.value)) < 400
     assert not (tmp_path / "a.gif").exists()

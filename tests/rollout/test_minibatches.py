@@ -1,4 +1,4 @@
-"""Minibatches: every row once per epoch, whole lanes, masks kept; random orders."""
+"""Tests of minibatches and of random permutations."""
 
 import functools
 
@@ -18,7 +18,7 @@ TREE = {"id": IDS, "row": np.stack([IDS, IDS + 1000], axis=-1), "mask": IDS % 5 
 
 
 def split(tree, num_minibatches, num_epochs=1, **options):
-    """All minibatches, stacked."""
+    """Returns all minibatches, stacked."""
 
     @jax.jit
     def scan(key, tree):
@@ -36,7 +36,7 @@ def split(tree, num_minibatches, num_epochs=1, **options):
     return jax.device_get(scan(jax.random.key(0), tree))
 
 
-def test_every_row_is_in_one_minibatch_of_each_epoch():
+def test_epoch_contains_every_row_once():
     minibatches = split(TREE, 4, 3)
     assert minibatches["id"].shape == (12, 12)
     assert minibatches["row"].shape == (12, 12, 2)
@@ -49,7 +49,7 @@ def test_every_row_is_in_one_minibatch_of_each_epoch():
     np.testing.assert_array_equal(minibatches["mask"], minibatches["id"] % 5 > 0)
 
 
-def test_whole_lanes_stay_in_the_order_of_time():
+def test_lanes_keep_their_time_order():
     start = np.arange(B)[None]  # one row for each lane
     tree, first = split((TREE, start), 2, 2, axis=1)
     ids = tree["id"]
@@ -61,15 +61,15 @@ def test_whole_lanes_stay_in_the_order_of_time():
         np.testing.assert_array_equal(np.sort(epoch), np.arange(B))
 
 
-def test_leading_axis_of_any_tree_is_shuffled():
+def test_leading_axis_is_shuffled():
     minibatches = split(np.arange(10), 5, axis=0)
     assert minibatches.shape == (5, 2)
     np.testing.assert_array_equal(np.sort(minibatches.ravel()), np.arange(10))
 
 
 @pytest.mark.parametrize("axis", [None, 0, 1])
-def test_each_device_shuffles_its_own_share(axis):
-    """A plain loop: the order of device d is the permutation of the key for d."""
+def test_each_device_shuffles_its_rows(axis):
+    """Device d uses the permutation of its key, as in a plain loop."""
     num_devices, num_minibatches, num_epochs = 2, 2, 3
     mesh = jax.make_mesh((2,), ("lanes",), devices=jax.devices()[:2])
     tree = IDS if axis != 0 else IDS.ravel()
@@ -77,18 +77,20 @@ def test_each_device_shuffles_its_own_share(axis):
     got = split(tree, num_minibatches, num_epochs, **options)
 
     # Rows of each device: half of the lanes, or half of the leading axis.
-    shares = np.split(tree, num_devices, axis=0 if axis == 0 else 1)
+    rows_by_device = np.split(tree, num_devices, axis=0 if axis == 0 else 1)
     if axis is None:
-        shares = [share.ravel() for share in shares]
+        rows_by_device = [device_rows.ravel() for device_rows in rows_by_device]
     expected = []
     for key in jax.random.split(jax.random.key(0), num_epochs):
-        parts = []
-        for device, share in enumerate(shares):
-            size = share.shape[axis or 0]
+        shuffled_by_device = []
+        for device, device_rows in enumerate(rows_by_device):
+            size = device_rows.shape[axis or 0]
             order = rollout.permutation(jax.random.fold_in(key, device), size)
-            part = np.take(share, order, axis=axis or 0)
-            parts.append(np.split(part, num_minibatches, axis=axis or 0))
-        for minibatch in zip(*parts, strict=True):
+            shuffled = np.take(device_rows, order, axis=axis or 0)
+            shuffled_by_device.append(
+                np.split(shuffled, num_minibatches, axis=axis or 0)
+            )
+        for minibatch in zip(*shuffled_by_device, strict=True):
             expected.append(np.concatenate(minibatch, axis=axis or 0))
     np.testing.assert_array_equal(got, expected)
     for x in (None, jax.make_mesh((1,), ("lanes",), devices=jax.devices()[:1])):
@@ -117,7 +119,7 @@ def test_sharded_rows_need_the_mesh():
         scan(rows, num_minibatches=7, mesh=mesh)
 
 
-def test_keys_go_with_their_rows_and_none_stays_none():
+def test_keys_and_none_are_valid_leaves():
     keys = jax.random.split(jax.random.key(2), (T, B))
     got = split({"id": IDS, "key": keys, "none": None}, 4)
     assert got["none"] is None
@@ -125,7 +127,7 @@ def test_keys_go_with_their_rows_and_none_stays_none():
     np.testing.assert_array_equal(raw(got["key"]), want)
 
 
-def test_one_minibatch_is_in_memory_beside_the_rows():
+def test_only_one_minibatch_is_materialized():
     rows = np.zeros((16, 16, 2048), np.float32)
     step = lambda total, x: (total + jnp.tanh(x).sum(axis=0), ())  # noqa: E731
     scan = lambda key, rows: rollout.scan_minibatches(  # noqa: E731
@@ -135,32 +137,31 @@ def test_one_minibatch_is_in_memory_beside_the_rows():
     assert memory.temp_size_in_bytes < 2.5 * rows.nbytes / 8
 
 
-def test_order_of_an_epoch_is_the_permutation_of_its_key():
-    draw = jax.vmap(lambda key: rollout.permutation(key, T * B))
-    want = jax.jit(lambda key: draw(jax.random.split(key, 2)))(jax.random.key(0))
+def test_order_is_the_permutation_of_the_epoch_key():
+    permute = jax.vmap(lambda key: rollout.permutation(key, T * B))
+    want = jax.jit(lambda key: permute(jax.random.split(key, 2)))(jax.random.key(0))
     np.testing.assert_array_equal(split(TREE, 4, 2)["id"].reshape(2, -1), want)
 
 
-# One item, a square, a product, a power of two, and a prime, which sorts.
+# The lengths are 1, a square, a product, a power of two and a prime.
 @pytest.mark.parametrize("n", [1, 64, 60, 4096, 97])
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_permutation_has_every_number_once_and_differs_by_key(n, impl):
+def test_permutation_contains_every_number_once(n, impl):
     keys = jax.random.split(jax.random.key(1, impl=impl), 8)
-    draw = jax.jit(jax.vmap(lambda key: rollout.permutation(key, n)))
-    orders = np.asarray(draw(keys))
+    permute = jax.jit(jax.vmap(lambda key: rollout.permutation(key, n)))
+    orders = np.asarray(permute(keys))
     assert orders.dtype == np.int32
     np.testing.assert_array_equal(np.sort(orders), np.arange(n) + 0 * orders)
     assert len(np.unique(orders, axis=0)) == (1 if n == 1 else 8)
 
 
 def statistics(orders, b):
-    """Statistics of `[K, n]` orders, each about standard normal if all are as likely.
+    """Computes scores of `[K, n]` orders, standard normal for uniform permutations.
 
-    Their means and variances are exact, for orders that are drawn evenly, but for those
-    whose variance is taken from the `K` samples.
+    The means are exact. The variances are exact or estimated from the `K` samples.
     """
     num, n = orders.shape
-    every = np.arange(n)
+    index = np.arange(n)
 
     def z(samples, mean, variance=None):
         variance = samples.var() if variance is None else variance
@@ -169,32 +170,34 @@ def statistics(orders, b):
     def chi(counts, mean, freedom):
         return (((counts - mean) ** 2 / mean).sum() - freedom) / np.sqrt(2 * freedom)
 
-    found = {"fixed points": z((orders == every).sum(axis=1), 1, 1)}
-    # Position by item: a matrix whose rows and columns have known sums.
+    scores = {"fixed points": z((orders == index).sum(axis=1), 1, 1)}
+    # Counts of positions by item: the sums of rows and columns are fixed.
     counts = np.zeros((n, n), int)
-    np.add.at(counts, (np.broadcast_to(every, orders.shape), orders), 1)
-    found["positions"] = chi(counts, num / n, (n - 1) ** 2)
-    for apart in (1, 2, b):  # pairs at these distances that become neighbours, or rows
-        distance = abs(orders[:, apart:] - orders[:, :-apart])
-        for new in (1, b):
-            mean = (n - apart) * 2 * (n - new) / (n * (n - 1))
-            found[f"{apart} to {new}"] = z((distance == new).sum(axis=1), mean)
-    quarter = n // 4  # the mean of a minibatch, and its variance without replacement
+    np.add.at(counts, (np.broadcast_to(index, orders.shape), orders), 1)
+    scores["positions"] = chi(counts, num / n, (n - 1) ** 2)
+    for old_distance in (1, 2, b):  # pairs of items at two distances
+        distance = abs(orders[:, old_distance:] - orders[:, :-old_distance])
+        for new_distance in (1, b):
+            mean = (n - old_distance) * 2 * (n - new_distance) / (n * (n - 1))
+            scores[f"{old_distance} to {new_distance}"] = z(
+                (distance == new_distance).sum(axis=1), mean
+            )
+    quarter = n // 4  # mean of a minibatch without replacement
     means = orders[:, :quarter].mean(axis=1)
     variance = (n * n - 1) / 12 / quarter * (n - quarter) / (n - 1)
-    found["minibatch"] = z(means, (n - 1) / 2, variance)
-    found["spread"] = z((means - (n - 1) / 2) ** 2, variance)
-    found["successive keys"] = z((orders[1:] == orders[:-1]).sum(axis=1), 1, 1)
-    return found
+    scores["minibatch"] = z(means, (n - 1) / 2, variance)
+    scores["spread"] = z((means - (n - 1) / 2) ** 2, variance)
+    scores["successive keys"] = z((orders[1:] == orders[:-1]).sum(axis=1), 1, 1)
+    return scores
 
 
 def is_odd(order):
-    """Whether the number of swaps that sort it is odd, by its cycles."""
-    seen, num_swaps = set(), 0
+    """Returns whether the permutation has odd parity, from its cycles."""
+    visited, num_swaps = set(), 0
     for start in range(len(order)):
         item = start
-        while item not in seen:
-            seen.add(item)
+        while item not in visited:
+            visited.add(item)
             item = int(order[item])
             num_swaps += item != start
     return bool(num_swaps % 2)
@@ -203,8 +206,8 @@ def is_odd(order):
 @pytest.mark.parametrize("n", [9, 225])
 def test_half_of_the_permutations_are_odd(n):
     keys = jax.random.split(jax.random.key(n), 256)
-    draw = jax.jit(jax.vmap(lambda key: rollout.permutation(key, n)))
-    num_odd = sum(map(is_odd, np.asarray(draw(keys))))
+    permute = jax.jit(jax.vmap(lambda key: rollout.permutation(key, n)))
+    num_odd = sum(map(is_odd, np.asarray(permute(keys))))
     assert abs(num_odd - 128) < 5 * 8  # five standard deviations
 
 
@@ -217,9 +220,9 @@ def test_half_of_the_permutations_are_odd(n):
         pytest.param(1024, 32, 4_000, marks=pytest.mark.slow),
     ],
 )
-def test_permutation_is_as_random_as_one_that_sorts(n, b, num):
+def test_permutation_statistics_are_normal(n, b, num):
     keys = jax.random.split(jax.random.key(2), num)
-    draw = jax.jit(jax.vmap(lambda key: rollout.permutation(key, n)))
-    found = statistics(np.asarray(draw(keys)), b)
-    # A normal number is beyond 5 once in 1.7 million draws.
-    assert max(map(abs, found.values())) < 5, found
+    permute = jax.jit(jax.vmap(lambda key: rollout.permutation(key, n)))
+    scores = statistics(np.asarray(permute(keys)), b)
+    # A normal number is above 5 with probability 1 in 1.7 million.
+    assert max(map(abs, scores.values())) < 5, scores

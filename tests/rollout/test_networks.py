@@ -1,4 +1,4 @@
-"""The encoder of observations: images, parts of dictionaries, one-hot integers."""
+"""Tests of the encoder of observations: images, parts and one-hot integers."""
 
 import jax
 import jax.numpy as jnp
@@ -37,18 +37,18 @@ def image_space(*shape):
         (Discrete(5), True, None),
     ],
 )
-def test_images_are_found_by_their_shape(space, cnn, axes):
+def test_image_axes_depend_on_the_shape(space, cnn, axes):
     assert image_axes(space, cnn) == axes
 
 
-def test_bytes_are_uint8_with_all_values():
+def test_bytes_are_uint8_from_0_to_255():
     assert is_bytes(image_space(3))
     assert not is_bytes(Box(0, 10, (7, 7, 3), UINT8))
     assert not is_bytes(Box(0, 255, (3,), jnp.dtype("int32")))
 
 
 def encode(space, obs, **options):
-    """Features and parameters for one seed."""
+    """Returns features and parameters for seed 0."""
     encoder = Encoder(space, **options)
 
     @quick_jit
@@ -77,7 +77,7 @@ def test_vectors_are_flattened_without_parameters():
     np.testing.assert_array_equal(np.concatenate([*features.values()], -1), expected)
 
 
-def test_integers_from_0_to_255_are_divided_by_255():
+def test_bytes_are_scaled_to_1():
     obs = np.uint8([[0, 51, 255]])
     features, _ = encode(image_space(3), obs)
     np.testing.assert_allclose(features["obs"], [[0, 0.2, 1]], rtol=1e-6)
@@ -85,20 +85,22 @@ def test_integers_from_0_to_255_are_divided_by_255():
     np.testing.assert_array_equal(features["obs"], [[0, 5, 10]])
 
 
-def test_both_orders_of_channels_give_equal_features():
-    last = np.random.default_rng(0).integers(0, 256, (2, 3, 40, 36, 4)).astype(np.uint8)
-    first = np.moveaxis(last, -1, -3)
-    features, params = encode(image_space(40, 36, 4), last)
-    other, other_params = encode(image_space(4, 40, 36), first)
+def test_channel_order_does_not_change_features():
+    channels_last = (
+        np.random.default_rng(0).integers(0, 256, (2, 3, 40, 36, 4)).astype(np.uint8)
+    )
+    channels_first = np.moveaxis(channels_last, -1, -3)
+    features, params = encode(image_space(40, 36, 4), channels_last)
+    expected, expected_params = encode(image_space(4, 40, 36), channels_first)
     assert features["obs"].shape == (2, 3, 512)
-    np.testing.assert_array_equal(features["obs"], other["obs"])
-    jax.tree.map(np.testing.assert_array_equal, params, other_params)
+    np.testing.assert_array_equal(features["obs"], expected["obs"])
+    jax.tree.map(np.testing.assert_array_equal, params, expected_params)
     assert features["obs"].std() > 0.01
     kernel = params["params"]["cnn"]["Conv_0"]["kernel"]
     assert kernel.shape == (8, 8, 4, 32)
 
 
-def test_frame_stacks_of_color_images_merge_their_channels():
+def test_frame_stacks_merge_channels():
     stack = (
         np.random.default_rng(0).integers(0, 256, (1, 2, 40, 36, 3)).astype(np.uint8)
     )
@@ -108,7 +110,7 @@ def test_frame_stacks_of_color_images_merge_their_channels():
     np.testing.assert_array_equal(features["obs"], expected["obs"])
 
 
-def test_parts_that_are_missing_or_not_selected_are_skipped():
+def test_missing_and_unselected_parts_are_skipped():
     space = Dict(
         {"a": Box(-1.0, 1.0, (2,)), "b": Discrete(2), "c": image_space(40, 40, 1)}
     )
@@ -122,7 +124,7 @@ def test_parts_that_are_missing_or_not_selected_are_skipped():
         join(features, ("a", "c"))
 
 
-def test_small_images_are_flattened_unless_a_cnn_is_forced():
+def test_small_images_are_flattened_by_default():
     obs = np.zeros((2, 10, 10, 4), np.uint8)
     features, params = encode(image_space(10, 10, 4), obs)
     assert features["obs"].shape == (2, 400)
@@ -136,7 +138,7 @@ PARTS = Dict({"state": Box(-1.0, 1.0, (2,)), "privileged_state": Box(-1.0, 1.0, 
 
 
 @pytest.mark.parametrize("keys", [("other",), (), "other", ("state", "action_mask")])
-def test_keys_must_be_parts_of_the_observation(keys):
+def test_unknown_keys_raise(keys):
     with pytest.raises(
         ValueError, match=r"`config\.actor_obs` must name parts .*state"
     ):
@@ -149,7 +151,7 @@ def test_keys_of_a_space_without_parts_raise():
     assert obs_keys("critic_obs", None, Box(-1.0, 1.0, (2,))) is None
 
 
-def test_keys_default_to_all_parts_but_one():
+def test_keys_default_to_all_parts():
     assert obs_keys("actor_obs", None, PARTS, without="privileged_state") == ("state",)
     assert set(obs_keys("critic_obs", None, PARTS)) == {"state", "privileged_state"}
     assert obs_keys("actor_obs", "state", PARTS) == ("state",)

@@ -19,7 +19,7 @@ class SlowCount(HostCount):
         return super().step(action)
 
 
-def test_work_of_a_host_environment_shows_as_its_step():
+def test_host_step_time_is_measured():
     env, policy = SlowCount(4), make_collector("count").policy
     collector = rollout.HostCollector(env=env, policy=policy)
     carry = collector.init(KEY)
@@ -32,8 +32,8 @@ def test_work_of_a_host_environment_shows_as_its_step():
     assert profile.unexplained == pytest.approx(profile.total - sum(parts))
 
 
-def work(x):
-    """Products that XLA cannot drop; adds zero."""
+def multiply_matrices(x):
+    """Returns 0 after matrix products that XLA cannot eliminate."""
     matrix = jnp.full((64, 64), 1 / 64) + x.sum() * 0
     for _ in range(40):
         matrix = matrix @ matrix
@@ -42,35 +42,39 @@ def work(x):
 
 @pytest.fixture
 def count_operations(monkeypatch):
-    """A profile in floating-point operations: the clock of a busy machine is noise."""
+    """Measures floating-point operations instead of noisy times."""
 
-    def count(program, given):
-        return jax.jit(program).lower(given).compile().cost_analysis().get("flops", 0)
+    def count(program, args):
+        return jax.jit(program).lower(args).compile().cost_analysis().get("flops", 0)
 
     monkeypatch.setattr(profiling, "_time", count)
 
 
 @struct.dataclass(kw_only=True)
-class HardEnv(CountEnv):
+class CostlyEnv(CountEnv):
     def step(self, key, state, action):
         result = super().step(key, state, action)
-        return result.replace(obs=result.obs + work(result.obs))
+        return result.replace(obs=result.obs + multiply_matrices(result.obs))
 
 
 @rollout.stateless_policy
-def hard_policy(params, obs, key):
-    return jnp.zeros(obs.shape[0], jnp.int32), {"value": obs[:, 0] + work(obs)}
+def costly_policy(params, obs, key):
+    return jnp.zeros(obs.shape[0], jnp.int32), {
+        "value": obs[:, 0] + multiply_matrices(obs)
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["env_step", "policy"])
-def test_work_of_a_part_shows_as_that_part(part, count_operations):
+def test_cost_is_assigned_to_its_part(part, count_operations):
     is_env = part == "env_step"
-    env = envs.vectorize(HardEnv() if is_env else CountEnv(), 4)
-    policy = make_collector("count").policy if is_env else hard_policy
+    env = envs.vectorize(CostlyEnv() if is_env else CountEnv(), 4)
+    policy = make_collector("count").policy if is_env else costly_policy
     collector = rollout.Collector(env=env, policy=policy)
     profile = rollout.profile(collector, None, KEY, 16)
-    others = profile.policy + profile.env_step + profile.auto_reset + profile.recording
-    most = getattr(profile, part)
-    assert most > 100 * (others - most)
-    assert profile.total > 100 * (others - most)
+    total_of_parts = (
+        profile.policy + profile.env_step + profile.auto_reset + profile.recording
+    )
+    expensive_part = getattr(profile, part)
+    assert expensive_part > 100 * (total_of_parts - expensive_part)
+    assert profile.total > 100 * (total_of_parts - expensive_part)

@@ -1,4 +1,4 @@
-"""Equal objects share programs: what was compiled once is not compiled again."""
+"""Tests that equal objects share compiled programs."""
 
 import functools
 import gc
@@ -40,7 +40,7 @@ def act(params, obs, key):
 
 
 def make_collector(**options):
-    """An equal one at every call, but for a number of its environments."""
+    """Creates a collector that differs only in a number of its environments."""
     env = envs.vectorize(CountEnv(limit=next(LIMITS)), B)
     policy = rollout.stateless_policy(act)
     policy = EpsilonGreedy(policy, env.action_space, 0.1)
@@ -61,7 +61,7 @@ def is_even(row):
     return row.replace(extras={"even": row.episode_length % 2 == 0})
 
 
-def collects(make):
+def make_collect_call(make):
     def call():
         collector = make()
         carry = collector.init(KEY)
@@ -74,7 +74,7 @@ def collects(make):
     return call
 
 
-def streams(make, **options):
+def make_stream_call(make, **options):
     def call():
         options.setdefault("steps_per_batch", B * T)
         stream = rollout.Stream(make(), key=KEY, params=0, **options)
@@ -84,24 +84,24 @@ def streams(make, **options):
     return call
 
 
-def evaluates(make):
+def make_evaluate_call(make):
     return lambda: rollout.evaluate(make(), 0, KEY, 3)
 
 
-def evaluates_frozen():
+def evaluate_frozen():
     collector = make_collector()
     collector = collector.replace(env=envs.NormalizeObs(collector.env))
     rollout.evaluate(collector.freeze(collector.init(KEY)), 0, KEY, 3)
 
 
-def evaluates_frozen_hosts():
+def evaluate_frozen_host():
     collector = make_host()
     env = rollout.envs.NormalizeHostEnv(collector.env)
     collector = collector.replace(env=env)
     rollout.evaluate(collector.freeze(collector.init(KEY)), 0, KEY, 3)
 
 
-def folds_into_a_buffer():
+def fold_into_buffer():
     buffer, collector = buffers.ReplayBuffer(64, B), make_collector()
     carry = collector.init(KEY)
     row = jax.eval_shape(collector.step, carry, 0)[1]
@@ -112,7 +112,7 @@ def update(carry, batch):
     return carry + batch["x"].sum(), batch["x"].mean()
 
 
-def scans_minibatches():
+def scan_minibatches():
     tree = {"x": np.ones((T, B), np.float32)}
     for axis in (None, 0, 1):
         rollout.scan_minibatches(
@@ -120,8 +120,8 @@ def scans_minibatches():
         )
 
 
-def asks_for_samples():
-    first = itertools.count(1)  # sizes that no call before had
+def make_can_sample_call():
+    first = itertools.count(1)  # each call has new sizes
 
     def call():
         buffer = buffers.ReplayBuffer(64, B)
@@ -133,49 +133,50 @@ def asks_for_samples():
 
 
 CALLS = {
-    "collector": collects(make_collector),
-    "host collector": collects(make_host),
-    "recording host collector": collects(
+    "collector": make_collect_call(make_collector),
+    "host collector": make_collect_call(make_host),
+    "recording host collector": make_collect_call(
         functools.partial(make_host, record_fn=is_even)
     ),
-    "stream": streams(make_collector),
-    "recycling stream": streams(make_collector, reuse_memory=True),
-    "stream of episodes": streams(
+    "stream": make_stream_call(make_collector),
+    "recycling stream": make_stream_call(make_collector, reuse_memory=True),
+    "stream of episodes": make_stream_call(
         make_collector, steps_per_batch=None, episodes_per_batch=3, max_episode_steps=9
     ),
-    "stream of hosts": streams(make_host),
-    "evaluate": evaluates(make_collector),
-    "evaluate hosts": evaluates(make_host),
-    "evaluate frozen": evaluates_frozen,
-    "evaluate frozen hosts": evaluates_frozen_hosts,
-    "fold into a buffer": folds_into_a_buffer,
-    "scan_minibatches": scans_minibatches,
-    "can_sample": asks_for_samples(),
+    "stream of hosts": make_stream_call(make_host),
+    "evaluate": make_evaluate_call(make_collector),
+    "evaluate hosts": make_evaluate_call(make_host),
+    "evaluate frozen": evaluate_frozen,
+    "evaluate frozen hosts": evaluate_frozen_host,
+    "fold into a buffer": fold_into_buffer,
+    "scan_minibatches": scan_minibatches,
+    "can_sample": make_can_sample_call(),
 }
 
 
 @pytest.mark.compiles(50)
 @pytest.mark.parametrize("name", CALLS)
-def test_nothing_is_compiled_for_equal_objects(name, key_reuse):
+def test_equal_objects_share_programs(name, key_reuse):
     CALLS[name]()
     with count_compiles() as events:
         CALLS[name]()
-    assert set(events) <= {"/jax/core/compile/jaxpr_trace_duration"}  # of `eval_shape`
+    # `eval_shape` traces functions.
+    assert set(events) <= {"/jax/core/compile/jaxpr_trace_duration"}
 
 
-def test_equal_streams_in_turns_keep_their_own_memory():
+def test_equal_streams_do_not_share_memory():
     options = {"key": KEY, "params": 0, "steps_per_batch": B * T, "reuse_memory": True}
     streams = [rollout.Stream(make_collector(), **options) for _ in range(2)]
-    for _ in range(4):  # copies, since a view would prevent that memory is used again
+    for _ in range(4):  # copy the rows: a view would prevent the reuse of memory
         rows = [jax.tree.map(np.array, next(x).trajectory) for x in streams]
         jax.tree.map(np.testing.assert_array_equal, *rows)
 
 
-def remember(params, obs, state, key):
+def act_recurrent(params, obs, state, key):
     return act(params, obs, key), state + 1
 
 
-def start(num_envs):
+def init_state(num_envs):
     return jnp.zeros(num_envs)
 
 
@@ -193,9 +194,11 @@ POLICIES = {
     "random": lambda: rollout.random_policy(BOX()),
     "masked": lambda: rollout.random_policy(envs.Discrete(3), action_mask_fn=allow_all),
     "greedy": lambda: Greedy(rollout.stateless_policy(act, mode_fn=act)),
-    "recurrent": lambda: rollout.recurrent_policy(remember, start, mode_fn=remember),
+    "recurrent": lambda: rollout.recurrent_policy(
+        act_recurrent, init_state, mode_fn=act_recurrent
+    ),
     "epsilon": lambda: EpsilonGreedy(POLICY, envs.Discrete(3), decay),
-    "warm": lambda: RandomWarmup(POLICY, envs.Discrete(3), 5),
+    "warmup": lambda: RandomWarmup(POLICY, envs.Discrete(3), 5),
     "gaussian": lambda: GaussianNoise(POLICY, BOX(), 0.5),
     "correlated": lambda: OrnsteinUhlenbeck(POLICY, BOX(), 0.5, dt=0.1),
     "items": lambda: item_policy(act, items=np.eye(3)),
@@ -212,46 +215,46 @@ def test_equal_arguments_make_equal_policies(name):
     structures = [jax.tree.structure(POLICIES[name]()) for _ in range(2)]
     assert structures[0] == structures[1]
     assert hash(structures[0]) == hash(structures[1])
-    if name != "items":  # whose arrays have no truth value
+    if name != "items":  # arrays have no truth value
         assert POLICIES[name]() == POLICIES[name]()
         assert hash(POLICIES[name]()) == hash(POLICIES[name]())
 
 
-def test_objects_are_shared_by_the_values_of_all_arguments():
-    made = programs.shared(lambda *args, **options: object())
-    unlike = [
+def test_shared_objects_depend_on_argument_values():
+    make_object = programs.shared(lambda *args, **options: object())
+    distinct = [
         (1,), (1.0,), (True,), (0.0,), (-0.0,), (np.float32(1),), (np.ones(1),),
         (np.ones(1, np.float32),), (jnp.ones(1),), (np.ones((1, 1)),), ((1,),), ([1],),
         ({"a": 1},), (envs.Box(0, 1, (2,)),), (envs.Box(0, 2, (2,)),), (act,),
         (envs.Discrete(2),), (envs.Discrete(2, start=1),), (1, 2), (2, 1),
         (envs.Box(0, 1, (2,), np.int32),), (spaces.MultiBinary((2,)),), (None,), (),
     ]  # fmt: skip
-    unlike.append((jax.device_put(np.ones(1), jax.devices()[1]),))
-    objects = {id(made(*args)) for args in unlike}
-    assert len(objects) == len(unlike)
-    copies = jax.tree.map(lambda x: x, unlike)
-    assert {id(made(*args)) for args in copies} == objects
-    assert made(a=1) is made(a=1) is not made(b=1)
+    distinct.append((jax.device_put(np.ones(1), jax.devices()[1]),))
+    objects = {id(make_object(*args)) for args in distinct}
+    assert len(objects) == len(distinct)
+    copies = jax.tree.map(lambda x: x, distinct)
+    assert {id(make_object(*args)) for args in copies} == objects
+    assert make_object(a=1) is make_object(a=1) is not make_object(b=1)
 
 
-def test_objects_made_while_jax_traces_are_not_shared():
-    made, kept = programs.shared(lambda x: object()), []
+def test_objects_are_not_shared_while_tracing():
+    make_object, pairs = programs.shared(lambda x: object()), []
     for _ in range(2):
-        jax.make_jaxpr(lambda x: kept.append((made(x), made(1))))(1.0)
-    assert len({id(x) for pair in kept for x in pair}) == 4
+        jax.make_jaxpr(lambda x: pairs.append((make_object(x), make_object(1))))(1.0)
+    assert len({id(x) for pair in pairs for x in pair}) == 4
 
 
-def test_few_objects_are_kept():
-    made, alive = programs.shared(lambda x: Summing(x)), weakref.WeakSet()
+def test_cache_of_shared_objects_is_limited():
+    make_object, alive = programs.shared(lambda x: WeightedSum(x)), weakref.WeakSet()
     for number in range(1000):
-        alive.add(made(number))
+        alive.add(make_object(number))
     gc.collect()
     assert len(alive) == 256
-    assert made(999) in alive
+    assert make_object(999) in alive
 
 
-class Summing:
-    """An object whose sums differ, but not as Python compares."""
+class WeightedSum:
+    """An object with a method that reads an attribute."""
 
     def __init__(self, factor):
         self.factor = factor
@@ -263,7 +266,7 @@ class Summing:
         return self(acc, row)
 
 
-def test_functions_of_users_are_static_unless_they_may_read_tracers():
+def test_static_accepts_functions_without_tracers():
     buffer = buffers.ReplayBuffer(64, B)
     assert programs.static(act) is act
     assert programs.static(buffer.add) is programs.static(
@@ -272,19 +275,19 @@ def test_functions_of_users_are_static_unless_they_may_read_tracers():
     assert programs.static(buffer.add) != programs.static(
         buffers.ReplayBuffer(128, B).add
     )
-    one, two = Summing(1), Summing(2)
-    assert programs.static(one.add) != programs.static(two.add)
-    dicts = {}
-    assert programs.static(dicts.get) == dicts.get  # of an object without a hash
+    first, second = WeightedSum(1), WeightedSum(2)
+    assert programs.static(first.add) != programs.static(second.add)
+    mapping = {}
+    assert programs.static(mapping.get) == mapping.get  # a dict has no hash
     jax.make_jaxpr(lambda x: np.testing.assert_equal(programs.static(act), None))(1.0)
-    one.__class__ = type("Unhashable", (Summing,), {"__hash__": None})
-    assert programs.static(one) is None
+    first.__class__ = type("Unhashable", (WeightedSum,), {"__hash__": None})
+    assert programs.static(first) is None
 
 
 @pytest.mark.parametrize(
     "name", ["window", "summarize", "ended", "permutation", "gae", "vtrace"]
 )
-def test_functions_that_pages_call_from_python_are_few_programs(name):
+def test_eager_functions_compile_few_programs(name):
     collector = make_collector()
     _, trajectory = collector.collect_steps(collector.init(KEY), 0, T)
     window = rollout.EpisodeWindow.init(10)

@@ -1,4 +1,4 @@
-"""Recommendation: every row, mask, length and metric is that of a plain loop."""
+"""Compares recommendation environments and metrics with a plain loop."""
 
 import functools
 
@@ -34,7 +34,7 @@ CATALOG = recommendation.Catalog(
 
 
 def score(params, obs):
-    """A score of each item, by the user and the last item; most are negative."""
+    """Returns the score of each item by user and last item. Most are negative."""
     return params[obs["user"], obs["item"]]
 
 
@@ -61,9 +61,9 @@ def make_settings(force_length=10, **options):
 
 
 def evaluate(settings, num, catalog=None):
-    """The metrics of settings, with or without tables of the catalog."""
-    given = settings, SCORES, KEY, num
-    return recommendation.evaluate_settings(*given, catalog=catalog)
+    """Evaluates settings with or without tables of the catalog."""
+    args = settings, SCORES, KEY, num
+    return recommendation.evaluate_settings(*args, catalog=catalog)
 
 
 def make_collector(env, num_lanes=NUM_LANES, policy=POLICY, **options):
@@ -73,7 +73,7 @@ def make_collector(env, num_lanes=NUM_LANES, policy=POLICY, **options):
 
 @functools.partial(quick_jit, static_argnames="num_episodes")
 def play(collectors, num_episodes=NUM_EPISODES):
-    """By name the rows of episodes, padded, and their table, from one key."""
+    """Returns padded rows and the table of episodes by setting."""
 
     def play_one(collector):
         carry = collector.init(jax.random.key(0))
@@ -96,57 +96,60 @@ def collectors():
 
 
 @pytest.fixture(scope="module")
-def played(collectors):
+def results(collectors):
     return jax.device_get(play(collectors))
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
-def test_rows_are_those_of_a_plain_loop(played, name):
+def test_rows_equal_a_plain_loop(results, name):
     setting = SETTINGS[name]
-    rows, episodes = played[name]
+    rows, episodes = results[name]
     lengths = []
     for number in range(NUM_EPISODES):
-        played = MODEL.play(SCORES, int(rows.obs["user"][0, number]), setting)
-        length = len(played.item)
+        episode = MODEL.play(SCORES, int(rows.obs["user"][0, number]), setting)
+        length = len(episode.item)
         lengths.append(length)
-        here = jax.tree.map(lambda x, at=number: x[: x.shape[0], at], rows)
-        assert here.mask.sum() == length
-        np.testing.assert_array_equal(here.action[:length], played.item)
-        np.testing.assert_array_equal(here.reward[:length], played.reward)
-        np.testing.assert_array_equal(here.obs["item"][:length], played.last)
-        np.testing.assert_array_equal(here.obs["action_mask"][:length], played.mask)
-        np.testing.assert_array_equal(here.next_obs["item"][:length], played.item)
-        np.testing.assert_array_equal(here.next_obs["user"][:length], played.user)
-        is_left = here.terminated | here.truncated
+        lane_rows = jax.tree.map(lambda x, lane=number: x[: x.shape[0], lane], rows)
+        assert lane_rows.mask.sum() == length
+        np.testing.assert_array_equal(lane_rows.action[:length], episode.item)
+        np.testing.assert_array_equal(lane_rows.reward[:length], episode.reward)
+        np.testing.assert_array_equal(lane_rows.obs["item"][:length], episode.last)
+        np.testing.assert_array_equal(
+            lane_rows.obs["action_mask"][:length], episode.mask
+        )
+        np.testing.assert_array_equal(lane_rows.next_obs["item"][:length], episode.item)
+        np.testing.assert_array_equal(lane_rows.next_obs["user"][:length], episode.user)
+        is_left = lane_rows.terminated | lane_rows.truncated
         if setting.force_length:
-            is_left = here.info["left"]
-            assert not here.terminated.any()
-            assert here.truncated[:length].tolist() == [False] * (length - 1) + [True]
-        np.testing.assert_array_equal(is_left[:length], played.has_left)
+            is_left = lane_rows.info["left"]
+            assert not lane_rows.terminated.any()
+            flags = [False] * (length - 1) + [True]
+            assert lane_rows.truncated[:length].tolist() == flags
+        np.testing.assert_array_equal(is_left[:length], episode.has_left)
         total = np.float32(0)
-        for reward in played.reward:
+        for reward in episode.reward:
             total += reward
         assert episodes.episode_return[number] == total
     np.testing.assert_array_equal(episodes.episode_length, lengths)
 
 
-def test_metrics_are_those_of_all_episodes_in_a_plain_loop(collectors, played):
+def test_metrics_equal_a_plain_loop(collectors, results):
     stats = evaluate(collectors, NUM_EPISODES, CATALOG)
     assert list(stats) == list(SETTINGS)
     tables = CATALOG.features, CATALOG.popularity, CATALOG.dominated
     for name, setting in SETTINGS.items():
-        rows, _ = played[name]
+        rows, _ = results[name]
         users = rows.obs["user"][0]
         episodes = [MODEL.play(SCORES, int(user), setting) for user in users]
-        wanted = metrics(episodes, NUM_ITEMS, *tables)
-        for metric, value in wanted.items():
+        expected = metrics(episodes, NUM_ITEMS, *tables)
+        for metric, value in expected.items():
             np.testing.assert_allclose(getattr(stats[name], metric), value, rtol=1e-5)
-        lengths = [len(played.item) for played in episodes]
+        lengths = [len(episode.item) for episode in episodes]
         assert stats[name].episodes.lengths.mean == np.float32(np.mean(lengths))
         assert stats[name].episodes.num_episodes == NUM_EPISODES
 
 
-def test_metric_without_its_table_is_none(collectors):
+def test_metric_without_a_table_is_none(collectors):
     shapes = jax.eval_shape(lambda: evaluate({"FB": collectors["FB"]}, 3))
     stats = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     assert stats["FB"].diversity is stats["FB"].novelty is None
@@ -155,22 +158,22 @@ def test_metric_without_its_table_is_none(collectors):
     assert "test/FB/novelty" not in logged
 
 
-def test_forced_length_is_that_of_each_episode():
+def test_force_length_fixes_every_episode_length():
     env = make_settings(force_length=3)["NX_3"]
     collector = make_collector(env, num_lanes=2)
     run = quick_jit(lambda carry: collector.collect_steps(carry, SCORES, 2))
     carry, flags = collector.init(jax.random.key(0)), []
-    for _ in range(3):  # a call does not start over
+    for _ in range(3):  # each call continues the episodes
         carry, rows = run(carry)
         flags.extend(rows.truncated.tolist())
     assert flags == [[x, x] for x in [False, False, True] * 2]
 
 
 @pytest.mark.slow
-def test_random_first_item_is_not_shown_again():
+def test_random_first_item_is_not_repeated():
     env = make_settings(random_first=True, force_length=5)["NX_5"]
-    played = jax.device_get(play({"once": make_collector(env)}, num_episodes=50))
-    rows, _ = played["once"]
+    results = jax.device_get(play({"once": make_collector(env)}, num_episodes=50))
+    rows, _ = results["once"]
     first = rows.obs["item"][0]
     assert len(set(first.tolist())) > 5
     assert not (rows.action[:5] == first).any()
@@ -178,24 +181,24 @@ def test_random_first_item_is_not_shown_again():
 
 
 @pytest.mark.slow
-def test_items_that_are_used_up_are_flagged():
+def test_exhausted_items_set_no_valid_action():
     env = envs.wrappers.FixedLength(envs.wrappers.NoRepeat(make_env()), NUM_ITEMS + 3)
     setting = Setting(no_repeats=True, force_length=NUM_ITEMS + 3)
     collector = make_collector(env)
-    # One episode of every lane.
+    # Every lane plays one episode.
     rows = jax.device_get(collect(collector, KEY, SCORES, NUM_ITEMS + 3))
     flags = rows.extras["no_valid_action"]
     assert flags[NUM_ITEMS:].all()
     assert flags.sum() == 3 * NUM_LANES
     assert np.isfinite(rows.extras["log_prob"]).all()
-    played = MODEL.play(SCORES, int(rows.obs["user"][0, 0]), setting)
-    assert rows.action[:, 0].tolist() == played.item
+    episode = MODEL.play(SCORES, int(rows.obs["user"][0, 0]), setting)
+    assert rows.action[:, 0].tolist() == episode.item
     stats = evaluate({"all": collector}, 20, CATALOG)["all"]
     assert stats.no_valid_action_share == np.float32(3 / (NUM_ITEMS + 3))
     assert all(np.isfinite(x) for x in rollout.log_stats(stats).values())
 
 
-def test_tables_and_actions_must_be_those_of_the_items():
+def test_wrong_tables_and_actions_raise():
     settings = {"FB": make_collector(make_env())}
     short = recommendation.Catalog(popularity=np.ones(3))
     with pytest.raises(ValueError, match="must have one entry for each of 12 items"):

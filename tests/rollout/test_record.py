@@ -1,4 +1,4 @@
-"""`record_fn` changes stored rows, and not what the policy and statistics see."""
+"""Tests that `record_fn` changes rows and neither policies nor statistics."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ NUM_STEPS = 12
 
 
 def act(params, obs, key):
-    # It acts on what it sees, so that a changed observation would change the actions.
-    return obs[:, 0].astype(jnp.int32) % 3, {"seen": obs[:, 0]}
+    # The actions depend on the observations, so changed observations have an effect.
+    return obs[:, 0].astype(jnp.int32) % 3, {"obs": obs[:, 0]}
 
 
 POLICY = rollout.stateless_policy(act)
@@ -29,11 +29,11 @@ def record(transition):
     )
 
 
-def drop(transition):
+def drop_fields(transition):
     return transition.replace(reward=(), action=(), info=())
 
 
-def note(total, transition):
+def add_double(total, transition):
     return total + transition.extras["double"].sum()
 
 
@@ -43,16 +43,18 @@ def make_collector(record_fn):
 
 
 @pytest.fixture(scope="module")
-def played():
-    """Rows from one carry: as they are, recorded, without some fields; and the rest."""
-    collectors = raw, recording, _ = [make_collector(x) for x in (None, record, drop)]
+def results():
+    """Collects with three `record_fn` from one carry, by every method."""
+    collectors = raw, recording, _ = [
+        make_collector(x) for x in (None, record, drop_fields)
+    ]
 
     @quick_jit
     def run(key):
         start = raw.init(key), None
         rows = [x.collect_steps(*start, NUM_STEPS)[1] for x in collectors]
         row = recording.step(*start)[1]
-        total = recording.fold_steps(*start, note, 0.0, num_steps=NUM_STEPS)[1]
+        total = recording.fold_steps(*start, add_double, 0.0, num_steps=NUM_STEPS)[1]
         counts = {"max_episode_steps": 7, "return_trajectory": True}
         episodes = recording.collect_episodes(*start, 5, **counts)[1]
         return rows, [rollout.summarize(x) for x in rows], row, total, episodes
@@ -60,21 +62,21 @@ def played():
     return jax.device_get(run(jax.random.key(0)))
 
 
-def check(recorded, raw):
+def check_rows(recorded, raw):
     assert recorded.obs.dtype == np.uint8
     np.testing.assert_array_equal(recorded.obs, 10 * raw.obs)
     assert recorded.next_obs == ()
     np.testing.assert_array_equal(recorded.reward, np.minimum(raw.reward, 1))
     np.testing.assert_array_equal(recorded.extras["double"], 2 * raw.reward)
-    np.testing.assert_array_equal(recorded.extras["seen"], raw.extras["seen"])
+    np.testing.assert_array_equal(recorded.extras["obs"], raw.extras["obs"])
     for name in ("action", "terminated", "truncated", "episode_return"):
         np.testing.assert_array_equal(getattr(recorded, name), getattr(raw, name))
 
 
-def test_steps_are_stored_as_recorded_and_statistics_count_the_raw_rewards(played):
-    (raw, recorded, dropped), stats, row, total, _ = played
-    check(recorded, raw)
-    check(row, jax.tree.map(lambda x: x[0], raw))
+def test_record_fn_changes_steps_but_not_statistics(results):
+    (raw, recorded, dropped), stats, row, total, _ = results
+    check_rows(recorded, raw)
+    check_rows(row, jax.tree.map(lambda x: x[0], raw))
     np.testing.assert_allclose(total, 2 * raw.reward.sum())
     assert recorded.reward.max() == 1 < raw.reward.max()
     assert dropped.reward == dropped.action == ()
@@ -86,8 +88,8 @@ def test_steps_are_stored_as_recorded_and_statistics_count_the_raw_rewards(playe
         assert got.num_nonfinite == 0
 
 
-def test_episodes_are_stored_as_recorded_and_counted_raw(played):
-    *_, episodes = played
+def test_record_fn_changes_episodes_but_not_returns(results):
+    *_, episodes = results
     padded = episodes.trajectory
     length = episodes.episode_length
     np.testing.assert_array_equal(episodes.episode_return, length * (length + 1) / 2)
@@ -100,6 +102,6 @@ def test_episodes_are_stored_as_recorded_and_counted_raw(played):
         (padded.reward, 1),
         (padded.action, (step - 1) % 3),
         (padded.extras["double"], 2 * step),
-        (padded.extras["seen"], step - 1),
+        (padded.extras["obs"], step - 1),
     ):
         np.testing.assert_array_equal(got, np.where(mask, want, 0))

@@ -1,4 +1,4 @@
-"""jax's own settings, threads, eager calls: what a notebook does to the library."""
+"""Tests with settings of JAX, without `jit` and with several threads."""
 
 import concurrent.futures
 import threading
@@ -19,7 +19,7 @@ first_action = rollout.stateless_policy(
 
 
 @pytest.mark.slow
-def test_statistics_of_nothing_pass_debug_nans():
+def test_empty_statistics_pass_debug_nans():
     collector = make_collector("count")
     carry = collector.init(jax.random.key(0))
     with jax.debug_nans(True):
@@ -35,7 +35,7 @@ def test_statistics_of_nothing_pass_debug_nans():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("key_reuse")
-def test_stream_and_profile_run_operation_by_operation():
+def test_stream_and_profile_run_without_jit():
     collector, batches = make_collector("count", 2).replace(policy=first_action), []
     for disabled in (True, False):
         with jax.disable_jit(disabled):
@@ -50,10 +50,10 @@ def test_stream_and_profile_run_operation_by_operation():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-def test_derivative_of_a_return_is_that_of_finite_differences():
+def test_forward_derivative_of_the_return():
     @struct.dataclass
     class Pay(CountEnv):
-        """Pays the parameter as reward at every step."""
+        """An environment with a constant reward."""
 
         pay: jax.Array = 1.0
 
@@ -67,8 +67,8 @@ def test_derivative_of_a_return_is_that_of_finite_differences():
         episodes = collector.collect_episodes(carry, None, 6, max_episode_steps=20)[1]
         return episodes.episode_return.mean(), episodes.episode_length.mean()
 
-    (value, length), (slope, _) = jax.jvp(mean_return, (2.0,), (1.0,))
-    assert slope == pytest.approx(float(length))
+    (value, length), (derivative, _) = jax.jvp(mean_return, (2.0,), (1.0,))
+    assert derivative == pytest.approx(float(length))
     assert value == pytest.approx(2.0 * float(length))
     with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
         jax.grad(lambda pay: mean_return(pay)[0])(2.0)
@@ -80,16 +80,16 @@ def make_stream(record_fn=None, **options):
     return rollout.Stream(collector, **options)
 
 
-def test_parameters_set_from_many_threads_are_all_counted():
+def test_params_are_set_from_several_threads():
     stream = make_stream(params=jnp.float32(0))
 
-    def set_often():
+    def set_params():
         for _ in range(50):
             stream.set_params(jnp.float32(1))
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for _ in range(4):
-            pool.submit(set_often)
+            pool.submit(set_params)
     assert next(stream).params_version == 200
 
 

@@ -1,4 +1,4 @@
-"""Statistics of a trajectory, against NumPy."""
+"""Tests of statistics, windows and logs of episodes."""
 
 import itertools
 
@@ -16,8 +16,7 @@ summarize = jax.jit(rollout.summarize)
 add = jax.jit(lambda window, batch: window.add(batch))
 
 
-# Of returns with all their digits.
-def test_statistics_are_those_of_the_episodes_that_ended():
+def test_statistics_equal_numpy():
     _, trajectory = collect("count")
     returns = np.float32(np.pi) * np.asarray(trajectory.episode_return)
     trajectory = trajectory.replace(episode_return=returns)
@@ -43,7 +42,7 @@ def test_statistics_are_those_of_the_episodes_that_ended():
         assert leaf.dtype == jnp.int32
 
 
-def test_idle_rows_do_not_count():
+def test_masked_rows_are_ignored():
     _, trajectory = collect("count")
     trajectory = jax.tree.map(np.asarray, raw(trajectory))
     lanes = np.arange(16)[None, :]
@@ -53,13 +52,13 @@ def test_idle_rows_do_not_count():
     assert (got.num_steps, got.num_episodes) == (want.num_steps, want.num_episodes)
     assert got.returns.mean == want.returns.mean
     assert got.lengths.max == want.lengths.max
-    none = summarize(jax.tree.map(lambda x: x[:0], trajectory))
-    assert int(none.num_steps) == int(none.num_episodes) == 0
-    assert np.isnan(none.returns.mean)
+    empty = summarize(jax.tree.map(lambda x: x[:0], trajectory))
+    assert int(empty.num_steps) == int(empty.num_episodes) == 0
+    assert np.isnan(empty.returns.mean)
 
 
 @pytest.mark.parametrize("field", ["reward", "extras"])
-def test_rows_that_are_not_finite_are_counted(field):
+def test_nonfinite_rows_are_counted(field):
     _, trajectory = collect("count")
     bad = np.array(trajectory.reward)
     bad[3, 4], bad[5, 6] = np.nan, np.inf
@@ -67,20 +66,22 @@ def test_rows_that_are_not_finite_are_counted(field):
     assert summarize(trajectory.replace(**{field: value})).num_nonfinite == 2
 
 
-def test_statistics_are_printed_in_one_line():
+def test_statistics_have_a_short_string():
     three = summarize(make_episodes([190.0, 200.0, 210.0]))
-    # 200 +- 4.302653 * 10 / sqrt(3), by Student's t with 2 degrees of freedom
+    # 200 +- 4.302653 * 10 / sqrt(3): Student's t with 2 degrees of freedom
     assert str(three) == "return 200 (95 %: 175.159 to 224.841), 3 episodes"
-    nothing = summarize(make_episodes([], num_steps=np.int32(1280)))
-    assert str(nothing) == "no episode ended in 1,280 steps"
-    cut = summarize(make_episodes([np.inf, 1.0], finished=np.array([True, False])))
-    assert str(cut).endswith(
+    empty = summarize(make_episodes([], num_steps=np.int32(1280)))
+    assert str(empty) == "no episode ended in 1,280 steps"
+    truncated = summarize(
+        make_episodes([np.inf, 1.0], finished=np.array([True, False]))
+    )
+    assert str(truncated).endswith(
         ", 2 episodes, 1 truncated by `max_episode_steps`, 1 with NaN or infinity"
     )
 
 
-def played(lengths, num_steps):
-    """A trajectory of lanes whose episodes have these lengths, and return the same."""
+def make_lengths_trajectory(lengths, num_steps):
+    """Creates a trajectory with these lengths of episodes, equal to their returns."""
     row = collect("count")[1]
     count = np.zeros((num_steps, len(lengths)), np.int32)
     done = np.zeros(count.shape, bool)
@@ -95,15 +96,18 @@ def played(lengths, num_steps):
     )
 
 
-def part(trajectory, i, j):
+def time_slice(trajectory, i, j):
     fields = "mask", "terminated", "truncated", "episode_return", "episode_length"
-    cut = {name: getattr(trajectory, name)[i:j] for name in fields}
-    own = jax.tree.map(lambda x: x[i:j], trajectory.accumulated)
-    return trajectory.replace(**cut, accumulated=own)
+    fields_slice = {name: getattr(trajectory, name)[i:j] for name in fields}
+    accumulated = jax.tree.map(lambda x: x[i:j], trajectory.accumulated)
+    return trajectory.replace(**fields_slice, accumulated=accumulated)
 
 
-def counted(trajectory, size):
-    """After each row, the lengths that count, with room for all in the list."""
+def plain_window(trajectory, size):
+    """Yields the lengths in the window after each row.
+
+    An episode counts after all episodes that started before it have ended.
+    """
     starts, lengths, ends = [], [], []
     count, done = trajectory.episode_length, trajectory.done
     for t, lane in np.argwhere(count == 1):
@@ -120,14 +124,14 @@ LENGTHS = np.random.default_rng(0).integers(1, 8, (5, 60))
 
 
 @pytest.mark.parametrize("num_rows", [1, 7])
-def test_window_has_episodes_before_which_all_have_ended(num_rows):
-    trajectory, size = played(LENGTHS, 56), 25
+def test_window_contains_episodes_in_order_of_their_start(num_rows):
+    trajectory, size = make_lengths_trajectory(LENGTHS, 56), 25
     window = rollout.EpisodeWindow.init(size, accumulated=["twice"])
     assert str(window) == "no episode counts yet"
-    wanted = list(counted(trajectory, size))
+    expected_by_row = list(plain_window(trajectory, size))
     for i in range(0, 56, num_rows):
-        window = jax.device_get(add(window, part(trajectory, i, i + num_rows)))
-        want = wanted[i + num_rows - 1]
+        window = jax.device_get(add(window, time_slice(trajectory, i, i + num_rows)))
+        want = expected_by_row[i + num_rows - 1]
         assert window.num_episodes == len(want)
         np.testing.assert_array_equal(window.episode_length[size - len(want) :], want)
     np.testing.assert_array_equal(window.episode_return, window.episode_length)
@@ -142,15 +146,15 @@ def test_window_has_episodes_before_which_all_have_ended(num_rows):
     )
 
 
-def test_first_values_of_a_window_are_not_biased_to_short_episodes():
-    """Half of the episodes take 2 steps, half 20: the mean is 11 from the start."""
+def test_first_window_is_unbiased():
+    """Half of the episodes have 2 steps and half have 20, so the mean is 11."""
     firsts = []
     for seed in range(40):
         rng = np.random.default_rng(seed)
-        trajectory = played(rng.choice((2, 20), (200, 40)), 60)
+        trajectory = make_lengths_trajectory(rng.choice((2, 20), (200, 40)), 60)
         window = rollout.EpisodeWindow.init(20)
         for i in range(0, 60, 6):
-            window = jax.device_get(add(window, part(trajectory, i, i + 6)))
+            window = jax.device_get(add(window, time_slice(trajectory, i, i + 6)))
             if window.num_episodes:
                 break
         firsts.append(float(window.lengths.mean))
@@ -158,30 +162,36 @@ def test_first_values_of_a_window_are_not_biased_to_short_episodes():
     assert abs(np.mean(firsts) - 11) < 4 * error + 0.01
 
 
-def test_window_survives_a_skipped_trajectory():
-    trajectory, window = played(np.full((3, 9), 6), 54), rollout.EpisodeWindow.init(9)
-    window = add(window, part(trajectory, 0, 4))  # lists three episodes
-    window = add(window, part(trajectory, 8, 12))  # in which no listed one goes on
+def test_window_accepts_a_skipped_trajectory():
+    trajectory, window = (
+        make_lengths_trajectory(np.full((3, 9), 6), 54),
+        rollout.EpisodeWindow.init(9),
+    )
+    window = add(window, time_slice(trajectory, 0, 4))  # lists three episodes
+    window = add(window, time_slice(trajectory, 8, 12))  # no listed episode continues
     assert (window.num_episodes, window.listed.num) == (0, 0)
-    window = add(window, part(trajectory, 12, 30))
+    window = add(window, time_slice(trajectory, 12, 30))
     assert (window.num_episodes, window.lengths.mean) == (9, 6)
 
 
-def test_window_takes_no_other_lane_for_one_that_is_gone():
-    trajectory, window = played(np.full((3, 9), 6), 54), rollout.EpisodeWindow.init(9)
-    window = add(window, part(trajectory, 0, 4))  # lists three episodes
-    window = add(window, part(jax.tree.map(lambda x: x[:, :2], trajectory), 4, 6))
+def test_window_accepts_fewer_lanes():
+    trajectory, window = (
+        make_lengths_trajectory(np.full((3, 9), 6), 54),
+        rollout.EpisodeWindow.init(9),
+    )
+    window = add(window, time_slice(trajectory, 0, 4))  # lists three episodes
+    window = add(window, time_slice(jax.tree.map(lambda x: x[:, :2], trajectory), 4, 6))
     assert (window.num_episodes, window.listed.num) == (0, 0)
 
 
-def test_window_keeps_lengths_above_float32_precision():
+def test_window_lengths_are_exact_integers():
     length = np.array([2**24 + 1], np.int32)
     episodes = make_episodes([1.0], episode_length=length)
     window = jax.device_get(add(rollout.EpisodeWindow.init(1), episodes))
     assert window.episode_length[0] == 2**24 + 1
 
 
-def test_window_lives_in_a_scan_and_under_vmap():
+def test_window_works_in_scan_and_vmap():
     window = rollout.EpisodeWindow.init(4)
 
     def step(window, returns):
@@ -198,7 +208,7 @@ def test_window_lives_in_a_scan_and_under_vmap():
 
 
 def test_window_ignores_masked_episodes():
-    """A host may lose some, and other lanes may be idle."""
+    """Episodes of faulty or idle lanes are masked."""
     window = rollout.EpisodeWindow.init(3)
     mask = np.array([True, False, True])
     window = add(window, make_episodes([1.0, 2.0, 4.0], mask=mask))
@@ -210,11 +220,11 @@ def test_window_ignores_masked_episodes():
     }
 
 
-def test_log_leaves_out_what_no_episode_defines():
-    nothing = summarize(make_episodes([]))
-    one = summarize(make_episodes([np.nan]))
+def test_log_omits_undefined_statistics():
+    empty = summarize(make_episodes([]))
+    single = summarize(make_episodes([np.nan]))
     window = rollout.EpisodeWindow.init(2)
-    logged = rollout.log_stats({"none": nothing, "one": one, "last": window})
+    logged = rollout.log_stats({"none": empty, "one": single, "last": window})
     assert not any(name.startswith("none/return") for name in logged)
     assert np.isnan(logged["one/return_mean"])  # a NaN of the data stays
     assert "one/return_ci_low" not in logged
@@ -222,13 +232,13 @@ def test_log_leaves_out_what_no_episode_defines():
     assert "last/return_mean" not in logged
 
 
-def test_log_of_seeds_has_the_mean_and_its_interval():
+def test_log_of_seeds_contains_confidence_intervals():
     runs = [summarize(make_episodes(x)) for x in ([1.0, 3.0], [3.0, 5.0], [9.0, 9.0])]
     empty = runs[0].replace(returns=summarize(make_episodes([])).returns)
     stats = jax.tree.map(lambda *x: np.stack(x), *jax.device_get([*runs, empty]))
     logged = rollout.log_stats((stats, {"lr": 0.5}), prefix="a", num_seeds=4)
-    assert logged["a/0/return_mean"] == 5  # of three seeds: 2, 4 and 9
-    # 4.302653 * sqrt(13 / 3) = 8.956686, by Student's t with 2 degrees of freedom
+    assert logged["a/0/return_mean"] == 5  # the means of three seeds are 2, 4 and 9
+    # 4.302653 * sqrt(13 / 3) = 8.956686: Student's t with 2 degrees of freedom
     assert logged["a/0/return_mean_ci_low"] == pytest.approx(5 - 8.956686, rel=1e-5)
     assert logged["a/0/return_mean_ci_high"] == pytest.approx(5 + 8.956686, rel=1e-5)
     assert logged["a/1/lr"] == 0.5
@@ -241,29 +251,34 @@ def test_log_of_seeds_has_the_mean_and_its_interval():
         rollout.log_stats(stats, num_seeds=-1)
 
 
-def test_accumulator_does_not_take_the_place_of_a_return():
-    own = {"return": jnp.array([7.0, 7.0]), "length": jnp.array([8, 8])}
-    logged = rollout.log_stats(summarize(make_episodes([1.0, 2.0], accumulated=own)))
+def test_accumulator_named_return_keeps_the_return():
+    accumulated = {"return": jnp.array([7.0, 7.0]), "length": jnp.array([8, 8])}
+    logged = rollout.log_stats(
+        summarize(make_episodes([1.0, 2.0], accumulated=accumulated))
+    )
     assert (logged["return_mean"], logged["length_mean"]) == (1.5, 5)
     assert logged["accumulated/return_mean"] == 7
     assert logged["accumulated/length_mean"] == 8
 
 
-def test_merged_statistics_of_parts_are_those_of_the_whole():
+def test_merged_statistics_equal_the_full_trajectory():
     trajectory = jax.device_get(raw(collect("count")[1]))
-    cuts = (0, 1, 20, trajectory.reward.shape[0])
+    bounds = (0, 1, 20, trajectory.reward.shape[0])
     parts = [
         summarize(jax.tree.map(lambda x, i=i, j=j: x[i:j], trajectory))
-        for i, j in itertools.pairwise(cuts)
+        for i, j in itertools.pairwise(bounds)
     ]
-    assert parts[0].num_episodes == 0  # which must not count
-    merged, whole = merge(parts), summarize(trajectory)
+    assert parts[0].num_episodes == 0
+    merged, expected = merge(parts), summarize(trajectory)
     for name in ("num_steps", "num_episodes", "num_terminated", "num_truncated"):
-        assert getattr(merged, name) == getattr(whole, name)
-    for got, want in ((merged.returns, whole.returns), (merged.lengths, whole.lengths)):
+        assert getattr(merged, name) == getattr(expected, name)
+    for got, want in (
+        (merged.returns, expected.returns),
+        (merged.lengths, expected.lengths),
+    ):
         assert got.count == want.count > 0
         assert (got.min, got.max) == (want.min, want.max)
-        # The sums of the parts are in float32, those over them in float64.
+        # Sums within parts are float32, and sums over parts are float64.
         np.testing.assert_allclose(got.mean, want.mean, rtol=1e-6)
         np.testing.assert_allclose(got.std, want.std, rtol=1e-5)
 
@@ -274,16 +289,16 @@ def test_merged_counts_do_not_overflow():
 
 
 @pytest.mark.parametrize("num_seeds", [2, 8])
-def test_interval_over_seeds_is_that_of_students_t(num_seeds):
+def test_mean_interval_equals_students_t(num_seeds):
     x = np.random.default_rng(num_seeds).normal(100.0, 10.0, (num_seeds, 4))
     got = rollout.stats.mean_interval(x)
     scale = scipy_stats.sem(x, axis=0)
     ends = scipy_stats.t.interval(0.95, num_seeds - 1, x.mean(axis=0), scale)
-    # float32, and an expansion of the quantile that is cut after its fourth term.
+    # The quantile is an expansion of four terms in float32.
     np.testing.assert_allclose(got, [x.mean(axis=0), *ends], rtol=1e-4)
 
 
-def test_interval_over_seeds_takes_any_axis_inside_and_outside_of_jit():
+def test_mean_interval_accepts_any_axis():
     x = jnp.arange(24.0).reshape(2, 4, 3) ** 2
     want = jnp.stack(rollout.stats.mean_interval(x[1]))
     for axis in (1, -2):
@@ -293,7 +308,7 @@ def test_interval_over_seeds_takes_any_axis_inside_and_outside_of_jit():
             np.testing.assert_allclose(jnp.stack(got)[:, 1], want, rtol=1e-6)
 
 
-def test_interval_over_seeds_keeps_nan_and_needs_two_seeds():
+def test_mean_interval_keeps_nan_and_needs_two_values():
     x = np.array([[np.nan, 1.0], [2.0, 3.0]])
     for values in rollout.stats.mean_interval(x):
         assert np.isnan(values).tolist() == [True, False]
@@ -301,12 +316,12 @@ def test_interval_over_seeds_keeps_nan_and_needs_two_seeds():
         rollout.stats.mean_interval(x[:1])
 
 
-def test_finished_lists_the_episodes_that_ended():
+def test_ended_episodes_lists_finished_episodes():
     trajectory = collect("count")[1]
-    found = jax.jit(rollout.stats.ended_episodes)(trajectory)
-    trajectory, found = jax.device_get((raw(trajectory), found))
+    episodes = jax.jit(rollout.stats.ended_episodes)(trajectory)
+    trajectory, episodes = jax.device_get((raw(trajectory), episodes))
     step, lane = np.nonzero(trajectory.done & trajectory.mask)
-    np.testing.assert_array_equal(found.lane[found.mask], lane)
+    np.testing.assert_array_equal(episodes.lane[episodes.mask], lane)
     for field in ("episode_return", "episode_length"):
         expected = getattr(trajectory, field)[step, lane]
-        np.testing.assert_array_equal(getattr(found, field)[found.mask], expected)
+        np.testing.assert_array_equal(getattr(episodes, field)[episodes.mask], expected)

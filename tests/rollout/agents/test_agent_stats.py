@@ -1,4 +1,4 @@
-"""Statistics of agents, and of policies that control several agents."""
+"""Tests of statistics by agent and by policy."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ KEY = jax.random.key(11)
 
 
 def make_collector(env, mapping, **options):
-    """The policies x and y take the actions 0 and 1."""
+    """Creates a collector whose policies x and y take the actions 0 and 1."""
     env, policies = envs.vectorize(env, 4), {}
     for number, name in enumerate("xy"):
         policies[name] = rollout.stateless_policy(
@@ -29,11 +29,11 @@ PARAMS = {"x": None, "y": None}
 SELF_PLAY = rollout.agents.static_mapping("x")
 
 
-def drawn(key, agents):
+def sample_mapping(key, agents):
     return jax.random.randint(key, (len(agents),), 0, 2)
 
 
-def test_episodes_of_a_team_count_once():
+def test_team_episode_counts_once():
     """Three agents win together after one step."""
     collector = make_collector(schedule(np.ones((2, 3)), np.ones((1, 3))), SELF_PLAY)
     stats = rollout.agents.evaluate_agents(collector, PARAMS, KEY, 40)
@@ -44,8 +44,8 @@ def test_episodes_of_a_team_count_once():
     assert team.returns.ci_low == single.returns.ci_low
 
 
-def test_players_who_lose_before_their_first_move_have_lost():
-    """The agent a moves first and wins at once; c is never there."""
+def test_loss_before_the_first_action_counts():
+    """Agent a wins with the first action. Agent c never acts."""
     env = schedule([[1, 0, 0], [0, 1, 0]], [[1, -1, 0]])
     stats = rollout.agents.evaluate_agents(
         make_collector(env, SELF_PLAY), PARAMS, KEY, 10
@@ -60,9 +60,9 @@ def test_players_who_lose_before_their_first_move_have_lost():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mapping", [drawn, SELF_PLAY])
-def test_results_of_exactly_n_episodes_by_policy(mapping):
-    """The agent a always wins, and the mapping draws who plays it; c never acts."""
+@pytest.mark.parametrize("mapping", [sample_mapping, SELF_PLAY])
+def test_results_are_counted_by_policy(mapping):
+    """Agent a always wins, and agent c never acts."""
     env = schedule([[1, 1, 0]] * 3, [[1, -1, 0], [0.5, -0.5, 0]])
     collector = make_collector(env, mapping)
     stats = rollout.agents.evaluate_agents(collector, PARAMS, KEY, 30)
@@ -73,10 +73,10 @@ def test_results_of_exactly_n_episodes_by_policy(mapping):
             collector.init(key), PARAMS, 30, max_episode_steps=4, return_trajectory=True
         )[1].trajectory.extras.policy_id[0]
 
-    player = np.asarray(play(KEY))  # [30, 3], of whole episodes
+    player = np.asarray(play(KEY))  # [30, 3]
     for number, name in enumerate("xy"):
         results, plays = stats.policies[name].results, player[:, :2] == number
-        # An episode counts once: playing both sides is a draw.
+        # An episode in which the policy controls both agents is a tie.
         wins, losses = plays[:, 0] & ~plays[:, 1], plays[:, 1] & ~plays[:, 0]
         draws = plays.all(axis=1)
         got = results.wins, results.losses, results.draws
@@ -91,7 +91,7 @@ def test_results_of_exactly_n_episodes_by_policy(mapping):
         )
 
 
-def test_name_of_an_accumulator_is_not_overwritten():
+def test_accumulator_name_agents_raises():
     accumulators = {"agents": rollout.Accumulator(jnp.zeros, lambda x, row: x)}
     env = schedule(np.ones((2, 3)), np.ones((1, 3)))
     collector = make_collector(env, SELF_PLAY, accumulators=accumulators)

@@ -1,4 +1,4 @@
-"""Values of each agent's successor, against the value of every `next_obs`."""
+"""Compares the values of each agent's successors with the critic."""
 
 import functools
 
@@ -24,12 +24,12 @@ PARAMS = {"count": jnp.float32(3.0), "random": None}
 
 
 def critic(weight, obs, state):
-    """Of small integers, so that no sum is rounded."""
+    """Returns sums of small integers, which are exact."""
     return weight * obs + state
 
 
 def count(weight, obs, state, key):
-    """Its memory is the number of its actions in the episode."""
+    """Counts the actions of the agent in the episode."""
     del key  # unused
     return obs.astype(jnp.int32) % 4, state + 1, {"value": critic(weight, obs, state)}
 
@@ -37,8 +37,8 @@ def count(weight, obs, state, key):
 CASES = {"simultaneous": agents.AllAct(), "any": agents.ChanceEnv()}
 
 
-def react(weight, obs, key):
-    """Acts and values without a memory."""
+def act_stateless(weight, obs, key):
+    """Records the value of the observation without a memory."""
     return obs.astype(jnp.int32) % 4, {"value": weight * obs}
 
 
@@ -57,77 +57,81 @@ def make_collector(env, num_envs=B, policy=COUNTING, team_value=None):
 
 
 @functools.cache
-def both_ends(name):
-    """`next_values` of a case for both ends, in one program."""
-    run = quick_jit(lambda collector: {x: find_values(collector, x) for x in ENDS})
+def values_by_end(name):
+    """Computes `next_values` of a case for both ends in one program."""
+    run = quick_jit(lambda collector: {x: compute_values(collector, x) for x in ENDS})
     return jax.device_get(run(make_collector(CASES[name])))
 
 
-def recorded(extras):
+def recorded_value(extras):
     return extras["value"]
 
 
-def find_values(collector, end):
-    """The trajectory, the group's rows and the values of their successors."""
-    carry, every = collector.init(KEY), []
+def compute_values(collector, end):
+    """Returns the trajectory, the group's rows and the values of their successors."""
+    carry, windows = collector.init(KEY), []
     pending = rollout.agents.Pending.init(collector, carry, PARAMS)
     for _ in range(2):
         carry, trajectory = collector.collect_steps(carry, PARAMS, T // 2)
-        pending, rows = ENDS[end](pending, trajectory, recorded_value_fn=recorded)
+        pending, rows = ENDS[end](pending, trajectory, recorded_value_fn=recorded_value)
         values = collector.value(carry, PARAMS)
-        if not isinstance(values, dict):  # of each lane
+        if not isinstance(values, dict):  # one value per lane
             values = {GROUP: jnp.repeat(values[:, None], 2, axis=1)}
-        last = rollout.agents.last_values(pending, values, recorded_value_fn=recorded)
+        last = rollout.agents.last_values(
+            pending, values, recorded_value_fn=recorded_value
+        )
         t = rows[GROUP]
         value = rollout.next_values(t, t.extras["value"], last[GROUP])
-        every.append((trajectory, rows[GROUP], value))
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *every)
+        windows.append((trajectory, rows[GROUP], value))
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *windows)
 
 
-next_values = quick_jit(find_values, static_argnames="end")
+next_values = quick_jit(compute_values, static_argnames="end")
 
 
-def check(trajectory, rows, value, counts=True):
-    """Compares with the values of all successors, one by one."""
+def check_values(trajectory, rows, value, counts=True):
+    """Compares with the critic at every successor."""
     length = trajectory.info.agents.agent_length[..., MEMBERS].reshape(rows.mask.shape)
     length = np.where(counts, length, 0)
     weight = float(PARAMS["count"])
-    # After the action, the memory counts it; an agent without a last observation has
-    # its last one again, and the value of that.
+    # The memory at the successor counts the action. If the last observation is stale,
+    # the value is the critic at the observation before it.
     want = weight * rows.next_obs + length
-    again = weight * rows.obs + length - counts
-    want = np.where(rows.stale_next_obs, again, want)
-    here = np.asarray(rows.mask & ~rows.terminated)
-    np.testing.assert_array_equal(value[here], want[here])
+    stale_value = weight * rows.obs + length - counts
+    want = np.where(rows.stale_next_obs, stale_value, want)
+    bootstraps = np.asarray(rows.mask & ~rows.terminated)
+    np.testing.assert_array_equal(value[bootstraps], want[bootstraps])
     assert not np.any(rows.final_value[~rows.truncated | rows.terminated])
-    assert np.any(rows.truncated & here)
-    assert np.any(~rows.truncated & here)
+    assert np.any(rows.truncated & bootstraps)
+    assert np.any(~rows.truncated & bootstraps)
 
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("name", CASES)
-def test_next_values_are_those_of_every_successor(name, end):
-    check(*both_ends(name)[end])
+def test_next_values_equal_the_critic_at_every_successor(name, end):
+    check_values(*values_by_end(name)[end])
 
 
-def test_next_values_of_a_critic_without_memory_are_those_of_every_successor():
-    policy = rollout.stateless_policy(react, value_fn=lambda weight, obs: weight * obs)
+def test_next_values_of_a_stateless_critic():
+    policy = rollout.stateless_policy(
+        act_stateless, value_fn=lambda weight, obs: weight * obs
+    )
     collector = make_collector(CASES["any"], policy=policy)
-    check(*jax.device_get(next_values(collector, "episode")), counts=False)
+    check_values(*jax.device_get(next_values(collector, "episode")), counts=False)
 
 
-def test_value_of_a_lane_is_that_of_each_agent():
+def test_team_value_is_repeated_for_each_agent():
     def value(params, obs, state):
         return jnp.sum(obs[GROUP], axis=1)
 
     collector = make_collector(agents.AllAct(), team_value=value)
     _, rows, _ = jax.device_get(next_values(collector, "episode"))
-    each = rows.final_value.reshape(T, B, 2)
-    assert np.count_nonzero(each) > 0
-    np.testing.assert_array_equal(each[..., 0], each[..., 1])
+    final_value = rows.final_value.reshape(T, B, 2)
+    assert np.count_nonzero(final_value) > 0
+    np.testing.assert_array_equal(final_value[..., 0], final_value[..., 1])
 
 
-def test_end_of_a_batch_and_whole_episodes_tell_final_values():
+def test_batches_and_episodes_contain_final_values():
     collector = make_collector(agents.AllAct())
     stream = rollout.Stream(
         collector,
@@ -137,12 +141,14 @@ def test_end_of_a_batch_and_whole_episodes_tell_final_values():
         at_batch_end="truncate",
     )
     batch = jax.device_get(next(stream).trajectory)
-    cut = batch.truncated[-1] & ~batch.terminated[-1]
+    truncated = batch.truncated[-1] & ~batch.terminated[-1]
     obs = batch.next_obs[GROUP][-1]
     length = batch.info.agents.agent_length[-1][:, MEMBERS]
     want = float(PARAMS["count"]) * obs + length
-    assert cut.any()
-    np.testing.assert_array_equal(batch.final_value[GROUP][-1][cut], want[cut])
+    assert truncated.any()
+    np.testing.assert_array_equal(
+        batch.final_value[GROUP][-1][truncated], want[truncated]
+    )
 
     @quick_jit
     def play(collector):
@@ -156,14 +162,14 @@ def test_end_of_a_batch_and_whole_episodes_tell_final_values():
     assert not np.any(padded.final_value[GROUP][~padded.mask])
 
 
-def test_state_of_a_policy_is_read_inside_other_policies():
+def test_policy_state_is_read_inside_wrappers():
     collector = make_collector(agents.AllAct())
-    warmed = collector.replace(
+    wrapped = collector.replace(
         policy=rollout.policies.RandomWarmup(
             collector.policy, collector.env.action_space, num_steps=2
         )
     )
-    carry = warmed.init(KEY)
+    carry = wrapped.init(KEY)
     memory = rollout.agents.policy_state(carry, "count")
     np.testing.assert_array_equal(memory[GROUP], np.zeros(2 * B))
     with pytest.raises(ValueError, match=r"`policy_map` \(count, random\), got"):
@@ -172,14 +178,14 @@ def test_state_of_a_policy_is_read_inside_other_policies():
         rollout.agents.policy_state((), "count")
 
 
-def test_wrong_and_missing_values_are_refused():
+def test_invalid_values_raise():
     value = {GROUP: jnp.zeros((B, 3))}
     wrong = make_collector(agents.AllAct(), team_value=lambda *args: value)
     with pytest.raises(ValueError, match=r"of shape \(\d, 2\) for the group 'two', g"):
         wrong.step(wrong.init(KEY), PARAMS)
 
     @jax.eval_shape
-    def refuse():
+    def check_messages():
         collector = make_collector(CASES["any"])
         carry = collector.init(KEY)
         pending = rollout.agents.Pending.init(collector, carry, PARAMS)
@@ -189,4 +195,4 @@ def test_wrong_and_missing_values_are_refused():
         with pytest.raises(ValueError, match="`recorded_value_fn` must be given"):
             rollout.agents.agent_transitions(pending, trajectory)
 
-    assert refuse is None
+    assert check_messages is None

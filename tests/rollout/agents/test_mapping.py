@@ -1,4 +1,4 @@
-"""Who plays whom: fixed and drawn mappings, states, extras, and errors."""
+"""Tests of policy mappings: static and sampled mappings, states, extras and errors."""
 
 import functools
 
@@ -15,14 +15,14 @@ from rollout import envs
 
 KEY = jax.random.key(11)
 pytestmark = [
-    pytest.mark.slow,  # each is a program of its own
+    pytest.mark.slow,  # each test compiles separate programs
     pytest.mark.usefixtures("quick_compile"),
 ]
 B, T = 4, 12
 
 
 def constant(number, **extras):
-    """A policy that always takes one action, and records its observations."""
+    """Returns a policy with a constant action that records its observations."""
 
     def act(params, obs, key):
         del params, key
@@ -33,7 +33,7 @@ def constant(number, **extras):
 
 
 def counting():
-    """A policy that counts the steps it acts, and takes the count as its action."""
+    """Returns a policy whose action is the number of its earlier actions."""
     return rollout.recurrent_policy(
         lambda params, obs, state, key: (state, state + 1),
         lambda num_envs: jnp.zeros((num_envs,), jnp.int32),
@@ -59,17 +59,17 @@ def collect(env, policies, mapping, *, num_envs=B, num_steps=T, groups=None):
     return run(KEY)
 
 
-def test_fixed_mapping_gives_every_agent_its_policy_and_no_policy_another_agent():
-    seen = []
+def test_static_mapping_batches_agents_by_policy():
+    shapes = []
 
     def act(params, obs, key):
         del params, key
-        seen.append(obs.shape)
+        shapes.append(obs.shape)
         return jnp.full(obs.shape, 2, jnp.int32)
 
     policies = {"two": rollout.stateless_policy(act), "one": constant(1)}
     for order in ([1, 2, 1], [1, 2, 2]):
-        seen.clear()
+        shapes.clear()
         names = {
             agent: ("one", "two")[x - 1] for agent, x in zip("abc", order, strict=True)
         }
@@ -77,10 +77,10 @@ def test_fixed_mapping_gives_every_agent_its_policy_and_no_policy_another_agent(
         np.testing.assert_array_equal(trajectory.action["all"][3, 1], order)
         policy_id = trajectory.extras.policy_id[3, 1]
         np.testing.assert_array_equal(policy_id, 2 - np.array(order))
-        assert set(seen) == {(order.count(2) * B,)}
+        assert set(shapes) == {(order.count(2) * B,)}
 
 
-def test_one_agent_with_one_policy_has_the_bits_of_the_plain_kernel():
+def test_single_agent_has_the_bits_of_the_kernel():
     env = envs.vectorize(CountEnv(), B)
     policy = rollout.random_policy(env.action_space)
     plain = rollout.Collector(env=env, policy=policy)
@@ -98,58 +98,58 @@ def test_one_agent_with_one_policy_has_the_bits_of_the_plain_kernel():
     )
 
 
-def test_state_moves_only_where_the_agent_acts_and_starts_with_the_episode():
+def test_policy_state_changes_only_if_the_agent_acts():
     acting = [[1, 0, 1], [1, 1, 0], [0, 0, 1], [1, 1, 1]]
     env = table(acting=acting)
     got = collect(env, {"count": counting()}, rollout.agents.static_mapping("count"))
-    # An agent that does not act has an action too, which nobody reads.
+    # The action of an agent that does not act is ignored.
     want = np.cumsum([[0, 0, 0], *acting[:2]], axis=0)
     np.testing.assert_array_equal(got.action["all"][:, 1], np.tile(want, (T // 3, 1)))
 
 
 @functools.cache
-def drawn_mapping(num):
+def random_mapping(num):
     return lambda key, agents: jax.random.randint(key, (len(agents),), 0, num)
 
 
-def test_drawn_mapping_holds_for_an_episode_and_no_longer():
-    """10,000 episodes of two steps."""
+def test_mapping_is_sampled_once_per_episode():
+    """Collects 10,000 episodes of two steps."""
     num_envs, num_steps = 250, 80
     env = table(num_agents=2, num_steps=2)
     policies = {name: constant(i) for i, name in enumerate(("x", "y", "z"))}
     got = collect(
-        env, policies, drawn_mapping(3), num_envs=num_envs, num_steps=num_steps
+        env, policies, random_mapping(3), num_envs=num_envs, num_steps=num_steps
     )
     policy_id = np.asarray(got.extras.policy_id)
     np.testing.assert_array_equal(got.action["all"], policy_id)
     by_episode = policy_id.reshape(num_steps // 2, 2, num_envs, 2)
     np.testing.assert_array_equal(by_episode[:, 0], by_episode[:, 1])
-    again = by_episode[1:, 0] == by_episode[:-1, 0]
-    assert abs(again.mean() - 1 / 3) < 0.02  # nine deviations: it is drawn again
+    is_equal = by_episode[1:, 0] == by_episode[:-1, 0]
+    assert abs(is_equal.mean() - 1 / 3) < 0.02  # nine standard deviations
 
 
-def test_drawn_mapping_does_not_depend_on_the_number_of_lanes():
+def test_sampled_mapping_does_not_depend_on_the_number_of_lanes():
     policies = {"x": constant(0), "y": constant(1)}
-    few, many = (
-        collect(table(), policies, drawn_mapping(2), num_envs=num) for num in (2, 5)
+    two_lanes, five_lanes = (
+        collect(table(), policies, random_mapping(2), num_envs=num) for num in (2, 5)
     )
-    few, many = few.extras.policy_id, many.extras.policy_id
-    np.testing.assert_array_equal(few, many[:, :2])
-    assert len(np.unique(many.reshape(-1, 3), axis=0)) > 2
+    two_lanes, five_lanes = two_lanes.extras.policy_id, five_lanes.extras.policy_id
+    np.testing.assert_array_equal(two_lanes, five_lanes[:, :2])
+    assert len(np.unique(five_lanes.reshape(-1, 3), axis=0)) > 2
 
 
-def test_states_of_a_drawn_mapping_are_those_of_who_plays():
+def test_sampled_mapping_selects_the_policy_state():
     policies = {"count": counting(), "seven": constant(7)}
-    got = collect(table(), policies, drawn_mapping(2))
-    counted = got.extras.policy_id == 0
-    steps = jnp.broadcast_to((got.episode_length - 1)[..., None], counted.shape)
-    np.testing.assert_array_equal(got.action["all"], jnp.where(counted, steps, 7))
+    got = collect(table(), policies, random_mapping(2))
+    is_counting = got.extras.policy_id == 0
+    steps = jnp.broadcast_to((got.episode_length - 1)[..., None], is_counting.shape)
+    np.testing.assert_array_equal(got.action["all"], jnp.where(is_counting, steps, 7))
 
 
-def test_extras_are_joined_by_name():
+def test_extras_are_merged_by_name():
     policies = {"x": constant(0, value=2.0), "y": constant(1, value=3.0, log_prob=5.0)}
     for mapping in (
-        drawn_mapping(2),
+        random_mapping(2),
         rollout.agents.static_mapping({"a": "y", "b": "x", "c": "y"}),
     ):
         got = collect(table(), policies, mapping)
@@ -159,7 +159,7 @@ def test_extras_are_joined_by_name():
         np.testing.assert_array_equal(extras["log_prob"], obs * is_y * 5.0)
 
 
-def test_groups_have_policies_of_their_own():
+def test_groups_have_separate_policies():
     env = ChanceEnv()
     box = rollout.random_policy(env.action_spaces["one"])
     discrete = rollout.stateless_policy(
@@ -175,20 +175,20 @@ def test_groups_have_policies_of_their_own():
         return jnp.where(jax.random.bits(key) > 0, jnp.array([1, 0, 1]), 1)
 
     groups = {"box": ["one"], "discrete": ["two"]}
-    drawn = collect(env, policies, mapping, groups=groups)
-    np.testing.assert_array_equal(drawn.action["two"], got.action["two"])
-    wrong = "The policy 'box', which controls the group 'two',"
-    with pytest.raises(ValueError, match=wrong):
+    sampled = collect(env, policies, mapping, groups=groups)
+    np.testing.assert_array_equal(sampled.action["two"], got.action["two"])
+    message = "The policy 'box', which controls the group 'two',"
+    with pytest.raises(ValueError, match=message):
         collect(env, policies, mapping)
 
 
-def test_error_inside_a_policy_names_it():
+def test_error_in_a_policy_names_the_policy():
     def act(params, obs, key):
         raise TypeError("odd")
 
     policies = {"x": constant(0), "y": rollout.stateless_policy(act)}
     with pytest.raises(TypeError, match="odd") as caught:
-        collect(table(), policies, drawn_mapping(2))
+        collect(table(), policies, random_mapping(2))
     note = "The policy 'y', which controls the group 'all', raised this error."
     assert note in caught.value.__notes__
 
@@ -198,12 +198,12 @@ def test_agent_with_a_policy_of_another_group_is_unmapped():
     boxed = rollout.random_policy(env.action_spaces["one"])
     policies = {"box": boxed, "discrete": constant(3)}
     groups = {"box": ["one"], "discrete": ["two"]}
-    got = collect(env, policies, drawn_mapping(2), groups=groups)
+    got = collect(env, policies, random_mapping(2), groups=groups)
     policy_id = np.asarray(got.extras.policy_id)
     assert set(np.unique(policy_id[..., [0, 2]])) == {-1, 1}
     assert set(np.unique(policy_id[..., 1])) == {-1, 0}
-    is_its = policy_id[..., [0, 2]] == 1
-    np.testing.assert_array_equal(got.action["two"], 3 * is_its)
+    is_discrete = policy_id[..., [0, 2]] == 1
+    np.testing.assert_array_equal(got.action["two"], 3 * is_discrete)
     unmapped = got.info.agents.acted & (policy_id == -1)
     assert rollout.agents.summarize_agents(got).num_unmapped == unmapped.sum() > 0
 
@@ -220,7 +220,7 @@ def test_index_out_of_range_is_unmapped():
     assert rollout.agents.summarize_agents(got).num_unmapped == 2 * B * T
 
 
-def test_mode_is_that_of_policies_that_have_one():
+def test_greedy_uses_the_modes_of_the_policies():
     greedy = rollout.stateless_policy(
         lambda params, obs, key: jnp.full(obs.shape, 1, jnp.int32),
         mode_fn=lambda params, obs, key: jnp.full(obs.shape, 2, jnp.int32),
@@ -238,7 +238,7 @@ def test_mode_is_that_of_policies_that_have_one():
     assert not rollout.agents.policy_map({"x": constant(0)}, mapping, env).has_mode
 
 
-def test_exploration_stands_inside():
+def test_exploration_schedule_counts_actions_of_the_agent():
     space = envs.Discrete(1_000_000)
     noisy = rollout.policies.EpsilonGreedy(
         constant(5), space, lambda step: jnp.where(step < 2, 1.0, 0.0)
@@ -247,8 +247,8 @@ def test_exploration_stands_inside():
     got = collect(
         table(acting=acting), {"x": noisy}, rollout.agents.static_mapping("x")
     )
-    # Each agent explores in the first two steps that it acts in, whatever the episode.
+    # Each agent explores in its first two actions and not per episode.
     explored = np.asarray(got.action["all"])[:, 0] != 5
     acted = np.asarray(got.info.agents.acted)[:, 0]
-    before = np.cumsum(acted, axis=0) - acted
-    np.testing.assert_array_equal(explored, before < 2)
+    num_actions = np.cumsum(acted, axis=0) - acted
+    np.testing.assert_array_equal(explored, num_actions < 2)

@@ -1,4 +1,4 @@
-"""Populations: every agent by its own member, and by no other."""
+"""Tests of populations, in which each agent uses the parameters of one member."""
 
 import functools
 import re
@@ -19,10 +19,10 @@ P = 5
 
 
 def act(params, obs, state, key):
-    """Draws, remembers, and adds up what it saw, so that every input shows."""
+    """Depends on every input: parameters, observation, state and key."""
     noise = jax.random.randint(key, obs.shape[:1], 0, 1000)
-    seen = (obs @ params["w"]).astype(jnp.int32)
-    return seen + noise, state + seen, {"noise": noise, "old": state}
+    score = (obs @ params["w"]).astype(jnp.int32)
+    return score + noise, state + score, {"noise": noise, "old": state}
 
 
 POLICY = rollout.recurrent_policy(act, lambda num: jnp.zeros((num,), jnp.int32))
@@ -30,20 +30,20 @@ POLICY = rollout.recurrent_policy(act, lambda num: jnp.zeros((num,), jnp.int32))
 
 @functools.partial(quick_jit, static_argnames="size")
 def apply(size, member, params, obs, state):
-    """Applies the population, and each member with the parameters of that member."""
+    """Applies the population and, for comparison, each member separately."""
     keys = jax.vmap(jax.random.fold_in, (None, 0))(KEY, jnp.arange(member.shape[0]))
 
-    def one(member, obs, state, key):
-        own = jax.tree.map(lambda x: x[member], params)
-        decision = POLICY.apply(own, obs[None], state[None], key)
+    def apply_member(member, obs, state, key):
+        member_params = jax.tree.map(lambda x: x[member], params)
+        decision = POLICY.apply(member_params, obs[None], state[None], key)
         return jax.tree.map(lambda x: x[0], decision)
 
     got = apply_members(POLICY.apply, size, member, params, obs, state, KEY)
-    return got, jax.vmap(one)(member, obs, state, keys)
+    return got, jax.vmap(apply_member)(member, obs, state, keys)
 
 
 @pytest.mark.parametrize(("num_agents", "size"), [(1, 40), (24, 5), (100, 3)])
-def test_population_is_parameters_gathered_per_agent(num_agents, size):
+def test_population_gathers_parameters_per_agent(num_agents, size):
     rng = np.random.default_rng(0)
     params = {"w": rng.integers(-9, 9, (size, 3)).astype(np.float32)}
     obs = rng.integers(-9, 9, (num_agents, 3)).astype(np.float32)
@@ -85,7 +85,7 @@ LEAGUE = {"fixed": None, "league": jnp.arange(P, dtype=jnp.int32)}
 
 
 @pytest.mark.slow
-def test_members_have_the_indices_after_the_policies_before_them():
+def test_member_indices_follow_earlier_policies():
     collector = make_collector(16)
     _, got = collector.collect_steps(collector.init(KEY), LEAGUE, 6)
     policy_id = got.extras.policy_id
@@ -94,13 +94,14 @@ def test_members_have_the_indices_after_the_policies_before_them():
     np.testing.assert_array_equal(got.action["all"], want)
     stats = rollout.agents.summarize_agents(got)
     counts = [stats.policies[name].returns.count for name in ("fixed", "league")]
-    ended = np.asarray(policy_id)[np.asarray(got.done)]  # an episode counts once
-    assert counts == [np.sum((ended == 0).any(1)), np.sum((ended > 0).any(1))]
+    final_id = np.asarray(policy_id)[np.asarray(got.done)]
+    # An episode counts once per policy.
+    assert counts == [np.sum((final_id == 0).any(1)), np.sum((final_id > 0).any(1))]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-def test_devices_put_their_agents_in_order_apart():
+def test_sharded_population_needs_no_collectives():
     types = {"axis_types": (jax.sharding.AxisType.Auto,)}
     mesh = jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4], **types)
     collector = make_collector(16)

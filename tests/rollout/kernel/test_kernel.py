@@ -1,4 +1,4 @@
-"""The kernel against a plain Python loop, one environment at a time."""
+"""Compares the kernel with a plain Python loop over one environment."""
 
 import functools
 
@@ -24,8 +24,8 @@ slow = pytest.mark.slow
 NUM_LANES = 16  # of 64 steps each: 1,024 steps in plain Python
 
 
-def make_plain():
-    """Start and step of one environment by the documented keys, each jitted."""
+def make_plain_env():
+    """Returns jitted `start` and `step` of an environment with the documented keys."""
     env = CountEnv()
 
     @jax.jit
@@ -71,8 +71,8 @@ def play_lane(plain, root, lane, actions):
             episode_key, state, obs = start(root, lane, number)
 
 
-def test_every_field_of_every_row_agrees_with_a_plain_loop():
-    plain, root = make_plain(), jax.random.key(7)
+def test_trajectory_equals_a_plain_loop():
+    plain, root = make_plain_env(), jax.random.key(7)
     _, trajectory = collect("count")
     trajectory = jax.tree.map(np.asarray, trajectory)
     assert trajectory.reward.size >= 1000
@@ -103,8 +103,8 @@ def initial_state(num_envs):
 
 
 @functools.cache
-def count():
-    """First carry, last carry and trajectory of that policy; the states in `info`."""
+def collect_counts():
+    """Returns first carry, last carry and trajectory of `act_and_count`."""
     env = envs.render.expose_state(CountEnv())  # which holds a key
     env = envs.vectorize(env, 8, auto_reset="select")
     policy = rollout.recurrent_policy(act_and_count, initial_state)
@@ -113,8 +113,8 @@ def count():
     return start, *collector.collect_steps(start, None, NUM_STEPS)
 
 
-def test_policy_key_is_that_of_the_step_counter():
-    _, carry, trajectory = count()
+def test_policy_key_depends_on_the_step_counter():
+    _, carry, trajectory = collect_counts()
 
     @jax.jit
     def word(t):
@@ -129,8 +129,8 @@ def test_policy_key_is_that_of_the_step_counter():
 
 
 @pytest.mark.usefixtures("key_reuse")
-def test_environment_noise_is_independent_of_the_reset():
-    """The reset splits its key; its children must not be the keys of the steps."""
+def test_step_keys_are_independent_of_the_reset_key():
+    """Step keys differ from the keys that a reset splits from its key."""
     _, trajectory = collect("count")
     noise = np.asarray(trajectory.info["noise"])
     assert len(np.unique(noise)) == noise.size
@@ -139,14 +139,14 @@ def test_environment_noise_is_independent_of_the_reset():
         return np.asarray(jax.random.key_data(jax.random.split(key, 4)))
 
     episode_key = jax.random.key(0)
-    drawn = children(jax.random.fold_in(episode_key, envs.types.RESET))
+    reset_children = children(jax.random.fold_in(episode_key, envs.types.RESET))
     for n in range(1, 5):
         words = np.asarray(jax.random.key_data(jax.random.fold_in(episode_key, n)))
-        assert not (drawn == words).all(axis=-1).any()
+        assert not (reset_children == words).all(axis=-1).any()
 
 
-def test_recurrent_state_restarts_exactly_with_the_episode():
-    _, carry, trajectory = count()
+def test_policy_state_resets_at_episode_boundaries():
+    _, carry, trajectory = collect_counts()
     steps = trajectory.extras["steps"]
     np.testing.assert_array_equal(steps, trajectory.episode_length)
     length = carry.episode.episode_length
@@ -155,7 +155,7 @@ def test_recurrent_state_restarts_exactly_with_the_episode():
     np.testing.assert_array_equal(jax.random.key_data(want), jax.random.key_data(got))
 
 
-def test_profile_names_the_four_parts():
+def test_program_names_the_four_parts():
     collector = make_collector("count")
     carry = jax.eval_shape(collector.init, jax.random.key(0))
     text = jax.jit(collector.step).lower(carry, None).compile().as_text()
@@ -187,7 +187,7 @@ class Line:
 
 
 @pytest.mark.parametrize("auto_reset", ["select", pytest.param("compact", marks=slow)])
-def test_gradients_of_parameters_flow_through_the_kernel(auto_reset):
+def test_gradients_flow_through_the_kernel(auto_reset):
     policy = rollout.stateless_policy(lambda gain, obs, key: gain * obs)
 
     def total(gain, scale):
@@ -205,13 +205,13 @@ def test_gradients_of_parameters_flow_through_the_kernel(auto_reset):
 
 @struct.dataclass
 class EndlessLine(Line):
-    """The same without an end."""
+    """A `Line` that never terminates."""
 
     def step(self, key, state, action):
         return super().step(key, state, action).replace(terminated=jnp.bool_(False))
 
 
-def test_task_without_an_end_is_a_plain_scan_without_resets():
+def test_endless_environment_compiles_no_resets():
     policy = rollout.stateless_policy(lambda gain, obs, key: jnp.tanh(gain * obs))
 
     def make(scale):
@@ -229,18 +229,18 @@ def test_task_without_an_end_is_a_plain_scan_without_resets():
         return jax.lax.scan(step, carry.obs, length=6)[1].sum()
 
     args = -0.5, 0.7, make(0.7).init(jax.random.key(1))
-    ours, theirs = (
+    kernel_program, plain_program = (
         jax.jit(jax.value_and_grad(fn, argnums=(0, 1))).lower(*args)
         for fn in (total, plain)
     )
-    assert "auto_reset" not in ours.as_text(debug_info=True)
-    # Sums of 48 products, in another order.
-    got, want = (x.compile()(*args) for x in (ours, theirs))
+    assert "auto_reset" not in kernel_program.as_text(debug_info=True)
+    # The order of 48 summands differs.
+    got, want = (x.compile()(*args) for x in (kernel_program, plain_program))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, want)
 
 
-def test_keys_in_info_are_collected_like_anything_else():
-    start, _, trajectory = count()
+def test_trajectory_contains_keys_of_info():
+    start, _, trajectory = collect_counts()
     got = np.asarray(jax.random.key_data(trajectory.info["state"]["key"]))
     want = np.asarray(jax.random.key_data(start.env_state["key"]))
     assert got.shape == (NUM_STEPS, *want.shape)
@@ -248,7 +248,7 @@ def test_keys_in_info_are_collected_like_anything_else():
 
 
 @slow
-def test_policy_has_a_key_of_each_episode():
+def test_policy_reads_the_key_of_each_episode():
     policy = PlainPolicy(
         lambda num_envs: {
             "key": rollout.types.EpisodeKey(),
@@ -266,12 +266,15 @@ def test_policy_has_a_key_of_each_episode():
         collector = rollout.Collector(env=env, policy=policy)
         start = collector.init(jax.random.key(3))
         trajectories.append(collector.collect_steps(start, None, 24)[1])
-    few, many = trajectories
-    np.testing.assert_array_equal(few.extras, many.extras[:, :2])
-    words, ids = np.asarray(many.extras).reshape(-1, 2), np.asarray(many.episode_id)
+    two_lanes, five_lanes = trajectories
+    np.testing.assert_array_equal(two_lanes.extras, five_lanes.extras[:, :2])
+    words, ids = (
+        np.asarray(five_lanes.extras).reshape(-1, 2),
+        np.asarray(five_lanes.episode_id),
+    )
     pairs = {(*word, number) for word, number in zip(words, ids.ravel(), strict=True)}
     assert len(pairs) == len(np.unique(ids)) == len(np.unique(words, axis=0)) > 10
-    # It is a stream of its own: neither the episode's key nor that of a step.
+    # The key differs from the key of the episode and from the keys of its steps.
     fold = jax.vmap(jax.random.fold_in, (0, None))
     want = jax.random.key_data(fold(start.episode.key, np.uint32(2**32 - 1)))
-    np.testing.assert_array_equal(many.extras[0], want)
+    np.testing.assert_array_equal(five_lanes.extras[0], want)

@@ -1,4 +1,4 @@
-"""Masks of spaces of several entries or parts, against lists of allowed actions."""
+"""Tests of masks for spaces with several entries or parts."""
 
 import functools
 import itertools
@@ -63,43 +63,43 @@ def elements(space):
     return list(itertools.product(*ranges))
 
 
-def random(space, mask):
+def random_policy(space, mask):
     return rollout.random_policy(
         space, action_mask_fn=lambda obs: spread(mask, len(obs))
     )
 
 
 @functools.cache
-def drawn():
-    """Decisions of every case in all lanes, and the actions in the first seven."""
+def sample_cases():
+    """Returns decisions of every case, and actions for the first seven lanes."""
 
-    def draw(case, key):
-        policy, again = random(*case[:2]), jax.random.clone(key)
+    def sample(case, key):
+        policy, same_key = random_policy(*case[:2]), jax.random.clone(key)
         decision = policy.apply(None, LANES, (), key)
-        return decision, policy.apply(None, LANES[:7], (), again).action
+        return decision, policy.apply(None, LANES[:7], (), same_key).action
 
-    return in_one_program(draw, CASES)
+    return in_one_program(sample, CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_masked_draw_is_uniform_over_allowed_actions(name):
+def test_masked_sample_is_uniform_over_valid_actions(name):
     space, _, is_allowed = CASES[name]
-    decision, few = drawn()[name]
+    decision, first_actions = sample_cases()[name]
     assert decision.action.shape == (NUM_LANES, *space.shape)
     assert decision.action.dtype == space.dtype
     assert not decision.extras["no_valid_action"].any()
     actions = [tuple(x) for x in decision.action.reshape(NUM_LANES, -1)]
-    wanted = [x for x in elements(space) if is_allowed(x)]
-    assert 1 < len(wanted) < len(elements(space))
-    counts = np.array([actions.count(x) for x in wanted])
+    valid_actions = [x for x in elements(space) if is_allowed(x)]
+    assert 1 < len(valid_actions) < len(elements(space))
+    counts = np.array([actions.count(x) for x in valid_actions])
     assert counts.sum() == NUM_LANES
-    mean = NUM_LANES / len(wanted)
+    mean = NUM_LANES / len(valid_actions)
     assert np.abs(counts - mean).max() < 5 * np.sqrt(mean)
-    np.testing.assert_array_equal(few, decision.action[:7])
+    np.testing.assert_array_equal(first_actions, decision.action[:7])
 
 
 TWO, JOINT_TWO = np.ones(2, bool), np.ones((2, 2), bool)
-# The last action of each is in the space.
+# The last action of each case is in the space.
 OUTSIDE = {
     "entry": (envs.spaces.MultiDiscrete((2, 2)), (TWO, TWO), [[2, 0], [0, -1], [1, 1]]),
     "pair": (envs.spaces.MultiDiscrete((2, 2)), JOINT_TWO, [[2, 0], [0, -1], [1, 1]]),
@@ -108,8 +108,8 @@ OUTSIDE = {
 
 
 @functools.cache
-def corrected():
-    """What a mask makes of the actions of a policy, of all in the space or outside."""
+def correct_actions():
+    """Applies masks to all actions of the spaces and to actions outside them."""
 
     def correct(case, key):
         space, mask, actions = case
@@ -124,24 +124,24 @@ def corrected():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_only_forbidden_actions_of_a_policy_are_replaced(name):
+def test_only_invalid_actions_are_replaced(name):
     space, _, is_allowed = CASES[name]
-    every = elements(space)
-    sent = corrected()[name].reshape(len(every), -1)
-    for before, after in zip(every, sent, strict=True):
-        assert is_allowed(tuple(after))
-        if is_allowed(before):
-            assert before == tuple(after)
+    actions = elements(space)
+    sent = correct_actions()[name].reshape(len(actions), -1)
+    for action, valid_action in zip(actions, sent, strict=True):
+        assert is_allowed(tuple(valid_action))
+        if is_allowed(action):
+            assert action == tuple(valid_action)
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_action_outside_of_the_space_is_not_allowed(name):
-    sent = corrected()[name]
+def test_actions_outside_the_space_are_replaced(name):
+    sent = correct_actions()[name]
     assert ((sent >= 0) & (sent < 2)).all()
     np.testing.assert_array_equal(sent[2:], OUTSIDE[name][-1][2:])
 
 
-def test_where_nothing_is_allowed_any_action_is_drawn_and_flagged():
+def test_empty_mask_samples_any_action_and_sets_the_flag():
     cases = {
         "one entry": (envs.spaces.MultiDiscrete((2, 3)), (TWO, np.zeros(3, bool))),
         "equal entries": (envs.spaces.MultiDiscrete((2, 2)), (TWO, ~TWO)),
@@ -150,7 +150,7 @@ def test_where_nothing_is_allowed_any_action_is_drawn_and_flagged():
     }
 
     def act(case, key):
-        decision = random(*case).apply(None, LANES[:500], (), key)
+        decision = random_policy(*case).apply(None, LANES[:500], (), key)
         return decision, jax.vmap(case[0].contains)(decision.action)
 
     for name, (decision, is_inside) in in_one_program(act, cases).items():
@@ -160,24 +160,28 @@ def test_where_nothing_is_allowed_any_action_is_drawn_and_flagged():
         assert num_drawn == len(elements(cases[name][0])), name
 
 
-@pytest.mark.parametrize("kind", ["dict", "tuple", "tree"])
-def test_parts_have_masks_of_their_own_or_none(kind):
+@pytest.mark.parametrize("space_type", ["dict", "tuple", "tree"])
+def test_parts_have_separate_masks(space_type):
     box = envs.Box(0.0, 1.0, (2,))
     parts = {"a": envs.Discrete(3), "b": box, "c": envs.Discrete(2)}
     mask = {"a": np.array([True, False, True]), "b": None, "c": None}
-    space = envs.spaces.Dict(parts) if kind == "dict" else envs.spaces.Composite(parts)
-    if kind == "tuple":
+    space = (
+        envs.spaces.Dict(parts)
+        if space_type == "dict"
+        else envs.spaces.Composite(parts)
+    )
+    if space_type == "tuple":
         space, mask = envs.spaces.Tuple(tuple(parts.values())), tuple(mask.values())
     action_mask_fn = lambda obs: spread(mask, len(obs))  # noqa: E731
     policy = rollout.random_policy(space, action_mask_fn=action_mask_fn)
     greedy = rollout.stateless_policy(lambda params, obs, key: (params, ()))
-    around = EpsilonGreedy(greedy, space, 0.0, action_mask_fn=action_mask_fn)
+    wrapper = EpsilonGreedy(greedy, space, 0.0, action_mask_fn=action_mask_fn)
 
     @quick_jit
-    def act(obs, key, own_key):
+    def act(obs, key, wrapper_key):
         decision = policy.apply(None, obs, (), key)
         ones = jax.tree.map(jnp.ones_like, decision.action)
-        return decision, around.apply(ones, obs, (), own_key).action
+        return decision, wrapper.apply(ones, obs, (), wrapper_key).action
 
     keys = jax.random.key(0), jax.random.key(1)
     decision, sent = jax.device_get(act(LANES[:200], *keys))
@@ -191,7 +195,7 @@ def test_parts_have_masks_of_their_own_or_none(kind):
 
 @pytest.mark.parametrize("n", [2, 128, 255])
 def test_columns_and_blocks_sample_the_same_actions(n, monkeypatch):
-    """Also in lanes without a valid action."""
+    """Lanes without a valid action are included."""
     rng, results = np.random.default_rng(n), []
     action_mask = rng.random((37, n)) < 0.1
     action_mask[0], action_mask[1], action_mask[2, -1] = False, True, True
@@ -206,7 +210,7 @@ def test_columns_and_blocks_sample_the_same_actions(n, monkeypatch):
     assert action_mask[np.arange(37), index][~no_valid].all()
 
 
-def test_wide_masks_are_sampled_uniformly_with_equal_bits_on_every_platform():
+def test_wide_masks_have_equal_bits_on_every_platform():
     """If few columns are valid, most lanes have no valid candidate."""
     rng, num_lanes = np.random.default_rng(0), 4000
     action_mask = np.zeros((num_lanes, 300), bool)
@@ -219,9 +223,9 @@ def test_wide_masks_are_sampled_uniformly_with_equal_bits_on_every_platform():
 
     index, no_valid = jax.device_get(quick_jit(sample)(action_mask, KEY))
     with on_a_gpu():
-        on_gpu = jax.device_get(quick_jit(lambda *x: sample(*x))(action_mask, KEY))
-    np.testing.assert_array_equal(on_gpu[0], index)
-    np.testing.assert_array_equal(on_gpu[1], no_valid)
+        gpu_result = jax.device_get(quick_jit(lambda *x: sample(*x))(action_mask, KEY))
+    np.testing.assert_array_equal(gpu_result[0], index)
+    np.testing.assert_array_equal(gpu_result[1], no_valid)
     np.testing.assert_array_equal(no_valid, np.arange(num_lanes) == 0)
     assert action_mask[np.arange(num_lanes), index][1:].all()
     for rows in (slice(1, num_lanes // 2), slice(num_lanes // 2, None)):
@@ -233,7 +237,7 @@ def test_wide_masks_are_sampled_uniformly_with_equal_bits_on_every_platform():
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
-def test_masks_of_numbers_are_masks(dtype):
+def test_numeric_masks_are_accepted(dtype):
     space, obs = envs.Discrete(3), np.zeros((NUM_LANES, 1), np.float32)
     mask = np.tile([[0, 1, 0]], (NUM_LANES, 1)).astype(dtype)
     policies = [

@@ -1,4 +1,4 @@
-"""The replay of a memory over recorded rows is what the collector computed."""
+"""Compares `unroll` over recorded rows with the collector."""
 
 import jax
 import jax.numpy as jnp
@@ -30,29 +30,31 @@ def act(params, obs, state, key):
 
 
 @pytest.fixture(scope="module")
-def played():
-    """The state before some rows, the rows, and the state after them."""
+def recorded():
+    """Returns the first policy state, the rows and the last policy state."""
     env = envs.vectorize(CountEnv(), B)
     policy = rollout.recurrent_policy(act, empty)
     collector = rollout.Collector(env=env, policy=policy)
     carry, _ = collector.collect_steps(collector.init(jax.random.key(0)), (), 3)
-    after, t = collector.collect_steps(carry, (), T)
-    return jax.device_get((carry.policy_state, t, after.policy_state))
+    next_carry, t = collector.collect_steps(carry, (), T)
+    return jax.device_get((carry.policy_state, t, next_carry.policy_state))
 
 
-def test_replay_gives_what_the_policy_computed(played):
-    start, t, after = played
+def test_unroll_equals_the_collected_outputs(recorded):
+    start, t, policy_state = recorded
     assert t.first[1:].any()
     state, out = unroll(core, start, t.obs, t.first, empty)
     jax.tree.map(np.testing.assert_array_equal, out, t.extras["out"])
-    # The collector has reset the lanes whose last row ended an episode.
-    going = ~t.done[-1]
-    np.testing.assert_array_equal(state["sum"][going], after["sum"][going])
-    np.testing.assert_array_equal(state["all"].value, after["all"].value)
+    # The collector resets lanes whose last row ends an episode.
+    continues = ~t.done[-1]
+    np.testing.assert_array_equal(
+        state["sum"][continues], policy_state["sum"][continues]
+    )
+    np.testing.assert_array_equal(state["all"].value, policy_state["all"].value)
 
 
-def test_replay_leaves_the_memory_where_nobody_acts(played):
-    start, t, _ = played
+def test_unroll_keeps_the_memory_of_idle_agents(recorded):
+    start, t, _ = recorded
     acting = np.random.default_rng(0).random((T, B)) < 0.6
     rows = t.obs, t.first, empty
     _, (out, count) = unroll(core, start, *rows, acting=jnp.asarray(acting))
@@ -66,21 +68,21 @@ def test_replay_leaves_the_memory_where_nobody_acts(played):
         number = np.where(acting[row], number + 1, number)
 
 
-def test_no_gradient_passes_the_end_of_an_episode(played):
-    _, t, _ = played
+def test_gradients_stop_at_episode_boundaries(recorded):
+    _, t, _ = recorded
 
-    def last(start):
+    def final_sum(start):
         start = {"sum": start, "all": Persistent(jnp.zeros(B))}
         return unroll(core, start, t.obs, t.first, empty)[0]["sum"].sum()
 
-    slope = jax.grad(last)(jnp.zeros(B))
-    ended = t.first.any(axis=0)
-    assert ended.any()
-    np.testing.assert_allclose(slope, np.where(ended, 0.0, 0.5**T))
+    gradient = jax.grad(final_sum)(jnp.zeros(B))
+    has_boundary = t.first.any(axis=0)
+    assert has_boundary.any()
+    np.testing.assert_allclose(gradient, np.where(has_boundary, 0.0, 0.5**T))
 
 
-def test_keys_of_episodes_cannot_be_replayed(played):
-    start, t, _ = played
+def test_unroll_rejects_episode_keys(recorded):
+    start, t, _ = recorded
     rows = t.obs, t.first
     keys = EpisodeKey(jax.random.split(jax.random.key(0), B))
     with pytest.raises(ValueError, match="different types"):

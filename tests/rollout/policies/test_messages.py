@@ -1,4 +1,4 @@
-"""Messages of policies: what must hold, and what was got."""
+"""Tests of the error messages of policies."""
 
 import re
 from functools import partial
@@ -27,7 +27,7 @@ DISCRETE, BOX = envs.Discrete(N), envs.Box(-1.0, 1.0, (2,))
 UNBOUNDED = envs.Box(-jnp.inf, jnp.inf, (2,))
 PAIR = envs.spaces.MultiDiscrete((2, 3))
 MIXED = envs.spaces.Tuple((envs.Discrete(2), envs.Box(0.0, 1.0, ())))
-EVERY, TWO = jnp.ones((B, N), bool), jnp.ones((B, 2), bool)
+ALL_VALID, TWO = jnp.ones((B, N), bool), jnp.ones((B, 2), bool)
 
 
 def policy(action=INTS, extras=()):
@@ -36,16 +36,16 @@ def policy(action=INTS, extras=()):
 
 STILL = policy(jnp.zeros((B, 2)))
 NO_STEP = PlainPolicy(lambda num_envs: (), lambda *args: INTS)
-FORGETFUL = rollout.recurrent_policy(lambda *args: INTS, jnp.zeros)
+STATELESS_RESULT = rollout.recurrent_policy(lambda *args: INTS, jnp.zeros)
 warm_up = partial(RandomWarmup, STILL)
-explore = partial(EpsilonGreedy, policy(), DISCRETE)
+epsilon_greedy = partial(EpsilonGreedy, policy(), DISCRETE)
 gaussian = partial(GaussianNoise, STILL, BOX)
-revert = partial(OrnsteinUhlenbeck, STILL, BOX)
+ornstein_uhlenbeck = partial(OrnsteinUhlenbeck, STILL, BOX)
 item_policy, random_policy = rollout.recommendation.item_policy, rollout.random_policy
 
 
 def act(policy, obs=OBS):
-    """Traces a decision; what does not fit is refused before it is compiled."""
+    """Traces `policy.apply`. Errors are raised before compilation."""
     return jax.eval_shape(lambda: policy.apply(None, obs, policy.init(B), KEY))
 
 
@@ -53,21 +53,21 @@ def masked(mask, space=DISCRETE, make=random_policy):
     return act(make(space, action_mask_fn=lambda obs: mask))
 
 
-def wrapped(*args):
-    """Lets a policy explore within a mask."""
+def explore_masked(*args):
+    """Traces a policy that explores with a mask."""
     wrap = partial(EpsilonGreedy, policy(*args), epsilon=0.5)
-    return masked(EVERY, make=wrap)
+    return masked(ALL_VALID, make=wrap)
 
 
 def collect(policy, env=None):
-    """Traces a collection; wrong policies raise before anything is compiled."""
+    """Traces a step of a collector. Errors are raised before compilation."""
     env = envs.vectorize(env or CountEnv(), B)
     collector = rollout.Collector(env=env, policy=policy)
     return jax.eval_shape(lambda: collector.step(collector.init(KEY), None))
 
 
-def showing(fn):
-    """Shows something else than `[B, 1]`, which a network may not take."""
+def transform_obs(fn):
+    """Returns an environment with transformed observations."""
     return envs.TransformObs(CountEnv(), fn)
 
 
@@ -76,8 +76,8 @@ def stateful(change=lambda h: h, init=lambda num_envs: jnp.zeros((num_envs, 3)))
     return collect(rollout.recurrent_policy(act, init))
 
 
-def refused(fn, message, *values):
-    """Entries of one rule, for values that break it."""
+def invalid_values(fn, message, *values):
+    """Returns cases for invalid values of one argument."""
     return [(partial(fn, x), f"{message}, got {x!r}.") for x in values]
 
 
@@ -95,7 +95,7 @@ EPSILON, LEAST = "`epsilon` must be in [0, 1]", "must be at least 0 and finite"
 PROCESS = "`theta` * `dt` below 2, or the noise grows without bound, got"
 INNER_FLAG = "`no_valid_action` must be one bool per lane: bool of shape (4,)"
 CASES = [
-    # What a policy returns.
+    # Results of policies.
     (lambda: collect(policy(jnp.zeros(B))), f"{ACTIONS} float32 of shape (4,)"),
     (lambda: collect(policy(INTS[:, None])), f"{ACTIONS} int32 of shape (4, 1)"),
     (
@@ -107,33 +107,38 @@ CASES = [
         "must return a state like its input state: float32 of shape (4, 3), got float",
     ),
     (lambda: stateful(init=lambda n: {"h": jnp.ones(3)}), "`policy.init` must return"),
-    (lambda: collect(FORGETFUL), "must return (action, state)"),
+    (lambda: collect(STATELESS_RESULT), "must return (action, state)"),
     (lambda: collect(NO_STEP), STEP),
-    (lambda: wrapped(INTS[:, None]), "wrapped `policy.apply` must return actions as"),
-    (lambda: collect(policy(INTS[0]), showing(lambda x: x[0])), SCALARS),
+    (
+        lambda: explore_masked(INTS[:, None]),
+        "wrapped `policy.apply` must return actions as",
+    ),
+    (lambda: collect(policy(INTS[0]), transform_obs(lambda x: x[0])), SCALARS),
     (lambda: act(GaussianNoise(NO_STEP, BOX, 0.5)), f"wrapped {STEP}"),
     (lambda: Greedy(random_policy(DISCRETE)), "`policy` must have a `mode`"),
-    # Spaces to draw from.
+    # Action spaces.
     (lambda: random_policy(UNBOUNDED), BOUNDS),
     (lambda: EpsilonGreedy(STILL, UNBOUNDED, 0.1), BOUNDS),
-    (lambda: masked(EVERY, BOX), f"{MASKED}, got Box"),
-    (lambda: masked(EVERY, BOX, partial(warm_up, num_steps=1)), MASKED),
+    (lambda: masked(ALL_VALID, BOX), f"{MASKED}, got Box"),
+    (lambda: masked(ALL_VALID, BOX, partial(warm_up, num_steps=1)), MASKED),
     (lambda: GaussianNoise(policy(), DISCRETE, 0.1), FLOATS),
     # Masks.
     (lambda: masked(TWO), f"{MASK} (4, 5), got bool of shape (4, 2)"),
-    (lambda: masked(EVERY[:1]), "got bool of shape (1, 5)"),
+    (lambda: masked(ALL_VALID[:1]), "got bool of shape (1, 5)"),
     (lambda: masked([True] * N), "got list"),
     (lambda: masked(jnp.ones((B, 3, 2), bool), PAIR), f"{MASK} (4, 2, 3), got bool"),
     (lambda: masked((TWO, TWO), PAIR), f"{MASK} (4, 3), got bool of shape (4, 2)"),
     (lambda: masked((TWO, TWO), MIXED), "must return None for a part"),
-    (lambda: wrapped(INTS, (OBS,)), "extras must be () or a dict, got"),
-    (lambda: wrapped(INTS, {"no_valid_action": INTS}), INNER_FLAG),
-    # Amounts of exploration.
-    *refused(explore, f"{EPSILON}, or a schedule", -0.1, 1.5, float("nan"), "0.1"),
+    (lambda: explore_masked(INTS, (OBS,)), "extras must be () or a dict, got"),
+    (lambda: explore_masked(INTS, {"no_valid_action": INTS}), INNER_FLAG),
+    # Exploration options.
+    *invalid_values(
+        epsilon_greedy, f"{EPSILON}, or a schedule", -0.1, 1.5, float("nan"), "0.1"
+    ),
     (partial(warm_up, BOX, 2.5), "`num_steps` must be an int of at least 0, got 2.5"),
-    *refused(gaussian, f"`scale` {LEAST}, or a schedule", -0.1, INF),
-    (partial(revert, 1.0, theta=-1.0, dt=0.1), f"{PROCESS} -1.0 and 0.1."),
-    (partial(revert, 1.0, theta=4.0, dt=0.5), f"{PROCESS} 4.0 and 0.5."),
+    *invalid_values(gaussian, f"`scale` {LEAST}, or a schedule", -0.1, INF),
+    (partial(ornstein_uhlenbeck, 1.0, theta=-1.0, dt=0.1), f"{PROCESS} -1.0 and 0.1."),
+    (partial(ornstein_uhlenbeck, 1.0, theta=4.0, dt=0.5), f"{PROCESS} 4.0 and 0.5."),
     # Items.
     (
         lambda: item_policy(jnp.add, sample=True, items=OBS),
@@ -147,19 +152,19 @@ CASES = [
 
 
 @pytest.mark.parametrize(("call", "message"), CASES)
-def test_what_does_not_fit_is_refused(call, message):
+def test_invalid_call_raises(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
 
 
 @pytest.mark.filterwarnings("ignore:shape requires:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("see", "network"),
+    ("transform_fn", "network"),
     [(lambda x: {"a": x}, nn.Dense(2)), (lambda x: (x, x), nn.Conv(2, (3,)))],
 )
-def test_network_that_takes_no_trees_is_told_of_flat_observations(see, network):
-    take = lambda params, obs, key: network.apply({}, obs)  # noqa: E731
+def test_tree_observation_error_names_flatten(transform_fn, network):
+    act = lambda params, obs, key: network.apply({}, obs)  # noqa: E731
     with pytest.raises((AttributeError, IndexError, TypeError)) as error:
-        collect(rollout.stateless_policy(take), showing(see))
+        collect(rollout.stateless_policy(act), transform_obs(transform_fn))
     notes = "".join(error.value.__notes__)
     assert "needs flat observations. Wrap the environment in `rollout.envs." in notes

@@ -1,4 +1,4 @@
-"""Policies are pytrees: their numbers are leaves, and a user may write a subclass."""
+"""Tests of policies as pytrees and of custom policy classes."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ BOX = envs.Box(-np.ones(20, np.float32), np.ones(20, np.float32), (20,))
 
 
 class Threshold(rollout.Policy):
-    """A user's policy: a number that is a leaf, an option, a state and a critic."""
+    """A custom policy with a leaf, a static option, a state and a critic."""
 
     threshold: float = 0.5
     largest: int = struct.field(pytree_node=False, default=2)
@@ -65,7 +65,7 @@ def decay(step):
     return 1 / (1 + step)
 
 
-STILL = rollout.stateless_policy(act, mode_fn=act)
+ZERO_POLICY = rollout.stateless_policy(act, mode_fn=act)
 
 
 def make_collector(policy, **options):
@@ -81,8 +81,8 @@ def collect(collector, params=1.0):
     return collector.collect_steps(collector.init(KEY), params, T)[1]
 
 
-PRINTED = {
-    "StatelessPolicy(fn=act, mode_fn=act)": STILL,
+REPRS = {
+    "StatelessPolicy(fn=act, mode_fn=act)": ZERO_POLICY,
     "ItemPolicy(fn=act, items=float32[3, 3])": item_policy(act, items=np.eye(3)),
     "EpsilonGreedy(policy=Threshold(), action_space=Discrete(n=3, "
     "dtype=dtype('int32'), start=0), epsilon=decay)": EpsilonGreedy(
@@ -91,14 +91,18 @@ PRINTED = {
 }
 
 
-@pytest.mark.parametrize("text", PRINTED)
-def test_policy_prints_in_one_readable_line(text):
-    assert str(PRINTED[text]) == text
+@pytest.mark.parametrize("text", REPRS)
+def test_policy_has_a_short_repr(text):
+    assert str(REPRS[text]) == text
 
 
 def test_policies_compare_by_value():
-    assert EpsilonGreedy(STILL, SPACE, 0.1) == EpsilonGreedy(STILL, SPACE, 0.1)
-    assert EpsilonGreedy(STILL, SPACE, 0.1) != EpsilonGreedy(STILL, SPACE, 0.2)
+    assert EpsilonGreedy(ZERO_POLICY, SPACE, 0.1) == EpsilonGreedy(
+        ZERO_POLICY, SPACE, 0.1
+    )
+    assert EpsilonGreedy(ZERO_POLICY, SPACE, 0.1) != EpsilonGreedy(
+        ZERO_POLICY, SPACE, 0.2
+    )
     assert hash(Threshold(0.1)) == hash(Threshold(0.1))
     assert Threshold(0.1) != Threshold(0.1, largest=1)
     masked = rollout.random_policy(SPACE, action_mask_fn=lambda obs: obs)
@@ -106,15 +110,15 @@ def test_policies_compare_by_value():
 
 
 @pytest.mark.parametrize("make", [make_collector, make_host])
-def test_ten_numbers_are_one_trace(make):
+def test_numbers_share_one_trace(make):
     counts = []
     for epsilon in np.linspace(0, 1, 10).tolist():
         policy = EpsilonGreedy(Threshold(epsilon), SPACE, epsilon)
         collector = make(policy)
         carry = collector.init(KEY)
-        before = len(TRACES)
+        num_traces = len(TRACES)
         rows = collector.collect_steps(carry, 1.0, T)[1]
-        counts.append(len(TRACES) - before)
+        counts.append(len(TRACES) - num_traces)
         assert rows.action.shape == (T, B)
     assert counts[0] > 0
     assert not any(counts[1:])
@@ -139,25 +143,27 @@ def test_vmap_over_numbers_equals_a_loop():
     assert len({np.asarray(x.action).tobytes() for x in looped}) == 3
 
 
-def test_traced_scale_is_the_scale():
-    still = rollout.stateless_policy(lambda *_: jnp.zeros((B, 20)))
-    policy, obs = OrnsteinUhlenbeck(still, BOX, 1.0), jnp.zeros((B, 1))
+def test_scale_may_be_traced():
+    zero_policy = rollout.stateless_policy(lambda *_: jnp.zeros((B, 20)))
+    policy, obs = OrnsteinUhlenbeck(zero_policy, BOX, 1.0), jnp.zeros((B, 1))
 
     def explore(scale):
         noisy = policy.replace(scale=scale)
         return noisy.apply(None, obs, noisy.init(B), KEY).action
 
     constant = np.asarray(quick_jit(lambda: explore(0.25))())
-    # XLA folds a constant scale: the last place may differ.
+    # XLA folds a constant scale: results are equal up to rounding.
     np.testing.assert_allclose(quick_jit(explore)(0.25), constant, rtol=1e-6)
     assert (constant != 0).any()
 
 
-def test_traced_length_of_a_warmup():
+def test_warmup_length_may_be_mapped():
     def run(num_steps):
-        return collect(make_collector(RandomWarmup(STILL, SPACE, num_steps))).action
+        return collect(
+            make_collector(RandomWarmup(ZERO_POLICY, SPACE, num_steps))
+        ).action
 
-    # `vmap` turns the condition into a selection, which would read the key twice.
+    # `vmap` converts the condition to a selection, which reads the key twice.
     with jax.debug_key_reuse(False):
         actions = quick_jit(jax.vmap(run))(jnp.asarray([0, 3, T]))
     assert not actions[0].any()
@@ -168,27 +174,27 @@ def test_traced_length_of_a_warmup():
 
 
 def test_array_of_numbers_needs_vmap():
-    policy = EpsilonGreedy(STILL, SPACE, jnp.zeros(3))
+    policy = EpsilonGreedy(ZERO_POLICY, SPACE, jnp.zeros(3))
     with pytest.raises(ValueError, match=r"got .* of shape \(3,\). Use `jax"):
         collect(make_collector(policy))
 
 
-def test_users_policy_collects_like_its_formula():
+def test_custom_policy_equals_its_formula():
     rows = collect(make_collector(Threshold(0.4)))
     sample = np.asarray(rows.extras["sample"])
     np.testing.assert_array_equal(rows.action, np.where(sample < 0.4, 2, 0))
     count = np.broadcast_to(np.arange(T)[:, None], (T, B))
     np.testing.assert_array_equal(rows.extras["count"], count)
-    is_cut = np.asarray(rows.truncated & ~rows.terminated)
-    expected = np.where(is_cut, np.asarray(rows.next_obs[..., 0]) + 0.4, 0.0)
+    bootstraps = np.asarray(rows.truncated & ~rows.terminated)
+    expected = np.where(bootstraps, np.asarray(rows.next_obs[..., 0]) + 0.4, 0.0)
     np.testing.assert_allclose(rows.final_value, expected, rtol=1e-6)
-    assert is_cut.any()
-    np.testing.assert_array_equal(
-        collect(make_collector(Greedy(Threshold(0.4)))).action, 2
-    )
+    assert bootstraps.any()
+    greedy = Greedy(Threshold(0.4))
+    step = quick_jit(greedy.apply)(1.0, rows.obs[0], greedy.init(B), KEY)
+    np.testing.assert_array_equal(step.action, 2)
 
 
-def test_users_policy_on_a_host_is_that_of_the_kernel():
+def test_custom_policy_is_equal_on_a_host():
     rows = collect(make_host(Threshold(0.4)))
     sample = np.asarray(rows.extras["sample"])
     np.testing.assert_array_equal(rows.action, np.where(sample < 0.4, 2, 0))
@@ -196,7 +202,7 @@ def test_users_policy_on_a_host_is_that_of_the_kernel():
     np.testing.assert_array_equal(sample, kernel.extras["sample"])
 
 
-def test_users_policy_under_a_map():
+def test_custom_policy_in_a_policy_map():
     env = envs.vectorize(OneAgent(CountEnv()), B)
     policy = policy_map({"user": Threshold(0.4)}, static_mapping("user"), env)
     assert policy.has_mode
@@ -209,7 +215,7 @@ def test_users_policy_under_a_map():
 
 
 class Clipped(PolicyWrapper):
-    """A user's wrapper that adds a critic."""
+    """A custom wrapper that adds a critic."""
 
     highest: int = 1
 
@@ -221,7 +227,7 @@ class Clipped(PolicyWrapper):
         return obs[:, 0]
 
 
-def test_users_wrapper_forwards_the_rest():
+def test_custom_wrapper_forwards_methods():
     policy = Clipped(rollout.stateless_policy(act))
     assert policy.has_value
     assert not policy.has_mode
@@ -229,21 +235,23 @@ def test_users_wrapper_forwards_the_rest():
     assert set(np.unique(rows.action)) == {0, 1}
     exploring = EpsilonGreedy(policy, SPACE, 0.5)
     assert exploring.has_value
-    assert collect(make_collector(exploring)).final_value.shape == (T, B)
-    without = WithCritic(Threshold(), None)
-    assert collect(make_collector(without)).final_value == ()
+    no_critic = WithCritic(Threshold(), None)
+    collectors = make_collector(exploring), make_collector(no_critic)
+    with_value, without_value = jax.eval_shape(lambda: [*map(collect, collectors)])
+    assert with_value.final_value.shape == (T, B)
+    assert without_value.final_value == ()
 
 
-def test_policies_of_other_classes_are_other_programs():
+def test_policy_classes_have_different_structures():
     class Other(Threshold):
         pass
 
-    same = jax.tree.structure(make_collector(Threshold()))
-    assert jax.tree.structure(make_collector(Threshold())) == same
-    assert jax.tree.structure(make_collector(Other())) != same
+    structure = jax.tree.structure(make_collector(Threshold()))
+    assert jax.tree.structure(make_collector(Threshold())) == structure
+    assert jax.tree.structure(make_collector(Other())) != structure
 
 
-def test_policy_without_apply_says_so():
+def test_missing_methods_raise():
     class Empty(rollout.Policy):
         pass
 
@@ -256,24 +264,28 @@ def test_policy_without_apply_says_so():
             getattr(Empty(), name)(None, None, (), *args)
 
 
-@pytest.mark.parametrize("explores", [False, True])
-def test_bounds_of_the_action_space_may_be_traced(explores):
+def test_action_bounds_may_be_traced():
     env = envs.make_vec("Pendulum-v1", B)
-    still = rollout.stateless_policy(lambda params, obs, key: jnp.zeros((len(obs), 1)))
+    zero_policy = rollout.stateless_policy(
+        lambda params, obs, key: jnp.zeros((len(obs), 1))
+    )
 
     def run(env):
-        policy = rollout.random_policy(env.action_space)
-        if explores:
-            policy = GaussianNoise(still, env.action_space, 9.0)
-        return collect(rollout.Collector(env, policy)).action
+        random = rollout.random_policy(env.action_space)
+        noisy = GaussianNoise(zero_policy, env.action_space, 9.0)
+        policies = random, noisy
+        return jnp.stack([collect(rollout.Collector(env, x)).action for x in policies])
 
-    # Two environments of other torques, which bound their actions.
+    # The torque limits of the two environments are their action bounds.
     stacked = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 2), env)
     params = stacked.env.env_params
     params = params.replace(max_torque=jnp.asarray([2.0, 0.5]))
     stacked = stacked.replace(env=stacked.env.replace(env_params=params))
-    actions = quick_jit(jax.vmap(run))(stacked)
-    np.testing.assert_allclose(actions[0], run(env), rtol=1e-6)
-    largest = abs(np.asarray(actions)).max(axis=(1, 2, 3))
-    assert 0.5 < largest[0] <= 2.0
-    assert 0.25 < largest[1] <= 0.5
+    # `vmap` converts conditions to selections, which read a key twice.
+    with jax.debug_key_reuse(False):
+        actions = quick_jit(jax.vmap(run))(stacked)
+    largest = abs(np.asarray(actions)).max(axis=(2, 3, 4))
+    assert (largest[0] > 0.5).all()
+    assert (largest[0] <= 2.0).all()
+    assert (largest[1] > 0.25).all()
+    assert (largest[1] <= 0.5).all()
