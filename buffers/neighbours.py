@@ -233,7 +233,7 @@ def ends_whole(ring: RingState, row: jax.Array, max_length: int) -> jax.Array:
     # The row `length - 1` slots earlier must be stored and be the first step.
     is_kept = age(ring, row) + length <= ring.size[row % ring.num_envs]
     complete = is_done(ring, row) & is_kept & (length <= max_length)
-    first = first_of(ring, row)
+    first = first_row(ring, row)
     if get_field(ring.experience, "episode_id") is not None:
         last_id, first_id = (read_field(ring, "episode_id", r) for r in (row, first))
         complete &= last_id == first_id
@@ -241,6 +241,6 @@ def ends_whole(ring: RingState, row: jax.Array, max_length: int) -> jax.Array:
     return complete & has_successor(ring, row)
 
 
-def first_of(ring: RingState, row: jax.Array) -> jax.Array:
+def first_row(ring: RingState, row: jax.Array) -> jax.Array:
     """Returns the first row of the episode, computed from its length at `row`."""
     return move(ring, row, 1 - read_field(ring, "episode_length", row))

@@ -311,7 +311,7 @@ class ReplayBuffer(struct.PyTreeNode):
 
         last = sampling.weighted(is_end, state.ring, key, batch_size)
         is_valid = neighbours.is_stored(state.ring, last) & is_end(last)
-        first = neighbours.first_of(state.ring, last)
+        first = neighbours.first_row(state.ring, last)
         weights = is_valid.astype(jnp.float32)
         return sampling.sequences(state.ring, first, weights, max_length)
 
@@ -446,13 +446,13 @@ class ReplayBuffer(struct.PyTreeNode):
         memory, num_samples = state.ring, options.batch_size
         usable_fn = self._usable_fn(state)
         if usable_fn is None:
-            row = sampling.uniform(memory, key, num_samples)
+            row = sampling.sample_rows(memory, key, num_samples)
             usable = jnp.broadcast_to(self.size(state) > 0, row.shape)
             return row, usable.astype(jnp.float32)
         first_key, resample_key = jax.random.split(key)
         row, usable = sampling.resample_invalid(
-            sampling.uniform(memory, first_key, num_samples),
-            lambda key: sampling.uniform(memory, key, num_samples),
+            sampling.sample_rows(memory, first_key, num_samples),
+            lambda key: sampling.sample_rows(memory, key, num_samples),
             lambda row: neighbours.is_stored(memory, row) & usable_fn(row),
             lambda key: sampling.weighted(usable_fn, memory, key, num_samples),
             resample_key,

@@ -29,7 +29,7 @@ _ROUNDS = 16  # if half of the rows are usable, 1 of 65,536 samples fails all ro
 RelabelFn = Callable[[chex.PRNGKey, ArrayTree, ArrayTree], ArrayTree]
 
 
-def uniform(ring: RingState, key: chex.PRNGKey, num_samples: int) -> jax.Array:
+def sample_rows(ring: RingState, key: chex.PRNGKey, num_samples: int) -> jax.Array:
     """Samples `[S]` int32 rows uniformly from the stored rows, with replacement."""
     # One number enumerates the stored rows of all lanes, so rows are equally likely. If
     # all lanes have the same size, it enumerates the lanes for each age, which needs no

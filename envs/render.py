@@ -19,7 +19,7 @@ import numpy as np
 from rollout.base.checks import import_optional
 from rollout.envs.host.env_checks import check_frame
 from rollout.envs.types import ArrayTree, Env, EnvStep, VectorEnv, wrapped_env
-from rollout.envs.vectorize import _JointState, _VectorizedEnv
+from rollout.envs.vectorize import JointState, VectorizedEnv
 from rollout.envs.wrappers.wrapper import Wrapper, WrapperState
 
 _INTERVAL = 100  # ms per frame, as in gymnax
@@ -67,7 +67,7 @@ def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
     chex.assert_rank(rewards, 1)
     chex.assert_tree_shape_prefix(states, (len(rewards) + 1,))
     # The renderer takes states of the innermost environment, without wrapper states.
-    while isinstance(states, WrapperState | _JointState):
+    while isinstance(states, WrapperState | JointState):
         states = states.env_state
     states, rewards = jax.device_get((states, rewards))
     rows = [jax.tree.map(lambda x: x[t], states) for t in range(len(rewards) + 1)]  # noqa: B023
@@ -126,7 +126,7 @@ def expose_lane_states(env: VectorEnv) -> tuple[VectorEnv, Env]:
     inner = wrapped_env(outer)
     if isinstance(inner, VectorEnv):  # lanes in a wrapper
         lanes, first = expose_lane_states(inner)
-    elif isinstance(outer, _VectorizedEnv):
+    elif isinstance(outer, VectorizedEnv):
         lanes = expose_state(inner)
         first = jax.tree.map(lambda x: x[0], inner) if outer.each else inner
     else:

@@ -45,7 +45,7 @@ from rollout.envs.wrappers.wrapper import BaseWrapper, Wrapper, cast_step
 _FLAG = Box(0, 1, (), jnp.dtype(bool))
 
 
-class _JointState(struct.PyTreeNode, kw_only=True):
+class JointState(struct.PyTreeNode, kw_only=True):
     """State of one environment and statistics of its `A` agents."""
 
     env_state: ArrayTree
@@ -70,7 +70,7 @@ class _Joint(Wrapper):
     def action_space(self) -> AnySpace:
         return Dict(self._stacked(self.env.action_spaces))
 
-    def reset(self, key: chex.PRNGKey) -> tuple[_JointState, dict[str, Any]]:
+    def reset(self, key: chex.PRNGKey) -> tuple[JointState, dict[str, Any]]:
         result = self.env.reset(key)
         if type(result) is not tuple or len(result) != 3:
             raise ValueError(
@@ -82,14 +82,14 @@ class _Joint(Wrapper):
         if self.layout.simultaneous:
             acting = jnp.ones(shape, bool)
         acting = self._per_agent("acting", acting, bool)
-        state = _JointState(
+        state = JointState(
             env_state=env_state,
             agent_return=jnp.zeros(shape, jnp.float32),
             packed=pack_status(jnp.zeros(shape, jnp.int32), {Flag.ACTS_NEXT: acting}),
         )
         return state, self._observe(obs, acting)
 
-    def step(self, key: chex.PRNGKey, state: _JointState, action: ArrayTree) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: JointState, action: ArrayTree) -> EnvStep:
         result = self.env.step(key, state.env_state, action)
         condition = "`env.step` must return a `rollout.envs.multi_agent.MultiAgentStep`"
         checks.check_type(condition, result, MultiAgentStep)
@@ -105,7 +105,7 @@ class _Joint(Wrapper):
         all_done = jnp.all(has_terminated | flags[Flag.WAS_TRUNCATED])
         all_terminated = jnp.all(has_terminated)
         return EnvStep(
-            state=_JointState(
+            state=JointState(
                 env_state=result.state, agent_return=agent_return, packed=packed
             ),
             obs=self._observe(result.obs, flags[Flag.ACTS_NEXT]),
@@ -259,10 +259,10 @@ def _vectorize(env: Any, num_envs: int, auto_reset: str, *, each: bool) -> Vecto
     if has_agents(env):
         # Read the agents of lane 0: names are not parameters, so all lanes share them.
         env = _Joint(env, layout_of(jax.tree.map(lambda x: x[0], env) if each else env))
-    return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset, each=each)
+    return VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset, each=each)
 
 
-class _VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):
+class VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):
     """A `VectorEnv` that maps an `Env` over lanes with `jax.vmap`."""
 
     env: Any  # an `Env`
@@ -288,6 +288,7 @@ class _VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):
         return self.replace(num_envs=num_envs, first_lane=first_lane)
 
     def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
+        """Starts an episode in every lane; see `VectorEnv.reset`."""
         # The number of a lane's first episode is the lane number over all devices.
         number = jnp.arange(self.num_envs, dtype=jnp.int32)
         if self.first_lane is not None:
@@ -295,6 +296,7 @@ class _VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):
         return strong(self._reset(self.env, keys, number))
 
     def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+        """Steps every lane; see `VectorEnv.step`."""
         env, axes = self._lay_out(self.env, self.num_envs)
         step = functools.partial(_step, self._types)
         result = jax.vmap(step, (axes, 0, 0, 0))(env, keys, state, action)
@@ -303,6 +305,7 @@ class _VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):
     def reset_done(
         self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
     ) -> Lanes:
+        """Resets the lanes in `done`; see `VectorEnv.reset_done`."""
         lane_numbers = jnp.arange(self.num_envs, dtype=jnp.int32)
 
         def start(env: Env, lane: LaneIndex) -> Lanes:

@@ -177,7 +177,7 @@ def _record_exceptions(issues: dict[str, str]) -> Iterator[None]:
 def _random_policy(env: VectorEnv | HostVectorEnv) -> Policy:
     """Samples actions from the space, or valid actions if there is an action mask."""
     space, num_envs = as_space(env.action_space, "action_space"), env.num_envs
-    action_mask_fn = masks.find(env.observation_space, space)
+    action_mask_fn = masks.find_mask(env.observation_space, space)
     if action_mask_fn is not None:
         return random_policy(space, action_mask_fn=action_mask_fn)
 
@@ -321,7 +321,7 @@ def _check_rows(
         flat = jax.tree.map(
             lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree
         )
-        causes = SpaceCheck(space, name).find(flat) or {
+        causes = SpaceCheck(space, name).find_invalid(flat) or {
             int(index): f"`{name}` must be an element of its space, got "
             f"{jax.tree.map(lambda x, index=index: x[index], flat)}"
             for index in np.flatnonzero(~np.asarray(_contains(space)(flat)))

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rollout.base import checks, programs, trees
 from rollout.collector import Collector
 from rollout.envs.types import ArrayTree, EnvStep, LaneIndex, Lanes, Shared, VectorEnv
-from rollout.envs.vectorize import _VectorizedEnv
+from rollout.envs.vectorize import VectorizedEnv
 from rollout.envs.wrappers.wrapper import BaseWrapper
 from rollout.kernel.isolation import step_once
 from rollout.types import ActionT, ObsT, ParamsT
@@ -199,7 +199,7 @@ class _ShardedEnv(BaseWrapper, VectorEnv, kw_only=True):
 
 
 def _shard(env: Any, sharding: LaneSharding) -> VectorEnv:
-    if isinstance(env, _VectorizedEnv):
+    if isinstance(env, VectorizedEnv):
         if not _is_absent(sharding.mesh):
             # Put numbers on the devices once: otherwise each call would transfer them.
             spec = PartitionSpec(sharding.axis) if env.each else PartitionSpec()

@@ -114,7 +114,7 @@ class SpaceCheck:
         self._name = name
         self._bounds = [_finite_bounds(leaf, slack) for leaf in space.leaves()]
 
-    def find(self, value: ArrayTree) -> dict[int, ValueError]:
+    def find_invalid(self, value: ArrayTree) -> dict[int, ValueError]:
         """Returns an error for each invalid row, by row index; empty if all are valid.
 
         Args:

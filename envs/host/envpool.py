@@ -112,7 +112,7 @@ class _EnvPool(AsyncHostVectorEnv):
             return self._obs  # the next results of these environments are resets
         # Copy: the caller may still hold the previous array.
         self._obs = self._parts.map(np.array, self._obs)
-        self._restart(np.flatnonzero(mask).astype(np.int32))
+        self._reset_lanes(np.flatnonzero(mask).astype(np.int32))
         return self._obs
 
     def step(self, action: ArrayTree) -> HostStep:
@@ -157,7 +157,7 @@ class _EnvPool(AsyncHostVectorEnv):
             self._env.close()
         self._env = None  # the destructor ends EnvPool's threads
 
-    def _restart(self, env_id: np.ndarray) -> None:
+    def _reset_lanes(self, env_id: np.ndarray) -> None:
         """Resets these environments, `[K]` int32, immediately."""
         is_all = env_id.size == self.num_envs
         # Receive and discard all steps in flight before the reset.

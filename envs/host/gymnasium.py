@@ -80,7 +80,7 @@ def from_gymnasium(
                 f"environment, got num_envs={num_envs}, num_workers={num_workers}, "
                 f"options={options}."
             )
-        return _VectorEnv(env, **info)
+        return GymnasiumVectorEnv(env, **info)
     if isinstance(env, str):
         make = functools.partial(gymnasium.make, env, **options)
     elif callable(env):
@@ -101,10 +101,10 @@ def from_gymnasium(
             "`num_envs` must be given, except for a vector environment, got None for "
             f"{env!r}."
         )
-    return _VectorEnv(result, **info)
+    return GymnasiumVectorEnv(result, **info)
 
 
-class _VectorEnv(HostVectorEnv):
+class GymnasiumVectorEnv(HostVectorEnv):
     """A `HostVectorEnv` over a Gymnasium vector environment."""
 
     def __init__(
@@ -154,6 +154,7 @@ class _VectorEnv(HostVectorEnv):
         return host_checks.render_frame(self._env, number)
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
+        """Starts episodes; see `HostVectorEnv.reset`."""
         host_checks.check_open(self._is_closed)
         env_ids, is_all = np.flatnonzero(mask), bool(np.all(mask))
         if self._resets_itself and not is_all:
@@ -175,6 +176,7 @@ class _VectorEnv(HostVectorEnv):
         return self._observe(obs, info, mask)
 
     def step(self, action: ArrayTree) -> HostStep:
+        """Steps all environments; see `HostVectorEnv.step`."""
         host_checks.check_open(self._is_closed)
         mask, action = None, self._batch(action)
         obs, reward, terminated, truncated, info = self._env.step(action)
@@ -197,6 +199,7 @@ class _VectorEnv(HostVectorEnv):
         )
 
     def close(self) -> None:
+        """Closes the environments."""
         if not self._is_closed:
             self._env.close()
         self._is_closed = True

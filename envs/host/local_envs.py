@@ -137,7 +137,7 @@ class LocalEnvs(HostVectorEnv):
         """Steps every environment with its action, `[B, ...]`, without resets."""
         env_checks.check_open(not self._envs)
         for index, x in zip(range(self.num_envs), self._split(action), strict=True):
-            self.advance(index, x)
+            self.step_one(index, x)
         return self._arrays.answer(self.causes)
 
     def rebuild(self, mask: np.ndarray) -> None:
@@ -189,7 +189,7 @@ class LocalEnvs(HostVectorEnv):
         while self._envs:
             close(self._envs.pop())
 
-    def advance(self, index: int, action: Any) -> None:
+    def step_one(self, index: int, action: Any) -> None:
         """Steps one environment, unless it is faulty."""
         if index in self.causes:
             return

@@ -169,7 +169,7 @@ class HostVectorEnv(BaseVectorEnv):
         """
         raise NotImplementedError
 
-    def restart(self, shared: ArrayTree) -> None:
+    def load_shared(self, shared: ArrayTree) -> None:
         """Restores the running statistics from `shared`, or resets them if None."""
 
     def draw(self, number: int) -> np.ndarray:

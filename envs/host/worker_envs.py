@@ -139,7 +139,7 @@ class WorkerEnvs(AsyncHostVectorEnv):
             handles = self._handles(x for x in env_ids if x not in pool.broken)
             for handle in handles:  # send all requests first, so that workers overlap
                 args = (x[handle.rows] for x in (seeds, mask, self._numbers))
-                pool.request(handle, "restart", *args)
+                pool.request(handle, "reset_numbered", *args)
             pool.results(handles)
             # Discard after the reply: until then, results of earlier steps may arrive.
             pool.discard_steps(env_ids)

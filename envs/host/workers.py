@@ -167,9 +167,11 @@ class _Envs(LocalEnvs):
         # `_split` expects a batch: pass a batch of size one.
         row = [array[index : index + 1] for array in self._actions]
         (action,) = self._split(self.layout.action.unflatten(row))
-        self.advance(index, action)
+        self.step_one(index, action)
 
-    def restart(self, seeds: np.ndarray, mask: np.ndarray, numbers: np.ndarray) -> None:
+    def reset_numbered(
+        self, seeds: np.ndarray, mask: np.ndarray, numbers: np.ndarray
+    ) -> None:
         """Resets some environments and writes observations to the shared memory."""
         if mask.all():
             _seed_global_generators(int(seeds[0]))

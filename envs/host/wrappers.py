@@ -84,9 +84,9 @@ class HostWrapper(AsyncHostVectorEnv):
         """Normalizes raw observations; see `BaseVectorEnv.normalize_obs`."""
         return self.env.normalize_obs(obs)
 
-    def restart(self, shared: ArrayTree) -> None:
+    def load_shared(self, shared: ArrayTree) -> None:
         """Restores the running statistics; see `HostVectorEnv`."""
-        self.env.restart(shared)
+        self.env.load_shared(shared)
 
     def draw(self, number: int) -> np.ndarray:
         """Renders the current state of one environment, `[H, W, 3]` uint8."""
@@ -148,7 +148,7 @@ class NormalizeHostEnv(HostWrapper):
             jax.eval_shape(self._space.sample, jax.random.key(0)),
         )
         self._discounted = np.zeros(self.num_envs, np.float32)
-        self.restart(None)
+        self.load_shared(None)
         self._obs = jax.tree.map(np.array, self._normalize(self._raw))
         # Normalized parts of the observation are unbounded.
         mean = self._statistics[0].mean
@@ -172,10 +172,10 @@ class NormalizeHostEnv(HostWrapper):
 
     @property
     def shared(self) -> NormalizeState:
-        """The statistics and the discounted sums `[B]` of rewards; see `restart`."""
+        """Statistics, and discounted sums of rewards, `[B]`; see `load_shared`."""
         return NormalizeState((), self._discounted.copy(), Shared(self._statistics))
 
-    def restart(self, shared: NormalizeState | None) -> None:
+    def load_shared(self, shared: NormalizeState | None) -> None:
         """Restores the running statistics from `shared`, or resets them if None."""
         statistics = self._prior() if shared is None else shared.statistics.value
         self._statistics = self.statistics or statistics

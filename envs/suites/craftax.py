@@ -12,7 +12,7 @@ import numpy as np
 
 from rollout.base.checks import import_optional
 from rollout.envs.suites.convert import check_methods
-from rollout.envs.suites.gymnax import _GymnaxEnv
+from rollout.envs.suites.gymnax import GymnaxEnv
 from rollout.envs.types import ArrayTree, Env
 
 _IDS = (
@@ -62,7 +62,7 @@ def make(name: str, **options: Any) -> Env:
     return from_craftax(env, env.default_params.replace(**options))
 
 
-class _CraftaxEnv(_GymnaxEnv, kw_only=True):
+class _CraftaxEnv(GymnaxEnv, kw_only=True):
     """An `Env` over Craftax; the leaves are the parameters."""
 
     @property

@@ -96,7 +96,7 @@ def from_gymnax(
             "`limit_field` must be a field of `env_params`, got "
             f"{limit_field!r} and {type(env_params).__name__}."
         )
-    return _GymnaxEnv(
+    return GymnaxEnv(
         env_params=env_params, env=env, limit_field=limit_field, time_field=time_field
     )
 
@@ -128,7 +128,7 @@ def make(name: str, **env_params: Any) -> Env:
     return from_gymnax(env, params.replace(**changes))
 
 
-class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
+class GymnaxEnv(struct.PyTreeNode, kw_only=True):
     """An `Env` over a gymnax environment; the leaves are the gymnax parameters."""
 
     env_params: ArrayTree
@@ -138,17 +138,21 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
 
     @property
     def observation_space(self) -> AnySpace:
+        """Space of an observation."""
         return as_space(self.env.observation_space(self.env_params))
 
     @property
     def action_space(self) -> AnySpace:
+        """Space of an action."""
         return as_space(self.env.action_space(self.env_params))
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
+        """Starts an episode; see `Env.reset`."""
         obs, state = self.env.reset_env(self._inline(key), self.env_params)
         return strong((state, obs))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+        """Takes one step; see `Env.step`."""
         # `step_env` returns the true successor; gymnax's `step` replaces it by a reset.
         try:
             result = self.env.step_env(

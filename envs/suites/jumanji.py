@@ -73,12 +73,12 @@ class _Jumanji(struct.PyTreeNode, kw_only=True):
 
     env: Any = struct.field(pytree_node=False)
 
-    def begin(self, key: chex.PRNGKey) -> tuple[ArrayTree, Any]:
+    def reset_game(self, key: chex.PRNGKey) -> tuple[ArrayTree, Any]:
         state, timestep = self.env.reset(key)
         # Drop the key, which every step replaces, to keep it out of the carry.
         return strong((state.replace(key=()), timestep))
 
-    def advance(
+    def step_game(
         self, key: chex.PRNGKey, state: Any, action: jax.Array
     ) -> tuple[ArrayTree, Any]:
         # `timestep` contains the true successor, because no wrapper resets.
@@ -120,11 +120,11 @@ class _JumanjiEnv(_Jumanji, kw_only=True):
         return _to_action_space(self.env.action_spec)
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        state, timestep = self.begin(key)
+        state, timestep = self.reset_game(key)
         return state, timestep.observation
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
-        next_state, timestep = self.advance(key, state, action)
+        next_state, timestep = self.step_game(key, state, action)
         is_terminal = timestep.discount == 0
         return EnvStep(
             state=next_state,
@@ -161,13 +161,13 @@ class _JumanjiAgents(_Jumanji, kw_only=True):
     def reset(
         self, key: chex.PRNGKey
     ) -> tuple[ArrayTree, dict[str, ArrayTree], jax.Array]:
-        state, timestep = self.begin(key)
+        state, timestep = self.reset_game(key)
         return state, self._observe(timestep), jnp.ones((len(self.agents),), bool)
 
     def step(
         self, key: chex.PRNGKey, state: ArrayTree, action: dict[str, jax.Array]
     ) -> MultiAgentStep:
-        next_state, timestep = self.advance(key, state, action[_GROUP])
+        next_state, timestep = self.step_game(key, state, action[_GROUP])
         is_terminal = timestep.discount == 0  # [A], one discount per agent
         return MultiAgentStep(
             state=next_state,

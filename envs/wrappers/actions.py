@@ -14,8 +14,8 @@ from rollout.base import checks, prng, trees
 from rollout.envs.multi_agent import MultiAgentStep
 from rollout.envs.spaces import Box, Dict, Discrete, Repeated, Space
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
-from rollout.envs.wrappers.observations import first_of
-from rollout.envs.wrappers.wrapper import Agent, ObsWrapper, Wrapper, cast_step
+from rollout.envs.wrappers.observations import first_element
+from rollout.envs.wrappers.wrapper import AgentStep, ObsWrapper, Wrapper, cast_step
 
 _BOUNDS = ("clip", "tanh")
 
@@ -192,7 +192,7 @@ class NoRepeat(ObsWrapper):
                 f"{type(self.action_space).__name__}."
             )
 
-    def space(self, agent: Agent) -> AnySpace:
+    def space(self, agent: AgentStep) -> AnySpace:
         """Space of `obs`."""
         space: Any = agent.observation_space
         if isinstance(space, Dict) and "action_mask" in space.spaces:
@@ -200,7 +200,7 @@ class NoRepeat(ObsWrapper):
         mask = Box(False, True, (agent.action_space.n,), jnp.dtype(bool))
         return Dict({"obs": space, "action_mask": mask})
 
-    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+    def show(self, agent: AgentStep, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Masks out the actions of previous steps."""
         start, num = agent.action_space.start, agent.action_space.n
         if memory is not None:
@@ -236,7 +236,7 @@ class History(ObsWrapper):
     def _check(self) -> None:
         checks.check_int("window", self.window)
 
-    def space(self, agent: Agent) -> AnySpace:
+    def space(self, agent: AgentStep) -> AnySpace:
         """Space of `obs`; rewards are unbounded."""
         return Dict(
             {
@@ -247,11 +247,11 @@ class History(ObsWrapper):
             }
         )
 
-    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+    def show(self, agent: AgentStep, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Adds the last actions and rewards."""
         if memory is None:
             memory = {
-                "actions": first_of(Repeated(agent.action_space, self.window)),
+                "actions": first_element(Repeated(agent.action_space, self.window)),
                 "rewards": jnp.zeros(self.window, jnp.float32),
                 "length": jnp.zeros((), jnp.int32),
             }

@@ -12,7 +12,7 @@ from rollout.envs.multi_agent import MultiAgentStep
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
 from rollout.envs.wrappers.observations import space_with_previous, with_previous
 from rollout.envs.wrappers.wrapper import (
-    Agent,
+    AgentStep,
     Wrapper,
     WrapperState,
     cast_step,
@@ -186,7 +186,7 @@ class Trials(Wrapper):
     @property
     def observation_space(self) -> AnySpace:
         """Space of `obs`; the reward is unbounded."""
-        return space_with_previous(Agent(self.env))
+        return space_with_previous(AgentStep(self.env))
 
     def at_episode(self, number: jax.Array) -> Self:
         """Passes the number of the trial to the environment; see `Env`."""
@@ -199,7 +199,7 @@ class Trials(Wrapper):
         # which the key-reuse checker would report.
         memory = jax.random.key_data(key), jnp.int32(0), self.number
         state = WrapperState(env_state=state, memory=memory)
-        return state, with_previous(Agent(self.env), obs, jnp.bool_(True))
+        return state, with_previous(AgentStep(self.env), obs, jnp.bool_(True))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step; starts the next episode of the trial if an episode ends."""
@@ -213,7 +213,7 @@ class Trials(Wrapper):
         is_last = num_ended >= self.num_episodes
         is_first = done & ~is_last
         # Pass the last action and reward also to the first step of the next episode.
-        agent = Agent(self.env, action=action, reward=result.reward)
+        agent = AgentStep(self.env, action=action, reward=result.reward)
         reset_key = jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
         env_state, obs = trees.select(
             is_first, env.reset(reset_key), (result.state, result.obs)

@@ -26,7 +26,7 @@ from rollout.envs.spaces import (
     space_of,
 )
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.wrappers.wrapper import Agent, ObsWrapper
+from rollout.envs.wrappers.wrapper import AgentStep, ObsWrapper
 
 
 class FrameStack(ObsWrapper):
@@ -52,11 +52,11 @@ class FrameStack(ObsWrapper):
     def _check(self) -> None:
         checks.check_int("num_frames", self.num_frames)
 
-    def space(self, agent: Agent) -> AnySpace:
+    def space(self, agent: AgentStep) -> AnySpace:
         """Space of `obs`, `[num_frames, ...]`."""
         return _stacked(agent.observation_space, self.num_frames)
 
-    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+    def show(self, agent: AgentStep, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Adds the newest frame and drops the oldest frame."""
         new = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
         # Repeat the first frame of an episode, when `memory` is None.
@@ -106,7 +106,7 @@ class TransformObs(ObsWrapper):
             )
         space = self.observation_space
         if space is None:
-            agent = Agent(self.env)
+            agent = AgentStep(self.env)
             # Trace a reset without running it: steps have the same observation shapes.
             shapes = eval_reset(
                 self.env, lambda _, obs, *__: self._show_each(agent, obs, None)[0]
@@ -119,14 +119,14 @@ class TransformObs(ObsWrapper):
         space = as_space(space, "observation_space")
         object.__setattr__(self, "observation_space", space)
 
-    def space(self, agent: Agent) -> AnySpace:
+    def space(self, agent: AgentStep) -> AnySpace:
         """Space of the agent's transformed observation."""
         space: Any = self.observation_space
         if agent.group is None:
             return space
         return space.spaces.get(agent.group, agent.observation_space)
 
-    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+    def show(self, agent: AgentStep, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Applies `fn` if the wrapper transforms the agent's group."""
         if self.group not in (None, agent.group):
             return obs, ()
@@ -164,7 +164,7 @@ class AgentNumber(ObsWrapper):
                 f"{type(self.env).__name__} with a single agent."
             )
 
-    def space(self, agent: Agent) -> AnySpace:
+    def space(self, agent: AgentStep) -> AnySpace:
         """Space of the agent's observation with its one-hot number."""
         space: Any = agent.observation_space
         number = Box(0.0, 1.0, (len(self.agents),))
@@ -172,7 +172,7 @@ class AgentNumber(ObsWrapper):
             {**_by_name(getattr(space, "spaces", space), space), "agent": number}
         )
 
-    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+    def show(self, agent: AgentStep, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Adds the one-hot number of the agent."""
         number = jax.nn.one_hot(agent.number, len(self.agents), dtype=jnp.float32)
         return {**_by_name(obs, obs), "agent": number}, ()
@@ -199,12 +199,12 @@ class ObserveInfo(ObsWrapper):
         checks.check_function("fn", self.fn)
         checks.check_function("initial", self.initial)
 
-    def space(self, agent: Agent) -> AnySpace:
+    def space(self, agent: AgentStep) -> AnySpace:
         """Space of `obs`; the info part is unbounded."""
         info = space_of(eval_reset(self.env, self.initial))
         return Dict({"obs": agent.observation_space, "info": info})
 
-    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+    def show(self, agent: AgentStep, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Adds the info of the last step."""
         # `info` does not exist before the first step.
         is_first = memory is None
@@ -228,14 +228,14 @@ class ObserveState(ObsWrapper):
         env: the environment.
     """
 
-    def space(self, agent: Agent) -> AnySpace:
+    def space(self, agent: AgentStep) -> AnySpace:
         """Space of `obs`; the state is unbounded."""
         space = space_of(
             eval_reset(self.env, lambda state, obs: trees.unwrap_keys(state))
         )
         return Dict({"obs": agent.observation_space, "state": space})
 
-    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+    def show(self, agent: AgentStep, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Adds the state."""
         return {"obs": obs, "state": agent.state}, ()
 
@@ -260,11 +260,11 @@ class ObservePrevious(ObsWrapper):
 
     for_agents = "simultaneous"
 
-    def space(self, agent: Agent) -> AnySpace:
+    def space(self, agent: AgentStep) -> AnySpace:
         """Space of `obs`; the reward is unbounded."""
         return space_with_previous(agent)
 
-    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+    def show(self, agent: AgentStep, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Adds the last action and reward; zeros at the start of an episode."""
         return with_previous(agent, obs, jnp.bool_(agent.reward is None)), ()
 
@@ -286,7 +286,7 @@ def _stacked(space: AnySpace, num: int) -> AnySpace:
     return Box(low, high, shape, space.dtype)
 
 
-def first_of(space: AnySpace) -> ArrayTree:
+def first_element(space: AnySpace) -> ArrayTree:
     """Returns zeros with the structure, shapes and dtypes of an element."""
     # Use an abstract key: `check_env` would treat a real key as a sample of the
     # environment.
@@ -305,7 +305,7 @@ def _by_name(tree: Any, default: Any) -> dict[str, Any]:
     return dict(tree)
 
 
-def space_with_previous(agent: Agent) -> AnySpace:
+def space_with_previous(agent: AgentStep) -> AnySpace:
     """Returns the space of the result of `with_previous`; the reward is unbounded."""
     return Dict(
         {
@@ -318,12 +318,12 @@ def space_with_previous(agent: Agent) -> AnySpace:
 
 
 def with_previous(
-    agent: Agent, obs: ArrayTree, first: jax.Array
+    agent: AgentStep, obs: ArrayTree, first: jax.Array
 ) -> dict[str, ArrayTree]:
     """Adds the previous action and reward to an observation; zeros at the start."""
     action, reward = agent.action, agent.reward
     if reward is None:
-        action, reward = first_of(agent.action_space), jnp.float32(0)
+        action, reward = first_element(agent.action_space), jnp.float32(0)
     return {"obs": obs, "action": action, "reward": reward, "first": first}
 
 
@@ -393,7 +393,7 @@ class FlattenObs(ObsWrapper):
             has a part that `flatten_obs` does not support.
     """
 
-    def space(self, agent: Agent) -> AnySpace:
+    def space(self, agent: AgentStep) -> AnySpace:
         """Space of `obs`: a box, or a dict of a box and the mask."""
         # Masks are identified by their path, which a list of spaces does not contain.
         shapes = eval_reset(self.env, lambda state, obs: obs)
@@ -408,7 +408,7 @@ class FlattenObs(ObsWrapper):
         masks = [part for path, part in pairs if is_mask(path)]
         return Dict({"obs": box, MASK: masks[0]}) if masks else box
 
-    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+    def show(self, agent: AgentStep, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Flattens the observation."""
         flat, mask = flatten_obs(agent.observation_space, obs), get_action_mask(obs)
         return (flat if mask is None else {"obs": flat, MASK: mask}), ()

@@ -154,7 +154,7 @@ class Wrapper(BaseWrapper):
         return self.env.step(key, state, action)
 
 
-class Agent(NamedTuple):
+class AgentStep(NamedTuple):
     """The agent whose observation an `ObsWrapper` changes.
 
     Attributes:
@@ -197,11 +197,11 @@ class ObsWrapper(Wrapper):
     `jax.vmap`.
     """
 
-    def space(self, agent: Agent) -> AnySpace:
+    def space(self, agent: AgentStep) -> AnySpace:
         """Returns the space of the agent's new observation."""
         raise NotImplementedError
 
-    def show(self, agent: Agent, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
+    def show(self, agent: AgentStep, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Returns the agent's new observation and the new memory.
 
         Args:
@@ -215,29 +215,29 @@ class ObsWrapper(Wrapper):
     @property
     def observation_space(self) -> AnySpace:
         """Space of `obs`."""
-        return self.space(Agent(self.env))
+        return self.space(AgentStep(self.env))
 
     @property
     def observation_spaces(self) -> Mapping[str, AnySpace]:
         """Space of one agent's `obs`, by group."""
-        return {group: self.space(Agent(self.env, group)) for group in self.groups}
+        return {group: self.space(AgentStep(self.env, group)) for group in self.groups}
 
     def reset(self, key: chex.PRNGKey) -> tuple:
         """Starts an episode; returns `(state, obs)`, and `acting` if multi-agent."""
         state, obs, *acting = self.env.reset(key)
-        obs, memory = self._show_each(Agent(self.env, state=state), obs, None)
+        obs, memory = self._show_each(AgentStep(self.env, state=state), obs, None)
         return WrapperState(env_state=state, memory=memory), obs, *acting
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:
         """Takes one step."""
         result = self.env.step(key, state.env_state, action)
         reward = jnp.asarray(result.reward, jnp.float32)
-        agent = Agent(self.env, None, 0, action, reward, result.state, result.info)
+        agent = AgentStep(self.env, None, 0, action, reward, result.state, result.info)
         obs, memory = self._show_each(agent, result.obs, state.memory)
         state = WrapperState(env_state=result.state, memory=memory)
         return result.replace(state=state, obs=obs)
 
-    def _show_each(self, agent: Agent, obs: Any, memory: Any) -> tuple[Any, Any]:
+    def _show_each(self, agent: AgentStep, obs: Any, memory: Any) -> tuple[Any, Any]:
         """Calls `show` for each agent; `agent` has the stacked actions and rewards."""
         if not has_agents(self.env):
             return self.show(agent, obs, memory)

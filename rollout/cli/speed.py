@@ -103,7 +103,7 @@ def make_collector(
 
 def make_policy(observation_space: Any, action_space: Any) -> Any:
     """Makes the random policy, which samples valid actions."""
-    action_mask_fn = masks.find(observation_space, action_space)
+    action_mask_fn = masks.find_mask(observation_space, action_space)
     return random_policy(action_space, action_mask_fn=action_mask_fn)
 
 

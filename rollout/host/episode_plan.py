@@ -13,10 +13,10 @@ import numpy as np
 from rollout.base.types import ArrayTree
 from rollout.envs.host.arrays import place_rows
 from rollout.host.rows import Rows
-from rollout.kernel.episodes import first_of
+from rollout.kernel.episodes import keep_first
 from rollout.types import Episodes, Transition
 
-_first_of = jax.jit(first_of)
+_keep_first = jax.jit(keep_first)
 
 
 class EpisodePlan(NamedTuple):
@@ -109,7 +109,7 @@ class EpisodePlan(NamedTuple):
             return self
         return self._replace(num_steps=self.num_steps + int(np.count_nonzero(mask)))
 
-    def advance(self, done: np.ndarray) -> Self:
+    def assign_next(self, done: np.ndarray) -> Self:
         """Assigns the next episodes, in order, to the lanes whose episode has ended."""
         index, count = self.index.copy(), int(np.count_nonzero(done))
         num_done = self.num_done + int(np.count_nonzero(done & self.mask))
@@ -183,7 +183,7 @@ class EpisodeTable:
         num_steps = self._results["episode_length"].sum(dtype=np.int32)
         episodes = Episodes(**self._results, num_steps=num_steps, mask=mask)
         if plan.min_steps is not None:
-            episodes = _first_of(episodes, plan.min_steps)
+            episodes = _keep_first(episodes, plan.min_steps)
             num_used = int(episodes.mask.sum())
             episodes = episodes.replace(mask=episodes.mask & mask)
         if self._padded is not None:

@@ -201,7 +201,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             if at_batch_end == "reset":
                 # Skip lanes at the start of an episode, which are already reset.
                 state = session.state
-                session.begin(state.next_ids, state.episode_length > 0)
+                session.begin_episodes(state.next_ids, state.episode_length > 0)
             cut_last = at_batch_end == "truncate"
             # Use a single block: its memory is the trajectory.
             (state,) = session.run(
@@ -375,7 +375,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             )
             table = EpisodeTable(num_episodes, max_length)
             session.state = state.replace(plan=plan)
-            session.begin(plan.episode_id, np.ones(num_envs, bool))
+            session.begin_episodes(plan.episode_id, np.ones(num_envs, bool))
             for state in session.run(params, NO_LIMIT, _BLOCK, max_episode_steps):
                 if fn is not None:
                     acc = fold(fn, acc, state.recorded, state.num_rows)

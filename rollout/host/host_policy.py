@@ -13,7 +13,7 @@ from rollout.envs.host.env_checks import SpaceCheck
 from rollout.envs.spaces import Composite, Space
 from rollout.envs.types import ArrayTree
 from rollout.kernel import keys
-from rollout.kernel.state import check_values, init_policy_state, restart_policy_state
+from rollout.kernel.state import check_values, init_policy_state, reset_policy_state
 from rollout.policies import base
 from rollout.types import Policy
 
@@ -24,7 +24,7 @@ class _Programs(NamedTuple):
     """The compiled functions, shared by equal policies."""
 
     act: Any
-    restart: Any
+    reset: Any
     initial: Any
     value: Any
 
@@ -111,7 +111,7 @@ class HostPolicy:
             self._numbers, params, self._words[row], state, obs, lanes, env_id
         )
         action = np.asarray(action) if self._is_array else to_host(action)
-        if faults := self._check.find(action):
+        if faults := self._check.find_invalid(action):
             row = min(faults)
             lane = row if env_id is None else env_id[row]
             raise ValueError(
@@ -168,7 +168,7 @@ class HostPolicy:
         """
         if not self._has_state or not is_first.any():
             return state
-        return self._programs.restart(
+        return self._programs.reset(
             self._numbers, self._root, is_first, episode_id, state
         )
 
@@ -187,7 +187,7 @@ def _programs(
         first = jnp.arange(num_envs, dtype=jnp.int32)
         return init_policy_state(policy, keys.keys_of(key, first))
 
-    def restart(
+    def reset(
         numbers: list[Any],
         words: jax.Array,
         restarts: jax.Array,
@@ -198,7 +198,7 @@ def _programs(
         policy = jax.tree.unflatten(structure, numbers)
         root = jax.random.wrap_key_data(words, impl=impl)
         key = keys.keys_of(root, episode_id)
-        return restart_policy_state(policy, state, restarts, key)
+        return reset_policy_state(policy, state, restarts, key)
 
     def act(
         numbers: list[Any],
@@ -210,7 +210,7 @@ def _programs(
         env_id: jax.Array | None,
     ) -> tuple[ArrayTree, ArrayTree, ArrayTree]:
         if lanes:
-            state = restart(numbers, *lanes, state)
+            state = reset(numbers, *lanes, state)
         lane_state = state
         if env_id is not None:
             lane_state = jax.tree.map(lambda x: x[env_id], state)
@@ -240,7 +240,7 @@ def _programs(
         check_values(values, obs)
         return values
 
-    jitted = map(jax.jit, (act, restart, initial, value))
+    jitted = map(jax.jit, (act, reset, initial, value))
     return _Programs(*jitted)
 
 

@@ -198,7 +198,7 @@ def restart(spec: HostSpec, state: HostState) -> tuple[HostState, Faults]:
     obs: ArrayTree = None
     try:
         obs = env.reset(spec.seeds(ids, lanes), state.must_reset)
-        causes = spec.obs_check.find(obs)
+        causes = spec.obs_check.find_invalid(obs)
         causes = {n: causes[n] for n in lanes.tolist() if n in causes}
     except EnvFault as error:
         causes = error.causes
@@ -249,7 +249,7 @@ def _begin_next(state: HostState, done: np.ndarray) -> HostState:
     """Assigns the next episodes to the lanes in `done`."""
     if state.plan is None:
         return mark(state, done, state.next_ids)
-    plan = state.plan.advance(done)
+    plan = state.plan.assign_next(done)
     return mark(state.replace(plan=plan), done, plan.episode_id)
 
 
@@ -258,7 +258,7 @@ def _find_faults(
 ) -> Mapping[int, BaseException]:
     """Returns errors of the environments and of invalid values, by lane."""
     # Check after the row is written, since a fault masks out all rows of its episode.
-    faults, reward = spec.obs_check.find(result.obs), result.total_reward
+    faults, reward = spec.obs_check.find_invalid(result.obs), result.total_reward
     if np.count_nonzero(np.isfinite(reward)) < len(reward):
         is_invalid = ~np.isfinite(reward)
         is_invalid = is_invalid if result.mask is None else is_invalid & result.mask

@@ -127,7 +127,7 @@ class Session:
         env, num_ready, record_fn = collector.env, collector.num_ready, None
         self._start_version = self._version
         self._claim()
-        env.restart(shared)
+        env.load_shared(shared)
         if collector.record_fn is not None or collector.accumulators:
             record_fn = recorder(collector.accumulators, collector.record_fn)
         action_space = as_space(env.action_space, "env.action_space")
@@ -148,7 +148,7 @@ class Session:
         self.start(carry.key, carry.env_state[1])
         self.state = host_state.load_carry(self.spec, self.state, carry)
         if saved is None:
-            self.begin(self.state.episode_id, self.spec.all_lanes)
+            self.begin_episodes(self.state.episode_id, self.spec.all_lanes)
             return
         try:
             self._collector.env.load(saved, jax.tree.map(np.array, carry.obs))
@@ -224,7 +224,7 @@ class Session:
             if faults.causes:
                 self._report(faults)
 
-    def begin(self, episode_id: np.ndarray, mask: np.ndarray) -> None:
+    def begin_episodes(self, episode_id: np.ndarray, mask: np.ndarray) -> None:
         """Begins the episodes with these ids, `[B]`, in the lanes of `mask`."""
         self.state = host_state.mark(self.state, mask, episode_id)
         self.settle()

@@ -100,7 +100,7 @@ def play(
     end = restart(spec, run.carry, all_lanes, next_start)
     episodes, num_queued = _read(run.results), 0 if per_env else number
     if min_steps is not None:
-        episodes = first_of(episodes, min_steps)
+        episodes = keep_first(episodes, min_steps)
         num_queued = jnp.sum(episodes.mask, dtype=jnp.int32)
     return end.replace(next_episode=end.next_episode + num_queued), run.acc, episodes
 
@@ -220,7 +220,7 @@ def _assign(
     if min_steps is None:
         return next_run
     # Once there are enough steps, no episode starts. Running episodes continue to their
-    # end, since `first_of` may select them.
+    # end, since `keep_first` may select them.
     num_steps = run.num_steps + totals[2]
     is_enough = num_steps >= min_steps
     num_started = jnp.minimum(run.num_wanted, run.num_started)
@@ -308,7 +308,7 @@ def _read(results: tuple[jax.Array, ArrayTree]) -> Episodes:
     )
 
 
-def first_of(episodes: Episodes, min_steps: int) -> Episodes:
+def keep_first(episodes: Episodes, min_steps: int) -> Episodes:
     """Selects the first episodes that have `min_steps` steps together.
 
     Episodes are in the order of their start, so the selection does not depend on the

@@ -1,6 +1,6 @@
 """Functions of a step for the carry, the policy state, the critic and recording.
 
-`roots_of` validates a carry. `init_policy_state` and `restart_policy_state` reset the
+`roots_of` validates a carry. `init_policy_state` and `reset_policy_state` reset the
 policy's recurrent state at episode boundaries. `final_value` evaluates the critic at
 truncations. `record` and `accumulate` compute the recorded fields of a transition.
 """
@@ -20,7 +20,7 @@ from rollout.envs import auto_reset
 from rollout.envs.types import ArrayTree, EnvStep, LaneIndex, VectorEnv, place, strong
 from rollout.kernel import keys
 from rollout.kernel.keys import POLICY_EPISODE, Roots
-from rollout.policies.base import restart
+from rollout.policies.base import select_initial
 from rollout.types import (
     Accumulator,
     Accumulators,
@@ -104,11 +104,11 @@ def init_policy_state(policy: Policy, episode_key: chex.PRNGKey) -> ArrayTree:
     return state
 
 
-def restart_policy_state(
+def reset_policy_state(
     policy: Policy, state: ArrayTree, restarts: jax.Array, episode_key: chex.PRNGKey
 ) -> ArrayTree:
     """Resets the state in the lanes with `restarts`, except for `Persistent` parts."""
-    return restart(restarts, init_policy_state(policy, episode_key), state)
+    return select_initial(restarts, init_policy_state(policy, episode_key), state)
 
 
 def final_value(

@@ -20,7 +20,7 @@ from rollout.kernel.state import (
     final_value,
     init_policy_state,
     record,
-    restart_policy_state,
+    reset_policy_state,
 )
 from rollout.policies import base
 from rollout.types import (
@@ -166,7 +166,7 @@ def restart(spec: KernelSpec, carry: Carry, restarts: jax.Array, start: Start) -
         new = trees.barrier(env).reset_done(start, restarts, old)
     with jax.named_scope("bookkeeping"):
         key, state = new.episode_key, carry.policy_state
-        state = restart_policy_state(spec.policy, state, restarts, key)
+        state = reset_policy_state(spec.policy, state, restarts, key)
         new_episode = _begin(spec, key, start.episode_id)
         episode = trees.select(restarts, new_episode, episode.replace(key=key))
         carry = carry.replace(

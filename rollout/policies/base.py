@@ -117,7 +117,7 @@ class RandomPolicy(Policy):
         del params  # unused
         space = self.action_space
         if self.action_mask_fn is None:
-            action = masks.uniform(space, masks.num_lanes(obs), key)
+            action = masks.sample_actions(space, masks.num_lanes(obs), key)
             return PolicyStep(action, state)
         action_mask = masks.read(self.action_mask_fn, obs, space)
         action, no_valid_action = masks.sample(action_mask, space, key)
@@ -371,7 +371,7 @@ def unroll(
     def step(state: ArrayTree, row: Any) -> tuple[ArrayTree, ArrayTree]:
         x, first, acting = row
         # Reset before `core`: the first row of an episode reads the initial state.
-        state = restart(first, initial_state, state)
+        state = select_initial(first, initial_state, state)
         new_state, output = core(state, x)
         if acting is not None:
             new_state = trees.select(acting, new_state, state)
@@ -380,7 +380,9 @@ def unroll(
     return jax.lax.scan(step, state, (inputs, first, acting))
 
 
-def restart(restarts: jax.Array, initial: ArrayTree, state: ArrayTree) -> ArrayTree:
+def select_initial(
+    restarts: jax.Array, initial: ArrayTree, state: ArrayTree
+) -> ArrayTree:
     """Resets lanes to `initial` if `restarts`, except for `Persistent` parts."""
 
     def choose(initial: ArrayTree, state: ArrayTree) -> ArrayTree:

@@ -455,7 +455,7 @@ def _replace(
 ) -> PolicyStep:
     """Replaces an action by a random one if `flag` is True or the action is invalid."""
     if action_mask_fn is None:
-        action = masks.uniform(space, flag.shape[0], key)
+        action = masks.sample_actions(space, flag.shape[0], key)
     else:
         action_mask = masks.read(action_mask_fn, obs, space)
         flag = flag | ~masks.is_valid(action_mask, decision.action, space)

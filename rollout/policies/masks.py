@@ -59,7 +59,7 @@ def mask_values(values: jax.Array, action_mask: jax.Array | None) -> jax.Array:
     return jnp.where(is_valid, values, _INVALID_VALUE)
 
 
-def uniform(space: AnySpace, num_envs: int, key: chex.PRNGKey) -> ArrayTree:
+def sample_actions(space: AnySpace, num_envs: int, key: chex.PRNGKey) -> ArrayTree:
     """Samples `[B, ...]` actions from the whole space, whose bounds must be finite."""
     if isinstance(space, Discrete):
         # Sample from 0 and shift by `start`.
@@ -69,13 +69,13 @@ def uniform(space: AnySpace, num_envs: int, key: chex.PRNGKey) -> ArrayTree:
         # Derive the key of a part from its position, so that its samples do not depend
         # on the parts that follow.
         actions = [
-            uniform(part, num_envs, prng.fold_in(key, number))
+            sample_actions(part, num_envs, prng.fold_in(key, number))
             for number, part in enumerate(space.parts)
         ]
         return space.structure.unflatten(actions)
     if isinstance(space, Repeated):
         # Sample the elements as lanes: one call is faster than one per element.
-        elements = uniform(space.space, num_envs * space.num, key)
+        elements = sample_actions(space.space, num_envs * space.num, key)
         return jax.tree.map(
             lambda x: x.reshape(num_envs, space.num, *x.shape[1:]), elements
         )
@@ -222,12 +222,14 @@ def check_can_sample(space: AnySpace, action_mask_fn: ActionMaskFn | None) -> No
     check_bounds(space)
 
 
-def find(observation_space: AnySpace, action_space: AnySpace) -> ActionMaskFn | None:
+def find_mask(
+    observation_space: AnySpace, action_space: AnySpace
+) -> ActionMaskFn | None:
     """Finds the mask in observations with an entry `action_mask`, also in `info`."""
     observed, space = as_space(observation_space), as_space(action_space)
     parts: Any = observed.spaces if isinstance(observed, Composite) else {}
     if isinstance(parts, Mapping) and "info" in parts:  # by `observe_info`
-        info_mask_fn = find(parts["info"], space)
+        info_mask_fn = find_mask(parts["info"], space)
         return info_mask_fn and (lambda obs: info_mask_fn(obs["info"]))
     get: Callable[[Any], Any] = operator.itemgetter(_NAME)
     if not isinstance(parts, Mapping):
@@ -264,7 +266,7 @@ def sample(
         for i, (mask, part) in enumerate(zip(action_mask, _parts(space), strict=True)):
             part_key = prng.fold_in(key, i)
             if mask is None:
-                action = uniform(part, num_lanes(action_mask), part_key)
+                action = sample_actions(part, num_lanes(action_mask), part_key)
             else:
                 action, no_valid = sample(mask, part, part_key)
                 flags.append(no_valid)

@@ -128,11 +128,11 @@ def test_mask_of_an_observation_has_the_layout_of_the_action(space, shape, mask_
         jnp.ones((3, *shape), bool),
         envs.spaces.Composite(Obs(mask_space)),
     )
-    action_mask = masks.find(obs_space, space)(Obs(mask))
+    action_mask = masks.find_mask(obs_space, space)(Obs(mask))
     assert jax.tree.map(jnp.shape, action_mask) == mask_shapes
     info_space = envs.spaces.Dict(
         {"info": envs.spaces.Dict({"action_mask": mask_space})}
     )
-    action_mask = masks.find(info_space, space)({"info": {"action_mask": mask}})
+    action_mask = masks.find_mask(info_space, space)({"info": {"action_mask": mask}})
     assert jax.tree.map(jnp.shape, action_mask) == mask_shapes
-    assert masks.find(envs.Box(0, 1, shape), space) is None
+    assert masks.find_mask(envs.Box(0, 1, shape), space) is None
