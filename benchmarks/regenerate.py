@@ -98,6 +98,7 @@ def steps() -> dict[str, list[str]]:
         "stream_speed": speed("stream_speed"),
         "devices_speed": speed("devices_speed"),
         "start_speed": speed("start_speed"),
+        "peer_trainings": [f"{ONE_CORE}peer_trainings.py --json docs/speed.json"],
         # Tests that train for long. Requires the extras test and suites, mctx, optuna.
         "tests": ["python -m pytest -q -m trains"],
         "tables": ["python benchmarks/tables.py"],

@@ -374,8 +374,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 next_ids, num_episodes, first_queued=first_queued, min_steps=min_steps
             )
             table = EpisodeTable(num_episodes, max_length)
-            session.state = state.replace(plan=plan)
-            session.begin_episodes(plan.episode_id, np.ones(num_envs, bool))
+            session.begin_plan(plan)
             for state in session.run(params, NO_LIMIT, _BLOCK, max_episode_steps):
                 if fn is not None:
                     acc = fold(fn, acc, state.recorded, state.num_rows)

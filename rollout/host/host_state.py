@@ -76,8 +76,8 @@ class Flight(NamedTuple):
 class HostState:
     """State of a host collection between two rows, like the kernel's `Carry`.
 
-    No function writes to an array of a state, except to `obs`, `Flight.sent` and the
-    rows from `num_rows` on.
+    No function writes to an array of a state, except to `obs`, `Flight.sent`, the rows
+    from `num_rows` on, and the masks of lost episodes.
 
     Attributes:
         step: number of calls of the policy so far.

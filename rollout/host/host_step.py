@@ -1,10 +1,11 @@
 """One step of every lane of a host collection, as functions of one state value.
 
 This is the NumPy version of `rollout.kernel.step`, which cannot call environments
-outside of JAX. `decide` applies the policy, `advance` steps the environments and writes
-a row, and `restart` rebuilds failed environments and starts new episodes. The functions
-return the next `HostState` and leave the old one unchanged. Only the environments, the
-rows that are not yet counted by `num_rows`, and the observations change in place.
+outside of JAX. `decide` applies the policy, `take` steps the environments, `advance`
+computes the next state and writes a row, and `restart` rebuilds failed environments and
+starts new episodes. `advance` and `restart` return the next `HostState` and leave the
+old one valid: only observations, rows from `num_rows` on, and the masks of lost
+episodes change in place.
 
 `rollout.host.asynchronous` chooses the lanes that step if environments step
 asynchronously.

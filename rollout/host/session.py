@@ -23,7 +23,7 @@ from rollout.envs.host.types import EnvFault
 from rollout.envs.spaces import as_space
 from rollout.host import asynchronous, host_state, host_step
 from rollout.host.ctrl_c import held_back
-from rollout.host.episode_plan import EpisodeTable
+from rollout.host.episode_plan import EpisodePlan, EpisodeTable
 from rollout.host.host_policy import HostPolicy
 from rollout.host.host_state import (
     NO_LIMIT,
@@ -228,6 +228,11 @@ class Session:
         """Begins the episodes with these ids, `[B]`, in the lanes of `mask`."""
         self.state = host_state.mark(self.state, mask, episode_id)
         self.settle()
+
+    def begin_plan(self, plan: EpisodePlan) -> None:
+        """Begins the first assigned episode in every lane."""
+        self.state = self.state.replace(plan=plan)
+        self.begin_episodes(plan.episode_id, self.spec.all_lanes)
 
     def end_plan(self, table: EpisodeTable) -> Episodes:
         """Returns the assigned episodes; every lane begins its next episode."""
