@@ -68,7 +68,7 @@ class LeaveByCategory(struct.PyTreeNode):
 
     def __post_init__(self) -> None:
         checks.check_int("window", self.window)
-        checks.check_integer("threshold", self.threshold)
+        checks.check_any_int("threshold", self.threshold)
         if _is_table(self.categories):
             _check_table("categories", self.categories, "[I, C] bool", "b")
             object.__setattr__(self, "categories", jnp.asarray(self.categories))

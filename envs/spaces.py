@@ -105,7 +105,7 @@ class Discrete(_Bounded, struct.PyTreeNode, eq=False):
         # Convert to Python ints and NumPy dtypes: static fields need equality and a
         # hash.
         object.__setattr__(self, "n", checks.check_int("n", self.n))
-        object.__setattr__(self, "start", checks.check_integer("start", self.start))
+        object.__setattr__(self, "start", checks.check_any_int("start", self.start))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         checks.check_int_dtype(self.dtype, self.low, self.high)
 
@@ -683,7 +683,7 @@ def _parts(spaces: Any, items: Iterable[tuple[Any, Any]]) -> dict[Any, AnySpace]
 
 def _shape(shape: Any) -> tuple[int, ...]:
     if isinstance(shape, tuple | list):
-        return tuple(checks.check_integer("shape", size) for size in shape)
+        return tuple(checks.check_any_int("shape", size) for size in shape)
     raise ValueError(f"`shape` must be a tuple of ints, got {shape!r}.")
 
 

@@ -122,7 +122,7 @@ def item_policy(
     checks.check_function("fn", fn)
     checks.check_function("action_mask_fn", action_mask_fn)
     checks.check_bool("sample", sample)
-    start = checks.check_integer("start", start)
+    start = checks.check_any_int("start", start)
     if value_fn is not None:
         checks.check_function("value_fn", value_fn, "params", "obs")
     if sample and items is not None:

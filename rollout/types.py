@@ -57,9 +57,7 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
             only one agent was truncated.
     """
 
-    # To add a field, set it in `kernel/step.py`, and on the host in `host/host_step.py`
-    # and `host/rows.py`. If its state must survive between calls, add the state to
-    # `Carry`, and on the host to `HostState`, `make_carry` and `load_carry`.
+    # CONTRIBUTING.md lists the places of a new field.
     obs: ObsT  # [T, B, ...]
     action: ActionT  # [T, B, ...]
     reward: jax.Array  # [T, B]

@@ -218,7 +218,8 @@ class AsyncHostVectorEnv(HostVectorEnv):
         Args:
             num_ready: number of environments to return, from 1 to the number of
                 environments in flight.
-            timeout: seconds to wait; None waits indefinitely.
+            timeout: seconds to wait; None waits indefinitely. It does not depend on
+                the `timeout` of `make_worker_envs`, the limit of a single step.
 
         Returns:
             Tuple of the results, `[num_ready, ...]`, in order of completion, and the

@@ -112,7 +112,7 @@ def check_real(name: str, value: Any) -> jax.Array:
     return jnp.asarray(value)
 
 
-def check_integer(name: str, value: Any) -> int:
+def check_any_int(name: str, value: Any) -> int:
     """Checks a Python or NumPy integer; returns it as a Python int."""
     if not _is_integer(value):
         raise ValueError(f"`{name}` must be an int, got {value!r}.")

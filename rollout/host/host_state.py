@@ -51,7 +51,7 @@ class FaultStats(NamedTuple):
         lost_steps: number of masked-out steps of discarded episodes, including the
             faulty steps. `collect_episodes` and the folds count only steps in their
             current block of at most 64 rows.
-        restarts: number of rebuilt environments.
+        restarts: number of attempts to rebuild an environment.
     """
 
     faulty_episodes: int = 0
