@@ -151,9 +151,9 @@ def test_normalization_counts_each_observation_once():
     rows = collect(collector, 30, 1, 19)
     for env_rows, mask in rows_by_env(rows):
         assert mask[: mask.sum()].all()
-        continues = ~env_rows.first[1:]
+        is_later_step = ~env_rows.first[1:]
         np.testing.assert_array_equal(
-            env_rows.obs[1:][continues], env_rows.next_obs[:-1][continues]
+            env_rows.obs[1:][is_later_step], env_rows.next_obs[:-1][is_later_step]
         )
     # The raw observation is the number of the step. Reset observations are 0.
     length = np.asarray(rows.episode_length, np.float64)

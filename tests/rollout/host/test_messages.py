@@ -85,7 +85,10 @@ CASES = [
     ),
     (lambda: collect_steps(HostCollector(HostCount(2), make_key_policy())), "key_data"),
     (lambda: on_host().recover(), "`recover` must follow `init`"),
-    (lambda: rollout.host.regroup_by_env(on_host().init(KEY)), "`rows` must .* got"),
+    (
+        lambda: rollout.host.regroup_by_env(on_host().init(KEY)),
+        "`rows` must .* `num_ready`",
+    ),
     # Stream
     (
         lambda: next(rollout.Stream(make_async(), steps_per_batch=40, key=KEY)),

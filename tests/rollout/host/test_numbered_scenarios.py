@@ -31,15 +31,18 @@ def test_collect_episodes_plays_each_scenario_once(num_envs, num_workers, num_re
     carry = collector.init(KEY)
     # Steps before the call and the split into two calls do not change the numbers.
     carry, _ = collector.collect_steps(carry, None, 4)
-    carry, first = collector.collect_episodes(carry, None, 5)
-    _, second = collector.collect_episodes(carry, None, 6)
+    carry, episodes = collector.collect_episodes(carry, None, 5)
+    _, next_episodes = collector.collect_episodes(carry, None, 6)
     collector.close()
     levels = np.arange(11)
     lengths = levels % 5 + 1
-    join = lambda name: np.concatenate([getattr(first, name), getattr(second, name)])  # noqa: E731
-    np.testing.assert_array_equal(join("episode_return"), lengths * (levels + 1))
-    np.testing.assert_array_equal(join("episode_length"), lengths)
-    assert join("mask").all()
+    results = {
+        x: np.concatenate([getattr(episodes, x), getattr(next_episodes, x)])
+        for x in ("episode_return", "episode_length", "mask")
+    }
+    np.testing.assert_array_equal(results["episode_return"], lengths * (levels + 1))
+    np.testing.assert_array_equal(results["episode_length"], lengths)
+    assert results["mask"].all()
 
 
 def test_evaluate_with_normalization_plays_each_scenario_once():

@@ -40,7 +40,7 @@ def test_rows_of_faulty_episodes_are_masked_out(num_ready):
     assert np.isfinite(rows.obs).all()
     np.testing.assert_array_equal(rows.obs[:, 0], rows.episode_length - 1)
     np.testing.assert_array_equal(rows.truncated, rows.episode_length == LENGTH)
-    # A complete episode has one row per step.
+    # Each step of a complete episode has exactly one row.
     for episode_id in rows.episode_id[rows.truncated]:
         lengths = rows.episode_length[rows.episode_id == episode_id]
         np.testing.assert_array_equal(np.sort(lengths), np.arange(1, LENGTH + 1))
