@@ -132,8 +132,8 @@ def test_restore_keeps_the_settings_of_the_environments():
     stream.close(), new_stream.close()
 
 
-class Slow(HostCount):
-    """Takes 10 ms per step."""
+class SlowCount(HostCount):
+    """A `HostCount` whose steps take 10 ms."""
 
     is_stepping = threading.Event()
 
@@ -144,7 +144,7 @@ class Slow(HostCount):
 
 
 def test_restore_waits_for_the_pending_batch():
-    stream = make_stream(HostCollector(env=Slow(4), **OPTIONS), prefetch=1)
+    stream = make_stream(HostCollector(env=SlowCount(4), **OPTIONS), prefetch=1)
     next(stream)
     with pytest.warns(UserWarning, match="unfinished episodes"):
         stream.restore(stream.state())
@@ -154,12 +154,12 @@ def test_restore_waits_for_the_pending_batch():
 
 
 def test_collector_raises_while_a_batch_is_pending():
-    collector = HostCollector(env=Slow(4), **OPTIONS)
+    collector = HostCollector(env=SlowCount(4), **OPTIONS)
     stream = make_stream(collector, prefetch=1)
-    expected_stream = make_stream(HostCollector(env=Slow(4), **OPTIONS))
+    expected_stream = make_stream(HostCollector(env=SlowCount(4), **OPTIONS))
     next(expected_stream), next(stream)
-    Slow.is_stepping.clear()
-    assert Slow.is_stepping.wait(10)
+    SlowCount.is_stepping.clear()
+    assert SlowCount.is_stepping.wait(10)
     with pytest.raises(RuntimeError, match="batch of a `Stream`"):
         rollout.evaluate(collector, None, KEY, 3, max_episode_steps=9)
     batch, expected = next(stream), next(expected_stream)
