@@ -26,8 +26,8 @@ def make_fns(env_id):
     return [functools.partial(gymnasium.make, env_id, **options)] * NUM_ENVS
 
 
-def adapt(vector_type, **options):
-    """Returns a function that adapts a vector environment of Gymnasium."""
+def make_adapter(vector_type, **options):
+    """Returns a function that creates and adapts a vector environment by id."""
     options["autoreset_mode"] = AutoresetMode.DISABLED
     return lambda env_id: envs.from_gymnasium(vector_type(make_fns(env_id), **options))
 
@@ -35,8 +35,8 @@ def adapt(vector_type, **options):
 MAKE_ENV_FNS = {
     "local": lambda env_id: envs.from_gymnasium(make_fns(env_id)[0], NUM_ENVS),
     "workers": lambda env_id: envs.make_worker_envs(make_fns(env_id), num_workers=2),
-    "sync": adapt(SyncVectorEnv),
-    "async": adapt(AsyncVectorEnv, context="forkserver"),
+    "sync": make_adapter(SyncVectorEnv),
+    "async": make_adapter(AsyncVectorEnv, context="forkserver"),
 }
 
 

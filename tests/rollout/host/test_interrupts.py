@@ -40,7 +40,7 @@ def make_collector(num_workers=None, num_ready=None, make_env=Faultless):
 
 
 @pytest.fixture(autouse=True)
-def signals():
+def signal_handlers():
     """Installs Python's handler of Ctrl-C, and a time limit for a test that hangs.
 
     After 120 s the test fails. After 300 s the process ends.
@@ -55,8 +55,8 @@ def signals():
         signal.SIGUSR1: fail_test,
     }
     old_handlers = {x: signal.signal(x, handler) for x, handler in handlers.items()}
-    # JAX and hypothesis have callbacks of the garbage collector. Python drops a
-    # `KeyboardInterrupt` in a callback.
+    # JAX and hypothesis have callbacks of the garbage collector. Python drops an error
+    # that is raised inside a callback.
     gc.disable()
     yield
     timer.cancel()
@@ -212,7 +212,7 @@ def test_collector_continues_after_an_interrupted_call(name, num_ready):
         check_rows(rows)
 
 
-def divide(acc, row):
+def raise_error(acc, row):
     raise ZeroDivisionError
 
 
@@ -224,7 +224,7 @@ def test_recover_continues_after_an_interrupted_recover():
     def call():
         nonlocal carry
         with pytest.raises(ZeroDivisionError):
-            collector.fold_steps(carry, None, divide, 0, num_steps=5)
+            collector.fold_steps(carry, None, raise_error, 0, num_steps=5)
         carry, rows = collector.recover()
         return rows
 
@@ -266,7 +266,7 @@ def test_second_ctrl_c_interrupts_a_hanging_step(num_workers, num_ready, tmp_pat
 
 def test_custom_signal_handler_runs_between_two_rows():
     calls = []
-    handler = signal.signal(signal.SIGINT, lambda *_: calls.append("handler"))
+    old_handler = signal.signal(signal.SIGINT, lambda *_: calls.append("handler"))
 
     def choose_action():
         calls.append("policy")
@@ -281,19 +281,19 @@ def test_custom_signal_handler_runs_between_two_rows():
     carry = collector.init(KEY)
     env.step, step = lambda action: (press_ctrl_c(), step(action))[1], env.step
     collector.collect_steps(carry, None, 2)
-    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, old_handler)
     assert calls == ["policy", "handler", "policy", "handler"]
 
 
 def test_ctrl_c_during_restore_raises_after_the_restore():
     collector = make_collector(make_env=Arrays)
     start, _ = collector.collect_steps(collector.init(KEY), None, 3)
-    saved = collector.save(start)
+    states = collector.save(start)
     collector.collect_steps(start, None, 2)
     load = collector.env.load
     collector.env.load = lambda *args: (press_ctrl_c(), load(*args))[1]
     with pytest.raises(KeyboardInterrupt):
-        collector.restore(start, saved)
+        collector.restore(start, states)
     carry, rows = collector.recover()
     assert rows is None
     assert is_same_episode(start, carry)
@@ -306,9 +306,9 @@ def test_signal_handler_set_by_a_handler_remains():
         raise KeyboardInterrupt
 
     def call():
-        with ctrl_c.held_back() as check:
+        with ctrl_c.held_back() as raise_pending:
             press_ctrl_c()
-            check()
+            raise_pending()
 
     signal.signal(signal.SIGINT, replace_handler)
     with pytest.raises(KeyboardInterrupt):

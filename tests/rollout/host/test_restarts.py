@@ -26,8 +26,8 @@ def make_collector(fault_fn=lambda number, env: None, num_envs=3, **options):
     return HostCollector(env=env, policy=policy, **options)
 
 
-def fail_calls(*calls, fault=BROKEN):
-    """Returns a fault function: these calls of environment 1 fail."""
+def make_fault_fn(*calls, fault=BROKEN):
+    """Returns a `fault_fn` for which these calls of environment 1 fail."""
     return lambda number, env: fault if env == 1 and number in calls else None
 
 
@@ -46,7 +46,7 @@ def collect(collector, num_steps, carry=None):
     ids=["obs", "exception", "reward"],
 )
 def test_faulty_episode_is_masked_from_its_first_row(call, lost_rows, fault):
-    collector = make_collector(fail_calls(call, fault=fault), on_fault="restart")
+    collector = make_collector(make_fault_fn(call, fault=fault), on_fault="restart")
     _, rows = collect(collector, 20)
     expected = np.ones((20, 3), bool)
     expected[lost_rows, 1] = False
@@ -61,13 +61,13 @@ def test_faulty_episode_is_masked_from_its_first_row(call, lost_rows, fault):
 
 def test_fault_does_not_change_other_lanes():
     _, expected = collect(make_collector(), 30)
-    collector = make_collector(fail_calls(3, 4, 9, 15), on_fault="restart")
+    collector = make_collector(make_fault_fn(3, 4, 9, 15), on_fault="restart")
     _, rows = collect(collector, 30)
     assert_same(*[jax.tree.map(lambda x: x[:, [0, 2]], t) for t in (rows, expected)])
 
 
 def test_fault_masks_rows_of_the_current_call_only():
-    collector = make_collector(fail_calls(5), on_fault="restart")
+    collector = make_collector(make_fault_fn(5), on_fault="restart")
     carry, old_rows = collect(collector, 2)
     _, rows = collect(collector, 4, carry)
     assert old_rows.mask.all()
@@ -79,7 +79,7 @@ def test_fault_masks_rows_of_the_current_call_only():
 @pytest.mark.parametrize("fault", [BROKEN, "nan"], ids=["exception", "obs"])
 def test_fault_in_a_reset_skips_the_episode(fault):
     # Faults in the first reset, and in two consecutive resets.
-    collector = make_collector(fail_calls(1, 8, 9, fault=fault), on_fault="restart")
+    collector = make_collector(make_fault_fn(1, 8, 9, fault=fault), on_fault="restart")
     _, rows = collect(collector, 12)
     assert rows.mask.all()
     assert collector.fault_stats == (3, 0, 3)
@@ -87,7 +87,7 @@ def test_fault_in_a_reset_skips_the_episode(fault):
 
 
 def test_error_after_max_restarts_names_the_environment():
-    fault_fn = fail_calls(*range(3, 100))
+    fault_fn = make_fault_fn(*range(3, 100))
     collector = make_collector(fault_fn, on_fault="restart", max_restarts=4)
     carry = collector.init(KEY)
     with pytest.raises(EnvFault, match=r"environment 1 .*`max_restarts`=4") as error:
@@ -100,7 +100,7 @@ def test_error_after_max_restarts_names_the_environment():
 
 def test_recover_keeps_complete_rows():
     """The third step of lane 1 fails, and three steps of all other lanes succeed."""
-    collector = make_collector(fail_calls(4))
+    collector = make_collector(make_fault_fn(4))
     carry = collector.init(KEY)
     with pytest.raises(EnvFault, match=r"environment 1 .* it broke.* step 3"):
         collector.collect_steps(carry, None, 8)
@@ -115,7 +115,7 @@ def test_recover_keeps_complete_rows():
 
 
 def test_recover_after_collect_episodes_begins_per_lane_episodes():
-    collector = make_collector(fail_calls(4))
+    collector = make_collector(make_fault_fn(4))
     carry = collector.init(KEY)
     with pytest.raises(EnvFault):
         collector.collect_episodes(carry, None, 8, max_episode_steps=10)
@@ -133,7 +133,7 @@ def test_recover_after_collect_episodes_begins_per_lane_episodes():
 
 @pytest.mark.parametrize("num_episodes", [1, 7])
 def test_lost_episode_is_masked_in_episodes(num_episodes):
-    collector = make_collector(fail_calls(4), on_fault="restart")
+    collector = make_collector(make_fault_fn(4), on_fault="restart")
     carry, episodes = collector.collect_episodes(
         collector.init(KEY), None, num_episodes, max_episode_steps=100
     )
