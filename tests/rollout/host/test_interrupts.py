@@ -55,8 +55,8 @@ def signal_handlers():
         signal.SIGUSR1: fail_test,
     }
     old_handlers = {x: signal.signal(x, handler) for x, handler in handlers.items()}
-    # JAX and hypothesis have callbacks of the garbage collector. Python drops an error
-    # that is raised inside a callback.
+    # JAX and hypothesis have callbacks of the garbage collector. Python drops errors of
+    # callbacks.
     gc.disable()
     yield
     timer.cancel()

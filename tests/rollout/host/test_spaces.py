@@ -63,7 +63,7 @@ def check_elements(space, contains, tree, num_rows):
         slow("custom", "plain"),
     ],
 )
-def test_collector_buffer_and_checkpoint_keep_a_space(backend, name, tmp_path):
+def test_space_works_in_collector_buffer_and_checkpoint(backend, name, tmp_path):
     space = as_space(SPACES[name])
     num_ready = 1 if backend == "num_ready" else None
     env = make_env("workers" if num_ready else backend, SPACES[name])
