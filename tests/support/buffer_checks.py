@@ -76,7 +76,7 @@ SUCCESSORS = {
     "stored": ({}, None),
     "shared": ({"next_obs": "shared", "final_obs_capacity": NUM_FINALS}, NUM_FINALS),
 }
-CASES = [(kind, successor) for kind in KINDS for successor in SUCCESSORS]
+CASES = [(buffer_kind, successor) for buffer_kind in KINDS for successor in SUCCESSORS]
 
 
 def random_chunk(model, rng, masks=True):
@@ -102,15 +102,15 @@ def example_row(num_envs):
 
 
 @functools.cache
-def programs(kind, successor, is_twin=False):
+def programs(buffer_kind, successor, is_twin=False):
     """Returns a buffer, its jitted `add`, and a program that calls all reading methods.
 
     A twin has a new class, so that none of its methods has been traced before.
     """
-    make, _, options = KINDS[kind]
+    make, _, options = KINDS[buffer_kind]
     make = type(make.__name__, (make,), {}) if is_twin else make
     buffer = make(NUM_SLOTS * NUM_ENVS, NUM_ENVS, **options, **SUCCESSORS[successor][0])
-    beta = {"beta": BETA} if kind == "prioritized" else {}
+    beta = {"beta": BETA} if buffer_kind == "prioritized" else {}
 
     stacked = buffer.replace(n_step=N_STEP, gamma=GAMMA, stack=STACK)
     all_rows = jnp.arange(NUM_SLOTS * NUM_ENVS)
@@ -134,9 +134,9 @@ def programs(kind, successor, is_twin=False):
     return buffer, quick_jit(buffer.add), quick_jit(read)
 
 
-def init_case(kind, successor):
-    buffer = programs(kind, successor)[0]
-    model = KINDS[kind][1](NUM_SLOTS, NUM_ENVS, SUCCESSORS[successor][1])
+def init_case(buffer_kind, successor):
+    buffer = programs(buffer_kind, successor)[0]
+    model = KINDS[buffer_kind][1](NUM_SLOTS, NUM_ENVS, SUCCESSORS[successor][1])
     return buffer.init(example_row(NUM_ENVS)), model
 
 

@@ -201,6 +201,6 @@ def check_update(agent, plain_step, init_fn, close):
 
 
 def in_ci(*names, of=AGENTS):
-    """Parameters for all agents; those that are not named have the mark `trains`."""
+    """Returns parameters for all agents; all but `names` have the mark `trains`."""
     marks = {name: [pytest.mark.trains] * (name not in names) for name in of}
     return [pytest.param(name, marks=marks[name]) for name in of]

@@ -26,7 +26,7 @@ def digest(batch: rollout.stream.StreamBatch) -> str:
 
 def main(folder: Path, num_batches: int) -> None:
     """Streams `num_batches` batches; `folder.parent` has the compilation cache."""
-    # Without the cache, compilation would dominate the time of the test.
+    # The cache avoids repeated compilation, which would dominate the time of the test.
     jax.config.update("jax_compilation_cache_dir", str(folder.parent / "cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     options = {"total_steps": 8 * num_batches, "prefetch": 1}

@@ -1,7 +1,7 @@
-"""What a type checker knows of a user's code: it reads this file, and pytest runs it.
+"""User code with types. A type checker reads this file, and pytest runs it.
 
-Where an error is expected an ignore comment names it, and one that is not needed is an
-error itself.
+An ignore comment names each expected error. The type checker reports an ignore comment
+without an error.
 """
 
 # pyright: basic, reportUnnecessaryTypeIgnoreComment=error
@@ -32,7 +32,7 @@ class Gains(NamedTuple):
 
 @struct.dataclass
 class Walk:
-    """A user's own environment, which inherits nothing."""
+    """A custom environment without a base class."""
 
     size: jax.Array | float = 1.0
 
@@ -69,23 +69,23 @@ def act(params: Params, obs: jax.Array, key: jax.Array) -> jax.Array:
     return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
-def act_and_tell(
+def act_with_extras(
     params: Params, obs: jax.Array, key: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     return act(params, obs, key), {"norm": jnp.abs(obs).sum(axis=1)}
 
 
-def remember(
+def act_with_state(
     params: Params, obs: jax.Array, state: jax.Array, key: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     return act(params, obs + state, key), state + 1
 
 
-def memory(num_envs: int) -> jax.Array:
+def init_state(num_envs: int) -> jax.Array:
     return jnp.zeros((num_envs, 4))
 
 
-def act_by_parts(params: Gains, obs: Obs, key: jax.Array) -> dict[str, jax.Array]:
+def act_on_tree(params: Gains, obs: Obs, key: jax.Array) -> dict[str, jax.Array]:
     del params, key  # unused
     return {"force": obs.position - obs.velocity}
 
@@ -98,8 +98,7 @@ def make_params() -> Params:
     return {"weight": jnp.ones((4, 2)), "bias": jnp.zeros((1, 2))}
 
 
-def test_params_obs_and_action_come_through():
-    """Traced only: what a type checker reads has the shapes that are said."""
+def test_collector_keeps_types_of_params_obs_and_action():
     params, key = make_params(), jax.random.key(0)
     env = envs.vectorize(Walk(), 2)
     policy = rollout.stateless_policy(act)
@@ -112,9 +111,9 @@ def test_params_obs_and_action_come_through():
         assert_type(trajectory, rollout.Transition[jax.Array, jax.Array])
         assert_type(trajectory.next_obs, jax.Array)
         assert_type(trajectory.action, jax.Array)
-        kept = trajectory.replace(extras=())
-        assert_type(kept, rollout.Transition[jax.Array, jax.Array])
-        assert kept.obs.shape == (3, 2, 4)
+        trajectory = trajectory.replace(extras=())
+        assert_type(trajectory, rollout.Transition[jax.Array, jax.Array])
+        assert trajectory.obs.shape == (3, 2, 4)
 
         carry, total = collector.fold_steps(
             carry, params, count, jnp.int32(0), num_steps=2
@@ -135,25 +134,31 @@ def test_params_obs_and_action_come_through():
     jax.eval_shape(use, key)
 
 
-def test_what_makes_other_policies_keeps_their_types():
-    policy = rollout.stateless_policy(act_and_tell, mode_fn=act)
+def test_policies_keep_types_of_params_obs_and_action():
+    policy = rollout.stateless_policy(act_with_extras, mode_fn=act)
     assert_type(policy, rollout.Policy[Params, jax.Array, jax.Array])
     assert_type(
         rollout.policies.Greedy(policy),
         rollout.policies.Greedy[Params, jax.Array, jax.Array],
     )
-    exploring = rollout.policies.EpsilonGreedy(policy, envs.Discrete(2), epsilon=0.1)
-    assert_type(exploring, rollout.policies.EpsilonGreedy[Params, jax.Array, jax.Array])
-    recurrent = rollout.recurrent_policy(remember, memory)
+    epsilon_greedy = rollout.policies.EpsilonGreedy(
+        policy, envs.Discrete(2), epsilon=0.1
+    )
+    assert_type(
+        epsilon_greedy, rollout.policies.EpsilonGreedy[Params, jax.Array, jax.Array]
+    )
+    recurrent = rollout.recurrent_policy(act_with_state, init_state)
     assert_type(recurrent, rollout.Policy[Params, jax.Array, jax.Array])
-    short = rollout.stateless_policy(lambda params, obs, key: obs.x @ params["weight"])
-    assert_type(short, rollout.Policy)
-    by_parts = rollout.stateless_policy(act_by_parts)
-    assert_type(by_parts, rollout.Policy[Gains, Obs, dict[str, jax.Array]])
-    assert not by_parts.has_mode
+    untyped = rollout.stateless_policy(
+        lambda params, obs, key: obs.x @ params["weight"]
+    )
+    assert_type(untyped, rollout.Policy)
+    tree_policy = rollout.stateless_policy(act_on_tree)
+    assert_type(tree_policy, rollout.Policy[Gains, Obs, dict[str, jax.Array]])
+    assert not tree_policy.has_mode
 
 
-def test_transition_without_types_is_of_anything():
+def test_untyped_transition_has_fields_of_any_type():
     collector = rollout.Collector(
         env=envs.vectorize(Walk(), 2), policy=rollout.random_policy(envs.Discrete(2))
     )
@@ -170,7 +175,7 @@ def position(transition: rollout.Transition) -> jax.Array:
     return transition.obs[:, 0]
 
 
-def test_sample_is_of_what_it_is_said_to_be():
+def test_sample_has_the_annotated_type():
     buffer = buffers.ReplayBuffer(4, 2)
 
     def use(key: jax.Array) -> None:
@@ -193,6 +198,6 @@ if TYPE_CHECKING:
         rollout.Stream(collector, key=carry.key, params=1.0)  # pyright: ignore[reportArgumentType]
         rollout.evaluate(collector, Gains(carry.step), carry.key, 3)  # pyright: ignore[reportArgumentType]
         _, trajectory = collector.collect_steps(carry, make_params(), 3)
-        rollout.stateless_policy(remember)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        rollout.stateless_policy(act_with_state)  # pyright: ignore[reportArgumentType, reportCallIssue]
         print(trajectory.rewards)  # pyright: ignore[reportAttributeAccessIssue]
         print(trajectory.obs.position)  # pyright: ignore[reportAttributeAccessIssue]

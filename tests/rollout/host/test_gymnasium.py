@@ -1,4 +1,4 @@
-"""Gymnasium's environments give the steps of a plain loop, in process or workers."""
+"""Collectors of Gymnasium environments: rows, processes and memory."""
 
 import functools
 import gc
@@ -26,16 +26,17 @@ def make_fns(env_id):
     return [functools.partial(gymnasium.make, env_id, **options)] * NUM_ENVS
 
 
-def vectorized(kind, **options):
+def make_adapter(vector_type, **options):
+    """Returns a function that creates and adapts a vector environment by id."""
     options["autoreset_mode"] = AutoresetMode.DISABLED
-    return lambda env_id: envs.from_gymnasium(kind(make_fns(env_id), **options))
+    return lambda env_id: envs.from_gymnasium(vector_type(make_fns(env_id), **options))
 
 
-WAYS = {
+MAKE_ENV_FNS = {
     "local": lambda env_id: envs.from_gymnasium(make_fns(env_id)[0], NUM_ENVS),
     "workers": lambda env_id: envs.make_worker_envs(make_fns(env_id), num_workers=2),
-    "sync": vectorized(SyncVectorEnv),
-    "async": vectorized(AsyncVectorEnv, context="forkserver"),
+    "sync": make_adapter(SyncVectorEnv),
+    "async": make_adapter(AsyncVectorEnv, context="forkserver"),
 }
 
 
@@ -49,26 +50,26 @@ def collect(env):
 
 
 @functools.cache
-def in_this_process(env_id):
-    return collect(WAYS["local"](env_id))
+def local_rows(env_id):
+    return collect(MAKE_ENV_FNS["local"](env_id))
 
 
 @functools.cache
 def seeds():
-    """The seed of each lane's n-th episode, `[N, B]`."""
+    """Returns the seed of the n-th episode of each lane, `[N, B]`."""
 
     @jax.jit
     @jax.vmap
-    def draw(number):
+    def compute_seeds(number):
         episode_id = jax.numpy.arange(NUM_ENVS) + number * NUM_ENVS
         return keys.seeds(keys.keys_of(KEY, episode_id))
 
-    return np.asarray(draw(np.arange(NUM_STEPS)))
+    return np.asarray(compute_seeds(np.arange(NUM_STEPS)))
 
 
 @pytest.mark.parametrize("env_id", LIMITS)
-def test_every_field_of_every_row_agrees_with_a_plain_loop(env_id):
-    rows = in_this_process(env_id)
+def test_rows_equal_a_plain_gymnasium_loop(env_id):
+    rows = local_rows(env_id)
     assert rows.done.any()
     for lane in range(NUM_ENVS):
         env, number, episode_return, length = make_fns(env_id)[lane](), 0, 0.0, 0
@@ -98,22 +99,22 @@ def test_every_field_of_every_row_agrees_with_a_plain_loop(env_id):
 
 
 @pytest.mark.parametrize(
-    ("env_id", "way"),
+    ("env_id", "name"),
     [("Pendulum-v1", "workers"), ("CartPole-v1", "sync"), ("CartPole-v1", "async")],
 )
-def test_whoever_steps_them_the_rows_are_the_same(env_id, way):
-    assert_same(collect(WAYS[way](env_id)), in_this_process(env_id))
+def test_processes_and_vector_environments_equal_local_environments(env_id, name):
+    assert_same(collect(MAKE_ENV_FNS[name](env_id)), local_rows(env_id))
 
 
-def resident():
-    """Bytes of this process that are in memory."""
+def resident_memory():
+    """Returns the resident memory of this process in bytes."""
     pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="no /proc")
-def test_many_steps_leave_no_memory_behind():
+def test_memory_is_constant_over_many_steps():
     env = envs.from_gymnasium(
         gymnasium.make_vec(
             "CartPole-v1", num_envs=16, vectorization_mode="vector_entry_point"
@@ -126,12 +127,12 @@ def test_many_steps_leave_no_memory_behind():
         for _ in range(count // (16 * 125)):
             carry, _ = collector.collect_steps(carry, None, 125)
         gc.collect()
-        sizes.append(resident())
+        sizes.append(resident_memory())
     assert sizes[1] <= 1.02 * sizes[0]
 
 
 @pytest.mark.parametrize("on_fault", ["raise", "restart"])
-def test_collector_says_that_its_environment_is_closed(on_fault):
+def test_closed_environment_raises(on_fault):
     env = envs.from_gymnasium("CartPole-v1", 2)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.HostCollector(env=env, policy=policy, on_fault=on_fault)
@@ -139,5 +140,5 @@ def test_collector_says_that_its_environment_is_closed(on_fault):
     env.close()
     calls = lambda: collector.collect_steps(carry, None, 3), lambda: collector.init(KEY)
     for call in calls:
-        with pytest.raises(ValueError, match="`env` must be open, got a closed env"):
+        with pytest.raises(ValueError, match="`env` must be open, got a closed"):
             call()

@@ -1,4 +1,4 @@
-"""`HostCollector` against the kernel: the same rows, from NumPy."""
+"""`HostCollector` compared with `Collector`, and its carries, actions and rewards."""
 
 import functools
 
@@ -30,76 +30,75 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_call_returns_what_the_kernel_returns(name):
+def test_call_equals_the_kernel(name):
     kernel, host = in_jax(), on_host()
     run = quick_jit(lambda carry: CALLS[name](kernel, carry))
-    want, carry = kernel.init(KEY), host.init(KEY)
-    assert_same_carry(carry, want)
-    for _ in range(2):  # the second call goes on where the first one stopped
-        (want, *expected), (carry, *results) = run(want), CALLS[name](host, carry)
-        assert_same_carry(carry, want)
+    kernel_carry, carry = kernel.init(KEY), host.init(KEY)
+    assert_same_carry(carry, kernel_carry)
+    for _ in range(2):  # the second call continues from the first
+        kernel_carry, *expected = run(kernel_carry)
+        carry, *results = CALLS[name](host, carry)
+        assert_same_carry(carry, kernel_carry)
         assert_same(results, expected)
 
 
-def test_policy_state_of_a_carry_may_be_replaced_and_nothing_else():
-    def go_on(collector):
+def test_only_policy_state_of_a_carry_may_be_replaced():
+    def collect(collector):
         carry, _ = collector.collect_steps(collector.init(KEY), None, 5)
         carry = carry.replace(policy_state=carry.policy_state + 100)
         return collector.collect_steps(carry, None, 9)
 
     host = on_host()
-    (carry, rows), (want, expected) = go_on(host), go_on(in_jax())
+    (carry, rows), (kernel_carry, expected) = collect(host), collect(in_jax())
     assert_same(rows, expected)
-    assert_same_carry(carry, want)
+    assert_same_carry(carry, kernel_carry)
     assert rows.extras["count"].max() >= 100
     changes = {"obs": carry.obs + 1, "step": 3, "key": jax.random.key(9)}
     changes["episode"] = carry.episode.replace(episode_length=np.zeros(4, np.int32))
     for name, value in changes.items():
-        with pytest.raises(
-            ValueError, match=rf"`carry.{name}` must be as the latest call"
-        ):
+        with pytest.raises(ValueError, match=rf"`carry.{name}` must .*`policy_state`"):
             host.collect_steps(carry.replace(**{name: value}), None, 1)
-    host.collect_steps(jax.device_get(carry), None, 1)  # equal, in other arrays
+    host.collect_steps(jax.device_get(carry), None, 1)  # a copy is valid
 
 
-def test_one_call_is_two_calls_is_single_steps():
-    whole, parts = on_host(), on_host()
-    _, expected = jax.device_get(whole.collect_steps(whole.init(KEY), None, 20))
-    carry, *rows = parts.collect_steps(parts.init(KEY), None, 13)
+def test_short_calls_and_single_steps_equal_one_long_call():
+    collector = on_host()
+    _, expected = collector.collect_steps(collector.init(KEY), None, 20)
+    expected, collector = jax.device_get(expected), on_host()
+    carry, *parts = collector.collect_steps(collector.init(KEY), None, 13)
     for _ in range(7):
-        carry, row = parts.step(carry, None)
-        rows.append(jax.tree.map(lambda x: np.asarray(x)[None], row))
-    got = jax.tree.map(lambda *x: np.concatenate(x), *jax.device_get(rows))
-    assert_same(got, expected)
+        carry, row = collector.step(carry, None)
+        parts.append(jax.tree.map(lambda x: np.asarray(x)[None], row))
+    rows = jax.tree.map(lambda *x: np.concatenate(x), *jax.device_get(parts))
+    assert_same(rows, expected)
     assert expected.terminated.any()
     assert expected.truncated.any()
 
 
-def test_environment_that_resets_itself_gives_masked_out_rows():
-    """Its rows, without masked-out ones, are those of one that resets on request."""
-    collectors = on_host(2), on_host(2, resets_itself=True)
-    rows = []
-    for collector in collectors:
-        t = jax.device_get(collector.collect_steps(collector.init(KEY), None, 60)[1])
-        assert all(not np.any(x[~t.mask]) for x in jax.tree.leaves(t))
-        t = t.replace(extras={"count": t.extras["count"]}, action=(), info=())
-        lanes = [
-            jax.tree.map(
-                lambda x, lane=lane, mask=t.mask: x[mask[:, lane], lane][:40], t
-            )
-            for lane in (0, 1)
+def test_automatic_resets_only_add_masked_out_rows():
+    valid_rows = []
+    for resets_itself in (False, True):
+        collector = on_host(2, resets_itself=resets_itself)
+        _, rows = collector.collect_steps(collector.init(KEY), None, 60)
+        rows = jax.device_get(rows)
+        assert all(not np.any(x[~rows.mask]) for x in jax.tree.leaves(rows))
+        # The noise and the actions of the policy depend on the number of the row.
+        rows = rows.replace(extras=rows.extras["count"], action=(), info=())
+        lane_rows = [
+            jax.tree.map(lambda x, i=i, m=rows.mask: x[m[:, i], i][:40], rows)
+            for i in range(2)
         ]
-        rows.append(lanes)
-    np.testing.assert_array_equal(~t.mask[1:], t.done[:-1])
-    assert_same(rows[1], rows[0])
+        valid_rows.append(lane_rows)
+    np.testing.assert_array_equal(~rows.mask[1:], rows.done[:-1])
+    assert_same(valid_rows[1], valid_rows[0])
 
 
 @pytest.mark.slow
-def test_policy_that_draws_per_episode_gets_the_kernels_keys():
+def test_episode_keys_of_a_policy_equal_the_kernel():
     def apply(params, obs, state, key):
-        drawn = jax.vmap(jax.random.uniform)(state.value)
+        noise = jax.vmap(jax.random.uniform)(state.value)
         action = jnp.zeros(len(obs), jnp.int32)
-        return rollout.types.PolicyStep(action, state, {"drawn": drawn})
+        return rollout.types.PolicyStep(action, state, {"noise": noise})
 
     policy = PlainPolicy(lambda num_envs: rollout.types.EpisodeKey(), apply)
     env = envs.vectorize(SeedCount(), 4, auto_reset="select")
@@ -116,29 +115,29 @@ def test_policy_that_draws_per_episode_gets_the_kernels_keys():
         assert_same(*episodes)
 
 
-def test_only_the_last_carry_is_taken():
-    """Another collector may also step the environments, or begin with them."""
-    collector, separate = on_host(), on_host()
-    first = collector.init(KEY)
-    second, _ = collector.step(first, None)
-    sharing = collector.replace(record_fn=lambda t: t.replace(next_obs=()))
-    third, before = collector.collect_steps(second, None, 3)  # nobody else began yet
-    assert before.next_obs.size > 0
-
-    def refuse(collector, carry):
-        with pytest.raises(ValueError, match="`carry` must be the result of the la"):
+def test_stale_carry_raises():
+    def check_stale(collector, carry):
+        with pytest.raises(ValueError, match=r"`carry` must .* latest call"):
             collector.step(carry, None)
 
-    refuse(collector, first)
-    refuse(separate, third)
-    _, after = sharing.collect_steps(sharing.init(KEY), None, 4)
-    refuse(collector, third)
-    want = on_host()
-    _, want = want.collect_steps(want.init(KEY), None, 4)
-    assert_same(after.replace(extras=()), want.replace(next_obs=(), extras=()))
+    collector, separate_collector = on_host(), on_host()
+    old_carry = collector.init(KEY)
+    carry, _ = collector.step(old_carry, None)
+    sharing_collector = collector.replace(record_fn=lambda t: t.replace(next_obs=()))
+    # The carry remains valid until `init` of the collector that shares environments.
+    carry, rows = collector.collect_steps(carry, None, 3)
+    assert rows.next_obs.size > 0
+    check_stale(collector, old_carry)
+    check_stale(separate_collector, carry)
+    new_carry = sharing_collector.init(KEY)
+    _, rows = sharing_collector.collect_steps(new_carry, None, 4)
+    check_stale(collector, carry)
+    new_carry = separate_collector.init(KEY)
+    _, expected = separate_collector.collect_steps(new_carry, None, 4)
+    assert_same(rows.replace(extras=()), expected.replace(next_obs=(), extras=()))
 
 
-def test_rows_of_a_call_that_was_cut_short_outlive_another_collector():
+def test_recover_keeps_rows_after_another_collector_steps():
     env = HostCount(4)
     training, testing = (HostCollector(env=env, policy=POLICY) for _ in range(2))
     carry = training.init(KEY)
@@ -148,39 +147,41 @@ def test_rows_of_a_call_that_was_cut_short_outlive_another_collector():
     carry, rows = training.recover()
     assert rows.mask.sum() == 20
     _, rows = training.step(carry, None)
-    assert rows.first.all()  # their episodes are gone
+    assert rows.first.all()  # all lanes begin new episodes
 
 
-SPACES = {
+# Action space, function that computes actions from a flag, and message. The actions
+# are valid if the flag is 0.
+INVALID_ACTIONS = {
     "start": (
         gymnasium.spaces.Discrete(2, start=10),
-        lambda number: jnp.int32([10, 11, 10]) - 10 * number,
-        r"in lane 0 `action` must be in \[10, 11\], got 0\. Count from `space.start`",
+        lambda is_invalid: jnp.int32([10, 11, 10]) - 10 * is_invalid,
+        r"lane 0 `action` .*\[10, 11\], got 0.*`space.start`",
     ),
     "nan": (
         gymnasium.spaces.Box(-np.inf, np.inf, ()),
-        lambda number: jnp.float32([0, jnp.where(number, jnp.nan, 1e30), 0]),
-        r"in lane 1 `action` must be finite, got nan",
+        lambda is_invalid: jnp.float32([0, jnp.where(is_invalid, jnp.nan, 1e30), 0]),
+        r"lane 1 `action` .*finite, got nan",
     ),
-    "part": (
+    "component": (
         gymnasium.spaces.Dict(
             a=gymnasium.spaces.MultiDiscrete([2, 3]), b=gymnasium.spaces.Box(0, 1, ())
         ),
-        lambda number: {
-            "a": jnp.int32([[1, 2], [0, 0], [0, 2 + number]]),
+        lambda is_invalid: {
+            "a": jnp.int32([[1, 2], [0, 0], [0, 2 + is_invalid]]),
             "b": jnp.float32([0, 1, 1]),
         },
-        r"in lane 2 `action\['a'\]\[1\]` must be in \[0, 2\], got 3",
+        r"lane 2 `action\['a'\]\[1\]` .*\[0, 2\], got 3",
     ),
 }
 
 
-@pytest.mark.parametrize("name", SPACES)
-def test_actions_outside_of_the_space_never_reach_the_environments(name):
-    space, make, message = SPACES[name]
+@pytest.mark.parametrize("name", INVALID_ACTIONS)
+def test_invalid_action_raises_before_the_step(name):
+    space, action_fn, message = INVALID_ACTIONS[name]
 
-    def act(first_bad, obs, step, key):
-        return make((step[0] >= first_bad).astype(jnp.int32)), step + 1
+    def act(first_invalid, obs, step, key):
+        return action_fn((step[0] >= first_invalid).astype(jnp.int32)), step + 1
 
     policy = rollout.recurrent_policy(act, lambda num_envs: jnp.zeros(num_envs, int))
     host = HostCollector(env=SampledVectorEnv(space), policy=policy)
@@ -193,7 +194,7 @@ def test_actions_outside_of_the_space_never_reach_the_environments(name):
     np.testing.assert_array_equal(rows.episode_length[:, 0], [3, 4])
 
 
-def test_actions_may_be_out_by_rounding():
+def test_action_bounds_allow_rounding_errors():
     env = HostCount(3)
     env.action_space = envs.Box(-0.3, 0.7, ())
     action = np.nextafter(np.float32([-0.3, 0.7, 0.7]), np.float32([-1, 1, 0]))
@@ -202,79 +203,77 @@ def test_actions_may_be_out_by_rounding():
     )
     host = HostCollector(env=env, policy=policy)
     carry, _ = host.collect_steps(host.init(KEY), np.float32(1), 2)
-    with pytest.raises(
-        ValueError, match=r"in lane 0 `action` must be in \[-0.3, 0.7\]"
-    ):
+    with pytest.raises(ValueError, match=r"lane 0 `action` .*\[-0.3, 0.7\]"):
         host.collect_steps(carry, np.float32(1.00001), 1)
 
 
-def normalising():
-    """In JAX and on the host."""
+def normalizing_collectors():
+    """Returns a `Collector` and a `HostCollector` with normalization."""
     env = envs.NormalizeReward(envs.NormalizeObs(in_jax().env), gamma=0.9)
     kernel = rollout.Collector(env=env, policy=POLICY)
     env = envs.NormalizeHostEnv(HostCount(4), gamma=0.9)
     return kernel, HostCollector(env=env, policy=POLICY)
 
 
-def test_normalised_rows_are_those_of_the_kernel():
-    pair = normalising()
-    carries = [x.init(KEY) for x in pair]
+def test_normalization_equals_the_kernel():
+    collectors = normalizing_collectors()
+    carries = [x.init(KEY) for x in collectors]
     for _ in range(2):
-        both = zip(pair, carries, strict=True)
-        results = [x.collect_steps(carry, None, 20) for x, carry in both]
+        pairs = zip(collectors, carries, strict=True)
+        results = [x.collect_steps(carry, None, 20) for x, carry in pairs]
         carries = [carry for carry, _ in results]
         rows = [x.replace(info=()) for _, x in results]
-        # Sums over four lanes in another order.
+        # The tolerance allows for another order of the sums over four lanes.
         chex.assert_trees_all_close(*rows, rtol=1e-4, atol=1e-5)
         chex.assert_trees_all_equal(*[x.episode_return for x in rows])
-    # One observation, as a robot gives it, or some: what the policy sees of them.
+    # `normalize_obs` accepts one observation, for example of a robot, or several.
     statistics = jax.device_get(carries[0].env_state.env_state.statistics.value)
     for raw in (np.float32([3.0]), np.float32([[[1.0], [5.0]]])):
-        want = (raw - statistics.mean) / np.sqrt(statistics.var + 1e-8)
-        for collector, carry in zip(pair, carries, strict=True):
+        expected = (raw - statistics.mean) / np.sqrt(statistics.var + 1e-8)
+        for collector, carry in zip(collectors, carries, strict=True):
             env = collector.freeze(carry).env
-            got = quick_jit(env.normalize_obs)(raw)
-            np.testing.assert_allclose(got, want, rtol=1e-4)
-            with pytest.raises(ValueError, match="`raw` must have the shape"):
+            obs = quick_jit(env.normalize_obs)(raw)
+            np.testing.assert_allclose(obs, expected, rtol=1e-4)
+            with pytest.raises(ValueError, match=r"`raw` .* shape"):
                 env.normalize_obs(np.zeros(2, np.float32))
-            with pytest.raises(ValueError, match="needs fixed statistics"):
+            with pytest.raises(ValueError, match=r"`normalize_obs` .* statistics"):
                 collector.env.normalize_obs(raw)
 
 
-class Halved(HostCount):
-    """Halves the rewards that a learner sees."""
+class HalvedReward(HostCount):
+    """A `HostCount` with half the reward, and the original reward as raw reward."""
 
     def step(self, action):
         result = super().step(action)
         return result._replace(reward=result.reward / 2, raw_reward=result.reward)
 
 
-def test_returns_are_of_raw_rewards_whatever_scales_them_first():
-    host = HostCollector(env=envs.NormalizeHostEnv(Halved(4)), policy=POLICY)
+def test_episode_return_sums_raw_rewards():
+    host = HostCollector(env=envs.NormalizeHostEnv(HalvedReward(4)), policy=POLICY)
     rows = host.collect_steps(host.init(KEY), None, 6)[1]
     length = np.asarray(rows.episode_length)
     np.testing.assert_array_equal(rows.episode_return, length * (length + 1) / 2)
 
 
 @pytest.mark.slow
-def test_normalising_host_collector_is_evaluated_with_fixed_statistics():
-    kernel, host = normalising()
+def test_evaluate_uses_frozen_normalization_statistics():
+    kernel, host = normalizing_collectors()
     carries = [x.collect_steps(x.init(KEY), None, 20)[0] for x in (kernel, host)]
-    with pytest.raises(ValueError, match="that updates them: pass"):
+    with pytest.raises(ValueError, match=r"`collector` .* statistics, got a Norm"):
         rollout.evaluate(host, None, KEY, 9)
-    with pytest.raises(ValueError, match="must have statistics of the same wrapper"):
+    with pytest.raises(ValueError, match=r"`env_state` .* statistics"):
         host.freeze(carries[0])
-    learnt = carries[1].env_state[1].statistics
     frozen = host.freeze(carries[1])
     stats = rollout.evaluate(frozen, None, KEY, 9)
-    want = rollout.evaluate(kernel.freeze(carries[0]), None, KEY, 9)
-    assert stats.returns.mean == want.returns.mean
-    chex.assert_trees_all_equal(frozen.init(KEY).env_state[1].statistics, learnt)
-    with pytest.raises(ValueError, match="another collector steps these"):
+    expected = rollout.evaluate(kernel.freeze(carries[0]), None, KEY, 9)
+    assert stats.returns.mean == expected.returns.mean
+    statistics = [x.env_state[1].statistics for x in (frozen.init(KEY), carries[1])]
+    chex.assert_trees_all_equal(*statistics)
+    with pytest.raises(ValueError, match=r"`carry` must .* latest call"):
         host.step(carries[1], None)
 
 
-def test_faulty_rows_do_not_count_in_normalised_observations():
+def test_normalization_ignores_faulty_observations():
     def fault_fn(number, env):
         return "nan" if (number, env) == (4, 1) else None
 
@@ -287,26 +286,34 @@ def test_faulty_rows_do_not_count_in_normalised_observations():
 
 
 CART_POLE = functools.partial(gymnasium.make, "CartPole-v1")
-NOTED = {"record_info": {"lives": np.int64(0)}}
-LONGEST = {"longest": rollout.Accumulator(lambda n: jnp.zeros(n), lambda x, t: x + 1)}
-SHORT = {
+RECORD_INFO = {"record_info": {"lives": np.int64(0)}}
+RECORD_FN = {
+    "policy": POLICY,
     "record_fn": lambda t: t.replace(next_obs=(), info={"square": t.reward**2}),
-    "accumulators": LONGEST,
+    "accumulators": {"length": rollout.Accumulator(jnp.zeros, lambda x, t: x + 1)},
 }
 
 
 @pytest.mark.parametrize(
-    ("make", "options"),
+    ("make_env", "options"),
     [
-        (lambda: HostCount(4), SHORT),
-        (lambda: envs.from_gymnasium(CART_POLE, num_envs=4, **NOTED), {}),
-        (lambda: envs.make_worker_envs([CART_POLE] * 4, **NOTED), {"num_ready": 2}),
+        pytest.param(lambda: HostCount(4), RECORD_FN, id="record_fn"),
+        pytest.param(
+            lambda: envs.from_gymnasium(CART_POLE, num_envs=4, **RECORD_INFO),
+            {},
+            id="record_info",
+        ),
+        pytest.param(
+            lambda: envs.make_worker_envs([CART_POLE] * 4, **RECORD_INFO),
+            {"num_ready": 2},
+            id="num_ready",
+        ),
     ],
 )
-def test_buffer_begins_with_the_rows_that_a_host_collector_plays(make, options):
-    env = make()
-    policy = POLICY if options is SHORT else rollout.random_policy(env.action_space)
-    collector = HostCollector(env=env, policy=policy, **options)
+def test_row_shape_equals_collected_rows(make_env, options):
+    env = make_env()
+    options = {"policy": rollout.random_policy(env.action_space), **options}
+    collector = HostCollector(env=env, **options)
     try:
         carry = collector.init(KEY)
         num_columns = options.get("num_ready") or 4

@@ -40,85 +40,93 @@ def make_collector(num_workers=None, num_ready=None, make_env=Faultless):
 
 
 @pytest.fixture(autouse=True)
-def signals():
-    """Makes Ctrl-C real. A test that hangs fails after 120 s, or ends the process."""
-    guard = threading.Timer(120, os.kill, (os.getpid(), signal.SIGUSR1))
-    guard.daemon = True
-    guard.start()
+def signal_handlers():
+    """Installs Python's handler of Ctrl-C, and a time limit for a test that hangs.
+
+    After 120 s the test fails. After 300 s the process ends.
+    """
+    timer = threading.Timer(120, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.daemon = True
+    timer.start()
     faulthandler.dump_traceback_later(300, exit=True)
-    ours = (
-        (signal.SIGINT, signal.default_int_handler),
-        (signal.SIGALRM, press),
-        (signal.SIGUSR1, fail),
-    )
-    before = [(number, signal.signal(number, handler)) for number, handler in ours]
-    gc.disable()  # Python drops what is raised in a callback, as jax's and hypothesis'
+    handlers = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGALRM: press_ctrl_c,
+        signal.SIGUSR1: fail_test,
+    }
+    old_handlers = {x: signal.signal(x, handler) for x, handler in handlers.items()}
+    # JAX and hypothesis have callbacks of the garbage collector. Python drops errors of
+    # callbacks.
+    gc.disable()
     yield
-    guard.cancel()
+    timer.cancel()
     gc.enable()
     signal.setitimer(signal.ITIMER_REAL, 0)
-    for number, handler in before:
+    for number, handler in old_handlers.items():
         signal.signal(number, handler)
     faulthandler.cancel_dump_traceback_later()
 
 
-def press(*_):
+def press_ctrl_c(*_):
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def fail(*_):
+def fail_test(*_):
     faulthandler.dump_traceback()
     pytest.fail("The test hangs; stderr has the stacks of all threads.")
 
 
 def check_rows(rows):
-    """Every row is whole, and goes on where the lane's last one stopped."""
+    """Checks that the rows of each lane are complete and consecutive."""
     rows = jax.device_get(rows)
-    lanes = lanes_of(rows)
+    lane_index = lane_indices(rows)
     for lane in range(NUM_ENVS):
-        here = rows.mask & (lanes == lane)
-        row = jax.tree.map(lambda x, here=here: x[here], rows)
-        np.testing.assert_array_equal(row.obs[:, 0], row.episode_length - 1)
-        np.testing.assert_array_equal(row.next_obs[:, 0], row.episode_length)
-        np.testing.assert_array_equal(row.extras["count"], row.episode_length - 1)
-        new = np.diff(row.episode_id) != 0
+        mask = rows.mask & (lane_index == lane)
+        lane_rows = jax.tree.map(lambda x, m=mask: x[m], rows)
+        length = lane_rows.episode_length
+        np.testing.assert_array_equal(lane_rows.obs[:, 0], length - 1)
+        np.testing.assert_array_equal(lane_rows.next_obs[:, 0], length)
+        np.testing.assert_array_equal(lane_rows.extras["count"], length - 1)
+        is_first = np.diff(lane_rows.episode_id) != 0
         np.testing.assert_array_equal(
-            np.diff(row.episode_length), np.where(new, 1 - row.episode_length[:-1], 1)
+            np.diff(length), np.where(is_first, 1 - length[:-1], 1)
         )
-        assert (row.episode_length >= 1).all()
+        assert (length >= 1).all()
 
 
 def check_start(carry, rows):
-    """The first row of each lane follows the carry."""
+    """Checks that the first row of each lane follows the carry."""
     rows, episode_id, length = jax.device_get(
         (rows, carry.episode.episode_id, carry.episode.episode_length)
     )
-    lanes = lanes_of(rows)
+    lane_index = lane_indices(rows)
     for lane in range(NUM_ENVS):
-        here = rows.mask & (lanes == lane)
-        if here.any():
-            at = tuple(np.argwhere(here)[0])
-            assert rows.episode_id[at] == episode_id[lane]
-            assert rows.episode_length[at] == length[lane] + 1
+        mask = rows.mask & (lane_index == lane)
+        if mask.any():
+            index = tuple(np.argwhere(mask)[0])
+            assert rows.episode_id[index] == episode_id[lane]
+            assert rows.episode_length[index] == length[lane] + 1
 
 
-def lanes_of(rows):
+def lane_indices(rows):
+    """Returns the lane of each row and column, `[T, B]`."""
     if isinstance(rows.info, rollout.host.AsyncInfo):
         return np.asarray(rows.info.env_id)
     return np.broadcast_to(np.arange(rows.mask.shape[1]), rows.mask.shape)
 
 
-def same_place(first, second):
-    episodes = zip(*map(jax.tree.leaves, (first.episode, second.episode)), strict=True)
-    return all(np.array_equal(x, y) for x, y in episodes)
+def is_same_episode(carry, other_carry):
+    leaves = [jax.tree.leaves(x.episode) for x in (carry, other_carry)]
+    return all(np.array_equal(x, y) for x, y in zip(*leaves, strict=True))
 
 
-def interrupted(call, num_rounds):
-    """Presses Ctrl-C at random times of `num_rounds` calls; yields each result or None.
+def interrupt_calls(call, num_rounds):
+    """Presses Ctrl-C at a random time of each of `num_rounds` calls.
 
-    The caller does any repair. At least a quarter of the presses must come in a call.
+    Yields the result of each call, or None if Ctrl-C interrupted the call. The caller
+    recovers. More than a quarter of the calls must be interrupted.
     """
-    start, rng, num = time.perf_counter(), np.random.default_rng(0), 0
+    start, rng, num_interrupts = time.perf_counter(), np.random.default_rng(0), 0
     result = call()
     duration = time.perf_counter() - start
     yield result
@@ -130,23 +138,23 @@ def interrupted(call, num_rounds):
             signal.setitimer(signal.ITIMER_REAL, 0)
             duration = min(duration, time.perf_counter() - start)
         except KeyboardInterrupt:
-            num += 1
+            num_interrupts += 1
         signal.setitimer(signal.ITIMER_REAL, 0)
         yield result
-    assert num > num_rounds / 4
+    assert num_interrupts > num_rounds / 4
 
 
-# `recover` cuts its rows on the device: a program per leaf and length, at random.
+# `recover` slices the rows on the device, which compiles a program per leaf and length.
 @pytest.mark.compiles(50)
 @pytest.mark.parametrize(
     ("num_workers", "num_ready", "num_rounds"),
     [
-        (None, None, 100),
-        (2, 2, 100),
-        slow(2, None, 300),
+        pytest.param(None, None, 100, id="local"),
+        pytest.param(2, 2, 100, id="num_ready"),
+        slow(2, None, 300, id="workers"),
     ],
 )
-def test_no_row_is_lost(num_workers, num_ready, num_rounds):
+def test_ctrl_c_loses_no_row(num_workers, num_ready, num_rounds):
     collector = make_collector(num_workers, num_ready)
     carry, num_lost = collector.init(KEY), 0
 
@@ -156,22 +164,23 @@ def test_no_row_is_lost(num_workers, num_ready, num_rounds):
         return rows
 
     call()
-    before = carry
-    for rows in interrupted(call, num_rounds):
+    old_carry = carry
+    for rows in interrupt_calls(call, num_rounds):
         if rows is None:
             carry, rows = collector.recover()
         if rows is not None:
             check_rows(rows)
-            check_start(before, rows)
-        elif not same_place(before, carry):  # its rows were on their way to us
+            check_start(old_carry, rows)
+        elif not is_same_episode(old_carry, carry):
+            # The call had returned, and Ctrl-C came before the assignment of its rows.
             num_lost += 1
-        before = carry
+        old_carry = carry
     collector.close()
     assert num_lost < num_rounds / 10
 
 
 INIT = {"init": lambda x, carry: (x.init(KEY),)}
-OTHERS = ("init", "values", "rows of each lane", "folded steps", "folded episodes")
+SLOW_CALLS = ("init", "values", "rows of each lane", "folded steps", "folded episodes")
 
 
 @pytest.mark.compiles(40)
@@ -179,21 +188,21 @@ OTHERS = ("init", "values", "rows of each lane", "folded steps", "folded episode
     ("name", "num_ready"),
     [
         ("fewer episodes than lanes", None),
-        *(slow(x, None) for x in OTHERS),
+        *(slow(x, None) for x in SLOW_CALLS),
         slow("more episodes than lanes", 2),
     ],
 )
-def test_collector_goes_on_after_any_call(name, num_ready):
+def test_collector_continues_after_an_interrupted_call(name, num_ready):
     collector = make_collector(num_ready, num_ready)
     fn = (CALLS | INIT)[name]
     carry, *_ = fn(collector, collector.init(KEY))
 
     def call():
         nonlocal carry
-        carry, *rest = fn(collector, carry)
-        return carry, *rest
+        carry, *results = fn(collector, carry)
+        return carry, *results
 
-    for result in interrupted(call, 50):
+    for result in interrupt_calls(call, 50):
         if result is None:
             carry, rows = collector.recover()
             if rows is not None:
@@ -203,24 +212,24 @@ def test_collector_goes_on_after_any_call(name, num_ready):
         check_rows(rows)
 
 
-def divide(acc, row):
+def raise_error(acc, row):
     raise ZeroDivisionError
 
 
 @pytest.mark.slow
-def test_recovery_may_be_interrupted():
+def test_recover_continues_after_an_interrupted_recover():
     collector = make_collector()
     carry = collector.init(KEY)
 
     def call():
         nonlocal carry
         with pytest.raises(ZeroDivisionError):
-            collector.fold_steps(carry, None, divide, 0, num_steps=5)
+            collector.fold_steps(carry, None, raise_error, 0, num_steps=5)
         carry, rows = collector.recover()
         return rows
 
     call()
-    for rows in interrupted(call, 100):
+    for rows in interrupt_calls(call, 100):
         if rows is None:
             carry, rows = collector.recover()
         if rows is not None:
@@ -228,9 +237,14 @@ def test_recovery_may_be_interrupted():
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "num_ready"), [(None, None), (2, None), (2, 2)]
+    ("num_workers", "num_ready"),
+    [
+        pytest.param(None, None, id="local"),
+        pytest.param(2, 2, id="num_ready"),
+        slow(2, None, id="workers"),
+    ],
 )
-def test_second_press_ends_what_hangs(num_workers, num_ready, tmp_path):
+def test_second_ctrl_c_interrupts_a_hanging_step(num_workers, num_ready, tmp_path):
     path = tmp_path / "hangs"
     path.touch()
     collector = make_collector(num_workers, num_ready, functools.partial(Hangs, path))
@@ -250,69 +264,69 @@ def test_second_press_ends_what_hangs(num_workers, num_ready, tmp_path):
     collector.close()
 
 
-def test_handler_of_the_caller_is_called_between_two_rows():
+def test_custom_signal_handler_runs_between_two_rows():
     calls = []
-    before = signal.signal(signal.SIGINT, lambda *_: calls.append("pressed"))
+    old_handler = signal.signal(signal.SIGINT, lambda *_: calls.append("handler"))
 
-    def choose():
-        calls.append("row")
+    def choose_action():
+        calls.append("policy")
         return np.ones(NUM_ENVS, np.int32)
 
     def act(params, obs, key):
         action = jax.ShapeDtypeStruct((NUM_ENVS,), jnp.int32)
-        return jax.experimental.io_callback(choose, action)
+        return jax.experimental.io_callback(choose_action, action)
 
     env = envs.from_gymnasium(Faultless, NUM_ENVS)
     collector = rollout.HostCollector(env=env, policy=rollout.stateless_policy(act))
     carry = collector.init(KEY)
-    env.step, step = lambda action: (press(), step(action))[1], env.step
+    env.step, step = lambda action: (press_ctrl_c(), step(action))[1], env.step
     collector.collect_steps(carry, None, 2)
-    signal.signal(signal.SIGINT, before)
-    assert calls == ["row", "pressed", "row", "pressed"]
+    signal.signal(signal.SIGINT, old_handler)
+    assert calls == ["policy", "handler", "policy", "handler"]
 
 
-def test_press_while_environments_load_leaves_after_the_collector_has_followed():
+def test_ctrl_c_during_restore_raises_after_the_restore():
     collector = make_collector(make_env=Arrays)
     start, _ = collector.collect_steps(collector.init(KEY), None, 3)
-    saved = collector.save(start)
+    states = collector.save(start)
     collector.collect_steps(start, None, 2)
     load = collector.env.load
-    collector.env.load = lambda *args: (press(), load(*args))[1]
+    collector.env.load = lambda *args: (press_ctrl_c(), load(*args))[1]
     with pytest.raises(KeyboardInterrupt):
-        collector.restore(start, saved)
+        collector.restore(start, states)
     carry, rows = collector.recover()
     assert rows is None
-    assert same_place(start, carry)
+    assert is_same_episode(start, carry)
     check_start(start, collector.collect_steps(carry, None, 6)[1])
 
 
-def test_handler_that_another_one_sets_stays():
-    def once(*_):
+def test_signal_handler_set_by_a_handler_remains():
+    def replace_handler(*_):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     def call():
-        with ctrl_c.held_back() as check:
-            press()
-            check()
+        with ctrl_c.held_back() as raise_pending:
+            press_ctrl_c()
+            raise_pending()
 
-    signal.signal(signal.SIGINT, once)
+    signal.signal(signal.SIGINT, replace_handler)
     with pytest.raises(KeyboardInterrupt):
         call()
-    press()
+    press_ctrl_c()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_stream_goes_on():
+def test_stream_continues_after_ctrl_c():
     options = {"key": KEY, "params": None, "steps_per_batch": 4 * 5}
     stream = rollout.Stream(make_collector(), **options)
     check_rows(next(stream).trajectory)
-    for batch in interrupted(lambda: next(stream), 50):
+    for batch in interrupt_calls(lambda: next(stream), 50):
         check_rows((batch or next(stream)).trajectory)
     stream.close()
 
 
-IN_FLIGHT = """
+HANGING_BATCH = """
 import functools, os, signal, sys, threading
 from pathlib import Path
 import jax, numpy as np
@@ -329,7 +343,7 @@ if __name__ == "__main__":
     options = {"key": jax.random.key(0), "params": None, "prefetch": 1}
     stream = rollout.Stream(collector, steps_per_batch=10, **options)
     press = lambda: os.kill(os.getpid(), signal.SIGINT)
-    next(stream)  # the batch after it hangs at its first row
+    next(stream)  # the next batch hangs at its first row
     for name in sys.argv[1:]:
         threading.Timer(0.5, press).start()
         try:
@@ -339,10 +353,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("presses", [slow([]), ["first", "second"]])
-def test_exit_gives_up_a_batch_in_flight_that_hangs(presses, tmp_path):
+@pytest.mark.parametrize(
+    "presses", [slow([], id="exit"), pytest.param(["first", "second"], id="ctrl_c")]
+)
+def test_process_exits_while_a_batch_hangs(presses, tmp_path):
     script = tmp_path / "main.py"
-    script.write_text(IN_FLIGHT)
+    script.write_text(HANGING_BATCH)
     run = subprocess.run(
         [sys.executable, str(script), *presses],
         cwd=tmp_path,

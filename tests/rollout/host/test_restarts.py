@@ -1,4 +1,4 @@
-"""Environments that fail: masks and counts of lost steps; the others go on."""
+"""Environments that fail: masked rows, counts of lost steps, and recovery."""
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,16 @@ def act(params, obs, key):
     return jnp.zeros(len(obs), jnp.int32)
 
 
-def make(fault_fn=lambda number, env: None, num_envs=3, **options):
-    """Lanes whose episodes have five steps; calls are counted from the first reset."""
+def make_collector(fault_fn=lambda number, env: None, num_envs=3, **options):
+    """Returns a collector whose episodes have five steps."""
     env = HostCount(num_envs, fault_fn=fault_fn, **LENGTHS)
     policy = rollout.stateless_policy(act)
     return HostCollector(env=env, policy=policy, **options)
 
 
-def fails_at(*numbers, env=1, what=BROKEN):
-    return lambda number, at: what if at == env and number in numbers else None
+def make_fault_fn(*calls, fault=BROKEN):
+    """Returns a `fault_fn` for which these calls of environment 1 fail."""
+    return lambda number, env: fault if env == 1 and number in calls else None
 
 
 def collect(collector, num_steps, carry=None):
@@ -36,56 +37,58 @@ def collect(collector, num_steps, carry=None):
     return carry, jax.device_get(trajectory)
 
 
-# The calls of an environment: 1 is a reset, 2 to 6 the steps of the first episode, 7 a
-# reset, 8 to 12 the second episode. So call 4 is step 3 of the first one, in row 2.
+# Call 1 of an environment is a reset, and calls 2 to 6 are the steps of the first
+# episode. Call 7 is a reset, and calls 8 to 12 are the steps of the second episode. For
+# example, call 4 is step 3 of the first episode, in row 2.
 @pytest.mark.parametrize(
-    ("call", "lost", "what"),
-    [(2, (0,), "nan"), (4, (0, 1, 2), BROKEN), (10, (5, 6, 7), "nan reward")],
+    ("call", "lost_rows", "fault"),
+    [(2, [0], "nan"), (4, [0, 1, 2], BROKEN), (10, [5, 6, 7], "nan reward")],
+    ids=["obs", "exception", "reward"],
 )
-def test_episode_is_masked_from_its_first_row(call, lost, what):
-    collector = make(fails_at(call, what=what), on_fault="restart")
+def test_faulty_episode_is_masked_from_its_first_row(call, lost_rows, fault):
+    collector = make_collector(make_fault_fn(call, fault=fault), on_fault="restart")
     _, rows = collect(collector, 20)
     expected = np.ones((20, 3), bool)
-    expected[list(lost), 1] = False
+    expected[lost_rows, 1] = False
     np.testing.assert_array_equal(rows.mask, expected)
-    assert collector.fault_stats == (1, len(lost), 1)
+    assert collector.fault_stats == (1, len(lost_rows), 1)
     assert all(not np.any(x[~rows.mask]) for x in jax.tree.leaves(rows))
-    after = lost[-1] + 1  # a new episode, of the lane's next number
-    assert rows.episode_length[after, 1] == 1
-    assert rows.episode_id[after, 1] == 1 + 3 * (1 + (call > 6))
+    # The next row starts the next episode of the lane.
+    row = lost_rows[-1] + 1
+    assert rows.episode_length[row, 1] == 1
+    assert rows.episode_id[row, 1] == 1 + 3 * (1 + (call > 6))
 
 
-def test_neighbours_do_not_notice():
-    _, good = collect(make(), 30)
-    collector = make(fails_at(3, 4, 9, 15), on_fault="restart")
+def test_fault_does_not_change_other_lanes():
+    _, expected = collect(make_collector(), 30)
+    collector = make_collector(make_fault_fn(3, 4, 9, 15), on_fault="restart")
     _, rows = collect(collector, 30)
-    others = [jax.tree.map(lambda x: x[:, [0, 2]], t) for t in (good, rows)]
-    assert_same(*others)
+    assert_same(*[jax.tree.map(lambda x: x[:, [0, 2]], t) for t in (rows, expected)])
 
 
-def test_episode_that_began_in_an_earlier_call_keeps_the_rows_of_that():
-    collector = make(fails_at(5), on_fault="restart")
-    carry, first = collect(collector, 2)
-    _, second = collect(collector, 4, carry)
-    assert first.mask.all()
-    assert not second.mask[:2, 1].any()
-    assert second.mask[2:].all()
+def test_fault_masks_rows_of_the_current_call_only():
+    collector = make_collector(make_fault_fn(5), on_fault="restart")
+    carry, old_rows = collect(collector, 2)
+    _, rows = collect(collector, 4, carry)
+    assert old_rows.mask.all()
+    assert not rows.mask[:2, 1].any()
+    assert rows.mask[2:].all()
     assert collector.fault_stats.lost_steps == 2
 
 
-@pytest.mark.parametrize("what", [BROKEN, "nan"])
-def test_fault_at_a_reset_takes_the_next_episode(what):
-    # The first reset fails, and another one twice in a row.
-    collector = make(fails_at(1, 8, 9, what=what), on_fault="restart")
+@pytest.mark.parametrize("fault", [BROKEN, "nan"], ids=["exception", "obs"])
+def test_fault_in_a_reset_skips_the_episode(fault):
+    # Faults in the first reset, and in two consecutive resets.
+    collector = make_collector(make_fault_fn(1, 8, 9, fault=fault), on_fault="restart")
     _, rows = collect(collector, 12)
     assert rows.mask.all()
     assert collector.fault_stats == (3, 0, 3)
     np.testing.assert_array_equal(rows.episode_id[[0, 5], 1], [1 + 3, 1 + 3 * 4])
 
 
-def test_environment_that_always_fails_is_given_up():
-    fault_fn = lambda number, env: BROKEN if env == 1 and number > 2 else None  # noqa: E731
-    collector = make(fault_fn, on_fault="restart", max_restarts=4)
+def test_error_after_max_restarts_names_the_environment():
+    fault_fn = make_fault_fn(*range(3, 100))
+    collector = make_collector(fault_fn, on_fault="restart", max_restarts=4)
     carry = collector.init(KEY)
     with pytest.raises(EnvFault, match=r"environment 1 .*`max_restarts`=4") as error:
         collector.collect_steps(carry, None, 50)
@@ -95,46 +98,47 @@ def test_environment_that_always_fails_is_given_up():
         collector.collect_steps(carry, None, 50)
 
 
-def test_collected_rows_are_kept():
-    """Two rows are whole when the third step fails: of the others all three are."""
-    collector = make(fails_at(4))
+def test_recover_keeps_complete_rows():
+    """The third step of lane 1 fails, and three steps of all other lanes succeed."""
+    collector = make_collector(make_fault_fn(4))
     carry = collector.init(KEY)
-    with pytest.raises(EnvFault, match=r"1 failed: .* it broke, at step 3 of its"):
+    with pytest.raises(EnvFault, match=r"environment 1 .* it broke.* step 3"):
         collector.collect_steps(carry, None, 8)
     carry, rows = collector.recover()
     np.testing.assert_array_equal(rows.mask, np.tile([True, False, True], (3, 1)))
-    carry, after = collect(collector, 4, carry)
-    np.testing.assert_array_equal(after.episode_length[:, 0], [4, 5, 1, 2])
-    np.testing.assert_array_equal(after.episode_length[:, 1], [1, 2, 3, 4])
-    carry, rows = collector.recover()  # nothing was cut short
+    carry, rows = collect(collector, 4, carry)
+    np.testing.assert_array_equal(rows.episode_length[:, 0], [4, 5, 1, 2])
+    np.testing.assert_array_equal(rows.episode_length[:, 1], [1, 2, 3, 4])
+    carry, rows = collector.recover()  # after a complete call
     assert rows is None
     np.testing.assert_array_equal(carry.episode.episode_length[0], 2)
 
 
-def test_lanes_begin_episodes_of_their_own_after_a_call_for_some():
-    """Ids of assigned episodes are negative, and nobody waits for those any more."""
-    collector = make(fails_at(4))
+def test_recover_after_collect_episodes_begins_per_lane_episodes():
+    collector = make_collector(make_fault_fn(4))
     carry = collector.init(KEY)
     with pytest.raises(EnvFault):
         collector.collect_episodes(carry, None, 8, max_episode_steps=10)
     carry, _ = collector.recover()
+    # Ids of assigned episodes are negative. Ids of per-lane episodes are not.
     assert (carry.episode.episode_id >= 0).all()
     np.testing.assert_array_equal(carry.episode.episode_length, 0)
-    other = make()
-    restored = other.restore(carry, b"")
-    _, want = collect(collector, 12, carry)
-    assert (want.episode_id >= 0).all()
-    assert_same(collect(other, 12, restored)[1], want)
+    restored_collector = make_collector()
+    restored_carry = restored_collector.restore(carry, [b""] * 3)
+    _, expected = collect(collector, 12, carry)
+    assert (expected.episode_id >= 0).all()
+    _, rows = collect(restored_collector, 12, restored_carry)
+    assert_same(rows, expected)
 
 
 @pytest.mark.parametrize("num_episodes", [1, 7])
-def test_lost_episode_is_among_the_episodes(num_episodes):
-    collector = make(fails_at(4), on_fault="restart")
+def test_lost_episode_is_masked_in_episodes(num_episodes):
+    collector = make_collector(make_fault_fn(4), on_fault="restart")
     carry, episodes = collector.collect_episodes(
         collector.init(KEY), None, num_episodes, max_episode_steps=100
     )
     episodes = jax.device_get(episodes)
-    # Lane 1 is reset by `init` and by the call, so it fails at step 2 of episode 1.
+    # Call 4 of lane 1 is step 2 of episode 1, after resets by `init` and by the call.
     expected = np.arange(num_episodes) != 1
     np.testing.assert_array_equal(episodes.mask, expected)
     np.testing.assert_array_equal(episodes.episode_length, np.where(expected, 5, 0))

@@ -1,4 +1,4 @@
-"""Every space through host collectors, buffers, checkpoints and `check_env`."""
+"""Spaces in host collectors, buffers, checkpoints, `check_env` and normalization."""
 
 import functools
 
@@ -14,16 +14,16 @@ from rollout import envs
 from rollout.envs.spaces import as_space
 
 BOX = gym.Box(-1.0, 2.0, (2,))
-PAIR = envs.spaces.Dict({"one": envs.Discrete(3), "two": envs.Box(0.0, 1.0, (2,))})
+PAIR = envs.spaces.Dict({"unit": envs.Discrete(3), "move": envs.Box(0.0, 1.0, (2,))})
 SPACES = {
-    # Of Gymnasium.
+    # Spaces of Gymnasium.
     "multi": gym.Tuple(
         [gym.MultiDiscrete([2, 5], start=[1, -2]), gym.MultiBinary([2, 3])]
     ),
     "nested": gym.Dict(
         {"b": gym.Tuple([gym.Dict({"c": BOX}), gym.Discrete(2)]), "a": gym.Discrete(4)}
     ),
-    # As a `HostVectorEnv` of one's own may have them.
+    # Spaces of a custom `HostVectorEnv`.
     "repeated": envs.spaces.Dict(
         {
             "a": envs.spaces.Repeated(envs.Box(0, 1, (2,)), 3),
@@ -35,40 +35,38 @@ SPACES = {
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-def make(how, space):
-    if how == "own":
+def make_env(backend, space):
+    if backend == "custom":
         return SampledVectorEnv(space)
     fn = functools.partial(Sampled, space)
-    if how == "workers":
+    if backend == "workers":
         return envs.make_worker_envs([fn] * 3, num_workers=2)
     return envs.from_gymnasium(fn, 3)
 
 
-def assert_of(space, contains, tree, lead):
-    """Checks that a tree has `lead` leading axes, and elements of a space."""
+def check_elements(space, contains, tree, num_rows):
+    """Checks that a tree has `num_rows` elements of a space."""
     leaves = jax.tree.leaves(tree)
-    assert [x.shape[len(lead) :] for x in leaves] == [x.shape for x in space.leaves()]
-    assert all(x.shape[: len(lead)] == lead for x in leaves)
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), tree)
-    assert np.all(contains(flat))
+    assert [x.shape for x in leaves] == [(num_rows, *x.shape) for x in space.leaves()]
+    assert np.all(contains(tree))
 
 
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
-    ("how", "name"),
+    ("backend", "name"),
     [
         ("gymnasium", "nested"),
         ("workers", "nested"),
-        ("asynchronous", "nested"),
+        ("num_ready", "nested"),
         slow("gymnasium", "multi"),
-        slow("own", "repeated"),
-        slow("own", "plain"),
+        slow("custom", "repeated"),
+        slow("custom", "plain"),
     ],
 )
-def test_space_goes_through_collector_buffer_and_checkpoint(how, name, tmp_path):
+def test_space_works_in_collector_buffer_and_checkpoint(backend, name, tmp_path):
     space = as_space(SPACES[name])
-    num_ready = 1 if how == "asynchronous" else None
-    env = make("workers" if num_ready else how, SPACES[name])
+    num_ready = 1 if backend == "num_ready" else None
+    env = make_env("workers" if num_ready else backend, SPACES[name])
     policy = rollout.random_policy(env.action_space)
     collector = rollout.HostCollector(env=env, policy=policy, num_ready=num_ready)
     try:
@@ -80,76 +78,72 @@ def test_space_goes_through_collector_buffer_and_checkpoint(how, name, tmp_path)
     rows = jax.device_get(rows)
     if not num_ready:
         assert rows.terminated.sum() == 2 * 3
-    kept = jax.tree.map(lambda x: x[rows.mask], rows)
-    assert kept.reward.sum() == kept.mask.size == 9 * (num_ready or 3)
+    valid_rows, num_rows = jax.tree.map(lambda x: x[rows.mask], rows), rows.mask.sum()
+    assert valid_rows.reward.sum() == num_rows == 9 * (num_ready or 3)
     contains = jax.jit(jax.vmap(space.contains))
-    for tree in (kept.obs, kept.next_obs, kept.action):
-        assert_of(space, contains, tree, kept.mask.shape)
+    for tree in (valid_rows.obs, valid_rows.next_obs, valid_rows.action):
+        check_elements(space, contains, tree, num_rows)
     state = rollout.buffers.ReplayBuffer(64, 3).init(jax.tree.map(lambda x: x[0], rows))
     rollout.checkpoint.save(tmp_path, {"buffer": state, "rows": rows}, step=0)
-    like = jax.tree.map(np.zeros_like, jax.device_get({"buffer": state, "rows": rows}))
-    saved = rollout.checkpoint.restore(tmp_path, like)
-    jax.tree.map(np.testing.assert_array_equal, saved["rows"], rows)
+    tree = jax.tree.map(np.zeros_like, jax.device_get({"buffer": state, "rows": rows}))
+    restored_tree = rollout.checkpoint.restore(tmp_path, tree)
+    jax.tree.map(np.testing.assert_array_equal, restored_tree["rows"], rows)
 
 
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
-    ("how", "name"),
-    [("gymnasium", "nested"), slow("own", "repeated"), slow("own", "plain")],
+    ("backend", "name"),
+    [("gymnasium", "nested"), slow("custom", "repeated"), slow("custom", "plain")],
 )
-def test_probe_finds_nothing_wrong_with_a_space(how, name):
-    found = rollout.check_env(make(how, SPACES[name]), num_steps=20)
-    assert found == ()
-
-
-ARRAYS, PARTS = "must be a Box, Discrete", "must have at least one part"
+def test_check_env_accepts_a_space(backend, name):
+    assert rollout.check_env(make_env(backend, SPACES[name]), num_steps=20) == ()
 
 
 @pytest.mark.parametrize(
     ("space", "message"),
     [
-        (3, ARRAYS),
-        (gym.Dict({"a": gym.Text(3)}), ARRAYS),
-        (gym.Tuple((gym.Discrete(2), gym.Dict({}))), PARTS),
+        (3, "must be a Box, Discrete"),
+        (gym.Dict({"a": gym.Text(3)}), "must be a Box, Discrete"),
+        (gym.Tuple((gym.Discrete(2), gym.Dict({}))), "at least one part"),
     ],
+    ids=["int", "text", "empty"],
 )
-def test_space_without_arrays_is_rejected(space, message):
-    own, policy = (
-        SampledVectorEnv(envs.Discrete(2)),
-        rollout.random_policy(envs.Discrete(2)),
-    )
-    own.observation_space = space
+def test_space_without_arrays_raises(space, message):
+    env = SampledVectorEnv(envs.Discrete(2))
+    policy = rollout.random_policy(env.action_space)
+    env.observation_space = space
     calls = {
         "`action_space` ": lambda: rollout.random_policy(space),
-        "`env.observation_space` ": lambda: rollout.HostCollector(own, policy),
+        "`env.observation_space` ": lambda: rollout.HostCollector(env, policy),
     }
     for name, call in calls.items():
-        with pytest.raises(ValueError, match=name + message):
+        with pytest.raises(ValueError, match=f"{name}.*{message}"):
             call()
-    (issue,) = rollout.check_env(own)
+    (issue,) = rollout.check_env(env)
     assert issue.name == "contract"
     assert message in issue.message
 
 
-def test_names_of_one_dict_are_of_one_type():
+def test_dict_space_requires_names_of_one_type():
     for name in (1, None):
-        with pytest.raises(ValueError, match="`spaces` must have names of one type"):
+        with pytest.raises(ValueError, match=r"`spaces` must .* names"):
             envs.spaces.Dict({"a": envs.Discrete(2), name: envs.Discrete(2)})
 
 
-def test_normalised_host_observations_keep_masks_and_numbers():
+def test_normalization_changes_continuous_observations_only():
     space = gym.Dict(
         mask=gym.Box(0, 1, (3,), np.int8),
         binary=gym.MultiBinary(3),
-        place=gym.Discrete(500),
+        position=gym.Discrete(500),
         speed=gym.Box(0.0, 9.0, (2,)),
     )
-    raw, env = SampledVectorEnv(space), envs.NormalizeHostEnv(SampledVectorEnv(space))
-    seeds, every = np.arange(3, dtype=np.uint32), np.ones(3, bool)
-    want, got = (dict(x.reset(seeds, every)) for x in (raw, env))
-    assert not np.array_equal(got.pop("speed"), want.pop("speed"))
-    chex.assert_trees_all_equal(got, want)
-    own, normalised = (as_space(x.observation_space).spaces for x in (raw, env))
-    want = dict(own, speed=envs.Box(-np.inf, np.inf, (2,)))
-    assert normalised.keys() == want.keys()
-    assert all(repr(normalised[name]) == repr(want[name]) for name in want)
+    raw_env = SampledVectorEnv(space)
+    env = envs.NormalizeHostEnv(SampledVectorEnv(space))
+    seeds, mask = np.arange(3, dtype=np.uint32), np.ones(3, bool)
+    obs, raw_obs = (dict(x.reset(seeds, mask)) for x in (env, raw_env))
+    assert not np.array_equal(obs.pop("speed"), raw_obs.pop("speed"))
+    chex.assert_trees_all_equal(obs, raw_obs)
+    spaces, raw_spaces = (as_space(x.observation_space).spaces for x in (env, raw_env))
+    expected = dict(raw_spaces, speed=envs.Box(-np.inf, np.inf, (2,)))
+    assert spaces.keys() == expected.keys()
+    assert all(repr(spaces[name]) == repr(expected[name]) for name in expected)

@@ -1,4 +1,4 @@
-"""`Stream`, `evaluate` and checkpoints over environments of NumPy."""
+"""`Stream` and checkpoints with a `HostCollector`."""
 
 import functools
 import threading
@@ -24,17 +24,25 @@ def make_stream(collector, **options):
     return rollout.Stream(collector, key=KEY, params=np.float32(0), **options)
 
 
-STREAMS = [
-    {"prefetch": 1, "max_episode_steps": 4, "at_batch_end": "truncate"},
-    {"steps_per_batch": None, "episodes_per_batch": 5, "total_steps": None,
-     "max_episode_steps": 6, "device": "host"},
-]  # fmt: skip
+TRUNCATE = {"prefetch": 1, "max_episode_steps": 4, "at_batch_end": "truncate"}
 RESET = {"at_batch_end": "reset", "postprocess": lambda t: (t.reward, t.mask)}
+EPISODES = {
+    "steps_per_batch": None,
+    "episodes_per_batch": 5,
+    "total_steps": None,
+    "max_episode_steps": 6,
+    "device": "host",
+}
 
 
 @pytest.mark.compiles(50)
 @pytest.mark.parametrize(
-    "options", [*STREAMS, pytest.param(RESET, marks=pytest.mark.slow)]
+    "options",
+    [
+        pytest.param(TRUNCATE, id="truncate"),
+        pytest.param(EPISODES, id="episodes"),
+        pytest.param(RESET, id="reset", marks=pytest.mark.slow),
+    ],
 )
 def test_batches_equal_batches_of_jax_environments(options):
     streams = [make_stream(collector, **options) for collector in (on_host(), in_jax())]
@@ -66,25 +74,29 @@ def test_stop_during_a_batch_starts_no_other_batch():
     assert num_steps == batch.steps // collector.env.num_envs
 
 
-def stream_of(make_fn, wrap=lambda env: env, **options):
+def make_local_stream(make_fn, wrap=lambda env: env, **options):
     env = wrap(LocalEnvs([make_fn] * 4))
     policy = rollout.random_policy(env.action_space)
     return make_stream(HostCollector(env=env, policy=policy), **options)
 
 
 @pytest.mark.parametrize(
-    ("wrap", "options"), [(lambda env: env, {}), (envs.NormalizeHostEnv, STREAMS[1])]
+    ("wrap", "options"),
+    [(lambda env: env, {}), (envs.NormalizeHostEnv, EPISODES)],
+    ids=["steps", "normalized_episodes"],
 )
 def test_restored_stream_returns_the_same_rows(wrap, options, tmp_path):
-    make = functools.partial(Arrays, 7)
-    first, second = (stream_of(make, wrap, **options) for _ in "ab")
-    next(first), next(first)
-    rollout.checkpoint.save(tmp_path, first.state())
-    expected = next(first)
-    state = rollout.checkpoint.restore(tmp_path, second.state())
-    second.restore(state)
-    assert_same(next(second).trajectory, expected.trajectory)
-    first.close(), second.close()
+    make_env = functools.partial(Arrays, 7)
+    stream, new_stream = (
+        make_local_stream(make_env, wrap, **options) for _ in range(2)
+    )
+    next(stream), next(stream)
+    rollout.checkpoint.save(tmp_path, stream.state())
+    expected = next(stream)
+    state = rollout.checkpoint.restore(tmp_path, new_stream.state())
+    new_stream.restore(state)
+    assert_same(next(new_stream).trajectory, expected.trajectory)
+    stream.close(), new_stream.close()
 
 
 @pytest.mark.parametrize("make_env", [envs.make_worker_envs, LocalEnvs])
@@ -92,14 +104,14 @@ def test_episodes_restart_if_one_environment_has_no_save_state(make_env):
     env = make_env([functools.partial(env_type, 7) for env_type in (Faultless, Arrays)])
     stream = make_stream(HostCollector(env, rollout.random_policy(env.action_space)))
     next(stream)
-    with pytest.warns(UserWarning, match="2 unfinished episodes restart"):
+    with pytest.warns(UserWarning, match="2 unfinished episodes"):
         stream.restore(stream.state())
     assert next(stream).trajectory.first[0].all()
     stream.close(), env.close()
 
 
 def test_stream_starts_new_episodes_after_a_failed_restore():
-    stream = stream_of(FailsAtLoad)
+    stream = make_local_stream(FailsAtLoad)
     next(stream)
     with pytest.raises(KeyError, match="no such state"):
         stream.restore(stream.state())
@@ -110,16 +122,18 @@ def test_stream_starts_new_episodes_after_a_failed_restore():
 
 
 def test_restore_keeps_the_settings_of_the_environments():
-    first, second = (stream_of(functools.partial(Arrays, x)) for x in (5, 2))
-    next(first)
-    second.restore(first.state())
-    next(second)
-    assert np.asarray(next(second).trajectory.episode_length).max() == 2
-    first.close(), second.close()
+    stream, new_stream = (
+        make_local_stream(functools.partial(Arrays, x)) for x in (5, 2)
+    )
+    next(stream)
+    new_stream.restore(stream.state())
+    next(new_stream)
+    assert np.asarray(next(new_stream).trajectory.episode_length).max() == 2
+    stream.close(), new_stream.close()
 
 
-class Slow(HostCount):
-    """Takes 10 ms per step."""
+class SlowCount(HostCount):
+    """A `HostCount` whose steps take 10 ms."""
 
     is_stepping = threading.Event()
 
@@ -130,9 +144,9 @@ class Slow(HostCount):
 
 
 def test_restore_waits_for_the_pending_batch():
-    stream = make_stream(HostCollector(env=Slow(4), **OPTIONS), prefetch=1)
+    stream = make_stream(HostCollector(env=SlowCount(4), **OPTIONS), prefetch=1)
     next(stream)
-    with pytest.warns(UserWarning, match="was not saved"):
+    with pytest.warns(UserWarning, match="unfinished episodes"):
         stream.restore(stream.state())
     trajectory = next(stream).trajectory
     np.testing.assert_array_equal(trajectory.obs[..., 0], trajectory.episode_length - 1)
@@ -140,41 +154,41 @@ def test_restore_waits_for_the_pending_batch():
 
 
 def test_collector_raises_while_a_batch_is_pending():
-    collector = HostCollector(env=Slow(4), **OPTIONS)
+    collector = HostCollector(env=SlowCount(4), **OPTIONS)
     stream = make_stream(collector, prefetch=1)
-    plain = make_stream(HostCollector(env=Slow(4), **OPTIONS))
-    next(plain), next(stream)
-    Slow.is_stepping.clear()
-    assert Slow.is_stepping.wait(10)
-    with pytest.raises(RuntimeError, match="one call at a time, and a batch of a `St"):
+    expected_stream = make_stream(HostCollector(env=SlowCount(4), **OPTIONS))
+    next(expected_stream), next(stream)
+    SlowCount.is_stepping.clear()
+    assert SlowCount.is_stepping.wait(10)
+    with pytest.raises(RuntimeError, match="batch of a `Stream`"):
         rollout.evaluate(collector, None, KEY, 3, max_episode_steps=9)
-    chex.assert_trees_all_equal(next(stream).trajectory, next(plain).trajectory)
-    stream.close(), plain.close()
+    batch, expected = next(stream), next(expected_stream)
+    chex.assert_trees_all_equal(batch.trajectory, expected.trajectory)
+    stream.close(), expected_stream.close()
 
 
 def test_episodes_restart_if_no_state_was_saved(tmp_path):
-    first, second = make_stream(on_host()), make_stream(on_host())
-    batch = next(first)
-    rollout.checkpoint.save(tmp_path, first.state())
-    state = rollout.checkpoint.restore(tmp_path, second.state())
-    with pytest.warns(UserWarning, match="unfinished episodes restart"):
-        second.restore(state)
-    restarted = jax.device_get(next(second).trajectory)
-    last = jax.device_get(batch.trajectory)
-    in_flight = ~last.done[-1]
-    assert in_flight.any()
+    stream, new_stream = make_stream(on_host()), make_stream(on_host())
+    batch = next(stream)
+    rollout.checkpoint.save(tmp_path, stream.state())
+    state = rollout.checkpoint.restore(tmp_path, new_stream.state())
+    with pytest.warns(UserWarning, match="unfinished episodes"):
+        new_stream.restore(state)
+    new_rows = jax.device_get(next(new_stream).trajectory)
+    old_rows = jax.device_get(batch.trajectory)
+    is_unfinished = ~old_rows.done[-1]
+    assert is_unfinished.any()
     np.testing.assert_array_equal(
-        restarted.episode_id[0], last.episode_id[-1] + np.where(in_flight, 0, 4)
+        new_rows.episode_id[0], old_rows.episode_id[-1] + np.where(is_unfinished, 0, 4)
     )
-    assert restarted.first[0].all()
-    assert not restarted.extras["count"][0].any()  # the policy also restarts
-    for lane in np.flatnonzero(in_flight):  # with its original seed
-        in_last = last.episode_id[:, lane] == last.episode_id[-1, lane]
-        assert (
-            last.reward[in_last, lane].tolist()
-            == restarted.reward[: in_last.sum(), lane].tolist()
-        )
-    first.close(), second.close()
+    assert new_rows.first[0].all()
+    assert not new_rows.extras["count"][0].any()  # the policy also restarts
+    # Episodes restart with their original seeds, so the rewards are equal.
+    for lane in np.flatnonzero(is_unfinished):
+        mask = old_rows.episode_id[:, lane] == old_rows.episode_id[-1, lane]
+        rewards = new_rows.reward[: mask.sum(), lane]
+        np.testing.assert_array_equal(rewards, old_rows.reward[mask, lane])
+    stream.close(), new_stream.close()
 
 
 def fault_fn(number, env):
@@ -185,7 +199,7 @@ def test_batch_of_episodes_restarts_after_a_fault():
     options = {"steps_per_batch": None, "episodes_per_batch": 5, "total_steps": None}
     collector = on_host(fault_fn=fault_fn, max_length=2)
     stream = make_stream(collector, max_episode_steps=6, **options)
-    with pytest.raises(EnvFault, match="environment 2 failed"):
+    with pytest.raises(EnvFault, match="environment 2"):
         next(stream)
     for _ in range(2):
         episodes = next(stream).episodes
@@ -202,7 +216,7 @@ def test_batch_keeps_its_rows_after_two_faults():
 
     stream = make_stream(on_host(fault_fn=fault_fn, max_length=2))
     for _ in range(2):
-        with pytest.raises(EnvFault, match="environment 2 failed"):
+        with pytest.raises(EnvFault, match="environment 2"):
             next(stream)
     batch = next(stream)
     assert batch.steps == 40
@@ -219,10 +233,10 @@ def test_batch_keeps_its_params_after_a_fault():
 
     collector = on_host(fault_fn=fault_fn).replace(policy=rollout.stateless_policy(act))
     stream = make_stream(collector)
-    with pytest.raises(EnvFault, match="environment 2 failed"):
+    with pytest.raises(EnvFault, match="environment 2"):
         next(stream)
     stream.set_params(np.float32(1))
-    for version in (0, 1):  # the first batch was interrupted
+    for version in (0, 1):  # the interrupted batch keeps version 0
         batch = next(stream)
         assert batch.params_version == version
         values = np.asarray(batch.trajectory.extras["params"])
@@ -231,14 +245,16 @@ def test_batch_keeps_its_params_after_a_fault():
 
 
 def test_fault_stats_count_the_masked_rows_of_a_stream():
-    fault_fn = lambda number, env: RuntimeError("no") if number % 7 == 3 else None  # noqa: E731
+    def fault_fn(number, env):
+        return RuntimeError("no") if number % 7 == 3 else None
+
     collector = HostCollector(
         env=HostCount(4, fault_fn=fault_fn), policy=POLICY, on_fault="restart"
     )
     stream = make_stream(collector)
     masks = [batch.trajectory.mask for batch in stream]
-    lost = sum(int((~mask).sum()) for mask in masks)
-    assert lost == collector.fault_stats.lost_steps
+    num_lost = sum(int((~mask).sum()) for mask in masks)
+    assert num_lost == collector.fault_stats.lost_steps
     assert collector.fault_stats.faulty_episodes > 4
     assert stream.steps == 120  # including masked-out rows
     stream.close()
