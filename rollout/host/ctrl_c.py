@@ -21,35 +21,41 @@ def held_back() -> Iterator[Callable[[], None]]:
     the process exits.
     """
     handler: Any = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Presses):  # the outer block delays Ctrl-C
+        yield raise_at_exit
+        return
     is_main = threading.current_thread() is threading.main_thread()
-    num_presses = 0
-
-    def on_press(number: int, frame: Any) -> None:
-        nonlocal num_presses
-        del number, frame  # unused
-        num_presses += 1
-        # The first Ctrl-C waits for the block. The second raises immediately.
-        if num_presses > 1:
-            raise_pending()
-
-    def raise_pending() -> None:
-        nonlocal num_presses
-        raise_at_exit()
-        # Reset the count first: the handler may raise, and must not be called twice.
-        if num_presses:
-            num_presses = 0
-            handler(signal.SIGINT, None)  # usually raises `KeyboardInterrupt`
-
+    presses = _Presses(handler)
     is_delayed = is_main and callable(handler)
     if is_delayed:
-        signal.signal(signal.SIGINT, on_press)
+        signal.signal(signal.SIGINT, presses)
     try:
-        yield raise_pending
+        yield presses.raise_pending
     finally:
         if is_delayed:
-            if signal.getsignal(signal.SIGINT) is on_press:  # else `handler` set it
+            if signal.getsignal(signal.SIGINT) is presses:  # else `handler` set it
                 signal.signal(signal.SIGINT, handler)
-            raise_pending()
+            presses.raise_pending()
+
+
+class _Presses:
+    """A signal handler that counts Ctrl-C. The second press raises immediately."""
+
+    def __init__(self, handler: Any) -> None:
+        self._handler, self._count = handler, 0
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self._count += 1
+        if self._count > 1:
+            self.raise_pending()
+
+    def raise_pending(self) -> None:
+        """Calls the previous handler if Ctrl-C was pressed."""
+        raise_at_exit()
+        # Reset the count first: the handler may raise, and must not be called twice.
+        if self._count:
+            self._count = 0
+            self._handler(signal.SIGINT, None)  # usually raises `KeyboardInterrupt`
 
 
 class Calls:

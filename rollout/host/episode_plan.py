@@ -146,6 +146,26 @@ class EpisodeTable:
         self._results: Any = None  # `[N]`
         self._padded: Any = None  # `[max_length, N]`
 
+    @property
+    def is_empty(self) -> bool:
+        """True before the first `add` or `init`."""
+        return self._results is None
+
+    def init(self, row: Transition) -> None:
+        """Makes tables of zeros, with the shapes and dtypes of a row, `[B, ...]`."""
+        fields: Any = {
+            "episode_return": row.episode_return,
+            "episode_length": row.episode_length,
+            "terminated": row.terminated,
+            "truncated": row.truncated,
+            "finished": row.terminated,
+            "lane": row.episode_id,
+            "accumulated": row.accumulated,
+        }
+        self._results = _blank((self._num_episodes,), fields)
+        if self._max_length is not None:
+            self._padded = _blank((self._max_length, self._num_episodes), row)
+
     def add(self, plan: EpisodePlan, rows: Rows, recorded: Transition) -> None:
         """Stores the results of episodes that end in these rows, and their steps."""
         ended = (rows.terminated | rows.truncated) & rows.mask
@@ -200,6 +220,11 @@ def _write(
     # Flatten `[T, B, ...]` to `[K, ...]`: each of the K selected rows has an index.
     rows = jax.tree.map(lambda x: x[mask], rows)
     if table is None:
-        table = jax.tree.map(lambda x: np.zeros(shape + x.shape[1:], x.dtype), rows)
+        table = _blank(shape, rows)
     place_rows(table, index, rows)
     return table
+
+
+def _blank(shape: tuple[int, ...], rows: ArrayTree) -> ArrayTree:
+    """Makes a table of zeros for rows, `[K, ...]`."""
+    return jax.tree.map(lambda x: np.zeros(shape + x.shape[1:], x.dtype), rows)

@@ -273,8 +273,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         )
 
     def compile(self, carry: Carry, params: ParamsT) -> None:
-        """Compiles the program of the policy; otherwise the first call compiles it."""
-        self._session.spec.policy.compile(params, carry.obs)
+        """Compiles the program of the policy; otherwise the first call compiles it.
+
+        Raises:
+            ValueError: if `carry` is stale.
+        """
+        self._session.check(carry)
+        self._session.spec.policy.compile(params, carry.obs, self.num_ready)
 
     def save(self, carry: Carry) -> list[bytes]:
         """Returns the state of each environment at `carry`, for `restore`.
@@ -335,6 +340,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
         Raises:
             ValueError: if `init` has not been called.
+            Exception: an error of `record_fn` or of an accumulator, which cannot record
+                the collected transitions. Call `init` after such an error.
         """
         session = self._session
         if carry is not None and not session.was_used(carry):
@@ -379,6 +386,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 if fn is not None:
                     acc = fold(fn, acc, state.recorded, state.num_rows)
                 table.add(state.plan, state.rows, state.recorded)
+            if table.is_empty:  # every episode was lost in its reset
+                table.init(self.row_shape(params))
             episodes = session.end_plan(table)
             return session.finish(), acc, episodes
 

@@ -64,7 +64,7 @@ class HostPolicy:
         self._check = SpaceCheck(action_space, "action", slack=4e-7)
         self.initial_state = self._programs.initial(self._numbers, key)
         self._has_state = bool(jax.tree.leaves(self.initial_state))
-        self._is_array = not isinstance(action_space, Composite)  # the actions are
+        self._is_array = not isinstance(action_space, Composite)
         # Raw key data is faster to pass to `jit` than typed keys. Compute many keys at
         # once: in a small program, hashing would take most of the time.
         self._key, self._root = key, np.asarray(jax.random.key_data(key))
@@ -153,11 +153,15 @@ class HostPolicy:
         """Evaluates the critic at the observations of all lanes."""
         return self._programs.value(self._numbers, params, obs, policy_state, None)
 
-    def compile(self, params: Any, obs: ArrayTree) -> None:
-        """Compiles `act` by calling it."""
+    def compile(self, params: Any, obs: ArrayTree, num_ready: int | None) -> None:
+        """Compiles `act` by calling it for all lanes, or for `num_ready` lanes."""
         # Call instead of lowering: only a call fills the jit cache.
-        lane = np.arange(self._num_envs, dtype=np.int32)
-        self.act(params, 0, self.initial_state, obs, np.ones(len(lane), bool), lane)
+        lane, env_id = np.arange(self._num_envs, dtype=np.int32), None
+        if num_ready is not None:
+            env_id = lane[:num_ready]
+            obs = jax.tree.map(lambda x: x[:num_ready], obs)
+        is_first = np.ones(len(lane), bool)
+        self.act(params, 0, self.initial_state, obs, is_first, lane, env_id)
 
     def reset_state(
         self, state: ArrayTree, is_first: np.ndarray, episode_id: np.ndarray

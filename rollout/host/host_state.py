@@ -25,6 +25,7 @@ from rollout.types import Carry, Episode
 NO_LIMIT = 2**31 - 1  # steps, longer than any episode
 ALL_LANES = slice(None)
 _NUM_SEED_ROWS = 256  # rows of B seeds per table
+_NUM_TABLES = 64  # in memory, 64 MiB with 1,024 environments
 
 
 class Faults(NamedTuple):
@@ -77,7 +78,7 @@ class HostState:
     """State of a host collection between two rows, like the kernel's `Carry`.
 
     No function writes to an array of a state, except to `obs`, `Flight.sent`, the rows
-    from `num_rows` on, and the masks of lost episodes.
+    from `num_rows` on, and the rows of lost episodes.
 
     Attributes:
         step: number of calls of the policy so far.
@@ -185,7 +186,7 @@ class HostSpec:
         # Every lane may need a different table. If a table was evicted, it is computed
         # again with the same seeds.
         table_fn = functools.partial(_compute_seeds, self.key, self.env.num_envs)
-        return functools.lru_cache(self.env.num_envs + 1)(table_fn)
+        return functools.lru_cache(min(self.env.num_envs + 1, _NUM_TABLES))(table_fn)
 
     def seeds(self, episode_id: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """Returns the seeds of the episodes of `lanes`, `[B]` uint32; 0 elsewhere."""

@@ -4,8 +4,8 @@ This is the NumPy version of `rollout.kernel.step`, which cannot call environmen
 outside of JAX. `decide` applies the policy, `take` steps the environments, `advance`
 computes the next state and writes a row, and `restart` rebuilds failed environments and
 starts new episodes. `advance` and `restart` return the next `HostState` and leave the
-old one valid: only observations, rows from `num_rows` on, and the masks of lost
-episodes change in place.
+old one valid: only observations, rows from `num_rows` on, and the rows of lost episodes
+change in place.
 
 `rollout.host.asynchronous` chooses the lanes that step if environments step
 asynchronously.

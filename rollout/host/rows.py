@@ -278,7 +278,9 @@ def regroup_by_env(rows: Transition) -> Transition:
     Raises:
         ValueError: if `rows` are not from a collector with `num_ready`.
     """
-    message = "`rows` must be of a `HostCollector` with `num_ready`, with its `info`"
+    message = (
+        "`rows` must come from a `HostCollector` with `num_ready`, with its `info`"
+    )
     checks.check_type(message, getattr(rows, "info", rows), AsyncInfo)
     rows = _by_env(rows)
     return rows.replace(info=rows.info.info)

@@ -119,7 +119,8 @@ class Session:
 
     def was_used(self, carry: Carry) -> bool:
         """Returns whether a carry began the running or interrupted call."""
-        return np.array_equal(_version_of(carry), self._start_version)
+        version = self._start_version
+        return version is not None and np.array_equal(_version_of(carry), version)
 
     def start(self, key: chex.PRNGKey, shared: Any = None) -> None:
         """Claims the environments; all lanes then wait for their first episode."""

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiles import count_compiles
 from host_count import POLICY, DelayedCount, assert_same
 
 import rollout
@@ -91,6 +92,19 @@ def test_rows_of_each_environment_are_complete_and_in_order():
 def test_short_calls_equal_one_long_call():
     """The next call returns the steps in flight at the end of a call."""
     assert_same(collect(make_collector(), 7, 1, 22), collect(make_collector(), 30))
+
+
+def test_compile_makes_the_program_of_the_calls():
+    def act(params, obs, key):
+        return jnp.zeros(len(obs), jnp.int32)
+
+    policy = rollout.stateless_policy(act)
+    collector = make_collector(num_envs=4, num_ready=3, policy=policy)
+    carry = collector.init(KEY)
+    collector.compile(carry, None)
+    with count_compiles() as events:
+        collector.collect_steps(carry, None, 2)
+    assert not events
 
 
 def test_num_ready_of_all_environments_equals_synchronous_steps():

@@ -137,6 +137,14 @@ def test_stale_carry_raises():
     assert_same(rows.replace(extras=()), expected.replace(next_obs=(), extras=()))
 
 
+def test_recover_returns_a_carry_that_began_no_call():
+    collector, carry = on_host(), in_jax().init(KEY)
+    collector.init(KEY)
+    recovered_carry, rows = collector.recover(carry)
+    assert recovered_carry is carry
+    assert rows is None
+
+
 def test_recover_keeps_rows_after_another_collector_steps():
     env = HostCount(4)
     training, testing = (HostCollector(env=env, policy=POLICY) for _ in range(2))

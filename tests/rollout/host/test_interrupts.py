@@ -300,6 +300,20 @@ def test_ctrl_c_during_restore_raises_after_the_restore():
     check_start(start, collector.collect_steps(carry, None, 6)[1])
 
 
+def test_second_ctrl_c_raises_in_nested_blocks():
+    def call():
+        with ctrl_c.held_back(), ctrl_c.held_back():
+            press_ctrl_c()
+            presses.append(1)
+            press_ctrl_c()
+            presses.append(2)
+
+    presses = []
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    assert presses == [1]
+
+
 def test_signal_handler_set_by_a_handler_remains():
     def replace_handler(*_):
         signal.signal(signal.SIGINT, signal.SIG_IGN)

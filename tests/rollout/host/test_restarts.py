@@ -152,3 +152,24 @@ def test_lost_episode_is_masked_in_episodes(num_episodes):
     rows = padded.trajectory
     assert rows.mask.sum() == 10
     assert padded.mask.all()
+
+
+@pytest.mark.parametrize("max_length", [None, 9], ids=["episodes", "trajectory"])
+def test_episodes_lost_in_their_resets_are_masked(max_length):
+    # Call 1 is the reset by `init`, and call 2 the reset of the only assigned episode.
+    fault_fn = lambda number, env: BROKEN if (number, env) == (2, 0) else None  # noqa: E731
+    collector = make_collector(fault_fn, on_fault="restart")
+    carry, episodes = collector.collect_episodes(
+        collector.init(KEY),
+        None,
+        1,
+        max_episode_steps=max_length,
+        return_trajectory=max_length is not None,
+    )
+    np.testing.assert_array_equal(episodes.mask, [False])
+    np.testing.assert_array_equal(episodes.episode_length, [0])
+    if max_length is not None:
+        assert episodes.trajectory.mask.shape == (9, 1)
+        assert not episodes.trajectory.mask.any()
+    _, rows = collect(collector, 3, carry)
+    assert rows.mask.all()
