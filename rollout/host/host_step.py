@@ -132,18 +132,11 @@ def advance(
         truncated = truncated | is_cut
     if is_last:
         truncated = truncated | (mask & ~terminated)
-    row = state.num_rows
     if spec.policy.has_critic:
         bootstraps = truncated & ~terminated & mask
-        # Rows without bootstraps stay zero.
-        if row == 0 or np.count_nonzero(bootstraps):
-            env_id = None if lanes is ALL_LANES else np.resize(lanes, spec.width)
-            value = spec.policy.values(
-                params, result.obs, decision.policy_state, bootstraps, env_id
-            )
-            state.rows.write(row, "final_value", value)
+        _write_final_value(spec, state, params, decision, taken, bootstraps)
     state.rows.write_step(
-        row,
+        state.num_rows,
         result,
         terminated=terminated,
         truncated=truncated,
@@ -166,18 +159,10 @@ def advance(
         is_first=is_first,
         flight=flight,
         plan=plan if plan is None else plan.count_steps(mask),
-        num_rows=row + 1,
+        num_rows=state.num_rows + 1,
     )
-    causes = _find_faults(spec, result, lanes)
     done = put(spec.no_lanes, lanes, terminated | truncated)
-    faults = NO_FAULTS
-    if causes:
-        faults = Faults(causes, int(state.episode_length[next(iter(causes))]))
-        state = _lose_episodes(state, causes)
-        done = put(done, list(causes), True)
-    if np.count_nonzero(done):  # faster than `any`
-        state = _begin_next(state, done)
-    return state, faults
+    return _end_episodes(state, done, _find_faults(spec, result, lanes))
 
 
 def restart(spec: HostSpec, state: HostState) -> tuple[HostState, Faults]:
@@ -204,8 +189,7 @@ def restart(spec: HostSpec, state: HostState) -> tuple[HostState, Faults]:
     except EnvFault as error:
         causes = error.causes
     if causes:
-        lost = put(spec.no_lanes, list(causes), True)
-        return _begin_next(_lose_episodes(state, causes), lost), Faults(causes)
+        return _end_episodes(state, spec.no_lanes, causes)
     flight = state.flight
     if flight is not None:  # a reset cancels steps
         flight = flight._replace(mask=flight.mask & ~state.must_reset)
@@ -225,6 +209,39 @@ def record(spec: HostSpec, state: HostState) -> HostState:
     else:
         accumulated, recorded = spec.record_fn(accumulated, rows, state.rows.lane)
     return state.replace(accumulated=accumulated, recorded=recorded)
+
+
+def _write_final_value(
+    spec: HostSpec,
+    state: HostState,
+    params: Any,
+    decision: Decision,
+    taken: Taken,
+    bootstraps: np.ndarray,
+) -> None:
+    """Evaluates the critic at the observations with a True in `bootstraps`, `[K]`."""
+    if state.num_rows and not np.count_nonzero(bootstraps):
+        return  # rows without bootstraps stay zero
+    lanes, result, _ = taken
+    env_id = None if lanes is ALL_LANES else np.resize(lanes, spec.width)
+    value = spec.policy.values(
+        params, result.obs, decision.policy_state, bootstraps, env_id
+    )
+    state.rows.write(state.num_rows, "final_value", value)
+
+
+def _end_episodes(
+    state: HostState, done: np.ndarray, causes: Mapping[int, BaseException]
+) -> tuple[HostState, Faults]:
+    """Assigns the next episodes to the lanes in `done` and to failed environments."""
+    faults = NO_FAULTS
+    if causes:
+        faults = Faults(causes, int(state.episode_length[next(iter(causes))]))
+        state = _lose_episodes(state, causes)
+        done = put(done, list(causes), True)
+    if np.count_nonzero(done):  # faster than `any`
+        state = _begin_next(state, done)
+    return state, faults
 
 
 def _lose_episodes(state: HostState, causes: Mapping[int, BaseException]) -> HostState:
