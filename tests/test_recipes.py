@@ -215,7 +215,7 @@ CHECKS = {
         names["stream"].steps == names["steps"][-1] == 200_704
         and names["returns"][-1] > 200
     ),
-    # The return drops again after it has reached 500, at a step that depends on rounding.
+    # The return drops again after it has reached 500; rounding decides when.
     "pqn": lambda names: np.nanmax(names["returns"]) > 400,
     "recurrent_ppo": lambda names: names["returns"][-1] > 200,
     "sac": lambda names: max(names["returns"]) > 900,
