@@ -75,6 +75,12 @@ def test_each_environment_has_every_row_once_and_in_order():
     assert sum(counts) == 200
 
 
+def test_every_action_has_its_random_numbers_in_a_call_that_starts_all_lanes():
+    # The first row needs three calls of the policy: lanes 0 and 1, 2 and 3, 4.
+    rows = collect(make(latency_fn=lambda rng, env: 0.0), 3)
+    assert len(np.unique(rows.extras["noise"])) == 6
+
+
 def test_calls_do_not_matter():
     """Actions in flight at the end of a call are answered in the next one."""
     assert_same(collect(make(), 7, 1, 22), collect(make(), 30))

@@ -151,6 +151,43 @@ def test_rows_of_a_call_that_was_cut_short_outlive_another_collector():
     assert rows.first.all()  # their episodes are gone
 
 
+def test_stale_carry_keeps_its_observations():
+    """The environments overwrite the memory of their observations."""
+    host = on_host()
+    carry, rows = host.collect_steps(host.init(KEY), None, 3)
+    host.collect_steps(carry, None, 1)
+    expected = np.where(rows.done[-1, :, None], 0, rows.next_obs[-1])
+    np.testing.assert_array_equal(carry.obs, expected)
+
+
+def test_every_episode_of_a_lane_has_another_seed():
+    seeds = []
+
+    class Recording(HostCount):
+        def reset(self, values, mask):
+            seeds.append(int(values[0]))
+            return super().reset(values, mask)
+
+    env = Recording(1, min_length=1, max_length=1)
+    host = HostCollector(env=env, policy=POLICY)
+    host.collect_steps(host.init(KEY), None, 300)
+    assert len(seeds) == len(set(seeds)) == 301
+
+
+def test_no_episode_starts_after_min_steps():
+    host = on_host(2, min_length=5, max_length=5)
+    carry, episodes = host.collect_episodes(host.init(KEY), None, 9, min_steps=10)
+    assert np.sum(episodes.mask) == 2
+    assert carry.step == 5
+
+
+def test_time_limit_of_the_environment_finishes_an_episode_at_max_episode_steps():
+    host = on_host(min_length=9, max_length=9, limit=6)
+    _, episodes = host.collect_episodes(host.init(KEY), None, 5, max_episode_steps=6)
+    assert episodes.truncated.all()
+    assert episodes.finished.all()
+
+
 SPACES = {
     "start": (
         gymnasium.spaces.Discrete(2, start=10),

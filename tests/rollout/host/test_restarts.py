@@ -83,6 +83,17 @@ def test_fault_at_a_reset_takes_the_next_episode(what):
     np.testing.assert_array_equal(rows.episode_id[[0, 5], 1], [1 + 3, 1 + 3 * 4])
 
 
+def test_faults_of_two_environments_in_the_same_step_both_count():
+    faults = {0: BROKEN, 2: "nan"}
+    fault_fn = lambda number, env: faults.get(env) if number == 4 else None  # noqa: E731
+    collector = make(fault_fn, on_fault="restart")
+    _, rows = collect(collector, 5)
+    expected = np.ones((5, 3), bool)
+    expected[:3, [0, 2]] = False
+    np.testing.assert_array_equal(rows.mask, expected)
+    assert collector.fault_stats == (2, 6, 2)
+
+
 def test_environment_that_always_fails_is_given_up():
     fault_fn = lambda number, env: BROKEN if env == 1 and number > 2 else None  # noqa: E731
     collector = make(fault_fn, on_fault="restart", max_restarts=4)
@@ -127,6 +138,19 @@ def test_lanes_begin_episodes_of_their_own_after_a_call_for_some():
     assert_same(collect(other, 12, restored)[1], want)
 
 
+def test_episodes_after_an_interrupted_call_have_new_ids():
+    collector = make(fails_at(4))
+    carry = collector.init(KEY)
+    with pytest.raises(EnvFault):
+        collector.collect_episodes(carry, None, 8, max_episode_steps=10)
+    carry, rows = collector.recover()
+    _, episodes = collector.collect_episodes(
+        carry, None, 2, max_episode_steps=10, return_trajectory=True
+    )
+    # Ids of the queue count down from -1.
+    assert np.max(episodes.trajectory.episode_id[0]) < np.min(rows.episode_id) < 0
+
+
 @pytest.mark.parametrize("num_episodes", [1, 7])
 def test_lost_episode_is_among_the_episodes(num_episodes):
     collector = make(fails_at(4), on_fault="restart")
@@ -148,3 +172,23 @@ def test_lost_episode_is_among_the_episodes(num_episodes):
     rows = padded.trajectory
     assert rows.mask.sum() == 10
     assert padded.mask.all()
+
+
+def test_lost_episode_stays_masked_with_min_steps():
+    collector = make(fails_at(4), on_fault="restart")
+    _, episodes = collector.collect_episodes(
+        collector.init(KEY), None, 9, max_episode_steps=100, min_steps=15
+    )
+    # Episode 1 is lost. Episodes 0, 2 and 3 have 15 steps together.
+    np.testing.assert_array_equal(episodes.mask, [1, 0, 1, 1, 0, 0, 0, 0, 0])
+    assert int(episodes.num_steps) == 15
+
+
+def test_fault_stats_and_max_restarts_count_across_calls_of_init():
+    collector = make(fails_at(4, 15), on_fault="restart", max_restarts=1)
+    collect(collector, 5)
+    assert collector.fault_stats == (1, 3, 1)
+    carry = collector.init(KEY)
+    assert collector.fault_stats == (1, 3, 1)
+    with pytest.raises(EnvFault, match="`max_restarts`=1 are used up"):
+        collector.collect_steps(carry, None, 20)
