@@ -98,6 +98,19 @@ def test_episodes_restart_if_one_environment_has_no_save_state(make_env):
     stream.close(), env.close()
 
 
+def test_restored_stream_continues_accumulated_values():
+    total = rollout.Accumulator(jnp.zeros, lambda x, t: x + t.reward)
+    env = LocalEnvs([functools.partial(Arrays, 7)] * 4)
+    policy = rollout.random_policy(env.action_space)
+    stream = make_stream(HostCollector(env, policy, accumulators={"total": total}))
+    next(stream)
+    stream.restore(stream.state())
+    rows = next(stream).trajectory
+    assert not rows.first[0].any()
+    np.testing.assert_array_equal(rows.accumulated["total"], rows.episode_return)
+    stream.close()
+
+
 def test_save_of_a_stale_carry_is_empty():
     env = LocalEnvs([functools.partial(Arrays, 7)] * 2)
     collector = HostCollector(env, rollout.random_policy(env.action_space))
