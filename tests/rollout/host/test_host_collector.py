@@ -94,6 +94,22 @@ def test_environment_that_resets_itself_gives_masked_out_rows():
     assert_same(rows[1], rows[0])
 
 
+class NanAtReset(HostCount):
+    """Returns NaN as the reward of steps that only reset an environment."""
+
+    def step(self, action):
+        result = super().step(action)
+        return result._replace(reward=np.where(result.mask, result.reward, np.nan))
+
+
+def test_reward_of_a_masked_out_row_is_ignored():
+    host = HostCollector(env=NanAtReset(2, resets_itself=True), policy=POLICY)
+    rows = host.collect_steps(host.init(KEY), None, 20)[1]
+    assert not np.all(rows.mask)
+    n = np.asarray(rows.episode_length)
+    np.testing.assert_array_equal(rows.episode_return, n * (n + 1) / 2)
+
+
 @pytest.mark.slow
 def test_policy_that_draws_per_episode_gets_the_kernels_keys():
     def apply(params, obs, state, key):
