@@ -83,6 +83,15 @@ def test_fault_at_a_reset_takes_the_next_episode(what):
     np.testing.assert_array_equal(rows.episode_id[[0, 5], 1], [1 + 3, 1 + 3 * 4])
 
 
+def test_lost_steps_exclude_the_row_that_only_resets():
+    # Call 7 is a reset, call 8 the row that only resets, call 10 step 2.
+    env = HostCount(3, fault_fn=fails_at(10), resets_itself=True, **LENGTHS)
+    policy = rollout.stateless_policy(act)
+    collector = HostCollector(env=env, policy=policy, on_fault="restart")
+    collect(collector, 12)
+    assert collector.fault_stats == (1, 2, 1)
+
+
 def test_faults_of_two_environments_in_the_same_step_both_count():
     faults = {0: BROKEN, 2: "nan"}
     fault_fn = lambda number, env: faults.get(env) if number == 4 else None  # noqa: E731
