@@ -190,6 +190,13 @@ def test_every_episode_of_a_lane_has_another_seed():
     assert len(seeds) == len(set(seeds)) == 301
 
 
+def test_reset_at_a_batch_end_skips_lanes_at_the_start_of_an_episode():
+    host = on_host(min_length=5, max_length=5)
+    carry, _ = host.collect_steps(host.init(KEY), None, 5)
+    _, rows = host.collect_steps(carry, None, 1, at_batch_end="reset")
+    np.testing.assert_array_equal(rows.episode_id[0], 4 + np.arange(4))
+
+
 def test_no_episode_starts_after_min_steps():
     host = on_host(2, min_length=5, max_length=5)
     carry, episodes = host.collect_episodes(host.init(KEY), None, 9, min_steps=10)
