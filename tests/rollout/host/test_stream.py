@@ -161,6 +161,14 @@ def test_restore_waits_for_the_pending_batch():
     stream.close()
 
 
+def test_close_waits_for_the_pending_batch():
+    collector = HostCollector(env=Slow(4), **OPTIONS)
+    stream = make_stream(collector, prefetch=1)
+    next(stream)
+    stream.close()
+    assert collector.init(KEY).step == 0  # raises while a batch is running
+
+
 def test_collector_raises_while_a_batch_is_pending():
     collector = HostCollector(env=Slow(4), **OPTIONS)
     stream = make_stream(collector, prefetch=1)
