@@ -204,6 +204,17 @@ def test_no_episode_starts_after_min_steps():
     assert carry.step == 5
 
 
+def test_compile_does_not_change_later_rows():
+    rows = []
+    for compiles in (False, True):
+        host = on_host()
+        carry, _ = host.collect_steps(host.init(KEY), None, 520)
+        if compiles:
+            host.compile(carry, None)
+        rows.append(host.step(carry, None)[1])
+    assert_same(*rows)
+
+
 def test_time_limit_of_the_environment_finishes_an_episode_at_max_episode_steps():
     host = on_host(min_length=9, max_length=9, limit=6)
     _, episodes = host.collect_episodes(host.init(KEY), None, 5, max_episode_steps=6)
