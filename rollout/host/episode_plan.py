@@ -148,23 +148,8 @@ class EpisodeTable:
 
     @property
     def is_empty(self) -> bool:
-        """True before the first `add` or `init`."""
+        """True before the first `add`, which defines the shapes."""
         return self._results is None
-
-    def init(self, row: Transition) -> None:
-        """Makes tables of zeros, with the shapes and dtypes of a row, `[B, ...]`."""
-        fields: Any = {
-            "episode_return": row.episode_return,
-            "episode_length": row.episode_length,
-            "terminated": row.terminated,
-            "truncated": row.truncated,
-            "finished": row.terminated,
-            "lane": row.episode_id,
-            "accumulated": row.accumulated,
-        }
-        self._results = _blank((self._num_episodes,), fields)
-        if self._max_length is not None:
-            self._padded = _blank((self._max_length, self._num_episodes), row)
 
     def add(self, plan: EpisodePlan, rows: Rows, recorded: Transition) -> None:
         """Stores the results of episodes that end in these rows, and their steps."""
@@ -204,8 +189,11 @@ class EpisodeTable:
         episodes = Episodes(**self._results, num_steps=num_steps, mask=mask)
         if plan.min_steps is not None:
             episodes = _keep_first(episodes, plan.min_steps)
-            num_used = int(episodes.mask.sum())
-            episodes = episodes.replace(mask=episodes.mask & mask)
+            # The steps of lost episodes are missing, so `keep_first` may select
+            # episodes that have not started.
+            selected = episodes.mask & (np.arange(len(mask)) < plan.num_started)
+            num_used = int(selected.sum())
+            episodes = episodes.replace(mask=selected & mask)
         if self._padded is not None:
             for leaf in jax.tree.leaves(self._padded):
                 leaf[:, ~np.asarray(episodes.mask)] = 0
@@ -220,11 +208,6 @@ def _write(
     # Flatten `[T, B, ...]` to `[K, ...]`: each of the K selected rows has an index.
     rows = jax.tree.map(lambda x: x[mask], rows)
     if table is None:
-        table = _blank(shape, rows)
+        table = jax.tree.map(lambda x: np.zeros(shape + x.shape[1:], x.dtype), rows)
     place_rows(table, index, rows)
     return table
-
-
-def _blank(shape: tuple[int, ...], rows: ArrayTree) -> ArrayTree:
-    """Makes a table of zeros for rows, `[K, ...]`."""
-    return jax.tree.map(lambda x: np.zeros(shape + x.shape[1:], x.dtype), rows)

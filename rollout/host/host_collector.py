@@ -15,7 +15,7 @@ from rollout.envs.spaces import as_space
 from rollout.host.ctrl_c import held_back
 from rollout.host.episode_plan import EpisodePlan, EpisodeTable
 from rollout.host.host_state import NO_LIMIT, FaultStats
-from rollout.host.rows import fold, row_shape
+from rollout.host.rows import Rows, fold, row_shape
 from rollout.host.session import Session
 from rollout.kernel.state import checked_accumulators
 from rollout.types import (
@@ -243,7 +243,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Episodes]:
         """Plays exactly `num_episodes` episodes; see `Collector.collect_episodes`.
 
-        An episode lost to a fault has `mask` False and zeros in all other fields.
+        An episode lost to a fault has `mask` False and zeros in all other fields. It is
+        not replaced, so the episodes may have fewer than `min_steps` steps.
         """
         carry, _, episodes = self._play(
             carry,
@@ -386,8 +387,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 if fn is not None:
                     acc = fold(fn, acc, state.recorded, state.num_rows)
                 table.add(state.plan, state.rows, state.recorded)
-            if table.is_empty:  # every episode was lost in its reset
-                table.init(self.row_shape(params))
+            if table.is_empty:  # all episodes were lost in their resets
+                zeros = jax.tree.map(
+                    lambda x: np.zeros((1, *x.shape), x.dtype), self.row_shape(params)
+                )
+                table.add(plan, Rows(zeros.mask.shape[1], 1), zeros)
             episodes = session.end_plan(table)
             return session.finish(), acc, episodes
 

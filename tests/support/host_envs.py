@@ -131,9 +131,16 @@ class Arrays(Described, Faultless):
 
 
 class FailsAtLoad(Arrays):
-    """Raises when it loads its state."""
+    """Raises when it loads its state, and in each later reset."""
+
+    is_broken = False
+
+    def reset(self, *, seed=None, options=None):
+        assert not self.is_broken
+        return super().reset(seed=seed)
 
     def load_state(self, arrays):
+        self.is_broken = True
         raise KeyError("no such state")
 
 

@@ -89,6 +89,12 @@ def test_rows_of_each_environment_are_complete_and_in_order():
     assert sum(counts) == 200
 
 
+def test_each_policy_call_has_another_key():
+    # The first row needs three calls of the policy: lanes 0 and 1, 2 and 3, 4.
+    rows = collect(make_collector(latency_fn=lambda rng, env: 0.0), 3)
+    assert len(np.unique(rows.extras["noise"])) == 6
+
+
 def test_short_calls_equal_one_long_call():
     """The next call returns the steps in flight at the end of a call."""
     assert_same(collect(make_collector(), 7, 1, 22), collect(make_collector(), 30))

@@ -93,6 +93,22 @@ def test_automatic_resets_only_add_masked_out_rows():
     assert_same(valid_rows[1], valid_rows[0])
 
 
+class NanAtReset(HostCount):
+    """Returns NaN as the reward of steps that only reset an environment."""
+
+    def step(self, action):
+        result = super().step(action)
+        return result._replace(reward=np.where(result.mask, result.reward, np.nan))
+
+
+def test_reward_of_a_masked_out_row_is_ignored():
+    host = HostCollector(env=NanAtReset(2, resets_itself=True), policy=POLICY)
+    rows = host.collect_steps(host.init(KEY), None, 20)[1]
+    assert not np.all(rows.mask)
+    n = np.asarray(rows.episode_length)
+    np.testing.assert_array_equal(rows.episode_return, n * (n + 1) / 2)
+
+
 @pytest.mark.slow
 def test_episode_keys_of_a_policy_equal_the_kernel():
     def apply(params, obs, state, key):
@@ -156,6 +172,61 @@ def test_recover_keeps_rows_after_another_collector_steps():
     assert rows.mask.sum() == 20
     _, rows = training.step(carry, None)
     assert rows.first.all()  # all lanes begin new episodes
+
+
+def test_stale_carry_keeps_its_observations():
+    """The environments overwrite the memory of their observations."""
+    host = on_host()
+    carry, rows = host.collect_steps(host.init(KEY), None, 3)
+    host.collect_steps(carry, None, 1)
+    expected = np.where(rows.done[-1, :, None], 0, rows.next_obs[-1])
+    np.testing.assert_array_equal(carry.obs, expected)
+
+
+def test_episodes_of_a_lane_have_different_seeds():
+    seeds = []
+
+    class Recording(HostCount):
+        def reset(self, values, mask):
+            seeds.append(int(values[0]))
+            return super().reset(values, mask)
+
+    env = Recording(1, min_length=1, max_length=1)
+    host = HostCollector(env=env, policy=POLICY)
+    host.collect_steps(host.init(KEY), None, 300)
+    assert len(seeds) == len(set(seeds)) == 301
+
+
+def test_reset_at_a_batch_end_skips_lanes_at_the_start_of_an_episode():
+    host = on_host(min_length=5, max_length=5)
+    carry, _ = host.collect_steps(host.init(KEY), None, 5)
+    _, rows = host.collect_steps(carry, None, 1, at_batch_end="reset")
+    np.testing.assert_array_equal(rows.episode_id[0], 4 + np.arange(4))
+
+
+def test_no_episode_starts_after_min_steps():
+    host = on_host(2, min_length=5, max_length=5)
+    carry, episodes = host.collect_episodes(host.init(KEY), None, 9, min_steps=10)
+    assert np.sum(episodes.mask) == 2
+    assert carry.step == 5
+
+
+def test_compile_does_not_change_later_rows():
+    rows = []
+    for compiles in (False, True):
+        host = on_host()
+        carry, _ = host.collect_steps(host.init(KEY), None, 520)
+        if compiles:
+            host.compile(carry, None)
+        rows.append(host.step(carry, None)[1])
+    assert_same(*rows)
+
+
+def test_time_limit_at_max_episode_steps_finishes_the_episode():
+    host = on_host(min_length=9, max_length=9, limit=6)
+    _, episodes = host.collect_episodes(host.init(KEY), None, 5, max_episode_steps=6)
+    assert episodes.truncated.all()
+    assert episodes.finished.all()
 
 
 # Action space, function that computes actions from a flag, and message. The actions

@@ -86,6 +86,26 @@ def test_fault_in_a_reset_skips_the_episode(fault):
     np.testing.assert_array_equal(rows.episode_id[[0, 5], 1], [1 + 3, 1 + 3 * 4])
 
 
+def test_lost_steps_exclude_the_row_that_only_resets():
+    # Call 7 is a reset, call 8 the row that only resets, call 10 step 2.
+    env = HostCount(3, fault_fn=make_fault_fn(10), resets_itself=True, **LENGTHS)
+    policy = rollout.stateless_policy(act)
+    collector = HostCollector(env=env, policy=policy, on_fault="restart")
+    collect(collector, 12)
+    assert collector.fault_stats == (1, 2, 1)
+
+
+def test_simultaneous_faults_are_all_counted():
+    faults = {0: BROKEN, 2: "nan"}
+    fault_fn = lambda number, env: faults.get(env) if number == 4 else None  # noqa: E731
+    collector = make_collector(fault_fn, on_fault="restart")
+    _, rows = collect(collector, 5)
+    expected = np.ones((5, 3), bool)
+    expected[:3, [0, 2]] = False
+    np.testing.assert_array_equal(rows.mask, expected)
+    assert collector.fault_stats == (2, 6, 2)
+
+
 def test_error_after_max_restarts_names_the_environment():
     fault_fn = make_fault_fn(*range(3, 100))
     collector = make_collector(fault_fn, on_fault="restart", max_restarts=4)
@@ -131,6 +151,19 @@ def test_recover_after_collect_episodes_begins_per_lane_episodes():
     assert_same(rows, expected)
 
 
+def test_episodes_after_an_interrupted_call_have_new_ids():
+    collector = make_collector(make_fault_fn(4))
+    carry = collector.init(KEY)
+    with pytest.raises(EnvFault):
+        collector.collect_episodes(carry, None, 8, max_episode_steps=10)
+    carry, rows = collector.recover()
+    _, episodes = collector.collect_episodes(
+        carry, None, 2, max_episode_steps=10, return_trajectory=True
+    )
+    # Ids of the queue count down from -1.
+    assert np.max(episodes.trajectory.episode_id[0]) < np.min(rows.episode_id) < 0
+
+
 @pytest.mark.parametrize("num_episodes", [1, 7])
 def test_lost_episode_is_masked_in_episodes(num_episodes):
     collector = make_collector(make_fault_fn(4), on_fault="restart")
@@ -173,3 +206,34 @@ def test_episodes_lost_in_their_resets_are_masked(max_length):
         assert not episodes.trajectory.mask.any()
     _, rows = collect(collector, 3, carry)
     assert rows.mask.all()
+
+
+def test_lost_episode_stays_masked_with_min_steps():
+    collector = make_collector(make_fault_fn(4), on_fault="restart")
+    _, episodes = collector.collect_episodes(
+        collector.init(KEY), None, 9, max_episode_steps=100, min_steps=15
+    )
+    # Episode 1 is lost. Episodes 0, 2 and 3 have 15 steps together.
+    np.testing.assert_array_equal(episodes.mask, [1, 0, 1, 1, 0, 0, 0, 0, 0])
+    assert int(episodes.num_steps) == 15
+
+
+def test_episodes_that_never_started_are_masked_with_min_steps():
+    # Call 7 is the last step of episode 1, so 5 of the first 15 steps are lost.
+    collector = make_collector(make_fault_fn(7), on_fault="restart")
+    carry, episodes = collector.collect_episodes(
+        collector.init(KEY), None, 9, max_episode_steps=100, min_steps=15
+    )
+    np.testing.assert_array_equal(episodes.mask, [1, 0, 1, 0, 0, 0, 0, 0, 0])
+    assert int(episodes.num_steps) == 10
+    assert carry.next_episode == 3
+
+
+def test_fault_stats_and_max_restarts_count_across_calls_of_init():
+    collector = make_collector(make_fault_fn(4, 15), on_fault="restart", max_restarts=1)
+    collect(collector, 5)
+    assert collector.fault_stats == (1, 3, 1)
+    carry = collector.init(KEY)
+    assert collector.fault_stats == (1, 3, 1)
+    with pytest.raises(EnvFault, match="`max_restarts`=1 are used up"):
+        collector.collect_steps(carry, None, 20)

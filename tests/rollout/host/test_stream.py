@@ -110,6 +110,28 @@ def test_episodes_restart_if_one_environment_has_no_save_state(make_env):
     stream.close(), env.close()
 
 
+def test_restored_stream_continues_accumulated_values():
+    total = rollout.Accumulator(jnp.zeros, lambda x, t: x + t.reward)
+    env = LocalEnvs([functools.partial(Arrays, 7)] * 4)
+    policy = rollout.random_policy(env.action_space)
+    stream = make_stream(HostCollector(env, policy, accumulators={"total": total}))
+    next(stream)
+    stream.restore(stream.state())
+    rows = next(stream).trajectory
+    assert not rows.first[0].any()
+    np.testing.assert_array_equal(rows.accumulated["total"], rows.episode_return)
+    stream.close()
+
+
+def test_save_of_a_stale_carry_is_empty():
+    env = LocalEnvs([functools.partial(Arrays, 7)] * 2)
+    collector = HostCollector(env, rollout.random_policy(env.action_space))
+    carry = collector.init(KEY)
+    assert all(collector.save(carry))
+    collector.collect_steps(carry, None, 1)
+    assert collector.save(carry) == [b"", b""]
+
+
 def test_stream_starts_new_episodes_after_a_failed_restore():
     stream = make_local_stream(FailsAtLoad)
     next(stream)
@@ -151,6 +173,14 @@ def test_restore_waits_for_the_pending_batch():
     trajectory = next(stream).trajectory
     np.testing.assert_array_equal(trajectory.obs[..., 0], trajectory.episode_length - 1)
     stream.close()
+
+
+def test_close_waits_for_the_pending_batch():
+    collector = HostCollector(env=SlowCount(4), **OPTIONS)
+    stream = make_stream(collector, prefetch=1)
+    next(stream)
+    stream.close()
+    assert collector.init(KEY).step == 0  # raises while a batch is running
 
 
 def test_collector_raises_while_a_batch_is_pending():
@@ -224,6 +254,16 @@ def test_batch_keeps_its_rows_after_two_faults():
     mask = np.asarray(batch.trajectory.mask)
     assert mask[:, 2].tolist() == [True, True, False, False] * 2 + [True, True]
     assert mask.sum() == 40 - 4
+    stream.close()
+
+
+def test_batch_resets_its_episodes_once_if_a_fault_interrupts_it():
+    collector = on_host(fault_fn=fault_fn, min_length=9, max_length=9, limit=9)
+    stream = make_stream(collector, at_batch_end="reset")
+    with pytest.raises(EnvFault, match="environment 2 failed"):
+        next(stream)
+    lengths = np.asarray(next(stream).trajectory.episode_length)
+    assert lengths[:, 0].tolist() == [*range(1, 10), 1]
     stream.close()
 
 

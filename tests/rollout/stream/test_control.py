@@ -229,6 +229,27 @@ def test_restored_stream_returns_the_same_bits(prefetch, tmp_path):
         assert_same(got + train(resumed, 3), want)
 
 
+def test_restored_stream_uses_the_initial_params_for_the_pending_batch():
+    stream = make_stream(prefetch=1)
+    want = take(stream, 2)
+    stream = make_stream(prefetch=1)
+    next(stream)  # starts the second batch
+    stream.set_params({"odds": jnp.float32(0)})
+    stream.restore(stream.state())
+    batch = next(stream)
+    assert batch.params_version == 0
+    assert_same([host(batch)], want[1:])
+
+
+def test_restored_stream_counts_more_than_int32_steps():
+    stream = make_stream()
+    state = stream.state()
+    state["counts"][0] = 2**31
+    stream.restore(state)
+    next(stream)
+    assert stream.steps == stream.state()["counts"][0] == 2**31 + 8
+
+
 def test_state_excludes_the_pending_batch():
     stream = make_stream(prefetch=1, postprocess=slowly)
     next(stream)

@@ -103,6 +103,13 @@ def test_nonfinite_extras_are_counted_in_the_batch():
     assert stream.stats.collected.num_nonfinite == 8
 
 
+def test_nonfinite_extras_are_counted_in_a_batch_of_episodes():
+    stream = make_stream(**EPISODES)
+    stream.set_params({"odds": jnp.float32(jnp.nan)})
+    batch = next(stream)
+    assert batch.stats.num_nonfinite == batch.steps > 0
+
+
 def test_stats_of_many_batches_equal_the_merged_statistics_of_each_batch():
     stream = make_stream()
     parts = [next(stream).stats for _ in range(20)]  # more than one merge
