@@ -136,10 +136,10 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             ValueError: as in `Collector.init`.
             envs.EnvFault: if an environment failed in its reset.
         """
-        checks.check_outside_jit("HostCollector")
-        checks.check_key(key)
         session = self._session
-        with session.call():
+        with session.call():  # an interrupt in JAX's caches raises other errors
+            checks.check_outside_jit("HostCollector")
+            checks.check_key(key)
             session.start(key)
             session.settle()
             return session.finish()
