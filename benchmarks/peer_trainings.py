@@ -28,7 +28,7 @@ LIBRARIES = {
     "stable_baselines3": "Stable-Baselines3",
     "sbx": "sbx",
 }
-START = 0.1  # of the steps, before the second part
+START = 0.1  # of the steps with gradients, before the second part
 
 
 class Task(NamedTuple):
@@ -96,7 +96,9 @@ TASKS = {
 
 def train(library: str, task: Task) -> dict[str, float]:
     """Trains in this process; returns its CPU seconds, total and of the second part."""
-    start_steps = int(START * task.num_steps)
+    # Random steps before the first gradient step, which `Agent.init` takes.
+    random_steps = task.settings.get("learning_starts", 0)
+    start_steps = random_steps + int(START * (task.num_steps - random_steps))
     if library == "rollout":
         import jax
 
@@ -104,7 +106,8 @@ def train(library: str, task: Task) -> dict[str, float]:
 
         module = importlib.import_module(f"rollout.recipes.{task.agent.lower()}")
         rows = task.config["num_steps"] * task.num_envs
-        num_updates, num_first = task.num_steps // rows, start_steps // rows
+        num_updates = (task.num_steps - random_steps) // rows
+        num_first = (start_steps - random_steps) // rows
         config = module.Config(num_updates=num_updates, **task.config)
         env = rollout.envs.from_gymnasium(task.env_id, task.num_envs)
         agent = getattr(module, task.agent)(env, config)
