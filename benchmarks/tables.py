@@ -441,6 +441,7 @@ def written() -> dict[Path, str]:
         "overhead": select(rows_of(speeds, "overhead"), OVERHEAD),
         "h200": select(rows_of(speeds, "an H200"), H200),
         "start": start(rows_of(speeds, "start")),
+        "peers": markdown(rows_of(speeds, "trainings of peers")),
         "accelerators": launches(accelerators),
         "learning": learning(
             compared["results"], "steps", "ours", "purejaxrl", "rejax"

@@ -62,6 +62,9 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_runtest_setup(item):
+    # A command that a test runs in this process lets Ctrl-C end the process.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for mark in item.iter_markers("compiles_for"):
         if not all(importlib.util.find_spec(COMPILERS[name]) for name in mark.args):
             pytest.skip("needs the extra `accelerators`")
