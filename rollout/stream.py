@@ -381,7 +381,9 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
         """Waits for the next batch, and starts the batch after it with `prefetch`."""
         state = self._state
         if not state.pending or state.pending[0].result is None:
-            with ctrl_c.held_back():  # an interrupt must not lose a batch that started
+            with (
+                ctrl_c.delay_ctrl_c()
+            ):  # an interrupt must not lose a batch that started
                 pending = self._start(state, state.output)
                 state = self._state = state._replace(pending=(pending,))
         pending, old = state.pending[0], state.stats
@@ -412,7 +414,7 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
             output = jax.device_put(output, self._device)
         has_next = self._spec_after(next_state.steps) and not self._must_stop
         if has_next and self._prefetch and len(state.pending) == 1:
-            with ctrl_c.held_back():
+            with ctrl_c.delay_ctrl_c():
                 batches = pending, self._start(next_state, state.output)
                 state = self._state = state._replace(pending=batches)
         if self._bar is not None:

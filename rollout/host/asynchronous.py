@@ -1,7 +1,7 @@
 """Chooses the lanes that step if environments step asynchronously.
 
 `decide` and `take` replace the functions of the same name in `rollout.host.host_step`:
-the policy acts in all waiting lanes, and a row has the lanes that are ready first.
+the policy acts in all waiting lanes, and a row has the first lanes to be ready.
 `Decision.action` is a list of lanes, `[K]`, with their observations, actions and
 extras, `[K, ...]`.
 """
@@ -16,7 +16,7 @@ from rollout.base.platform import to_host
 from rollout.base.types import ArrayTree
 from rollout.envs.host.arrays import place_rows
 from rollout.host.host_state import Flight, HostSpec, HostState, put
-from rollout.host.host_step import Decision, Taken
+from rollout.host.host_step import Decision, LaneResults
 from rollout.types import AsyncInfo
 
 
@@ -45,8 +45,8 @@ def decide(spec: HostSpec, state: HostState, params: Any) -> Decision:
     return Decision(step, policy_state, is_first, messages)
 
 
-def take(spec: HostSpec, state: HostState, decision: Decision) -> Taken:
-    """Sends the actions, and receives the steps of the lanes that are ready first."""
+def take(spec: HostSpec, state: HostState, decision: Decision) -> LaneResults:
+    """Sends the actions, and receives the steps of the first lanes to be ready."""
     assert state.flight is not None
     mask, sent = state.flight.mask.copy(), state.flight.sent
     # Send all actions before receiving, so that no environment is idle.
@@ -68,7 +68,7 @@ def take(spec: HostSpec, state: HostState, decision: Decision) -> Taken:
     rows.lane[row, : len(lanes)] = lanes
     env_id: Any = lanes
     info = AsyncInfo(env_id=env_id, info=result.info, num_envs=spec.env.num_envs)
-    return Taken(lanes, result._replace(info=info), Flight(mask, sent))
+    return LaneResults(lanes, result._replace(info=info), Flight(mask, sent))
 
 
 def _rows_of(tree: ArrayTree, index: Any) -> ArrayTree:

@@ -13,7 +13,7 @@ _POLL_INTERVAL = 0.05  # s, polling interval: the maximum delay until Ctrl-C rai
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[Callable[[], None]]:
+def delay_ctrl_c() -> Iterator[Callable[[], None]]:
     """Delays Ctrl-C until the block ends, or until it calls the yielded function.
 
     A second Ctrl-C raises immediately, because the block may hang. Only the main thread
@@ -71,7 +71,7 @@ class Calls:
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> futures.Future[Any]:
         """Calls `fn(*args)` in a thread after all earlier calls have ended."""
-        with held_back():  # an interrupt could drop the call from the queue
+        with delay_ctrl_c():  # an interrupt could drop the call from the queue
             previous, future = self._last, futures.Future()
 
             def run() -> None:
@@ -101,6 +101,6 @@ def wait(future: futures.Future[Any]) -> None:
     """Waits until a call has ended. Ctrl-C raises here; the call continues."""
     # Check between two waits: an interrupt inside Python's locks could raise a
     # different error.
-    with held_back() as check:
+    with delay_ctrl_c() as check:
         while not futures.wait([future], _POLL_INTERVAL).done:
             check()

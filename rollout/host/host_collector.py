@@ -12,7 +12,7 @@ import numpy as np
 from rollout.base import checks
 from rollout.envs.host.types import HostVectorEnv, check_host_env
 from rollout.envs.spaces import as_space
-from rollout.host.ctrl_c import held_back
+from rollout.host.ctrl_c import delay_ctrl_c
 from rollout.host.episode_plan import EpisodePlan, EpisodeTable
 from rollout.host.host_state import NO_LIMIT, FaultStats
 from rollout.host.rows import Rows, fold, row_shape
@@ -149,7 +149,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes one step in every lane; see `Collector.step`."""
         carry, trajectory = self.collect_steps(carry, params, 1)
-        with held_back():  # as in `value`
+        with delay_ctrl_c():  # as in `value`
             return carry, jax.tree.map(lambda x: x[0], trajectory)
 
     def row_shape(self, params: ParamsT) -> Transition[ObsT, ActionT]:
@@ -167,7 +167,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         if not self.policy.has_value:
             raise ValueError(NO_VALUE)
-        with held_back():  # an interrupt in JAX's caches raises other errors
+        with delay_ctrl_c():  # an interrupt in JAX's caches raises other errors
             self._session.check(carry)
             policy = self._session.spec.policy
             return policy.evaluate(params, carry.obs, carry.policy_state)
@@ -183,8 +183,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes `num_steps` steps in every lane; see `Collector.collect_steps`.
 
-        `max_episode_steps` and `at_batch_end` are as in `Stream`. With `num_ready`,
-        `at_batch_end` must be "continue". Ctrl-C raises between two steps.
+        With `num_ready`, `at_batch_end` must be "continue". Ctrl-C raises between two
+        steps.
 
         Raises:
             ValueError: as in `Collector.collect_steps`, or if `carry` is stale.

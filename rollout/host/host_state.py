@@ -291,7 +291,7 @@ def end_plan(state: HostState, num_used: int) -> HostState:
 def abandon(state: HostState, *, has_failed: bool = False) -> HostState:
     """Ends the plan, if any; every lane waits for its next per-lane episode.
 
-    With `has_failed`, the state of the environments is unknown: all are rebuilt.
+    If `has_failed`, all environments are rebuilt, because their states are unknown.
     """
     if has_failed:
         state = state.replace(failed=np.ones(len(state.failed), bool))

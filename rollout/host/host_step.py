@@ -52,7 +52,7 @@ class Decision(NamedTuple):
     extras: ArrayTree = ()
 
 
-class Taken(NamedTuple):
+class LaneResults(NamedTuple):
     """Results of the environments for a row.
 
     Attributes:
@@ -77,12 +77,12 @@ def decide(spec: HostSpec, state: HostState, params: Any) -> Decision:
     return Decision(state.step + 1, policy_state, spec.no_lanes, action, extras)
 
 
-def take(spec: HostSpec, state: HostState, decision: Decision) -> Taken:
+def take(spec: HostSpec, state: HostState, decision: Decision) -> LaneResults:
     """Steps all lanes, and writes their actions and extras."""
     result = spec.env.step(decision.action)
     state.rows.write(state.num_rows, "action", decision.action)
     state.rows.write_extras(state.num_rows, decision.extras)
-    return Taken(ALL_LANES, result)
+    return LaneResults(ALL_LANES, result)
 
 
 def advance(
@@ -90,7 +90,7 @@ def advance(
     state: HostState,
     params: Any,
     decision: Decision,
-    taken: Taken,
+    lane_results: LaneResults,
     *,
     limit: int = NO_LIMIT,
     is_last: bool = False,
@@ -102,7 +102,7 @@ def advance(
         state: state before the step.
         params: parameters of the policy, for the critic.
         decision: actions of the policy.
-        taken: results of the K lanes that have stepped.
+        lane_results: results of the K lanes that have stepped.
         limit: number of steps after which episodes are truncated.
         is_last: whether to truncate all episodes that do not terminate.
 
@@ -111,7 +111,7 @@ def advance(
         the errors of failed environments. The episodes of these are lost.
     """
     # The first K columns of the row have the results.
-    lanes, result, flight = taken
+    lanes, result, flight = lane_results
     plan, terminated, truncated = state.plan, result.terminated, result.truncated
     reward, is_step, is_first = result.total_reward, result.mask, decision.is_first
     if is_step is None:  # the usual case, kept fast
@@ -134,7 +134,7 @@ def advance(
         truncated = truncated | (mask & ~terminated)
     if spec.policy.has_critic:
         bootstraps = truncated & ~terminated & mask
-        _write_final_value(spec, state, params, decision, taken, bootstraps)
+        _write_final_value(spec, state, params, decision, lane_results, bootstraps)
     state.rows.write_step(
         state.num_rows,
         result,
@@ -216,13 +216,13 @@ def _write_final_value(
     state: HostState,
     params: Any,
     decision: Decision,
-    taken: Taken,
+    lane_results: LaneResults,
     bootstraps: np.ndarray,
 ) -> None:
     """Evaluates the critic at the observations with a True in `bootstraps`, `[K]`."""
     if state.num_rows and not np.count_nonzero(bootstraps):
         return  # rows without bootstraps stay zero
-    lanes, result, _ = taken
+    lanes, result, _ = lane_results
     env_id = None if lanes is ALL_LANES else np.resize(lanes, spec.width)
     value = spec.policy.values(
         params, result.obs, decision.policy_state, bootstraps, env_id

@@ -22,7 +22,7 @@ from rollout.envs.host import env_checks
 from rollout.envs.host.types import EnvFault
 from rollout.envs.spaces import as_space
 from rollout.host import asynchronous, host_state, host_step
-from rollout.host.ctrl_c import held_back
+from rollout.host.ctrl_c import delay_ctrl_c
 from rollout.host.episode_plan import EpisodePlan, EpisodeTable
 from rollout.host.host_policy import HostPolicy
 from rollout.host.host_state import (
@@ -68,7 +68,7 @@ class Session:
 
         Until the call returns, `recover` can continue from the last complete row.
         """
-        with held_back() as raise_pending:
+        with delay_ctrl_c() as raise_pending:
             if not self._lock.acquire(blocking=False):
                 raise RuntimeError(
                     "A collector over host environments makes one call at a time, and "
@@ -193,13 +193,13 @@ class Session:
                 decision = mode.decide(spec, state, params)
                 is_last = cut_last and state.num_rows == size - 1
                 try:
-                    taken = mode.take(spec, state, decision)
+                    lane_results = mode.take(spec, state, decision)
                     self.state, faults = host_step.advance(
                         spec,
                         state,
                         params,
                         decision,
-                        taken,
+                        lane_results,
                         limit=limit,
                         is_last=is_last,
                     )

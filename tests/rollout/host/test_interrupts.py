@@ -302,7 +302,7 @@ def test_ctrl_c_during_restore_raises_after_the_restore():
 
 def test_second_ctrl_c_raises_in_nested_blocks():
     def call():
-        with ctrl_c.held_back(), ctrl_c.held_back():
+        with ctrl_c.delay_ctrl_c(), ctrl_c.delay_ctrl_c():
             press_ctrl_c()
             presses.append(1)
             press_ctrl_c()
@@ -320,7 +320,7 @@ def test_signal_handler_set_by_a_handler_remains():
         raise KeyboardInterrupt
 
     def call():
-        with ctrl_c.held_back() as raise_pending:
+        with ctrl_c.delay_ctrl_c() as raise_pending:
             press_ctrl_c()
             raise_pending()
 
