@@ -119,6 +119,19 @@ def test_collect_steps_has_the_bits_of_one_device(name):
         assert want[1].obs[0].ravel().tolist() == list(range(B))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("at_batch_end", ["reset", "truncate"])
+def test_batch_ends_have_the_bits_of_one_device(at_batch_end):
+    collector = make_case("count", "recurrent")
+    options = {"max_episode_steps": 5, "at_batch_end": at_batch_end}
+    results = []
+    for shards in (collector, shard(collector, 4)):
+        carry, _ = shards.collect_steps(shards.init(KEY), PARAMS, 3, **options)
+        results.append(shards.collect_steps(carry, PARAMS, 7, **options))
+    assert_equal(*results)
+
+
 def run_methods(collector, carry):
     """Calls all methods except `collect_steps`."""
     buffer, limit = (
