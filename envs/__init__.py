@@ -4,8 +4,8 @@
 `from_gymnax` adapts any gymnax-style object. `vectorize` runs copies of an environment
 in parallel with auto-reset. To write a custom environment, implement the two methods of
 `Env`, or of `MultiAgentEnv` for several agents. `render_gif` renders an episode.
-`from_gymnasium` and `make_worker_envs` create a `HostVectorEnv` from environments that
-are not written in JAX.
+`from_gymnasium`, `from_pettingzoo` and `make_worker_envs` create a `HostVectorEnv` from
+environments that are not written in JAX.
 
 This package exports the names that most programs need. `rollout.envs.suites` adapts
 suites of environments and imports each suite on first use. `rollout.envs.host` runs
@@ -29,6 +29,7 @@ from rollout.envs import types as types
 from rollout.envs import wrappers as wrappers
 from rollout.envs.host.envpool import from_envpool
 from rollout.envs.host.gymnasium import from_gymnasium
+from rollout.envs.host.pettingzoo import from_pettingzoo
 from rollout.envs.host.types import EnvFault
 from rollout.envs.host.worker_envs import make_worker_envs
 from rollout.envs.host.wrappers import NormalizeHostEnv
@@ -69,6 +70,7 @@ __all__ = [
     "from_envpool",
     "from_gymnasium",
     "from_gymnax",
+    "from_pettingzoo",
     "make",
     "make_vec",
     "make_worker_envs",

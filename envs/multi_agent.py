@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout.envs.spaces import as_space
+from rollout.envs.spaces import Box, Dict, Repeated, as_space
 from rollout.envs.types import AnySpace, ArrayTree, wrapped_env
 
 ACTING = "acting"  # entry of `obs`: which agents must act
 
 _MAX_ACTIONS = 2**24 - 1
+_FLAG = Box(0, 1, (), jnp.dtype(bool))
 
 
 class Flag(enum.IntEnum):
@@ -206,13 +207,67 @@ class MultiAgentInfo(struct.PyTreeNode):
     env: ArrayTree
 
 
-def pack_status(length: jax.Array, flags: dict[Flag, jax.Array]) -> jax.Array:
-    """Packs a 24-bit count and the flags into one word.
+def update_agents(
+    layout: AgentLayout,
+    packed: Any,
+    agent_return: Any,
+    *,
+    reward: Any,
+    terminated: Any,
+    truncated: Any,
+    acting: Any,
+) -> tuple[AgentInfo, dict[Flag, Any]]:
+    """Updates the values of each agent after a step, with jax or NumPy arrays.
+
+    Args:
+        layout: the agents and their groups.
+        packed: `[..., A]` uint32, the words before the step, as in `AgentInfo`.
+        agent_return: `[..., A]` float32, the returns before the step.
+        reward: `[..., A]` float32, rewards of the step.
+        terminated: `[..., A]` bool, as in `MultiAgentStep`.
+        truncated: `[..., A]` bool, as in `MultiAgentStep`.
+        acting: `[..., A]` bool, as in `MultiAgentStep`.
+
+    Returns:
+        The values of each agent after the step, and their flags, `[..., A]` bool.
+    """
+    acted = read_flag(packed, Flag.ACTS_NEXT)
+    has_terminated = read_flag(packed, Flag.HAS_TERMINATED)
+    was_truncated = read_flag(packed, Flag.WAS_TRUNCATED)
+    # Count an ending once: adapters may repeat the flags of agents that have ended.
+    was_active = ~(has_terminated | was_truncated)
+    terminated, truncated = terminated & was_active, truncated & was_active
+    is_active = was_active & ~(terminated | truncated)
+    acts_next = is_active if layout.simultaneous else acting & is_active
+    # In a turn-based game an agent is rewarded for a move while other agents act.
+    answers = acted | read_flag(packed, Flag.WAITING)
+    flags = {
+        Flag.ACTS_NEXT: acts_next,
+        Flag.WAITING: answers & is_active & ~acts_next,
+        Flag.HAS_TERMINATED: has_terminated | terminated,
+        Flag.WAS_TRUNCATED: was_truncated | truncated,
+        Flag.ACTED: acted,
+        Flag.TERMINATED: terminated,
+        Flag.TRUNCATED: truncated,
+        Flag.ANSWERS: answers,
+    }
+    info = AgentInfo(
+        reward=reward,
+        # Agents also receive rewards before their first action and after their end.
+        agent_return=agent_return + reward,
+        packed=pack_status(read_length(packed) + acted.astype(jnp.int32), flags),
+        layout=layout,
+    )
+    return info, flags
+
+
+def pack_status(length: Any, flags: dict[Flag, Any]) -> Any:
+    """Packs a 24-bit count and the flags into one word, with jax or NumPy arrays.
 
     On XLA:CPU, a step is faster if it writes fewer arrays.
     """
     # The count occupies the bits above the flags, so one shift reads it.
-    word = jnp.minimum(length, _MAX_ACTIONS).astype(jnp.uint32) << len(Flag)
+    word = length.clip(max=_MAX_ACTIONS).astype(jnp.uint32) << len(Flag)
     for flag, value in flags.items():
         word |= value.astype(jnp.uint32) << int(flag)
     return word
@@ -226,6 +281,34 @@ def read_flag(packed: jax.Array, flag: Flag) -> jax.Array:
 def read_length(packed: jax.Array) -> jax.Array:
     """Reads the count as int32 from the words of `pack_status`."""
     return (packed >> len(Flag)).astype(jnp.int32)
+
+
+def group_agents(
+    observation_spaces: Mapping[str, AnySpace], action_spaces: Mapping[str, AnySpace]
+) -> dict[str, tuple[str, ...]]:
+    """Groups agents with equal spaces and names the groups.
+
+    A single group is named "agents". Several groups are named after their agents
+    without the numbers ("adversary" for "adversary_0" and "adversary_1"), or after the
+    first agent of each group if these names are ambiguous.
+
+    Args:
+        observation_spaces: space of each agent's observation, by agent.
+        action_spaces: space of each agent's action, by agent.
+    """
+    groups: dict[Any, list[str]] = {}
+    for agent, space in observation_spaces.items():
+        pair = as_space(space, agent), as_space(action_spaces[agent], agent)
+        groups.setdefault(pair, []).append(agent)
+    members = [tuple(names) for names in groups.values()]
+    if len(members) == 1:
+        return {"agents": members[0]}
+    # Name groups after their agents without numbers, if these names are unique.
+    stems = [{name.rstrip("0123456789_") for name in names} for names in members]
+    prefixes = [stem.pop() if len(stem) == 1 else "" for stem in stems]
+    is_clear = len(set(prefixes)) == len(prefixes) and not {"", ACTING} & set(prefixes)
+    names = prefixes if is_clear else [x[0] for x in members]
+    return dict(zip(names, members, strict=True))
 
 
 def has_agents(env: Any) -> bool:
@@ -259,6 +342,25 @@ def layout_of(env: Any) -> AgentLayout:
             f"of `rollout.envs.vectorize` for one, got {type(env).__name__}."
         )
     return _make_layout(env)
+
+
+def stacked_spaces(
+    layout: AgentLayout, spaces: Mapping[str, AnySpace], *, acting: bool = False
+) -> Dict:
+    """Returns the space of all agents, stacked by group.
+
+    Args:
+        layout: the agents and their groups.
+        spaces: space of one agent, by group.
+        acting: whether to add the entry "acting", `[A]` bool.
+    """
+    stacked: dict[str, AnySpace] = {
+        name: Repeated(as_space(spaces[name], name), len(members))
+        for name, members, *_ in layout.groups
+    }
+    if acting:
+        stacked[ACTING] = Repeated(_FLAG, len(layout.agents))
+    return Dict(stacked)
 
 
 def _make_layout(env: MultiAgentEnv) -> AgentLayout:

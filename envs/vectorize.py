@@ -14,7 +14,6 @@ from rollout.base import prng as env_keys
 from rollout.envs import auto_reset as auto_resets
 from rollout.envs.multi_agent import (
     ACTING,
-    AgentInfo,
     AgentLayout,
     Flag,
     MultiAgentEnv,
@@ -23,10 +22,9 @@ from rollout.envs.multi_agent import (
     has_agents,
     layout_of,
     pack_status,
-    read_flag,
-    read_length,
+    stacked_spaces,
+    update_agents,
 )
-from rollout.envs.spaces import Box, Dict, Repeated, as_space
 from rollout.envs.types import (
     RESET,
     AnySpace,
@@ -41,8 +39,6 @@ from rollout.envs.types import (
     strong,
 )
 from rollout.envs.wrappers.wrapper import BaseWrapper, Wrapper, cast_step
-
-_FLAG = Box(0, 1, (), jnp.dtype(bool))
 
 
 class JointState(struct.PyTreeNode, kw_only=True):
@@ -63,12 +59,11 @@ class _Joint(Wrapper):
 
     @property
     def observation_space(self) -> AnySpace:
-        spaces = self._stacked(self.env.observation_spaces)
-        return Dict({**spaces, ACTING: Repeated(_FLAG, len(self.layout.agents))})
+        return stacked_spaces(self.layout, self.env.observation_spaces, acting=True)
 
     @property
     def action_space(self) -> AnySpace:
-        return Dict(self._stacked(self.env.action_spaces))
+        return stacked_spaces(self.layout, self.env.action_spaces)
 
     def reset(self, key: chex.PRNGKey) -> tuple[JointState, dict[str, Any]]:
         result = self.env.reset(key)
@@ -94,11 +89,18 @@ class _Joint(Wrapper):
         condition = "`env.step` must return a `rollout.envs.multi_agent.MultiAgentStep`"
         checks.check_type(condition, result, MultiAgentStep)
         reward = self._per_agent("reward", result.reward, jnp.float32)
-        # Agents also receive rewards before their first action and after their end.
-        agent_return = state.agent_return + reward
-        flags = self._update_flags(state.packed, result)
-        length = read_length(state.packed) + flags[Flag.ACTED].astype(jnp.int32)
-        packed = pack_status(length, flags)
+        acting = True
+        if not self.layout.simultaneous:
+            acting = self._per_agent("acting", result.acting, bool)
+        info, flags = update_agents(
+            self.layout,
+            state.packed,
+            state.agent_return,
+            reward=reward,
+            terminated=self._per_agent("terminated", result.terminated, bool),
+            truncated=self._per_agent("truncated", result.truncated, bool),
+            acting=acting,
+        )
         has_terminated = flags[Flag.HAS_TERMINATED]
         # The episode is over when every agent has ended, even if the environment does
         # not set an episode flag.
@@ -106,51 +108,16 @@ class _Joint(Wrapper):
         all_terminated = jnp.all(has_terminated)
         return EnvStep(
             state=JointState(
-                env_state=result.state, agent_return=agent_return, packed=packed
+                env_state=result.state,
+                agent_return=info.agent_return,
+                packed=info.packed,
             ),
             obs=self._observe(result.obs, flags[Flag.ACTS_NEXT]),
             reward=jnp.sum(reward),
             terminated=result.episode_terminated | (all_done & all_terminated),
             truncated=result.episode_truncated | (all_done & ~all_terminated),
-            info=MultiAgentInfo(
-                AgentInfo(
-                    reward=reward,
-                    agent_return=agent_return,
-                    packed=packed,
-                    layout=self.layout,
-                ),
-                result.info,
-            ),
+            info=MultiAgentInfo(info, result.info),
         )
-
-    def _update_flags(
-        self, packed: jax.Array, result: MultiAgentStep
-    ) -> dict[Flag, jax.Array]:
-        """Updates the flags of every agent after a step."""
-        acted = read_flag(packed, Flag.ACTS_NEXT)
-        has_terminated = read_flag(packed, Flag.HAS_TERMINATED)
-        was_truncated = read_flag(packed, Flag.WAS_TRUNCATED)
-        # Count an ending once: adapters may repeat the flags of agents that have ended.
-        was_active = ~(has_terminated | was_truncated)
-        terminated = self._per_agent("terminated", result.terminated, bool) & was_active
-        truncated = self._per_agent("truncated", result.truncated, bool) & was_active
-        is_active = was_active & ~(terminated | truncated)
-        if self.layout.simultaneous:
-            acts_next = is_active
-        else:
-            acts_next = self._per_agent("acting", result.acting, bool) & is_active
-        # In a turn-based game an agent is rewarded for a move while other agents act.
-        answers = acted | read_flag(packed, Flag.WAITING)
-        return {
-            Flag.ACTS_NEXT: acts_next,
-            Flag.WAITING: answers & is_active & ~acts_next,
-            Flag.HAS_TERMINATED: has_terminated | terminated,
-            Flag.WAS_TRUNCATED: was_truncated | truncated,
-            Flag.ACTED: acted,
-            Flag.TERMINATED: terminated,
-            Flag.TRUNCATED: truncated,
-            Flag.ANSWERS: answers,
-        }
 
     def _observe(self, obs: Any, acting: jax.Array) -> dict[str, ArrayTree]:
         """Checks that observations are stacked by group, and adds the acting agents."""
@@ -165,13 +132,6 @@ class _Joint(Wrapper):
             condition = f"`obs` of the group {group.name!r} must have agents"
             checks.check_leading_axes(condition, obs[group.name], (len(group.members),))
         return {**obs, ACTING: acting}
-
-    def _stacked(self, spaces: Mapping[str, AnySpace]) -> dict[str, AnySpace]:
-        """Returns the stacked space of every group, by name."""
-        return {
-            name: Repeated(as_space(spaces[name], name), len(members))
-            for name, members, *_ in self.layout.groups
-        }
 
     def _per_agent(self, name: str, value: Any, dtype: Any) -> jax.Array:
         """Checks that an array has one value per agent, and casts it."""

@@ -16,6 +16,7 @@ from rollout.envs.spaces import (
     Composite,
     Dict,
     Discrete,
+    Repeated,
     Space,
     as_space,
     narrow,
@@ -246,9 +247,13 @@ def narrowed(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
 
 def _expand(space: AnySpace) -> Any:
     """Returns a tree with the space of each array."""
+    is_space = lambda x: isinstance(x, Space)  # noqa: E731
+    if isinstance(space, Repeated):
+        parts = _expand(space.space)
+        return jax.tree.map(lambda x: Repeated(x, space.num), parts, is_leaf=is_space)
     if not isinstance(space, Composite):
         return space
-    return jax.tree.map(_expand, space.spaces, is_leaf=lambda x: isinstance(x, Space))
+    return jax.tree.map(_expand, space.spaces, is_leaf=is_space)
 
 
 def batched_action(space: Any) -> Callable[[ArrayTree], Any]:
@@ -258,11 +263,13 @@ def batched_action(space: Any) -> Callable[[ArrayTree], Any]:
     copy, because environments store actions and some write to them.
 
     Args:
-        space: Gymnasium action space of a single environment.
+        space: action space of a single environment, of Gymnasium or of this package.
     """
     parts, dtypes = SpaceLeaves(as_space(space), "action"), []
+    if isinstance(space, Space):
+        dtypes = [np.dtype(leaf.dtype) for leaf in parts.spaces]
     # Read dtypes from Gymnasium's spaces: `as_space` narrows them to 32 bits.
-    for path in parts.paths:
+    for path in () if dtypes else parts.paths:
         leaf = space
         for key in path:
             leaf = getattr(leaf, "spaces", leaf)[key]
@@ -284,7 +291,7 @@ def split_action(space: Any) -> Callable[[ArrayTree], Sequence[Any]]:
     otherwise an array in the dtype of the space, a dict or a tuple.
 
     Args:
-        space: Gymnasium action space of a single environment.
+        space: action space of a single environment, as in `batched_action`.
     """
     parts, batch = SpaceLeaves(as_space(space), "action"), batched_action(space)
     if isinstance(parts.space, Discrete):  # a fast path for the most common case

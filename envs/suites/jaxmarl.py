@@ -21,7 +21,7 @@ from flax import struct
 from rollout.base import prng
 from rollout.base.checks import import_optional
 from rollout.envs import spaces
-from rollout.envs.multi_agent import ACTING, MultiAgentEnv, MultiAgentStep
+from rollout.envs.multi_agent import MultiAgentEnv, MultiAgentStep, group_agents
 from rollout.envs.suites.convert import check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree, strong
 
@@ -76,7 +76,12 @@ def from_jaxmarl(
     return _JaxmarlEnv(
         env=env,
         agents=tuple(env.agents),
-        members=_group(env),
+        members=tuple(
+            group_agents(
+                {name: env.observation_space(name) for name in env.agents},
+                {name: env.action_space(name) for name in env.agents},
+            ).items()
+        ),
         mask_method=_find_mask(env, state),
         has_world=_WORLD in obs and _WORLD not in env.agents,
         limit_field=limit_field,
@@ -219,35 +224,6 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         """Returns the shapes and dtypes of the observations after `reset`."""
         key = jax.eval_shape(jax.random.key, 0)
         return jax.eval_shape(lambda key: self.reset(key)[1], key)
-
-
-def _group(env: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Groups agents with equal spaces and names the groups."""
-    groups: list[tuple[AnySpace, list[str]]] = []
-    for agent in env.agents:
-        pair = env.observation_space(agent), env.action_space(agent)
-        pair = tuple(map(spaces.as_space, pair))
-        # Spaces cannot be keys of a dict: array bounds are not hashable.
-        match = next((names for key, names in groups if _are_equal(pair, key)), None)
-        if match is None:
-            groups.append((pair, [agent]))
-        else:
-            match.append(agent)
-    members = [tuple(names) for _, names in groups]
-    if len(members) == 1:
-        return (("agents", members[0]),)
-    # Name groups after their agents without numbers, if these names are unique.
-    stems = [{name.rstrip("0123456789_") for name in names} for names in members]
-    prefixes = [stem.pop() if len(stem) == 1 else "" for stem in stems]
-    is_clear = len(set(prefixes)) == len(prefixes) and not {"", ACTING} & set(prefixes)
-    names = prefixes if is_clear else [x[0] for x in members]
-    return tuple(zip(names, members, strict=True))
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    # `==` on spaces would compare array bounds elementwise.
-    (a_leaves, a_structure), (b_leaves, b_structure) = map(jax.tree.flatten, (a, b))
-    return a_structure == b_structure and all(map(np.array_equal, a_leaves, b_leaves))
 
 
 def _check_bare(env: Any) -> None:
