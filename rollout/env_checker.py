@@ -15,6 +15,7 @@ import chex
 import jax
 import numpy as np
 
+from rollout.agents.policy_map import random_policy_map
 from rollout.base import checks, programs, trees
 from rollout.collector import Collector
 from rollout.envs.host.env_checks import SpaceCheck
@@ -138,7 +139,8 @@ def check_env(
         lanes: Any = vectorize(env, _NUM_LANES)
         collector = Collector(env=lanes, policy=_random_policy(lanes))
         # `step` checks the environment's outputs while JAX traces it.
-        jax.eval_shape(lambda key: collector.step(collector.init(key), None), key)
+        params = _params_of(env)
+        jax.eval_shape(lambda key: collector.step(collector.init(key), params), key)
         spaces = {
             "observation_space": lanes.observation_space,
             "action_space": lanes.action_space,
@@ -152,7 +154,7 @@ def check_env(
             _check_simultaneous(issues, lanes.env, key)
         # An exception after other issues is most likely a consequence of them.
         with contextlib.suppress(Exception) if issues else contextlib.nullcontext():
-            _play(issues, collector, None, key, num_steps)
+            _play(issues, collector, params, key, num_steps)
     return tuple(EnvIssue(*item) for item in issues.items())
 
 
@@ -174,8 +176,13 @@ def _record_exceptions(issues: dict[str, str]) -> Iterator[None]:
             issues["contract"] = str(error)
 
 
-def _random_policy(env: VectorEnv | HostVectorEnv) -> Policy:
-    """Samples actions from the space, or valid actions if there is an action mask."""
+def _random_policy(env: Any) -> Policy:
+    """Samples actions from the space, or valid actions if there is an action mask.
+
+    With several agents, the parameters are `_params_of(env)`.
+    """
+    if has_agents(env):
+        return random_policy_map(env)
     space, num_envs = as_space(env.action_space, "action_space"), env.num_envs
     action_mask_fn = masks.find_mask(env.observation_space, space)
     if action_mask_fn is not None:
@@ -187,6 +194,11 @@ def _random_policy(env: VectorEnv | HostVectorEnv) -> Policy:
         return jax.vmap(space.sample)(jax.random.split(key, num_envs)), {}
 
     return stateless_policy(sample_action)
+
+
+def _params_of(env: Any) -> Any:
+    """Returns the parameters of `_random_policy`."""
+    return dict.fromkeys(env.groups) if has_agents(env) else None
 
 
 @programs.shared
@@ -361,7 +373,9 @@ def _check_host_env(
     # The actions of a pass depend only on a key. The lanes in `mask` use another key.
     def act(mask: Any, obs: ArrayTree, key: chex.PRNGKey) -> tuple[ArrayTree, dict]:
         keys = key, jax.random.fold_in(key, 1)
-        action, other_action = (random.apply(None, obs, (), x).action for x in keys)
+        # The state of a random policy does not change.
+        args = _params_of(env), obs, random.init(env.num_envs)
+        action, other_action = (random.apply(*args, x).action for x in keys)
         return trees.select(mask, other_action, action), {}  # as in `sample_action`
 
     collector = HostCollector(env=checked_env, policy=stateless_policy(act))

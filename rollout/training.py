@@ -15,10 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from rollout.agents.shared_policy import (
+    SharedCollector,
+    share_policy,
+    spec_of_agent,
+)
 from rollout.base import checks
 from rollout.base.prng import inline
 from rollout.collector import Collector
 from rollout.envs.host.types import HostVectorEnv
+from rollout.envs.multi_agent import has_agents
 from rollout.envs.spaces import Discrete, EnvSpec, env_spec
 from rollout.envs.types import AnySpace, ArrayTree, BaseVectorEnv, hash_of_types
 from rollout.host.host_collector import HostCollector
@@ -48,6 +54,11 @@ class Agent:
     - `update(state)`: collects experience and updates the parameters; returns the next
       state and metrics by name.
 
+    If `env` has several agents with equal spaces that act at every step, they share
+    one policy and its parameters (parameter sharing): each agent chooses its action
+    from its own observation, and learns from its own rewards. The metric `return_mean`
+    is then the mean return of an agent.
+
     Agents compare by value. Assigning to a field raises; `replace` returns a copy.
 
     Attributes:
@@ -64,8 +75,9 @@ class Agent:
     Raises:
         ValueError: if a field is a class instead of an object, if `env` updates its
             statistics of observations, if `config.actor_obs` or `config.critic_obs`
-            does not fit the observation space or the network, or if `mesh` does not fit
-            the environments.
+            does not fit the observation space or the network, if `mesh` does not fit
+            the environments, or if `env` has several agents that cannot share one
+            policy.
     """
 
     stored_fields: ClassVar[tuple[str, ...]] = ()
@@ -129,7 +141,7 @@ class Agent:
             )
         num_devices = mesh.shape[axis]
         label = f"the {num_devices} devices of `mesh`"
-        checks.check_multiple("num_envs", self.spec.num_envs, num_devices, label)
+        checks.check_multiple("num_envs", self.env.num_envs, num_devices, label)
 
     @property
     def policy(self) -> Policy:
@@ -148,13 +160,27 @@ class Agent:
 
     @functools.cached_property
     def spec(self) -> EnvSpec:
-        """The spaces of a single environment, and `num_envs`."""
+        """The spaces of a single environment, and `num_envs`.
+
+        With several agents, the spaces of one agent, and the number of agents in all
+        environments.
+        """
+        if has_agents(self.env):
+            return spec_of_agent(self.env)
         return self.env if isinstance(self.env, EnvSpec) else env_spec(self.env)
 
     @functools.cached_property
-    def collector(self) -> Collector | HostCollector:
-        """The collector that runs `policy` in `env`."""
-        return make_collector(self.env, self.policy, self.mesh)
+    def collector(self) -> Any:
+        """The collector that runs `policy` in `env`: a `Collector`, a `HostCollector`,
+        or a `rollout.agents.shared_policy.SharedCollector` for several agents.
+        """
+        collector = self.make_collector(self.env, self.policy)
+        return SharedCollector(collector) if has_agents(self.env) else collector
+
+    def make_collector(self, env: Any, policy: Policy) -> Collector | HostCollector:
+        """Makes a collector of a policy, which several agents share."""
+        policy = share_policy(policy, env) if has_agents(env) else policy
+        return make_collector(env, policy, self.mesh)
 
     @property
     def _custom_networks(self) -> list[str]:
@@ -247,8 +273,10 @@ class Agent:
             )
         keys = jax.random.split(key, 3)
         carry = self.collector.init(keys[0])
+        shared = has_agents(self.env)
+        obs = self.collector.agent_obs(carry) if shared else carry.obs
         # Compile one program instead of many small programs.
-        state = jax.jit(self._init_learner)(keys[1:], carry.obs)
+        state = jax.jit(self._init_learner)(keys[1:], obs)
         if num_steps := self.num_initial_steps:
             carry, trajectory = self.collector.collect_steps(
                 carry, state.params, num_steps
@@ -305,12 +333,12 @@ class Agent:
         learning_starts = self._option("learning_starts")
         if learning_starts is None:
             return 0
-        return max(1, -(-learning_starts // self.spec.num_envs))
+        return max(1, -(-learning_starts // self.env.num_envs))
 
     def env_steps(self, num_updates: Any) -> Any:
         """Returns the number of environment steps after `num_updates`, int or array."""
         steps = np.asarray(num_updates, np.int64) * self.config.num_steps
-        steps = (steps + self.num_initial_steps) * self.spec.num_envs
+        steps = (steps + self.num_initial_steps) * self.env.num_envs
         return steps if steps.ndim else int(steps)
 
     def predict(self, params: ArrayTree, obs: ArrayTree) -> ArrayTree:

@@ -26,8 +26,8 @@ LADDER = (
     {"kernel", "normalization"},
     {"collector"},
     {"host", "sharding"},
-    {"logs"},
-    {"agents", "evaluation", "gif", "env_checker", "profiling", "recommendation"}
+    {"logs", "agents"},
+    {"evaluation", "gif", "env_checker", "profiling", "recommendation"}
     | {"stream", "training"},
     {"inspection"},
     {"cli"},
@@ -48,7 +48,7 @@ KINDS = {
     "networks": {"envs.wrappers"},
     "recommendation": {"envs.wrappers"},
     "sharding": {"envs.wrappers.wrapper", "envs.vectorize"},
-    "training": {"envs.host.types"},
+    "training": {"envs.host.types", "envs.multi_agent"},
     "gif": {"envs.host.types", "envs.host.wrappers", "envs.render"},
     "profiling": {"envs.host.wrappers"},
     "cli": {"envs"},

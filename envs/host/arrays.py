@@ -62,7 +62,7 @@ class SpaceLeaves:
             for depth, key in enumerate(path):
                 try:
                     leaf = leaf[key]
-                except (KeyError, IndexError):
+                except (KeyError, IndexError, TypeError):
                     parent = "".join(f"[{x!r}]" for x in path[:depth])
                     raise KeyError(f"{self._name}{parent} without {key!r}") from None
             leaves.append(leaf)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from rollout.base import checks
 from rollout.envs.host.types import HostVectorEnv
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree, wrapped_env
@@ -26,7 +27,8 @@ def check_open(is_closed: bool) -> None:
 
 
 def check_interface(env: Any) -> None:
-    """Raises for an environment of gym before 0.26, whose `reset` takes no seed."""
+    """Raises for an environment of PettingZoo or of gym before 0.26."""
+    checks.check_not_pettingzoo(env)
     name = type(env).__name__
     # Inspect the signature: a call of `reset` may be slow or have side effects.
     try:

@@ -72,6 +72,7 @@ def from_gymnasium(
             is not supported, or a space does not consist of arrays.
     """
     gymnasium = import_optional("gymnasium")
+    checks.check_not_pettingzoo(env)
     info: Any = {"observe_info": observe_info, "record_info": record_info}
     if isinstance(env, gymnasium.vector.VectorEnv):
         if num_envs is not None or num_workers is not None or options:

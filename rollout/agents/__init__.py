@@ -1,7 +1,7 @@
 """Multi-agent policies, transitions and statistics.
 
 `policy_map` combines single-agent policies; `mapping` assigns policies to agents;
-`population` evaluates one policy with many sets of parameters; `transitions` converts a
+`shared_policy` shares one policy among all agents; `population` evaluates one policy with many sets of parameters; `transitions` converts a
 trajectory to the transitions of each agent; `agent_stats` computes statistics of agents
 and policies.
 """
@@ -14,8 +14,9 @@ from rollout.agents.agent_stats import (
     summarize_agents,
 )
 from rollout.agents.mapping import MapExtras, static_mapping
-from rollout.agents.policy_map import policy_map, policy_state
+from rollout.agents.policy_map import policy_map, policy_state, random_policy_map
 from rollout.agents.population import Population
+from rollout.agents.shared_policy import share_policy
 from rollout.agents.transitions import (
     AgentTransition,
     Pending,
@@ -40,7 +41,9 @@ __all__ = [
     "last_values",
     "policy_map",
     "policy_state",
+    "random_policy_map",
     "select_policy",
+    "share_policy",
     "static_mapping",
     "summarize_agents",
     "team_transitions",

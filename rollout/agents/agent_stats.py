@@ -14,6 +14,7 @@ from rollout.agents.transitions import agents_of
 from rollout.base import checks, trees
 from rollout.collector import Collector
 from rollout.envs.multi_agent import layout_of
+from rollout.host.host_collector import HostCollector
 from rollout.stats import Moments, by_name, is_known, moments, present, xp_of
 from rollout.types import Accumulator, Episodes, PerAgent, Transition
 
@@ -128,14 +129,16 @@ class AgentStats(struct.PyTreeNode, kw_only=True):
 
 
 def evaluate_agents(
-    collector: Collector,
+    collector: Collector | HostCollector,
     params: Any,
     key: chex.PRNGKey,
     num_episodes: int,
     *,
     max_episode_steps: int = checks.MAX_EPISODE_STEPS,
 ) -> AgentStats:
-    """Plays exactly `num_episodes` and summarizes agents and policies. Jitted.
+    """Plays exactly `num_episodes` and summarizes agents and policies.
+
+    Jitted for a `Collector`.
 
     The episodes are the same as in `rollout.evaluate`, which reports team returns: the
     team return is 0 in every zero-sum game. This function reports results and returns
@@ -159,16 +162,16 @@ def evaluate_agents(
             `rollout.evaluate`.
     """
     checks.check_key(key)
-    checks.check_jax_collector(collector)
+    checks.check_collector(collector)
     checks.check_frozen(collector)
     num_episodes = checks.check_int("num_episodes", num_episodes)
     max_episode_steps = checks.check_max_episode_steps(max_episode_steps)
-    return _evaluate(collector, params, key, num_episodes, max_episode_steps)
+    run = _evaluate if collector.is_host else _evaluate_jitted
+    return run(collector, params, key, num_episodes, max_episode_steps)
 
 
-@functools.partial(jax.jit, static_argnames=("num_episodes", "max_episode_steps"))
 def _evaluate(
-    collector: Collector,
+    collector: Collector | HostCollector,
     params: Any,
     key: chex.PRNGKey,
     num_episodes: int,
@@ -184,7 +187,14 @@ def _evaluate(
     return summarize_agents(episodes)
 
 
-def keep_agents(collector: Collector, params: Any) -> Collector:
+_evaluate_jitted = jax.jit(
+    _evaluate, static_argnames=("num_episodes", "max_episode_steps")
+)
+
+
+def keep_agents(
+    collector: Collector | HostCollector, params: Any
+) -> Collector | HostCollector:
     """Adds the accumulator that `summarize_agents` reads in `Episodes` to a collector.
 
     Args:

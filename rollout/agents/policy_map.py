@@ -22,6 +22,7 @@ from rollout.agents.population import Population
 from rollout.base import checks, prng, trees
 from rollout.envs.multi_agent import ACTING, AgentLayout, layout_of
 from rollout.envs.types import ArrayTree
+from rollout.policies import masks, random_policy
 from rollout.types import Carry, EpisodeKey, Key, Obs, Params, Policy, PolicyStep
 
 _INDEX = "`policy_mapping_fn` must return the index of each agent's policy"
@@ -115,6 +116,29 @@ def policy_map(
         layout=layout,
         subgroups=subgroups,
     )
+
+
+def random_policy_map(env: Any) -> Policy:
+    """Makes a policy that samples valid actions of all agents uniformly.
+
+    Args:
+        env: environment with the agents, as in `policy_map`. An entry `action_mask` of
+            an agent's observation marks its valid actions.
+
+    Returns:
+        A policy with the name of each group as the name of a policy: its parameters are
+        `dict.fromkeys(env.groups)`.
+
+    Raises:
+        ValueError: if `env` does not have several agents.
+    """
+    layout_of(env)  # raises if there is one agent
+    policies = {}
+    for group, space in env.action_spaces.items():
+        mask_fn = masks.find_mask(env.observation_spaces[group], space)
+        policies[group] = random_policy(space, action_mask_fn=mask_fn)
+    groups = {agent: group for group, names in env.groups.items() for agent in names}
+    return policy_map(policies, mapping.static_mapping(groups), env)
 
 
 def _check_mapping_fn(

@@ -19,7 +19,8 @@ from rollout.base import checks, platform, trees
 from rollout.collector import Collector
 from rollout.envs.multi_agent import AgentGroup, AgentInfo, AgentLayout, layout_of
 from rollout.envs.types import ArrayTree
-from rollout.types import Carry, PerAgent, Transition
+from rollout.host.host_collector import HostCollector
+from rollout.types import AsyncInfo, Carry, PerAgent, Transition
 
 _UNROLL = 16  # steps in one iteration on accelerators
 
@@ -76,7 +77,7 @@ class Pending(struct.PyTreeNode, kw_only=True):
 
     @classmethod
     def init(
-        cls, collector: Collector, carry: Carry, params: Any = None
+        cls, collector: Collector | HostCollector, carry: Carry, params: Any = None
     ) -> "Pending | tuple[()]":
         """Makes the first `pending` of `agent_transitions`, without pending actions.
 
@@ -270,7 +271,9 @@ def select_policy(rows: AgentRows, name: str) -> AgentRows:
 
 def agents_of(transition: Transition) -> AgentInfo:
     """Returns the per-agent data of a transition; raises `ValueError` if missing."""
-    info = getattr(transition.info, "agents", None)
+    info: Any = transition.info
+    info = info.info if isinstance(info, AsyncInfo) else info
+    info = getattr(info, "agents", None)
     if not isinstance(info, AgentInfo):
         raise ValueError(
             "The environment must have several agents, for example lanes of a "
@@ -376,8 +379,9 @@ def _match(
         is_open, reward, total, taken_at, episode_id = state
         number, row, agents = inputs
         mask = row.mask[:, None]
-        # If the id changes without an ending, the old episode was discarded.
-        is_same = (episode_id == row.episode_id)[:, None]
+        # If the id changes without an ending, the old episode was discarded. A resumed
+        # host environment may play an episode again from its start.
+        is_same = ((episode_id == row.episode_id) & ~row.first)[:, None]
         # The order matters, since all three can happen at one step: open the action,
         # add the reward of the step, and answer the action.
         acted = agents.acted & mask

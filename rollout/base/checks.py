@@ -56,12 +56,23 @@ def check_seconds(name: str, value: Any) -> float | None:
 
 
 def check_not_gymnasium(env: Any) -> None:
-    """Raises if `env` is an environment of Gymnasium without an adapter."""
+    """Raises for an environment of Gymnasium or PettingZoo without an adapter."""
+    check_not_pettingzoo(env)
     modules = {cls.__module__.partition(".")[0] for cls in type(env).__mro__}
     if modules & {"gym", "gymnasium"} and jax.tree_util.all_leaves([env]):
         raise ValueError(
             f"`env` must not be an environment of Gymnasium, got {type(env).__name__}: "
             "`rollout.envs.from_gymnasium` adapts it, for a `HostCollector`."
+        )
+
+
+def check_not_pettingzoo(env: Any) -> None:
+    """Raises if `env` has the agents of PettingZoo."""
+    if hasattr(env, "possible_agents"):
+        raise ValueError(
+            "`env` must not be an environment of PettingZoo, got "
+            f"{type(env).__name__}: `rollout.envs.from_pettingzoo` adapts it, for a "
+            "`HostCollector`."
         )
 
 

@@ -11,8 +11,7 @@ import jax
 
 from rollout import inspection, profiling
 from rollout.agents.agent_stats import keep_agents, summarize_agents
-from rollout.agents.mapping import static_mapping
-from rollout.agents.policy_map import policy_map
+from rollout.agents.policy_map import random_policy_map
 from rollout.cli.arguments import env_title, is_host_env, make_env
 from rollout.collector import Collector
 from rollout.envs.multi_agent import has_agents
@@ -92,19 +91,11 @@ def make_collector(
     env = make_env(options, num_envs, is_rendered)
     if not has_agents(env):
         collector_class: Any = HostCollector if is_host_env(options) else Collector
-        policy = make_policy(env.observation_space, env.action_space)
+        action_mask_fn = masks.find_mask(env.observation_space, env.action_space)
+        policy = random_policy(env.action_space, action_mask_fn=action_mask_fn)
         return collector_class(env=env, policy=policy), None
-    obs, action = env.observation_spaces, env.action_spaces
-    policies = {x: make_policy(obs[x], action[x]) for x in env.groups}
-    groups = {agent: x for x, names in env.groups.items() for agent in names}
-    policy = policy_map(policies, static_mapping(groups), env)
-    return Collector(env=env, policy=policy), dict.fromkeys(policies)
-
-
-def make_policy(observation_space: Any, action_space: Any) -> Any:
-    """Makes the random policy, which samples valid actions."""
-    action_mask_fn = masks.find_mask(observation_space, action_space)
-    return random_policy(action_space, action_mask_fn=action_mask_fn)
+    collector = Collector(env=env, policy=random_policy_map(env))
+    return collector, dict.fromkeys(env.groups)
 
 
 def default_num_envs(options: Namespace) -> int:

@@ -55,11 +55,8 @@ class HostPolicy:
         self._numbers, structure = jax.tree.flatten(policy)
         impl = jax.random.key_impl(key)
         self._programs = _programs(structure, action_space, num_envs, impl)
-        self._num_envs, self._action_space, self._value_dtype = (
-            num_envs,
-            action_space,
-            None,
-        )
+        self._num_envs, self._action_space = num_envs, action_space
+        self._value_shapes: Any = None  # `[B, ...]`, of the critic's values
         # The slack allows for rounding in actions computed from the bounds.
         self._check = SpaceCheck(action_space, "action", slack=4e-7)
         self.initial_state = self._programs.initial(self._numbers, key)
@@ -130,7 +127,7 @@ class HostPolicy:
         state: ArrayTree,
         flag: np.ndarray,
         env_id: np.ndarray | None = None,
-    ) -> np.ndarray:
+    ) -> ArrayTree:
         """Evaluates the critic at observations whose `flag` is True; 0 elsewhere.
 
         `env_id` is as in `act`; `obs` and `flag` may have fewer rows than `env_id`.
@@ -143,11 +140,18 @@ class HostPolicy:
         args = self._numbers, params, obs, state, env_id
         # If no lane is truncated, which is usual, return zeros without the critic.
         if not np.count_nonzero(flag):
-            if self._value_dtype is None:
-                self._value_dtype = jax.eval_shape(self._programs.value, *args).dtype
-            return np.zeros(num, self._value_dtype)
-        values = np.asarray(self._programs.value(*args))[:num]
-        return np.where(flag, values, np.zeros((), values.dtype))
+            if self._value_shapes is None:
+                self._value_shapes = jax.eval_shape(self._programs.value, *args)
+            return jax.tree.map(
+                lambda x: np.zeros((num, *x.shape[1:]), x.dtype), self._value_shapes
+            )
+        values = to_host(self._programs.value(*args))
+
+        def choose(x: np.ndarray) -> np.ndarray:
+            column = flag.reshape(num, *(1,) * (x.ndim - 1))
+            return np.where(column, x[:num], np.zeros((), x.dtype))
+
+        return jax.tree.map(choose, values)
 
     def evaluate(self, params: Any, obs: ArrayTree, policy_state: ArrayTree) -> Any:
         """Evaluates the critic at the observations of all lanes."""

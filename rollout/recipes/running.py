@@ -146,7 +146,7 @@ def run(
     if evaluate_every is not None:
         evaluate_every = checks.check_int("evaluate_every", evaluate_every, most=None)
     env = agent.env if eval_env is None else eval_env
-    eval_collector = make_collector(env, agent.eval_policy, agent.mesh)
+    eval_collector = agent.make_collector(env, agent.eval_policy)
     files = Folder(Path(folder).expanduser())
     settings = describe(agent) | {
         "key": np.asarray(jax.random.key_data(key)).tolist(),

@@ -93,12 +93,14 @@ class Crowd:
         pass
 
     def save_state(self):
-        words = self.random.bit_generator.state["state"]
+        full = self.random.bit_generator.state
+        words = full["state"]
         parts = [words[x] >> (32 * i) & 0xFFFFFFFF for x in words for i in range(4)]
         flags = [(x in self.agents, x in self.waiting) for x in self.possible_agents]
         order = [self.possible_agents.index(x) for x in self.agents]
         return {
             "random": np.array(parts, np.uint32),
+            "buffer": np.array([full["has_uint32"], full["uinteger"]], np.uint32),
             "flags": np.array(flags),
             "order": np.array(order, np.int32),
             "step": self.step_number,
@@ -106,9 +108,12 @@ class Crowd:
 
     def load_state(self, state):
         parts = [int(x) for x in state["random"]]
-        words = [sum(x << (32 * i) for i, x in enumerate(parts[j : j + 4])) for j in (0, 4)]
+        words = [
+            sum(x << (32 * i) for i, x in enumerate(parts[j : j + 4])) for j in (0, 4)
+        ]
         full = self.random.bit_generator.state
         full["state"] = dict(zip(("state", "inc"), words, strict=True))
+        full["has_uint32"], full["uinteger"] = (int(x) for x in state["buffer"])
         self.random.bit_generator.state = full
         self.step_number = int(state["step"])
         names = self.possible_agents
@@ -186,7 +191,9 @@ class Duel:
         self.num_turns += 1
         self._cumulative_rewards[agent] = 0
         for x in self.agents:
-            self.rewards[x] = self.random.integers(-2, 3) / 4 + (x == agent) * int(action)
+            self.rewards[x] = self.random.integers(-2, 3) / 4 + (x == agent) * int(
+                action
+            )
             self._cumulative_rewards[x] += self.rewards[x]
             self.infos[x] = {"turns": self.num_turns}
             if self.random.random() < 0.12:

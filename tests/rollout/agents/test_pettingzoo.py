@@ -7,32 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo_envs import Crowd, Duel, Seeds, play_parallel, play_turns
+from zoo_envs import Crowd, Duel, play_parallel, play_turns
 
 import rollout
 from rollout import agents, envs
-from rollout.envs.spaces import as_space
-from rollout.policies import random_policy
 
 B = 3
 transitions = jax.jit(agents.agent_transitions)
 
 
-def make_policy(env):
-    """Samples valid actions in every group; records a value."""
-    policies = {}
-    for group, space in env.action_spaces.items():
-        mask_fn = None
-        if "action_mask" in getattr(env.observation_spaces[group], "spaces", {}):
-            mask_fn = lambda obs: obs["action_mask"]  # noqa: E731
-        policies[group] = random_policy(space, action_mask_fn=mask_fn)
-    by_agent = {x: group for group, names in env.groups.items() for x in names}
-    return agents.policy_map(policies, agents.static_mapping(by_agent), env)
-
-
 def collect(env, sizes, *, num_ready=None, **options):
     """Collects windows; returns the trajectory, and rows by lane and agent."""
-    policy = make_policy(env)
+    policy = agents.random_policy_map(env)
     collector = rollout.HostCollector(
         env=env, policy=policy, num_ready=num_ready, **options
     )
@@ -144,3 +130,208 @@ def test_rows_equal_a_plain_loop(name):
             trajectory.episode_return[ended, lane], np.sum(expected, 1), rtol=1e-5
         )
     assert count > 500
+
+
+@pytest.mark.parametrize("name", ["crowd", "duel"])
+def test_rows_of_workers_equal_rows_in_this_process(name):
+    make, _ = CASES[name]
+    local, want = collect(envs.from_pettingzoo(make, B), [10, 10])
+    env = envs.from_pettingzoo(make, B, num_workers=2)
+    workers, got = collect(env, [10, 10])
+    env.close()
+    for x, y in zip(
+        jax.tree.leaves((local, want)), jax.tree.leaves((workers, got)), strict=True
+    ):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.compiles(80)
+def test_rows_of_asynchronous_lanes_equal_a_plain_loop():
+    make, play = CASES["duel"]
+    logged = Logged(make)
+    seeds = {}
+    env = envs.from_pettingzoo(logged, B)
+    wait, _ = collect(env, [20])
+    seeds = [log[0] for log in logged.logs[1:]]
+    env = envs.from_pettingzoo(make, B, num_workers=2)
+    collector = rollout.HostCollector(env=env, policy=agents.random_policy_map(env), num_ready=2)
+    params = dict.fromkeys(env.groups)
+    carry = collector.init(jax.random.key(0))
+    _, trajectory = collector.collect_steps(carry, params, 60)
+    assert agents.summarize_agents(trajectory).num_steps == trajectory.mask.sum()
+    rows = rollout.host.regroup_by_env(trajectory)
+    env.close()
+    for lane, seed in enumerate(seeds):
+        action_fn = lane_actions(env, jax.device_get(rows), lane)
+        first = int(np.flatnonzero((rows.terminated | rows.truncated)[:, lane])[0])
+        assert wait.mask.all()
+        want = play(make(), [seed], action_fn)
+        got = rows.info.agents.agent_return[first, lane]
+        expected = [want.returns[0][agent] for agent in env.agents]
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_fault_loses_one_episode():
+    class Failing(Duel):
+        number = 0
+
+        def step(self, action):
+            if self.num_turns == 3 and self.number % 2:
+                raise RuntimeError("no more turns")
+            super().step(action)
+
+        def reset(self, seed=None, options=None):
+            super().reset(seed=seed)
+            Failing.number += 1
+
+    env = envs.from_pettingzoo(Failing, B)
+    options = {"on_fault": "restart"}
+    trajectory, rows = collect(env, [30], **options)
+    assert not trajectory.mask.all()
+    # Every answered action belongs to a complete episode.
+    lost = np.unique(trajectory.episode_id[~trajectory.mask])
+    assert not np.isin(rows["agents"].episode_id[rows["agents"].mask], lost).any()
+    env = envs.from_pettingzoo(Failing, B)
+    with pytest.raises(envs.EnvFault, match="no more turns"):
+        collect(env, [30])
+
+
+def test_resume_continues_the_episodes():
+    env = envs.from_pettingzoo(Crowd, B)
+    trajectory, _ = collect(env, [5, 25])
+    env = envs.from_pettingzoo(Crowd, B)
+    collector = rollout.HostCollector(env=env, policy=agents.random_policy_map(env))
+    params = dict.fromkeys(env.groups)
+    carry, _ = collector.collect_steps(collector.init(jax.random.key(0)), params, 5)
+    saved = collector.save(carry)
+    assert all(saved)
+    env = envs.from_pettingzoo(Crowd, B)
+    other = rollout.HostCollector(env=env, policy=agents.random_policy_map(env))
+    carry = other.restore(carry, saved)
+    _, rest = other.collect_steps(carry, params, 25)
+    for x, y in zip(jax.tree.leaves(trajectory), jax.tree.leaves(rest), strict=True):
+        np.testing.assert_array_equal(x[5:], y)
+
+
+@pytest.mark.compiles(50)
+def test_episode_without_saved_state_starts_again():
+    env = envs.from_pettingzoo(Duel, B)
+    collector = rollout.HostCollector(env=env, policy=agents.random_policy_map(env))
+    params = dict.fromkeys(env.groups)
+    carry = collector.init(jax.random.key(0))
+    pending = agents.Pending.init(collector, carry, params)
+    carry, trajectory = collector.collect_steps(carry, params, 2)
+    pending, _ = transitions(pending, trajectory)
+    with pytest.warns(UserWarning, match="was not saved"):
+        carry = collector.restore(carry, [b""] * B)
+    carry, trajectory = collector.collect_steps(carry, params, 1)
+    assert trajectory.first.all()
+    _, rows = transitions(pending, trajectory)
+    # Only the agents that acted at this step can have an answer.
+    acted = trajectory.info.agents.acted[0]
+    assert not (rows["agents"].mask[0].reshape(B, -1) & ~acted).any()
+
+
+@jax.tree_util.register_static
+class Nim:
+    """Two players take one or two of nine sticks; the last one to take wins."""
+
+    agents = "player_0", "player_1"
+
+    groups = {"agents": agents}  # noqa: RUF012
+    observation_spaces = {"agents": envs.Box(0.0, 9.0, (2,))}  # noqa: RUF012
+    action_spaces = {"agents": envs.Discrete(2)}  # noqa: RUF012
+
+    def reset(self, key):
+        return (jnp.int32(9), jnp.int32(0)), self.observe(9), jnp.array([True, False])
+
+    def observe(self, sticks):
+        return {"agents": jnp.stack([jnp.float32([sticks, i]) for i in range(2)])}
+
+    def step(self, key, state, action):
+        sticks, player = state
+        sticks = jnp.maximum(sticks - action["agents"][player] - 1, 0)
+        is_over = sticks == 0
+        sign = jnp.where(jnp.arange(2) == player, 1.0, -1.0)
+        return envs.multi_agent.MultiAgentStep(
+            state=(sticks, 1 - player),
+            obs=self.observe(sticks),
+            acting=jnp.arange(2) != player,
+            reward=jnp.where(is_over, sign, 0.0),
+            terminated=jnp.broadcast_to(is_over, 2),
+            truncated=jnp.zeros(2, bool),
+            episode_terminated=is_over,
+            episode_truncated=False,
+        )
+
+
+class NimZoo(Duel):
+    """`Nim` as an `AECEnv`."""
+
+    possible_agents = list(Nim.agents)
+
+    def observation_space(self, agent):
+        return gymnasium.spaces.Box(0.0, 9.0, (2,), np.float32)
+
+    def action_space(self, agent):
+        return gymnasium.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.sticks = list(self.possible_agents), 9
+        zeros, flags = dict.fromkeys(self.agents, 0), dict.fromkeys(self.agents, False)
+        self.rewards, self._cumulative_rewards = dict(zeros), dict(zeros)
+        self.terminations, self.truncations = dict(flags), dict(flags)
+        self.infos = {x: {} for x in self.agents}
+        self.agent_selection = self.agents[0]
+
+    def observe(self, agent):
+        return np.array([self.sticks, self.possible_agents.index(agent)], np.float32)
+
+    def step(self, action):
+        agent = self.agent_selection
+        if self.terminations[agent]:
+            super().step(action)
+            return
+        self.sticks = max(self.sticks - int(action) - 1, 0)
+        self._cumulative_rewards[agent] = 0
+        if self.sticks == 0:
+            for x in self.agents:
+                self._cumulative_rewards[x] += 1 if x == agent else -1
+                self.terminations[x] = True
+        self.agent_selection = next(x for x in self.agents if x != agent)
+
+    def _select(self, agent):
+        self.agent_selection = self.agents[0] if self.agents else None
+
+
+@pytest.mark.compiles(100)
+def test_game_in_jax_and_in_python_give_equal_rows():
+    host_env = envs.from_pettingzoo(NimZoo, 4)
+    policy = agents.random_policy_map(host_env)
+    params = dict.fromkeys(host_env.groups)
+    got = {}
+    for env, kind in (
+        (host_env, rollout.HostCollector),
+        (envs.vectorize(Nim(), 4), rollout.Collector),
+    ):
+        collector = kind(env=env, policy=policy)
+        carry = collector.init(jax.random.key(0))
+        init = jax.jit(lambda carry, x=collector: agents.Pending.init(x, carry, params))
+        pending, rows = init(carry), []
+        for _ in range(3):
+            carry, trajectory = collector.collect_steps(carry, params, 13)
+            pending, window = transitions(pending, trajectory)
+            rows.append(jax.device_get(window["agents"]))
+        stats = agents.evaluate_agents(collector, params, jax.random.key(1), 50)
+        got[kind] = rows, stats
+    (rows, stats), (jax_rows, jax_stats) = got.values()
+    for x, y in zip(rows, jax_rows, strict=True):
+        assert x.mask.sum() > 10
+        for name in ("obs", "action", "reward", "next_obs", "terminated", "truncated"):
+            np.testing.assert_array_equal(
+                getattr(x, name)[x.mask], getattr(y, name)[y.mask], name
+            )
+        np.testing.assert_array_equal(x.mask, y.mask)
+    assert str(stats) == str(jax_stats)
+    assert stats.num_episodes == 50
+    assert stats.agents["player_0"].results == jax_stats.agents["player_0"].results
