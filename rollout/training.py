@@ -171,8 +171,10 @@ class Agent:
 
     @functools.cached_property
     def collector(self) -> Any:
-        """The collector that runs `policy` in `env`: a `Collector`, a `HostCollector`,
-        or a `rollout.agents.shared_policy.SharedCollector` for several agents.
+        """The collector that runs `policy` in `env`.
+
+        It is a `SharedCollector` if `env` has several agents, and otherwise a
+        `Collector` or a `HostCollector`.
         """
         collector = self.make_collector(self.env, self.policy)
         return SharedCollector(collector) if has_agents(self.env) else collector

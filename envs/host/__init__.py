@@ -3,7 +3,7 @@
 - `types` defines the interfaces `HostVectorEnv` and `AsyncHostVectorEnv`.
 - `local_envs` steps environments in this process, and `worker_envs` in the worker
   processes of `workers`.
-- `gymnasium` and `envpool` adapt these packages and import them on first use.
+- `gymnasium`, `envpool` and `pettingzoo` adapt environments of these packages.
 - `wrappers` has the base class of wrappers, and normalizes observations and rewards.
 - `arrays` defines the arrays that environments write to and converts actions.
 - `env_checks` validates environments, calls, observations and actions.

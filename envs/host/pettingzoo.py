@@ -66,9 +66,9 @@ def from_pettingzoo(
     of each agent. An episode ends when no agent is left. It is terminated if all agents
     terminated, and otherwise truncated.
 
-    In a turn-based environment, a step is one turn. An agent's reward is what
-    `last` returns at its next turn, at the steps at which it was earned. Turns of agents
-    that have ended, which only accept None, are part of the previous step.
+    In a turn-based environment, a step is one turn. The rewards of an agent until its
+    next turn sum to the reward that `last` returns there. Turns of agents that have
+    ended, which only accept None, are part of the previous step.
 
     The observation of an agent that does not act is its latest one. Before its first
     observation in an episode, it consists of ones, clipped to the space.
@@ -408,11 +408,8 @@ class _Adapter:
     def _add_reward(self, agent: Any, reward: Any) -> None:
         """Adds to the reward of an agent in this step."""
         index = self._position(agent, "`rewards`")
-        if not isinstance(reward, float | int):
-            if np.shape(reward) or np.asarray(reward).dtype.kind not in "biuf":
-                raise ValueError(
-                    f"`rewards[{agent!r}]` must be a number, got {reward!r}"
-                )
+        if not isinstance(reward, float | int) and not _is_number(reward):
+            raise ValueError(f"`rewards[{agent!r}]` must be a number, got {reward!r}")
         if not math.isfinite(reward):
             raise ValueError(f"`rewards[{agent!r}]` must be finite, got {reward}")
         self._reward[index] += reward
@@ -755,6 +752,10 @@ def _ones(space: AnySpace) -> Any:
     if isinstance(space, Discrete) or space.bounds is None:
         return getattr(space, "start", 1)
     return np.clip(1, *space.bounds)
+
+
+def _is_number(value: Any) -> bool:
+    return np.shape(value) == () and np.asarray(value).dtype.kind in "biuf"
 
 
 def _mappings(values: Iterable[Any], names: Iterable[str]) -> Sequence[Any]:

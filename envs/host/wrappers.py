@@ -16,6 +16,7 @@ from rollout.envs.host.types import (
     HostVectorEnv,
     check_host_env,
 )
+from rollout.envs.multi_agent import has_agents
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree, Shared
 from rollout.envs.wrappers import normalize
@@ -136,6 +137,12 @@ class NormalizeHostEnv(HostWrapper):
 
     def __post_init__(self) -> None:
         check_host_env(self.env)
+        if has_agents(self.env):
+            raise ValueError(
+                "`env` must have one agent, got several agents. To normalize their "
+                "observations, set `normalize_observations=True` in the `Config` of an "
+                "agent of `rollout.recipes`."
+            )
         super().__init__(self.env)
         checks.check_positive("epsilon", self.epsilon)
         if self.gamma is not None:

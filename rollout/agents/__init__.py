@@ -1,9 +1,9 @@
 """Multi-agent policies, transitions and statistics.
 
-`policy_map` combines single-agent policies; `mapping` assigns policies to agents;
-`shared_policy` shares one policy among all agents; `population` evaluates one policy with many sets of parameters; `transitions` converts a
-trajectory to the transitions of each agent; `agent_stats` computes statistics of agents
-and policies.
+`policy_map` combines single-agent policies, and `shared_policy` shares one policy among
+all agents; `mapping` assigns policies to agents; `population` evaluates one policy with
+many sets of parameters; `transitions` converts a trajectory to the transitions of each
+agent; `agent_stats` computes statistics of agents and policies.
 """
 
 from rollout.agents.agent_stats import (

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from rollout.base.checks import import_optional
 from rollout.envs.host.envpool import from_envpool
 from rollout.envs.host.gymnasium import from_gymnasium
+from rollout.envs.host.pettingzoo import from_pettingzoo
 from rollout.envs.registry import SUITES, make
 from rollout.envs.suites import from_gymnax
 from rollout.envs.vectorize import vectorize
@@ -109,7 +110,7 @@ def env_title(options: Namespace) -> str:
 
 def is_host_env(options: Namespace) -> bool:
     """Returns whether the environments are not written in JAX."""
-    return options.env.startswith(("gymnasium:", "envpool:"))
+    return options.env.startswith(("gymnasium:", "envpool:", "pettingzoo:"))
 
 
 def make_env(options: Namespace, num_envs: int, is_rendered: bool = False) -> Any:
@@ -121,8 +122,9 @@ def make_env(options: Namespace, num_envs: int, is_rendered: bool = False) -> An
         is_rendered: whether Gymnasium environments are created for rendering.
 
     Returns:
-        A `VectorEnv` or a `HostVectorEnv`. If the `info` of a Gymnasium environment has
-        an `action_mask`, the mask is part of the observations.
+        A `VectorEnv` or a `HostVectorEnv`. If the `info` of a Gymnasium or a parallel
+        PettingZoo environment has an `action_mask`, the mask is part of the
+        observations.
 
     Raises:
         ValueError: if there is no such environment.
@@ -132,7 +134,9 @@ def make_env(options: Namespace, num_envs: int, is_rendered: bool = False) -> An
     if is_host_env(options):
         if suite == "envpool":
             return from_envpool(name, num_envs, seed=options.seed, **params)
-        return make_gymnasium_envs(name, num_envs, is_rendered, params)
+        is_zoo = suite == "pettingzoo"
+        make_envs = make_pettingzoo_envs if is_zoo else make_gymnasium_envs
+        return make_envs(name, num_envs, is_rendered, params)
     is_id = not name or suite in SUITES
     make_fn = functools.partial(make, options.env) if is_id else load(options.env)
     env = make_fn(**params)
@@ -147,17 +151,40 @@ def make_gymnasium_envs(
     gymnasium = import_optional("gymnasium")
     is_file = ".py:" in name
     make_fn = load(name) if is_file else functools.partial(gymnasium.make, name)
+    make_fn, result = try_env(f"gymnasium:{name}", make_fn, is_rendered, params)
+    return from_gymnasium(make_fn, num_envs, observe_info=find_masks(result[1]))
+
+
+def make_pettingzoo_envs(
+    name: str, num_envs: int, is_rendered: bool, params: dict[str, Any]
+) -> Any:
+    """Makes PettingZoo environments of `module:function` or `file.py:function`."""
+    title = f"pettingzoo:{name}"
+    make_fn, result = try_env(title, load(name), is_rendered, params)
+    infos = result[1] if isinstance(result, tuple) else {}
+    masks = find_masks(next(iter(infos.values()), {}))
+    return from_pettingzoo(make_fn, num_envs, observe_info=masks)
+
+
+def try_env(
+    title: str, make_fn: Callable[..., Any], is_rendered: bool, params: dict[str, Any]
+) -> tuple[Callable[[], Any], Any]:
+    """Makes and resets one environment; returns its function and the result."""
     if is_rendered and _accepts(make_fn, "render_mode"):
         params = {"render_mode": "rgb_array"} | params
     make_fn = functools.partial(make_fn, **params)
     try:
         env = make_fn()
     except Exception as error:
-        raise ValueError(f"gymnasium:{name} fails: {error}") from error
-    info = env.reset(seed=0)[1]
+        raise ValueError(f"{title} fails: {error}") from error
+    result = env.reset(seed=0)
     env.close()
-    masks = {x: info[x] for x in ("action_mask",) if x in info}
-    return from_gymnasium(make_fn, num_envs, observe_info=masks or None)
+    return make_fn, result
+
+
+def find_masks(info: Any) -> dict[str, Any] | None:
+    """Returns the entry `action_mask` of an info, or None."""
+    return {"action_mask": info["action_mask"]} if "action_mask" in info else None
 
 
 def load(text: str) -> Callable[..., Any]:

@@ -89,12 +89,12 @@ def make_collector(
 ) -> tuple[Any, Any]:
     """Makes the collector with the random policy, and the parameters of the policy."""
     env = make_env(options, num_envs, is_rendered)
+    collector_class: Any = HostCollector if is_host_env(options) else Collector
     if not has_agents(env):
-        collector_class: Any = HostCollector if is_host_env(options) else Collector
         action_mask_fn = masks.find_mask(env.observation_space, env.action_space)
         policy = random_policy(env.action_space, action_mask_fn=action_mask_fn)
         return collector_class(env=env, policy=policy), None
-    collector = Collector(env=env, policy=random_policy_map(env))
+    collector = collector_class(env=env, policy=random_policy_map(env))
     return collector, dict.fromkeys(env.groups)
 
 

@@ -175,10 +175,12 @@ def train_agent(agent_class: Any, config: Any, options: Namespace) -> Iterable[A
 def make_training_env(options: Namespace, gamma: float | None) -> Any:
     """Makes the environments, with normalized rewards unless `gamma` is None."""
     env = make_env(options, options.num_envs, is_rendered=True)
-    if has_agents(env):
-        raise ValueError(f"ENV must have a single agent, got {options.env}.")
     if gamma is None:
         return env
+    if has_agents(env):
+        raise ValueError(
+            f"ENV must have a single agent with --normalize-rewards, got {options.env}."
+        )
     if is_host_env(options):
         return envs.NormalizeHostEnv(env, gamma=gamma, only=())
     return envs.NormalizeReward(env, gamma=gamma)

@@ -21,6 +21,7 @@ from flax import struct
 
 import rollout
 from rollout.distributions import ActionDistribution
+from rollout.envs.multi_agent import has_agents
 from rollout.envs.spaces import get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient, normalize
@@ -313,6 +314,12 @@ class RecurrentPPO(Agent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if has_agents(self.env):
+            raise ValueError(
+                "`env` must have one agent, got an environment with several agents. "
+                "Several agents share a `PPO`, or a policy with memory in a "
+                "`rollout.agents.policy_map`."
+            )
         check_counts(self.config, "num_minibatches", "num_epochs", "stats_window_size")
         check_desired_kl(self.config)
 

@@ -30,7 +30,6 @@ from rollout.base import checks
 from rollout.envs import spaces
 from rollout.envs.spaces import EnvSpec
 from rollout.envs.types import AnySpace, ArrayTree, wrapped_env
-from rollout.training import make_collector
 
 NUM_CHUNKS = 20  # parts of a training run without `evaluate_every`
 
@@ -589,8 +588,8 @@ def draw_curve(files: Folder, agent: Any) -> None:
 def draw_gif(agent: Any, state: Any, key: chex.PRNGKey, env: Any, path: Path) -> None:
     """Renders an episode of `eval_policy`, if the environment can be rendered."""
     env = agent.env if env is None else env
-    collector = make_collector(env, agent.eval_policy)
     # One device renders, also if the parameters are on several devices.
+    collector = agent.replace(mesh=None).make_collector(env, agent.eval_policy)
     params = state.params if agent.mesh is None else jax.device_get(state.params)
     try:
         rollout.record_gif(collector, params, key, path, max_episode_steps=200)

@@ -9,12 +9,19 @@ import gymnasium
 import numpy as np
 
 Box, Discrete = gymnasium.spaces.Box, gymnasium.spaces.Discrete
-
-
-class Seeds:
-    """Records the seeds of all resets of the environments in this process."""
-
-    log: list[int] = []
+ACTION_SPACES = {"red": Discrete(3), "blue": Box(-1.0, 1.0, (2,), np.float32)}
+OBSERVATION_SPACES = {
+    "red": Box(-1e6, 1e6, (3,), np.float32),
+    "blue": gymnasium.spaces.Dict(
+        {"position": Box(-1e6, 1e6, (4,), np.float64), "step": Discrete(100)}
+    ),
+}
+DUEL_SPACE = gymnasium.spaces.Dict(
+    {
+        "observation": Box(-1e6, 1e6, (2,), np.float32),
+        "action_mask": Box(0, 1, (4,), np.int8),
+    }
+)
 
 
 class Crowd:
@@ -25,28 +32,17 @@ class Crowd:
 
     render_mode = "rgb_array"
     possible_agents = ("red_0", "blue_0", "red_1", "blue_1", "red_2")
-    action_spaces = {"red": Discrete(3), "blue": Box(-1.0, 1.0, (2,), np.float32)}
-    observation_spaces = {
-        "red": Box(-1e6, 1e6, (3,), np.float32),
-        "blue": gymnasium.spaces.Dict(
-            {
-                "position": Box(-1e6, 1e6, (4,), np.float64),
-                "step": Discrete(100),
-            }
-        ),
-    }
 
     def __init__(self, late=True):
         self.late, self.agents = late, []
 
     def observation_space(self, agent):
-        return self.observation_spaces[agent.rstrip("_0123456789")]
+        return OBSERVATION_SPACES[agent.rstrip("_0123456789")]
 
     def action_space(self, agent):
-        return self.action_spaces[agent.rstrip("_0123456789")]
+        return ACTION_SPACES[agent.rstrip("_0123456789")]
 
     def reset(self, seed=None, options=None):
-        Seeds.log.append(seed)
         self.random, self.step_number = np.random.default_rng(seed), 0
         self.waiting = list(self.possible_agents)
         self.agents = self._join(all_agents=not self.late)
@@ -84,6 +80,8 @@ class Crowd:
             self.agents += joining
             for agent in joining:
                 observations[agent] = self.observe(agent, 0.0)
+                rewards[agent], infos[agent] = 0.0, {}
+                terminations[agent] = truncations[agent] = False
         return observations, rewards, terminations, truncations, infos
 
     def render(self):
@@ -127,25 +125,18 @@ class Duel:
     An observation is the number of turns, the agent's number, and an action mask.
     """
 
-    possible_agents = ["north", "east", "south"]
-    space = gymnasium.spaces.Dict(
-        {
-            "observation": Box(-1e6, 1e6, (2,), np.float32),
-            "action_mask": Box(0, 1, (4,), np.int8),
-        }
-    )
+    possible_agents = ("north", "east", "south")
 
     def __init__(self, deads_first=True):
         self.deads_first = deads_first
 
     def observation_space(self, agent):
-        return self.space
+        return DUEL_SPACE
 
     def action_space(self, agent):
-        return action_space_of_duel
+        return Discrete(4)
 
     def reset(self, seed=None, options=None):
-        Seeds.log.append(seed)
         self.random, self.num_turns = np.random.default_rng(seed), 0
         self.agents = list(self.possible_agents)
         self.rewards = dict.fromkeys(self.agents, 0)
@@ -216,9 +207,6 @@ class Duel:
 
     def close(self):
         pass
-
-
-action_space_of_duel = Discrete(4)
 
 
 class Rows:
