@@ -37,6 +37,7 @@ LONG += ("tutorial",)
 MARKS = {"docs/accelerators.md": pytest.mark.compiles_for("h100")}
 MARKS |= {f"docs/{name}.md": pytest.mark.trains for name in LONG}
 NEEDED = {
+    "docs/agents_in_python.md": "mpe2",
     "docs/deploy.md": "jax2onnx",
     "docs/search.md": "mctx",
     "docs/tuning.md": "optuna",
@@ -49,6 +50,7 @@ OPTIMIZED = ("docs/accelerators.md", "docs/concepts/keys.md", "docs/evolution.md
 TRAINED = ("docs/lagging_actors.md",)
 # Changes for pages that take more than half a minute.
 SMALLER = {
+    "docs/agents_in_python.md": ["NUM_ROUNDS = 2"],
     "docs/learned_models.md": ["NUM_ENVS = 64"],
     "docs/own_gymnasium.md": ["settings = settings.replace(num_updates=20)"],
     "docs/search.md": ["NUM_UPDATES = 6"],
@@ -121,6 +123,19 @@ def check_agents(names, out):
     ids = names["played"].extras.policy_id
     assert set(np.unique(ids)) == set(range(5))
     assert ((ids == 0).sum(axis=-1) == 1).all()
+
+
+def check_agents_in_python(names, out):
+    groups, returns, *rest = out.splitlines()
+    assert groups == "{'agents': ('agent_0', 'agent_1', 'agent_2')}"
+    first, last = map(float, returns.split())
+    assert last > first
+    adversaries, prey, learner, rival = rest
+    assert adversaries.startswith("adversary: ")
+    assert prey.startswith("agent: ")
+    wins, _, losses = (int(x) for x in re.findall(r"(\d+) (?:wins|draws|losses)", learner))
+    assert wins > 3 * losses
+    assert rival.startswith("random: ")
 
 
 def check_buffers(names, out):

@@ -16,6 +16,7 @@ OBSERVATION_SPACES = {
         {"position": Box(-1e6, 1e6, (4,), np.float64), "step": Discrete(100)}
     ),
 }
+DUEL_ACTIONS = Discrete(4)
 DUEL_SPACE = gymnasium.spaces.Dict(
     {
         "observation": Box(-1e6, 1e6, (2,), np.float32),
@@ -134,7 +135,7 @@ class Duel:
         return DUEL_SPACE
 
     def action_space(self, agent):
-        return Discrete(4)
+        return DUEL_ACTIONS
 
     def reset(self, seed=None, options=None):
         self.random, self.num_turns = np.random.default_rng(seed), 0
@@ -157,7 +158,8 @@ class Duel:
     def last(self, observe=True):
         agent = self.agent_selection
         values = self._cumulative_rewards, self.terminations, self.truncations
-        return self.observe(agent), *(x[agent] for x in values), self.infos[agent]
+        obs = self.observe(agent) if observe else None
+        return obs, *(x[agent] for x in values), self.infos[agent]
 
     def agent_iter(self):
         while self.agents:
