@@ -161,8 +161,9 @@ class Duel:
         obs = self.observe(agent) if observe else None
         return obs, *(x[agent] for x in values), self.infos[agent]
 
-    def agent_iter(self):
-        while self.agents:
+    def agent_iter(self, max_iter=2**63):
+        while self.agents and max_iter:
+            max_iter -= 1
             yield self.agent_selection
 
     def step(self, action):
@@ -178,6 +179,7 @@ class Duel:
                 self.infos,
             ):
                 del values[agent]
+            self.rewards = dict.fromkeys(self.agents, 0)
             self._select(agent)
             return
         assert self.observe(agent)["action_mask"][action], (agent, action)
