@@ -385,7 +385,7 @@ def _space(name: str, tree: ArrayTree) -> "Space":
     if not isinstance(tree, np.ndarray) or tree.dtype.kind not in "biuf":
         raise ValueError(
             f"`{name}` must consist of dicts, tuples and arrays with NumPy dtypes for "
-            f"Minari, got {getattr(tree, 'dtype', type(tree).__name__)}."
+            f"Minari, got {checks.describe(tree)}."
         )
     bounds = {"b": (0, 1), "f": (-np.inf, np.inf)}.get(tree.dtype.kind)
     if bounds is None:

@@ -11,7 +11,6 @@ from jax import lax
 from rollout.base import checks
 from rollout.buffers import neighbours, ring, sampling, sum_tree
 from rollout.buffers.replay import ReplayBuffer, as_rows, jit_method
-from rollout.buffers.sampling import SampleOptions
 from rollout.buffers.types import Batch, PrioritizedState, Sequences
 from rollout.envs.types import ArrayTree
 
@@ -187,35 +186,35 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         return usable
 
     def _sample_rows(
-        self, state: PrioritizedState, key: chex.PRNGKey, options: SampleOptions
+        self, state: PrioritizedState, key: chex.PRNGKey, batch_size: int, beta: Any
     ) -> tuple[jax.Array, jax.Array]:
         """Samples `[S]` rows and their importance weights, 0 for an unusable row."""
-        tree, num_samples = state.priorities, options.batch_size
+        tree = state.priorities
         usable_fn = self._usable_fn(state)
         # If the base class has no predicate, only rows of priority 0 are unusable.
         all_usable = super()._usable_fn(state) is None
         sample_key, resample_key = (key, key) if all_usable else jax.random.split(key)
-        row = sum_tree.sample_stratified(tree, sample_key, num_samples)
+        row = sum_tree.sample_stratified(tree, sample_key, batch_size)
         usable = usable_fn(row)
         if not all_usable:
             row, usable = sampling.resample_invalid(
                 row,
                 # Resample from the whole tree: stratified resampling would overweight
                 # segments with few usable rows.
-                lambda key: sum_tree.sample_iid(tree, key, num_samples),
+                lambda key: sum_tree.sample_iid(tree, key, batch_size),
                 usable_fn,
                 lambda key: sampling.weighted(
                     lambda row: jnp.where(usable_fn(row), tree[0][row], 0.0),
                     state.ring,
                     key,
-                    num_samples,
+                    batch_size,
                 ),
                 resample_key,
             )
         # Divided by the largest weight, N and the sum cancel: the row with the smallest
         # mass has weight 1. An infinite mass excludes unusable rows from the minimum.
         mass = jnp.where(usable, tree[0][row], jnp.inf)
-        beta = jnp.asarray(options.beta, jnp.float32)
+        beta = jnp.asarray(beta, jnp.float32)
         weights = (mass / jnp.min(mass)) ** -beta
         # The barrier orders a later update of these rows after the reads of the tree,
         # so XLA can write the update in place.

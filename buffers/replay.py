@@ -12,7 +12,13 @@ from flax import struct
 
 from rollout.base import checks, programs
 from rollout.buffers import neighbours, ring, sampling
-from rollout.buffers.types import Batch, RingState, Sequences
+from rollout.buffers.types import (
+    Batch,
+    EpisodicState,
+    PrioritizedState,
+    RingState,
+    Sequences,
+)
 from rollout.envs.types import ArrayTree
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -390,18 +396,8 @@ class ReplayBuffer(struct.PyTreeNode):
             # A function that is not static gets a new object and a new jit cache entry.
             static_fn = programs.static(relabel_fn, state, key, self.gamma)
             relabel_fn = static_fn or functools.partial(relabel_fn)
-        options = sampling.SampleOptions(
-            batch_size=batch_size,
-            beta=beta,
-            n_step=self.n_step,
-            gamma=self.gamma,
-            stack=self.stack,
-            relabel_fn=relabel_fn,
-            horizon=self.relabel_horizon,
-        )
-        # Move the options out of the buffer, so that more buffers share a program.
-        buffer = self.replace(n_step=None, gamma=None, relabel_fn=None)
-        return buffer._sample(state, key, options)
+        buffer = self.replace(relabel_fn=relabel_fn)
+        return buffer._sample(state, key, batch_size, beta)
 
     def _sample_sequences(
         self,
@@ -412,49 +408,72 @@ class ReplayBuffer(struct.PyTreeNode):
         beta: Any = None,
     ) -> Sequences:
         """Samples sequences; `beta` is the exponent of importance weights."""
-        options = sampling.SampleOptions(
-            batch_size=batch_size, beta=beta, length=length
-        )
+        # Remove unused options, so that more buffers share a program.
         buffer = self.replace(n_step=None, gamma=None, stack=None, relabel_fn=None)
-        return buffer._sample(state, key, options)
+        return buffer._sample(state, key, batch_size, beta, length)
 
-    @jit_method()
+    @jit_method("batch_size", "length")
     def _sample(
-        self, state: ArrayTree, key: chex.PRNGKey, options: sampling.SampleOptions
+        self,
+        state: ArrayTree,
+        key: chex.PRNGKey,
+        batch_size: int,
+        beta: Any,
+        length: int | None = None,
     ) -> Any:
-        """Validates the arguments, and samples a batch."""
+        """Validates the arguments, and samples transitions or sequences."""
         self._check_state(state)
         checks.check_key(key)
-        options.check()
-        return self._sample_batch(state, key, options)
+        checks.check_int("batch_size", batch_size)
+        if length is not None:
+            checks.check_int("length", length)
+        return self._sample_batch(state, key, batch_size, beta, length)
 
     def _sample_batch(
-        self, state: ArrayTree, key: chex.PRNGKey, options: sampling.SampleOptions
+        self,
+        state: ArrayTree,
+        key: chex.PRNGKey,
+        batch_size: int,
+        beta: Any,
+        length: int | None,
     ) -> Batch | Sequences:
-        read_key = key
-        if options.relabel_fn is not None:
-            key, read_key = jax.random.split(key)
-        row, weights = self._sample_rows(state, key, options)
-        if options.length is not None:
-            return sampling.sequences(state.ring, row, weights, options.length)
-        return sampling.transitions(state.ring, row, weights, read_key, options)
+        relabel_fn, relabel_key = self.relabel_fn, key
+        if relabel_fn is not None:
+            key, relabel_key = jax.random.split(key)
+        row, weights = self._sample_rows(state, key, batch_size, beta)
+        if length is not None:
+            return sampling.sequences(state.ring, row, weights, length)
+        batch = sampling.transitions(
+            state.ring,
+            row,
+            weights,
+            n_step=self.n_step,
+            gamma=self.gamma,
+            stack=self.stack,
+        )
+        if relabel_fn is None:
+            return batch
+        return sampling.relabel(
+            state.ring, batch, relabel_key, relabel_fn, self.relabel_horizon
+        )
 
     def _sample_rows(
-        self, state: ArrayTree, key: chex.PRNGKey, options: sampling.SampleOptions
+        self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, beta: Any
     ) -> tuple[jax.Array, jax.Array]:
         """Samples `[S]` rows and their weights; the weight of an unusable row is 0."""
-        memory, num_samples = state.ring, options.batch_size
+        del beta
+        memory = state.ring
         usable_fn = self._usable_fn(state)
         if usable_fn is None:
-            row = sampling.sample_rows(memory, key, num_samples)
+            row = sampling.sample_rows(memory, key, batch_size)
             usable = jnp.broadcast_to(self.size(state) > 0, row.shape)
             return row, usable.astype(jnp.float32)
         first_key, resample_key = jax.random.split(key)
         row, usable = sampling.resample_invalid(
-            sampling.sample_rows(memory, first_key, num_samples),
-            lambda key: sampling.sample_rows(memory, key, num_samples),
+            sampling.sample_rows(memory, first_key, batch_size),
+            lambda key: sampling.sample_rows(memory, key, batch_size),
             lambda row: neighbours.is_stored(memory, row) & usable_fn(row),
-            lambda key: sampling.weighted(usable_fn, memory, key, num_samples),
+            lambda key: sampling.weighted(usable_fn, memory, key, batch_size),
             resample_key,
         )
         return row, usable.astype(jnp.float32)
@@ -476,13 +495,12 @@ class ReplayBuffer(struct.PyTreeNode):
 
     def _check_state(self, state: Any) -> None:
         """Raises unless `state` is a buffer state with these slots and lanes."""
-        memory = getattr(state, "ring", None)
-        if not isinstance(memory, RingState):
+        if not isinstance(state, RingState | PrioritizedState | EpisodicState):
             raise ValueError(
                 "`state` must be a buffer state, as returned by `init` or `add`, got "
                 f"{type(state).__name__}."
             )
-        shape = (memory.num_slots, *memory.size.shape)
+        shape = (state.ring.num_slots, *state.ring.size.shape)
         if shape != (self.num_slots, self.num_envs):
             raise ValueError(
                 f"`state` must come from a buffer with {self.num_slots} slots in each "

@@ -7,11 +7,11 @@ still missing after many rounds, one pass over all rows samples them.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
 from rollout.base import checks, platform, prng
@@ -156,60 +156,42 @@ def _find(size: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lane, end[lane] - 1 - number
 
 
-class SampleOptions(struct.PyTreeNode, kw_only=True):
-    """Options that specify how rows are sampled and how a batch is built.
-
-    Attributes:
-        length: L of `ReplayBuffer.sample_sequences`; None for transitions. `sample`
-            documents `batch_size` and `beta`; `ReplayBuffer` documents all other
-            options (`horizon` is its `relabel_horizon`).
-    """
-
-    batch_size: int = struct.field(pytree_node=False)
-    beta: float | jax.Array | None = None
-    length: int | None = struct.field(pytree_node=False, default=None)
-    n_step: int | None = struct.field(pytree_node=False, default=None)
-    gamma: float | jax.Array | None = None
-    stack: int | None = struct.field(pytree_node=False, default=None)
-    relabel_fn: RelabelFn | None = struct.field(pytree_node=False, default=None)
-    horizon: int = struct.field(pytree_node=False, default=64)
-
-    def check(self) -> None:
-        """Validates `batch_size` and `length`."""
-        checks.check_int("batch_size", self.batch_size)
-        if self.length is not None:
-            checks.check_int("length", self.length)
-
-
 def transitions(
     ring: RingState,
     row: jax.Array,
     weights: jax.Array,
-    key: chex.PRNGKey,
-    options: SampleOptions,
+    *,
+    n_step: int | None,
+    gamma: Any,
+    stack: int | None,
 ) -> Batch:
     """Builds a batch from `[S]` rows; rows of weight 0 are masked out."""
     last, discount, changes = row, (), {}
-    if options.n_step is not None:
-        last, discount, changes = _n_step(ring, row, options.n_step, options.gamma)
-    if options.stack is not None:
-        changes |= _stacked(ring, row, last, options.stack)
+    if n_step is not None:
+        last, discount, changes = _n_step(ring, row, n_step, gamma)
+    if stack is not None:
+        changes |= _stacked(ring, row, last, stack)
     experience = _complete(ring, row, weights > 0, last)
     experience = neighbours.replace_fields(experience, **changes)
-    if options.relabel_fn is not None:
-        # The window has the row and `horizon` later rows. Valid rows come first, so an
-        # offset below their number is always valid.
-        rows, valid = neighbours.window(ring, row, options.horizon + 1)
-        offset_key, relabel_key = jax.random.split(key)
-        count = jnp.sum(valid, axis=0, dtype=jnp.int32)
-        offset = jax.random.randint(offset_key, count.shape, 0, count)
-        future_row = jnp.take_along_axis(rows, offset[None], axis=0)[0]
-        future = _complete(ring, future_row, weights > 0, future_row)
-        relabeled = options.relabel_fn(relabel_key, experience, future)
-        message = "`relabel_fn` must keep structure, shapes and dtypes of its input"
-        checks.check_same_types(message, experience, relabeled)
-        experience = relabeled
     return Batch(experience=experience, indices=row, weights=weights, discount=discount)
+
+
+def relabel(
+    ring: RingState, batch: Batch, key: chex.PRNGKey, fn: RelabelFn, horizon: int
+) -> Batch:
+    """Applies `fn` to a batch and a later row of each episode, at most `horizon` on."""
+    # The window has the row and `horizon` later rows. Valid rows come first, so an
+    # offset below their number is always valid.
+    rows, valid = neighbours.window(ring, batch.indices, horizon + 1)
+    offset_key, relabel_key = jax.random.split(key)
+    count = jnp.sum(valid, axis=0, dtype=jnp.int32)
+    offset = jax.random.randint(offset_key, count.shape, 0, count)
+    future_row = jnp.take_along_axis(rows, offset[None], axis=0)[0]
+    future = _complete(ring, future_row, batch.weights > 0, future_row)
+    relabeled = fn(relabel_key, batch.experience, future)
+    message = "`relabel_fn` must keep structure, shapes and dtypes of its input"
+    checks.check_same_types(message, batch.experience, relabeled)
+    return batch.replace(experience=relabeled)
 
 
 def read_rows(ring: RingState, row: jax.Array) -> ArrayTree:

@@ -1,6 +1,5 @@
 """`shard`: shards a replay buffer over devices; each device samples local lanes."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rollout.base import checks, platform
 from rollout.buffers.replay import ReplayBuffer, jit_method
-from rollout.buffers.sampling import SampleOptions
 from rollout.buffers.types import Batch, RingState, Sequences
 from rollout.envs.types import ArrayTree
 
@@ -51,14 +49,12 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str | None = None) -> ReplayBu
             axis size, or if `buffer` is not a `ReplayBuffer` with `next_obs="stored"`.
     """
     mesh, axis = checks.check_mesh(mesh, axis)
-    next_obs = getattr(buffer, "next_obs", None)
-    if type(buffer) is not ReplayBuffer or next_obs != "stored":
+    if type(buffer) is not ReplayBuffer or buffer.next_obs != "stored":
         raise ValueError(
             '`buffer` must be a `ReplayBuffer` with next_obs="stored", got '
-            f"{type(buffer).__name__} with next_obs={next_obs!r}."
+            f"{checks.describe(buffer)}."
         )
-    options = {x.name: getattr(buffer, x.name) for x in dataclasses.fields(buffer)}
-    sharded = _Sharded(**options, mesh=mesh, axis=axis)
+    sharded = _Sharded(**vars(buffer), mesh=mesh, axis=axis)
     sharded._share("num_envs", buffer.num_envs)
     return sharded
 
@@ -74,7 +70,15 @@ class _Sharded(ReplayBuffer):
         """Buffer of one device."""
         num_envs = self._share("num_envs", self.num_envs)
         capacity = self.num_slots * num_envs
-        return ReplayBuffer(capacity, num_envs, stack=self.stack)
+        return ReplayBuffer(
+            capacity,
+            num_envs,
+            n_step=self.n_step,
+            gamma=self.gamma,
+            stack=self.stack,
+            relabel_fn=self.relabel_fn,
+            relabel_horizon=self.relabel_horizon,
+        )
 
     @property
     def _specs(self) -> tuple[Any, Any, RingState]:
@@ -108,14 +112,18 @@ class _Sharded(ReplayBuffer):
         return jnp.all(self._map(can_sample, in_specs, first)(state, batch_size))
 
     def _sample_batch(
-        self, state: RingState, key: chex.PRNGKey, options: SampleOptions
+        self,
+        state: RingState,
+        key: chex.PRNGKey,
+        batch_size: int,
+        beta: Any,
+        length: int | None,
     ) -> Batch | Sequences:
         """Samples on every device from local rows, with one key per device."""
-        share = self._share("batch_size", options.batch_size)
-        options = options.replace(batch_size=share)
+        share = self._share("batch_size", batch_size)
         first, second, ring = self._specs
         out_specs = first
-        if options.length is not None:
+        if length is not None:
             out_specs = Sequences(
                 experience=second,
                 mask=second,
@@ -124,11 +132,11 @@ class _Sharded(ReplayBuffer):
             )
 
         def sample(
-            state: RingState, key: chex.PRNGKey, options: SampleOptions
+            buffer: ReplayBuffer, state: RingState, key: chex.PRNGKey
         ) -> Batch | Sequences:
             device = lax.axis_index(self.axis)
             key = jax.random.fold_in(key, device)
-            batch = self._local._sample_batch(state, key, options)
+            batch = buffer._sample_batch(state, key, share, beta, length)
             # Convert local row numbers to row numbers over all lanes.
             slot, lane = jnp.divmod(batch.indices, state.num_envs)
             lane = lane + device * state.num_envs
@@ -141,8 +149,8 @@ class _Sharded(ReplayBuffer):
                 weights=batch.weights * num_rows / jnp.maximum(mean_rows, 1.0),
             )
 
-        in_specs = ring, PartitionSpec(), PartitionSpec()
-        return self._map(sample, in_specs, out_specs)(state, key, options)
+        in_specs = PartitionSpec(), ring, PartitionSpec()
+        return self._map(sample, in_specs, out_specs)(self._local, state, key)
 
     def _map(
         self, fn: Callable[..., Any], in_specs: Any, out_specs: Any
