@@ -236,6 +236,42 @@ def test_recover_continues_after_an_interrupted_recover():
             check_rows(rows)
 
 
+@pytest.mark.compiles(40)
+def test_interrupted_reset_of_lanes_that_another_collector_has_stepped():
+    collector = make_collector(2, 2)
+    other, env = collector.replace(), collector.env
+    receive, reset = env.receive, env.reset
+
+    def interrupt_reset(seeds, mask):
+        env.reset = reset
+        raise KeyboardInterrupt
+
+    def press_and_receive(num_ready):
+        env.receive = receive
+        press_ctrl_c()
+        return receive(num_ready)
+
+    carry, first = collector.collect_steps(collector.init(KEY), None, NUM_STEPS)
+    env.receive = press_and_receive
+    with pytest.raises(KeyboardInterrupt):  # with two steps in flight
+        collector.collect_steps(carry, None, NUM_STEPS)
+    check_rows(other.collect_steps(other.init(KEY), None, NUM_STEPS)[1])
+    env.reset = interrupt_reset
+    with pytest.raises(KeyboardInterrupt):
+        collector.recover()
+    new_carry, second = collector.recover()
+    assert second.mask.shape == (1, 2)
+    check_start(carry, second)
+    assert not new_carry.episode.episode_length.any()
+    _, third = collector.collect_steps(new_carry, None, 50)
+    check_start(new_carry, third)
+    check_rows(third)
+    assert set(np.ravel(third.info.env_id)) == set(range(NUM_ENVS))
+    old_ids = np.concatenate([np.ravel(x.episode_id) for x in (first, second)])
+    assert not np.isin(third.episode_id, old_ids).any()
+    collector.close()
+
+
 @pytest.mark.parametrize(
     ("num_workers", "num_ready"),
     [
