@@ -81,7 +81,7 @@ def from_gymnasium(
                 f"environment, got num_envs={num_envs}, num_workers={num_workers}, "
                 f"options={options}."
             )
-        return GymnasiumVectorEnv(env, **info)
+        return _GymnasiumEnvs(env, **info)
     if isinstance(env, str):
         make = functools.partial(gymnasium.make, env, **options)
     elif callable(env):
@@ -102,10 +102,10 @@ def from_gymnasium(
             "`num_envs` must be given, except for a vector environment, got None for "
             f"{env!r}."
         )
-    return GymnasiumVectorEnv(result, **info)
+    return _GymnasiumEnvs(result, **info)
 
 
-class GymnasiumVectorEnv(HostVectorEnv):
+class _GymnasiumEnvs(HostVectorEnv):
     """A `HostVectorEnv` over a Gymnasium vector environment."""
 
     def __init__(

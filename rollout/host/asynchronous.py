@@ -6,7 +6,6 @@ the policy acts in all waiting lanes, and a row has the first lanes to be ready.
 extras, `[K, ...]`.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -52,7 +51,9 @@ def take(spec: HostSpec, state: HostState, decision: Decision) -> LaneResults:
     # Send all actions before receiving, so that no environment is idle.
     for lanes, values in decision.action:
         if sent is None:
-            sent = jax.tree.map(functools.partial(_zeros, len(mask)), values)
+            sent = jax.tree.map(
+                lambda x: np.zeros((len(mask), *x.shape[1:]), x.dtype), values
+            )
         place_rows(sent, lanes, values)
         spec.env.send(values[1], lanes)
         mask[lanes] = True
@@ -73,7 +74,3 @@ def take(spec: HostSpec, state: HostState, decision: Decision) -> LaneResults:
 
 def _rows_of(tree: ArrayTree, index: Any) -> ArrayTree:
     return jax.tree.map(lambda x: x[index], tree)
-
-
-def _zeros(num_envs: int, rows: np.ndarray) -> np.ndarray:
-    return np.zeros((num_envs, *rows.shape[1:]), rows.dtype)

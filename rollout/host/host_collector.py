@@ -398,8 +398,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
 def _check_options(env: Any, num_ready: Any, on_fault: Any) -> None:
     """Validates the spaces, and the options that only some environments support."""
-    for name in ("observation_space", "action_space"):
-        as_space(getattr(env, name), f"env.{name}")
+    as_space(env.observation_space, "env.observation_space")
+    as_space(env.action_space, "env.action_space")
     checks.check_choice("on_fault", on_fault, ("raise", "restart"))
     if on_fault == "restart" and not env.can_rebuild:
         raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rollout.base import trees
@@ -185,8 +186,10 @@ class HostSpec:
         """Returns a table of seeds, `[_NUM_SEED_ROWS, B]`, by its number."""
         # Every lane may need a different table. If a table was evicted, it is computed
         # again with the same seeds.
-        table_fn = functools.partial(_compute_seeds, self.key, self.env.num_envs)
-        return functools.lru_cache(min(self.env.num_envs + 1, _NUM_TABLES))(table_fn)
+        num_envs = self.env.num_envs
+        return functools.lru_cache(min(num_envs + 1, _NUM_TABLES))(
+            lambda table: np.asarray(_compute_seeds(self.key, num_envs, table))
+        )
 
     def seeds(self, episode_id: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """Returns the seeds of the episodes of `lanes`, `[B]` uint32; 0 elsewhere."""
@@ -308,15 +311,10 @@ def put(array: np.ndarray, lanes: Any, values: Any) -> np.ndarray:
     return array
 
 
-def _compute_seeds(key: chex.PRNGKey, num_envs: int, table: int) -> np.ndarray:
+@functools.partial(jax.jit, static_argnums=1)
+def _compute_seeds(key: chex.PRNGKey, num_envs: int, table: jax.Array) -> jax.Array:
     """Computes a table of seeds, `[_NUM_SEED_ROWS, B]`, to avoid JAX in each reset."""
-    row = table * _NUM_SEED_ROWS + np.arange(_NUM_SEED_ROWS, dtype=np.int32)
-    lane = np.arange(num_envs, dtype=np.int32)
-    return np.asarray(_seeds_of(key, row[:, None] * num_envs + lane))
-
-
-@jax.jit
-def _seeds_of(key: chex.PRNGKey, episode_id: jax.Array) -> jax.Array:
-    """Computes the seeds of the episodes with these ids, `[N, B]`."""
-    row_keys = jax.vmap(lambda row: keys.keys_of(key, row))
-    return keys.seeds(row_keys(episode_id))
+    row = table * _NUM_SEED_ROWS + jnp.arange(_NUM_SEED_ROWS, dtype=jnp.int32)
+    lane = jnp.arange(num_envs, dtype=jnp.int32)[None]
+    row_keys = jax.vmap(lambda ids: keys.keys_of(key, ids))
+    return keys.seeds(row_keys(row[:, None] * num_envs + lane))

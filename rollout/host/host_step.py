@@ -239,9 +239,12 @@ def _end_episodes(
         faults = Faults(causes, int(state.episode_length[next(iter(causes))]))
         state = _lose_episodes(state, causes)
         done = put(done, list(causes), True)
-    if np.count_nonzero(done):  # faster than `any`
-        state = _begin_next(state, done)
-    return state, faults
+    if not np.count_nonzero(done):  # faster than `any`
+        return state, faults
+    if state.plan is None:
+        return mark(state, done, state.next_ids), faults
+    plan = state.plan.assign_next(done)
+    return mark(state.replace(plan=plan), done, plan.episode_id), faults
 
 
 def _lose_episodes(state: HostState, causes: Mapping[int, BaseException]) -> HostState:
@@ -261,14 +264,6 @@ def _lose_episodes(state: HostState, causes: Mapping[int, BaseException]) -> Hos
     # The environment of a lost episode is rebuilt before it is reset.
     failed = put(state.failed, failed, True)
     return state.replace(plan=plan, stats=stats, failed=failed)
-
-
-def _begin_next(state: HostState, done: np.ndarray) -> HostState:
-    """Assigns the next episodes to the lanes in `done`."""
-    if state.plan is None:
-        return mark(state, done, state.next_ids)
-    plan = state.plan.assign_next(done)
-    return mark(state.replace(plan=plan), done, plan.episode_id)
 
 
 def _find_faults(

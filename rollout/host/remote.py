@@ -139,7 +139,6 @@ class RayCollector(
         max_restarts: int = 10,
         ray_options: Mapping[str, Any] | None = None,
     ) -> None:
-        checks.check_function("make_collector", make_collector)
         checks.check_key(key)
         num_actors = checks.check_int("num_actors", num_actors)
         steps_per_batch = checks.check_int("steps_per_batch", steps_per_batch)
@@ -324,12 +323,11 @@ class _Actor:
             checks.check_type(message, collector, Collector | HostCollector)
             impl, words = self._key
             self._carry = collector.init(jax.random.wrap_key_data(words, impl=impl))
+            num_columns = collector.row_shape(params).mask.shape[0]
+            self._num_rows = -(-self._steps_per_batch // num_columns)
             self._collector = collector
-        # Every column of a row is one step.
-        num_columns = getattr(collector, "num_ready", None) or collector.env.num_envs
-        num_steps = -(-self._steps_per_batch // num_columns)
         self._carry, trajectory = collector.collect_steps(
-            self._carry, jax.device_put(params), num_steps
+            self._carry, jax.device_put(params), self._num_rows
         )
         return jax.device_get((trajectory, summarize(trajectory)))
 

@@ -31,6 +31,9 @@ from rollout.types import Accumulators, AsyncInfo, RecordFn, Transition
 
 Acc = TypeVar("Acc")
 
+# Fields of a `Transition` that are `[T, B]` columns.
+_COLUMNS = "reward terminated truncated mask episode_id episode_return episode_length"
+
 
 class Rows:
     """Memory for rows `[B, ...]`; the first written row defines the shapes.
@@ -134,8 +137,7 @@ class Rows:
         for row, extras in enumerate(to_host(self._extras[:num_rows])):
             self.write(row, "extras", extras)
         self.mask[num_rows:] = False  # discard an incomplete row
-        columns = "reward terminated truncated mask episode_id episode_return"
-        fields = {x: getattr(self, x) for x in (*columns.split(), "episode_length")}
+        fields: dict[str, Any] = {x: vars(self)[x] for x in _COLUMNS.split()}
         for name, (structure, arrays) in self._trees.items():
             fields[name] = structure.unflatten(arrays)
         rows, is_masked = Transition(**fields), ~self.mask
@@ -281,7 +283,8 @@ def regroup_by_env(rows: Transition) -> Transition:
     message = (
         "`rows` must come from a `HostCollector` with `num_ready`, with its `info`"
     )
-    checks.check_type(message, getattr(rows, "info", rows), AsyncInfo)
+    info: Any = rows.info if isinstance(rows, Transition) else rows
+    checks.check_type(message, info, AsyncInfo)
     rows = _by_env(rows)
     return rows.replace(info=rows.info.info)
 

@@ -102,7 +102,7 @@ class Session:
                 "collector steps these environments, call `init` or use separate ones."
             )
         for name in ("key", "step", "next_episode", "obs", "episode"):
-            value, expected = (getattr(x, name) for x in (carry, self._carry))
+            value, expected = vars(carry)[name], vars(self._carry)[name]
             message = f"`carry.{name}` must be as the latest call returned it, since "
             message += "only `policy_state` may be replaced"
             checks.check_same_types(message, expected, value)
@@ -147,16 +147,14 @@ class Session:
     def restore(self, carry: Carry, saved: list[bytes] | None) -> None:
         """Continues from a carry; restarts its episodes unless states were saved."""
         self.start(carry.key, carry.env_state[1])
-        self.state = host_state.load_carry(self.spec, self.state, carry)
+        state = host_state.load_carry(self.spec, self.state, carry)
         if saved is None:
-            self.begin_episodes(self.state.episode_id, self.spec.all_lanes)
+            self.state = state
+            self.begin_episodes(state.episode_id, self.spec.all_lanes)
             return
-        try:
-            self._collector.env.load(saved, jax.tree.map(np.array, carry.obs))
-        except BaseException:
-            self.state = host_state.abandon(self.state, has_failed=True)
-            raise
-        self.state = self.state.replace(failed=self.spec.no_lanes)
+        self.state = host_state.abandon(state, has_failed=True)  # if `load` raises
+        self._collector.env.load(saved, jax.tree.map(np.array, carry.obs))
+        self.state = state.replace(failed=self.spec.no_lanes)
 
     def finish(self) -> Carry:
         """Returns the carry for the next call."""
