@@ -33,9 +33,12 @@ def replace_fields(tree: ArrayTree, **values: ArrayTree) -> ArrayTree:
         mapping_type: Any = type(tree)
         return mapping_type({**tree, **{k: values[k] for k in values if k in tree}})
     values = {name: values[name] for name in values if hasattr(tree, name)}
-    if hasattr(tree, "_replace"):
-        return tree._replace(**values)
-    return dataclasses.replace(tree, **values) if values else tree
+    if not values:
+        return tree
+    if isinstance(tree, tuple):
+        named_tuple: Any = tree
+        return named_tuple._replace(**values)
+    return dataclasses.replace(tree, **values)
 
 
 def done_of(tree: ArrayTree) -> jax.Array:

@@ -151,12 +151,8 @@ class ReplayBuffer(struct.PyTreeNode):
         for name, size in sizes.items():
             if size is not None:
                 checks.check_int(name, size)
-        if self.relabel_fn is not None:
-            checks.check_function("relabel_fn", self.relabel_fn)
-            if self.n_step or self.stack:
-                raise ValueError(
-                    "`relabel_fn` must not be given with `n_step` or `stack`."
-                )
+        if self.relabel_fn is not None and (self.n_step or self.stack):
+            raise ValueError("`relabel_fn` must not be given with `n_step` or `stack`.")
 
     @property
     def num_slots(self) -> int:

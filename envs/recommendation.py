@@ -21,6 +21,7 @@ import numpy as np
 from flax import struct
 
 from rollout.base import checks, prng
+from rollout.envs.ratings import Interactions
 from rollout.envs.spaces import Box, Dict, Discrete
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
 
@@ -68,7 +69,6 @@ class LeaveByCategory(struct.PyTreeNode):
 
     def __post_init__(self) -> None:
         checks.check_int("window", self.window)
-        checks.check_any_int("threshold", self.threshold)
         if _is_table(self.categories):
             _check_table("categories", self.categories, "[I, C] bool", "b")
             object.__setattr__(self, "categories", jnp.asarray(self.categories))
@@ -186,7 +186,6 @@ class RecommendationEnv(struct.PyTreeNode):
 
     def __post_init__(self) -> None:
         checks.check_int("max_turn", self.max_turn)
-        checks.check_bool("random_first", self.random_first)
         if callable(self.feedback):
             checks.check_int("num_users", self.num_users)
             checks.check_int("num_items", self.num_items)
@@ -210,7 +209,7 @@ class RecommendationEnv(struct.PyTreeNode):
             self._set("num_users", sizes[0])
             self._set("num_items", sizes[1])
         # The user passed the result of `from_interactions` instead of one table.
-        elif hasattr(self.feedback, "feedback"):
+        elif isinstance(self.feedback, Interactions):
             raise ValueError(
                 "`feedback` must be an array [U, I] or a function, got "
                 f"{type(self.feedback).__name__}. Pass the attribute `feedback`."
@@ -221,11 +220,6 @@ class RecommendationEnv(struct.PyTreeNode):
             sizes = self.num_users, self.num_items
             _check_table("known", self.known, f"bool of shape {sizes}", "b", sizes)
             self._set("known", jnp.asarray(self.known))
-        if self.leave is not None and not hasattr(self.leave, "window"):
-            raise ValueError(
-                "`leave` must be a rule with `window` and `leaves`, for example "
-                f"`LeaveByCategory`, got {type(self.leave).__name__}."
-            )
         num_items = getattr(self.leave, "num_items", self.num_items)
         if num_items != self.num_items:
             raise ValueError(

@@ -47,9 +47,7 @@ def env_ids(suite: str = _GYMNAX) -> tuple[str, ...]:
             with contextlib.suppress(ValueError):
                 ids += env_ids(name)
         return tuple(ids)
-    if suite not in SUITES:
-        choices = ", ".join((_INSTALLED, *SUITES))
-        raise ValueError(f"`suite` must be one of {choices}, got {suite!r}.")
+    checks.check_choice("suite", suite, (_INSTALLED, *SUITES))
     prefix = "" if suite == _GYMNAX else f"{suite}:"
     return tuple(prefix + name for name in _ids(suite))
 

@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -105,7 +106,7 @@ class Discrete(_Bounded, struct.PyTreeNode, eq=False):
         # Convert to Python ints and NumPy dtypes: static fields need equality and a
         # hash.
         object.__setattr__(self, "n", checks.check_int("n", self.n))
-        object.__setattr__(self, "start", checks.check_any_int("start", self.start))
+        object.__setattr__(self, "start", operator.index(self.start))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         checks.check_int_dtype(self.dtype, self.low, self.high)
 
@@ -143,7 +144,7 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", _shape(self.shape))
+        object.__setattr__(self, "shape", tuple(map(operator.index, self.shape)))
         # `np.float32` and its dtype compare equal, but hash differently.
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         dtype, bounds = narrow(self.dtype), (self.low, self.high)
@@ -296,7 +297,7 @@ class MultiBinary(_Bounded, struct.PyTreeNode, eq=False):
     low, high = 0, 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", _shape(self.shape))
+        object.__setattr__(self, "shape", tuple(map(operator.index, self.shape)))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         if self.dtype != bool:
             checks.check_int_dtype(self.dtype, self.low, self.high)
@@ -400,7 +401,6 @@ class Dict(Composite, eq=False):
     spaces: Mapping[str, AnySpace]
 
     def __post_init__(self) -> None:
-        checks.check_type("`spaces` must be a dict of spaces", self.spaces, Mapping)
         object.__setattr__(self, "spaces", _parts(self.spaces, self.spaces.items()))
         if len({type(name) for name in self.spaces}) > 1:
             raise ValueError(
@@ -422,9 +422,6 @@ class Tuple(Composite, eq=False):
     spaces: tuple[AnySpace, ...]
 
     def __post_init__(self) -> None:
-        checks.check_type(
-            "`spaces` must be a tuple of spaces", self.spaces, tuple | list
-        )
         parts = _parts(self.spaces, enumerate(self.spaces))
         object.__setattr__(self, "spaces", tuple(parts.values()))
 
@@ -516,8 +513,6 @@ def as_space(space: Any, name: str = "space") -> AnySpace:
     class_name = next((x for x in names if x in _CLASS_NAMES), "")
     parts = space.spaces if class_name in ("Dict", "Tuple") else space
     is_list = type(parts) in (tuple, list)
-    if (is_list or isinstance(parts, Mapping)) and not parts:
-        raise ValueError(f"`{name}` must have at least one part, got {space!r}.")
     if isinstance(parts, Mapping):
         return Dict({key: as_space(part, name) for key, part in parts.items()})
     if is_list:
@@ -679,12 +674,6 @@ def _parts(spaces: Any, items: Iterable[tuple[Any, Any]]) -> dict[Any, AnySpace]
     if not spaces:
         raise ValueError(f"`spaces` must have at least one part, got {spaces!r}.")
     return {name: as_space(part, f"spaces[{name!r}]") for name, part in items}
-
-
-def _shape(shape: Any) -> tuple[int, ...]:
-    if isinstance(shape, tuple | list):
-        return tuple(checks.check_any_int("shape", size) for size in shape)
-    raise ValueError(f"`shape` must be a tuple of ints, got {shape!r}.")
 
 
 def _tuples(x: int | list) -> int | tuple:

@@ -127,12 +127,14 @@ class BaseVectorEnv:
         observation_space: space of one environment's observation.
         action_space: space of one environment's action.
         learns: whether observations depend on running (not fixed) statistics.
+        sharding: sharding of the lanes over devices; None if they are not sharded.
     """
 
     num_envs: int
     observation_space: AnySpace
     action_space: AnySpace
     learns: bool = False
+    sharding: Any = None
 
     def freeze(self, env_state: ArrayTree) -> Self:
         """Fixes the running statistics of the environments, for evaluation.
@@ -169,12 +171,7 @@ class VectorEnv(BaseVectorEnv):
     `flax.struct.PyTreeNode`. It defines `num_envs` and the spaces as fields or
     properties, and the methods `reset`, `step` and `reset_done`. All other members have
     defaults for environments on one device without running statistics.
-
-    Attributes:
-        sharding: sharding of the lanes over devices; None if they are not sharded.
     """
-
-    sharding: Any = None
 
     def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode in every lane; maps `[B]` keys to `(state, obs)`."""

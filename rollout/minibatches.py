@@ -140,8 +140,7 @@ def scan_minibatches(
     checks.check_key(key)
     num_minibatches = checks.check_int("num_minibatches", num_minibatches)
     num_epochs = checks.check_int("num_epochs", num_epochs)
-    if axis not in (None, 0, 1) or isinstance(axis, bool):
-        raise ValueError(f"`axis` must be None, 0 or 1, got {axis!r}.")
+    checks.check_choice("axis", axis, (None, 0, 1))
     num_items, num_devices, lanes = _count_items(tree, axis), 1, None
     if mesh is not None:
         lanes = checks.check_mesh(mesh)

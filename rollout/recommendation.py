@@ -7,6 +7,7 @@ folds over every step of exactly N episodes.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -119,16 +120,14 @@ def item_policy(
         arXiv:2006.14171, for masks. "Deep Reinforcement Learning in Large Discrete
         Action Spaces", arXiv:1512.07679, for the nearest item, with one neighbor.
     """
-    checks.check_function("fn", fn)
-    checks.check_function("action_mask_fn", action_mask_fn)
-    checks.check_bool("sample", sample)
-    start = checks.check_any_int("start", start)
     if value_fn is not None:
         checks.check_function("value_fn", value_fn, "params", "obs")
     if sample and items is not None:
         raise ValueError("`sample` must be False if `items` are given, got True.")
     items = None if items is None else jnp.asarray(items)
-    return ItemPolicy(fn, sample, items, start, action_mask_fn, value_fn)
+    return ItemPolicy(
+        fn, sample, items, operator.index(start), action_mask_fn, value_fn
+    )
 
 
 def choose_items(
@@ -300,7 +299,6 @@ def evaluate_settings(
     num_episodes = checks.check_int("num_episodes", num_episodes)
     max_episode_steps = checks.check_max_episode_steps(max_episode_steps)
     catalog = Catalog() if catalog is None else catalog
-    checks.check_type("`settings` must be a dict", settings, Mapping)
     checks.check_type("`catalog` must be a `Catalog`", catalog, Catalog)
     for name, collector in settings.items():
         # Check lengths: JAX reads beyond the end of a table without an error.

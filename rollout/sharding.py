@@ -19,7 +19,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rollout.base import checks, programs, trees
 from rollout.collector import Collector
-from rollout.envs.types import ArrayTree, EnvStep, LaneIndex, Lanes, Shared, VectorEnv
+from rollout.envs.types import (
+    ArrayTree,
+    EnvStep,
+    LaneIndex,
+    Lanes,
+    Shared,
+    VectorEnv,
+    wrapped_env,
+)
 from rollout.envs.vectorize import VectorizedEnv
 from rollout.envs.wrappers.wrapper import BaseWrapper
 from rollout.kernel.isolation import step_once
@@ -76,12 +84,6 @@ def shard(
             processes have different collectors or meshes; later, if a carry is on other
             devices.
     """
-    if hasattr(collector, "collector"):
-        raise ValueError(
-            "`collector` must be a `Collector`, got the agent "
-            f"{type(collector).__name__}. To train an agent on several devices, pass "
-            "the mesh to it: `PPO(env, config, mesh=mesh)`."
-        )
     checks.check_jax_collector(collector)
     mesh, axis = checks.check_mesh(mesh, axis)
     if mesh.is_multi_process and not _is_absent(mesh):
@@ -205,7 +207,7 @@ def _shard(env: Any, sharding: LaneSharding) -> VectorEnv:
             spec = PartitionSpec(sharding.axis) if env.each else PartitionSpec()
             env = _device_put(env, NamedSharding(sharding.mesh, spec))
         return _ShardedEnv(env=env, sharding=sharding)
-    if env.sharding is None and hasattr(env, "env"):  # a wrapper
+    if env.sharding is None and wrapped_env(env) is not None:
         return env.replace(env=_shard(env.env, sharding))
     raise ValueError(
         "`collector.env` must be made by `rollout.envs.vectorize` or "

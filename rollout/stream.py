@@ -210,7 +210,7 @@ class Stream(Iterator[StreamBatch], Generic[ParamsT]):
         self._num_envs, self._total_steps = num_envs, total_steps
         self._device, self._prefetch, self._reuses = device, prefetch, reuse_memory
         self._params = _copied(params), 0  # and their version
-        sharding = getattr(collector.env, "sharding", None)
+        sharding = collector.env.sharding
         if sharding is not None and sharding.mesh.is_multi_process:
             programs.compare_processes("stream", {"options": self._spec[:4]})
             if prefetch:
@@ -493,7 +493,7 @@ def _make_batch(
             trajectory = jax.tree.map(lambda *x: jnp.concatenate(x), *rows)
         stats, steps = summarize(trajectory), trajectory.mask.size
     window = window.add(trajectory if episodes is None else episodes)
-    if sharding := getattr(collector.env, "sharding", None):
+    if sharding := collector.env.sharding:
         window = sharding.replicate(window)  # each process reads it
     output = trajectory if postprocess is None else jax.jit(postprocess)(trajectory)
     batch = StreamBatch(trajectory=output, stats=stats, steps=steps, episodes=episodes)

@@ -87,16 +87,15 @@ class Agent:
     mesh: Mesh | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name, value in vars(self).items():
             if isinstance(value, type):
                 raise ValueError(
-                    f"`{field.name}` must be an object, got the class "
+                    f"`{name}` must be an object, got the class "
                     f"{value.__name__}. Write `{value.__name__}(...)`."
                 )
-            if isinstance(value, Mesh) and field.name != "mesh":
+            if isinstance(value, Mesh) and name != "mesh":
                 raise ValueError(
-                    f"`{field.name}` must not be a mesh, got a mesh of {value.size} "
+                    f"`{name}` must not be a mesh, got a mesh of {value.size} "
                     "devices. Pass it by name: `mesh=mesh`."
                 )
         if self.config is not None and not dataclasses.is_dataclass(self.config):
@@ -118,14 +117,15 @@ class Agent:
         """Raises unless the parts of `actor_obs` and `critic_obs` can be selected."""
         for option in ("actor_obs", "critic_obs"):
             keys = self._option(option)
-            if keys is not None and self._custom_networks:
+            if keys is None:
+                continue
+            if self._custom_networks:
                 raise ValueError(
                     f"`config.{option}` must be None with a custom "
                     f"`{self._custom_networks[0]}`, got {keys!r}. Select the parts of "
                     "the observation in the network."
                 )
-            if keys is not None:
-                getattr(self, option)  # raises if the space lacks a part
+            obs_keys(option, keys, self.spec.observation_space)
 
     def _option(self, name: str) -> Any:
         """Returns a hyperparameter, or None if `config` does not have this field."""
@@ -188,7 +188,7 @@ class Agent:
     def _custom_networks(self) -> list[str]:
         """Names of the networks that the user passed."""
         names = "network", "actor_network", "critic_network"
-        return [name for name in names if getattr(self, name, None) is not None]
+        return [name for name in names if vars(self).get(name) is not None]
 
     @functools.cached_property
     def actor_obs(self) -> tuple[str, ...] | None:
@@ -267,7 +267,7 @@ class Agent:
                 "`env` must be environments to start episodes, got an EnvSpec. Make "
                 "the agent with environments, or call `init_learner(key, obs)`."
             )
-        if self.mesh is None and getattr(self.collector.env, "sharding", None):
+        if self.mesh is None and self.collector.env.sharding is not None:
             raise ValueError(
                 "`mesh` must be given to train with sharded lanes, got None: every "
                 "device would repeat all gradient steps. Pass the mesh to the agent, "
@@ -457,7 +457,7 @@ def check_counts(config: Any, *names: str) -> None:
         ValueError: if a value is not an int of at least 1, or if it is traced.
     """
     for name in names:
-        checks.check_int(f"config.{name}", getattr(config, name))
+        checks.check_int(f"config.{name}", vars(config)[name])
 
 
 def check_discrete(name: str, action_space: AnySpace) -> None:

@@ -303,7 +303,7 @@ class Policy(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     def __repr__(self) -> str:
         """Prints the fields that differ from their defaults, in one line."""
         fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
-        pairs = [(x, getattr(self, x.name)) for x in fields if x.repr]
+        pairs = [(x, vars(self)[x.name]) for x in fields if x.repr]
         text = ", ".join(
             f"{x.name}={_in_one_line(value)}"
             for x, value in pairs

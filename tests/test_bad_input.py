@@ -173,45 +173,43 @@ def vtrace(threshold=1.0, **options):
 
 MESSAGES = {
     # Parts of a collector.
-    "`policy` must be a `Policy`, for example": [
+    "`policy` ... `Policy`": [
         lambda: step_with(policy=lambda *args: 0),
         lambda: rollout.policies.Greedy(3),
     ],
-    "`accumulators` must map names to `Accumulator`s, got": [
+    "`accumulators` ... `Accumulator`": [
         lambda: accumulate({"a": max}),
         lambda: accumulate(COUNT_ACCUMULATOR),
     ],
-    "`record_fn` must return leaves": [lambda: record(extras=jnp.zeros(()))],
-    "must return a `Transition`": [lambda: step_with(record_fn=lambda t: {})],
+    "`record_fn`": [lambda: record(extras=jnp.zeros(()))],
+    "`Transition`": [lambda: step_with(record_fn=lambda t: {})],
     # Keys and carries.
-    "`key` must be one typed key, for example `jax.random.key(seed)`, got": [
+    "`key` ... `jax.random.key(seed)`": [
         lambda: collector().init(jax.random.PRNGKey(0)),
         lambda: collector().init(jax.random.split(KEY)),
         lambda: stream(key=0),
     ],
-    "`max_episode_steps` must be given with `return_trajectory=True`": [
+    "`max_episode_steps` ... `return_trajectory=True`": [
         lambda: collector().collect_episodes(carry(), None, 2, return_trajectory=True),
         lambda: on_host().collect_episodes(None, None, 2, return_trajectory=True),
     ],
-    "`carry` must be a `Carry` from `init` or an earlier call": [
+    "`carry` ... `Carry` ... `init`": [
         lambda: collector().collect_steps(None, carry(), 2),
         lambda: collector().fold_episodes(
             None, None, max, 0, num_episodes=2, max_episode_steps=3
         ),
         lambda: collector().step(carry().env_state, None),
     ],
-    "`min_steps` must be None with `per_env=True`, since every lane plays all": [
+    "`min_steps` ... `per_env=True`": [
         lambda: collector().collect_episodes(
             carry(), None, 2, max_episode_steps=3, min_steps=5, per_env=True
         )
     ],
-    "`carry.env_state` must match the output of this collector's `init`": [
+    "`carry.env_state` ... `init`": [
         lambda: make_collector("count", 8).step(carry(), None),
     ],
     # Results of policies.
-    "`fn` must return an action or (action, extras), a tuple of 2, got 3": [
-        lambda: act((ZEROS, ZEROS, {}))
-    ],
+    "`fn` ... 2 ... 3": [lambda: act((ZEROS, ZEROS, {}))],
     "must return actions as int32 of shape (4,), got list": [lambda: act([ZEROS, {}])],
     "a tuple as (action, extras): int32 of shape (4,) at [0], got": [
         lambda: step_with(
@@ -223,42 +221,40 @@ MESSAGES = {
         lambda: step_with(record_fn=lambda: None),
     ],
     # Environments.
-    "`env` must have the methods `reset` and `step`": [lambda: envs.vectorize(3, B)],
+    "`env` ... `reset` ... `step`": [lambda: envs.vectorize(3, B)],
     "`env` must be a pytree, such as": [lambda: envs.vectorize(plain_class(), B)],
     "`env` must be a single environment, got parallel environments": [
         lambda: envs.vectorize(VECTOR_ENV, B),
         lambda: rollout.check_env(VECTOR_ENV),
     ],
-    "`env` must be a `VectorEnv`, got": [
+    "`env` ... `VectorEnv`": [
         lambda: step_with(env=COUNT),
         lambda: envs.NormalizeObs(COUNT),
     ],
     "got HostCount. For an environment in JAX, call": [
         lambda: envs.NormalizeObs(HostCount(2)),
     ],
-    "`epsilon` must be above 0": [
+    "`epsilon` ... 0": [
         lambda x=x: envs.NormalizeObs(VECTOR_ENV, epsilon=x)
         for x in (0.0, np.nan, "1e-8")
     ],
-    '`auto_reset` must be "auto" or "compact" or "select"': [
+    '`auto_reset` ... "auto" ... "compact" ... "select"': [
         lambda: envs.vectorize(COUNT, B, auto_reset=["select"]),
         lambda: envs.vectorize(COUNT, B, auto_reset="never"),
     ],
     "`env.reset` must return (state, obs), got": [
         lambda: step_invalid_env(reset_fn=lambda state, obs: (state, obs, {})),
     ],
-    "return a `rollout.envs.EnvStep`": [
-        lambda: step_invalid_env(step_fn=lambda r: (r, 0))
-    ],
-    "`env.step` must return `reward` as float32 of shape (4,)": [
+    "`rollout.envs.EnvStep`": [lambda: step_invalid_env(step_fn=lambda r: (r, 0))],
+    "`env.step` ... `reward` ... (4,)": [
         lambda: step_returns(reward=jnp.zeros(2)),
     ],
-    "must return `terminated`": [
+    "`terminated`": [
         lambda: step_returns(terminated=jnp.ones(2)),
         lambda: step_returns(terminated=None),
     ],
-    "must return `reward` as a real number": [lambda: step_returns(reward=1j)],
-    "`env.step` must return `obs` as `env.reset` does": [
+    "`reward`": [lambda: step_returns(reward=1j)],
+    "`env.step` ... `obs` ... `env.reset`": [
         lambda: step_returns(obs=jnp.zeros(1, jnp.int32)),
         lambda: step_returns(obs=jnp.zeros(3)),
     ],
@@ -267,7 +263,7 @@ MESSAGES = {
         lambda: envs.TransformObs(COUNT, jnp.abs, INFINITE).reset(KEY)
     ],
     "`env` must have reset_env, step_env": [lambda: envs.from_gymnax(object(), {})],
-    "`limit_field` must be a field of `env_params`": [
+    "`limit_field` ... `env_params`": [
         lambda: envs.from_gymnax(
             types.SimpleNamespace(**dict.fromkeys(GYMNAX, max)), {}, limit_field="limit"
         )
@@ -275,86 +271,63 @@ MESSAGES = {
     "`max_episode_steps` limits": [
         lambda: envs.make("CartPole-v1", episode_length=200),
     ],
-    "`gravity` must be a number": [lambda: envs.make("CartPole-v1", gravity="high")],
-    "`env_id` must be an id from `rollout.envs.env_ids()`": [lambda: envs.make(COUNT)],
-    "`leave` must be a rule": [
-        lambda: envs.recommendation.RecommendationEnv([[1.0]], leave=jnp.add)
-    ],
+    "`gravity`": [lambda: envs.make("CartPole-v1", gravity="high")],
+    "`env_id` ... `rollout.envs.env_ids()`": [lambda: envs.make(COUNT)],
     # Spaces.
-    "`low` must be at most `high`": [
+    "`low` ... `high`": [
         lambda: envs.Box(1, 0, ()),
         lambda: envs.Box(0.0, np.nan, ()),
     ],
-    "`shape` must be a tuple of ints": [lambda: envs.Box(0.0, 1.0, 3)],
-    "`dtype` must hold the integers from": [
+    "`dtype`": [
         lambda: envs.Discrete(3, start=-1, dtype=jnp.uint8),
         lambda: envs.spaces.MultiDiscrete([2, 300], dtype=jnp.uint8),
     ],
-    "`dtype` must be an integer": [lambda: envs.Discrete(3, dtype=jnp.float32)],
-    "`spaces` must have at least one part": [lambda: envs.spaces.Dict({})],
-    "`spaces[1]` must be a Box, Discrete": [lambda: envs.spaces.Tuple((DISCRETE, 3))],
-    "`spaces` must be a dict of spaces": [lambda: envs.spaces.Dict([DISCRETE])],
+    "`spaces`": [lambda: envs.spaces.Dict({})],
+    "`spaces[1]` ... Box ... Discrete": [lambda: envs.spaces.Tuple((DISCRETE, 3))],
     # Policies.
-    "`action_space` must be a Box, Discrete": [
-        lambda: rollout.random_policy(VECTOR_ENV)
-    ],
-    "`action_mask` must have the shape": [
-        lambda: recommendation.choose_items([[1.0]], [[1, 0]])
-    ],
+    "`action_space` ... Box ... Discrete": [lambda: rollout.random_policy(VECTOR_ENV)],
+    "`action_mask`": [lambda: recommendation.choose_items([[1.0]], [[1, 0]])],
     # Statistics, targets, trajectories.
-    "`data` must be a trajectory": [lambda: rollout.summarize(batch())],
-    "`trajectory` must be `[T, B, ...]`": [
+    "`data`": [lambda: rollout.summarize(batch())],
+    "`trajectory` ... `[T, B, ...]`": [
         lambda: rollout.stats.ended_episodes(one_step()),
     ],
-    "`trajectory` must be a `Transition`": [
+    "`trajectory` ... `Transition`": [
         lambda: rollout.stats.ended_episodes(trajectory().reward),
     ],
-    "`gamma` must be a number in [-1, 1]": [
+    "`gamma` ... [-1, 1]": [
         lambda: rollout.discounted_returns(VALUES, *FLAGS, gamma=-1.1),
     ],
-    "`clip_c_threshold` must be a number in [0, inf]": [
-        lambda: vtrace(clip_c_threshold=-0.1)
-    ],
-    "`clip_rho_threshold` must be a number in [0, inf]": [
+    "`clip_c_threshold` ... [0, inf]": [lambda: vtrace(clip_c_threshold=-0.1)],
+    "`clip_rho_threshold` ... [0, inf]": [
         lambda: vtrace(float("nan")),
         lambda: vtrace(VALUES),
     ],
-    "`tree` must have leaves": [lambda: scan_minibatches(jnp.zeros((0, 4)), 2)],
-    "`axis` must be": [lambda: scan_minibatches(trajectory(), 2, axis=2)],
-    "collected with a `policy_map`": [
-        lambda: rollout.agents.select_policy({"a": trajectory()}, "a")
-    ],
-    # Functions and flags.
-    "must be a function, got": [
-        lambda: step_with(record_fn=3),
-        lambda: collector().fold_steps(carry(), None, 3, 0, num_steps=2),
-        lambda: rollout.random_policy(DISCRETE, action_mask_fn=[True, False]),
-        lambda: envs.TransformObs(COUNT, 3),
-    ],
+    "`tree`": [lambda: scan_minibatches(jnp.zeros((0, 4)), 2)],
+    "`axis`": [lambda: scan_minibatches(trajectory(), 2, axis=2)],
+    "`policy_map`": [lambda: rollout.agents.select_policy({"a": trajectory()}, "a")],
     # Streams.
-    "Exactly one of `steps_per_batch` and `episodes_per_batch` must be given": [
+    "`steps_per_batch` ... `episodes_per_batch`": [
         lambda: stream(steps_per_batch=None),
         lambda: stream(episodes_per_batch=3),
     ],
     "`max_episode_steps` must be given": [
         lambda: stream(episodes_per_batch=3, steps_per_batch=None),
     ],
-    '`at_batch_end` must be "continue" or': [lambda: next(stream(at_batch_end="stop"))],
-    "`params` must keep": [lambda: stream(params=ZEROS).set_params(ZEROS[0])],
-    "outside of `jit`": [lambda: jax.jit(lambda: next(stream()).trajectory)()],
-    "`state` must be the state of a stream": [lambda: stream().restore({"carry": 3})],
-    "or a `HostCollector`": [
-        lambda: rollout.Stream(VECTOR_ENV, key=KEY, steps_per_batch=8)
-    ],
+    '`at_batch_end` ... "continue"': [lambda: next(stream(at_batch_end="stop"))],
+    "`params`": [lambda: stream(params=ZEROS).set_params(ZEROS[0])],
+    "`jit`": [lambda: jax.jit(lambda: next(stream()).trajectory)()],
+    "`state`": [lambda: stream().restore({"carry": 3})],
+    "`HostCollector`": [lambda: rollout.Stream(VECTOR_ENV, key=KEY, steps_per_batch=8)],
     # Devices and checkpoints.
     "whose environments are in JAX": [lambda: rollout.shard(VECTOR_ENV, mesh())],
-    "must be a `jax.sharding.Mesh`": [lambda: rollout.shard(collector(), "lanes")],
-    "`step` must be an int of at least 0": [
+    "`jax.sharding.Mesh`": [lambda: rollout.shard(collector(), "lanes")],
+    "`step` ... 0": [
         lambda: checkpoint.save("nowhere", {"n": 1}, step=-1),
         lambda: checkpoint.restore("nowhere", {"n": 1}, step="0"),
     ],
-    "if `every` is not 1": [lambda: checkpoint.save("nowhere", {"n": 1}, every=2)],
-    "`path` must hold a checkpoint": [lambda: checkpoint.restore("nowhere", {"n": 1})],
+    "`every` ... 1": [lambda: checkpoint.save("nowhere", {"n": 1}, every=2)],
+    "`path`": [lambda: checkpoint.restore("nowhere", {"n": 1})],
 }
 
 

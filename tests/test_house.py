@@ -45,6 +45,7 @@ KINDS = {
         "envs.host.types",
     },
     "env_checker": {"envs"},
+    "kernel": {"envs.multi_agent"},
     "networks": {"envs.wrappers"},
     "recommendation": {"envs.wrappers"},
     "sharding": {"envs.wrappers.wrapper", "envs.vectorize"},

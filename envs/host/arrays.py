@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.tree_util import SequenceKey
 
 from rollout.envs.host.types import HostStep
 from rollout.envs.spaces import (
@@ -46,7 +47,7 @@ class SpaceLeaves:
         self._name, self.space = name, space
         # In paths of jax, a dict key has the attribute `key`, a tuple index has `idx`.
         self.paths: list[tuple[Any, ...]] = [
-            tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)
+            tuple(x.idx if isinstance(x, SequenceKey) else x.key for x in path)
             for path, _ in leaves
         ]
         self.is_single = self.paths == [()]

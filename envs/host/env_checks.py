@@ -49,8 +49,8 @@ def check_interface(env: Any) -> None:
 def find_method(env: Any, name: str) -> Any:
     """Returns a method of an environment inside wrappers, or None if there is none."""
     while env is not None:
-        if hasattr(env, name):
-            return getattr(env, name)
+        if (method := getattr(env, name, None)) is not None:
+            return method
         env = wrapped_env(env)
     return None
 

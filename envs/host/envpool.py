@@ -63,7 +63,7 @@ def from_envpool(
     counts = {
         "num_envs": num_envs,
         "batch_size": checks.check_int("batch_size", batch_size, most=num_envs),
-        "seed": checks.check_any_int("seed", seed),
+        "seed": seed,
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gymnasium warns about bounds of its spaces

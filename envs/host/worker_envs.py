@@ -73,7 +73,8 @@ def make_worker_envs(
     if num_workers is None:
         num_workers = min(len(make_fns), _num_cores())
     checks.check_int("num_workers", num_workers, most=len(make_fns))
-    timeout = checks.check_seconds("timeout", timeout)
+    if timeout is not None:
+        checks.check_positive("timeout", timeout)
     info = {"observe_info": observe_info, "record_info": record_info}
     return WorkerEnvs(_pack(make_fns), num_workers, timeout, info)
 
@@ -269,7 +270,8 @@ class WorkerEnvs(AsyncHostVectorEnv):
             pool.kill(handle, error)
             if isinstance(error, ValueError):  # spaces differ or are not supported
                 raise error
-            pool.broken.update(getattr(error, "causes", {}))
+            if isinstance(error, EnvFault):
+                pool.broken.update(error.causes)
         for handle in ready:
             # The worker reads the descriptor from the pipe right after this message.
             pool.request(handle, "share", self.num_envs)

@@ -243,18 +243,18 @@ def _find_mask(env: Any, state: ArrayTree) -> str | None:
     action_spaces = [spaces.as_space(env.action_space(name)) for name in env.agents]
     if not all(isinstance(space, spaces.Discrete) for space in action_spaces):
         return None
-    for method in _MASKS:
-        if not hasattr(env, method):
+    for name in _MASKS:
+        if (method := getattr(env, name, None)) is None:
             continue
         try:
             # The method of the base class raises `NotImplementedError`.
-            masks = jax.eval_shape(getattr(env, method), state)
+            masks = jax.eval_shape(method, state)
         except NotImplementedError:
             continue
         # JaxNav's masks do not have one entry per action.
         pairs = zip(env.agents, action_spaces, strict=True)
-        if all(np.shape(masks[name]) == (space.n,) for name, space in pairs):
-            return method
+        if all(np.shape(masks[agent]) == (space.n,) for agent, space in pairs):
+            return name
     return None
 
 

@@ -170,8 +170,8 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
             ) from error
 
     def _mj_model(self) -> Any:
-        brax_model = getattr(getattr(self.env, "sys", None), "mj_model", None)
-        return getattr(self.env, "mj_model", None) or brax_model
+        # Environments of brax have a system, which contains the model.
+        return getattr(getattr(self.env, "sys", self.env), "mj_model", None)
 
 
 def _shared_leaves(env: Any, state: ArrayTree) -> _SharedLeaves:

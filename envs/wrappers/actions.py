@@ -153,9 +153,6 @@ class TransformReward(Wrapper):
 
     for_agents = "all"
 
-    def _check(self) -> None:
-        checks.check_function("fn", self.fn)
-
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:
         """Takes one step."""
         result = self.env.step(key, state, action)

@@ -97,13 +97,8 @@ class TransformObs(ObsWrapper):
     for_agents = "all"
 
     def _check(self) -> None:
-        checks.check_function("fn", self.fn)
         groups = list(self.groups) if has_agents(self.env) else []
-        if self.group not in (None, *groups):
-            raise ValueError(
-                f"`group` must be a group of `env`, {', '.join(groups) or 'none'}, got "
-                f"{self.group!r}."
-            )
+        checks.check_choice("group", self.group, (None, *groups))
         space = self.observation_space
         if space is None:
             agent = AgentStep(self.env)
@@ -168,9 +163,8 @@ class AgentNumber(ObsWrapper):
         """Space of the agent's observation with its one-hot number."""
         space: Any = agent.observation_space
         number = Box(0.0, 1.0, (len(self.agents),))
-        return Dict(
-            {**_by_name(getattr(space, "spaces", space), space), "agent": number}
-        )
+        spaces = space.spaces if isinstance(space, Composite) else space
+        return Dict({**_by_name(spaces, space), "agent": number})
 
     def show(self, agent: AgentStep, obs: ArrayTree, memory: Any) -> tuple[Any, Any]:
         """Adds the one-hot number of the agent."""
@@ -194,10 +188,6 @@ class ObserveInfo(ObsWrapper):
 
     fn: Callable[[Any], ArrayTree] = struct.field(pytree_node=False)
     initial: Callable[[Any, Any], ArrayTree] = struct.field(pytree_node=False)
-
-    def _check(self) -> None:
-        checks.check_function("fn", self.fn)
-        checks.check_function("initial", self.initial)
 
     def space(self, agent: AgentStep) -> AnySpace:
         """Space of `obs`; the info part is unbounded."""

@@ -36,23 +36,12 @@ def check_int(
     name: str, value: Any, *, least: int = 1, most: int | None = INT32_MAX
 ) -> int:
     """Checks an integer from `least` to `most`; returns it as a Python int."""
-    if not _is_integer(value) or operator.index(value) < least:
+    is_int = not isinstance(value, bool | jax.Array) and hasattr(value, "__index__")
+    if not is_int or operator.index(value) < least:
         raise ValueError(f"`{name}` must be an int of at least {least}, got {value!r}.")
     if most is not None and value > most:
         raise ValueError(f"`{name}` must be at most {most}, got {value!r}.")
     return operator.index(value)
-
-
-def check_seconds(name: str, value: Any) -> float | None:
-    """Checks a finite number of seconds above 0; None means no limit."""
-    if value is None:
-        return None
-    if not (_is_real(value) and 0 < value < float("inf")):
-        raise ValueError(
-            f"`{name}` must be a finite number of seconds above 0, or None for any "
-            f"time, got {value!r}."
-        )
-    return float(value)
 
 
 def check_not_gymnasium(env: Any) -> None:
@@ -114,20 +103,13 @@ def check_flag(name: str, value: Any) -> jax.Array:
 
 def check_real(name: str, value: Any) -> jax.Array:
     """Checks that an output of `step` is a real number or an array of real numbers."""
-    is_number = isinstance(value, _REAL) or hasattr(value, "dtype")
+    is_number = isinstance(value, _REAL) or _is_array(value)
     if not is_number or jnp.iscomplexobj(value):
         raise ValueError(
             f"`env.step` must return `{name}` as a real number or an array, got "
             f"{describe(value)}."
         )
     return jnp.asarray(value)
-
-
-def check_any_int(name: str, value: Any) -> int:
-    """Checks a Python or NumPy integer; returns it as a Python int."""
-    if not _is_integer(value):
-        raise ValueError(f"`{name}` must be an int, got {value!r}.")
-    return operator.index(value)
 
 
 def check_multiple(name: str, value: int, factor: int, label: str) -> None:
@@ -139,12 +121,6 @@ def check_multiple(name: str, value: int, factor: int, label: str) -> None:
             f"`{name}` must be a multiple of {label}, got {value}; the nearest "
             f"{nearest}."
         )
-
-
-def check_bool(name: str, value: Any) -> None:
-    """Checks that an option is a bool."""
-    if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"`{name}` must be a bool, got {value!r}.")
 
 
 def check_positive(name: str, value: Any) -> None:
@@ -167,24 +143,17 @@ def check_fraction(
 
 
 def check_int_dtype(dtype: Any, low: int, high: int) -> None:
-    """Checks that `dtype` is an integer dtype whose range contains `low` to `high`."""
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f"`dtype` must be an integer dtype, got {dtype}.")
+    """Checks that the range of an integer dtype contains `low` to `high`."""
     limits = jnp.iinfo(dtype)
     if not limits.min <= low <= high <= limits.max:
         raise ValueError(
-            f"`dtype` must hold the integers from {low} to {high}, got {dtype} with "
-            f"the range from {limits.min} to {limits.max}."
+            f"`dtype` must hold the integers from {low} to {high}, got {limits.dtype} "
+            f"with the range from {limits.min} to {limits.max}."
         )
 
 
 def _is_real(value: Any) -> bool:
     return isinstance(value, _REAL) and not isinstance(value, bool)
-
-
-def _is_integer(value: Any) -> bool:
-    return not isinstance(value, bool | jax.Array) and hasattr(value, "__index__")
 
 
 def _is_array(value: Any) -> bool:
@@ -193,7 +162,7 @@ def _is_array(value: Any) -> bool:
 
 def has_dtype(value: Any, category: Any) -> bool:
     """Returns whether a value is an array with a dtype such as `jnp.integer`."""
-    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, category)
+    return _is_array(value) and jnp.issubdtype(value.dtype, category)
 
 
 def is_concrete(tree: Any) -> bool:
@@ -226,15 +195,13 @@ def check_type(text: str, value: Any, types: Any) -> None:
 
 
 def check_function(name: str, value: Any, *arguments: str) -> None:
-    """Checks that an option is callable with these arguments, if there are any."""
-    if not callable(value):
-        raise ValueError(f"`{name}` must be a function, got {describe(value)}.")
+    """Checks that a function can be called with these arguments."""
     try:
-        signature = inspect.signature(value) if arguments else None
-    except (TypeError, ValueError):  # builtins may have no signature
+        signature = inspect.signature(value)
+    except ValueError:  # builtins may have no signature
         return
     try:
-        _ = signature and signature.bind(*arguments)
+        signature.bind(*arguments)
     except TypeError:
         raise ValueError(
             f"`{name}` must be a function of ({', '.join(arguments)}), got a function "
@@ -264,8 +231,8 @@ def check_min_steps(value: Any, per_env: bool) -> int | None:
     return None if value is None else check_int("min_steps", value)
 
 
-def check_choice(name: str, value: Any, choices: Collection[str | int]) -> None:
-    """Checks that a value is one of the given strings or numbers."""
+def check_choice(name: str, value: Any, choices: Collection[str | int | None]) -> None:
+    """Checks that a value is one of the given strings, numbers or None."""
     if isinstance(value, bool) or value not in choices:
         names = " or ".join(repr(x).replace("'", '"') for x in choices)
         raise ValueError(f"`{name}` must be {names}, got {value!r}.")
@@ -286,7 +253,8 @@ def check_jax_collector(value: Any) -> None:
     if getattr(value, "is_host", True):
         raise ValueError(
             "`collector` must be a `Collector`, whose environments are in JAX, got "
-            f"{type(value).__name__}."
+            f"{type(value).__name__}. To train an agent on several devices, pass the "
+            "mesh to it: `PPO(env, config, mesh=mesh)`."
         )
 
 
@@ -355,11 +323,7 @@ def check_mesh(mesh: Any, axis: Any = None) -> tuple[jax.sharding.Mesh, str]:
                 '`mesh` must have one axis, or an axis "lanes", got the axes '
                 f"{', '.join(mesh.shape)}."
             )
-    if axis not in mesh.shape:
-        raise ValueError(
-            f"`axis` must be an axis of the mesh ({', '.join(mesh.shape)}), got "
-            f"{axis!r}."
-        )
+    check_choice("axis", axis, mesh.axis_names)
     types = (jax.sharding.AxisType.Auto,) * mesh.devices.ndim
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types), axis
 
@@ -385,10 +349,11 @@ def check_same_types(text: str, expected: ArrayTree, got: ArrayTree) -> None:
 def _alike(old: Any, new: Any) -> bool:
     if isinstance(old, bytes) or isinstance(new, bytes):
         return type(old) is type(new)
-    if not hasattr(new, "dtype") and not isinstance(new, bool | int | float | complex):
-        return False
-    dtypes = getattr(new, "dtype", None), jnp.result_type(new)
-    return old.shape == jnp.shape(new) and old.dtype in dtypes
+    if _is_array(new):
+        dtypes = new.dtype, jnp.result_type(new)
+        return old.shape == new.shape and old.dtype in dtypes
+    is_number = isinstance(new, bool | int | float | complex)
+    return is_number and old.shape == () and old.dtype == jnp.result_type(new)
 
 
 def _leaf(leaf: tuple[tuple[Any, ...], Any] | None) -> str:

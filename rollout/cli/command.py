@@ -117,7 +117,7 @@ def execute(parser: Parser, argv: Sequence[str] | None) -> int:
         parser.error(str(error).partition("\n")[0])
     except Exception as error:
         # A bug in this library or in the environment: show the traceback.
-        if not getattr(options, "env_param", None):
+        if not vars(options).get("env_param"):
             raise
         # An invalid parameter can raise any error in the environment.
         parser.error(f"{options.env} fails with these parameters: {error}")

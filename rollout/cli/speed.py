@@ -244,7 +244,7 @@ def episode_lines(stats: CollectStats, agents: Any) -> Iterator[str]:
         rows = {f"  {name}": x for name, x in agents.agents.items()} | policies
     for label, name in (("return", "returns"), ("length", "lengths")):
         for row, x in ({label: stats} | rows).items():
-            yield line(row, format_moments(getattr(x, name)))
+            yield line(row, format_moments(vars(x)[name]))
 
 
 def format_moments(x: Moments) -> str:

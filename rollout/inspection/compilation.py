@@ -24,6 +24,7 @@ from rollout.base import checks
 from rollout.base.jaxprs import inner_programs
 from rollout.collector import Collector
 from rollout.envs.types import ArrayTree
+from rollout.host.host_collector import HostCollector
 from rollout.inspection import hlo
 from rollout.inspection.hlo import Frame
 from rollout.inspection.report import Memory, Report, find_loop
@@ -58,10 +59,8 @@ def find_accelerator(accelerator: str) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: if there is no accelerator of this name.
     """
+    checks.check_choice("accelerator", accelerator, NAMES)
     name = _ALIASES.get(accelerator, accelerator)
-    if name not in ACCELERATORS:
-        names = ", ".join(NAMES)
-        raise ValueError(f"`accelerator` must be one of {names}, got {accelerator!r}.")
     return name, ACCELERATORS[name]
 
 
@@ -245,9 +244,8 @@ def _program(
 ) -> tuple[Any, tuple[Any, ...], int | None]:
     """Returns the function to compile, its arguments, and the steps of a collector."""
     if not isinstance(program, Collector):
-        if hasattr(program, "collect_steps"):
+        if isinstance(program, HostCollector):
             checks.check_jax_collector(program)
-        checks.check_function("program", program)
         if num_steps is not None:
             raise ValueError(
                 f"`num_steps` must be None for a function, got {num_steps!r}. Set the "
@@ -270,8 +268,9 @@ def _argument_devices(args: Any) -> list[Device]:
     """Returns the absent devices of the arguments' shardings, in order."""
     shardings = filter(None, map(_absent_sharding, jax.tree.leaves(args)))
     sharding: Any = next(shardings, None)
-    if hasattr(sharding, "mesh"):
-        return list(sharding.mesh.devices.flat)
+    if isinstance(sharding, NamedSharding):
+        mesh: Any = sharding.mesh
+        return list(mesh.devices.flat)
     return [] if sharding is None else list(sharding.device_set)
 
 

@@ -17,6 +17,7 @@ from jax import lax
 
 from rollout.base import checks, prng, trees
 from rollout.envs import auto_reset
+from rollout.envs.multi_agent import MultiAgentInfo
 from rollout.envs.types import ArrayTree, EnvStep, LaneIndex, VectorEnv, place, strong
 from rollout.kernel import keys
 from rollout.kernel.keys import POLICY_EPISODE, Roots
@@ -119,9 +120,8 @@ def final_value(
         return ()
     with jax.named_scope("final_value"):
         bootstraps = transition.truncated & ~transition.terminated
-        agents = getattr(transition.info, "agents", None)  # of a `MultiAgentInfo`
-        if (truncated := getattr(agents, "truncated", None)) is not None:
-            bootstraps |= jnp.any(truncated, axis=-1)  # an agent truncated alone
+        if isinstance(transition.info, MultiAgentInfo):  # an agent may truncate alone
+            bootstraps |= jnp.any(transition.info.agents.truncated, axis=-1)
         inputs = carry.obs, carry.policy_state
         return values_where(spec.env, spec.policy, params, *inputs, bootstraps)
 

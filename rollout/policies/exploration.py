@@ -475,7 +475,7 @@ def _replace(
 
 def _set_amount(policy: Any, name: str, highest: float = math.inf) -> None:
     """Checks a number in [0, highest]; wraps a function as a `Schedule`."""
-    value = getattr(policy, name)
+    value = vars(policy)[name]
     if callable(value):
         object.__setattr__(policy, name, Schedule(value))
     elif not isinstance(value, Schedule):
@@ -486,9 +486,10 @@ def _check_range(name: str, value: Any, highest: float, suffix: str = "") -> Non
     """Checks numbers in [0, highest]; ignores tracers and placeholders of JAX."""
     bounded = f"in [0, {highest:g}]"
     range_text = "at least 0 and finite" if highest == math.inf else bounded
-    if isinstance(value, str | list | tuple | dict):
-        raise ValueError(f"`{name}` must be {range_text}{suffix}, got {value!r}.")
-    if checks.is_concrete(value) and value is not None:
+    is_wrong = isinstance(value, str | list | tuple | dict)
+    if not is_wrong and value is not None and checks.is_concrete(value):
         numbers = np.asarray(value)
-        if not np.all((numbers >= 0) & (numbers <= highest) & np.isfinite(numbers)):
-            raise ValueError(f"`{name}` must be {range_text}{suffix}, got {value!r}.")
+        is_valid = (numbers >= 0) & (numbers <= highest) & np.isfinite(numbers)
+        is_wrong = not np.all(is_valid)
+    if is_wrong:
+        raise ValueError(f"`{name}` must be {range_text}{suffix}, got {value!r}.")

@@ -212,13 +212,12 @@ def _below(
 
 def check_can_sample(space: AnySpace, action_mask_fn: ActionMaskFn | None) -> None:
     """Raises for infinite bounds, and for a mask of a space without discrete parts."""
-    if action_mask_fn is not None:
-        checks.check_function("action_mask_fn", action_mask_fn)
-        if not any(isinstance(part, DISCRETE) for part in space.leaves()):
-            raise ValueError(
-                "`action_space` must be discrete or have discrete parts if "
-                f"`action_mask_fn` is given, got {type(space).__name__}."
-            )
+    has_discrete = any(isinstance(part, DISCRETE) for part in space.leaves())
+    if action_mask_fn is not None and not has_discrete:
+        raise ValueError(
+            "`action_space` must be discrete or have discrete parts if "
+            f"`action_mask_fn` is given, got {type(space).__name__}."
+        )
     check_bounds(space)
 
 

@@ -287,18 +287,16 @@ def shape_of_obs(space: AnySpace, num_envs: int) -> Any:
 
 def describe(agent: Any) -> dict[str, Any]:
     """Returns the settings from which `load` builds the agent, as JSON."""
-    values = [(x, getattr(agent, x.name)) for x in dataclasses.fields(agent)]
     fields = {
-        field.name: type(value).__qualname__
-        for field, value in values
-        if field.name not in ("env", "config", "mesh") and value != field.default
+        x.name: type(vars(agent)[x.name]).__qualname__
+        for x in dataclasses.fields(agent)
+        if x.name not in ("env", "config", "mesh") and vars(agent)[x.name] != x.default
     }
     settings = {
         "agent": name_of(type(agent)),
         "rollout": rollout.__version__,
         "config": {
-            field.name: config_value(getattr(agent.config, field.name))
-            for field in dataclasses.fields(agent.config)
+            name: config_value(value) for name, value in vars(agent.config).items()
         },
         "fields": fields,
         "observation_space": spaces.to_json(agent.spec.observation_space),
@@ -567,7 +565,7 @@ def draw_curve(files: Folder, agent: Any) -> None:
         print("no curve: install matplotlib")
         return
     figure, axes = plt.subplots()
-    window_size = getattr(agent.config, "stats_window_size", None)
+    window_size = vars(agent.config).get("stats_window_size")
     training = f"training, last {window_size} episodes" if window_size else "training"
     lines = (files.metrics, "-", training), (files.evaluations, "o", "evaluation")
     for path, style, label in lines:

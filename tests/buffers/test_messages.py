@@ -109,21 +109,17 @@ FRACTIONS = {
 shared = functools.partial(buffers.ReplayBuffer, next_obs="shared")
 MESSAGES = {
     # Options.
-    "`capacity` must be an int of at least 4": [lambda: buffers.ReplayBuffer(3, 4)],
+    "`capacity` ... 4": [lambda: buffers.ReplayBuffer(3, 4)],
     f"must be at most {2**30}, got": [lambda: buffers.ReplayBuffer(2**30 + 1, 1)],
     "must be at most 10, got 11": [lambda: buffers.EpisodeBuffer(40, 4, max_length=11)],
     "needs next_obs=": [lambda: buffers.ReplayBuffer(8, 4, final_obs_capacity=9)],
-    "`final_obs_capacity` must be an int of at least 4": [
-        lambda: shared(40, 4, final_obs_capacity=3)
-    ],
+    "`final_obs_capacity` ... 4": [lambda: shared(40, 4, final_obs_capacity=3)],
     # Rows.
-    "`transition` must have arrays with the leading axes (4,)": [
-        lambda: init(obs=jnp.zeros(3))
-    ],
-    "`transition` must have at least one array": [init],
+    "`transition` ... (4,)": [lambda: init(obs=jnp.zeros(3))],
+    "`transition`": [init],
     "`terminated` must be": [lambda: init(terminated=jnp.zeros(B), truncated=FLAGS)],
-    "`params` must be given": [lambda: default_buffer().init(make_learned_collector())],
-    "`trajectory` must match the transition of `init`": [
+    "`params`": [lambda: default_buffer().init(make_learned_collector())],
+    "`trajectory` ... `init`": [
         lambda: add(zero_rows(reward=jnp.zeros((5, B, 1)))),
         lambda: add(zero_rows(reward=jnp.zeros((5, B), int))),
     ],
@@ -131,17 +127,17 @@ MESSAGES = {
     "must have at least one row": [
         lambda: add(jax.tree.map(lambda x: x[:0], zero_rows()))
     ],
-    "`mask` must be bool of shape (5, 4)": [
+    "`mask` ... (5, 4)": [
         lambda: add(zero_rows(mask=jnp.ones((B, 5), bool))),
         lambda: add(zero_rows(mask=jnp.ones((5, B)))),
     ],
     # Samples.
     "`n_step` and `gamma` go together, got only `n_step`": [lambda: sample(n_step=3)],
     "`n_step` and `gamma` go together, got only `gamma`": [lambda: sample(gamma=0.9)],
-    "`gamma` must be a number in [0, 1]": [lambda: sample(n_step=2, gamma=1.5)],
+    "`gamma` ... [0, 1]": [lambda: sample(n_step=2, gamma=1.5)],
     "must not be given with": [lambda: sample(n_step=2, gamma=1, relabel_fn=max)],
     "must keep structure, shapes": [lambda: sample(relabel_fn=lambda key, x, y: x.obs)],
-    "`key` must be one typed key": [
+    "`key`": [
         lambda: sample(0, 2),
         lambda: default_buffer().sample_episodes(
             make_state()[1], jax.random.split(KEY), 2, 5
@@ -158,11 +154,11 @@ MESSAGES = {
             zero_trajectory(),
         ),
     ],
-    "`indices` and `priorities` must be `[S]`": [
+    "`indices` ... `priorities` ... `[S]`": [
         lambda: update(jnp.ones(2, bool)),
         lambda: update(jnp.ones(1)),
     ],
-    "`indices` must be integers": [
+    "`indices`": [
         lambda: default_buffer().gather(make_state()[1], jnp.zeros(2)),
         # A mask would be read as rows 0 and 1.
         lambda: update(jnp.ones(2), (True, False)),
@@ -172,23 +168,19 @@ MESSAGES = {
         lambda: buffers.EpisodeBuffer(8, 2).init({"reward": jnp.zeros(2)})
     ],
     # Devices.
-    'must be a `ReplayBuffer` with next_obs="stored", got ': [
+    '`ReplayBuffer` ... "stored"': [
         lambda: shard(shared(32, 8)),
         lambda: shard(buffers.EpisodeBuffer(32, 8, max_length=2)),
     ],
     "multiple of the 4": [lambda: shard(buffers.ReplayBuffer(60, 6))],
-    "`batch_size` must be a": [
-        lambda: shard().sample(shard().init({"a": jnp.zeros(8)}), KEY, 6)
-    ],
+    "`batch_size`": [lambda: shard().sample(shard().init({"a": jnp.zeros(8)}), KEY, 6)],
     # Recorded data.
     "`reward` must be one number per row": [lambda: from_data(reward=np.ones((5, 1)))],
-    "`terminated` must fit into bool, got 2": [
-        lambda: from_data(terminated=np.arange(5))
-    ],
+    "`terminated` ... 2": [lambda: from_data(terminated=np.arange(5))],
     "`reward` must fit into float32": [lambda: from_data(reward=np.full(5, 1e40))],
-    "`action` must fit into int32": [lambda: from_data(action=np.full(5, 2**40))],
-    "`next_obs` must be like `obs`": [lambda: from_data(next_obs=np.zeros((5, 2)))],
-    "`next_obs['pair']` must": [
+    "`action`": [lambda: from_data(action=np.full(5, 2**40))],
+    "`next_obs` ... `obs`": [lambda: from_data(next_obs=np.zeros((5, 2)))],
+    "`next_obs['pair']`": [
         lambda: from_data(
             shared, obs={"pair": np.ones(5)}, next_obs={"pair": np.zeros(5)}
         )

@@ -16,21 +16,21 @@ NO_FRACTIONS = ("0.6", True, None, -0.1, 1.5, np.nan, jnp.bool_(True))
 
 
 def pairs(table, counts, fractions):
-    """Returns pairs of a message and a call that must raise it.
+    """Returns pairs of the nouns of a message and a call that must raise it.
 
     Args:
-        table: calls by message.
+        table: calls by the nouns of their message, separated by " ... ".
         counts: calls by the name of an integer argument, which take its value.
         fractions: calls by the name of an argument in [0, 1], which take its value.
     """
     cases = [(message, call) for message, calls in table.items() for call in calls]
-    for requirement, values, calls_by_name in (
-        ("an int of at least 1, got {value!r}", NO_COUNTS, counts),
-        ("a number in [0, 1], got", NO_FRACTIONS, fractions),
+    for noun, values, calls_by_name in (
+        ("{value!r}", NO_COUNTS, counts),
+        ("[0, 1]", NO_FRACTIONS, fractions),
     ):
         cases += [
             (
-                f"`{name}` must be {requirement.format(value=value)}",
+                f"`{name}` ... {noun.format(value=value)}",
                 functools.partial(call, value),
             )
             for name, calls in calls_by_name.items()
@@ -41,9 +41,11 @@ def pairs(table, counts, fractions):
 
 
 def check_refused(message, call):
-    with pytest.raises(ERRORS, match=re.escape(message)) as error:
+    """Checks that a call raises a message with these nouns, separated by " ... "."""
+    with pytest.raises(ERRORS) as error:
         call()
     text = str(error.value)
+    assert all(noun in text for noun in message.split(" ... ")), text
     assert re.search("must|needs|go together|goes with|are ", text), text
     assert re.search(r"`\w[^`]*`|parameters of", text), text
     assert str(error.traceback[-1].path).startswith(PACKAGES), error.traceback[-1]

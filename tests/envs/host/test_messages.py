@@ -100,7 +100,7 @@ WRONG_CALLS = [
     # `make_worker_envs`
     (lambda: make_workers(Count), "`make_fns` must be functions"),
     (lambda: make_workers(num_workers=5), "`num_workers` must be at most 3, got 5"),
-    (lambda: make_workers(timeout=0), "`timeout` must be a finite number of seconds"),
+    (lambda: make_workers(timeout=0), "`timeout` must be above 0, got 0"),
     (lambda: make_workers([Count, host_envs.OtherCount], 2), OTHER_SPACES),
     (
         lambda: make_workers([Count, functools.partial(Count, threading.Lock())]),

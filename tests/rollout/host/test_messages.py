@@ -101,7 +101,6 @@ CASES = [
         "`collector` must be a `Collector`",
     ),
     # RayCollector
-    (lambda: make_ray(3), "`make_collector` must .* got int 3"),
     (lambda: make_ray(key=0), "`key` must .* typed key"),
     (lambda: make_ray(max_policy_lag=-1), "`max_policy_lag` must .* got -1"),
     (lambda: make_ray(params=1.0).set_params(jnp.ones(2)), "`params` must .* shapes"),
