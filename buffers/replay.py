@@ -381,6 +381,7 @@ class ReplayBuffer(struct.PyTreeNode):
         self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, beta: Any = None
     ) -> Batch:
         """Samples transitions; `beta` is the exponent of importance weights."""
+        self._check_sample(state, key, batch_size)
         # `__post_init__` cannot check this: jax also builds pytrees with None leaves.
         if (self.n_step is None) != (self.gamma is None):
             name = "n_step" if self.gamma is None else "gamma"
@@ -404,9 +405,16 @@ class ReplayBuffer(struct.PyTreeNode):
         beta: Any = None,
     ) -> Sequences:
         """Samples sequences; `beta` is the exponent of importance weights."""
+        self._check_sample(state, key, batch_size)
+        checks.check_int("length", length)
         # Remove unused options, so that more buffers share a program.
         buffer = self.replace(n_step=None, gamma=None, stack=None, relabel_fn=None)
         return buffer._sample(state, key, batch_size, beta, length)
+
+    def _check_sample(self, state: Any, key: Any, batch_size: Any) -> None:
+        self._check_state(state)
+        checks.check_key(key)
+        checks.check_int("batch_size", batch_size)
 
     @jit_method("batch_size", "length")
     def _sample(
@@ -417,22 +425,7 @@ class ReplayBuffer(struct.PyTreeNode):
         beta: Any,
         length: int | None = None,
     ) -> Any:
-        """Validates the arguments, and samples transitions or sequences."""
-        self._check_state(state)
-        checks.check_key(key)
-        checks.check_int("batch_size", batch_size)
-        if length is not None:
-            checks.check_int("length", length)
-        return self._sample_batch(state, key, batch_size, beta, length)
-
-    def _sample_batch(
-        self,
-        state: ArrayTree,
-        key: chex.PRNGKey,
-        batch_size: int,
-        beta: Any,
-        length: int | None,
-    ) -> Batch | Sequences:
+        """Samples transitions, or sequences of `length`."""
         relabel_fn, relabel_key = self.relabel_fn, key
         if relabel_fn is not None:
             key, relabel_key = jax.random.split(key)

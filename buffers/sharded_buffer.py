@@ -111,14 +111,15 @@ class _Sharded(ReplayBuffer):
         in_specs = ring, PartitionSpec()
         return jnp.all(self._map(can_sample, in_specs, first)(state, batch_size))
 
-    def _sample_batch(
+    @jit_method("batch_size", "length")
+    def _sample(
         self,
         state: RingState,
         key: chex.PRNGKey,
         batch_size: int,
         beta: Any,
-        length: int | None,
-    ) -> Batch | Sequences:
+        length: int | None = None,
+    ) -> Any:
         """Samples on every device from local rows, with one key per device."""
         share = self._share("batch_size", batch_size)
         first, second, ring = self._specs
@@ -136,7 +137,7 @@ class _Sharded(ReplayBuffer):
         ) -> Batch | Sequences:
             device = lax.axis_index(self.axis)
             key = jax.random.fold_in(key, device)
-            batch = buffer._sample_batch(state, key, share, beta, length)
+            batch = buffer._sample(state, key, share, beta, length)
             # Convert local row numbers to row numbers over all lanes.
             slot, lane = jnp.divmod(batch.indices, state.num_envs)
             lane = lane + device * state.num_envs

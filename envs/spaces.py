@@ -91,8 +91,8 @@ class Discrete(_Bounded, struct.PyTreeNode, eq=False):
         start: smallest element, an int.
 
     Raises:
-        ValueError: if `n` is not an int of at least 1, if `start` is not an int, or if
-            `dtype` is not an integer dtype that represents every element.
+        ValueError: if `n` is not an int of at least 1, or if `dtype` is not an integer
+            dtype that represents every element.
     """
 
     n: int = struct.field(pytree_node=False)
@@ -394,8 +394,8 @@ class Dict(Composite, eq=False):
         spaces: spaces by name.
 
     Raises:
-        ValueError: if `spaces` is not a dict of spaces that `as_space` accepts, if it
-            is empty, or if names have different types, which jax cannot sort.
+        ValueError: if `spaces` has a part that `as_space` does not accept, if it is
+            empty, or if names have different types, which jax cannot sort.
     """
 
     spaces: Mapping[str, AnySpace]
@@ -415,8 +415,8 @@ class Tuple(Composite, eq=False):
         spaces: spaces in order.
 
     Raises:
-        ValueError: if `spaces` is not a tuple or list of spaces that `as_space`
-            accepts, or if it is empty.
+        ValueError: if `spaces` has a part that `as_space` does not accept, or if it is
+            empty.
     """
 
     spaces: tuple[AnySpace, ...]

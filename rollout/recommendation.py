@@ -112,7 +112,7 @@ def item_policy(
         and `point`, `[B, F]`, if `items` are given.
 
     Raises:
-        ValueError: if an argument has a wrong type; if `sample` is True with `items`;
+        ValueError: if `value_fn` has other arguments; if `sample` is True with `items`;
             while tracing, if the mask is not `[B, I]` bool.
 
     Source:

@@ -239,7 +239,7 @@ def test_recover_continues_after_an_interrupted_recover():
 @pytest.mark.compiles(40)
 def test_interrupted_reset_of_lanes_that_another_collector_has_stepped():
     collector = make_collector(2, 2)
-    other, env = collector.replace(), collector.env
+    new_collector, env = collector.replace(), collector.env
     receive, reset = env.receive, env.reset
 
     def interrupt_reset(seeds, mask):
@@ -255,7 +255,8 @@ def test_interrupted_reset_of_lanes_that_another_collector_has_stepped():
     env.receive = press_and_receive
     with pytest.raises(KeyboardInterrupt):  # with two steps in flight
         collector.collect_steps(carry, None, NUM_STEPS)
-    check_rows(other.collect_steps(other.init(KEY), None, NUM_STEPS)[1])
+    new_carry = new_collector.init(KEY)
+    check_rows(new_collector.collect_steps(new_carry, None, NUM_STEPS)[1])
     env.reset = interrupt_reset
     with pytest.raises(KeyboardInterrupt):
         collector.recover()
