@@ -121,7 +121,7 @@ class Block:
         """
         below = [block.total(cost) * block.rounds for block in self.blocks]
         inner = max(below, default=0) if self.kind == "conditional" else sum(below)
-        return vars(self)[cost] + inner
+        return getattr(self, cost) + inner
 
     @property
     def rounds(self) -> int:

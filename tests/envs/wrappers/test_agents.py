@@ -230,7 +230,7 @@ UNSUPPORTED = [
     ),
     (
         lambda: envs.TransformObs(SIMULTANEOUS, abs, group="x"),
-        "group of `env`, two, one",
+        "`group`",
     ),
     (lambda: envs.wrappers.AgentNumber(CountEnv()), "`MultiAgentEnv`"),
     (
