@@ -111,7 +111,6 @@ def from_pettingzoo(
             `num_workers`, `groups` or `simultaneous` is invalid, or a space does not
             consist of arrays.
     """
-    checks.check_function("make", make)
     num_envs = checks.check_int("num_envs", num_envs)
     make = functools.partial(make, **options) if options else make
     try:
