@@ -143,7 +143,7 @@ def check_render(env: Env) -> None:
     if not _draws(inner):
         raise ValueError(
             "`env` must have a renderer in its suite or a method `render_frames`, got "
-            f"{type(inner).__name__}."
+            f"{getattr(inner, 'name', type(inner).__name__)}."
         )
     with no_screen():  # some packages look for a screen when they are imported
         check_packages(getattr(inner, "drawn_by", ()))
