@@ -133,7 +133,8 @@ def check_agents_in_python(names, out):
     adversaries, prey, learner, rival = rest
     assert adversaries.startswith("adversary: ")
     assert prey.startswith("agent: ")
-    wins, _, losses = (int(x) for x in re.findall(r"(\d+) (?:wins|draws|losses)", learner))
+    counts = re.findall(r"(\d+) (?:wins|draws|losses)", learner)
+    wins, _, losses = map(int, counts)
     assert wins > 3 * losses
     assert rival.startswith("random: ")
 

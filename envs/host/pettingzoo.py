@@ -112,6 +112,12 @@ def from_pettingzoo(
             consist of arrays.
     """
     num_envs = checks.check_int("num_envs", num_envs)
+    if not callable(make):
+        raise ValueError(
+            "`make` must be a function that creates an environment, got "
+            f"{checks.describe(make)}. Each of the `num_envs` environments needs a "
+            "separate object."
+        )
     make = functools.partial(make, **options) if options else make
     try:
         env = make()

@@ -58,7 +58,9 @@ def test_shared_ppo_equals_learning_from_agent_transitions():
     agent = PPO(env, CONFIG)
     state, metrics = jax.jit(agent.train)(agent.init(jax.random.key(0)))
 
-    policy = agents.policy_map({"shared": agent.policy}, agents.static_mapping("shared"), env)
+    policy = agents.policy_map(
+        {"shared": agent.policy}, agents.static_mapping("shared"), env
+    )
     collector = rollout.Collector(env=env, policy=policy)
 
     @jax.jit
