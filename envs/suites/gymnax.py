@@ -32,8 +32,8 @@ from flax import struct
 from rollout.base import prng, programs
 from rollout.base.checks import import_optional
 from rollout.envs.spaces import as_space
-from rollout.envs.suites.convert import check_methods, like
-from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
+from rollout.envs.suites.convert import check_methods, keep_dtypes, promote
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _BASE = "gymnax.environments.environment"  # the module of gymnax's base classes
 _LIMIT = "max_steps_in_episode"
@@ -149,7 +149,7 @@ class GymnaxEnv(struct.PyTreeNode, kw_only=True):
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode; see `Env.reset`."""
         obs, state = self.env.reset_env(self._inline(key), self.env_params)
-        return strong((state, obs))
+        return promote(self, key, state, obs)
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step; see `Env.step`."""
@@ -180,8 +180,7 @@ class GymnaxEnv(struct.PyTreeNode, kw_only=True):
                 f"{len(result)} values."
             )
         return EnvStep(
-            # Some environments return float64 states with `jax_enable_x64`.
-            state=jax.tree.map(like, next_state, state),
+            state=keep_dtypes(next_state, state),
             obs=jax.tree.map(jnp.asarray, obs),
             reward=jnp.asarray(reward, jnp.float32),
             terminated=jnp.asarray(terminated, bool),

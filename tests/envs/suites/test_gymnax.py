@@ -201,7 +201,8 @@ def test_environment_receives_plain_keys():
             key_types.append(jax.random.key_impl(key))
             return jnp.float32(jax.random.poisson(key, 3.0)), State(0)
 
-    jax.eval_shape(envs.from_gymnax(PoissonResetEnv(), PARAMS).reset, jax.random.key(0))
+    env = envs.from_gymnax(PoissonResetEnv(), InheritedParams())
+    jax.eval_shape(env.reset, jax.random.key(0))
     assert key_types == ["threefry2x32"]
 
 
