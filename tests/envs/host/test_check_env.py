@@ -275,4 +275,4 @@ def test_tuple_actions_have_no_issues():
     """A tuple of two actions is not read as an action and extras."""
     space = gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(n) for n in (3, 2)])
     env = envs.from_gymnasium(functools.partial(Sampled, space), 2)
-    assert rollout.check_env(env, num_steps=20) == ()
+    assert rollout.check_env(env, num_steps=7) == ()

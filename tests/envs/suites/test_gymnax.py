@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import quick_jit
 from flax import struct
 from gymnax.environments import environment
 
+import rollout
 from rollout import envs
 
 
@@ -120,6 +122,19 @@ class OtherFieldsEnv(DoneEnv):
     state_class = TimestepState
 
 
+class AttributeEnv(DoneEnvOnNewBase):
+    """Has the limit as an attribute, as most environments before gymnax 1.0."""
+
+    max_steps = limit = 4
+
+    def endings(self, time, is_over, params):
+        return (is_over | (time >= self.limit),)
+
+
+class OtherAttributeEnv(AttributeEnv):
+    max_steps = None
+
+
 class FourValueEnv(BaseEnv):
     def endings(self, time, is_over, params):
         return ()
@@ -140,6 +155,8 @@ OTHER_FIELDS = {"limit_field": "max_timesteps", "time_field": "timestep"}
         (DelegatingWrapper(TruncatedEnv()), PARAMS, {}, True),
         (DelegatingWrapper(MinimalDoneEnv()), PARAMS, {}, True),
         (OtherFieldsEnv(), TIMESTEPS_PARAMS, OTHER_FIELDS, True),
+        (AttributeEnv(), InheritedParams(), {}, True),
+        (OtherAttributeEnv(), InheritedParams(), {"limit_field": "limit"}, True),
         (UnlimitedEnv(), types.SimpleNamespace(), {}, False),
         # The default limit of the base class is not a limit of the environment.
         (UnlimitedEnv(), InheritedParams(), {}, False),
@@ -158,6 +175,16 @@ def test_time_limit_truncates_and_the_task_terminates(env, params, options, has_
     np.testing.assert_array_equal(obs, [1, 1, 4])
     want = [[False, True, False], [False, False, has_limit]]
     np.testing.assert_array_equal(ends, want)
+
+
+def test_limits_as_attributes_truncate_all_episodes():
+    """A plain loop of 8 episodes reaches the limit 8 times."""
+    env = envs.from_gymnax(AttributeEnv(), InheritedParams())
+    policy = rollout.stateless_policy(lambda params, obs, key: np.zeros(2, np.int32))
+    collector = rollout.Collector(env=envs.vectorize(env, 2), policy=policy)
+    run = quick_jit(lambda x: collector.collect_steps(collector.init(x), None, 16)[1])
+    rows = run(jax.random.key(0))
+    assert (int(rows.truncated.sum()), int(rows.terminated.sum())) == (8, 0)
 
 
 def test_gymnax_may_set_both_flags():
