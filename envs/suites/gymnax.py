@@ -14,11 +14,13 @@ The adapter supports three interfaces:
 The adapter never calls gymnax's `step`, which computes a reset at every step.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
 import numbers
 import sys
+import traceback
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -159,22 +161,10 @@ class GymnaxEnv(struct.PyTreeNode, kw_only=True):
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step; see `Env.step`."""
         # `step_env` returns the true successor; gymnax's `step` replaces it by a reset.
-        try:
+        with _name_missing_methods():
             result = self.env.step_env(
                 self._inline(key), state, action, self.env_params
             )
-        except NotImplementedError as error:
-            if _defines(self.env, "is_terminated") or not _defines(
-                self.env, "is_terminal"
-            ):
-                raise
-            raise ValueError(
-                f"`{type(self.env).__name__}` must define `is_terminated`, which "
-                "gymnax calls since 1.0, got only `is_terminal`: write `is_terminated "
-                "= is_terminal` below it. A limit still truncates if its name is "
-                "`max_steps_in_episode`, or `max_steps` as an attribute of the "
-                "environment. Otherwise, pass `from_gymnax(limit_field=)`."
-            ) from error
         obs, next_state, reward, *flags, info = result
         if len(flags) == 2:
             terminated, truncated = flags
@@ -280,6 +270,28 @@ def _defines(env: Any, name: str) -> bool:
     """Returns whether `env` overrides a method of gymnax's base class."""
     method = getattr(env, name, None)
     return method is not None and not method.__module__.startswith(_BASE)
+
+
+@contextlib.contextmanager
+def _name_missing_methods() -> Iterator[None]:
+    """Names a method that gymnax's base class leaves to its subclasses."""
+    try:
+        yield
+    except NotImplementedError as error:
+        # The environment that lacks the method may be inside another environment.
+        frame = list(traceback.walk_tb(error.__traceback__))[-1][0]
+        owner, method = frame.f_locals.get("self"), frame.f_code.co_name
+        if not frame.f_globals["__name__"].startswith(_BASE):
+            raise
+        text = f"`{type(owner).__name__}` must define `{method}`, which gymnax calls"
+        if method != "is_terminated" or not _defines(owner, "is_terminal"):
+            raise ValueError(f"{text}, got no such method.") from error
+        raise ValueError(
+            f"{text} since 1.0, got only `is_terminal`: write `is_terminated = "
+            "is_terminal` below it. A limit still truncates if its name is "
+            "`max_steps_in_episode`, or `max_steps` as an attribute of the "
+            "environment. Otherwise, pass `from_gymnax(limit_field=)`."
+        ) from error
 
 
 class _Deferred(types.ModuleType):

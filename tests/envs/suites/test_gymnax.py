@@ -95,6 +95,20 @@ class UnrenamedDoneEnv(RenamedDoneEnv):
     is_terminated = environment.Environment.is_terminated
 
 
+class OuterEnv(BaseEnv, environment.Environment):
+    """Steps an environment of the old interface that it holds."""
+
+    def step_env(self, key, state, action, params):
+        return UnrenamedDoneEnv().step_env(key, state, action, params)
+
+
+class UnterminatedEnv(BaseEnv, environment.Environment):
+    """Lacks both methods that gymnax's `discount` may call."""
+
+    def step_env(self, key, state, action, params):
+        return state.time, state, self.discount(state, params), False, {}
+
+
 class TruncatedEnv(BaseEnv, environment.Environment):
     def endings(self, time, is_over, params):
         return (is_over,)
@@ -205,9 +219,13 @@ def test_unsupported_environments_raise_while_tracing():
     wrong_field = envs.from_gymnax(OtherFieldsEnv(), TIMESTEPS_PARAMS, **options)
     with pytest.raises(ValueError, match="`time_field` must"):
         wrong_field.step(key, state, 0)
-    renamed = envs.from_gymnax(UnrenamedDoneEnv(), PARAMS)
-    with pytest.raises(ValueError, match="`is_terminated = is_terminal`"):
-        renamed.step(key, State(jnp.int32(0)), 0)
+    for env in (UnrenamedDoneEnv(), OuterEnv()):
+        with pytest.raises(ValueError, match=r"`Unr.*`is_terminated = is_terminal`"):
+            envs.from_gymnax(env, PARAMS).step(key, State(jnp.int32(0)), 0)
+    with pytest.raises(
+        ValueError, match="`UnterminatedEnv` must define `is_terminated`"
+    ):
+        envs.from_gymnax(UnterminatedEnv(), PARAMS).step(key, State(jnp.int32(0)), 0)
     four_values = envs.from_gymnax(FourValueEnv(), PARAMS)
     with pytest.raises(ValueError, match=r"`step_env` must return .*, got 4 values"):
         four_values.step(key, state, 0)
