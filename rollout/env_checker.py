@@ -113,6 +113,8 @@ def check_env(
         issues.
 
     Raises:
+        ModuleNotFoundError: if a package is missing, which Gymnasium's checker needs
+            for environments that return arrays of JAX.
         ValueError: if `env` is of another type, or an option is invalid.
     """
     is_collector = isinstance(env, Collector | HostCollector)
@@ -166,6 +168,8 @@ def _record_exceptions(issues: dict[str, str]) -> Iterator[None]:
         yield
     except EnvFault as fault:
         issues["fault"] = str(fault)
+    except ImportError:  # a missing package is no mistake of the environment
+        raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         frames = [x for x in frames if not x.filename.startswith(_LIBRARY_PATHS)]
@@ -434,6 +438,12 @@ def _check_by_gymnasium(issues: dict[str, str], env: HostVectorEnv) -> None:
         try:
             with warnings.catch_warnings(action="ignore"):  # warnings concern style
                 checker.check_env(single_env, skip_render_check=True)
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                "Gymnasium's checker needs a package for this environment: "
+                f"{error}. Install the package, for example with pip.",
+                name=error.name,
+            ) from error
         except Exception as error:
             issues["gymnasium"] = f"{type(error).__name__}: {error}"
     close(single_env)

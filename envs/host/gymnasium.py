@@ -4,7 +4,8 @@ Functions in this module import gymnasium when they are called.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ def from_gymnasium(
     num_envs: int | None = None,
     *,
     num_workers: int | None = None,
+    max_episode_steps: int | None = None,
     observe_info: Mapping[str, Any] | None = None,
     record_info: Mapping[str, Any] | None = None,
     **options: Any,
@@ -61,6 +63,10 @@ def from_gymnasium(
         num_envs: number of environments, B; None for a vector environment.
         num_workers: number of worker processes, as in `make_worker_envs`. None steps
             the environments in this process.
+        max_episode_steps: number of steps after which an episode is truncated. For an
+            id, it is the argument of `gymnasium.make`. A function receives it if it has
+            an argument of this name. Otherwise `gymnasium.wrappers.TimeLimit` wraps the
+            environments.
         observe_info: keys of `info` to include in the observation, each with an
             example value, as in `LocalEnvs`.
         record_info: keys of `info` to record in `HostStep.info`, each with an example
@@ -81,6 +87,12 @@ def from_gymnasium(
     gymnasium = import_optional("gymnasium")
     checks.check_not_pettingzoo(env)
     info: Any = {"observe_info": observe_info, "record_info": record_info}
+    limit = max_episode_steps
+    if limit is not None:
+        limit = checks.check_int("max_episode_steps", limit)
+        is_vector = isinstance(env, gymnasium.vector.VectorEnv)
+        if is_vector or isinstance(env, str) or _has_argument(env, "max_episode_steps"):
+            options, limit = {**options, "max_episode_steps": limit}, None
     if isinstance(env, gymnasium.vector.VectorEnv):
         if num_envs is not None or num_workers is not None or options:
             raise ValueError(
@@ -98,6 +110,8 @@ def from_gymnasium(
             "`env` must be an id, a function that creates an environment or a "
             f"gymnasium vector environment, got {type(env).__name__}."
         )
+    if limit is not None:
+        make = functools.partial(_make_limited, make, limit)
     if num_envs is not None:
         make_fns = [make] * checks.check_int("num_envs", num_envs)
         if num_workers is None:
@@ -270,6 +284,25 @@ class _GymnasiumEnvs(HostVectorEnv):
                 "`observe_info` must have keys that exist in every `info`, got one "
                 f"without {path[0]!r} from environment {np.argmax(is_missing)}."
             )
+
+
+def _has_argument(fn: Any, name: str) -> bool:
+    """Returns whether a function or class names an argument in its signature."""
+    try:
+        return name in inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # not callable, or without a signature
+        return False
+
+
+def _make_limited(make: Callable[[], Any], max_episode_steps: int) -> Any:
+    """Creates an environment with a time limit."""
+    gymnasium, env = import_optional("gymnasium"), make()
+    if isinstance(env, gymnasium.vector.VectorEnv):
+        raise ValueError(
+            "`max_episode_steps` must be omitted for a vector environment, got "
+            f"{max_episode_steps}. Limit the environments inside it."
+        )
+    return gymnasium.wrappers.TimeLimit(env, max_episode_steps)
 
 
 def _mode(env: Any) -> str:

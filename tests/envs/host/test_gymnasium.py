@@ -142,6 +142,42 @@ def test_next_step_mode_masks_resets(mode):
     assert min(num_masked, num_truncated) > 10
 
 
+class NamedLimit(host_envs.Faultless):
+    """An environment whose own argument is its limit."""
+
+    def __init__(self, max_episode_steps):
+        super().__init__(length=max_episode_steps)
+
+
+@pytest.mark.parametrize(
+    ("make", "length"),
+    [
+        ("CartPole-v1", 2),
+        (functools.partial(gymnasium.make, "CartPole-v1"), 2),
+        (host_envs.Faultless, 3),  # an odd length truncates
+        (lambda length=9: host_envs.Faultless(length), 3),
+        (NamedLimit, 3),
+    ],
+    ids=["id", "make", "class", "function", "argument"],
+)
+def test_max_episode_steps_truncates(make, length):
+    env = envs.from_gymnasium(make, 2, max_episode_steps=length)
+    env.reset(SEEDS[:2], ALL[:2])
+    ends = [env.step(np.ones(2, np.int32)).truncated.tolist() for _ in range(length)]
+    assert ends == [[False] * 2] * (length - 1) + [[True] * 2]
+
+
+def test_max_episode_steps_is_checked():
+    make_vector = functools.partial(SyncVectorEnv, [Count] * 3, **DISABLED)
+    for make, num_envs, limit, message in (
+        (Count, 2, 0, "`max_episode_steps` must be"),
+        (make_vector, None, 5, "`max_episode_steps` must be omitted"),
+        (make_vector(), None, 5, "must be omitted"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            envs.from_gymnasium(make, num_envs, max_episode_steps=limit)
+
+
 LENGTHS = np.array([2, 3, 4, 5])
 
 
