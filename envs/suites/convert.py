@@ -44,8 +44,9 @@ def promote(
 ) -> tuple[ArrayTree, ArrayTree]:
     """Promotes the results of a reset to the dtypes that every step preserves.
 
-    In many environments a reset returns the integer 0 where a step returns a float. A
-    loop in Python promotes the integer. A scan needs the promoted dtype from the start.
+    In many environments, a leaf of the state is the integer 0 after a reset, and a
+    float after a step. A loop in Python promotes the integer. A scan needs the promoted
+    dtype from the start.
 
     Args:
         env: the adapter, whose `step` is traced once.

@@ -121,8 +121,8 @@ class Wrapper(BaseWrapper):
 
     A subclass overrides `reset`, `step` or a space. All other members delegate to
     `env`, including `at_episode` and the renderer. A subclass is a pytree: options are
-    fields, whose leaves may vary between lanes. If the wrapper has a state of its own,
-    `reset` and `step` return a `WrapperState`. Options are validated in `_check`.
+    fields, whose leaves may vary between lanes. `reset` and `step` of a stateful
+    wrapper return a `WrapperState`. Options are validated in `_check`.
 
     Attributes:
         env: the wrapped environment.
