@@ -22,7 +22,7 @@ from harness import lanes
 import rollout
 from rollout import buffers, envs
 from rollout.envs import auto_reset
-from rollout.envs.wrappers.wrapper import Wrapper
+from rollout.envs.wrappers import Wrapper
 from rollout.recipes.ppo import PPO, Config
 from rollout.stream import BatchSpec, make_batch
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from rollout import envs
-from rollout.envs.wrappers.wrapper import Wrapper
+from rollout.envs.wrappers import Wrapper
 from rollout.recipes import dqn, ppo
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "recipes"

@@ -5,6 +5,7 @@ steps: every successor except the last is the observation of the next step.
 """
 
 import heapq
+import re
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from gymnasium.spaces import Space
     from minari import MinariDataset
 
+_DATASET_ID = re.compile(r"([\w-][\w/-]*[\w-]/)?[\w-]+-v\d+")
 _CHUNK_BYTES = 2**26  # chunk size of copies to the device
 
 
@@ -272,7 +274,8 @@ def to_minari(
         buffer: buffer that created `state`.
         state: buffer state whose rows have `obs`, `action`, `reward`, `terminated`,
             `truncated`, `next_obs` and `episode_length`.
-        dataset_id: new dataset id, "NAMESPACE/NAME-v0".
+        dataset_id: new dataset id, "NAMESPACE/NAME-v0" or "NAME-v0". Both names consist
+            of letters, digits, "-" and "_", and a namespace has at least two of them.
         observation_space: Gymnasium space, by default boxes without bounds. If the
             metadata has an `env`, its spaces are the defaults.
         action_space: Gymnasium space, by default boxes without bounds.
@@ -285,11 +288,24 @@ def to_minari(
 
     Raises:
         ModuleNotFoundError: if Minari is not installed.
-        ValueError: if a field is missing or does not consist of dicts, tuples and
-            arrays with NumPy dtypes; if there is no complete episode; or if a successor
-            within an episode differs from the observation of the next row.
+        ValueError: if `dataset_id` has another form or exists; if a field is missing or
+            does not consist of dicts, tuples and arrays with NumPy dtypes; if there is
+            no complete episode; or if a successor within an episode differs from the
+            observation of the next row.
     """
     minari = import_optional("minari")
+    # Check the id first: Minari reads it only after all episodes.
+    if not _DATASET_ID.fullmatch(dataset_id):
+        raise ValueError(
+            '`dataset_id` must have the form "NAMESPACE/NAME-v0" or "NAME-v0", with '
+            'letters, digits, "-" and "_" and at least two of them in the namespace, '
+            f"got {dataset_id!r}."
+        )
+    if dataset_id in minari.list_local_datasets():
+        raise ValueError(
+            f"`dataset_id` must be new, got {dataset_id!r}, which exists. Increase the "
+            "version, or call `minari.delete_dataset` first."
+        )
     episodes = _complete_episodes(buffer, state)
     spaces = [_space(name, episodes[0][name]) for name in ("obs", "action")]
     if metadata.get("env") is None:

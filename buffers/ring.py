@@ -9,7 +9,6 @@ a GPU all rows are always scattered: this needs no loop and no synchronization.
 
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,7 +148,8 @@ def init(
         obs, next_obs = neighbours.require_fields(
             experience, names, 'next_obs="shared"'
         )[:2]
-        chex.assert_trees_all_equal_shapes_and_dtypes(obs, next_obs)
+        message = '`next_obs` must be like `obs` with next_obs="shared"'
+        checks.check_same_types(message, obs, next_obs)
         experience = neighbours.replace_fields(experience, next_obs=())
         side_ring = init_final_obs(next_obs, final_obs_capacity, num_slots, num_envs)
     return RingState(

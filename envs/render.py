@@ -16,6 +16,7 @@ import chex
 import jax
 import numpy as np
 
+from rollout.base import checks
 from rollout.base.checks import import_optional
 from rollout.envs.host.env_checks import check_frame
 from rollout.envs.types import ArrayTree, Env, EnvStep, VectorEnv, wrapped_env
@@ -58,14 +59,14 @@ def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
         The contents of the file, for `Path.write_bytes` or `IPython.display.Image`.
 
     Raises:
-        ValueError: if `env` cannot be rendered, or if `render_frames` does not return
-            one frame per state.
+        ValueError: if `env` cannot be rendered, an argument has a wrong shape, or
+            `render_frames` does not return one frame per state.
         ModuleNotFoundError: if a package that the renderer needs is not installed.
-        AssertionError: if an argument has a wrong shape.
     """
     check_render(env)
-    chex.assert_rank(rewards, 1)
-    chex.assert_tree_shape_prefix(states, (len(rewards) + 1,))
+    num_steps = np.size(rewards)
+    checks.check_shape("`rewards` must be", np.asarray(rewards), (num_steps,))
+    checks.check_leading_axes("`states` must have leaves", states, (num_steps + 1,))
     # The renderer takes states of the innermost environment, without wrapper states.
     while isinstance(states, WrapperState | JointState):
         states = states.env_state

@@ -176,7 +176,8 @@ def vectorize(
         `agents`, `groups`, `observation_spaces` and `action_spaces` of `env`.
 
     Raises:
-        ValueError: if `num_envs` is not a positive int or `auto_reset` is unknown. For
+        ValueError: if `num_envs` is not a positive int, `auto_reset` is unknown, or
+            `env` lacks the method `at_episode` of an environment that it holds. For
             several agents, if an agent is in two groups or none, or if a group has no
             spaces or the name "acting"; while tracing, if observations are not stacked
             by group, or if a per-agent value is not `[A]`.
@@ -214,12 +215,36 @@ def vectorize_each(envs: Env | MultiAgentEnv, *, auto_reset: str = "auto") -> Ve
 
 def _vectorize(env: Any, num_envs: int, auto_reset: str, *, each: bool) -> VectorEnv:
     checks.check_single_env(env)
+    _check_levels(env)
     checks.check_choice("auto_reset", auto_reset, tuple(auto_resets.BY_NAME))
     num_envs = checks.check_int("num_envs", num_envs)
     if has_agents(env):
         # Read the agents of lane 0: names are not parameters, so all lanes share them.
         env = _Joint(env, layout_of(jax.tree.map(lambda x: x[0], env) if each else env))
     return VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset, each=each)
+
+
+def _check_levels(env: Any) -> None:
+    """Raises if an environment hides the `at_episode` of an environment inside it."""
+    for name, inner in getattr(env, "__dict__", {}).items():
+        if not hasattr(inner, "step") or jax.tree_util.all_leaves([inner]):
+            continue
+        if _has_levels(inner) and not hasattr(env, "at_episode"):
+            outer = type(env).__name__
+            raise ValueError(
+                f"`{outer}` must have the method `at_episode` of its field `{name}`, a "
+                f"{type(inner).__name__}, got none: subclass "
+                "`rollout.envs.wrappers.Wrapper`, which forwards it, or define "
+                f"`at_episode(number)`. It may return the {outer} unchanged."
+            )
+        _check_levels(inner)
+
+
+def _has_levels(env: Any) -> bool:
+    """Returns whether an environment, also inside wrappers, defines `at_episode`."""
+    return (
+        _has_levels(env.env) if isinstance(env, Wrapper) else hasattr(env, "at_episode")
+    )
 
 
 class VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):

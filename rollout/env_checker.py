@@ -67,8 +67,9 @@ def check_env(
     - `key`: a key is used twice, or random numbers do not depend on the key that the
       environment receives: they come from a key that the environment creates, or from
       NumPy or Python, and are equal in all episodes. A deterministic `reset` is valid.
-    - `ending`: no episode ended, or every truncation is also a termination, so that
-      time limits are not bootstrapped.
+    - `ending`: no episode ended; or time limits are not bootstrapped, because every
+      truncation is also a termination, or because every episode terminates after the
+      same number of steps, which is correct only if the task has this length.
 
     The policy of a collector chooses the actions. A collector can have the issues
     `raises`, `contract`, `obs`, `reward` and `ending` as above, and:
@@ -112,6 +113,8 @@ def check_env(
         issues.
 
     Raises:
+        ModuleNotFoundError: if a package is missing, which Gymnasium's checker needs
+            for environments that return arrays of JAX.
         ValueError: if `env` is of another type, or an option is invalid.
     """
     is_collector = isinstance(env, Collector | HostCollector)
@@ -165,6 +168,8 @@ def _record_exceptions(issues: dict[str, str]) -> Iterator[None]:
         yield
     except EnvFault as fault:
         issues["fault"] = str(fault)
+    except ImportError:  # a missing package is no mistake of the environment
+        raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         frames = [x for x in frames if not x.filename.startswith(_LIBRARY_PATHS)]
@@ -285,7 +290,7 @@ def _play(
     """Collects steps and checks the recorded transitions."""
     # Collect in chunks, so that many large observations fit in memory.
     env, size = collector.env, min(num_steps, _CHUNK)
-    carry, counts = collector.init(key), np.zeros(3, int)
+    carry, counts, lengths = collector.init(key), np.zeros(3, int), set()
     spaces = as_space(env.observation_space), as_space(env.action_space)
     for _ in range(0, num_steps, size):
         carry, rows = collector.collect_steps(carry, params, size)
@@ -294,8 +299,10 @@ def _play(
         counts += [
             x.sum() for x in (rows.terminated | rows.truncated, rows.truncated, overlap)
         ]
+        lengths.update(rows.episode_length[rows.terminated].tolist())
         _check_rows(issues, rows, *spaces, check_action=not has_agents(env))
     num_ended, num_truncated, num_both = counts
+    is_fixed = len(lengths) == 1 and lengths != {1}
     if not num_ended:
         message = (
             f"no episode ended in {num_steps} steps: take more `num_steps`, or limit "
@@ -308,6 +315,14 @@ def _play(
         issues["ending"] = (
             f"each of the {num_both} truncations is also a termination, so no time "
             "limit is bootstrapped: set `terminated` only if the task itself ended"
+        )
+    # Episodes of one step are bandits. After other issues, equal lengths may be a
+    # consequence of them.
+    elif num_ended >= 3 and is_fixed and not (num_truncated or issues):
+        issues["ending"] = (
+            f"each of the {num_ended} episodes terminates at step {min(lengths)}, "
+            "which is correct only if the task has this length: at a time limit, set "
+            "`truncated` instead of `terminated`"
         )
 
 
@@ -423,6 +438,12 @@ def _check_by_gymnasium(issues: dict[str, str], env: HostVectorEnv) -> None:
         try:
             with warnings.catch_warnings(action="ignore"):  # warnings concern style
                 checker.check_env(single_env, skip_render_check=True)
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                "Gymnasium's checker needs a package for this environment: "
+                f"{error}. Install the package, for example with pip.",
+                name=error.name,
+            ) from error
         except Exception as error:
             issues["gymnasium"] = f"{type(error).__name__}: {error}"
     close(single_env)

@@ -4,9 +4,11 @@ Functions in this module import gymnasium when they are called.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from rollout.base import checks
@@ -20,6 +22,7 @@ from rollout.envs.host.arrays import (
     leaf_at,
     make_layout,
     narrowed,
+    place_rows,
     space_like,
 )
 from rollout.envs.host.local_envs import LocalEnvs
@@ -28,24 +31,30 @@ from rollout.envs.host.worker_envs import make_worker_envs
 from rollout.envs.spaces import as_space
 from rollout.envs.types import ArrayTree
 
+_MODES = ("DISABLED", "NEXT_STEP", "SAME_STEP")
+_FINAL_OBS = ("final_obs", "final_observation")
+
 
 def from_gymnasium(
     env: Any,
     num_envs: int | None = None,
     *,
     num_workers: int | None = None,
+    max_episode_steps: int | None = None,
     observe_info: Mapping[str, Any] | None = None,
     record_info: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> HostVectorEnv:
     """Adapts Gymnasium environments to `HostVectorEnv`.
 
-    A vector environment must use the autoreset mode DISABLED or NEXT_STEP. In the mode
-    NEXT_STEP, environments reset automatically in an extra step for which
-    `HostStep.mask` is False: a `reset` of some environments does nothing and ignores
-    their seeds. A `reset` of all environments takes effect in both modes. An exception
-    in a vector environment is raised to the caller, because the failed environment is
-    unknown.
+    A vector environment may have any autoreset mode. In the mode NEXT_STEP,
+    environments reset automatically in an extra step for which `HostStep.mask` is
+    False. In the mode SAME_STEP, environments reset in the last step of an episode,
+    and `info["final_obs"]` or `info["final_observation"]` must contain the true
+    successors: observations `[B, ...]`, or an array with one observation per
+    environment. In both modes a `reset` of some environments ignores their seeds, and
+    a `reset` of all environments takes effect. An exception in a vector environment is
+    raised to the caller, because the failed environment is unknown.
 
     Args:
         env: an id for `gymnasium.make`, a function that creates an environment, or a
@@ -54,6 +63,10 @@ def from_gymnasium(
         num_envs: number of environments, B; None for a vector environment.
         num_workers: number of worker processes, as in `make_worker_envs`. None steps
             the environments in this process.
+        max_episode_steps: number of steps after which an episode is truncated. For an
+            id, it is the argument of `gymnasium.make`. A function receives it if it has
+            an argument of this name. Otherwise `gymnasium.wrappers.TimeLimit` wraps the
+            environments.
         observe_info: keys of `info` to include in the observation, each with an
             example value, as in `LocalEnvs`.
         record_info: keys of `info` to record in `HostStep.info`, each with an example
@@ -69,11 +82,17 @@ def from_gymnasium(
         EnvFault: if an environment cannot be created.
         ModuleNotFoundError: if gymnasium is not installed.
         ValueError: if `env`, `num_envs` or `num_workers` is invalid, the autoreset mode
-            is not supported, or a space does not consist of arrays.
+            is unknown, or a space does not consist of arrays.
     """
     gymnasium = import_optional("gymnasium")
     checks.check_not_pettingzoo(env)
     info: Any = {"observe_info": observe_info, "record_info": record_info}
+    limit = max_episode_steps
+    if limit is not None:
+        limit = checks.check_int("max_episode_steps", limit)
+        is_vector = isinstance(env, gymnasium.vector.VectorEnv)
+        if is_vector or isinstance(env, str) or _has_argument(env, "max_episode_steps"):
+            options, limit = {**options, "max_episode_steps": limit}, None
     if isinstance(env, gymnasium.vector.VectorEnv):
         if num_envs is not None or num_workers is not None or options:
             raise ValueError(
@@ -91,6 +110,8 @@ def from_gymnasium(
             "`env` must be an id, a function that creates an environment or a "
             f"gymnasium vector environment, got {type(env).__name__}."
         )
+    if limit is not None:
+        make = functools.partial(_make_limited, make, limit)
     if num_envs is not None:
         make_fns = [make] * checks.check_int("num_envs", num_envs)
         if num_workers is None:
@@ -114,8 +135,7 @@ class _GymnasiumEnvs(HostVectorEnv):
         observe_info: Mapping[str, Any] | None,
         record_info: Mapping[str, Any] | None,
     ) -> None:
-        # The step after an episode resets and ignores the action in NEXT_STEP mode.
-        self._resets_itself = _mode(env) == "NEXT_STEP"
+        self._mode = _mode(env)
         # These two classes accept a list of seeds; other classes accept a single seed.
         vector = import_optional("gymnasium").vector
         list_types = vector.SyncVectorEnv | vector.AsyncVectorEnv
@@ -143,11 +163,14 @@ class _GymnasiumEnvs(HostVectorEnv):
         self._all = np.ones(self.num_envs, bool)
         self._ended = self._all.copy()
         self._obs: ArrayTree = None
+        # Observations after the resets in SAME_STEP mode, `[B, ...]`.
+        self._first_obs: ArrayTree = None
 
     @property
     def pending_reset(self) -> np.ndarray | None:
         """Environments whose next step only resets them; see `HostVectorEnv`."""
-        return self._ended if self._resets_itself else None
+        # The step after an episode resets and ignores the action in NEXT_STEP mode.
+        return self._ended if self._mode == "NEXT_STEP" else None
 
     def draw(self, number: int) -> np.ndarray:
         """Renders the current state of one environment, `[H, W, 3]` uint8."""
@@ -158,15 +181,20 @@ class _GymnasiumEnvs(HostVectorEnv):
         """Starts episodes; see `HostVectorEnv.reset`."""
         host_checks.check_open(self._is_closed)
         env_ids, is_all = np.flatnonzero(mask), bool(np.all(mask))
-        if self._resets_itself and not is_all:
-            # The next `step` resets these environments and returns the observations.
+        if self._mode != "DISABLED" and not is_all:
             unfinished = np.flatnonzero(mask & ~self._ended)
             if unfinished.size:
                 raise ValueError(
                     "`mask` must be True only where the episode has ended, got "
-                    f"environment {unfinished[0]}: the autoreset mode NEXT_STEP cannot "
-                    "reset during an episode. Use DISABLED instead."
+                    f"environment {unfinished[0]}: the autoreset mode {self._mode} "
+                    "cannot reset during an episode. Use DISABLED instead."
                 )
+            # In NEXT_STEP mode, the next `step` resets these environments and returns
+            # the observations.
+            if self._mode == "SAME_STEP":
+                rows = jax.tree.map(lambda x: x[mask], self._first_obs)
+                place_rows(self._obs, mask, rows)
+                self._ended = self._ended & ~mask
             return self._obs
         # A single seed is the seed of the first environment in `mask`, so a reset of
         # the same environments with the same seeds starts the same episodes.
@@ -181,16 +209,22 @@ class _GymnasiumEnvs(HostVectorEnv):
         host_checks.check_open(self._is_closed)
         mask, action = None, self._batch(action)
         obs, reward, terminated, truncated, info = self._env.step(action)
-        if self._resets_itself:
-            # After the end of an episode, this step only resets the environment.
-            if np.count_nonzero(self._ended):
-                mask = ~self._ended
-            self._ended = terminated | truncated
-        # Set missing values to zero: the array still holds the previous step.
+        # After the end of an episode, a step in NEXT_STEP mode only resets.
+        if self._mode == "NEXT_STEP" and np.count_nonzero(self._ended):
+            mask = ~self._ended
+        self._ended = np.asarray(terminated | truncated)
+        obs, final_info = self._observe(obs, info, self._all), {}
+        has_reset = self._mode == "SAME_STEP" and np.count_nonzero(self._ended)
+        if has_reset:
+            obs, final_info = self._observe_final(info), info.get("final_info", {})
+        is_reset = self._ended if has_reset else ~self._all
         for path, array in self._recorded:
-            array[~_read(array, info, path, self._all)] = 0
+            is_present = _read(array, info, path, ~is_reset)
+            is_present |= _read(array, final_info, path, is_reset)
+            # Set missing values to zero: the array still holds the previous step.
+            array[~is_present] = 0
         return HostStep(
-            obs=self._observe(obs, info, self._all),
+            obs=obs,
             reward=np.asarray(reward).astype(np.float32, copy=False),
             terminated=terminated,
             truncated=truncated,
@@ -210,28 +244,78 @@ class _GymnasiumEnvs(HostVectorEnv):
     ) -> ArrayTree:
         """Casts an observation and adds the arrays of `observe_info`."""
         for path, array in self._observed:
-            missing = np.flatnonzero(mask & ~_read(array, info, path, mask))
-            if missing.size:
-                raise ValueError(
-                    "`observe_info` must have keys that exist in every `info`, got one "
-                    f"without {path[0]!r} from environment {missing[0]}."
-                )
+            self._check_present(path, mask & ~_read(array, info, path, mask))
         pairs = zip(self._env_obs.flatten(obs), self._env_obs.spaces, strict=True)
         leaves = [narrowed(np.asarray(x), space.dtype, "obs") for x, space in pairs]
         infos = [array for _, array in self._observed]
         self._obs = self._layout.obs.unflatten([*infos, *leaves])
         return self._obs
 
+    def _observe_final(self, info: Mapping[str, Any]) -> ArrayTree:
+        """Replaces first observations by the final ones of the previous episodes."""
+        final_obs = next((info[name] for name in _FINAL_OBS if name in info), None)
+        if final_obs is None:
+            raise ValueError(
+                f"`info` must have `{_FINAL_OBS[0]}` at the end of an episode in the "
+                "autoreset mode SAME_STEP, the observations before the reset, got only "
+                f"{', '.join(sorted(info)) or 'no keys'}."
+            )
+        ended, self._first_obs = self._ended, jax.tree.map(np.array, self._obs)
+        if isinstance(final_obs, np.ndarray) and final_obs.dtype == object:
+            rows = [self._env_obs.flatten(x) for x in final_obs[ended]]
+            leaves = [np.stack(column) for column in zip(*rows, strict=True)]
+        else:
+            leaves = [np.asarray(x)[ended] for x in self._env_obs.flatten(final_obs)]
+        self._obs = jax.tree.map(np.array, self._obs)
+        arrays = self._layout.obs.flatten(self._obs)
+        final_info = info.get("final_info", {})
+        for (path, _), array in zip(self._observed, arrays, strict=False):
+            self._check_present(path, ended & ~_read(array, final_info, path, ended))
+        for array, leaf in zip(arrays[len(self._observed) :], leaves, strict=True):
+            assign(
+                [array], ended, [narrowed(leaf, array.dtype, "final_obs")], "final_obs"
+            )
+        return self._obs
+
+    def _check_present(self, path: Sequence[str], is_missing: np.ndarray) -> None:
+        """Raises if an environment does not return a key of `observe_info`."""
+        if np.count_nonzero(is_missing):
+            raise ValueError(
+                "`observe_info` must have keys that exist in every `info`, got one "
+                f"without {path[0]!r} from environment {np.argmax(is_missing)}."
+            )
+
+
+def _has_argument(fn: Any, name: str) -> bool:
+    """Returns whether a function or class names an argument in its signature."""
+    try:
+        return name in inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # not callable, or without a signature
+        return False
+
+
+def _make_limited(make: Callable[[], Any], max_episode_steps: int) -> Any:
+    """Creates an environment with a time limit."""
+    gymnasium, env = import_optional("gymnasium"), make()
+    if isinstance(env, gymnasium.vector.VectorEnv):
+        raise ValueError(
+            "`max_episode_steps` must be omitted for a vector environment, got "
+            f"{max_episode_steps}. Limit the environments inside it."
+        )
+    return gymnasium.wrappers.TimeLimit(env, max_episode_steps)
+
 
 def _mode(env: Any) -> str:
-    """Returns the autoreset mode, DISABLED or NEXT_STEP."""
+    """Returns the autoreset mode, DISABLED, NEXT_STEP or SAME_STEP."""
     mode = (env.metadata or {}).get("autoreset_mode")
-    name = getattr(mode, "name", None)
-    if name not in ("DISABLED", "NEXT_STEP"):
+    name = getattr(mode, "name", mode)
+    if name not in _MODES:
         raise ValueError(
-            "`env` must have the autoreset mode DISABLED or NEXT_STEP, got "
-            f"{name or mode}. Pass autoreset_mode=gymnasium.vector.AutoresetMode."
-            "DISABLED to its class, or in `vector_kwargs` of `gymnasium.make_vec`."
+            f'`env.metadata["autoreset_mode"]` must be {", ".join(_MODES[:-1])} or '
+            f"{_MODES[-1]} of gymnasium.vector.AutoresetMode, got {name}. Set it in "
+            "the class to the time of its resets: DISABLED if `reset` receives "
+            '`options["reset_mask"]`, NEXT_STEP in the step after an episode, or '
+            "SAME_STEP in the last step of an episode."
         )
     return name
 

@@ -7,18 +7,20 @@ The adapter supports three interfaces:
   interface if the class itself defines `is_truncated`, or `is_terminated` without
   `is_terminal`. Methods inherited from gymnax's base class are not taken into account.
 - gymnax before 1.0: the fourth value is `done`, which includes the time limit. If
-  `params.max_steps_in_episode` and `state.time` exist, `done` counts as truncation at
-  the limit, and as termination before it.
+  `state.time` exists, and `params.max_steps_in_episode` or an attribute of the
+  environment, `done` counts as truncation at the limit, and as termination before it.
 - `step_env` returns six values, including both flags.
 
 The adapter never calls gymnax's `step`, which computes a reset at every step.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
 import numbers
 import sys
+import traceback
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,11 +34,12 @@ from flax import struct
 from rollout.base import prng, programs
 from rollout.base.checks import import_optional
 from rollout.envs.spaces import as_space
-from rollout.envs.suites.convert import check_methods, like
-from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
+from rollout.envs.suites.convert import check_methods, keep_dtypes, promote
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _BASE = "gymnax.environments.environment"  # the module of gymnax's base classes
 _LIMIT = "max_steps_in_episode"
+_LIMITS = (_LIMIT, "max_steps")  # attributes of environments that are time limits
 _PLOTTING = (  # modules that gymnax imports for rendering only, parents first
     *("matplotlib", "matplotlib.animation", "matplotlib.colors"),
     *("matplotlib.pyplot", "seaborn"),
@@ -70,10 +73,12 @@ def from_gymnax(
             params)`, `action_space(params)` and `observation_space(params)`.
         env_params: pytree of the parameters of `env`, which become the leaves of the
             `Env`. The default is `env.default_params`.
-        limit_field: name of the time limit in `env_params`, for environments whose
-            `done` includes the time limit. The default is `max_steps_in_episode` if the
-            class of the parameters defines it. The field inherited from gymnax's base
-            class does not count as a limit.
+        limit_field: name of the time limit, a field of `env_params` or an attribute of
+            `env`, for environments whose `done` includes the time limit. The default is
+            `max_steps_in_episode` of `env_params` if the class of the parameters
+            defines it: the field inherited from gymnax's base class does not count as a
+            limit. Otherwise the default is the attribute `max_steps_in_episode` or
+            `max_steps` of `env`.
         time_field: name of the step count in the state, by default `time`.
 
     Returns:
@@ -82,19 +87,21 @@ def from_gymnax(
 
     Raises:
         TypeError: if `env` lacks one of these methods.
-        ValueError: if `env_params` has no field `limit_field`. While tracing: if the
-            state has no field `time_field`, or if a class written for gymnax before 1.0
-            must define `is_terminated` for gymnax's `discount`.
+        ValueError: if neither `env_params` nor `env` has `limit_field`. While tracing:
+            if the state has no field `time_field`, or if a class written for gymnax
+            before 1.0 must define `is_terminated` for gymnax's `discount`.
     """
     methods = ("reset_env", "step_env", "action_space", "observation_space")
     if env_params is None:
         methods += ("default_params",)
     check_methods(env, "gymnax", methods)
     env_params = env.default_params if env_params is None else env_params
-    if limit_field is not None and not hasattr(env_params, limit_field):
+    owners = env_params, env
+    if limit_field and not any(hasattr(owner, limit_field) for owner in owners):
         raise ValueError(
-            "`limit_field` must be a field of `env_params`, got "
-            f"{limit_field!r} and {type(env_params).__name__}."
+            "`limit_field` must be a field of `env_params` or an attribute of `env`, "
+            f"got {limit_field!r}, {type(env_params).__name__} and "
+            f"{type(env).__name__}."
         )
     return GymnaxEnv(
         env_params=env_params, env=env, limit_field=limit_field, time_field=time_field
@@ -149,25 +156,15 @@ class GymnaxEnv(struct.PyTreeNode, kw_only=True):
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode; see `Env.reset`."""
         obs, state = self.env.reset_env(self._inline(key), self.env_params)
-        return strong((state, obs))
+        return promote(self, key, state, obs)
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step; see `Env.step`."""
         # `step_env` returns the true successor; gymnax's `step` replaces it by a reset.
-        try:
+        with _name_missing_methods():
             result = self.env.step_env(
                 self._inline(key), state, action, self.env_params
             )
-        except NotImplementedError as error:
-            if _defines(self.env, "is_terminated") or not _defines(
-                self.env, "is_terminal"
-            ):
-                raise
-            raise ValueError(
-                f"`{type(self.env).__name__}` must define `is_terminated`, which "
-                "gymnax calls since 1.0, got only `is_terminal`: write `is_terminated "
-                "= is_terminal` below it. The time limit still counts as truncation."
-            ) from error
         obs, next_state, reward, *flags, info = result
         if len(flags) == 2:
             terminated, truncated = flags
@@ -180,8 +177,7 @@ class GymnaxEnv(struct.PyTreeNode, kw_only=True):
                 f"{len(result)} values."
             )
         return EnvStep(
-            # Some environments return float64 states with `jax_enable_x64`.
-            state=jax.tree.map(like, next_state, state),
+            state=keep_dtypes(next_state, state),
             obs=jax.tree.map(jnp.asarray, obs),
             reward=jnp.asarray(reward, jnp.float32),
             terminated=jnp.asarray(terminated, bool),
@@ -195,20 +191,29 @@ class GymnaxEnv(struct.PyTreeNode, kw_only=True):
         """Splits `done` into termination and truncation, based on the new state."""
         if self.limit_field is None and not _merges_time_limit(self.env):
             return done, self.env.is_truncated(state, self.env_params)
-        limit_field, time_field = self.limit_field or _LIMIT, self.time_field or "time"
+        time_field, limit = self.time_field or "time", self._limit()
         has_time = hasattr(state, time_field)
         if self.time_field is not None and not has_time:
             raise ValueError(
                 f"`time_field` must be a field of the state, got {time_field!r} and "
                 f"{type(state).__name__}."
             )
-        is_limited = self.limit_field is not None or _has_own_limit(self.env_params)
-        if not has_time or not is_limited:
+        if not has_time or limit is None:
             return done, jnp.zeros((), bool)
         # A termination in the last step before the limit is not detectable in `done`.
-        time, limit = getattr(state, time_field), getattr(self.env_params, limit_field)
-        truncated = jnp.asarray(time >= limit)
-        return done & ~truncated, truncated
+        at_limit = jnp.asarray(getattr(state, time_field) >= limit)
+        return done & ~at_limit, done & at_limit
+
+    def _limit(self) -> Any:
+        """Returns the time limit, or None if there is none."""
+        if self.limit_field is not None:
+            default = getattr(self.env, self.limit_field, None)
+            return getattr(self.env_params, self.limit_field, default)
+        if _has_own_limit(self.env_params):
+            return getattr(self.env_params, _LIMIT)
+        return next(
+            (getattr(self.env, x) for x in _LIMITS if hasattr(self.env, x)), None
+        )
 
     @property
     def draws(self) -> bool:
@@ -265,6 +270,28 @@ def _defines(env: Any, name: str) -> bool:
     """Returns whether `env` overrides a method of gymnax's base class."""
     method = getattr(env, name, None)
     return method is not None and not method.__module__.startswith(_BASE)
+
+
+@contextlib.contextmanager
+def _name_missing_methods() -> Iterator[None]:
+    """Names a method that gymnax's base class leaves to its subclasses."""
+    try:
+        yield
+    except NotImplementedError as error:
+        # The environment that lacks the method may be inside another environment.
+        frame = list(traceback.walk_tb(error.__traceback__))[-1][0]
+        owner, method = frame.f_locals.get("self"), frame.f_code.co_name
+        if not frame.f_globals["__name__"].startswith(_BASE):
+            raise
+        text = f"`{type(owner).__name__}` must define `{method}`, which gymnax calls"
+        if method != "is_terminated" or not _defines(owner, "is_terminal"):
+            raise ValueError(f"{text}, got no such method.") from error
+        raise ValueError(
+            f"{text} since 1.0, got only `is_terminal`: write `is_terminated = "
+            "is_terminal` below it. A limit still truncates if its name is "
+            "`max_steps_in_episode`, or `max_steps` as an attribute of the "
+            "environment. Otherwise, pass `from_gymnax(limit_field=)`."
+        ) from error
 
 
 class _Deferred(types.ModuleType):

@@ -22,8 +22,13 @@ from rollout.base import prng
 from rollout.base.checks import import_optional
 from rollout.envs import spaces
 from rollout.envs.multi_agent import MultiAgentEnv, MultiAgentStep, group_agents
-from rollout.envs.suites.convert import check_methods, like
-from rollout.envs.types import AnySpace, ArrayTree, strong
+from rollout.envs.suites.convert import (
+    check_methods,
+    keep_dtypes,
+    promote,
+    shapes_of_reset,
+)
+from rollout.envs.types import AnySpace, ArrayTree
 
 # Time limits of JaxMARL's environments, and the step counts in their states.
 _LIMITS = {"max_steps": ("step", "time", "t"), "num_outer_steps": ("outer_t",)}
@@ -118,7 +123,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
 
     @property
     def observation_spaces(self) -> dict[str, AnySpace]:
-        group_spaces, shapes = {}, self._obs_shapes()
+        group_spaces, shapes = {}, shapes_of_reset(self)[1]
         for group, (agent, *_) in self.members:
             space = spaces.as_space(self.env.observation_space(agent))
             shape = jax.tree.map(  # remove the agent axis
@@ -144,10 +149,18 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         self, key: chex.PRNGKey
     ) -> tuple[ArrayTree, dict[str, ArrayTree], jax.Array]:
         obs, state = self.env.reset(self._inline(key))
-        state = strong(state)
-        return state, self._observe(obs, state), jnp.ones((len(self.agents),), bool)
+        obs = self._observe(obs, state)
+        state, obs = promote(self, key, state, obs, type(self)._step)
+        return state, obs, jnp.ones((len(self.agents),), bool)
 
     def step(
+        self, key: chex.PRNGKey, state: ArrayTree, action: dict[str, jax.Array]
+    ) -> MultiAgentStep:
+        result = self._step(key, state, action)
+        # Observations may be floats after `reset` and integers after a step.
+        return result.replace(obs=keep_dtypes(result.obs, shapes_of_reset(self)[1]))
+
+    def _step(
         self, key: chex.PRNGKey, state: ArrayTree, action: dict[str, jax.Array]
     ) -> MultiAgentStep:
         index = {
@@ -159,8 +172,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         obs, next_state, reward, dones, info = self.env.step_env(
             self._inline(key), state, actions
         )
-        # Some leaves are Python numbers after `reset` and arrays after a step.
-        next_state = jax.tree.map(like, next_state, state)
+        next_state = keep_dtypes(next_state, state)
         done = jnp.stack([jnp.asarray(dones[name], bool) for name in self.agents])
         all_done = jnp.asarray(dones["__all__"], bool)
         at_limit = self._at_limit(next_state)
@@ -168,7 +180,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
             all_done &= ~done.all()
         return MultiAgentStep(
             state=next_state,
-            obs=jax.tree.map(like, self._observe(obs, next_state), self._obs_shapes()),
+            obs=self._observe(obs, next_state),
             acting=~done,
             reward=jnp.stack([jnp.float32(reward[name]) for name in self.agents]),
             terminated=done & ~at_limit,
@@ -219,11 +231,6 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
             group: jax.tree.map(lambda *x: jnp.stack(x), *map(select, names))
             for group, names in self.members
         }
-
-    def _obs_shapes(self) -> dict[str, ArrayTree]:
-        """Returns the shapes and dtypes of the observations after `reset`."""
-        key = jax.eval_shape(jax.random.key, 0)
-        return jax.eval_shape(lambda key: self.reset(key)[1], key)
 
 
 def _check_bare(env: Any) -> None:

@@ -15,8 +15,14 @@ from flax import struct
 
 from rollout.base.checks import import_optional
 from rollout.envs.spaces import Discrete, space_of
-from rollout.envs.suites.convert import Held, check_methods, like
-from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
+from rollout.envs.suites.convert import (
+    Held,
+    check_methods,
+    keep_dtypes,
+    promote,
+    shapes_of_reset,
+)
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 
 def from_navix(env: Any) -> Env:
@@ -37,12 +43,9 @@ def from_navix(env: Any) -> Env:
         TypeError: if `env` lacks the methods of a navix environment.
     """
     check_methods(env, "navix", ("reset", "_step", "action_space"))
-    # Infer the space from shapes: navix 0.7 declares bounds that are too narrow.
-    obs = jax.eval_shape(env.reset, jax.eval_shape(jax.random.key, 0)).observation
     actions = env.action_space
     return _NavixEnv(
         held=Held(env),
-        observation_space=space_of(obs),
         action_space=Discrete(int(actions.maximum) + 1, jnp.dtype(actions.dtype)),
     )
 
@@ -61,19 +64,23 @@ class _NavixEnv(struct.PyTreeNode, kw_only=True):
     """An `Env` over a navix environment."""
 
     held: Held = struct.field(pytree_node=False)
-    observation_space: AnySpace = struct.field(pytree_node=False)
     action_space: Discrete = struct.field(pytree_node=False)
+
+    @property
+    def observation_space(self) -> AnySpace:
+        # Infer the space from shapes: navix 0.7 declares bounds that are too narrow.
+        return space_of(shapes_of_reset(self)[1])
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         timestep = self.held.value.reset(key)
-        return strong((_slim(timestep), timestep.observation))
+        return promote(self, key, _slim(timestep), timestep.observation)
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
         old_timestep = state.replace(state=state.state.replace(key=key))
         # Do not call `step`, which resets instead of stepping after an episode end.
         timestep = self.held.value._step(old_timestep, action)
         return EnvStep(
-            state=jax.tree.map(like, _slim(timestep), state),
+            state=keep_dtypes(_slim(timestep), state),
             obs=timestep.observation,
             reward=jnp.asarray(timestep.reward, jnp.float32),
             terminated=timestep.is_termination(),

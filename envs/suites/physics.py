@@ -20,8 +20,13 @@ from flax import struct
 
 from rollout.base.checks import import_optional
 from rollout.envs.spaces import Box, space_of
-from rollout.envs.suites.convert import check_methods, like
-from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
+from rollout.envs.suites.convert import (
+    check_methods,
+    keep_dtypes,
+    promote,
+    shapes_of_reset,
+)
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 # Modules of wrappers that reset, truncate episodes or batch environments.
 _WRAPPERS = ("brax.envs.wrappers.", "mujoco_playground._src.wrapper")
@@ -67,8 +72,6 @@ def adapt(
                 "for batches, resets and time limits."
             )
         inner = vars(inner).get("env")
-    key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
-    state = jax.eval_shape(env.reset, key)
     # Custom environments may have no physical model.
     model = getattr(env, model_field, None)
     return _PhysicsEnv(
@@ -76,8 +79,7 @@ def adapt(
         env=env,
         model_field=model_field,
         frame_field=frame_field,
-        shared=_shared_leaves(env, state) if has_shared_arrays else None,
-        observation_space=space_of(state.obs),
+        shared=_shared_leaves(env) if has_shared_arrays else None,
         action_space=Box(-1.0, 1.0, (env.action_size,), jnp.dtype(jnp.float32)),
     )
 
@@ -112,13 +114,17 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
     model_field: str = struct.field(pytree_node=False)
     frame_field: str | None = struct.field(pytree_node=False)
     shared: _SharedLeaves | None = struct.field(pytree_node=False, repr=False)
-    observation_space: AnySpace = struct.field(pytree_node=False)
     action_space: AnySpace = struct.field(pytree_node=False)
+
+    @property
+    def observation_space(self) -> AnySpace:
+        return space_of(shapes_of_reset(self)[1])
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         env = _with_model(self.env, self.model_field, self.model)
-        state = strong(env.reset(_raw(key)))
-        return state if self.shared is None else self.shared.remove(state), state.obs
+        state = env.reset(_raw(key))
+        lane_state = state if self.shared is None else self.shared.remove(state)
+        return promote(self, key, lane_state, state.obs)
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         if self.shared is not None:
@@ -132,7 +138,7 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
         # `next_state` is the true successor, because no training wrapper resets.
         env = _with_model(self.env, self.model_field, self.model)
         next_state = env.step(state_copy, action)
-        next_state = jax.tree.map(like, next_state, state)
+        next_state = keep_dtypes(next_state, state)
         # `done` is also True at time limits, which brax marks in `info`.
         truncated = jnp.asarray(next_state.info.get("truncation", False)).astype(bool)
         shared = self.shared
@@ -174,8 +180,9 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
         return getattr(getattr(self.env, "sys", self.env), "mj_model", None)
 
 
-def _shared_leaves(env: Any, state: ArrayTree) -> _SharedLeaves:
+def _shared_leaves(env: Any) -> _SharedLeaves:
     """Finds the leaves of the state whose shape does not change under `vmap`."""
+    state = jax.eval_shape(env.reset, jax.eval_shape(lambda: jax.random.PRNGKey(0)))
     keys = jax.eval_shape(lambda: jnp.stack([jax.random.PRNGKey(0)] * 2))
     lanes = jax.tree.leaves(jax.eval_shape(jax.vmap(env.reset), keys))
     leaves, structure = jax.tree.flatten(state)

@@ -15,8 +15,14 @@ from flax import struct
 
 from rollout.base.checks import import_optional
 from rollout.envs.spaces import Discrete, space_of
-from rollout.envs.suites.convert import check_methods, check_no_reset, like
-from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
+from rollout.envs.suites.convert import (
+    check_methods,
+    check_no_reset,
+    keep_dtypes,
+    promote,
+    shapes_of_reset,
+)
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 
 def from_xminigrid(env: Any, env_params: ArrayTree) -> Env:
@@ -40,13 +46,9 @@ def from_xminigrid(env: Any, env_params: ArrayTree) -> Env:
     """
     check_methods(env, "XLand-MiniGrid", ("reset", "step", "num_actions"))
     check_no_reset(env)
-    # Infer the space from `reset`, because a wrapper may change the observation.
-    key = jax.eval_shape(jax.random.key, 0)
-    obs = jax.eval_shape(env.reset, env_params, key).observation
     return _XminigridEnv(
         env_params=env_params,
         env=env,
-        observation_space=space_of(obs),
         action_space=Discrete(env.num_actions(env_params)),
     )
 
@@ -66,19 +68,24 @@ class _XminigridEnv(struct.PyTreeNode, kw_only=True):
 
     env_params: ArrayTree
     env: Any = struct.field(pytree_node=False)
-    observation_space: AnySpace = struct.field(pytree_node=False)
     action_space: Discrete = struct.field(pytree_node=False)
+
+    @property
+    def observation_space(self) -> AnySpace:
+        # Infer the space from `reset`, because a wrapper may change the observation.
+        return space_of(shapes_of_reset(self)[1])
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         timestep = self.env.reset(self.env_params, key)
-        return strong((timestep.state.replace(key=()), timestep.observation))
+        state = timestep.state.replace(key=())
+        return promote(self, key, state, timestep.observation)
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
         # `timestep` contains the true successor, because no wrapper resets.
         timestep = self.env.step(self.env_params, _timestep(state, key), action)
         is_terminal = timestep.discount == 0
         return EnvStep(
-            state=jax.tree.map(like, timestep.state.replace(key=()), state),
+            state=keep_dtypes(timestep.state.replace(key=()), state),
             obs=timestep.observation,
             reward=jnp.asarray(timestep.reward, jnp.float32),
             terminated=timestep.last() & is_terminal,

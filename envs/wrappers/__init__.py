@@ -1,6 +1,7 @@
 """Wrappers of single environments, and two wrappers of vector environments.
 
-`wrapper` contains the base classes. `actions`, `endings` and `observations` contain
+`wrapper` contains the base classes, of which `Wrapper` is the base class of custom
+wrappers of a single environment. `actions`, `endings` and `observations` contain
 wrappers that change or observe actions and rewards, endings, and observations.
 `normalize` wraps a `VectorEnv` and normalizes by running statistics.
 """
@@ -29,6 +30,7 @@ from rollout.envs.wrappers.observations import (
     TransformObs,
     flatten_obs,
 )
+from rollout.envs.wrappers.wrapper import Wrapper, WrapperState
 
 __all__ = [
     "ActionRepeat",
@@ -49,5 +51,7 @@ __all__ = [
     "TransformReward",
     "Trials",
     "TruncateOnNonFinite",
+    "Wrapper",
+    "WrapperState",
     "flatten_obs",
 ]

@@ -117,9 +117,15 @@ class BaseWrapper(struct.PyTreeNode):
 
 
 class Wrapper(BaseWrapper):
-    """Base class of wrappers of single environments. The default methods delegate.
+    """Base class of wrappers of a single environment, for custom wrappers.
 
-    A subclass with options validates them in `_check`.
+    A subclass overrides `reset`, `step` or a space. All other members delegate to
+    `env`, including `at_episode` and the renderer. A subclass is a pytree: options are
+    fields, whose leaves may vary between lanes. `reset` and `step` of a stateful
+    wrapper return a `WrapperState`. Options are validated in `_check`.
+
+    Attributes:
+        env: the wrapped environment.
     """
 
     env: Any  # an `Env`, or a `MultiAgentEnv` if `for_agents`

@@ -44,6 +44,13 @@ def make_state(buffer_type=buffers.ReplayBuffer, capacity=32):
     )
 
 
+def init_shared(**dtypes):
+    """Initializes a buffer with observations of two dtypes."""
+    rows = {name: {"x": jnp.zeros((B, 2), dtype)} for name, dtype in dtypes.items()}
+    flags = {"terminated": FLAGS, "truncated": FLAGS}
+    return buffers.ReplayBuffer(8, B, next_obs="shared").init({**rows, **flags})
+
+
 def default_buffer():
     return make_state()[0]
 
@@ -117,6 +124,9 @@ MESSAGES = {
     # Rows.
     "`transition` ... (4,)": [lambda: init(obs=jnp.zeros(3))],
     "`transition`": [init],
+    "`next_obs` ... ['x'], got float32": [
+        lambda: init_shared(obs="uint8", next_obs="float32")
+    ],
     "`terminated` must be": [lambda: init(terminated=jnp.zeros(B), truncated=FLAGS)],
     "`params`": [lambda: default_buffer().init(make_learned_collector())],
     "`trajectory` ... `init`": [

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from agents import ChanceEnv
 from cases import CountEnv
+from flax import struct
 
 import rollout
 from rollout import envs
 from rollout.envs import make, ratings, vectorize, vectorize_each
 from rollout.envs.recommendation import LeaveByCategory, LeaveByDistance
 from rollout.envs.spaces import MultiDiscrete
-from rollout.envs.wrappers import FixedLength, NoRepeat
+from rollout.envs.wrappers import FixedLength, NoRepeat, TimeLimit
 
 KEY = jax.random.key(0)
 NUM_ENVS = 3
@@ -83,6 +84,25 @@ def observe_info(initial):
 def make_uneven_lanes():
     lanes = jax.tree.map(lambda x: np.full(3, x), CountEnv())
     return lanes.replace(limit=np.full(4, 9))
+
+
+@struct.dataclass
+class LeveledEnv(CountEnv):
+    def at_episode(self, number):
+        return self
+
+
+@struct.dataclass
+class Holder:
+    """Holds an environment and does not forward `at_episode`."""
+
+    inner: envs.types.Env
+
+    def reset(self, key):
+        return self.inner.reset(key)
+
+    def step(self, key, state, action):
+        return self.inner.step(key, state, action)
 
 
 def make_returning_env(**changes):
@@ -163,6 +183,11 @@ MESSAGES = [
     (lambda: envs.Box(np.zeros(2), np.ones(3), (2,)), "shape (3,)"),
     (lambda: envs.Box(0, 300, (), np.uint8), "values of `dtype`, got 300 and uint8."),
     (lambda: envs.Box(-np.inf, 0, (), np.int32), "got -inf and int32."),
+    (lambda: vectorize(Holder(LeveledEnv()), 2), "`Holder` must have the method"),
+    (
+        lambda: vectorize(TimeLimit(Holder(TimeLimit(LeveledEnv(), 3)), 3), 2),
+        "`at_episode` of its field `inner`, a TimeLimit, got none",
+    ),
     (lambda: envs.Box(0, 1, (), np.complex64), "`dtype` must be"),
     (lambda: MultiDiscrete((3, 0)), "`nvec` must be"),
     (lambda: MultiDiscrete((3, 4), start=(1, 2, 3)), "`start`"),
@@ -233,3 +258,7 @@ MESSAGES = [
 def test_error_names_the_argument(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+def test_dataclass_around_environment_without_levels_is_accepted():
+    assert vectorize(Holder(TimeLimit(CountEnv(), 3)), 2).num_envs == 2

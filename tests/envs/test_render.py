@@ -201,7 +201,7 @@ def test_mujoco_uses_egl_without_display(monkeypatch, display, setting, selected
 
 def test_wrong_number_of_rewards_raises(catch):
     env, states, rewards = catch
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match=r"`states` must have leaves .* at \."):
         envs.render_gif(env, states, rewards[1:])
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="`rewards` must be an array of shape"):
         envs.render_gif(env, states, rewards[:, None])

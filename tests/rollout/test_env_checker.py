@@ -148,6 +148,16 @@ MISTAKES = {
         "ending",
         "truncations is also a termination",
     ),
+    "limit without truncation": (
+        {
+            "reset": lambda self, key: Toy.begin(
+                self, {"count": jnp.int32(0), "sum": sample_sum(key)}
+            ),
+            **with_step(terminated=lambda step: step.state["count"] >= 9),
+        },
+        "ending",
+        "episodes terminates at step 9, which is correct only if",
+    ),
     "Gymnasium step": (
         {"change": lambda self, step: (step.obs, 1.0, False, False, {})},
         "contract",

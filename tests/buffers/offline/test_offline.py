@@ -206,6 +206,8 @@ def test_episodes_round_trip_through_minari(datasets):
     for source in ("numbers/test-v0", dataset):
         state = buffers.offline.from_minari(LANES, source)
         assert episode_bytes(data_from_state(LANES, state)) == episode_bytes(data)
+    with pytest.raises(ValueError, match="`dataset_id` must be new"):
+        buffers.offline.to_minari(LANES, None, "numbers/test-v0", **datasets)
 
 
 def test_minari_preserves_images_tuples_and_flags(datasets):
@@ -240,6 +242,12 @@ def test_minari_export_skips_incomplete_episodes(datasets):
     empty = buffers.from_data(buffer, **make_data([]))
     with pytest.raises(ValueError, match="`state` must hold"):
         buffers.offline.to_minari(buffer, empty, "none-v0", **datasets)
+
+
+def test_form_of_dataset_id_is_checked_before_the_buffer_is_read(datasets):
+    for wrong in ("a/walk-v0", "walk", "team/walk", "my team/walk-v0", "team/wa.lk-v0"):
+        with pytest.raises(ValueError, match=r"`dataset_id` must have the form"):
+            buffers.offline.to_minari(BUFFER, None, wrong, **datasets)
 
 
 def test_minari_spaces_default_to_unbounded_boxes(datasets):

@@ -1,6 +1,7 @@
 """`check_env` with environments that contain one mistake each."""
 
 import functools
+import sys
 
 import gymnasium
 import numpy as np
@@ -271,8 +272,16 @@ def test_too_few_steps_report_missing_endings():
     assert check_env(env) == ()
 
 
+def test_missing_package_of_gymnasium_checker_raises(monkeypatch):
+    """The checker converts arrays of JAX."""
+    monkeypatch.setitem(sys.modules, "array_api_compat", None)
+    env = type("JaxEnv", (GymEnv,), {"metadata": {"jax": True}})
+    with pytest.raises(ModuleNotFoundError, match=r"checker needs .*array_api_compat"):
+        rollout.check_env(envs.from_gymnasium(env, 2), num_steps=8)
+
+
 def test_tuple_actions_have_no_issues():
     """A tuple of two actions is not read as an action and extras."""
     space = gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(n) for n in (3, 2)])
     env = envs.from_gymnasium(functools.partial(Sampled, space), 2)
-    assert rollout.check_env(env, num_steps=20) == ()
+    assert rollout.check_env(env, num_steps=7) == ()

@@ -20,6 +20,7 @@ ALL = np.ones(B, bool)
 SEEDS = np.arange(B, dtype=np.uint32)
 DISABLED = {"autoreset_mode": AutoresetMode.DISABLED}
 NEXT_STEP = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+SAME_STEP = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
 
 def make_fns(env_id):
@@ -141,8 +142,123 @@ def test_next_step_mode_masks_resets(mode):
     assert min(num_masked, num_truncated) > 10
 
 
-def test_next_step_mode_rejects_partial_reset():
-    env = envs.from_gymnasium(SyncVectorEnv([Count] * 2, **NEXT_STEP))
+class NamedLimit(host_envs.Faultless):
+    """An environment whose own argument is its limit."""
+
+    def __init__(self, max_episode_steps):
+        super().__init__(length=max_episode_steps)
+
+
+@pytest.mark.parametrize(
+    ("make", "length"),
+    [
+        ("CartPole-v1", 2),
+        (functools.partial(gymnasium.make, "CartPole-v1"), 2),
+        (host_envs.Faultless, 3),  # an odd length truncates
+        (lambda length=9: host_envs.Faultless(length), 3),
+        (NamedLimit, 3),
+    ],
+    ids=["id", "make", "class", "function", "argument"],
+)
+def test_max_episode_steps_truncates(make, length):
+    env = envs.from_gymnasium(make, 2, max_episode_steps=length)
+    env.reset(SEEDS[:2], ALL[:2])
+    ends = [env.step(np.ones(2, np.int32)).truncated.tolist() for _ in range(length)]
+    assert ends == [[False] * 2] * (length - 1) + [[True] * 2]
+
+
+def test_max_episode_steps_is_checked():
+    make_vector = functools.partial(SyncVectorEnv, [Count] * 3, **DISABLED)
+    for make, num_envs, limit, message in (
+        (Count, 2, 0, "`max_episode_steps` must be"),
+        (make_vector, None, 5, "`max_episode_steps` must be omitted"),
+        (make_vector(), None, 5, "must be omitted"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            envs.from_gymnasium(make, num_envs, max_episode_steps=limit)
+
+
+LENGTHS = np.array([2, 3, 4, 5])
+
+
+class BatchedEnv(gymnasium.vector.VectorEnv):
+    """Counts like `Count`, but resets itself and returns batched final observations."""
+
+    num_envs, metadata = B, SAME_STEP
+    single_action_space = gymnasium.spaces.Discrete(3)
+    single_observation_space = gymnasium.spaces.Dict(
+        {"count": gymnasium.spaces.Box(0, 100, (1,), np.float32)}
+    )
+
+    def reset(self, *, seed=None, options=None):
+        self.count = np.zeros(B, np.int32)
+        return self.observe()
+
+    def observe(self):
+        obs = {"count": self.count[:, None].astype(np.float32)}
+        return obs, {"even": self.count % 2 == 0}
+
+    def step(self, action):
+        self.count += 1
+        done = self.count >= LENGTHS
+        obs, info = self.observe()
+        self.count = np.where(done, 0, self.count)
+        if done.any():
+            final = {"final_observation": obs, "final_info": info}
+            obs, info = self.observe()
+            info |= final
+        return (
+            obs,
+            np.ones(B),
+            done & (LENGTHS % 2 == 0),
+            done & (LENGTHS % 2 == 1),
+            info,
+        )
+
+
+@pytest.mark.parametrize("kind", ["sync", "custom"])
+def test_same_step_mode_returns_true_successors(kind):
+    """A loop over counters is the reference."""
+    fns = [functools.partial(host_envs.Faultless, int(length)) for length in LENGTHS]
+    vector = SyncVectorEnv(fns, **SAME_STEP) if kind == "sync" else BatchedEnv()
+    info = {"even": np.bool_(0)}
+    env = envs.from_gymnasium(vector, observe_info=info, record_info=info)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.HostCollector(env=env, policy=policy)
+    rows = collector.collect_steps(collector.init(jax.random.key(0)), None, 13)[1]
+    rows, count = jax.device_get(rows), np.zeros(B, np.int32)
+    for t in range(13):
+        for tree, number in ((rows.obs, count), (rows.next_obs, count + 1)):
+            leaf = jax.tree.leaves(tree["obs"])[0]
+            np.testing.assert_array_equal(leaf[t, :, 0], number)
+            np.testing.assert_array_equal(tree["info"]["even"][t], number % 2 == 0)
+        count = count + 1
+        np.testing.assert_array_equal(rows.info["even"][t], count % 2 == 0)
+        done, is_even = count == LENGTHS, LENGTHS % 2 == 0
+        np.testing.assert_array_equal(rows.terminated[t], done & is_even)
+        np.testing.assert_array_equal(rows.truncated[t], done & ~is_even)
+        count = np.where(done, 0, count)
+    assert rows.mask.all()
+
+
+def test_same_step_mode_without_final_observation_raises():
+    class Lossy(BatchedEnv):
+        def step(self, action):
+            *result, info = super().step(action)
+            return *result, {"even": info["even"]}
+
+    env = envs.from_gymnasium(Lossy())
+    env.reset(SEEDS, ALL)
+    env.step(np.zeros(B, np.int32))
+    with pytest.raises(
+        ValueError, match=r"`info` must have `final_obs` .* got only even"
+    ):
+        env.step(np.zeros(B, np.int32))
+
+
+@pytest.mark.parametrize("mode", [NEXT_STEP, SAME_STEP])
+def test_automatic_resets_reject_partial_reset(mode):
+    env = envs.from_gymnasium(SyncVectorEnv([Count] * 2, **mode))
     env.reset(SEEDS[:2], ALL[:2])
     env.step(np.int32([1, 1]))
     with pytest.raises(ValueError, match="`mask` must be True"):
@@ -223,7 +339,7 @@ class RecordingEnv(host_envs.Faultless):
         return np.full(2, self.log[-1])
 
 
-@pytest.mark.parametrize("mode", ["DISABLED", "NEXT_STEP"])
+@pytest.mark.parametrize("mode", ["DISABLED", "NEXT_STEP", "SAME_STEP"])
 def test_observations_update_statistics_once(mode):
     log = []
     env = SyncVectorEnv(
@@ -233,7 +349,8 @@ def test_observations_update_statistics_once(mode):
     env = envs.NormalizeHostEnv(envs.from_gymnasium(env))
     policy = rollout.random_policy(env.action_space)
     collector = rollout.HostCollector(env=env, policy=policy)
-    collector.collect_steps(collector.init(jax.random.key(0)), None, 14)
+    # In fewer than 12 steps, the episodes never end all at once.
+    collector.collect_steps(collector.init(jax.random.key(0)), None, 11)
     statistics = env.shared.statistics.value[0]
     assert round(float(statistics.count)) == len(log)
     np.testing.assert_allclose(statistics.mean, np.mean(log), rtol=1e-3)

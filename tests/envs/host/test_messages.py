@@ -82,8 +82,7 @@ WRONG_CALLS = [
         lambda: make_vector(num_envs=3),
         "`num_envs`, `num_workers` and options must",
     ),
-    (lambda: make_vector("SAME_STEP"), "DISABLED or NEXT_STEP, got SAME_STEP"),
-    (lambda: make_vector(None), "DISABLED or NEXT_STEP, got None"),
+    (lambda: make_vector(None), '`env.metadata["autoreset_mode"]` must be'),
     (lambda: make_vector(observe_info={"third": 0}), "`observe_info` must have keys"),
     (
         lambda: make_vector(record_info={"even": np.zeros(3)}).step(ACTION),

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import quick_jit
 from flax import struct
 from gymnax.environments import environment
 
+import rollout
 from rollout import envs
 
 
@@ -93,6 +95,20 @@ class UnrenamedDoneEnv(RenamedDoneEnv):
     is_terminated = environment.Environment.is_terminated
 
 
+class OuterEnv(BaseEnv, environment.Environment):
+    """Steps an environment of the old interface that it holds."""
+
+    def step_env(self, key, state, action, params):
+        return UnrenamedDoneEnv().step_env(key, state, action, params)
+
+
+class UnterminatedEnv(BaseEnv, environment.Environment):
+    """Lacks both methods that gymnax's `discount` may call."""
+
+    def step_env(self, key, state, action, params):
+        return state.time, state, self.discount(state, params), False, {}
+
+
 class TruncatedEnv(BaseEnv, environment.Environment):
     def endings(self, time, is_over, params):
         return (is_over,)
@@ -120,6 +136,19 @@ class OtherFieldsEnv(DoneEnv):
     state_class = TimestepState
 
 
+class AttributeEnv(DoneEnvOnNewBase):
+    """Has the limit as an attribute, as most environments before gymnax 1.0."""
+
+    max_steps = limit = 4
+
+    def endings(self, time, is_over, params):
+        return (is_over | (time >= self.limit),)
+
+
+class OtherAttributeEnv(AttributeEnv):
+    max_steps = None
+
+
 class FourValueEnv(BaseEnv):
     def endings(self, time, is_over, params):
         return ()
@@ -140,6 +169,8 @@ OTHER_FIELDS = {"limit_field": "max_timesteps", "time_field": "timestep"}
         (DelegatingWrapper(TruncatedEnv()), PARAMS, {}, True),
         (DelegatingWrapper(MinimalDoneEnv()), PARAMS, {}, True),
         (OtherFieldsEnv(), TIMESTEPS_PARAMS, OTHER_FIELDS, True),
+        (AttributeEnv(), InheritedParams(), {}, True),
+        (OtherAttributeEnv(), InheritedParams(), {"limit_field": "limit"}, True),
         (UnlimitedEnv(), types.SimpleNamespace(), {}, False),
         # The default limit of the base class is not a limit of the environment.
         (UnlimitedEnv(), InheritedParams(), {}, False),
@@ -160,6 +191,16 @@ def test_time_limit_truncates_and_the_task_terminates(env, params, options, has_
     np.testing.assert_array_equal(ends, want)
 
 
+def test_limits_as_attributes_truncate_all_episodes():
+    """A plain loop of 8 episodes reaches the limit 8 times."""
+    env = envs.from_gymnax(AttributeEnv(), InheritedParams())
+    policy = rollout.stateless_policy(lambda params, obs, key: np.zeros(2, np.int32))
+    collector = rollout.Collector(env=envs.vectorize(env, 2), policy=policy)
+    run = quick_jit(lambda x: collector.collect_steps(collector.init(x), None, 16)[1])
+    rows = run(jax.random.key(0))
+    assert (int(rows.truncated.sum()), int(rows.terminated.sum())) == (8, 0)
+
+
 def test_gymnax_may_set_both_flags():
     env = envs.make("CartPole-v1", max_steps_in_episode=1)
 
@@ -178,9 +219,13 @@ def test_unsupported_environments_raise_while_tracing():
     wrong_field = envs.from_gymnax(OtherFieldsEnv(), TIMESTEPS_PARAMS, **options)
     with pytest.raises(ValueError, match="`time_field` must"):
         wrong_field.step(key, state, 0)
-    renamed = envs.from_gymnax(UnrenamedDoneEnv(), PARAMS)
-    with pytest.raises(ValueError, match="`is_terminated = is_terminal`"):
-        renamed.step(key, State(jnp.int32(0)), 0)
+    for env in (UnrenamedDoneEnv(), OuterEnv()):
+        with pytest.raises(ValueError, match=r"`Unr.*`is_terminated = is_terminal`"):
+            envs.from_gymnax(env, PARAMS).step(key, State(jnp.int32(0)), 0)
+    with pytest.raises(
+        ValueError, match="`UnterminatedEnv` must define `is_terminated`"
+    ):
+        envs.from_gymnax(UnterminatedEnv(), PARAMS).step(key, State(jnp.int32(0)), 0)
     four_values = envs.from_gymnax(FourValueEnv(), PARAMS)
     with pytest.raises(ValueError, match=r"`step_env` must return .*, got 4 values"):
         four_values.step(key, state, 0)
@@ -201,7 +246,8 @@ def test_environment_receives_plain_keys():
             key_types.append(jax.random.key_impl(key))
             return jnp.float32(jax.random.poisson(key, 3.0)), State(0)
 
-    jax.eval_shape(envs.from_gymnax(PoissonResetEnv(), PARAMS).reset, jax.random.key(0))
+    env = envs.from_gymnax(PoissonResetEnv(), InheritedParams())
+    jax.eval_shape(env.reset, jax.random.key(0))
     assert key_types == ["threefry2x32"]
 
 
