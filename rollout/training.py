@@ -13,6 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.errors import InvalidRngError, ModifyScopeVariableError
 from jax.sharding import Mesh
 
 from rollout.agents.shared_policy import (
@@ -36,6 +37,12 @@ from rollout.trajectories import select_fields
 from rollout.types import Policy, Transition
 
 State = TypeVar("State")
+
+_CONSTANTS = (
+    "The recipes call `network.apply(variables, obs)` and train only the collection "
+    "`params`. Use `LayerNorm`, or `BatchNorm(use_running_average=True)`, whose "
+    "statistics are constants, and `Dropout(deterministic=True)`."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +100,8 @@ class Agent:
                     f"`{name}` must be an object, got the class "
                     f"{value.__name__}. Write `{value.__name__}(...)`."
                 )
+            if name in self._custom_networks:
+                check_module(name, value)
             if isinstance(value, Mesh) and name != "mesh":
                 raise ValueError(
                     f"`{name}` must not be a mesh, got a mesh of {value.size} "
@@ -222,12 +231,17 @@ class Agent:
         return dataclasses.replace(self, **changes)
 
     def init_network(self, network: Any, key: chex.PRNGKey, *args: Any) -> Any:
-        """Initializes the parameters of a flax module: `network.init(key, *args)`.
+        """Initializes the variables of a flax module: `network.init(key, *args)`.
 
         Default networks get the same bits from keys that compile in half of the time.
         A custom network may need a distribution that such keys do not support.
         """
-        return network.init(key if self._custom_networks else inline(key), *args)
+        key = key if self._custom_networks else inline(key)
+        # A module without parameters has no collection `params`.
+        variables = {"params": {}, **network.init(key, *args)}
+        if type(network).__name__ == "ToLinen":  # flax.nnx takes long to import
+            check_nnx(network, variables, *args)
+        return variables
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> Any:
         """Initializes a state without `carry` and `key` for observations `[B, ...]`."""
@@ -513,6 +527,43 @@ def adapt_learning_rate(
     return jnp.where(kl > 2 * desired_kl, lower, learning_rate)
 
 
+def check_module(name: str, network: Any) -> None:
+    """Checks that a network is a flax module.
+
+    Raises:
+        ValueError: if `network` does not have the methods `init` and `apply`.
+    """
+    if hasattr(network, "init") and hasattr(network, "apply"):
+        return
+    raise ValueError(
+        f"`{name}` must be a module of `flax.linen`, got a {type(network).__name__}. "
+        "Convert a module of `flax.nnx` by `flax.nnx.bridge.to_linen(Class, ...)`."
+    )
+
+
+def check_nnx(network: Any, variables: Mapping[str, Any], *args: ArrayTree) -> None:
+    """Checks that a module of `flax.nnx.bridge` does not change its state.
+
+    The bridge discards changes without an error, unlike a module of `flax.linen`.
+
+    Raises:
+        ValueError: if a call changes a variable, as batch normalization in training.
+    """
+    names = [name for name in variables if name != "params"]
+
+    def find_changes(variables: Mapping[str, Any]) -> list[str]:
+        new_variables = network.apply(variables, *args, mutable=names)[1]
+        pairs = {x: (variables[x], new_variables[x]) for x in names}
+        # An unchanged variable is the same tracer.
+        is_same = lambda old, new: old is new  # noqa: E731
+        return [x for x in names if not jax.tree.all(jax.tree.map(is_same, *pairs[x]))]
+
+    changes: list[str] = []
+    jax.eval_shape(lambda x: changes.extend(find_changes(x)), variables)
+    if changes:
+        raise ValueError(f"A network must not change {changes[0]!r}. {_CONSTANTS}")
+
+
 def check_network(
     name: str,
     apply_fn: Callable[..., Any],
@@ -537,10 +588,17 @@ def check_network(
         batch_shape: leading axes of `args`.
 
     Raises:
-        ValueError: if the number of arrays or a shape is wrong, or if the network
-            raises for a single observation.
+        ValueError: if the number of arrays or a shape is wrong, if the network needs a
+            key or changes variables, as `nn.Dropout` and `nn.BatchNorm` do in training,
+            or if it raises for a single observation.
     """
-    output = jax.eval_shape(apply_fn, *args)
+    try:
+        output = jax.eval_shape(apply_fn, *args)
+    except (ModifyScopeVariableError, InvalidRngError) as error:
+        raise ValueError(
+            f"`{name}` must not change variables or need a key. {_CONSTANTS} flax "
+            f"raised: {error}"
+        ) from error
     _check_output(name, output, [(*batch_shape, *shape) for shape in shapes])
     row = jax.eval_shape(
         lambda args: jax.tree.map(lambda x: x[(0,) * len(batch_shape)], args), args

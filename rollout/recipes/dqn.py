@@ -22,7 +22,13 @@ import rollout
 from rollout.base import checks
 from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.networks import Encoder, join
+from rollout.networks import (
+    Encoder,
+    join,
+    join_params,
+    split_params,
+    with_constants,
+)
 from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.policies import EpsilonGreedy, LinearSchedule, mask_values
 from rollout.training import (
@@ -278,7 +284,7 @@ class DQN(Agent):
             params=params | self.init_obs_stats(),
             # Copy the parameters, so that the state can be donated.
             target_params=jax.tree.map(jnp.copy, params),
-            opt_state=self.optimizer.init(params),
+            opt_state=self.optimizer.init(split_params(params)[0]),
             buffer_state=(),
             carry=(),
             window=rollout.EpisodeWindow.init(self.config.stats_window_size),
@@ -340,7 +346,8 @@ class DQN(Agent):
         sample = self.buffer.sample(
             state.buffer_state, key, config.batch_size, **options
         )
-        params, obs_stats = split_obs_stats(state.params)
+        variables, obs_stats = split_obs_stats(state.params)
+        params, constants = split_params(variables)
         experience = sample.experience.replace(
             obs=normalize_obs(obs_stats, sample.experience.obs),
             next_obs=normalize_obs(obs_stats, sample.experience.next_obs),
@@ -349,16 +356,19 @@ class DQN(Agent):
         batch = Row(
             obs=experience.obs,
             action=experience.action,
-            target=self.td_target(params, state.target_params, sample),
+            target=self.td_target(variables, state.target_params, sample),
             weight=sample.weights,
         )
-        grads, metrics = jax.grad(self.mean_loss, has_aux=True)(params, batch)
+        loss_fn = with_constants(self.mean_loss, constants)
+        grads, metrics = jax.grad(loss_fn, has_aux=True)(params, batch)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
         params: Any = optax.apply_updates(params, updates)
         # A step size of 0 leaves the target network unchanged.
         is_due = step % config.target_update_interval == 0
-        target_params = optax.incremental_update(
-            params, state.target_params, jnp.where(is_due, config.tau, 0.0)
+        target_params: Any = optax.incremental_update(
+            params,
+            split_params(state.target_params)[0],
+            jnp.where(is_due, config.tau, 0.0),
         )
         buffer_state = state.buffer_state
         if config.prioritized:
@@ -368,8 +378,8 @@ class DQN(Agent):
                 buffer_state, sample.indices, priority
             )
         state = state.replace(
-            params=params | obs_stats,
-            target_params=target_params,
+            params=join_params(params, constants) | obs_stats,
+            target_params=join_params(target_params, constants),
             opt_state=opt_state,
             buffer_state=buffer_state,
         )

@@ -23,7 +23,13 @@ from rollout.distributions import ActionDistribution
 from rollout.envs.spaces import get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient, normalize
-from rollout.networks import Encoder, join
+from rollout.networks import (
+    Encoder,
+    join,
+    join_params,
+    split_params,
+    with_constants,
+)
 from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.targets import explained_variance
 from rollout.training import (
@@ -298,7 +304,7 @@ class PPO(Agent):
         shapes = (self.distribution.num_params,), ()
         batch_shape = self.batch_shape(obs)
         check_network("network", apply_fn, (obs,), *shapes, batch_shape=batch_shape)
-        opt_state = self.optimizer.init(params)
+        opt_state = self.optimizer.init(split_params(params)[0])
         params = params | self.init_obs_stats()
         window = rollout.EpisodeWindow.init(self.config.stats_window_size)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))
@@ -386,10 +392,11 @@ class PPO(Agent):
         self, learner: tuple[ArrayTree, optax.OptState, jax.Array], batch: Row
     ) -> tuple[Any, Metrics]:
         """Takes one gradient step on a minibatch, unless the KL exceeds its limit."""
-        params, opt_state, stopped = learner
+        variables, opt_state, stopped = learner
+        params, constants = split_params(variables)
         batch = batch.replace(advantage=normalize(batch.advantage, batch.weight))
         grads, metrics = mean_gradient(
-            self.loss,
+            with_constants(self.loss, constants),
             params,
             batch,
             batch.weight,
@@ -402,11 +409,12 @@ class PPO(Agent):
             opt_state = optax.tree.set(opt_state, learning_rate=rate)
             metrics["learning_rate"] = rate
         updates, new_opt_state = self.optimizer.update(grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_opt_state
+        params = optax.apply_updates(params, updates)
+        new = join_params(params, constants), new_opt_state
         if self.config.target_kl is not None:
             stopped |= metrics["kl"] > 1.5 * self.config.target_kl
             keep = functools.partial(jnp.where, stopped)
-            new = jax.tree.map(keep, (params, opt_state), new)
+            new = jax.tree.map(keep, (variables, opt_state), new)
         return (*new, stopped), metrics
 
     def loss(self, params: ArrayTree, row: Row) -> tuple[jax.Array, Metrics]:

@@ -22,7 +22,13 @@ import rollout
 from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient
-from rollout.networks import Encoder, join
+from rollout.networks import (
+    Encoder,
+    join,
+    join_params,
+    split_params,
+    with_constants,
+)
 from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.policies import EpsilonGreedy, LinearSchedule, mask_values
 from rollout.training import (
@@ -243,7 +249,7 @@ class PQN(Agent):
         check_network("network", apply_fn, (obs,), shape, batch_shape=batch_shape)
         return TrainState(
             params=params | self.init_obs_stats(),
-            opt_state=self.optimizer.init(params),
+            opt_state=self.optimizer.init(split_params(params)[0]),
             carry=(),
             window=rollout.EpisodeWindow.init(self.config.stats_window_size),
             key=key,
@@ -333,12 +339,15 @@ class PQN(Agent):
         self, learner: tuple[ArrayTree, optax.OptState], batch: Row
     ) -> tuple[Any, Metrics]:
         """Takes one gradient step on a minibatch."""
-        params, opt_state = learner
+        variables, opt_state = learner
+        params, constants = split_params(variables)
+        loss_fn = with_constants(self.loss, constants)
         grads, metrics = mean_gradient(
-            self.loss, params, batch, batch.weight, mesh=self.mesh
+            loss_fn, params, batch, batch.weight, mesh=self.mesh
         )
         updates, opt_state = self.optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), metrics
+        params = optax.apply_updates(params, updates)
+        return (join_params(params, constants), opt_state), metrics
 
     def loss(self, params: ArrayTree, row: Row) -> tuple[jax.Array, Metrics]:
         """Computes the loss of one row: half the squared error of the action value.

@@ -22,7 +22,13 @@ from rollout.buffers import ReplayBuffer
 from rollout.distributions import TanhNormal
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient
-from rollout.networks import Encoder, join
+from rollout.networks import (
+    Encoder,
+    join,
+    join_params,
+    split_params,
+    with_constants,
+)
 from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.training import (
     Agent,
@@ -262,7 +268,7 @@ class SAC(Agent):
         return TrainState(
             params=params | self.init_obs_stats(),
             target_params=jax.tree.map(jnp.copy, params["critic"]),
-            opt_state=self.optimizer.init(params),
+            opt_state=self.optimizer.init(split_params(params)[0]),
             buffer_state=(),
             carry=(),
             window=rollout.EpisodeWindow.init(self.config.stats_window_size),
@@ -338,7 +344,8 @@ class SAC(Agent):
     ) -> tuple[TrainState, Metrics]:
         """Samples a batch and takes one gradient step."""
         sample_key, target_key, noise_key = jax.random.split(key, 3)
-        params, obs_stats = split_obs_stats(state.params)
+        variables, obs_stats = split_obs_stats(state.params)
+        params, constants = split_params(variables)
         target_params = state.target_params
         sample = self.buffer.sample(buffer_state, sample_key, self.config.batch_size)
         experience = sample.experience.replace(
@@ -349,19 +356,23 @@ class SAC(Agent):
         batch = Row(
             obs=experience.obs,
             action=action,
-            target=self.target(params, target_params, experience, target_key),
+            target=self.target(variables, target_params, experience, target_key),
             noise=jax.random.normal(noise_key, action.shape),
         )
+        loss_fn = with_constants(self.loss, constants)
         grads, metrics = mean_gradient(
-            self.loss, params, batch, sample.weights, mesh=self.mesh
+            loss_fn, params, batch, sample.weights, mesh=self.mesh
         )
         updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
         params: Any = optax.apply_updates(params, updates)
-        target_params = optax.incremental_update(
-            params["critic"], target_params, self.config.tau
+        target_params: Any = optax.incremental_update(
+            params["critic"], split_params(target_params)[0], self.config.tau
         )
+        variables = join_params(params, constants)
         state = state.replace(
-            params=params | obs_stats, target_params=target_params, opt_state=opt_state
+            params=variables | obs_stats,
+            target_params=join_params(target_params, constants.get("critic", {})),
+            opt_state=opt_state,
         )
         return state, metrics | {"alpha": jnp.exp(params["log_alpha"])}
 

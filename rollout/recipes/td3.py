@@ -24,7 +24,13 @@ from rollout.buffers import ReplayBuffer
 from rollout.distributions import TanhNormal
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient
-from rollout.networks import Encoder, join
+from rollout.networks import (
+    Encoder,
+    join,
+    join_params,
+    split_params,
+    with_constants,
+)
 from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.policies import Greedy, RandomWarmup
 from rollout.training import (
@@ -290,7 +296,10 @@ class TD3(Agent):
         return TrainState(
             params=params | self.init_obs_stats(),
             target_params=jax.tree.map(jnp.copy, params),
-            opt_state={name: self.optimizer.init(x) for name, x in params.items()},
+            opt_state={
+                name: self.optimizer.init(split_params(x)[0])
+                for name, x in params.items()
+            },
             num_gradient_steps=jnp.int32(0),
             buffer_state=(),
             carry=(),
@@ -385,11 +394,12 @@ class TD3(Agent):
             critic_params = state.params["critic"]
             loss_fn = functools.partial(self.actor_loss, critic_params)
             state, _ = self.apply_gradient(state, "actor", loss_fn, batch)
-            params, _ = split_obs_stats(state.params)
-            target_params = optax.incremental_update(
-                params, state.target_params, self.config.tau
+            variables, _ = split_obs_stats(state.params)
+            params, constants = split_params(variables)
+            target_params: Any = optax.incremental_update(
+                params, split_params(state.target_params)[0], self.config.tau
             )
-            return state.replace(target_params=target_params)
+            return state.replace(target_params=join_params(target_params, constants))
 
         is_due = state.num_gradient_steps % self.config.policy_delay == 0
         return jax.lax.cond(is_due, update_actor, lambda x: x, state), metrics
@@ -398,12 +408,16 @@ class TD3(Agent):
         self, state: TrainState, name: str, loss_fn: Any, batch: Row
     ) -> tuple[TrainState, Metrics]:
         """Takes a gradient step for "actor" or "critic", with all rows weighted 1."""
-        params, weight = state.params[name], jnp.ones(len(batch.target))
+        params, constants = split_params(state.params[name])
+        loss_fn, weight = (
+            with_constants(loss_fn, constants),
+            jnp.ones(len(batch.target)),
+        )
         grads, metrics = mean_gradient(loss_fn, params, batch, weight, mesh=self.mesh)
         updates, opt_state = self.optimizer.update(grads, state.opt_state[name], params)
-        new_params = optax.apply_updates(params, updates)
+        params = optax.apply_updates(params, updates)
         state = state.replace(
-            params=state.params | {name: new_params},
+            params=state.params | {name: join_params(params, constants)},
             opt_state=state.opt_state | {name: opt_state},
         )
         return state, metrics

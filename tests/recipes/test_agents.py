@@ -14,6 +14,7 @@ import optax
 import pytest
 from cases import quick_jit, raw
 from compiles import count_compiles
+from flax import nnx
 from recipe_cases import AGENTS, MaskedEnv, flatten, in_ci, make_agent
 
 import rollout
@@ -368,6 +369,135 @@ def test_custom_network_replaces_the_default(agent_class):
     assert [agent.predict(params, obs) for obs in (0, 1)] == [1, 4]
     networks = {"actor_network": Layers((4,)), "critic_network": Layers((1,))}
     assert init_learner(sac.SAC, FORCE, **networks)
+
+
+class ConstantLayers(nn.Module):
+    """`Layers` behind a normalization by constants, also as a recurrent network."""
+
+    sizes: tuple
+
+    def setup(self):
+        self.norm = nn.BatchNorm(use_running_average=True)
+        self.scale = self.variable("constants", "scale", lambda: jnp.float32(0.25))
+        self.power = self.variable("integers", "power", lambda: jnp.int32(2))
+        self.layers = Layers(self.sizes)
+
+    def __call__(self, *inputs):
+        if isinstance(inputs[0], jax.Array):  # a memory
+            memory, features = self.encode(*inputs)
+            return memory, self.heads(features)
+        x = jnp.concatenate([self.features(inputs[0]), *inputs[1:]], axis=-1)
+        return self.heads(x)
+
+    def features(self, obs):
+        x = obs["x"] if "x" in obs else obs["goal"][..., 0]
+        return self.scale.value * self.norm(x) ** self.power.value
+
+    def encode(self, memory, obs):
+        return memory, self.features(obs)
+
+    def heads(self, x):
+        return self.layers(x)
+
+    @nn.nowrap
+    def initialize_memory(self, num_envs):
+        return jnp.zeros((num_envs, 1))
+
+
+CUSTOM_SIZES = {
+    "ppo": {"network": (3, None)},
+    "recurrent_ppo": {"network": (3, None)},
+    "dqn": {"network": (3,)},
+    "pqn": {"network": (3,)},
+    "sac": {"actor_network": (4,), "critic_network": (1,)},
+    "td3": {"actor_network": (2,), "critic_network": (1,)},
+}
+
+
+def make_custom_agent(name):
+    """Makes an agent with statistics of observations and other constants."""
+    networks = {x: ConstantLayers(sizes) for x, sizes in CUSTOM_SIZES[name].items()}
+    return make_agent(name, normalize_observations=True).replace(**networks)
+
+
+@each_agent(*AGENTS)
+def test_optimizer_gets_only_the_collection_params(name):
+    """A gradient or an average of the integer variables would raise."""
+    agent = make_custom_agent(name)
+    state, _ = jax.eval_shape(agent.train, init(agent))
+    names = {"layers", "obs_stats"} | {"batch_stats", "constants", "integers"}
+    for tree, expected in (state.params, names), (state.opt_state, {"layers"}):
+        paths = [x for x, _ in jax.tree.leaves_with_path(tree)]
+        entries = {getattr(entry, "key", None) for path in paths for entry in path}
+        # The optimizer of PPO and PQN has one vector.
+        assert entries & names in (expected, set())
+
+
+@each_agent("ppo", slow=("recurrent_ppo", "dqn", "pqn", "sac", "td3"))
+def test_only_the_collection_params_is_trained(name):
+    agent = make_custom_agent(name)
+
+    @quick_jit
+    def train(key):
+        state = agent.init(key)
+        return state.params, agent.train(state)[0]
+
+    params, state = jax.device_get(train(jax.random.key(0)))
+    trees = [(params, state.params)]
+    if hasattr(state, "target_params"):
+        initial = {x: y for x, y in params.items() if x != "obs_stats"}
+        trees.append(
+            (params["critic"] if name == "sac" else initial, state.target_params)
+        )
+    for initial, last in trees:
+        paths = jax.tree.leaves_with_path(initial)
+        for (path, old), new in zip(paths, jax.tree.leaves(last), strict=True):
+            entries = {getattr(entry, "key", None) for entry in path}
+            assert old.dtype == new.dtype
+            if {"batch_stats", "constants", "integers"} & entries:
+                np.testing.assert_array_equal(old, new)
+            elif "kernel" in entries or "obs_stats" in entries:
+                assert (old != new).any()
+
+
+class Normalized(nnx.Module):
+    """A network of nnx with batch normalization."""
+
+    def __init__(self, *, training, rngs):
+        self.norm = nnx.BatchNorm(5, use_running_average=not training, rngs=rngs)
+        self.dense = nnx.Linear(5, 3, rngs=rngs)
+
+    def __call__(self, obs):
+        return self.dense(self.norm(obs))
+
+
+class DropoutNetwork(nn.Module):
+    """A network with active dropout."""
+
+    @nn.compact
+    def __call__(self, obs):
+        return nn.Dropout(0.5, deterministic=False)(nn.Dense(3)(obs))
+
+
+def test_network_of_nnx_is_bridged():
+    network = nnx.bridge.to_linen(Normalized, training=False)
+    params = init_learner(dqn.DQN, CHOICE, network=network).params
+    assert {"params", "batch_stats"} == params.keys()
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (Normalized(training=False, rngs=nnx.Rngs(0)), "`network` must .*to_linen"),
+        (nnx.bridge.to_linen(Normalized, training=True), "must not .*'batch_stats'"),
+        (nn.BatchNorm(use_running_average=False), "`network` must not .*batch_stats"),
+        (DropoutNetwork(), "`network` must not .* key.*dropout"),
+        (jnp.tanh, "`network` must be a module of `flax.linen`"),
+    ],
+)
+def test_network_must_be_a_function_of_params(network, message):
+    with pytest.raises(ValueError, match=message):
+        init_learner(dqn.DQN, CHOICE, network=network)
 
 
 @each_agent("ppo", "recurrent_ppo", "dqn", "pqn", "sac")
