@@ -14,7 +14,6 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import struct
 
@@ -252,7 +251,7 @@ class TD3(Agent):
         """
         noise, space = self.config.exploration_noise, self.spec.action_space
         policy = Policy(self.actor, self.distribution, noise)
-        if not all(np.isfinite(x).all() for x in space.bounds):  # no uniform samples
+        if not self.distribution.is_bounded:
             return policy
         return RandomWarmup(policy, space, self.num_initial_steps)
 

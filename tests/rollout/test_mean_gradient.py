@@ -392,7 +392,9 @@ def test_normalize_of_equal_rows_is_zero():
     x, weight = np.repeat(values, 1000, 1), np.ones((8, 1000), np.float32)
     x[5, 0], weight[5, 0] = -1e6, 0  # an ignored row
     x[6, 0] = np.nan
-    x[7, :500] = 1 + 2e-6  # half of the rows are higher by a few units in the last place
+    x[7, :500] = (
+        1 + 2e-6
+    )  # half of the rows are higher by a few units in the last place
     normalized = quick_jit(jax.vmap(normalize))(x, weight)
     np.testing.assert_array_equal(normalized[:6], 0)
     assert np.isnan(normalized[6]).all()
