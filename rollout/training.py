@@ -23,11 +23,12 @@ from rollout.agents.shared_policy import (
 )
 from rollout.base import checks
 from rollout.base.prng import inline
+from rollout.base.programs import Static, hash_of_types
 from rollout.collector import Collector
 from rollout.envs.host.types import HostVectorEnv
 from rollout.envs.multi_agent import has_agents
 from rollout.envs.spaces import Discrete, EnvSpec, env_spec
-from rollout.envs.types import AnySpace, ArrayTree, BaseVectorEnv, hash_of_types
+from rollout.envs.types import AnySpace, ArrayTree, BaseVectorEnv
 from rollout.host.host_collector import HostCollector
 from rollout.networks import PRIVILEGED, mask_keys, obs_keys, select_parts
 from rollout.normalization import init_obs_stats, split_obs_stats, update_obs_stats
@@ -368,8 +369,7 @@ class Agent:
         Raises:
             ValueError: if `obs` has another shape.
         """
-        policy = self.eval_policy
-        return _predict(hash_of_types(policy), policy, params, self.prepare_obs(obs))
+        return predict_step(self.eval_policy, params, self.prepare_obs(obs), ())[0]
 
     def prepare_obs(self, obs: ArrayTree) -> ArrayTree:
         """Checks a single observation and selects the parts that the actor reads."""
@@ -423,25 +423,50 @@ def jit_on_host(method: Callable[..., Any], **options: Any) -> Callable[..., Any
             are pytrees of arrays. It must not use `self.env` or `self.collector`.
         **options: options of `jax.jit`, such as `donate_argnames`.
     """
-    compiled = jax.jit(method, static_argnums=0, **options)
+
+    @functools.wraps(method)  # `jax.jit` finds donated arguments by their names
+    def run(self: Static, *args: Any) -> Any:
+        return method(self.value, *args)
+
+    compiled = jax.jit(run, static_argnums=0, **options)
 
     @functools.wraps(method)
     def call(self: Agent, *args: Any) -> Any:
         if isinstance(self.env, HostVectorEnv):
-            return compiled(self.replace(env=self.spec), *args)
+            return compiled(Static(self.replace(env=self.spec)), *args)
         return method(self, *args)
 
     return call
 
 
+def predict_step(
+    policy: Policy, params: ArrayTree, obs: ArrayTree, state: ArrayTree
+) -> tuple[ArrayTree, ArrayTree]:
+    """Applies a policy to a single observation, as one compiled program.
+
+    Args:
+        policy: policy without randomness, such as `agent.eval_policy`.
+        params: parameters of the policy.
+        obs: `[*shape]`, a single observation.
+        state: state of a recurrent policy for one environment, `[1, ...]`; `()` for any
+            other policy.
+
+    Returns:
+        The action, `[*shape]`, and the next state.
+    """
+    return _predict(hash_of_types(policy), policy, params, obs, state)
+
+
 # `types` separates jit cache entries; see `hash_of_types`.
 @functools.partial(jax.jit, static_argnums=0)
-def _predict(types: int, policy: Policy, params: ArrayTree, obs: ArrayTree) -> Any:
-    """Applies a feedforward policy to a single observation."""
+def _predict(
+    types: int, policy: Policy, params: ArrayTree, obs: ArrayTree, state: ArrayTree
+) -> tuple[ArrayTree, ArrayTree]:
+    """Computes `predict_step`."""
     del types  # unused
     batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
-    action = policy.apply(params, batch, (), jax.random.key(0)).action
-    return jax.tree.map(lambda x: x[0], action)
+    step = policy.apply(params, batch, state, jax.random.key(0))
+    return jax.tree.map(lambda x: x[0], step.action), step.state
 
 
 def make_collector(

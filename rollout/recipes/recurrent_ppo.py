@@ -41,6 +41,7 @@ from rollout.training import (
     check_desired_kl,
     check_network,
     jit_on_host,
+    predict_step,
 )
 
 
@@ -555,17 +556,7 @@ class RecurrentPPO(Agent):
         """
         memory = self.model.initialize_memory(1) if memory is None else memory
         obs = self.prepare_obs(obs)
-        return predict_jitted(self.eval_policy, params, obs, memory)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def predict_jitted(
-    policy: rollout.Policy, params: ArrayTree, obs: ArrayTree, memory: ArrayTree
-) -> tuple[ArrayTree, ArrayTree]:
-    """Applies the policy to a single observation, as one compiled program."""
-    batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
-    step = policy.apply(params, batch, memory, jax.random.key(0))
-    return jax.tree.map(lambda x: x[0], step.action), step.state
+        return predict_step(self.eval_policy, params, obs, memory)
 
 
 if __name__ == "__main__":
