@@ -556,14 +556,24 @@ def check_module(name: str, network: Any) -> None:
     """Checks that a network is a flax module.
 
     Raises:
-        ValueError: if `network` does not have the methods `init` and `apply`.
+        ValueError: if `network` does not have the methods `init` and `apply`, or if a
+            field is not hashable, for example an array.
     """
-    if hasattr(network, "init") and hasattr(network, "apply"):
-        return
-    raise ValueError(
-        f"`{name}` must be a module of `flax.linen`, got a {type(network).__name__}. "
-        "Convert a module of `flax.nnx` by `flax.nnx.bridge.to_linen(Class, ...)`."
-    )
+    class_name = type(network).__name__
+    if not hasattr(network, "init") or not hasattr(network, "apply"):
+        raise ValueError(
+            f"`{name}` must be a module of `flax.linen`, got a {class_name}. Convert a "
+            "module of `flax.nnx` by `flax.nnx.bridge.to_linen(Class, ...)`."
+        )
+    try:
+        hash(network)
+    except TypeError as error:
+        raise ValueError(
+            f"`{name}` must be hashable, got a {class_name} with a field that is not, "
+            "for example an array. Convert arrays to tuples, or store them by "
+            '`self.variable("constants", name, lambda: array)` in the module: the '
+            "recipes do not train the collection `constants`."
+        ) from error
 
 
 def check_nnx(network: Any, variables: Mapping[str, Any], *args: ArrayTree) -> None:

@@ -493,6 +493,7 @@ def test_network_of_nnx_is_bridged():
         (nn.BatchNorm(use_running_average=False), "`network` must not .*batch_stats"),
         (DropoutNetwork(), "`network` must not .* key.*dropout"),
         (jnp.tanh, "`network` must be a module of `flax.linen`"),
+        (Layers(np.array([3])), "`network` must be hashable.*constants"),
     ],
 )
 def test_network_must_be_a_function_of_params(network, message):
