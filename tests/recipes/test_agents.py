@@ -247,6 +247,17 @@ def test_split_training_has_the_same_bits(name, request):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
+@each_agent(*AGENTS)
+def test_training_passes_debug_nans(name):
+    """No episode ends in the first update, so `return_mean` is undefined."""
+    agent = make_agent(name, num_steps=1, num_updates=1, stats_window_size=7)
+    with jax.debug_nans(True):
+        _, metrics = jax.jit(agent.train)(agent.init(jax.random.key(0)))
+        assert (metrics["return_mean"] < 0).all()
+
+
+@pytest.mark.slow
 @pytest.mark.trains  # `test_recipe_spaces.py` trains each agent for a short time
 @pytest.mark.usefixtures("quick_training")
 @pytest.mark.parametrize(
