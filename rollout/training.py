@@ -81,7 +81,8 @@ class Agent:
             of the mesh, or over "lanes". Parameters are replicated.
 
     Raises:
-        ValueError: if a field is a class instead of an object, if `env` updates its
+        ValueError: if a field is a class instead of an object, if a network is not a
+            flax module, or `optimizer` not an optimizer of optax, if `env` updates its
             statistics of observations, if `config.actor_obs` or `config.critic_obs`
             does not fit the observation space or the network, if `mesh` does not fit
             the environments, or if `env` has several agents that cannot share one
@@ -108,6 +109,12 @@ class Agent:
                     f"`{name}` must not be a mesh, got a mesh of {value.size} "
                     "devices. Pass it by name: `mesh=mesh`."
                 )
+        optimizer = getattr(self, "optimizer", None)
+        if optimizer is not None and not hasattr(optimizer, "update"):
+            raise ValueError(
+                "`optimizer` must be an optimizer of optax, for example "
+                f"`optax.adam(1e-3)`, got {checks.describe(optimizer)}."
+            )
         if self.config is not None and not dataclasses.is_dataclass(self.config):
             raise ValueError(
                 "`config` must be a dataclass, such as the `Config(...)` of a recipe, "
@@ -230,6 +237,19 @@ class Agent:
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def evaluate_schedules(self, step: jax.Array, *names: str) -> Self:
+        """Returns an agent whose hyperparameters are numbers in place of schedules.
+
+        Args:
+            step: argument of the schedules, for example the number of gradient steps.
+            *names: hyperparameters that may be schedules.
+        """
+        values = {name: getattr(self.config, name) for name in names}
+        values = {name: x(step) for name, x in values.items() if callable(x)}
+        if not values:
+            return self
+        return self.replace(config=dataclasses.replace(self.config, **values))
 
     def init_network(self, network: Any, key: chex.PRNGKey, *args: Any) -> Any:
         """Initializes the variables of a flax module: `network.init(key, *args)`.
@@ -514,12 +534,18 @@ def check_discrete(name: str, action_space: AnySpace) -> None:
         )
 
 
-def check_desired_kl(config: Any) -> None:
+def check_desired_kl(config: Any, optimizer: Any = None) -> None:
     """Checks the options of an adaptive learning rate.
 
     Raises:
-        ValueError: if `config.desired_kl` is given with a schedule.
+        ValueError: if `config.desired_kl` is given with a schedule or an optimizer.
     """
+    if config.desired_kl is not None and optimizer is not None:
+        raise ValueError(
+            "`config.desired_kl` must be None with `optimizer`, got "
+            f"{config.desired_kl}: only the learning rate of the default optimizer is "
+            "adapted."
+        )
     if config.desired_kl is not None and callable(config.learning_rate):
         raise ValueError(
             "`config.learning_rate` must be a number with `desired_kl`, got a "

@@ -181,6 +181,8 @@ class DQN(Agent):
         config: hyperparameters.
         network: a flax module that maps observations to the values of all actions,
             `[..., n]`, as `QNetwork` does. None uses a `QNetwork`.
+        optimizer: an optimizer of optax. None uses Adam with `learning_rate` and
+            `anneal_lr` of `config`.
         mesh: devices for the training; see `rollout.training.Agent`.
 
     Raises:
@@ -204,6 +206,7 @@ class DQN(Agent):
 
     config: Config = Config()
     network: nn.Module | None = None
+    optimizer: optax.GradientTransformation | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -264,9 +267,10 @@ class DQN(Agent):
         )
         return buffer if self.mesh is None else rollout.buffers.shard(buffer, self.mesh)
 
-    @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """Adam."""
+    def make_optimizer(self) -> optax.GradientTransformation:
+        """Returns `optimizer`, by default Adam."""
+        if self.optimizer is not None:
+            return self.optimizer
         config, schedule = self.config, self.config.learning_rate
         if config.anneal_lr and not callable(schedule):
             schedule = optax.cosine_decay_schedule(
@@ -284,7 +288,7 @@ class DQN(Agent):
             params=params | self.init_obs_stats(),
             # Copy the parameters, so that the state can be donated.
             target_params=jax.tree.map(jnp.copy, params),
-            opt_state=self.optimizer.init(split_params(params)[0]),
+            opt_state=self.make_optimizer().init(split_params(params)[0]),
             buffer_state=(),
             carry=(),
             window=rollout.EpisodeWindow.init(self.config.stats_window_size),
@@ -361,7 +365,9 @@ class DQN(Agent):
         )
         loss_fn = with_constants(self.mean_loss, constants)
         grads, metrics = jax.grad(loss_fn, has_aux=True)(params, batch)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
+        updates, opt_state = self.make_optimizer().update(
+            grads, state.opt_state, params
+        )
         params: Any = optax.apply_updates(params, updates)
         # A step size of 0 leaves the target network unchanged.
         is_due = step % config.target_update_interval == 0

@@ -177,6 +177,8 @@ class PQN(Agent):
         config: hyperparameters.
         network: a flax module that maps observations to the values of all actions,
             `[..., n]`, as `QNetwork` does. None uses a `QNetwork`.
+        optimizer: an optimizer of optax. None uses rectified Adam with `learning_rate`,
+            `anneal_lr` and `max_grad_norm` of `config`.
         mesh: devices for the training; see `rollout.training.Agent`.
 
     Raises:
@@ -185,6 +187,7 @@ class PQN(Agent):
 
     config: Config = Config()
     network: nn.Module | None = None
+    optimizer: optax.GradientTransformation | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -228,9 +231,10 @@ class PQN(Agent):
         """The policy for evaluation, which takes the action with the highest value."""
         return GreedyPolicy(self.model, self.spec.action_space)
 
-    @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """Rectified Adam with clipped gradients."""
+    def make_optimizer(self) -> optax.GradientTransformation:
+        """Returns `optimizer`, by default rectified Adam with clipped gradients."""
+        if self.optimizer is not None:
+            return self.optimizer
         config, schedule = self.config, self.config.learning_rate
         if config.anneal_lr and not callable(schedule):
             num_gradients = config.num_epochs * config.num_minibatches
@@ -249,7 +253,7 @@ class PQN(Agent):
         check_network("network", apply_fn, (obs,), shape, batch_shape=batch_shape)
         return TrainState(
             params=params | self.init_obs_stats(),
-            opt_state=self.optimizer.init(split_params(params)[0]),
+            opt_state=self.make_optimizer().init(split_params(params)[0]),
             carry=(),
             window=rollout.EpisodeWindow.init(self.config.stats_window_size),
             key=key,
@@ -345,7 +349,7 @@ class PQN(Agent):
         grads, metrics = mean_gradient(
             loss_fn, params, batch, batch.weight, mesh=self.mesh
         )
-        updates, opt_state = self.optimizer.update(grads, opt_state, params)
+        updates, opt_state = self.make_optimizer().update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         return (join_params(params, constants), opt_state), metrics
 

@@ -60,11 +60,13 @@ class Config:
             a schedule.
         gamma: discount per environment step.
         gae_lambda: trace decay of generalized advantage estimation.
-        clip_eps: the ratio of probabilities is clipped to [1 - clip_eps, 1 + clip_eps].
+        clip_eps: the ratio of probabilities is clipped to [1 - clip_eps, 1 + clip_eps];
+            a number, or a schedule of gradient steps, evaluated once per update.
         clip_range_vf: the change of a value in an update is clipped to this value; inf
             does not clip.
         vf_coef: coefficient of the value loss.
-        ent_coef: coefficient of the entropy bonus.
+        ent_coef: coefficient of the entropy bonus; a number, or a schedule of gradient
+            steps, evaluated once per update.
         max_grad_norm: gradients are clipped to this global norm.
         target_kl: gradient steps are skipped once the KL divergence exceeds 1.5 times
             this value; None never skips.
@@ -93,10 +95,10 @@ class Config:
     anneal_lr: bool = True
     gamma: float = 0.99
     gae_lambda: float = 0.95
-    clip_eps: float = 0.2
+    clip_eps: float | optax.Schedule = 0.2
     clip_range_vf: float = math.inf
     vf_coef: float = 0.5
-    ent_coef: float = 0.01
+    ent_coef: float | optax.Schedule = 0.01
     max_grad_norm: float = 0.5
     target_kl: float | None = None
     desired_kl: float | None = None
@@ -313,11 +315,14 @@ class RecurrentPPO(Agent):
             value))`, with the methods `initialize_memory`, `encode` and `heads` of
             `ActorCritic`. The loss calls `encode` step by step, and `heads` once for
             all steps. None uses an `ActorCritic`.
+        optimizer: an optimizer of optax. None uses Adam with `learning_rate`,
+            `anneal_lr` and `max_grad_norm` of `config`.
         mesh: devices for the training; see `rollout.training.Agent`.
     """
 
     config: Config = Config()
     network: nn.Module | None = None
+    optimizer: optax.GradientTransformation | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -328,7 +333,7 @@ class RecurrentPPO(Agent):
                 "`rollout.agents.policy_map`."
             )
         check_counts(self.config, "num_minibatches", "num_epochs", "stats_window_size")
-        check_desired_kl(self.config)
+        check_desired_kl(self.config, self.optimizer)
 
     @functools.cached_property
     def distribution(self) -> ActionDistribution:
@@ -355,9 +360,10 @@ class RecurrentPPO(Agent):
         """The policy for collection, which samples actions."""
         return Policy(self.model, self.distribution)
 
-    @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """Adam with clipped gradients."""
+    def make_optimizer(self) -> optax.GradientTransformation:
+        """Returns `optimizer`, by default Adam with clipped gradients."""
+        if self.optimizer is not None:
+            return self.optimizer
         config, schedule = self.config, self.config.learning_rate
         adam: Any = optax.adam
         if config.desired_kl is not None:  # `minibatch_step` adapts the learning rate
@@ -382,7 +388,7 @@ class RecurrentPPO(Agent):
         check_network(
             "network", apply_fn, (memory, obs), *shapes, batch_shape=batch_shape
         )
-        opt_state = self.optimizer.init(split_params(params)[0])
+        opt_state = self.make_optimizer().init(split_params(params)[0])
         params = params | self.init_obs_stats()
         window = rollout.EpisodeWindow.init(self.config.stats_window_size)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))
@@ -431,10 +437,14 @@ class RecurrentPPO(Agent):
             weight=trajectory.mask.astype(jnp.float32),
             acting=jnp.float32(getattr(trajectory, "acting", trajectory.mask)),
         )
+        num_gradients = config.num_epochs * config.num_minibatches
+        agent = self.evaluate_schedules(
+            state.num_updates * num_gradients, "clip_eps", "ent_coef"
+        )
         key, shuffle_key = jax.random.split(state.key)
         learner = params, state.opt_state, jnp.bool_(False)
         (params, opt_state, _), metrics = rollout.scan_minibatches(
-            self.minibatch_step,
+            agent.minibatch_step,
             learner,
             shuffle_key,
             batch,
@@ -489,7 +499,7 @@ class RecurrentPPO(Agent):
             rate = adapt_learning_rate(rate, metrics["kl"], self.config.desired_kl)
             opt_state = optax.tree.set(opt_state, learning_rate=rate)
             metrics["learning_rate"] = rate
-        updates, new_opt_state = self.optimizer.update(grads, opt_state, params)
+        updates, new_opt_state = self.make_optimizer().update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         new = join_params(params, constants), new_opt_state
         if self.config.target_kl is not None:

@@ -249,7 +249,8 @@ def load(
         raise FileNotFoundError(f"`folder` must have a run of `run`, got {folder}.")
     settings = json.loads(Folder(folder).settings.read_text())
     agent_class = agent_class or class_of(settings["agent"])
-    if missing := sorted(settings["fields"].keys() - fields.keys()):
+    # `predict` needs no optimizer.
+    if missing := sorted(settings["fields"].keys() - fields.keys() - {"optimizer"}):
         field = settings["fields"][missing[0]]
         raise ValueError(
             f"`{missing[0]}` must be passed to `load`: the agent in {folder} has a "

@@ -182,6 +182,8 @@ class SAC(Agent):
             `distribution`, `[..., num_params]`. None uses an `MLP`.
         critic_network: a flax module that maps observations and normalized actions to
             `[..., 1]`. None uses an `MLP`.
+        optimizer: an optimizer of optax of all parameters. None uses Adam with
+            `learning_rate` of `config`.
         mesh: devices for the training; see `rollout.training.Agent`.
 
     Raises:
@@ -194,6 +196,7 @@ class SAC(Agent):
     config: Config = Config()
     actor_network: nn.Module | None = None
     critic_network: nn.Module | None = None
+    optimizer: optax.GradientTransformation | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -239,9 +242,10 @@ class SAC(Agent):
         buffer = ReplayBuffer(self.config.buffer_size, self.spec.num_envs)
         return buffer if self.mesh is None else rollout.buffers.shard(buffer, self.mesh)
 
-    @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """Adam for actor, critics and temperature together."""
+    def make_optimizer(self) -> optax.GradientTransformation:
+        """Returns `optimizer`, by default Adam."""
+        if self.optimizer is not None:
+            return self.optimizer
         return optax.adam(self.config.learning_rate)
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
@@ -268,7 +272,7 @@ class SAC(Agent):
         return TrainState(
             params=params | self.init_obs_stats(),
             target_params=jax.tree.map(jnp.copy, params["critic"]),
-            opt_state=self.optimizer.init(split_params(params)[0]),
+            opt_state=self.make_optimizer().init(split_params(params)[0]),
             buffer_state=(),
             carry=(),
             window=rollout.EpisodeWindow.init(self.config.stats_window_size),
@@ -363,7 +367,9 @@ class SAC(Agent):
         grads, metrics = mean_gradient(
             loss_fn, params, batch, sample.weights, mesh=self.mesh
         )
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
+        updates, opt_state = self.make_optimizer().update(
+            grads, state.opt_state, params
+        )
         params: Any = optax.apply_updates(params, updates)
         target_params: Any = optax.incremental_update(
             params["critic"], split_params(target_params)[0], self.config.tau

@@ -195,6 +195,8 @@ class TD3(Agent):
             `[..., size]`. None uses an `MLP`.
         critic_network: a flax module that maps observations and normalized actions to
             `[..., 1]`. None uses an `MLP`.
+        optimizer: an optimizer of optax of the actor, and of the critics. None uses
+            Adam with `learning_rate` of `config`.
         mesh: devices for the training; see `rollout.training.Agent`.
 
     Raises:
@@ -207,6 +209,7 @@ class TD3(Agent):
     config: Config = Config()
     actor_network: nn.Module | None = None
     critic_network: nn.Module | None = None
+    optimizer: optax.GradientTransformation | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -267,9 +270,10 @@ class TD3(Agent):
         buffer = ReplayBuffer(self.config.buffer_size, self.spec.num_envs)
         return buffer if self.mesh is None else rollout.buffers.shard(buffer, self.mesh)
 
-    @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """Adam, for the actor and for the critics."""
+    def make_optimizer(self) -> optax.GradientTransformation:
+        """Returns `optimizer`, by default Adam."""
+        if self.optimizer is not None:
+            return self.optimizer
         return optax.adam(self.config.learning_rate)
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
@@ -296,7 +300,7 @@ class TD3(Agent):
             params=params | self.init_obs_stats(),
             target_params=jax.tree.map(jnp.copy, params),
             opt_state={
-                name: self.optimizer.init(split_params(x)[0])
+                name: self.make_optimizer().init(split_params(x)[0])
                 for name, x in params.items()
             },
             num_gradient_steps=jnp.int32(0),
@@ -413,7 +417,9 @@ class TD3(Agent):
             jnp.ones(len(batch.target)),
         )
         grads, metrics = mean_gradient(loss_fn, params, batch, weight, mesh=self.mesh)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state[name], params)
+        updates, opt_state = self.make_optimizer().update(
+            grads, state.opt_state[name], params
+        )
         params = optax.apply_updates(params, updates)
         state = state.replace(
             params=state.params | {name: join_params(params, constants)},

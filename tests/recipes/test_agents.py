@@ -87,7 +87,7 @@ def test_learning_rate_may_anneal_or_follow_a_schedule(name, changes, annealed):
     """The updates are proportional to the rate, because optax scales at the end."""
     schedule = optax.linear_schedule(1.0, 0.1, 8)
     optimizers = [
-        make_agent(name, **changes | options).optimizer
+        make_agent(name, **changes | options).make_optimizer()
         for options in (
             {"learning_rate": 1.0, "anneal_lr": False},
             {"learning_rate": 0.05},
@@ -110,6 +110,80 @@ def test_learning_rate_may_anneal_or_follow_a_schedule(name, changes, annealed):
     rates = 0.05 * annealed, np.full(8, 0.05), np.linspace(1.0, 0.1, 9)[:8]
     for update, expected in zip(updates, rates, strict=True):
         np.testing.assert_allclose(update / unit, expected, rtol=1e-3, atol=1e-7)
+
+
+def label(params):
+    """Labels the first layers of networks as frozen."""
+    is_first = lambda path: "Dense_0" in jax.tree_util.keystr(path)  # noqa: E731
+    return jax.tree.map_with_path(
+        lambda path, _: "frozen" if is_first(path) else "trained", params
+    )
+
+
+@pytest.mark.usefixtures("quick_compile")
+@each_agent("ppo", slow=("recurrent_ppo", "dqn", "pqn", "sac", "td3"))
+def test_optimizer_is_replaced(name):
+    """Plain gradient descent, and no updates of the first layers."""
+    parts = {"trained": optax.sgd(0.1), "frozen": optax.set_to_zero()}
+    agent = make_agent(name).replace(optimizer=optax.multi_transform(parts, label))
+
+    @quick_jit
+    def train(key):
+        state = agent.init(key)
+        return state.params, agent.train(state)[0].params
+
+    params, new_params = jax.device_get(train(jax.random.key(0)))
+    labels = jax.tree.leaves(label(params))
+    assert {"frozen", "trained"} == set(labels)
+    pairs = zip(*map(jax.tree.leaves, (params, new_params)), labels, strict=True)
+    for old, new, part in pairs:
+        if old.ndim > 1:  # some biases have no gradient
+            assert (old == new).all() == (part == "frozen")
+
+
+@each_agent(*AGENTS)
+def test_optimizer_must_be_one(name):
+    with pytest.raises(ValueError, match=r"`optimizer` must be .*`optax.adam\(1e-3\)`"):
+        make_agent(name).replace(optimizer=optax.adam)
+
+
+@each_agent("ppo", "recurrent_ppo")
+def test_loss_gets_the_values_of_schedules(name):
+    """The loss would raise for a function."""
+    halved = lambda count: 0.5 * count  # noqa: E731
+    agent = make_agent(name, clip_eps=halved, ent_coef=halved)
+    config = agent.evaluate_schedules(np.int32(3), "clip_eps", "gamma").config
+    assert (config.clip_eps, config.ent_coef) == (1.5, halved)
+    state, _ = jax.eval_shape(agent.update, init(agent))
+    assert state.params
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
+@each_agent("ppo", "recurrent_ppo")
+def test_coefficients_may_follow_a_schedule(name):
+    """An update has two gradient steps. The schedules change at the second update."""
+    values = {"clip_eps": (0.01, 0.3), "ent_coef": (0.5, 0.05)}
+    options = {"learning_rate": 0.05, "anneal_lr": False, "num_epochs": 1}
+    agent = make_agent(name, **options)
+    schedules = {
+        option: optax.piecewise_constant_schedule(first, {2: second / first})
+        for option, (first, second) in values.items()
+    }
+
+    @quick_jit
+    def update(state, numbers):
+        changed = agent.replace(config=agent.config.replace(**numbers))
+        return changed.update(state)[0]
+
+    state = initial = quick_jit(agent.init)(jax.random.key(0))
+    for i in range(2):
+        state = update(state, {option: x[i] for option, x in values.items()})
+    scheduled = make_agent(name, **options, **schedules)
+    new_state, _ = quick_jit(scheduled.train)(initial)
+    np.testing.assert_allclose(
+        flatten(new_state.params), flatten(state.params), rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
