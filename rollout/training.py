@@ -55,7 +55,8 @@ class Agent:
     - `policy`: the policy that collects experience;
     - `init_learner(key, obs)`: returns the initial state for observations `[B, ...]`, a
       `flax.struct.PyTreeNode` with fields `params`, `carry`, `key` and `num_updates`.
-      `init` sets `carry` and `key`;
+      `init` sets `carry` and `key`. It needs a third argument, see `choose_params`, if
+      `init` is called with `params`;
     - `buffer` and `stored_fields`, if `config` has `learning_starts`: the replay buffer
       and the fields that it stores. The state also has the fields `buffer_state` and
       `window`. Override `init_buffer` for any other replay memory;
@@ -264,6 +265,24 @@ class Agent:
             check_nnx(network, variables, *args)
         return variables
 
+    def choose_params(
+        self, params: ArrayTree, initial_params: ArrayTree | None
+    ) -> ArrayTree:
+        """Returns the parameters with which a training starts, for `init_learner`.
+
+        Args:
+            params: random parameters, with the statistics of `init_obs_stats`.
+            initial_params: parameters of an earlier training, or None.
+
+        Raises:
+            ValueError: if the structures, shapes or dtypes differ.
+        """
+        if initial_params is None:
+            return params
+        text = "`params` must fit the networks and the config of the agent"
+        checks.check_same_types(text, params, initial_params)
+        return initial_params
+
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> Any:
         """Initializes a state without `carry` and `key` for observations `[B, ...]`."""
         raise NotImplementedError
@@ -287,14 +306,19 @@ class Agent:
             window=state.window.add(trajectory),
         )
 
-    def init(self, key: chex.PRNGKey) -> Any:
+    def init(self, key: chex.PRNGKey, *, params: ArrayTree | None = None) -> Any:
         """Starts an episode in every environment and initializes the parameters.
 
         Args:
             key: one typed key, the source of all randomness of the training run.
+            params: initial parameters, the field `params` of a training state or of a
+                result of `load`, with all statistics. The environments, their number
+                and the devices may differ from those of the earlier training. Target
+                networks are copies. None initializes random parameters.
 
         Raises:
-            ValueError: if `env` is only an `EnvSpec`.
+            ValueError: if `env` is only an `EnvSpec`, or if `params` does not fit the
+                networks and the config.
         """
         checks.check_key(key)
         if isinstance(self.env, EnvSpec):
@@ -313,7 +337,8 @@ class Agent:
         shared = has_agents(self.env)
         obs = self.collector.agent_obs(carry) if shared else carry.obs
         # Compile one program instead of many small programs.
-        state = jax.jit(self._init_learner)(keys[1:], obs)
+        initial = jax.tree.map(_to_host, params)
+        state = jax.jit(self._init_learner)(keys[1:], obs, initial)
         if num_steps := self.num_initial_steps:
             carry, trajectory = self.collector.collect_steps(
                 carry, state.params, num_steps
@@ -321,13 +346,16 @@ class Agent:
             state = jax.jit(self.init_buffer)(state, trajectory)
         return state.replace(carry=carry)
 
-    def _init_learner(self, keys: chex.PRNGKey, obs: ArrayTree) -> Any:
+    def _init_learner(
+        self, keys: chex.PRNGKey, obs: ArrayTree, initial_params: ArrayTree | None
+    ) -> Any:
         """Initializes a state without `carry` from two keys.
 
         The key of the state is then on the devices of the environments, like the other
         arrays, so that `train` compiles once.
         """
-        state = self.init_learner(keys[0], obs).replace(key=keys[1])
+        args = () if initial_params is None else (initial_params,)
+        state = self.init_learner(keys[0], obs, *args).replace(key=keys[1])
         if self.mesh is None:
             return state
         return LaneSharding(*checks.check_mesh(self.mesh)).replicate(state)
@@ -430,6 +458,11 @@ class Agent:
         keys = self.actor_obs and (*self.actor_obs, *mask_keys(space))
         obs, space = select_parts(space, self._obs_leaves, keys)
         return jax.tree.map(np.shape, obs), space.leaves()
+
+
+def _to_host(x: Any) -> Any:
+    """Returns an array as NumPy, because it may be on other devices."""
+    return x if isinstance(x, jax.core.Tracer) else jax.device_get(x)
 
 
 def jit_on_host(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -278,17 +278,24 @@ class DQN(Agent):
             )
         return optax.adam(schedule)
 
-    def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the training state; `init` sets carry, buffer and `key`."""
+    def init_learner(
+        self, key: chex.PRNGKey, obs: ArrayTree, initial_params: ArrayTree | None = None
+    ) -> TrainState:
+        """Initializes the training state; `init` sets carry, buffer and `key`.
+
+        Its parameters are `initial_params`, or random parameters for None.
+        """
         params = self.init_network(self.model, key, obs)
         apply_fn = functools.partial(self.model.apply, params)
         shape, batch_shape = (self.spec.action_space.n,), self.batch_shape(obs)
         check_network("network", apply_fn, (obs,), shape, batch_shape=batch_shape)
+        params = self.choose_params(params | self.init_obs_stats(), initial_params)
+        variables, _ = split_obs_stats(params)
         return TrainState(
-            params=params | self.init_obs_stats(),
+            params=params,
             # Copy the parameters, so that the state can be donated.
-            target_params=jax.tree.map(jnp.copy, params),
-            opt_state=self.make_optimizer().init(split_params(params)[0]),
+            target_params=jax.tree.map(jnp.copy, variables),
+            opt_state=self.make_optimizer().init(split_params(variables)[0]),
             buffer_state=(),
             carry=(),
             window=rollout.EpisodeWindow.init(self.config.stats_window_size),

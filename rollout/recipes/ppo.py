@@ -300,8 +300,13 @@ class PPO(Agent):
         # Flatten the parameters: few large operations are faster than many small ones.
         return optax.flatten(optax.chain(clip, adam(schedule, eps=1e-5)))
 
-    def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the training state; `init` sets its `carry` and `key`."""
+    def init_learner(
+        self, key: chex.PRNGKey, obs: ArrayTree, initial_params: ArrayTree | None = None
+    ) -> TrainState:
+        """Initializes the training state; `init` sets its `carry` and `key`.
+
+        Its parameters are `initial_params`, or random parameters for None.
+        """
         # Run seeds one at a time under `vmap`: on jax 0.10, batched decompositions of
         # `orthogonal` deadlock on few CPU cores.
         init = functools.partial(self.init_network, self.model)
@@ -310,8 +315,9 @@ class PPO(Agent):
         shapes = (self.distribution.num_params,), ()
         batch_shape = self.batch_shape(obs)
         check_network("network", apply_fn, (obs,), *shapes, batch_shape=batch_shape)
-        opt_state = self.make_optimizer().init(split_params(params)[0])
-        params = params | self.init_obs_stats()
+        params = self.choose_params(params | self.init_obs_stats(), initial_params)
+        variables, _ = split_obs_stats(params)
+        opt_state = self.make_optimizer().init(split_params(variables)[0])
         window = rollout.EpisodeWindow.init(self.config.stats_window_size)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))
 

@@ -245,15 +245,22 @@ class PQN(Agent):
         # Flatten the parameters: few large operations are faster than many small ones.
         return optax.flatten(optax.chain(clip, optax.radam(schedule)))
 
-    def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the training state; `init` sets its `carry` and `key`."""
+    def init_learner(
+        self, key: chex.PRNGKey, obs: ArrayTree, initial_params: ArrayTree | None = None
+    ) -> TrainState:
+        """Initializes the training state; `init` sets its `carry` and `key`.
+
+        Its parameters are `initial_params`, or random parameters for None.
+        """
         params = self.init_network(self.model, key, obs)
         apply_fn = functools.partial(self.model.apply, params)
         shape, batch_shape = (self.spec.action_space.n,), self.batch_shape(obs)
         check_network("network", apply_fn, (obs,), shape, batch_shape=batch_shape)
+        params = self.choose_params(params | self.init_obs_stats(), initial_params)
+        variables, _ = split_obs_stats(params)
         return TrainState(
-            params=params | self.init_obs_stats(),
-            opt_state=self.make_optimizer().init(split_params(params)[0]),
+            params=params,
+            opt_state=self.make_optimizer().init(split_params(variables)[0]),
             carry=(),
             window=rollout.EpisodeWindow.init(self.config.stats_window_size),
             key=key,

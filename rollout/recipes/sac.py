@@ -248,8 +248,13 @@ class SAC(Agent):
             return self.optimizer
         return optax.adam(self.config.learning_rate)
 
-    def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the training state; `init` sets carry, buffer and `key`."""
+    def init_learner(
+        self, key: chex.PRNGKey, obs: ArrayTree, initial_params: ArrayTree | None = None
+    ) -> TrainState:
+        """Initializes the training state; `init` sets carry, buffer and `key`.
+
+        Its parameters are `initial_params`, or random parameters for None.
+        """
         actor_key, *critic_keys = jax.random.split(key, 3)
         action = jnp.zeros((self.spec.num_envs, self.distribution.size))
         init_critic = functools.partial(self.init_network, self.critic)
@@ -269,10 +274,12 @@ class SAC(Agent):
         check_network(
             "critic_network", apply_critic, (obs, action), (1,), batch_shape=batch_shape
         )
+        params = self.choose_params(params | self.init_obs_stats(), initial_params)
+        variables, _ = split_obs_stats(params)
         return TrainState(
-            params=params | self.init_obs_stats(),
-            target_params=jax.tree.map(jnp.copy, params["critic"]),
-            opt_state=self.make_optimizer().init(split_params(params)[0]),
+            params=params,
+            target_params=jax.tree.map(jnp.copy, variables["critic"]),
+            opt_state=self.make_optimizer().init(split_params(variables)[0]),
             buffer_state=(),
             carry=(),
             window=rollout.EpisodeWindow.init(self.config.stats_window_size),

@@ -276,8 +276,13 @@ class TD3(Agent):
             return self.optimizer
         return optax.adam(self.config.learning_rate)
 
-    def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the training state; `init` sets carry, buffer and `key`."""
+    def init_learner(
+        self, key: chex.PRNGKey, obs: ArrayTree, initial_params: ArrayTree | None = None
+    ) -> TrainState:
+        """Initializes the training state; `init` sets carry, buffer and `key`.
+
+        Its parameters are `initial_params`, or random parameters for None.
+        """
         actor_key, *critic_keys = jax.random.split(key, 3)
         action = jnp.zeros((self.spec.num_envs, self.distribution.size))
         init_critic = functools.partial(self.init_network, self.critic)
@@ -296,12 +301,14 @@ class TD3(Agent):
         check_network(
             "critic_network", apply_critic, (obs, action), (1,), batch_shape=batch_shape
         )
+        params = self.choose_params(params | self.init_obs_stats(), initial_params)
+        variables, _ = split_obs_stats(params)
         return TrainState(
-            params=params | self.init_obs_stats(),
-            target_params=jax.tree.map(jnp.copy, params),
+            params=params,
+            target_params=jax.tree.map(jnp.copy, variables),
             opt_state={
                 name: self.make_optimizer().init(split_params(x)[0])
-                for name, x in params.items()
+                for name, x in variables.items()
             },
             num_gradient_steps=jnp.int32(0),
             buffer_state=(),

@@ -147,6 +147,48 @@ def test_optimizer_must_be_one(name):
         make_agent(name).replace(optimizer=optax.adam)
 
 
+@pytest.mark.usefixtures("quick_compile")
+@each_agent("ppo", "dqn", slow=("recurrent_ppo", "pqn", "sac", "td3"))
+def test_training_starts_from_given_parameters(name):
+    """Also with another number of environments, and with statistics."""
+    agent = make_agent(name, normalize_observations=True)
+    state = init(agent)
+    count = itertools.count(1)
+    params = jax.tree.map(
+        lambda x: np.full(x.shape, next(count), x.dtype), state.params
+    )
+    wider = make_agent(
+        name, envs.vectorize(AGENTS[name][1], 3), normalize_observations=True
+    )
+
+    @quick_jit
+    def start(key):
+        state = wider.init(key, params=params)
+        return state.params, state.target_params if name in OFF_POLICY else ()
+
+    new_params, target_params = jax.device_get(start(jax.random.key(0)))
+    expected = {x: y for x, y in params.items() if x != "obs_stats"}
+    trained = {x: y for x, y in new_params.items() if x != "obs_stats"}
+    jax.tree.map(np.testing.assert_array_equal, trained, expected)
+    if name in OFF_POLICY:
+        target = expected["critic"] if name == "sac" else expected
+        jax.tree.map(np.testing.assert_array_equal, target_params, target)
+    # Replay buffers start with 9 rows of environments.
+    num_rows = 9 if name in OFF_POLICY else 0
+    initial_count = params["obs_stats"]["count"]
+    assert new_params["obs_stats"]["count"] == initial_count + num_rows
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_layer_sizes": (9,)}, {"normalize_observations": True}]
+)
+def test_given_parameters_must_fit(changes):
+    params = init(make_agent("ppo", **changes)).params
+    agent = make_agent("ppo")
+    with pytest.raises(ValueError, match="`params` must fit the networks and the con"):
+        jax.eval_shape(lambda key: agent.init(key, params=params), jax.random.key(0))
+
+
 @each_agent("ppo", "recurrent_ppo")
 def test_loss_gets_the_values_of_schedules(name):
     """The loss would raise for a function."""
