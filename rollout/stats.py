@@ -98,7 +98,7 @@ class Moments(struct.PyTreeNode, kw_only=True):
         x = self if xp is jnp else jax.device_get(self)
         with np.errstate(all="ignore"):
             value = fn(xp, x, xp.maximum(x.count, 1).astype(np.float32))
-            has_nans = xp is np or not jax.config.jax_debug_nans
+            has_nans = xp is np or not jax.debug_nans.value
             undefined = np.float32(np.nan if has_nans else -np.inf)
             return xp.where(x.count < min_count, undefined, value)[()]
 

@@ -279,7 +279,7 @@ def explained_variance(
         `jax_debug_nans` is set.
     """
     error, variance = (jnp.var(x, where=mask) for x in (target - value, target))
-    if not jax.config.jax_debug_nans:
+    if not jax.debug_nans.value:
         return 1 - error / variance
     return jnp.where(variance > 0, 1 - error / variance, -jnp.inf)
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.errors import InvalidRngError, ModifyScopeVariableError
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from rollout.agents.shared_policy import (
@@ -462,7 +463,7 @@ class Agent:
 
 def _to_host(x: Any) -> Any:
     """Returns an array as NumPy, because it may be on other devices."""
-    return x if isinstance(x, jax.core.Tracer) else jax.device_get(x)
+    return x if isinstance(x, Tracer) else jax.device_get(x)
 
 
 def jit_on_host(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:

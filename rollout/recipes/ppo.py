@@ -445,7 +445,8 @@ class PPO(Agent):
         Returns:
             The loss, `()`, and metrics, `()` by name.
         """
-        config, mask = self.config, get_action_mask(row.obs)
+        config: Any = self.config  # without schedules, see `learn`
+        mask = get_action_mask(row.obs)
         outputs, value = self.model.apply(params, row.obs)
         log_prob = self.distribution.log_prob(outputs, row.raw_action, mask)
         log_ratio = log_prob - row.log_prob

@@ -527,7 +527,8 @@ class RecurrentPPO(Agent):
         Returns:
             The loss of every step, `[T]`, and metrics, `[T]` by name.
         """
-        config, mask, model = self.config, get_action_mask(row.obs), self.model
+        config: Any = self.config  # without schedules, see `learn`
+        mask, model = get_action_mask(row.obs), self.model
         _, features = rollout.policies.unroll(
             lambda memory, obs: model.apply(params, memory, obs, method="encode"),
             jax.tree.map(lambda x: x[0], row.initial_memory),
