@@ -34,7 +34,7 @@ def jit_method(*static: str) -> Callable[[Fn], Fn]:
     """
 
     def decorate(method: Fn) -> Fn:
-        # For `types` see `hash_of_types`.
+        # `types` separates jit cache entries; see `hash_of_types`.
         def run(types: int, *args: Any, **options: Any) -> Any:
             del types
             return method(*args, **options)

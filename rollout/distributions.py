@@ -47,8 +47,8 @@ class ActionDistribution:
 
     Attributes:
         action_space: action space of a single environment, from `rollout.envs`,
-            Gymnasium or gymnax. An integer has at most 2**24 values. A bound of floats
-            that is the largest number of its dtype counts as infinite.
+            Gymnasium or gymnax. An integer has at most 2**24 values. A bound equal to
+            the largest float of its dtype counts as infinite.
 
     Raises:
         ValueError: if `action_space` is not a space, if a part has no bounds, or if an

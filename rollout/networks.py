@@ -207,7 +207,7 @@ def with_constants(
 
     Args:
         loss_fn: function `(variables, *args)`.
-        constants: variables that are not differentiated.
+        constants: variables without derivatives.
     """
     return lambda params, *args: loss_fn(join_params(params, constants), *args)
 

@@ -314,8 +314,8 @@ class Agent:
             key: one typed key, the source of all randomness of the training run.
             params: initial parameters, the field `params` of a training state or of a
                 result of `load`, with all statistics. The environments, their number
-                and the devices may differ from those of the earlier training. Target
-                networks are copies. None initializes random parameters.
+                and the devices may differ from the earlier training. Target networks
+                are copies. None initializes random parameters.
 
         Raises:
             ValueError: if `env` is only an `EnvSpec`, or if `params` does not fit the
