@@ -183,7 +183,7 @@ def of_dqn() -> Programs:
                 weight=rows.weights,
             )
             grads = jax.grad(agent.mean_loss, has_aux=True)(learner[0], batch)[0]
-            return apply(agent.optimizer, learner, grads), None
+            return apply(agent.make_optimizer(), learner, grads), None
 
         learner = params, opt_state
         return jax.lax.scan(step, learner, length=config.gradient_steps)[0]
@@ -228,7 +228,7 @@ def of_sac() -> Programs:
                 noise=jax.random.normal(noise_key, action.shape),
             )
             grads = mean_gradient(agent.loss, learner[0], batch, weight)[0]
-            return apply(agent.optimizer, learner, grads), None
+            return apply(agent.make_optimizer(), learner, grads), None
 
         keys = jax.random.split(state.key, BATCHES)
         return jax.lax.scan(step, (state.params, state.opt_state), keys)[0]

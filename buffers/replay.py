@@ -34,23 +34,22 @@ def jit_method(*static: str) -> Callable[[Fn], Fn]:
     """
 
     def decorate(method: Fn) -> Fn:
-        # The jit cache treats pytrees that differ only in their class as equal, so the
-        # class is a separate static argument.
-        def run(cls: type, *args: Any, **options: Any) -> Any:
-            del cls
+        # `types` separates jit cache entries; see `hash_of_types`.
+        def run(types: int, *args: Any, **options: Any) -> Any:
+            del types
             return method(*args, **options)
 
         signature = inspect.signature(method)
-        cls = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = [cls, *signature.parameters.values()]
+        types = inspect.Parameter("types", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = [types, *signature.parameters.values()]
         # `jax.jit` finds static arguments by the names in the signature.
         signature = signature.replace(parameters=parameters)
         setattr(run, "__signature__", signature)  # noqa: B010  (pyright)
-        jitted = jax.jit(run, static_argnames=("cls", *static), inline=True)
+        jitted = jax.jit(run, static_argnames=("types", *static), inline=True)
 
         @functools.wraps(method)
         def call(self: Any, *args: Any, **options: Any) -> Any:
-            return jitted(type(self), self, *args, **options)
+            return jitted(programs.hash_of_types(self), self, *args, **options)
 
         return cast(Fn, call)
 

@@ -504,7 +504,8 @@ def as_space(space: Any, name: str = "space") -> AnySpace:
 
     Raises:
         ValueError: if the space is not supported, for example `Text`, `Graph`,
-            `Sequence` or `OneOf` of Gymnasium, or if it has no parts.
+            `Sequence` or `OneOf` of Gymnasium, if it has no parts, or if it is a box of
+            64-bit integers none of which fits into 32 bits.
     """
     if isinstance(space, Space):
         return space
@@ -696,7 +697,14 @@ def _convert(class_name: str, space: Any) -> AnySpace:
     shape = tuple(int(size) for size in np.atleast_1d(space.shape))
     if dtype != space.dtype:
         if dtype.kind in "iu":
-            low, high = (np.clip(x, *_limits(dtype)) for x in (low, high))
+            lowest, highest = _limits(dtype)
+            if np.any(np.asarray(low) > highest) or np.any(np.asarray(high) < lowest):
+                raise ValueError(
+                    f"A Box of {space.dtype} must have elements that fit into {dtype}, "
+                    f"because jax has no 64-bit integers by default, got {space!r}. "
+                    "Subtract `low` in a wrapper of the environment."
+                )
+            low, high = (np.clip(x, lowest, highest) for x in (low, high))
         with np.errstate(over="ignore"):  # bounds beyond float32 become infinite
             low, high = (np.asarray(x).astype(dtype) for x in (low, high))
     return Box(low, high, shape, dtype)

@@ -232,19 +232,6 @@ def at_episode(env: Any, number: jax.Array) -> Any:
     return env.at_episode(number) if hasattr(env, "at_episode") else env
 
 
-def hash_of_types(tree: ArrayTree) -> int:
-    """Returns a hash of a tree's structure that includes the classes of its nodes.
-
-    jax 0.10 and 0.11 treat two trees as equal if they differ only in the class of a
-    dataclass (`jax.tree_util.register_dataclass`). The hashes of the trees differ, but
-    the jit cache of jax 0.10 compares only a few bits of the hashes before it tests
-    equality. Therefore all objects that contain an environment, for example a collector
-    or the result of `vectorize`, store this hash as static data. Otherwise `jit` could
-    run the program of another environment.
-    """
-    return hash(jax.tree.structure(tree))
-
-
 def strong(tree: ArrayTree) -> ArrayTree:
     """Drops weak types, which make a scan trace its body twice or raise an error."""
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)

@@ -11,6 +11,7 @@ from flax import struct
 
 from rollout.base import checks
 from rollout.base import prng as env_keys
+from rollout.base.programs import hash_of_types
 from rollout.envs import auto_reset as auto_resets
 from rollout.envs.multi_agent import (
     ACTING,
@@ -35,7 +36,6 @@ from rollout.envs.types import (
     Lanes,
     VectorEnv,
     at_episode,
-    hash_of_types,
     strong,
 )
 from rollout.envs.wrappers.wrapper import BaseWrapper, Wrapper, cast_step

@@ -10,7 +10,7 @@ import jax
 from flax import struct
 
 from rollout.base import checks, programs
-from rollout.envs.types import VectorEnv, check_vector_env, hash_of_types
+from rollout.envs.types import VectorEnv, check_vector_env
 from rollout.kernel import episodes, keys, scan, step
 from rollout.kernel.state import (
     check_fits,
@@ -99,7 +99,10 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     def __post_init__(self) -> None:
         check_vector_env(self.env)
         object.__setattr__(self, "accumulators", checked_accumulators(self))
-        object.__setattr__(self, "_types", hash_of_types((self.env, self.policy)))
+        types = programs.hash_of_types(
+            self.env, self.policy, static=(self.record_fn, self.accumulators)
+        )
+        object.__setattr__(self, "_types", types)
 
     def freeze(self, carry: Carry) -> Self:
         """Fixes the statistics of normalizing wrappers. Use it before evaluation.

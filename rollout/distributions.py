@@ -27,6 +27,7 @@ from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 
 _MASKED_LOGIT = -1e9
+_MAX_VALUES = 2**24  # of an integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +47,12 @@ class ActionDistribution:
 
     Attributes:
         action_space: action space of a single environment, from `rollout.envs`,
-            Gymnasium or gymnax. Integer spaces must have finite bounds.
+            Gymnasium or gymnax. An integer has at most 2**24 values. A bound equal to
+            the largest float of its dtype counts as infinite.
 
     Raises:
-        ValueError: if `action_space` is not a space, or if a part has no bounds.
+        ValueError: if `action_space` is not a space, if a part has no bounds, or if an
+            integer has too many values.
     """
 
     action_space: AnySpace
@@ -213,6 +216,8 @@ class ActionDistribution:
             )
         lanes = params.shape[:-1]
         mask = self._flat_mask(action_mask, lanes)
+        # A logit of -inf in float16 would make the entropy NaN.
+        masked_logit = max(_MASKED_LOGIT, float(jnp.finfo(params.dtype).min) / 2)
         start, start_std, start_flag = 0, self.num_params - self.num_log_stds, 0
         leaves = []
         for part in self._parts:
@@ -235,9 +240,9 @@ class ActionDistribution:
                 is_valid = mask[..., flag] & valid
                 # If no value is valid, ignore the mask, since sampling needs a value.
                 is_valid |= valid & ~is_valid.any(-1, keepdims=True)
-                logits = jnp.where(is_valid, logits, _MASKED_LOGIT)
+                logits = jnp.where(is_valid, logits, masked_logit)
             elif not is_value.all():
-                logits = jnp.where(valid, logits, _MASKED_LOGIT)
+                logits = jnp.where(valid, logits, masked_logit)
             start_flag += int(part.num_values.sum())
             leaves.append(_Leaf(logits=logits))
         return leaves
@@ -286,6 +291,11 @@ class TanhNormal:
     @functools.cached_property
     def _part(self) -> "_Part":
         return _describe_part(self.action_space)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether all floats of an action have two finite bounds."""
+        return bool(np.isfinite([self._part.low, self._part.high]).all())
 
     @property
     def size(self) -> int:
@@ -440,19 +450,31 @@ def _describe_part(space: AnySpace) -> _Part:
         )
     low, high = (np.broadcast_to(np.asarray(x), space.shape) for x in bounds)
     if not is_float:
+        num_values = high.astype(np.int64) - low.astype(np.int64) + 1
+        if num_values.max(initial=0) > _MAX_VALUES:
+            raise ValueError(
+                f"`action_space` must have at most {_MAX_VALUES:,} values per integer, "
+                f"because every value has a logit, got {space!r}. Let the policy act "
+                "in a Box of floats and round its actions in `env.step`."
+            )
+        # Large numbers of uint32 wrap around, and `postprocess` inverts this.
         low, high = low.astype(np.int32), high.astype(np.int32)
         ones, zeros = np.ones(space.shape), np.zeros(space.shape)
-        num_values = high - low + 1
         return _Part(
             False, space.shape, space.dtype, low, high, num_values, ones, zeros
         )
+    # The largest float stands for no bound, as in environments of Gymnasium.
+    limit = np.float32(jnp.finfo(space.dtype).max)
     low, high = low.astype(np.float32), high.astype(np.float32)
+    low = np.where(low <= -limit, -np.inf, low)
+    high = np.where(high >= limit, np.inf, high)
     has_low, has_high = np.isfinite(low), np.isfinite(high)
     # Map -1 and 1 to the bounds; place a missing bound at distance 2 from the other.
     first = np.where(has_low, low, np.where(has_high, high - 2, -1.0))
     last = np.where(has_high, high, np.where(has_low, low + 2, 1.0))
-    scale = np.where(first < last, (last - first) / 2, 1.0).astype(np.float32)
-    offset = ((first + last) / 2).astype(np.float32)
+    # Halve first: the difference may overflow.
+    scale = np.where(first < last, last / 2 - first / 2, 1.0).astype(np.float32)
+    offset = (first / 2 + last / 2).astype(np.float32)
     num_values = np.zeros(space.shape, int)
     return _Part(True, space.shape, space.dtype, low, high, num_values, scale, offset)
 

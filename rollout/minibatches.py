@@ -241,12 +241,18 @@ def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
         weight: weights of the rows, of the shape of `x`; rows of weight 0 are ignored.
 
     Returns:
-        The normalized rows, of the shape of `x`; zeros if all rows are equal.
+        The normalized rows, of the shape of `x`; zeros if all rows are equal, up to the
+        rounding of their mean.
     """
     total = jnp.where(weight.sum() > 0, weight.sum(), 1.0)
     mean = (x * weight).sum() / total
     var = ((x - mean) ** 2 * weight).sum() / total
-    return (x - mean) / (jnp.sqrt(var) + 1e-8)
+    # If all rows lie on one side of their mean, they differ by its rounding error only.
+    # The negations let NaN pass.
+    is_below = ((weight > 0) & ~(x >= mean)).any()
+    is_above = ((weight > 0) & ~(x <= mean)).any()
+    normalized = (x - mean) / (jnp.sqrt(var) + 1e-8)
+    return jnp.where(is_below & is_above, normalized, 0.0)
 
 
 def _mean_over_devices(

@@ -1,4 +1,4 @@
-"""Encoders of observations, which the networks of all recipes share.
+"""Encoders of observations, which the networks of all recipes share, and variables.
 
 `Encoder` turns an observation of any space into feature vectors for dense layers.
 Images go through a convolutional network. The parts of a dictionary are encoded one by
@@ -9,10 +9,12 @@ one.
         def __call__(self, obs):
             features = join(Encoder(env.observation_space)(obs))  # [..., n]
             return nn.Dense(num_actions)(nn.relu(nn.Dense(128)(features)))
+
+`split_params` separates the parameters to train from the other variables of a network.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -163,6 +165,51 @@ def join(features: dict[str, jax.Array], keys: tuple[str, ...] | None = None) ->
         )
     parts = [x for key, x in features.items() if keys is None or key in keys]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def split_params(variables: ArrayTree) -> tuple[Any, dict[str, Any]]:
+    """Separates the parameters that an optimizer updates from constants.
+
+    The recipes train only the collection `params` of a flax network. Its other
+    collections, such as `batch_stats`, are constants.
+
+    Args:
+        variables: variables of a flax network, `{"params": ..., "batch_stats": ...}`,
+            or a dict of variables of several networks and of single arrays to train.
+
+    Returns:
+        The variables with only the collections `params`, and a dict with the other
+        collections. `join_params` joins them.
+    """
+    if not isinstance(variables, Mapping):
+        return variables, {}
+    if "params" in variables:
+        constants = {name: x for name, x in variables.items() if name != "params"}
+        return {"params": variables["params"]}, constants
+    pairs = {name: split_params(x) for name, x in variables.items()}
+    params = {name: x for name, (x, _) in pairs.items()}
+    return params, {name: x for name, (_, x) in pairs.items() if x}
+
+
+def join_params(params: ArrayTree, constants: Mapping[str, Any]) -> Any:
+    """Joins the results of `split_params`."""
+    parts = {
+        name: join_params(params[name], x) if name in params else x
+        for name, x in constants.items()
+    }
+    return {**params, **parts} if parts else params
+
+
+def with_constants(
+    loss_fn: Callable[..., Any], constants: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Returns a loss of the results of `split_params`, as a function of only `params`.
+
+    Args:
+        loss_fn: function `(variables, *args)`.
+        constants: variables without derivatives.
+    """
+    return lambda params, *args: loss_fn(join_params(params, constants), *args)
 
 
 def obs_keys(

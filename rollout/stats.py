@@ -27,7 +27,8 @@ class Moments(struct.PyTreeNode, kw_only=True):
     """Count, sum, squared deviations and bounds of a set of values.
 
     The mean and all other statistics are computed on access, as NumPy floats or
-    tracers. They are NaN if there are no values; the fields are then 0 or infinite.
+    tracers. They are NaN if there are no values; the fields are then 0 or infinite. If
+    `jax_debug_nans` is set, tracers are minus infinity in place of NaN.
 
     Attributes:
         count: `()` int32, number of values.
@@ -90,14 +91,16 @@ class Moments(struct.PyTreeNode, kw_only=True):
     def _derive(self, fn: Callable[..., Any], min_count: int = 1) -> Any:
         """Computes a statistic; NaN for fewer than `min_count` values.
 
-        Untraced statistics are computed on the host: a NaN on the device would raise
-        an error if `jax_debug_nans` is set.
+        A NaN on the device would raise an error if `jax_debug_nans` is set. Untraced
+        statistics are therefore computed on the host, and traced ones have no NaN.
         """
         xp = xp_of(self)
         x = self if xp is jnp else jax.device_get(self)
         with np.errstate(all="ignore"):
             value = fn(xp, x, xp.maximum(x.count, 1).astype(np.float32))
-            return xp.where(x.count < min_count, np.float32(np.nan), value)[()]
+            has_nans = xp is np or not jax.debug_nans.value
+            undefined = np.float32(np.nan if has_nans else -np.inf)
+            return xp.where(x.count < min_count, undefined, value)[()]
 
 
 def moments(

@@ -275,10 +275,13 @@ def explained_variance(
 
     Returns:
         `()` float: 1 if the critic is perfect, 0 if it predicts a constant, and less
-        than 0 if it is worse. NaN if all targets are equal.
+        than 0 if it is worse. NaN if all targets are equal; minus infinity if
+        `jax_debug_nans` is set.
     """
-    error = jnp.var(target - value, where=mask)
-    return 1 - error / jnp.var(target, where=mask)
+    error, variance = (jnp.var(x, where=mask) for x in (target - value, target))
+    if not jax.debug_nans.value:
+        return 1 - error / variance
+    return jnp.where(variance > 0, 1 - error / variance, -jnp.inf)
 
 
 def _rows(

@@ -13,6 +13,8 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.errors import InvalidRngError, ModifyScopeVariableError
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from rollout.agents.shared_policy import (
@@ -22,11 +24,12 @@ from rollout.agents.shared_policy import (
 )
 from rollout.base import checks
 from rollout.base.prng import inline
+from rollout.base.programs import Static, hash_of_types
 from rollout.collector import Collector
 from rollout.envs.host.types import HostVectorEnv
 from rollout.envs.multi_agent import has_agents
 from rollout.envs.spaces import Discrete, EnvSpec, env_spec
-from rollout.envs.types import AnySpace, ArrayTree, BaseVectorEnv, hash_of_types
+from rollout.envs.types import AnySpace, ArrayTree, BaseVectorEnv
 from rollout.host.host_collector import HostCollector
 from rollout.networks import PRIVILEGED, mask_keys, obs_keys, select_parts
 from rollout.normalization import init_obs_stats, split_obs_stats, update_obs_stats
@@ -36,6 +39,12 @@ from rollout.trajectories import select_fields
 from rollout.types import Policy, Transition
 
 State = TypeVar("State")
+
+_CONSTANTS = (
+    "The recipes call `network.apply(variables, obs)` and train only the collection "
+    "`params`. Use `LayerNorm`, or `BatchNorm(use_running_average=True)`, whose "
+    "statistics are constants, and `Dropout(deterministic=True)`."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +56,8 @@ class Agent:
     - `policy`: the policy that collects experience;
     - `init_learner(key, obs)`: returns the initial state for observations `[B, ...]`, a
       `flax.struct.PyTreeNode` with fields `params`, `carry`, `key` and `num_updates`.
-      `init` sets `carry` and `key`;
+      `init` sets `carry` and `key`. It needs a third argument, see `choose_params`, if
+      `init` is called with `params`;
     - `buffer` and `stored_fields`, if `config` has `learning_starts`: the replay buffer
       and the fields that it stores. The state also has the fields `buffer_state` and
       `window`. Override `init_buffer` for any other replay memory;
@@ -73,7 +83,8 @@ class Agent:
             of the mesh, or over "lanes". Parameters are replicated.
 
     Raises:
-        ValueError: if a field is a class instead of an object, if `env` updates its
+        ValueError: if a field is a class instead of an object, if a network is not a
+            flax module, or `optimizer` not an optimizer of optax, if `env` updates its
             statistics of observations, if `config.actor_obs` or `config.critic_obs`
             does not fit the observation space or the network, if `mesh` does not fit
             the environments, or if `env` has several agents that cannot share one
@@ -93,11 +104,19 @@ class Agent:
                     f"`{name}` must be an object, got the class "
                     f"{value.__name__}. Write `{value.__name__}(...)`."
                 )
+            if name in self._custom_networks:
+                check_module(name, value)
             if isinstance(value, Mesh) and name != "mesh":
                 raise ValueError(
                     f"`{name}` must not be a mesh, got a mesh of {value.size} "
                     "devices. Pass it by name: `mesh=mesh`."
                 )
+        optimizer = getattr(self, "optimizer", None)
+        if optimizer is not None and not hasattr(optimizer, "update"):
+            raise ValueError(
+                "`optimizer` must be an optimizer of optax, for example "
+                f"`optax.adam(1e-3)`, got {checks.describe(optimizer)}."
+            )
         if self.config is not None and not dataclasses.is_dataclass(self.config):
             raise ValueError(
                 "`config` must be a dataclass, such as the `Config(...)` of a recipe, "
@@ -221,13 +240,49 @@ class Agent:
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
+    def evaluate_schedules(self, step: jax.Array, *names: str) -> Self:
+        """Returns an agent whose hyperparameters are numbers in place of schedules.
+
+        Args:
+            step: argument of the schedules, for example the number of gradient steps.
+            *names: hyperparameters that may be schedules.
+        """
+        values = {name: getattr(self.config, name) for name in names}
+        values = {name: x(step) for name, x in values.items() if callable(x)}
+        if not values:
+            return self
+        return self.replace(config=dataclasses.replace(self.config, **values))
+
     def init_network(self, network: Any, key: chex.PRNGKey, *args: Any) -> Any:
-        """Initializes the parameters of a flax module: `network.init(key, *args)`.
+        """Initializes the variables of a flax module: `network.init(key, *args)`.
 
         Default networks get the same bits from keys that compile in half of the time.
         A custom network may need a distribution that such keys do not support.
         """
-        return network.init(key if self._custom_networks else inline(key), *args)
+        key = key if self._custom_networks else inline(key)
+        # A module without parameters has no collection `params`.
+        variables = {"params": {}, **network.init(key, *args)}
+        if type(network).__name__ == "ToLinen":  # flax.nnx takes long to import
+            check_nnx(network, variables, *args)
+        return variables
+
+    def choose_params(
+        self, params: ArrayTree, initial_params: ArrayTree | None
+    ) -> ArrayTree:
+        """Returns the parameters with which a training starts, for `init_learner`.
+
+        Args:
+            params: random parameters, with the statistics of `init_obs_stats`.
+            initial_params: parameters of an earlier training, or None.
+
+        Raises:
+            ValueError: if the structures, shapes or dtypes differ.
+        """
+        if initial_params is None:
+            return params
+        text = "`params` must fit the networks and the config of the agent"
+        checks.check_same_types(text, params, initial_params)
+        return initial_params
 
     def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> Any:
         """Initializes a state without `carry` and `key` for observations `[B, ...]`."""
@@ -252,14 +307,19 @@ class Agent:
             window=state.window.add(trajectory),
         )
 
-    def init(self, key: chex.PRNGKey) -> Any:
+    def init(self, key: chex.PRNGKey, *, params: ArrayTree | None = None) -> Any:
         """Starts an episode in every environment and initializes the parameters.
 
         Args:
             key: one typed key, the source of all randomness of the training run.
+            params: initial parameters, the field `params` of a training state or of a
+                result of `load`, with all statistics. The environments, their number
+                and the devices may differ from the earlier training. Target networks
+                are copies. None initializes random parameters.
 
         Raises:
-            ValueError: if `env` is only an `EnvSpec`.
+            ValueError: if `env` is only an `EnvSpec`, or if `params` does not fit the
+                networks and the config.
         """
         checks.check_key(key)
         if isinstance(self.env, EnvSpec):
@@ -278,7 +338,8 @@ class Agent:
         shared = has_agents(self.env)
         obs = self.collector.agent_obs(carry) if shared else carry.obs
         # Compile one program instead of many small programs.
-        state = jax.jit(self._init_learner)(keys[1:], obs)
+        initial = jax.tree.map(_to_host, params)
+        state = jax.jit(self._init_learner)(keys[1:], obs, initial)
         if num_steps := self.num_initial_steps:
             carry, trajectory = self.collector.collect_steps(
                 carry, state.params, num_steps
@@ -286,13 +347,16 @@ class Agent:
             state = jax.jit(self.init_buffer)(state, trajectory)
         return state.replace(carry=carry)
 
-    def _init_learner(self, keys: chex.PRNGKey, obs: ArrayTree) -> Any:
+    def _init_learner(
+        self, keys: chex.PRNGKey, obs: ArrayTree, initial_params: ArrayTree | None
+    ) -> Any:
         """Initializes a state without `carry` from two keys.
 
         The key of the state is then on the devices of the environments, like the other
         arrays, so that `train` compiles once.
         """
-        state = self.init_learner(keys[0], obs).replace(key=keys[1])
+        args = () if initial_params is None else (initial_params,)
+        state = self.init_learner(keys[0], obs, *args).replace(key=keys[1])
         if self.mesh is None:
             return state
         return LaneSharding(*checks.check_mesh(self.mesh)).replicate(state)
@@ -354,8 +418,7 @@ class Agent:
         Raises:
             ValueError: if `obs` has another shape.
         """
-        policy = self.eval_policy
-        return _predict(hash_of_types(policy), policy, params, self.prepare_obs(obs))
+        return predict_step(self.eval_policy, params, self.prepare_obs(obs), ())[0]
 
     def prepare_obs(self, obs: ArrayTree) -> ArrayTree:
         """Checks a single observation and selects the parts that the actor reads."""
@@ -398,6 +461,11 @@ class Agent:
         return jax.tree.map(np.shape, obs), space.leaves()
 
 
+def _to_host(x: Any) -> Any:
+    """Returns an array as NumPy, because it may be on other devices."""
+    return x if isinstance(x, Tracer) else jax.device_get(x)
+
+
 def jit_on_host(method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compiles a method of an agent if its environments are host environments.
 
@@ -409,25 +477,50 @@ def jit_on_host(method: Callable[..., Any], **options: Any) -> Callable[..., Any
             are pytrees of arrays. It must not use `self.env` or `self.collector`.
         **options: options of `jax.jit`, such as `donate_argnames`.
     """
-    compiled = jax.jit(method, static_argnums=0, **options)
+
+    @functools.wraps(method)  # `jax.jit` finds donated arguments by their names
+    def run(self: Static, *args: Any) -> Any:
+        return method(self.value, *args)
+
+    compiled = jax.jit(run, static_argnums=0, **options)
 
     @functools.wraps(method)
     def call(self: Agent, *args: Any) -> Any:
         if isinstance(self.env, HostVectorEnv):
-            return compiled(self.replace(env=self.spec), *args)
+            return compiled(Static(self.replace(env=self.spec)), *args)
         return method(self, *args)
 
     return call
 
 
+def predict_step(
+    policy: Policy, params: ArrayTree, obs: ArrayTree, state: ArrayTree
+) -> tuple[ArrayTree, ArrayTree]:
+    """Applies a policy to a single observation, as one compiled program.
+
+    Args:
+        policy: policy without randomness, such as `agent.eval_policy`.
+        params: parameters of the policy.
+        obs: `[*shape]`, a single observation.
+        state: state of a recurrent policy for one environment, `[1, ...]`; `()` for any
+            other policy.
+
+    Returns:
+        The action, `[*shape]`, and the next state.
+    """
+    return _predict(hash_of_types(policy), policy, params, obs, state)
+
+
 # `types` separates jit cache entries; see `hash_of_types`.
 @functools.partial(jax.jit, static_argnums=0)
-def _predict(types: int, policy: Policy, params: ArrayTree, obs: ArrayTree) -> Any:
-    """Applies a feedforward policy to a single observation."""
+def _predict(
+    types: int, policy: Policy, params: ArrayTree, obs: ArrayTree, state: ArrayTree
+) -> tuple[ArrayTree, ArrayTree]:
+    """Computes `predict_step`."""
     del types  # unused
     batch = jax.tree.map(lambda x: jnp.asarray(x)[None], obs)
-    action = policy.apply(params, batch, (), jax.random.key(0)).action
-    return jax.tree.map(lambda x: x[0], action)
+    step = policy.apply(params, batch, state, jax.random.key(0))
+    return jax.tree.map(lambda x: x[0], step.action), step.state
 
 
 def make_collector(
@@ -475,12 +568,18 @@ def check_discrete(name: str, action_space: AnySpace) -> None:
         )
 
 
-def check_desired_kl(config: Any) -> None:
+def check_desired_kl(config: Any, optimizer: Any = None) -> None:
     """Checks the options of an adaptive learning rate.
 
     Raises:
-        ValueError: if `config.desired_kl` is given with a schedule.
+        ValueError: if `config.desired_kl` is given with a schedule or an optimizer.
     """
+    if config.desired_kl is not None and optimizer is not None:
+        raise ValueError(
+            "`config.desired_kl` must be None with `optimizer`, got "
+            f"{config.desired_kl}: only the learning rate of the default optimizer is "
+            "adapted."
+        )
     if config.desired_kl is not None and callable(config.learning_rate):
         raise ValueError(
             "`config.learning_rate` must be a number with `desired_kl`, got a "
@@ -513,6 +612,53 @@ def adapt_learning_rate(
     return jnp.where(kl > 2 * desired_kl, lower, learning_rate)
 
 
+def check_module(name: str, network: Any) -> None:
+    """Checks that a network is a flax module.
+
+    Raises:
+        ValueError: if `network` does not have the methods `init` and `apply`, or if a
+            field is not hashable, for example an array.
+    """
+    class_name = type(network).__name__
+    if not hasattr(network, "init") or not hasattr(network, "apply"):
+        raise ValueError(
+            f"`{name}` must be a module of `flax.linen`, got a {class_name}. Convert a "
+            "module of `flax.nnx` by `flax.nnx.bridge.to_linen(Class, ...)`."
+        )
+    try:
+        hash(network)
+    except TypeError as error:
+        raise ValueError(
+            f"`{name}` must be hashable, got a {class_name} with a field that is not, "
+            "for example an array. Convert arrays to tuples, or store them by "
+            '`self.variable("constants", name, lambda: array)` in the module: the '
+            "recipes do not train the collection `constants`."
+        ) from error
+
+
+def check_nnx(network: Any, variables: Mapping[str, Any], *args: ArrayTree) -> None:
+    """Checks that a module of `flax.nnx.bridge` does not change its state.
+
+    The bridge discards changes without an error, unlike a module of `flax.linen`.
+
+    Raises:
+        ValueError: if a call changes a variable, as batch normalization in training.
+    """
+    names = [name for name in variables if name != "params"]
+
+    def find_changes(variables: Mapping[str, Any]) -> list[str]:
+        new_variables = network.apply(variables, *args, mutable=names)[1]
+        pairs = {x: (variables[x], new_variables[x]) for x in names}
+        # An unchanged variable is the same tracer.
+        is_same = lambda old, new: old is new  # noqa: E731
+        return [x for x in names if not jax.tree.all(jax.tree.map(is_same, *pairs[x]))]
+
+    changes: list[str] = []
+    jax.eval_shape(lambda x: changes.extend(find_changes(x)), variables)
+    if changes:
+        raise ValueError(f"A network must not change {changes[0]!r}. {_CONSTANTS}")
+
+
 def check_network(
     name: str,
     apply_fn: Callable[..., Any],
@@ -537,10 +683,17 @@ def check_network(
         batch_shape: leading axes of `args`.
 
     Raises:
-        ValueError: if the number of arrays or a shape is wrong, or if the network
-            raises for a single observation.
+        ValueError: if the number of arrays or a shape is wrong, if the network needs a
+            key or changes variables, as `nn.Dropout` and `nn.BatchNorm` do in training,
+            or if it raises for a single observation.
     """
-    output = jax.eval_shape(apply_fn, *args)
+    try:
+        output = jax.eval_shape(apply_fn, *args)
+    except (ModifyScopeVariableError, InvalidRngError) as error:
+        raise ValueError(
+            f"`{name}` must not change variables or need a key. {_CONSTANTS} flax "
+            f"raised: {error}"
+        ) from error
     _check_output(name, output, [(*batch_shape, *shape) for shape in shapes])
     row = jax.eval_shape(
         lambda args: jax.tree.map(lambda x: x[(0,) * len(batch_shape)], args), args

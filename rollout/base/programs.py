@@ -2,15 +2,17 @@
 
 JAX looks up compiled programs by function object. A factory that defines a function
 returns a new object at every call, and JAX compiles again. `shared` returns the same
-object for equal calls; `static` converts a user's function to a static argument of
-`jit`. `compare_processes` raises unless all processes of a run have equal programs.
+object for equal calls; `Static` and `static` convert objects and functions to static
+arguments of `jit`. Static data is compared with the types of its numbers, since 1, 1.0
+and True are equal in Python. `compare_processes` raises unless all processes of a run
+have equal programs.
 """
 
 import functools
 import hashlib
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
@@ -61,9 +63,9 @@ def shared(make: Fn) -> Fn:
     """Memoizes a factory: calls with equal arguments return the same object.
 
     Functions are equal if they are the same object; arrays are equal if they have the
-    same type, shape, dtype, bits and devices. The last 256 objects are cached. While
-    JAX traces, and for arguments that are neither hashable nor pytrees, every call
-    returns a new object.
+    same type, shape, dtype, bits and devices; numbers also have the same type. The last
+    256 objects are cached. While JAX traces, and for arguments that are neither
+    hashable nor pytrees, every call returns a new object.
     """
 
     @functools.lru_cache(_CACHE_SIZE)
@@ -101,15 +103,82 @@ def static(fn: Any, *args: Any) -> Any:
         hash(fn)
     except TypeError:
         return None
-    if isinstance(fn, types.MethodType):
-        try:
-            return _method(fn.__func__, fn.__self__)
-        except TypeError:  # not a hashable object: methods hash by identity
-            pass
-    return fn
+    if isinstance(fn, types.FunctionType):
+        return fn
+    try:
+        return Static(fn)
+    except TypeError:  # not a method of a hashable object: methods hash by identity
+        return fn
 
 
-_method = functools.lru_cache(_CACHE_SIZE)(types.MethodType)
+class Static:
+    """An object as a static argument of `jit`, also a function.
+
+    Equal objects are different arguments if the types of their numbers differ. A method
+    is compared by its object, which must be hashable.
+
+    Attributes:
+        value: the object, which is hashable.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        if isinstance(value, types.MethodType):
+            value = value.__func__, value.__self__
+        self._key = value, _number_types(value)
+        self._hash = hash(self._key)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Calls the function."""
+        return self.value(*args, **options)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self._key == other._key
+
+
+def hash_of_types(*trees: Any, static: Any = ()) -> int:
+    """Returns a hash of the structure of trees that includes types.
+
+    Two kinds of trees have different hashes, but the jit cache treats them as equal:
+
+    - trees that differ only in the class of a dataclass
+      (`jax.tree_util.register_dataclass`): jax 0.10 and 0.11 consider them equal, and
+      the jit cache of jax 0.10 compares only a few bits of their hashes before;
+    - trees that differ only in the type of a number in a static field, such as 1 and
+      1.0, or in the sign of a zero.
+
+    Therefore all objects that contain an environment, for example a collector or the
+    result of `vectorize`, store this hash as static data. Otherwise `jit` could run the
+    program of another environment.
+
+    Args:
+        *trees: pytrees, whose leaves are ignored.
+        static: further static data.
+    """
+    structure = jax.tree.structure(trees)
+    return hash((structure, _number_types((structure, static))))
+
+
+def _number_types(value: Any) -> Any:
+    """Returns hashable data that differs between equal static data of other types."""
+    if isinstance(value, jax.tree_util.PyTreeDef):
+        node = value.node_data()
+        children = tuple(map(_number_types, value.children()))
+        return (children, _number_types(node[1])) if node else ()
+    if isinstance(value, bool | int | float | complex | np.generic):
+        return type(value), repr(value)  # 0.0 differs from -0.0
+    if isinstance(value, tuple | list):
+        return tuple(map(_number_types, value))
+    if isinstance(value, Mapping):
+        return tuple(map(_number_types, value.values()))
+    if isinstance(value, types.FunctionType | type):
+        return ()
+    # Fields of a dataclass. The parent of a flax module refers back to the module.
+    names = [x for x in getattr(value, "__dataclass_fields__", ()) if x != "parent"]
+    return tuple(_number_types(getattr(value, x, None)) for x in names)
 
 
 class _NoHashError(TypeError):
@@ -122,11 +191,9 @@ class _Call:
     def __init__(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.args, self.options = args, options
         leaves, structure = jax.tree.flatten((args, options))
-        # In JAX 0.10 and 0.11, trees that differ only in a class compare equal but have
-        # different hashes.
         values = *map(_value, leaves), structure
         try:
-            self._values = *values, hash(structure)
+            self._values = *values, hash_of_types(args, options)
             self._hash = hash(self._values)
         except TypeError as error:
             raise _NoHashError from error
@@ -151,5 +218,4 @@ def _value(leaf: Any) -> Any:
         digest = hashlib.sha256(np.asarray(leaf).tobytes()).digest()
         placement = [getattr(leaf, name, None) for name in ("weak_type", "sharding")]
         return type(leaf), leaf.shape, leaf.dtype, digest, *placement
-    # Compare floats by text: 0.0 differs from -0.0 and from 0.
-    return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf
+    return type(leaf), leaf, _number_types(leaf)

@@ -314,7 +314,11 @@ def is_valid(action_mask: Any, action: ArrayTree, space: AnySpace) -> jax.Array:
 
 def _ranges(space: AnySpace) -> tuple[tuple[int, ...], np.ndarray]:
     """Returns the number of values and the smallest value of each entry, `[k]`."""
-    low, high = (np.broadcast_to(x, space.shape).reshape(-1) for x in space.bounds)
+    # The range of int8 does not fit into int8.
+    low, high = (
+        np.broadcast_to(x, space.shape).reshape(-1).astype(np.int64)
+        for x in space.bounds
+    )
     return tuple((high - low + 1).tolist()), low.astype(np.int32)
 
 

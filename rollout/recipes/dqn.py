@@ -22,7 +22,13 @@ import rollout
 from rollout.base import checks
 from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
-from rollout.networks import Encoder, join
+from rollout.networks import (
+    Encoder,
+    join,
+    join_params,
+    split_params,
+    with_constants,
+)
 from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.policies import EpsilonGreedy, LinearSchedule, mask_values
 from rollout.training import (
@@ -175,6 +181,8 @@ class DQN(Agent):
         config: hyperparameters.
         network: a flax module that maps observations to the values of all actions,
             `[..., n]`, as `QNetwork` does. None uses a `QNetwork`.
+        optimizer: an optimizer of optax. None uses Adam with `learning_rate` and
+            `anneal_lr` of `config`.
         mesh: devices for the training; see `rollout.training.Agent`.
 
     Raises:
@@ -198,6 +206,7 @@ class DQN(Agent):
 
     config: Config = Config()
     network: nn.Module | None = None
+    optimizer: optax.GradientTransformation | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -258,9 +267,10 @@ class DQN(Agent):
         )
         return buffer if self.mesh is None else rollout.buffers.shard(buffer, self.mesh)
 
-    @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """Adam."""
+    def make_optimizer(self) -> optax.GradientTransformation:
+        """Returns `optimizer`, by default Adam."""
+        if self.optimizer is not None:
+            return self.optimizer
         config, schedule = self.config, self.config.learning_rate
         if config.anneal_lr and not callable(schedule):
             schedule = optax.cosine_decay_schedule(
@@ -268,17 +278,24 @@ class DQN(Agent):
             )
         return optax.adam(schedule)
 
-    def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the training state; `init` sets carry, buffer and `key`."""
+    def init_learner(
+        self, key: chex.PRNGKey, obs: ArrayTree, initial_params: ArrayTree | None = None
+    ) -> TrainState:
+        """Initializes the training state; `init` sets carry, buffer and `key`.
+
+        Its parameters are `initial_params`, or random parameters for None.
+        """
         params = self.init_network(self.model, key, obs)
         apply_fn = functools.partial(self.model.apply, params)
         shape, batch_shape = (self.spec.action_space.n,), self.batch_shape(obs)
         check_network("network", apply_fn, (obs,), shape, batch_shape=batch_shape)
+        params = self.choose_params(params | self.init_obs_stats(), initial_params)
+        variables, _ = split_obs_stats(params)
         return TrainState(
-            params=params | self.init_obs_stats(),
+            params=params,
             # Copy the parameters, so that the state can be donated.
-            target_params=jax.tree.map(jnp.copy, params),
-            opt_state=self.optimizer.init(params),
+            target_params=jax.tree.map(jnp.copy, variables),
+            opt_state=self.make_optimizer().init(split_params(variables)[0]),
             buffer_state=(),
             carry=(),
             window=rollout.EpisodeWindow.init(self.config.stats_window_size),
@@ -340,7 +357,8 @@ class DQN(Agent):
         sample = self.buffer.sample(
             state.buffer_state, key, config.batch_size, **options
         )
-        params, obs_stats = split_obs_stats(state.params)
+        variables, obs_stats = split_obs_stats(state.params)
+        params, constants = split_params(variables)
         experience = sample.experience.replace(
             obs=normalize_obs(obs_stats, sample.experience.obs),
             next_obs=normalize_obs(obs_stats, sample.experience.next_obs),
@@ -349,16 +367,21 @@ class DQN(Agent):
         batch = Row(
             obs=experience.obs,
             action=experience.action,
-            target=self.td_target(params, state.target_params, sample),
+            target=self.td_target(variables, state.target_params, sample),
             weight=sample.weights,
         )
-        grads, metrics = jax.grad(self.mean_loss, has_aux=True)(params, batch)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
+        loss_fn = with_constants(self.mean_loss, constants)
+        grads, metrics = jax.grad(loss_fn, has_aux=True)(params, batch)
+        updates, opt_state = self.make_optimizer().update(
+            grads, state.opt_state, params
+        )
         params: Any = optax.apply_updates(params, updates)
         # A step size of 0 leaves the target network unchanged.
         is_due = step % config.target_update_interval == 0
-        target_params = optax.incremental_update(
-            params, state.target_params, jnp.where(is_due, config.tau, 0.0)
+        target_params: Any = optax.incremental_update(
+            params,
+            split_params(state.target_params)[0],
+            jnp.where(is_due, config.tau, 0.0),
         )
         buffer_state = state.buffer_state
         if config.prioritized:
@@ -368,8 +391,8 @@ class DQN(Agent):
                 buffer_state, sample.indices, priority
             )
         state = state.replace(
-            params=params | obs_stats,
-            target_params=target_params,
+            params=join_params(params, constants) | obs_stats,
+            target_params=join_params(target_params, constants),
             opt_state=opt_state,
             buffer_state=buffer_state,
         )

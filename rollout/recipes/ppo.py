@@ -23,7 +23,13 @@ from rollout.distributions import ActionDistribution
 from rollout.envs.spaces import get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient, normalize
-from rollout.networks import Encoder, join
+from rollout.networks import (
+    Encoder,
+    join,
+    join_params,
+    split_params,
+    with_constants,
+)
 from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.targets import explained_variance
 from rollout.training import (
@@ -50,11 +56,13 @@ class Config:
             a schedule.
         gamma: discount per environment step.
         gae_lambda: trace decay of generalized advantage estimation.
-        clip_eps: the ratio of probabilities is clipped to [1 - clip_eps, 1 + clip_eps].
+        clip_eps: the ratio of probabilities is clipped to [1 - clip_eps, 1 + clip_eps];
+            a number, or a schedule of gradient steps, evaluated once per update.
         clip_range_vf: the change of a value in an update is clipped to this value; inf
             does not clip.
         vf_coef: coefficient of the value loss.
-        ent_coef: coefficient of the entropy bonus.
+        ent_coef: coefficient of the entropy bonus; a number, or a schedule of gradient
+            steps, evaluated once per update.
         max_grad_norm: gradients are clipped to this global norm.
         target_kl: gradient steps are skipped once the KL divergence exceeds 1.5 times
             this value; None never skips.
@@ -81,10 +89,10 @@ class Config:
     anneal_lr: bool = True
     gamma: float = 0.99
     gae_lambda: float = 0.95
-    clip_eps: float = 0.2
+    clip_eps: float | optax.Schedule = 0.2
     clip_range_vf: float = math.inf
     vf_coef: float = 0.5
-    ent_coef: float = 0.01
+    ent_coef: float | optax.Schedule = 0.01
     max_grad_norm: float = 0.5
     target_kl: float | None = None
     desired_kl: float | None = None
@@ -236,6 +244,8 @@ class PPO(Agent):
         config: hyperparameters.
         network: a flax module that maps observations to `(outputs, value)`, as
             `ActorCritic` does. None uses an `ActorCritic`.
+        optimizer: an optimizer of optax. None uses Adam with `learning_rate`,
+            `anneal_lr` and `max_grad_norm` of `config`.
         mesh: devices for the training; see `rollout.training.Agent`.
 
     Raises:
@@ -245,11 +255,12 @@ class PPO(Agent):
 
     config: Config = Config()
     network: nn.Module | None = None
+    optimizer: optax.GradientTransformation | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self.config, "num_minibatches", "num_epochs", "stats_window_size")
-        check_desired_kl(self.config)
+        check_desired_kl(self.config, self.optimizer)
 
     @functools.cached_property
     def distribution(self) -> ActionDistribution:
@@ -274,9 +285,10 @@ class PPO(Agent):
         """The policy for collection, which samples actions."""
         return Policy(self.model, self.distribution)
 
-    @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """Adam with clipped gradients."""
+    def make_optimizer(self) -> optax.GradientTransformation:
+        """Returns `optimizer`, by default Adam with clipped gradients."""
+        if self.optimizer is not None:
+            return self.optimizer
         config, schedule = self.config, self.config.learning_rate
         adam: Any = optax.adam
         if config.desired_kl is not None:  # `minibatch_step` adapts the learning rate
@@ -288,8 +300,13 @@ class PPO(Agent):
         # Flatten the parameters: few large operations are faster than many small ones.
         return optax.flatten(optax.chain(clip, adam(schedule, eps=1e-5)))
 
-    def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the training state; `init` sets its `carry` and `key`."""
+    def init_learner(
+        self, key: chex.PRNGKey, obs: ArrayTree, initial_params: ArrayTree | None = None
+    ) -> TrainState:
+        """Initializes the training state; `init` sets its `carry` and `key`.
+
+        Its parameters are `initial_params`, or random parameters for None.
+        """
         # Run seeds one at a time under `vmap`: on jax 0.10, batched decompositions of
         # `orthogonal` deadlock on few CPU cores.
         init = functools.partial(self.init_network, self.model)
@@ -298,8 +315,9 @@ class PPO(Agent):
         shapes = (self.distribution.num_params,), ()
         batch_shape = self.batch_shape(obs)
         check_network("network", apply_fn, (obs,), *shapes, batch_shape=batch_shape)
-        opt_state = self.optimizer.init(params)
-        params = params | self.init_obs_stats()
+        params = self.choose_params(params | self.init_obs_stats(), initial_params)
+        variables, _ = split_obs_stats(params)
+        opt_state = self.make_optimizer().init(split_params(variables)[0])
         window = rollout.EpisodeWindow.init(self.config.stats_window_size)
         return TrainState(params, opt_state, (), window, key, jnp.int32(0))
 
@@ -341,10 +359,14 @@ class PPO(Agent):
             weight=trajectory.mask.astype(jnp.float32),
             acting=jnp.float32(getattr(trajectory, "acting", trajectory.mask)),
         )
+        num_gradients = config.num_epochs * config.num_minibatches
+        agent = self.evaluate_schedules(
+            state.num_updates * num_gradients, "clip_eps", "ent_coef"
+        )
         key, shuffle_key = jax.random.split(state.key)
         learner = params, state.opt_state, jnp.bool_(False)
         (params, opt_state, _), metrics = rollout.scan_minibatches(
-            self.minibatch_step,
+            agent.minibatch_step,
             learner,
             shuffle_key,
             batch,
@@ -386,10 +408,11 @@ class PPO(Agent):
         self, learner: tuple[ArrayTree, optax.OptState, jax.Array], batch: Row
     ) -> tuple[Any, Metrics]:
         """Takes one gradient step on a minibatch, unless the KL exceeds its limit."""
-        params, opt_state, stopped = learner
+        variables, opt_state, stopped = learner
+        params, constants = split_params(variables)
         batch = batch.replace(advantage=normalize(batch.advantage, batch.weight))
         grads, metrics = mean_gradient(
-            self.loss,
+            with_constants(self.loss, constants),
             params,
             batch,
             batch.weight,
@@ -401,12 +424,13 @@ class PPO(Agent):
             rate = adapt_learning_rate(rate, metrics["kl"], self.config.desired_kl)
             opt_state = optax.tree.set(opt_state, learning_rate=rate)
             metrics["learning_rate"] = rate
-        updates, new_opt_state = self.optimizer.update(grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_opt_state
+        updates, new_opt_state = self.make_optimizer().update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        new = join_params(params, constants), new_opt_state
         if self.config.target_kl is not None:
             stopped |= metrics["kl"] > 1.5 * self.config.target_kl
             keep = functools.partial(jnp.where, stopped)
-            new = jax.tree.map(keep, (params, opt_state), new)
+            new = jax.tree.map(keep, (variables, opt_state), new)
         return (*new, stopped), metrics
 
     def loss(self, params: ArrayTree, row: Row) -> tuple[jax.Array, Metrics]:
@@ -421,7 +445,8 @@ class PPO(Agent):
         Returns:
             The loss, `()`, and metrics, `()` by name.
         """
-        config, mask = self.config, get_action_mask(row.obs)
+        config: Any = self.config  # without schedules, see `learn`
+        mask = get_action_mask(row.obs)
         outputs, value = self.model.apply(params, row.obs)
         log_prob = self.distribution.log_prob(outputs, row.raw_action, mask)
         log_ratio = log_prob - row.log_prob

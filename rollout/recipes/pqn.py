@@ -22,7 +22,13 @@ import rollout
 from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient
-from rollout.networks import Encoder, join
+from rollout.networks import (
+    Encoder,
+    join,
+    join_params,
+    split_params,
+    with_constants,
+)
 from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.policies import EpsilonGreedy, LinearSchedule, mask_values
 from rollout.training import (
@@ -171,6 +177,8 @@ class PQN(Agent):
         config: hyperparameters.
         network: a flax module that maps observations to the values of all actions,
             `[..., n]`, as `QNetwork` does. None uses a `QNetwork`.
+        optimizer: an optimizer of optax. None uses rectified Adam with `learning_rate`,
+            `anneal_lr` and `max_grad_norm` of `config`.
         mesh: devices for the training; see `rollout.training.Agent`.
 
     Raises:
@@ -179,6 +187,7 @@ class PQN(Agent):
 
     config: Config = Config()
     network: nn.Module | None = None
+    optimizer: optax.GradientTransformation | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -222,9 +231,10 @@ class PQN(Agent):
         """The policy for evaluation, which takes the action with the highest value."""
         return GreedyPolicy(self.model, self.spec.action_space)
 
-    @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """Rectified Adam with clipped gradients."""
+    def make_optimizer(self) -> optax.GradientTransformation:
+        """Returns `optimizer`, by default rectified Adam with clipped gradients."""
+        if self.optimizer is not None:
+            return self.optimizer
         config, schedule = self.config, self.config.learning_rate
         if config.anneal_lr and not callable(schedule):
             num_gradients = config.num_epochs * config.num_minibatches
@@ -235,15 +245,22 @@ class PQN(Agent):
         # Flatten the parameters: few large operations are faster than many small ones.
         return optax.flatten(optax.chain(clip, optax.radam(schedule)))
 
-    def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the training state; `init` sets its `carry` and `key`."""
+    def init_learner(
+        self, key: chex.PRNGKey, obs: ArrayTree, initial_params: ArrayTree | None = None
+    ) -> TrainState:
+        """Initializes the training state; `init` sets its `carry` and `key`.
+
+        Its parameters are `initial_params`, or random parameters for None.
+        """
         params = self.init_network(self.model, key, obs)
         apply_fn = functools.partial(self.model.apply, params)
         shape, batch_shape = (self.spec.action_space.n,), self.batch_shape(obs)
         check_network("network", apply_fn, (obs,), shape, batch_shape=batch_shape)
+        params = self.choose_params(params | self.init_obs_stats(), initial_params)
+        variables, _ = split_obs_stats(params)
         return TrainState(
-            params=params | self.init_obs_stats(),
-            opt_state=self.optimizer.init(params),
+            params=params,
+            opt_state=self.make_optimizer().init(split_params(variables)[0]),
             carry=(),
             window=rollout.EpisodeWindow.init(self.config.stats_window_size),
             key=key,
@@ -333,12 +350,15 @@ class PQN(Agent):
         self, learner: tuple[ArrayTree, optax.OptState], batch: Row
     ) -> tuple[Any, Metrics]:
         """Takes one gradient step on a minibatch."""
-        params, opt_state = learner
+        variables, opt_state = learner
+        params, constants = split_params(variables)
+        loss_fn = with_constants(self.loss, constants)
         grads, metrics = mean_gradient(
-            self.loss, params, batch, batch.weight, mesh=self.mesh
+            loss_fn, params, batch, batch.weight, mesh=self.mesh
         )
-        updates, opt_state = self.optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), metrics
+        updates, opt_state = self.make_optimizer().update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return (join_params(params, constants), opt_state), metrics
 
     def loss(self, params: ArrayTree, row: Row) -> tuple[jax.Array, Metrics]:
         """Computes the loss of one row: half the squared error of the action value.

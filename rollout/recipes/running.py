@@ -8,6 +8,7 @@ action = agent.predict(state.params, obs)
 
 import csv
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
@@ -248,7 +249,8 @@ def load(
         raise FileNotFoundError(f"`folder` must have a run of `run`, got {folder}.")
     settings = json.loads(Folder(folder).settings.read_text())
     agent_class = agent_class or class_of(settings["agent"])
-    if missing := sorted(settings["fields"].keys() - fields.keys()):
+    # `predict` needs no optimizer.
+    if missing := sorted(settings["fields"].keys() - fields.keys() - {"optimizer"}):
         field = settings["fields"][missing[0]]
         raise ValueError(
             f"`{missing[0]}` must be passed to `load`: the agent in {folder} has a "
@@ -329,8 +331,12 @@ def unwrap_env(env: Any) -> Any:
 
 def config_value(value: Any) -> Any:
     """Returns a hyperparameter as JSON; functions are replaced by their names."""
+    while isinstance(value, functools.partial):
+        value = value.func
     if callable(value):
-        return {"function": f"{value.__module__}.{value.__qualname__}"}
+        # A callable object has the name of its class.
+        named = value if hasattr(value, "__qualname__") else type(value)
+        return {"function": f"{named.__module__}.{named.__qualname__}"}
     if isinstance(value, tuple | list):
         return [config_value(x) for x in value]
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)

@@ -22,7 +22,13 @@ from rollout.buffers import ReplayBuffer
 from rollout.distributions import TanhNormal
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient
-from rollout.networks import Encoder, join
+from rollout.networks import (
+    Encoder,
+    join,
+    join_params,
+    split_params,
+    with_constants,
+)
 from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.training import (
     Agent,
@@ -176,6 +182,8 @@ class SAC(Agent):
             `distribution`, `[..., num_params]`. None uses an `MLP`.
         critic_network: a flax module that maps observations and normalized actions to
             `[..., 1]`. None uses an `MLP`.
+        optimizer: an optimizer of optax of all parameters. None uses Adam with
+            `learning_rate` of `config`.
         mesh: devices for the training; see `rollout.training.Agent`.
 
     Raises:
@@ -188,6 +196,7 @@ class SAC(Agent):
     config: Config = Config()
     actor_network: nn.Module | None = None
     critic_network: nn.Module | None = None
+    optimizer: optax.GradientTransformation | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -233,13 +242,19 @@ class SAC(Agent):
         buffer = ReplayBuffer(self.config.buffer_size, self.spec.num_envs)
         return buffer if self.mesh is None else rollout.buffers.shard(buffer, self.mesh)
 
-    @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """Adam for actor, critics and temperature together."""
+    def make_optimizer(self) -> optax.GradientTransformation:
+        """Returns `optimizer`, by default Adam."""
+        if self.optimizer is not None:
+            return self.optimizer
         return optax.adam(self.config.learning_rate)
 
-    def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the training state; `init` sets carry, buffer and `key`."""
+    def init_learner(
+        self, key: chex.PRNGKey, obs: ArrayTree, initial_params: ArrayTree | None = None
+    ) -> TrainState:
+        """Initializes the training state; `init` sets carry, buffer and `key`.
+
+        Its parameters are `initial_params`, or random parameters for None.
+        """
         actor_key, *critic_keys = jax.random.split(key, 3)
         action = jnp.zeros((self.spec.num_envs, self.distribution.size))
         init_critic = functools.partial(self.init_network, self.critic)
@@ -259,10 +274,12 @@ class SAC(Agent):
         check_network(
             "critic_network", apply_critic, (obs, action), (1,), batch_shape=batch_shape
         )
+        params = self.choose_params(params | self.init_obs_stats(), initial_params)
+        variables, _ = split_obs_stats(params)
         return TrainState(
-            params=params | self.init_obs_stats(),
-            target_params=jax.tree.map(jnp.copy, params["critic"]),
-            opt_state=self.optimizer.init(params),
+            params=params,
+            target_params=jax.tree.map(jnp.copy, variables["critic"]),
+            opt_state=self.make_optimizer().init(split_params(variables)[0]),
             buffer_state=(),
             carry=(),
             window=rollout.EpisodeWindow.init(self.config.stats_window_size),
@@ -338,7 +355,8 @@ class SAC(Agent):
     ) -> tuple[TrainState, Metrics]:
         """Samples a batch and takes one gradient step."""
         sample_key, target_key, noise_key = jax.random.split(key, 3)
-        params, obs_stats = split_obs_stats(state.params)
+        variables, obs_stats = split_obs_stats(state.params)
+        params, constants = split_params(variables)
         target_params = state.target_params
         sample = self.buffer.sample(buffer_state, sample_key, self.config.batch_size)
         experience = sample.experience.replace(
@@ -349,19 +367,25 @@ class SAC(Agent):
         batch = Row(
             obs=experience.obs,
             action=action,
-            target=self.target(params, target_params, experience, target_key),
+            target=self.target(variables, target_params, experience, target_key),
             noise=jax.random.normal(noise_key, action.shape),
         )
+        loss_fn = with_constants(self.loss, constants)
         grads, metrics = mean_gradient(
-            self.loss, params, batch, sample.weights, mesh=self.mesh
+            loss_fn, params, batch, sample.weights, mesh=self.mesh
         )
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
+        updates, opt_state = self.make_optimizer().update(
+            grads, state.opt_state, params
+        )
         params: Any = optax.apply_updates(params, updates)
-        target_params = optax.incremental_update(
-            params["critic"], target_params, self.config.tau
+        target_params: Any = optax.incremental_update(
+            params["critic"], split_params(target_params)[0], self.config.tau
         )
+        variables = join_params(params, constants)
         state = state.replace(
-            params=params | obs_stats, target_params=target_params, opt_state=opt_state
+            params=variables | obs_stats,
+            target_params=join_params(target_params, constants.get("critic", {})),
+            opt_state=opt_state,
         )
         return state, metrics | {"alpha": jnp.exp(params["log_alpha"])}
 

@@ -14,7 +14,6 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import struct
 
@@ -24,7 +23,13 @@ from rollout.buffers import ReplayBuffer
 from rollout.distributions import TanhNormal
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient
-from rollout.networks import Encoder, join
+from rollout.networks import (
+    Encoder,
+    join,
+    join_params,
+    split_params,
+    with_constants,
+)
 from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.policies import Greedy, RandomWarmup
 from rollout.training import (
@@ -190,6 +195,8 @@ class TD3(Agent):
             `[..., size]`. None uses an `MLP`.
         critic_network: a flax module that maps observations and normalized actions to
             `[..., 1]`. None uses an `MLP`.
+        optimizer: an optimizer of optax of the actor, and of the critics. None uses
+            Adam with `learning_rate` of `config`.
         mesh: devices for the training; see `rollout.training.Agent`.
 
     Raises:
@@ -202,6 +209,7 @@ class TD3(Agent):
     config: Config = Config()
     actor_network: nn.Module | None = None
     critic_network: nn.Module | None = None
+    optimizer: optax.GradientTransformation | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -246,7 +254,7 @@ class TD3(Agent):
         """
         noise, space = self.config.exploration_noise, self.spec.action_space
         policy = Policy(self.actor, self.distribution, noise)
-        if not all(np.isfinite(x).all() for x in space.bounds):  # no uniform samples
+        if not self.distribution.is_bounded:
             return policy
         return RandomWarmup(policy, space, self.num_initial_steps)
 
@@ -262,13 +270,19 @@ class TD3(Agent):
         buffer = ReplayBuffer(self.config.buffer_size, self.spec.num_envs)
         return buffer if self.mesh is None else rollout.buffers.shard(buffer, self.mesh)
 
-    @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """Adam, for the actor and for the critics."""
+    def make_optimizer(self) -> optax.GradientTransformation:
+        """Returns `optimizer`, by default Adam."""
+        if self.optimizer is not None:
+            return self.optimizer
         return optax.adam(self.config.learning_rate)
 
-    def init_learner(self, key: chex.PRNGKey, obs: ArrayTree) -> TrainState:
-        """Initializes the training state; `init` sets carry, buffer and `key`."""
+    def init_learner(
+        self, key: chex.PRNGKey, obs: ArrayTree, initial_params: ArrayTree | None = None
+    ) -> TrainState:
+        """Initializes the training state; `init` sets carry, buffer and `key`.
+
+        Its parameters are `initial_params`, or random parameters for None.
+        """
         actor_key, *critic_keys = jax.random.split(key, 3)
         action = jnp.zeros((self.spec.num_envs, self.distribution.size))
         init_critic = functools.partial(self.init_network, self.critic)
@@ -287,10 +301,15 @@ class TD3(Agent):
         check_network(
             "critic_network", apply_critic, (obs, action), (1,), batch_shape=batch_shape
         )
+        params = self.choose_params(params | self.init_obs_stats(), initial_params)
+        variables, _ = split_obs_stats(params)
         return TrainState(
-            params=params | self.init_obs_stats(),
-            target_params=jax.tree.map(jnp.copy, params),
-            opt_state={name: self.optimizer.init(x) for name, x in params.items()},
+            params=params,
+            target_params=jax.tree.map(jnp.copy, variables),
+            opt_state={
+                name: self.make_optimizer().init(split_params(x)[0])
+                for name, x in variables.items()
+            },
             num_gradient_steps=jnp.int32(0),
             buffer_state=(),
             carry=(),
@@ -385,11 +404,12 @@ class TD3(Agent):
             critic_params = state.params["critic"]
             loss_fn = functools.partial(self.actor_loss, critic_params)
             state, _ = self.apply_gradient(state, "actor", loss_fn, batch)
-            params, _ = split_obs_stats(state.params)
-            target_params = optax.incremental_update(
-                params, state.target_params, self.config.tau
+            variables, _ = split_obs_stats(state.params)
+            params, constants = split_params(variables)
+            target_params: Any = optax.incremental_update(
+                params, split_params(state.target_params)[0], self.config.tau
             )
-            return state.replace(target_params=target_params)
+            return state.replace(target_params=join_params(target_params, constants))
 
         is_due = state.num_gradient_steps % self.config.policy_delay == 0
         return jax.lax.cond(is_due, update_actor, lambda x: x, state), metrics
@@ -398,12 +418,18 @@ class TD3(Agent):
         self, state: TrainState, name: str, loss_fn: Any, batch: Row
     ) -> tuple[TrainState, Metrics]:
         """Takes a gradient step for "actor" or "critic", with all rows weighted 1."""
-        params, weight = state.params[name], jnp.ones(len(batch.target))
+        params, constants = split_params(state.params[name])
+        loss_fn, weight = (
+            with_constants(loss_fn, constants),
+            jnp.ones(len(batch.target)),
+        )
         grads, metrics = mean_gradient(loss_fn, params, batch, weight, mesh=self.mesh)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state[name], params)
-        new_params = optax.apply_updates(params, updates)
+        updates, opt_state = self.make_optimizer().update(
+            grads, state.opt_state[name], params
+        )
+        params = optax.apply_updates(params, updates)
         state = state.replace(
-            params=state.params | {name: new_params},
+            params=state.params | {name: join_params(params, constants)},
             opt_state=state.opt_state | {name: opt_state},
         )
         return state, metrics

@@ -14,6 +14,7 @@ import optax
 import pytest
 from cases import quick_jit, raw
 from compiles import count_compiles
+from flax import nnx
 from recipe_cases import AGENTS, MaskedEnv, flatten, in_ci, make_agent
 
 import rollout
@@ -86,7 +87,7 @@ def test_learning_rate_may_anneal_or_follow_a_schedule(name, changes, annealed):
     """The updates are proportional to the rate, because optax scales at the end."""
     schedule = optax.linear_schedule(1.0, 0.1, 8)
     optimizers = [
-        make_agent(name, **changes | options).optimizer
+        make_agent(name, **changes | options).make_optimizer()
         for options in (
             {"learning_rate": 1.0, "anneal_lr": False},
             {"learning_rate": 0.05},
@@ -109,6 +110,122 @@ def test_learning_rate_may_anneal_or_follow_a_schedule(name, changes, annealed):
     rates = 0.05 * annealed, np.full(8, 0.05), np.linspace(1.0, 0.1, 9)[:8]
     for update, expected in zip(updates, rates, strict=True):
         np.testing.assert_allclose(update / unit, expected, rtol=1e-3, atol=1e-7)
+
+
+def label(params):
+    """Labels the first layers of networks as frozen."""
+    is_first = lambda path: "Dense_0" in jax.tree_util.keystr(path)  # noqa: E731
+    return jax.tree.map_with_path(
+        lambda path, _: "frozen" if is_first(path) else "trained", params
+    )
+
+
+@pytest.mark.usefixtures("quick_compile")
+@each_agent("ppo", slow=("recurrent_ppo", "dqn", "pqn", "sac", "td3"))
+def test_optimizer_is_replaced(name):
+    """Plain gradient descent, and no updates of the first layers."""
+    parts = {"trained": optax.sgd(0.1), "frozen": optax.set_to_zero()}
+    agent = make_agent(name).replace(optimizer=optax.multi_transform(parts, label))
+
+    @quick_jit
+    def train(key):
+        state = agent.init(key)
+        return state.params, agent.train(state)[0].params
+
+    params, new_params = jax.device_get(train(jax.random.key(0)))
+    labels = jax.tree.leaves(label(params))
+    assert {"frozen", "trained"} == set(labels)
+    pairs = zip(*map(jax.tree.leaves, (params, new_params)), labels, strict=True)
+    for old, new, part in pairs:
+        if old.ndim > 1:  # some biases have no gradient
+            assert (old == new).all() == (part == "frozen")
+
+
+@each_agent(*AGENTS)
+def test_optimizer_must_be_one(name):
+    with pytest.raises(ValueError, match=r"`optimizer` must be .*`optax.adam\(1e-3\)`"):
+        make_agent(name).replace(optimizer=optax.adam)
+
+
+@pytest.mark.usefixtures("quick_compile")
+@each_agent("ppo", "dqn", slow=("recurrent_ppo", "pqn", "sac", "td3"))
+def test_training_starts_from_given_parameters(name):
+    """Also with another number of environments, and with statistics."""
+    agent = make_agent(name, normalize_observations=True)
+    state = init(agent)
+    count = itertools.count(1)
+    params = jax.tree.map(
+        lambda x: np.full(x.shape, next(count), x.dtype), state.params
+    )
+    wider = make_agent(
+        name, envs.vectorize(AGENTS[name][1], 3), normalize_observations=True
+    )
+
+    @quick_jit
+    def start(key):
+        state = wider.init(key, params=params)
+        return state.params, state.target_params if name in OFF_POLICY else ()
+
+    new_params, target_params = jax.device_get(start(jax.random.key(0)))
+    expected = {x: y for x, y in params.items() if x != "obs_stats"}
+    trained = {x: y for x, y in new_params.items() if x != "obs_stats"}
+    jax.tree.map(np.testing.assert_array_equal, trained, expected)
+    if name in OFF_POLICY:
+        target = expected["critic"] if name == "sac" else expected
+        jax.tree.map(np.testing.assert_array_equal, target_params, target)
+    # Replay buffers start with 9 rows of environments.
+    num_rows = 9 if name in OFF_POLICY else 0
+    initial_count = params["obs_stats"]["count"]
+    assert new_params["obs_stats"]["count"] == initial_count + num_rows
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_layer_sizes": (9,)}, {"normalize_observations": True}]
+)
+def test_given_parameters_must_fit(changes):
+    params = init(make_agent("ppo", **changes)).params
+    agent = make_agent("ppo")
+    with pytest.raises(ValueError, match="`params` must fit the networks and the con"):
+        jax.eval_shape(lambda key: agent.init(key, params=params), jax.random.key(0))
+
+
+@each_agent("ppo", "recurrent_ppo")
+def test_loss_gets_the_values_of_schedules(name):
+    """The loss would raise for a function."""
+    halved = lambda count: 0.5 * count  # noqa: E731
+    agent = make_agent(name, clip_eps=halved, ent_coef=halved)
+    config = agent.evaluate_schedules(np.int32(3), "clip_eps", "gamma").config
+    assert (config.clip_eps, config.ent_coef) == (1.5, halved)
+    state, _ = jax.eval_shape(agent.update, init(agent))
+    assert state.params
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
+@each_agent("ppo", "recurrent_ppo")
+def test_coefficients_may_follow_a_schedule(name):
+    """An update has two gradient steps. The schedules change at the second update."""
+    values = {"clip_eps": (0.01, 0.3), "ent_coef": (0.5, 0.05)}
+    options = {"learning_rate": 0.05, "anneal_lr": False, "num_epochs": 1}
+    agent = make_agent(name, **options)
+    schedules = {
+        option: optax.piecewise_constant_schedule(first, {2: second / first})
+        for option, (first, second) in values.items()
+    }
+
+    @quick_jit
+    def update(state, numbers):
+        changed = agent.replace(config=agent.config.replace(**numbers))
+        return changed.update(state)[0]
+
+    state = initial = quick_jit(agent.init)(jax.random.key(0))
+    for i in range(2):
+        state = update(state, {option: x[i] for option, x in values.items()})
+    scheduled = make_agent(name, **options, **schedules)
+    new_state, _ = quick_jit(scheduled.train)(initial)
+    np.testing.assert_allclose(
+        flatten(new_state.params), flatten(state.params), rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,6 +363,17 @@ def test_split_training_has_the_same_bits(name, request):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
+@each_agent(*AGENTS)
+def test_training_passes_debug_nans(name):
+    """No episode ends in the first update, so `return_mean` is undefined."""
+    agent = make_agent(name, num_steps=1, num_updates=1, stats_window_size=7)
+    with jax.debug_nans(True):
+        _, metrics = jax.jit(agent.train)(agent.init(jax.random.key(0)))
+        assert (metrics["return_mean"] < 0).all()
+
+
+@pytest.mark.slow
 @pytest.mark.trains  # `test_recipe_spaces.py` trains each agent for a short time
 @pytest.mark.usefixtures("quick_training")
 @pytest.mark.parametrize(
@@ -368,6 +496,136 @@ def test_custom_network_replaces_the_default(agent_class):
     assert [agent.predict(params, obs) for obs in (0, 1)] == [1, 4]
     networks = {"actor_network": Layers((4,)), "critic_network": Layers((1,))}
     assert init_learner(sac.SAC, FORCE, **networks)
+
+
+class ConstantLayers(nn.Module):
+    """`Layers` behind a normalization by constants, also as a recurrent network."""
+
+    sizes: tuple
+
+    def setup(self):
+        self.norm = nn.BatchNorm(use_running_average=True)
+        self.scale = self.variable("constants", "scale", lambda: jnp.float32(0.25))
+        self.power = self.variable("integers", "power", lambda: jnp.int32(2))
+        self.layers = Layers(self.sizes)
+
+    def __call__(self, *inputs):
+        if isinstance(inputs[0], jax.Array):  # a memory
+            memory, features = self.encode(*inputs)
+            return memory, self.heads(features)
+        x = jnp.concatenate([self.features(inputs[0]), *inputs[1:]], axis=-1)
+        return self.heads(x)
+
+    def features(self, obs):
+        x = obs["x"] if "x" in obs else obs["goal"][..., 0]
+        return self.scale.value * self.norm(x) ** self.power.value
+
+    def encode(self, memory, obs):
+        return memory, self.features(obs)
+
+    def heads(self, x):
+        return self.layers(x)
+
+    @nn.nowrap
+    def initialize_memory(self, num_envs):
+        return jnp.zeros((num_envs, 1))
+
+
+CUSTOM_SIZES = {
+    "ppo": {"network": (3, None)},
+    "recurrent_ppo": {"network": (3, None)},
+    "dqn": {"network": (3,)},
+    "pqn": {"network": (3,)},
+    "sac": {"actor_network": (4,), "critic_network": (1,)},
+    "td3": {"actor_network": (2,), "critic_network": (1,)},
+}
+
+
+def make_custom_agent(name):
+    """Makes an agent with statistics of observations and other constants."""
+    networks = {x: ConstantLayers(sizes) for x, sizes in CUSTOM_SIZES[name].items()}
+    return make_agent(name, normalize_observations=True).replace(**networks)
+
+
+@each_agent(*AGENTS)
+def test_optimizer_gets_only_the_collection_params(name):
+    """A gradient or an average of the integer variables would raise."""
+    agent = make_custom_agent(name)
+    state, _ = jax.eval_shape(agent.train, init(agent))
+    names = {"layers", "obs_stats"} | {"batch_stats", "constants", "integers"}
+    for tree, expected in (state.params, names), (state.opt_state, {"layers"}):
+        paths = [x for x, _ in jax.tree.leaves_with_path(tree)]
+        entries = {getattr(entry, "key", None) for path in paths for entry in path}
+        # The optimizer of PPO and PQN has one vector.
+        assert entries & names in (expected, set())
+
+
+@each_agent("ppo", slow=("recurrent_ppo", "dqn", "pqn", "sac", "td3"))
+def test_only_the_collection_params_is_trained(name):
+    agent = make_custom_agent(name)
+
+    @quick_jit
+    def train(key):
+        state = agent.init(key)
+        return state.params, agent.train(state)[0]
+
+    params, state = jax.device_get(train(jax.random.key(0)))
+    trees = [(params, state.params)]
+    if hasattr(state, "target_params"):
+        initial = {x: y for x, y in params.items() if x != "obs_stats"}
+        trees.append(
+            (params["critic"] if name == "sac" else initial, state.target_params)
+        )
+    for initial, last in trees:
+        paths = jax.tree.leaves_with_path(initial)
+        for (path, old), new in zip(paths, jax.tree.leaves(last), strict=True):
+            entries = {getattr(entry, "key", None) for entry in path}
+            assert old.dtype == new.dtype
+            if {"batch_stats", "constants", "integers"} & entries:
+                np.testing.assert_array_equal(old, new)
+            elif "kernel" in entries or "obs_stats" in entries:
+                assert (old != new).any()
+
+
+class Normalized(nnx.Module):
+    """A network of nnx with batch normalization."""
+
+    def __init__(self, *, training, rngs):
+        self.norm = nnx.BatchNorm(5, use_running_average=not training, rngs=rngs)
+        self.dense = nnx.Linear(5, 3, rngs=rngs)
+
+    def __call__(self, obs):
+        return self.dense(self.norm(obs))
+
+
+class DropoutNetwork(nn.Module):
+    """A network with active dropout."""
+
+    @nn.compact
+    def __call__(self, obs):
+        return nn.Dropout(0.5, deterministic=False)(nn.Dense(3)(obs))
+
+
+def test_network_of_nnx_is_bridged():
+    network = nnx.bridge.to_linen(Normalized, training=False)
+    params = init_learner(dqn.DQN, CHOICE, network=network).params
+    assert {"params", "batch_stats"} == params.keys()
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (Normalized(training=False, rngs=nnx.Rngs(0)), "`network` must .*to_linen"),
+        (nnx.bridge.to_linen(Normalized, training=True), "must not .*'batch_stats'"),
+        (nn.BatchNorm(use_running_average=False), "`network` must not .*batch_stats"),
+        (DropoutNetwork(), "`network` must not .* key.*dropout"),
+        (jnp.tanh, "`network` must be a module of `flax.linen`"),
+        (Layers(np.array([3])), "`network` must be hashable.*constants"),
+    ],
+)
+def test_network_must_be_a_function_of_params(network, message):
+    with pytest.raises(ValueError, match=message):
+        init_learner(dqn.DQN, CHOICE, network=network)
 
 
 @each_agent("ppo", "recurrent_ppo", "dqn", "pqn", "sac")

@@ -187,6 +187,19 @@ def test_run_resumes_on_another_number_of_devices(tmp_path):
     check_close(saved.params, state.params, rtol=0, atol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
+def test_training_starts_from_parameters_on_other_devices():
+    params = None
+    for num_devices in (1, 4, 2, None):
+        agent = make_sac(make_mesh(num_devices), normalize_observations=True)
+        state = agent.init(jax.random.key(0), params=params)
+        if params is not None:
+            actors = jax.device_get((params["actor"], state.params["actor"]))
+            jax.tree.map(np.testing.assert_array_equal, *actors)
+        params = jax.jit(agent.update, donate_argnums=0)(state)[0].params
+
+
 def test_invalid_meshes_raise():
     mesh, env = make_mesh(4), envs.make_vec("CartPole-v1", B)
     agent = ppo.PPO(env)

@@ -89,7 +89,7 @@ def plain_loss(agent, params, batch):
 
 def plain_learn(agent, params, order, batch):
     """Trains on consecutive minibatches of complete sequences."""
-    optimizer = agent.optimizer
+    optimizer = agent.make_optimizer()
 
     def step(learner, lanes):
         minibatch = jax.tree.map(lambda x: jnp.take(x, lanes, axis=1), batch)

@@ -1,5 +1,6 @@
 """Tests of `run`, `load` and the commands of the agents."""
 
+import functools
 import json
 import os
 import signal
@@ -223,6 +224,23 @@ def test_config_accepts_numpy_numbers():
 
 
 @pytest.mark.usefixtures("no_pictures")
+class Rate:
+    """A schedule that is an object."""
+
+    def __call__(self, count):
+        return 1e-3 / (1 + count)
+
+    def halve(self, factor, count):
+        return factor / (1 + count)
+
+
+def test_schedules_are_described_by_name():
+    rates = Rate(), functools.partial(Rate.halve, None, 0.5), Rate().halve
+    names = [describe(make_agent(SMALL.replace(learning_rate=x))) for x in rates]
+    names = [x["config"]["learning_rate"]["function"] for x in names]
+    assert names == [f"{__name__}.Rate{x}" for x in ("", ".halve", ".halve")]
+
+
 def test_failed_start_writes_no_files(tmp_path):
     with pytest.raises(ValueError, match="`num_minibatches` must divide"):
         run_agent(make_agent(SMALL.replace(num_minibatches=7)), tmp_path)

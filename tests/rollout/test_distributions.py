@@ -1,5 +1,6 @@
 """Compares action distributions with SciPy and closed forms for every space."""
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,6 +152,59 @@ def test_raw_actions_are_scaled_to_the_box():
         [4, 13, -3, 9],
     ]
     np.testing.assert_allclose(distribution.postprocess(raw), expected)
+
+
+def test_entropy_of_float16_logits_is_finite():
+    logits = np.float16([1.0, 2.0, -1.0, 0.5, 3.0])
+    choice = ActionDistribution(spaces.Discrete(5))
+    pair = ActionDistribution(spaces.MultiDiscrete([3, 2]))
+    mask = np.array([True, False, True, True, False])
+
+    @quick_jit
+    def compute(logits):
+        grad = jax.grad(lambda x: choice.entropy(x, mask).sum())(logits)
+        outputs = jnp.append(logits, 0)  # the last logit has no value
+        return choice.entropy(logits, mask), pair.entropy(outputs), grad
+
+    masked, paired, grad = compute(logits)
+    probs = [softmax(np.float64(logits[x])) for x in (mask, slice(3), slice(3, None))]
+    expected = [scipy.stats.entropy(x) for x in probs]
+    np.testing.assert_allclose(masked, expected[0], rtol=5e-3)
+    np.testing.assert_allclose(paired, sum(expected[1:]), rtol=5e-3)
+    assert np.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_largest_float_is_no_bound(dtype):
+    most = np.finfo(dtype).max
+    space = spaces.Box(np.array([-most, 3], dtype), most, (2,), dtype)
+    raw = np.array([[-9, -1], [0.5, 2]], dtype)
+    expected = [[-9, 3], [0.5, 6]]  # as a box without an upper bound
+    np.testing.assert_array_equal(ActionDistribution(space).postprocess(raw), expected)
+    squashed = TanhNormal(space)
+    assert not squashed.is_bounded
+    np.testing.assert_array_equal(squashed.postprocess(raw), expected)
+    assert TanhNormal(spaces.Box(-0.9 * most, 0.9 * most, (2,), dtype)).is_bounded
+
+
+def test_integers_of_wide_dtypes():
+    for low, high, dtype in (
+        (2**32 - 4, 2**32 - 1, "uint32"),
+        (2**31 - 4, 2**31 - 1, "int32"),
+        (-(2**31), 3 - 2**31, "int32"),
+        (-128, 127, "int8"),
+    ):
+        distribution = ActionDistribution(spaces.Box(low, high, (), np.dtype(dtype)))
+        num_values = high - low + 1
+        assert distribution.num_params == num_values
+        action = distribution.postprocess(np.arange(num_values, dtype=np.int32))
+        assert action.tolist() == list(range(low, high + 1))
+    for low, high, dtype in ((0, 2**32 - 1, "uint32"), (-(2**31), 2**31 - 1, "int32")):
+        with pytest.raises(ValueError, match="at most 16,777,216 values per integer"):
+            ActionDistribution(spaces.Box(low, high, (), np.dtype(dtype)))
+    space = gymnasium.spaces.Box(2**40, 2**40 + 3, (), np.int64)
+    with pytest.raises(ValueError, match="fit into int32"):
+        ActionDistribution(space)
 
 
 def test_tanh_space_keeps_raw_actions():

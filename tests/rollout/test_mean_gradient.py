@@ -385,3 +385,17 @@ def test_normalize_accepts_small_weights():
     mean = np.average(x, weights=weight)
     std = np.sqrt(np.average((x - mean) ** 2, weights=weight))
     assert_close(normalize(x, weight), (x - mean) / std)
+
+
+def test_normalize_of_equal_rows_is_zero():
+    values = np.float32([0.1, 1000.1, 1e6 + 0.5, -3.0, 0.0, 5.0, 7.0, 1.0])[:, None]
+    x, weight = np.repeat(values, 1000, 1), np.ones((8, 1000), np.float32)
+    x[5, 0], weight[5, 0] = -1e6, 0  # an ignored row
+    x[6, 0] = np.nan
+    x[7, :500] = (
+        1 + 2e-6
+    )  # half of the rows are higher by a few units in the last place
+    normalized = quick_jit(jax.vmap(normalize))(x, weight)
+    np.testing.assert_array_equal(normalized[:6], 0)
+    assert np.isnan(normalized[6]).all()
+    np.testing.assert_allclose(normalized[7], np.repeat([1.0, -1.0], 500), atol=0.3)

@@ -1,10 +1,13 @@
 """Tests that equal objects share compiled programs."""
 
+import dataclasses
 import functools
 import gc
 import itertools
 import weakref
+from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +15,7 @@ import pytest
 from agents import OneAgent
 from cases import CountEnv
 from compiles import count_compiles
+from flax import struct
 from host_count import HostCount
 
 import rollout
@@ -27,6 +31,7 @@ from rollout.policies import (
     RandomWarmup,
 )
 from rollout.recommendation import item_policy
+from rollout.training import Agent, jit_on_host
 
 B, T = 4, 16
 KEY = jax.random.key(0)
@@ -269,7 +274,7 @@ class WeightedSum:
 def test_static_accepts_functions_without_tracers():
     buffer = buffers.ReplayBuffer(64, B)
     assert programs.static(act) is act
-    assert programs.static(buffer.add) is programs.static(
+    assert programs.static(buffer.add) == programs.static(
         buffers.ReplayBuffer(64, B).add
     )
     assert programs.static(buffer.add) != programs.static(
@@ -278,7 +283,7 @@ def test_static_accepts_functions_without_tracers():
     first, second = WeightedSum(1), WeightedSum(2)
     assert programs.static(first.add) != programs.static(second.add)
     mapping = {}
-    assert programs.static(mapping.get) == mapping.get  # a dict has no hash
+    assert programs.static(mapping.get).value == mapping.get  # a dict has no hash
     jax.make_jaxpr(lambda x: np.testing.assert_equal(programs.static(act), None))(1.0)
     first.__class__ = type("Unhashable", (WeightedSum,), {"__hash__": None})
     assert programs.static(first) is None
@@ -308,3 +313,70 @@ def test_eager_functions_compile_few_programs(name):
     with count_compiles() as events:
         calls[name]()
     assert not events
+
+
+class FillPolicy(rollout.Policy):
+    """Records a static number, which may be inside another object."""
+
+    value: Any = struct.field(pytree_node=False)
+
+    def apply(self, params, obs, state, key):
+        value = self.value.features if isinstance(self.value, nn.Dense) else self.value
+        x = jnp.full(obs.shape[:1], value)
+        return rollout.PolicyStep(jnp.zeros(obs.shape[:1], int), state, {"x": x})
+
+    def __call__(self):
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Hyperparameters, of which one is a number of any type."""
+
+    value: Any
+    num_steps: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class FillAgent(Agent):
+    """An agent with a function that jit compiles."""
+
+    @jit_on_host
+    def learn(self):
+        return jnp.full((), self.config.value)
+
+
+def test_types_of_static_numbers_separate_programs():
+    """1, True and 1.0 are equal in Python."""
+    collector, host = make_collector(), make_host()
+    carry = jax.eval_shape(collector.init, KEY)
+    dtypes = []
+    for number in (1, True, 1.0):
+        for value in (number, nn.Dense(number)):
+            filled = collector.replace(policy=FillPolicy(value))
+            # Nested programs share the traces of the jit cache.
+            _, row = jax.eval_shape(filled.step, carry, 0)
+            dtypes.append(row.extras["x"].dtype)
+        filled = host.replace(policy=FillPolicy(number))
+        _, row = filled.step(filled.init(KEY), 0)
+        dtypes.append(row.extras["x"].dtype)
+    expected = [np.dtype(x) for x in (np.int32, bool, np.float32) for _ in range(3)]
+    assert dtypes == expected
+
+
+def test_types_of_hyperparameters_separate_programs():
+    values = [
+        FillAgent(HostCount(B), Config(value)).learn() for value in (1, True, 1.0)
+    ]
+    assert [x.dtype for x in values] == [np.int32, bool, np.float32]
+    policies = FillPolicy(0.0), FillPolicy(-0.0), FillPolicy(0), FillPolicy(False)
+    assert len({programs.hash_of_types(x) for x in policies}) == 4
+    assert len({programs.static(x.apply) for x in policies}) == 4
+    assert len({programs.static(x) for x in policies}) == 4
+    assert len({id(make_object(x)) for x in policies}) == 4
+    assert make_object(FillPolicy(1)) is make_object(FillPolicy(1))
+
+
+@programs.shared
+def make_object(policy):
+    return [policy]

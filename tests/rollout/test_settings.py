@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, make_collector
+from cases import CountEnv, make_collector, quick_jit
 from flax import struct
 
 import rollout
 from rollout import envs
+from rollout.targets import explained_variance
 
 first_action = rollout.stateless_policy(
     lambda params, obs, key: jnp.zeros_like(obs[:, 0], int)
@@ -31,6 +32,21 @@ def test_empty_statistics_pass_debug_nans():
         stream = rollout.Stream(collector, key=jax.random.key(0), steps_per_batch=16)
         assert np.isnan(next(stream).stats.returns.mean)
         assert np.isnan(stream.stats.collected.returns.mean)
+
+
+def test_undefined_traced_statistics_pass_debug_nans():
+    ones, no_rows = np.ones(3, np.float32), np.zeros(3, bool)
+    window = rollout.EpisodeWindow.init(2)
+
+    def compute(window, target):
+        variances = [explained_variance(target, target, x) for x in (None, no_rows)]
+        returns = window.returns
+        return *variances, returns.mean, returns.std, returns.ci_low
+
+    with jax.debug_nans(True):
+        values = jax.device_get(quick_jit(compute)(window, ones))
+        np.testing.assert_array_equal(values, -np.inf)
+    assert np.isnan(window.returns.mean)
 
 
 @pytest.mark.slow
