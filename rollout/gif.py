@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from rollout.base import checks, trees
+from rollout.base.files import replace_file
 from rollout.collector import Collector
 from rollout.envs.host.types import HostStep
 from rollout.envs.host.wrappers import HostWrapper
@@ -71,7 +72,8 @@ def record_gif(
     if not path.parent.is_dir():
         raise FileNotFoundError(f"`path` must be in a folder that exists, got {path}.")
     gif, episodes = draw_episode(collector, params, key, max_episode_steps)
-    path.write_bytes(gif)
+    with replace_file(path) as file:
+        file.write(gif)
     return episodes
 
 

@@ -1,8 +1,16 @@
-"""Statistics for logs: `EpisodeWindow` inside `jit`, `log_stats` for loggers."""
+"""Statistics for logs, and writers of logs.
+
+`EpisodeWindow` computes statistics inside `jit`, and `log_stats` flattens statistics
+for any logger. `CSVWriter` and `TensorBoardWriter` are loggers.
+"""
 
 import dataclasses
 import functools
+import importlib
+import os
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -265,6 +273,101 @@ def _add(window: EpisodeWindow, data: Transition | Episodes) -> EpisodeWindow:
     num = jnp.where(jnp.any(is_lost), 0, listed.num - num_new)
     listed = _Listed(num=num, start=start, lane=lane, values=values_left)
     return window._append(values, num_new).replace(listed=listed)
+
+
+class CSVWriter:
+    """Appends metrics to a CSV file. Use it to log a custom training loop.
+
+        write = rollout.logs.CSVWriter("metrics.csv")
+        write({"loss": 0.5}, step=1000)
+
+    The first row names the columns: `steps`, and the metrics of the first call. An
+    existing file is continued. Rows are on disk when a call returns. If the process is
+    killed during a call, the last line may be incomplete.
+
+    Args:
+        path: path of the file, in an existing folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path).expanduser()
+
+    def __call__(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        """Appends one row.
+
+        Args:
+            metrics: one number by name, such as the result of `log_stats`.
+            step: number in the column `steps`, such as the environment steps so far.
+
+        Raises:
+            ValueError: if the names are not the columns of the file, or contain commas,
+                quotes or line breaks.
+        """
+        self.append({"steps": int(step), **metrics})
+
+    def append(self, columns: Mapping[str, Any]) -> None:
+        """Appends rows, given as one array `[n]` or number per column.
+
+        Raises:
+            ValueError: as for a single row.
+        """
+        for name in columns:
+            if not name.isprintable() or any(x in name for x in ',"'):
+                raise ValueError(
+                    "`metrics` must have names without commas, quotes and line breaks, "
+                    f"got {name!r}."
+                )
+        header = ",".join(columns)
+        rows = zip(*(np.atleast_1d(x).tolist() for x in columns.values()), strict=True)
+        with self._path.open("a+", newline="") as file:
+            file.seek(0)
+            names = file.readline().rstrip("\n")
+            if names and names != header:
+                raise ValueError(
+                    f"`metrics` must have the columns of {self._path}, {names}, got "
+                    f"{header}."
+                )
+            if not names:
+                file.write(header + "\n")
+            for row in rows:
+                cells = (f"{x:.9g}" if type(x) is float else str(x) for x in row)
+                file.write(",".join(cells) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class TensorBoardWriter:
+    """Writes metrics for TensorBoard. Use it to log a custom training loop.
+
+        write = rollout.logs.TensorBoardWriter("runs/a")
+        write({"loss": 0.5}, step=1000)
+
+    The first call creates an event file.
+
+    Args:
+        folder: folder of the event file, which the first call creates if it is missing.
+
+    Raises:
+        ModuleNotFoundError: if the package `tensorboard` is not installed.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder).expanduser()
+        checks.import_optional("tensorboard")
+        self._writer: Any = None
+
+    def __call__(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        """Writes one number by name, at a step."""
+        if self._writer is None:
+            name = "tensorboard.summary.writer.event_file_writer"
+            module = importlib.import_module(name)
+            self._writer = module.EventFileWriter(str(self._folder))
+        proto = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        event = proto.Event(step=int(step), wall_time=time.time())
+        for name, value in metrics.items():
+            event.summary.value.add(tag=name, simple_value=float(value))
+        self._writer.add_event(event)
+        self._writer.flush()
 
 
 class _Statistic(NamedTuple):

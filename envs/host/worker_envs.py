@@ -75,7 +75,9 @@ def make_worker_envs(
     checks.check_int("num_workers", num_workers, most=len(make_fns))
     timeout = checks.check_seconds("timeout", timeout)
     info = {"observe_info": observe_info, "record_info": record_info}
-    return WorkerEnvs(_pack(make_fns), num_workers, timeout, info)
+    envs = WorkerEnvs(_pack(make_fns), num_workers, timeout, info)
+    envs.source = list(make_fns)
+    return envs
 
 
 class WorkerEnvs(AsyncHostVectorEnv):

@@ -30,7 +30,7 @@ from rollout.cli.arguments import (
 from rollout.cli.command import end_on_interrupt, execute
 from rollout.envs.multi_agent import has_agents
 from rollout.recipes import run
-from rollout.recipes.running import name_of
+from rollout.recipes.run_settings import name_of
 
 
 def main(

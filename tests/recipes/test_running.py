@@ -1,5 +1,6 @@
 """Tests of `run`, `load` and the commands of the agents."""
 
+import functools
 import json
 import os
 import signal
@@ -8,7 +9,9 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -18,13 +21,15 @@ import rollout
 from rollout import checkpoint, envs
 from rollout.recipes import load, run, running
 from rollout.recipes.ppo import PPO, Config
+from rollout.recipes.run_settings import check_settings, describe
 from rollout.recipes.running import (
     Folder,
     check_metrics,
-    describe,
     draw_curve,
     draw_gif,
+    mark_table,
     trim_tables,
+    write_settings,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +86,7 @@ def test_missing_plot_packages_print_a_line(
     for name in ("matplotlib.pyplot", "pygame"):
         monkeypatch.setitem(sys.modules, name, None)
     draw_curve(Folder(tmp_path), agent)
-    draw_gif(agent, state, jax.random.key(0), None, tmp_path / "agent.gif")
+    draw_gif(agent, state.params, jax.random.key(0), None, tmp_path / "agent.gif")
     assert capsys.readouterr().out == (
         "no curve: install matplotlib\n"
         'no GIF: pygame is not installed: pip install ".[render]"\n'
@@ -131,12 +136,56 @@ def test_loaded_agent_predicts_without_an_environment(finished_run):
 def test_resumed_run_has_the_bytes_of_an_uninterrupted_run(finished_run, tmp_path):
     folder, agent, _, _ = finished_run
     run_agent(agent, tmp_path, callback=lambda _: False, **EVALUATE)
-    # A killed process may leave rows after the last checkpoint.
-    for name in ("metrics.csv", "evaluations.csv"):
+    # A killed process may leave rows after the last checkpoint, and a torn row: "9" is
+    # the start of "96".
+    for name, rows in ("metrics.csv", "96,0.1,0.2\n12"), ("evaluations.csv", "9"):
         with (tmp_path / name).open("a") as file:
-            file.write("96,0.1,0.2")
+            file.write(rows)
+    settings_file = (tmp_path / "agent.json").stat().st_ino
     run_agent(make_agent(), tmp_path, resume=True, **EVALUATE)
     check_equal_files(folder, tmp_path, pictures=False)
+    assert (tmp_path / "agent.json").stat().st_ino == settings_file
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("name", ["resume", "best", "last"])
+def test_no_policy_is_newer_than_the_resumed_state(
+    name, finished_run, tmp_path, monkeypatch
+):
+    """The process dies before it saves one of the checkpoints after four updates."""
+    folder, agent, *_ = finished_run
+    save = checkpoint.save
+
+    def save_or_die(path, tree, *, step):
+        if (path.name, step) == (name, 4):
+            raise KeyboardInterrupt
+        save(path, tree, step=step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", save_or_die)
+        with pytest.raises(KeyboardInterrupt):
+            run_agent(agent, tmp_path, **EVALUATE)
+    (num_updates,) = checkpoint.steps(tmp_path / "resume")
+    assert num_updates == (2 if name == "resume" else 4)
+    for policy in ("best", "last"):
+        assert max(checkpoint.steps(tmp_path / policy)) <= num_updates
+    run_agent(agent, tmp_path, resume=True, **EVALUATE)
+    check_equal_files(folder, tmp_path, pictures=False)
+
+
+def test_failed_write_keeps_the_settings(tmp_path, monkeypatch):
+    path = tmp_path / "agent.json"
+    write_settings(path, {"a": 1})
+
+    def fail(descriptor):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="No space left"):
+            write_settings(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert os.listdir(tmp_path) == ["agent.json"]
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -147,13 +196,15 @@ def test_target_return_and_callback_stop_the_training(finished_run, tmp_path):
         state, _ = run_agent(agent, tmp_path / "a", **options)
         assert int(state.num_updates) == 2
     assert read_table(tmp_path / "a" / "evaluations.csv")["steps"] == 64
-    # A comparison of a metric is a `np.bool_`.
-    state, evaluation = run_agent(
-        agent,
-        tmp_path / "b",
-        num_eval_episodes=4,
-        callback=lambda x: x.metrics["entropy"][-1] < 0,
-    )
+
+    def stop(progress):
+        # A second run in the same folder, such as a job that was submitted twice.
+        with pytest.raises(ValueError, match="`folder` must not be in use"):
+            run_agent(agent, tmp_path / "b", resume=True, num_eval_episodes=4)
+        return progress.metrics["entropy"][-1] < 0  # a `np.bool_`
+
+    options = {"num_eval_episodes": 4, "callback": stop}
+    state, evaluation = run_agent(agent, tmp_path / "b", **options)
     assert int(state.num_updates) == 1
     assert evaluation.num_episodes == 4
 
@@ -202,7 +253,7 @@ def test_wrong_options_raise_before_training(words, options, tmp_path):
 )
 def test_metrics_must_fit_a_table(name, shape):
     with pytest.raises(ValueError, match=name):
-        check_metrics({name: np.zeros(shape)}, 4)
+        check_metrics({name: np.zeros(shape)}, (4,))
 
 
 def test_shared_evaluation_environments_raise(tmp_path):
@@ -226,7 +277,7 @@ def test_config_accepts_numpy_numbers():
 def test_failed_start_writes_no_files(tmp_path):
     with pytest.raises(ValueError, match="`num_minibatches` must divide"):
         run_agent(make_agent(SMALL.replace(num_minibatches=7)), tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert os.listdir(tmp_path) == [".lock"]
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -269,17 +320,93 @@ def test_resume_with_other_options_raises(words, config, options, finished_run):
         "carriage returns": lambda text: text.replace(b"\n", b"\r\n"),
         "byte-order mark": lambda text: b"\xef\xbb\xbf" + text,
         "missing row": lambda text: b"".join(text.splitlines(keepends=True)[:-1]),
-        "missing first row": lambda text: text.replace(b"32,", b"", 1),
+        "missing first row": lambda text: text.replace(text.splitlines()[1], b"", 1),
         "empty file": lambda text: b"",
     }.items(),
     ids=lambda damage: damage[0],
 )
-def test_damaged_tables_raise_before_training(damage, finished_run, tmp_path):
-    folder, agent, _, _ = finished_run
-    path = tmp_path / "metrics.csv"
-    path.write_bytes(damage[1]((folder / "metrics.csv").read_bytes()))
-    with pytest.raises(ValueError, match=r"metrics\.csv must have the rows"):
-        trim_tables(agent, 4, Folder(tmp_path))
+@pytest.mark.parametrize("table", ["metrics.csv", "evaluations.csv"])
+def test_damaged_tables_raise_before_training(damage, table, finished_run, tmp_path):
+    folder, *_ = finished_run
+    marks = []
+    for name in ("metrics.csv", "evaluations.csv"):
+        marks.append(mark_table(folder / name, np.zeros(2, int)))
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    path = tmp_path / table
+    path.write_bytes(damage[1](path.read_bytes()))
+    with pytest.raises(ValueError, match=rf"{table} must have the rows"):
+        trim_tables(Folder(tmp_path), np.stack(marks))
+
+
+class Net(nn.Module):
+    """A network of PPO with two options."""
+
+    activation: str = "tanh"
+    scale: Any = None
+
+    @nn.compact
+    def __call__(self, obs):
+        x = getattr(nn, self.activation)(nn.Dense(8)(obs))
+        return nn.Dense(2)(x), nn.Dense(1)(x)[..., 0]
+
+
+@functools.cache
+def settings_of(env="CartPole-v1", network=None, **params):
+    make = envs.from_gymnasium if env == "gymnasium" else envs.make_vec
+    env = "CartPole-v1" if env == "gymnasium" else env
+    return describe(PPO(make(env, 4, **params), SMALL, network=network))
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "other_settings"),
+    [
+        (
+            r"`network\.activation` must be 'tanh' to resume, got 'relu'",
+            {"network": Net("tanh")},
+            {"network": Net("relu")},
+        ),
+        ("`network` must be None", {}, {"network": Net()}),
+        (
+            r"`env\.env\.env_params\.gravity` must be 9\.8 to resume, got 5\.0",
+            {},
+            {"gravity": 5.0},
+        ),
+        (
+            r"`env\..*` must be",
+            {"env": "Catch-bsuite"},
+            {"env": "Catch-bsuite", "columns": 6},
+        ),
+        (
+            r"`env\.0\.max_episode_steps` must be 20",
+            {"env": "gymnasium", "max_episode_steps": 20},
+            {"env": "gymnasium", "max_episode_steps": 30},
+        ),
+    ],
+    ids=str,
+)
+def test_other_networks_and_environments_cannot_be_resumed(
+    words, settings, other_settings
+):
+    saved, settings = settings_of(**settings), settings_of(**other_settings)
+    check_settings(saved, saved, "to resume")
+    with pytest.raises(ValueError, match=words):
+        check_settings(settings, saved, "to resume")
+
+
+def test_networks_may_have_arrays_as_fields():
+    scales = [np.array([1.0, x, np.nan]) for x in (2.0, 2.0, 3.0)]
+    a, b, c = (
+        describe(make_agent().replace(network=Net(scale=scale))) for scale in scales
+    )
+    check_settings(a, b, "to resume")
+    with pytest.raises(ValueError, match=r"`network\.scale` must be"):
+        check_settings(a, c, "to resume")
+
+
+def test_functions_of_a_config_need_no_name():
+    config = SMALL.replace(learning_rate=functools.partial(max, 1e-3))
+    name = describe(make_agent(config))["config"]["learning_rate"]["function"]
+    assert name == "functools.partial of max"
 
 
 @pytest.mark.parametrize(
@@ -298,6 +425,15 @@ def test_load_names_missing_parts(words, changes, finished_run, tmp_path):
         load(tmp_path)
     with pytest.raises(FileNotFoundError, match="`folder` must have a run"):
         load(folder / "best")
+
+
+def test_load_compares_the_network(finished_run, tmp_path):
+    folder, *_ = finished_run
+    settings = json.loads((folder / "agent.json").read_text())
+    settings |= {"fields": settings_of(network=Net("tanh"))["fields"]}
+    (tmp_path / "agent.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"`network\.activation` must be 'tanh'"):
+        load(tmp_path, network=Net("sigmoid"))
 
 
 TRAIN = """\
