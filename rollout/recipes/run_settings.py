@@ -184,7 +184,8 @@ def value_text(value: Any) -> str:
     """Formats a setting for a message."""
     if isinstance(value, dict) and "function" in value:
         return f"the function {value['function'].replace('.<locals>', '')}"
-    return repr(value)
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:60]}..., {len(text)} characters"
 
 
 def name_of(agent_class: type) -> str:
@@ -207,13 +208,14 @@ def check_settings(
         purpose: end of the condition, for example "to resume the run in runs/a".
     """
     values, saved = flatten(settings), flatten(saved)
-    for name in values.keys() & saved.keys() - {"config.num_updates", "rollout"}:
+    for name, value in values.items():
+        if name not in saved or name in ("config.num_updates", "rollout"):
+            continue
         # Compare text: NaN differs from itself.
-        if json.dumps(values[name]) != json.dumps(saved[name]):
-            option = name.removeprefix("config.").replace(".<locals>", "")
+        if json.dumps(value) != json.dumps(saved[name]):
             raise ValueError(
-                f"`{option}` must be {value_text(saved[name])} {purpose}, got "
-                f"{value_text(values[name])}."
+                f"`{name.removeprefix('config.')}` must be {value_text(saved[name])} "
+                f"{purpose}, got {value_text(value)}."
             )
 
 

@@ -256,7 +256,8 @@ def run(
         folder: folder of this run; it must not contain another run.
         evaluate_every: environment steps between evaluations, rounded up to whole
             updates; None evaluates once, at the end. Steps are counted per seed.
-        num_eval_episodes: episodes per evaluation and seed, at least 1.
+        num_eval_episodes: episodes per evaluation and seed, at least 1. Under
+            `vectorize_each`, a multiple of the number of lanes.
         target_return: mean return of an evaluation at which the training stops, for
             several seeds the mean over the seeds; None trains for `config.num_updates`
             updates.
@@ -290,10 +291,10 @@ def run(
     if agent.collector.is_host:
         check_eval_env(agent.env, eval_env, evaluate_every)
     num_seeds = check_keys(agent, key)
-    num_eval_episodes = checks.check_int("num_eval_episodes", num_eval_episodes)
+    env = agent.env if eval_env is None else eval_env
+    checks.check_num_episodes("num_eval_episodes", num_eval_episodes, env)
     if evaluate_every is not None:
         evaluate_every = checks.check_int("evaluate_every", evaluate_every, most=None)
-    env = agent.env if eval_env is None else eval_env
     collector = make_collector(env, agent.eval_policy, agent.mesh)
     trainer = Trainer(agent, collector, num_eval_episodes, num_seeds)
     files = Folder(Path(folder).expanduser())

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -19,18 +19,30 @@ from compiles import QUICK_FLAGS
 
 import rollout
 from rollout import checkpoint, envs
+from rollout.logs import CSVWriter
 from rollout.recipes import load, run, running
 from rollout.recipes.ppo import PPO, Config
 from rollout.recipes.run_settings import check_settings, describe
 from rollout.recipes.running import (
     Folder,
+    Position,
     check_metrics,
     draw_curve,
     draw_gif,
     mark_table,
+    read_returns,
+    save_policies,
     trim_tables,
     write_settings,
 )
+
+
+class TrainState(NamedTuple):
+    """The parts of a training state that `save_policies` reads."""
+
+    params: Any
+    num_updates: Any
+
 
 ROOT = Path(__file__).parents[2]
 SMALL = Config(num_updates=4, num_steps=8, num_minibatches=2, num_epochs=1)
@@ -228,6 +240,117 @@ def test_best_policy_has_the_largest_mean_return(finished_run, tmp_path, monkeyp
         best.append(checkpoint.steps(tmp_path / "best")[-1])
     assert best == [1, 2, 2]
     assert checkpoint.steps(tmp_path / "last")[-1] == 4
+
+
+def seed_keys():
+    """Returns new keys: a key may be used once."""
+    return jax.random.split(jax.random.key(0), 3)
+
+
+@pytest.fixture(scope="module")
+def seeds_run(tmp_path_factory):
+    """A run of three seeds, and the calls of its logger."""
+    folder, calls = tmp_path_factory.mktemp("runs") / "seeds", []
+
+    def log(metrics, *, step):
+        calls.append((step, metrics))
+
+    agent = make_agent()
+    options = {"key": seed_keys(), "log": log, **EVALUATE}
+    state, evaluation = run_agent(agent, folder, **options)
+    return folder, agent, state, evaluation, calls
+
+
+def test_seeds_are_rows_of_the_tables_and_equal_single_runs(seeds_run):
+    """A loop without `run` trains each seed, up to the rounding of another program."""
+    folder, agent, state, evaluation, _ = seeds_run
+    table = read_table(folder / "metrics.csv")
+    assert table["steps"].tolist() == np.repeat([32, 64, 96, 128], 3).tolist()
+    assert table["seed"].tolist() == [0, 1, 2] * 4
+    train = jax.jit(agent.train)
+    for seed, key in enumerate(seed_keys()):
+        single_state, metrics = train(agent.init(jax.random.split(key)[0]))
+        for name in ("entropy", "return_mean"):
+            rows = table[name][table["seed"] == seed]
+            np.testing.assert_allclose(rows, metrics[name], rtol=1e-4)
+        leaves = map(jax.tree.leaves, (state.params, single_state.params))
+        for x, y in zip(*leaves, strict=True):
+            np.testing.assert_allclose(x[seed], y, rtol=1e-3, atol=1e-5)
+    table = read_table(folder / "evaluations.csv")
+    assert table["steps"].tolist() == [64] * 3 + [128] * 3
+    np.testing.assert_allclose(table["return_mean"][3:], evaluation.returns.mean)
+
+
+def test_load_selects_the_best_parameters_of_a_seed(seeds_run):
+    folder, _, state, *_ = seeds_run
+    table = read_table(folder / "evaluations.csv")["return_mean"].reshape(2, 3)
+    for seed in range(3):
+        _, last = load(folder, name="last", seed=seed)
+        expected = jax.tree.map(lambda x, seed=seed: x[seed], state.params)
+        jax.tree.map(np.testing.assert_array_equal, last.params, expected)
+        _, best = load(folder, seed=seed)
+        leaves = zip(*map(jax.tree.leaves, (best.params, last.params)), strict=True)
+        is_last = all(np.array_equal(x, y) for x, y in leaves)
+        assert is_last == (table[1, seed] > table[0, seed])
+    with pytest.raises(ValueError, match="`seed` must be from 0 to 2"):
+        load(folder)
+
+
+def test_best_parameters_belong_to_the_best_evaluation_of_each_seed(tmp_path):
+    """Three evaluations of two seeds, after updates 1, 2 and 3."""
+    files, position = Folder(tmp_path), None
+    for update, means in enumerate([(1.0, np.nan), (0.5, 2.0), (3.0, 2.0)], 1):
+        params = np.array([[update], [update + 0.5]])
+        state = TrainState(params=params, num_updates=np.full(2, update))
+        position = position or Position.init(state)
+        position = position._replace(state=state).evaluated(np.array(means))
+        save_policies(files, position)
+        best = checkpoint.restore(files.best, {"params": params})["params"]
+        assert best.tolist() == [
+            [[1.0], [1.5]],
+            [[1.0], [2.5]],
+            [[3.0], [2.5]],
+        ][update - 1]  # fmt: skip
+        assert checkpoint.steps(files.last) == [update]
+
+
+def test_logger_receives_every_update_with_intervals(seeds_run):
+    folder, _, _, evaluation, calls = seeds_run
+    assert [step for step, _ in calls] == [32, 64, 96, 128]
+    entropy = read_table(folder / "metrics.csv")["entropy"].reshape(4, 3)
+    for (_, metrics), values in zip(calls, entropy, strict=True):
+        half = 4.302653 * values.std(ddof=1) / np.sqrt(3)  # Student's t, 2 degrees
+        np.testing.assert_allclose(metrics["entropy"], values.mean(), rtol=1e-5)
+        got = metrics["entropy_ci_high"] - metrics["entropy"]
+        np.testing.assert_allclose(got, half, rtol=1e-2)  # a difference of 1e-4
+    is_evaluated = ["evaluation/return_mean" in metrics for _, metrics in calls]
+    assert is_evaluated == [False, True, False, True]
+    mean = np.mean(evaluation.returns.mean)
+    np.testing.assert_allclose(calls[-1][1]["evaluation/return_mean"], mean, rtol=1e-6)
+
+
+def test_curve_shows_the_mean_of_the_seeds(tmp_path):
+    write = CSVWriter(tmp_path / "metrics.csv")
+    for step in (10, 20):
+        for seed in (0, 1):
+            write({"seed": seed, "return_mean": step + seed}, step=step)
+    steps, returns = read_returns(tmp_path / "metrics.csv")
+    assert steps.tolist() == [10, 20]
+    assert returns.tolist() == [[10, 20], [11, 21]]
+
+
+@pytest.mark.compiles(60)
+@pytest.mark.usefixtures("no_pictures")
+def test_resumed_run_of_seeds_has_the_bytes_of_an_uninterrupted_run(
+    seeds_run, tmp_path
+):
+    folder, agent, *_ = seeds_run
+    stop = lambda _: False  # noqa: E731
+    run_agent(agent, tmp_path, key=seed_keys(), callback=stop, **EVALUATE)
+    run_agent(agent, tmp_path, key=seed_keys(), resume=True, **EVALUATE)
+    check_equal_files(folder, tmp_path, pictures=False)
+    with pytest.raises(ValueError, match="`num_seeds` must be 3"):
+        run_agent(agent, tmp_path, resume=True, key=seed_keys()[:2], **EVALUATE)
 
 
 AT_LEAST_1 = "must be an int of at least 1"
