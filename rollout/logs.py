@@ -20,6 +20,7 @@ from flax import struct
 from jax import lax
 
 from rollout.base import checks
+from rollout.base.files import replace_file
 from rollout.base.platform import choose
 from rollout.stats import (
     CollectStats,
@@ -281,7 +282,8 @@ class CSVWriter:
         write = rollout.logs.CSVWriter("metrics.csv")
         write({"loss": 0.5}, step=1000)
 
-    The first row names the columns: `steps`, and the metrics of the first call. An
+    The first line names the columns: `steps`, and the metrics. A metric without a value
+    in a row has an empty cell. A new metric adds a column, which rewrites the file. An
     existing file is continued. Rows are on disk when a call returns. If the process is
     killed during a call, the last line may be incomplete.
 
@@ -300,16 +302,15 @@ class CSVWriter:
             step: number in the column `steps`, such as the environment steps so far.
 
         Raises:
-            ValueError: if the names are not the columns of the file, or contain commas,
-                quotes or line breaks.
+            ValueError: if a name contains a comma, a quote or a line break.
         """
         self.append({"steps": int(step), **metrics})
 
     def append(self, columns: Mapping[str, Any]) -> None:
-        """Appends rows, given as one array `[n]` or number per column.
+        """Appends n rows, given as one array `[n]` or number per column.
 
         Raises:
-            ValueError: as for a single row.
+            ValueError: if a name contains a comma, a quote or a line break.
         """
         for name in columns:
             if not name.isprintable() or any(x in name for x in ',"'):
@@ -317,23 +318,34 @@ class CSVWriter:
                     "`metrics` must have names without commas, quotes and line breaks, "
                     f"got {name!r}."
                 )
-        header = ",".join(columns)
-        rows = zip(*(np.atleast_1d(x).tolist() for x in columns.values()), strict=True)
-        with self._path.open("a+", newline="") as file:
-            file.seek(0)
-            names = file.readline().rstrip("\n")
-            if names and names != header:
-                raise ValueError(
-                    f"`metrics` must have the columns of {self._path}, {names}, got "
-                    f"{header}."
-                )
-            if not names:
-                file.write(header + "\n")
+        names = self.columns
+        if new_names := [name for name in columns if name not in names]:
+            names = [*names, *new_names]
+            self._add_columns(names, len(new_names))
+        values = {name: np.atleast_1d(x).tolist() for name, x in columns.items()}
+        num_rows = len(next(iter(values.values())))
+        rows = zip(*(values.get(x, [""] * num_rows) for x in names), strict=True)
+        with self._path.open("a", newline="") as file:
             for row in rows:
                 cells = (f"{x:.9g}" if type(x) is float else str(x) for x in row)
                 file.write(",".join(cells) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns of the file, empty for a new file."""
+        if not self._path.exists():
+            return []
+        with self._path.open() as file:
+            header = file.readline().rstrip("\n")
+        return header.split(",") if header else []
+
+    def _add_columns(self, names: list[str], num_new: int) -> None:
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        rows = [line + "," * num_new for line in lines[1:]]
+        with replace_file(self._path) as file:
+            file.write("".join(f"{x}\n" for x in (",".join(names), *rows)).encode())
 
 
 class TensorBoardWriter:

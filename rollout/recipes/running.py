@@ -581,9 +581,14 @@ def train_chunk(
 
 def resume_tree(agent: Any, position: Position) -> dict[str, Any]:
     """Returns the tree that `restore` reads, with the states of host environments."""
-    collector = agent.collector
-    host = collector.save(position.state.carry) if collector.is_host else []
-    return {**position._asdict(), "host": host}
+    state, host = position.state, []
+    if agent.collector.is_host:
+        host = agent.collector.save(state.carry)
+        # The number of a carry counts the calls in one process.
+        number, shared = state.carry.env_state
+        carry = state.carry.replace(env_state=(np.zeros_like(number), shared))
+        state = state.replace(carry=carry)
+    return {**position._replace(state=state)._asdict(), "host": host}
 
 
 def restore(files: Folder, agent: Any, position: Position) -> Position:
@@ -721,14 +726,21 @@ class Logs:
         tables = zip(self._files.tables, marks, strict=True)
         return np.stack([mark_table(*x) if x[0].exists() else x[1] for x in tables])
 
-    def _append(self, path: Path, steps: np.ndarray, columns: dict[str, Any]) -> None:
-        if self._num_seeds is None:
-            CSVWriter(path).append({"steps": steps, **columns})
-            return
-        seeds = np.tile(np.arange(self._num_seeds), len(steps))
-        steps = np.repeat(steps, self._num_seeds)
-        values = {name: np.ravel(x) for name, x in columns.items()}
-        CSVWriter(path).append({"steps": steps, "seed": seeds, **values})
+    def _append(self, path: Path, steps: np.ndarray, values: dict[str, Any]) -> None:
+        columns: dict[str, Any] = {"steps": steps}
+        if self._num_seeds is not None:
+            columns = {
+                "steps": np.repeat(steps, self._num_seeds),
+                "seed": np.tile(np.arange(self._num_seeds), len(steps)),
+            }
+        columns |= {name: np.ravel(x) for name, x in values.items()}
+        writer = CSVWriter(path)
+        if writer.columns not in ([], [*columns]):
+            raise ValueError(
+                f"The metrics of `update` must be those of {path}, "
+                f"{', '.join(writer.columns)}, got {', '.join(columns)}."
+            )
+        writer.append(columns)
 
     def _flatten(self, stats: Any, prefix: str = "") -> dict[str, float]:
         return rollout.log_stats(stats, prefix=prefix, num_seeds=self._num_seeds)

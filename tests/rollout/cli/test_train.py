@@ -53,7 +53,7 @@ def error_of(capsys, *argv):
 
 def test_every_recipe_is_an_algorithm():
     files = {x.stem for x in Path(train.run.__code__.co_filename).parent.glob("*.py")}
-    assert set(command.ALGORITHMS) == files - {"__init__", "running"}
+    assert set(command.ALGORITHMS) == files - {"__init__", "running", "run_settings"}
 
 
 def test_train_runs_the_recipe_with_its_arguments(monkeypatch):
