@@ -1,6 +1,6 @@
 """`evaluate`: computes statistics of a policy over exactly N episodes."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, overload, runtime_checkable
 
 import chex
 import jax
@@ -23,9 +23,31 @@ class HasEvalCollector(Protocol):
         ...
 
 
+@overload
 def evaluate(
-    collector: Collector[ParamsT] | HostCollector[ParamsT] | HasEvalCollector,
+    collector: Collector[ParamsT] | HostCollector[ParamsT],
     params: ParamsT,
+    key: chex.PRNGKey,
+    num_episodes: int,
+    *,
+    max_episode_steps: int = ...,
+) -> CollectStats: ...
+
+
+@overload
+def evaluate(
+    collector: HasEvalCollector,
+    params: Any,
+    key: chex.PRNGKey,
+    num_episodes: int,
+    *,
+    max_episode_steps: int = ...,
+) -> CollectStats: ...
+
+
+def evaluate(
+    collector: Any,
+    params: Any,
     key: chex.PRNGKey,
     num_episodes: int,
     *,

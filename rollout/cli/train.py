@@ -178,8 +178,9 @@ def train_agent(agent_class: Any, config: Any, options: Namespace) -> Iterable[A
     )
     if not options.num_seeds:
         return (evaluation,)
-    returns = np.asarray(evaluation.returns.mean)
-    over_seeds = moments(returns, np.isfinite(returns), xp=np)
+    returns: Any = np.asarray(evaluation.returns.mean)
+    is_finite: Any = np.isfinite(returns)
+    over_seeds = moments(returns, is_finite, xp=np)
     return (f"return {over_seeds}, {plural(options.num_seeds, 'seed')}",)
 
 

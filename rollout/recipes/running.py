@@ -797,7 +797,7 @@ def draw_curve(files: Folder, agent: Any) -> None:
     plt.close(figure)
 
 
-def read_returns(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def read_returns(path: Path) -> tuple[np.ndarray, Any]:
     """Reads the steps, `[n]`, and mean returns, `[S, n]`, of a table."""
     if not path.exists():
         return np.zeros(0), np.zeros((1, 0))

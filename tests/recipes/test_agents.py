@@ -274,6 +274,28 @@ def test_agent_learns(agent_class, env_id, num_envs, changes, min_return):
     assert agent.env_steps(config.num_updates) < 500_000
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "words"),
+    [
+        (ppo, "lr", "Did you mean `learning_rate`?"),
+        (ppo, "n_steps", "Did you mean `num_steps`?"),
+        (ppo, "clip_range", "Did you mean `clip_eps`?"),
+        (ppo, "total_timesteps", "Set `num_updates`: each update takes"),
+        (ppo, "batch_size", "Set `num_minibatches`"),
+        (ppo, "gama", "Did you mean `gamma`?"),
+        (pqn, "lam", "Did you mean `lambda_`?"),
+        (sac, "polyak", "Did you mean `tau`?"),
+        (dqn, "nonsense", "The fields are num_updates"),
+    ],
+)
+def test_wrong_hyperparameter_names_the_right_one(module, name, words):
+    for make in (module.Config, module.Config().replace):
+        with pytest.raises(TypeError) as error:
+            make(**{name: 1})
+        assert f"`{name}` must be a field of `Config`" in str(error.value)
+        assert words in str(error.value)
+
+
 @struct.dataclass
 class ChoiceEnv:
     """Five steps whose rewards are the actions, 0 to 3."""
