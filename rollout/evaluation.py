@@ -62,8 +62,8 @@ def evaluate(
     faults. The statistics then omit them: `num_episodes` is smaller, and the mean is
     biased, since long episodes fail more often.
 
-    For an agent of `rollout.recipes`, pass the agent and its state. The evaluation is
-    deterministic: it takes the most likely action.
+    To evaluate an agent of `rollout.recipes`, pass the agent and its state. The agent
+    takes the most likely action:
 
         rollout.evaluate(agent, state, key, num_episodes=100)
 

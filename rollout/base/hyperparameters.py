@@ -30,7 +30,7 @@ _OTHER_NAMES = {
 }
 _TOTAL = "each update takes `num_steps * num_envs` environment steps"
 _BATCH = "an update has `num_steps * num_envs` rows"
-# Numbers that are set by another number here, and reasons.
+# Names of numbers that follow from a field here, and how they follow.
 _COMPUTED = {
     "num_updates": (
         _TOTAL,
@@ -68,9 +68,10 @@ def name_hint(name: str, names: Iterable[str], show: Callable[[str], str]) -> st
         show: function that formats the name of a field.
     """
     names = list(names)
-    for field, (reason, others) in _COMPUTED.items():
-        if field in names and name in others:
+    for field, (reason, aliases) in _COMPUTED.items():
+        if field in names and name in aliases:
             return f"Set {show(field)}: {reason}."
-    matches = [x for x, others in _OTHER_NAMES.items() if x in names and name in others]
+    fields = [x for x, aliases in _OTHER_NAMES.items() if name in aliases]
+    matches = [x for x in fields if x in names]
     matches = matches or difflib.get_close_matches(name, names, n=1)
     return f"Did you mean {show(matches[0])}?" if matches else ""

@@ -62,8 +62,8 @@ def describe_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 def describe_env(env: Any) -> dict[str, Any]:
     """Describes environments: the class, and the attributes by path.
 
-    For host environments, whose attributes change in an episode: the classes and
-    options of the wrappers, and the functions that create the environments.
+    The attributes of host environments change in an episode. Their description has the
+    classes and options of wrappers, and the functions that create the environments.
     """
     if not isinstance(env, HostVectorEnv):
         return describe_value("env", env)

@@ -40,7 +40,6 @@ from rollout.recipes.run_settings import (
     field_defaults,
 )
 from rollout.stats import mean_interval
-from rollout.training import make_collector
 
 NUM_CHUNKS = 20  # parts of a training run without `evaluate_every`
 
@@ -230,7 +229,7 @@ def run(
     - `resume`: the whole training state, to continue the run;
     - `curve.png`, and `agent.gif` if the environment can be rendered;
     - event files for TensorBoard, if the package `tensorboard` is installed;
-    - `.lock`: an empty file that is locked during the run.
+    - `.lock`: an empty file, locked during the run.
 
     Evaluations run `agent.eval_policy`, which takes the most likely action, so their
     returns differ from returns during training.
@@ -244,8 +243,8 @@ def run(
     **Several seeds**: for keys `[S]`, such as `jax.random.split(key, 8)`, one program
     trains S agents, mapped by `jax.vmap`. The tables have a column `seed`, the curve
     shows the mean over seeds with its 95 % interval, `best` has the parameters of the
-    best evaluation of each seed, and `agent.gif` shows the first seed. The memory is
-    that of S agents.
+    best evaluation of each seed, and `agent.gif` shows the first seed. The program
+    needs the memory of S agents.
 
     Every process of `jax.distributed` makes the same call, with the same `folder` on a
     shared file system. The first process writes the files.
@@ -291,12 +290,11 @@ def run(
     if agent.collector.is_host:
         check_eval_env(agent.env, eval_env, evaluate_every)
     num_seeds = check_keys(agent, key)
-    env = agent.env if eval_env is None else eval_env
-    checks.check_num_episodes("num_eval_episodes", num_eval_episodes, env)
+    evaluated = agent if eval_env is None else agent.replace(env=eval_env)
+    checks.check_num_episodes("num_eval_episodes", num_eval_episodes, evaluated.env)
     if evaluate_every is not None:
         evaluate_every = checks.check_int("evaluate_every", evaluate_every, most=None)
-    collector = make_collector(env, agent.eval_policy, agent.mesh)
-    trainer = Trainer(agent, collector, num_eval_episodes, num_seeds)
+    trainer = Trainer(agent, evaluated.eval_collector, num_eval_episodes, num_seeds)
     files = Folder(Path(folder).expanduser())
     settings = describe(agent) | {
         "num_seeds": num_seeds,
@@ -354,7 +352,7 @@ def run(
             if num_seeds is not None:
                 params, eval_key = jax.tree.map(lambda x: x[0], (params, eval_key))
             path = files.folder / "agent.gif"
-            draw_gif(agent, params, eval_key, eval_env, path)
+            draw_gif(evaluated, params, eval_key, path)
     return position.state, evaluation
 
 
@@ -517,10 +515,10 @@ def check_keys(agent: Any, key: Any) -> int | None:
             f"{key.shape}."
         )
     if agent.collector.is_host or agent.mesh is not None:
-        kind = "host environments" if agent.mesh is None else "a `mesh`"
+        reason = "host environments" if agent.mesh is None else "a `mesh`"
         raise ValueError(
-            f"`key` must be one typed key for {kind}, got {key.size} keys. Call `run` "
-            "once per seed, each with another folder."
+            f"`key` must be one typed key for {reason}, got {key.size} keys. Call "
+            "`run` once per seed, each with another folder."
         )
     return key.size
 
@@ -623,7 +621,7 @@ def save_policies(files: Folder, position: Position) -> None:
 
 
 def mark_table(path: Path, mark: np.ndarray) -> np.ndarray:
-    """Returns the size and the checksum of a table, given those of its first rows."""
+    """Returns the size and checksum of a table, given the mark of its first rows."""
     size, checksum = mark.tolist()
     with path.open("rb") as file:
         file.seek(size)
@@ -809,13 +807,13 @@ def read_returns(path: Path) -> tuple[np.ndarray, Any]:
     return steps, returns.reshape(len(steps), num_seeds).T
 
 
-def draw_gif(agent: Any, params: Any, key: chex.PRNGKey, env: Any, path: Path) -> None:
+def draw_gif(agent: Any, params: Any, key: chex.PRNGKey, path: Path) -> None:
     """Renders an episode of `eval_policy`, if the environment can be rendered."""
-    env = agent.env if env is None else env
-    collector = make_collector(env, agent.eval_policy)
-    # One device renders, also if the parameters are on several devices.
-    params = params if agent.mesh is None else jax.device_get(params)
+    if agent.mesh is not None:  # one device renders
+        agent, params = agent.replace(mesh=None), jax.device_get(params)
     try:
-        rollout.record_gif(collector, params, key, path, max_episode_steps=200)
+        rollout.record_gif(
+            agent.eval_collector, params, key, path, max_episode_steps=200
+        )
     except Exception as error:  # an environment may raise anything
         print(f"no GIF: {error}")

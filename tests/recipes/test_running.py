@@ -95,7 +95,7 @@ def test_missing_plot_packages_print_a_line(
     for name in ("matplotlib.pyplot", "pygame"):
         monkeypatch.setitem(sys.modules, name, None)
     draw_curve(Folder(tmp_path), agent)
-    draw_gif(agent, state.params, jax.random.key(0), None, tmp_path / "agent.gif")
+    draw_gif(agent, state.params, jax.random.key(0), tmp_path / "agent.gif")
     assert capsys.readouterr().out == (
         "no curve: install matplotlib\n"
         'no GIF: pygame is not installed: pip install ".[render]"\n'
