@@ -35,8 +35,9 @@ def record_gif(
 ) -> Episodes:
     """Plays one episode and renders it as an animated GIF.
 
-    The episode is the first episode that `evaluate` plays with the same key. The title
-    of each frame contains the step number and the raw return so far.
+    The episode is the first episode that `collect_episodes` plays from
+    `collector.init(key)`. The title of each frame contains the step number and the raw
+    return so far.
 
     gymnax can render 15 of its environments, and most other suites can render all their
     environments. A custom environment must define `render_frames`; see
