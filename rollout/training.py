@@ -187,7 +187,7 @@ class Agent:
     @functools.cached_property
     def eval_collector(self) -> Collector | HostCollector:
         """The collector that runs `eval_policy` in `env`, for `rollout.evaluate`."""
-        return make_collector(self.env, self.eval_policy, self.mesh)
+        return self.make_collector(self.env, self.eval_policy)
 
     @property
     def _custom_networks(self) -> list[str]:
