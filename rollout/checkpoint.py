@@ -13,9 +13,7 @@ process briefly holds the whole tree in memory, and the first process writes.
 
 import collections
 import contextlib
-import fcntl
 import itertools
-import os
 import re
 import zipfile
 from collections.abc import Iterator
@@ -27,12 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from rollout.base import checks, programs, trees
+from rollout.base import checks, files, programs, trees
 from rollout.envs.types import ArrayTree
 from rollout.version import __version__
 
 _SUFFIX = ".checkpoint.npz"  # only files with this suffix are deleted
-_UNFINISHED = ".part"  # appended to the names of incomplete files
 
 
 def save(
@@ -94,19 +91,11 @@ def save(
         multihost_utils.sync_global_devices("all have listed the checkpoints")
         if jax.process_index() == 0:
             file = _file(path, step)
-            for part in file.parent.glob(f"*{_SUFFIX}{_UNFINISHED}"):
+            for part in file.parent.glob(f"*{_SUFFIX}{files.UNFINISHED}"):
                 part.unlink()  # left by a killed process
-            part = file.with_name(file.name + _UNFINISHED)
-            try:
-                with part.open("wb") as stream:
-                    version = np.array(__version__)
-                    np.savez(stream, np.array(specs), *arrays, version=version)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-            except BaseException:  # for example a full disk
-                part.unlink(missing_ok=True)
-                raise
-            part.rename(file)
+            with files.replace_file(file) as stream:
+                version = np.array(__version__)
+                np.savez(stream, np.array(specs), *arrays, version=version)
             # Delete old checkpoints only after the new checkpoint is on disk.
             for old in [*existing, step][:-keep]:
                 _file(path, old).unlink()
@@ -180,18 +169,12 @@ def _locked(path: str | Path) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:  # also excludes threads, and ends with the process
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RuntimeError(
-                f"`path` must have one writer at a time, got {path}, to which another "
-                "process or thread is saving."
-            ) from None
+    error = RuntimeError(
+        f"`path` must have one writer at a time, got {path}, to which another process "
+        "or thread is saving."
+    )
+    with files.lock(folder, error):
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _read(

@@ -379,7 +379,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             rows = mask_out(rows.replace(mask=rows.mask & result.mask[None]))
         return carry, result.replace(trajectory=rows)
 
-    @_jit_fold("num_episodes", "max_episode_steps")
+    @_jit_fold("num_episodes", "max_episode_steps", "per_env")
     def fold_episodes(
         self,
         carry: Carry,
@@ -389,6 +389,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         *,
         num_episodes: int,
         max_episode_steps: int | None = None,
+        per_env: bool = False,
     ) -> tuple[Carry, Acc, Episodes]:
         """Plays `num_episodes` episodes and folds each transition. Jitted.
 
@@ -405,6 +406,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             num_episodes: N, at least 1.
             max_episode_steps: steps after which an episode is truncated, at least 1;
                 None is 1,000,000.
+            per_env: whether every lane plays N episodes, as in `collect_episodes`.
 
         Returns:
             The next carry, `acc` after the last step, and the episodes, as
@@ -423,5 +425,6 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             lambda acc, transition, _: fn(acc, transition),
             acc,
             num_episodes=num_episodes,
+            per_env=per_env,
             max_episode_steps=checks.check_max_episode_steps(max_episode_steps),
         )

@@ -1,6 +1,6 @@
 """`evaluate`: computes statistics of a policy over exactly N episodes."""
 
-from typing import Any
+from typing import Any, Protocol, overload, runtime_checkable
 
 import chex
 import jax
@@ -13,9 +13,41 @@ from rollout.stats import CollectStats, count_nonfinite, summarize
 from rollout.types import ParamsT, Transition
 
 
+@runtime_checkable
+class HasEvalCollector(Protocol):
+    """An agent, which has a collector for evaluations."""
+
+    @property
+    def eval_collector(self) -> Any:
+        """The environments and the policy that takes the most likely action."""
+        ...
+
+
+@overload
 def evaluate(
     collector: Collector[ParamsT] | HostCollector[ParamsT],
     params: ParamsT,
+    key: chex.PRNGKey,
+    num_episodes: int,
+    *,
+    max_episode_steps: int = ...,
+) -> CollectStats: ...
+
+
+@overload
+def evaluate(
+    collector: HasEvalCollector,
+    params: Any,
+    key: chex.PRNGKey,
+    num_episodes: int,
+    *,
+    max_episode_steps: int = ...,
+) -> CollectStats: ...
+
+
+def evaluate(
+    collector: Any,
+    params: Any,
     key: chex.PRNGKey,
     num_episodes: int,
     *,
@@ -30,13 +62,18 @@ def evaluate(
     faults. The statistics then omit them: `num_episodes` is smaller, and the mean is
     biased, since long episodes fail more often.
 
-    The policy starts from the initial state: `EpsilonGreedy` uses the first value of
-    the schedule, and `RandomWarmup` samples random actions. To evaluate without
-    exploration, wrap the policy in `rollout.policies.Greedy`.
+    To evaluate an agent of `rollout.recipes`, pass the agent and its state. The agent
+    takes the most likely action:
+
+        rollout.evaluate(agent, state, key, num_episodes=100)
+
+    A collector runs its policy from the initial state: `EpsilonGreedy` uses the first
+    value of the schedule, and `RandomWarmup` samples random actions. To evaluate
+    without exploration, wrap the policy in `rollout.policies.Greedy`.
 
     Lanes take episodes from one queue in order, so some lanes play no episode if N is
-    below `num_envs`. If lanes differ, as in `rollout.envs.vectorize_each`, summarize
-    `collect_episodes(per_env=True)`, which plays N episodes in every lane.
+    below `num_envs`. If lanes differ, as in `rollout.envs.vectorize_each`, every lane
+    plays N / B episodes instead.
 
     With several agents the return is the team return, which is 0 in a zero-sum game:
     `rollout.agents.evaluate_agents` returns statistics of each agent and policy.
@@ -45,11 +82,14 @@ def evaluate(
     `NormalizeObs` first, for example by `collector.freeze(carry)`.
 
     Args:
-        collector: policy and environments. Evaluation is fastest if `num_envs` is near
-            `num_episodes`.
-        params: parameters of the policy.
+        collector: policy and environments; or an agent. Evaluation is fastest if
+            `num_envs` is near `num_episodes`. Host environments are stepped, which ends
+            the episodes of a training: pass `agent.replace(env=eval_env)`.
+        params: parameters of the policy; for an agent, its training state or the state
+            of `rollout.recipes.load`.
         key: one typed key: the source of all randomness.
-        num_episodes: N, at least 1. Static: one trace per value.
+        num_episodes: N, at least 1. Static: one trace per value. If lanes differ, a
+            multiple of `num_envs`.
         max_episode_steps: steps after which an episode is truncated, at least 1.
             Statistics include these episodes; `num_unfinished` is their number.
 
@@ -58,15 +98,27 @@ def evaluate(
 
     Raises:
         ValueError: if `key` is not one typed key, if `num_episodes` or
-            `max_episode_steps` is not an int of at least 1, if the environments update
-            statistics, or as `Collector.step` does.
+            `max_episode_steps` is not an int of at least 1, if lanes differ and
+            `num_episodes` is not a multiple of `num_envs`, if `params` is not the state
+            of an agent, if the environments update statistics, or as `Collector.step`
+            does.
     """
     checks.check_key(key)
+    if isinstance(collector, HasEvalCollector):
+        if not hasattr(params, "params"):
+            raise ValueError(
+                "`params` must be the state of the agent, which has `params`, got "
+                f"{checks.describe(params)}. To pass only parameters, pass "
+                "`agent.eval_collector` in place of the agent."
+            )
+        collector, params = collector.eval_collector, params.params
     checks.check_collector(collector)
     checks.check_frozen(collector)
-    num_episodes = checks.check_int("num_episodes", num_episodes)
+    num_episodes, per_env = checks.check_num_episodes(
+        "num_episodes", num_episodes, collector.env
+    )
     run = _evaluate if collector.is_host else _evaluate_jitted
-    return run(collector, params, key, num_episodes, max_episode_steps)
+    return run(collector, params, key, num_episodes, per_env, max_episode_steps)
 
 
 def _evaluate(
@@ -74,6 +126,7 @@ def _evaluate(
     params: Any,
     key: chex.PRNGKey,
     num_episodes: int,
+    per_env: bool,
     max_episode_steps: int,
 ) -> CollectStats:
     _, num_nonfinite, episodes = collector.fold_episodes(
@@ -83,6 +136,7 @@ def _evaluate(
         jnp.zeros((), jnp.int32),
         num_episodes=num_episodes,
         max_episode_steps=max_episode_steps,
+        per_env=per_env,
     )
     return summarize(episodes).replace(num_nonfinite=num_nonfinite)
 
@@ -93,5 +147,5 @@ def _count(num_nonfinite: jax.Array, row: Transition) -> jax.Array:
 
 
 _evaluate_jitted = jax.jit(
-    _evaluate, static_argnames=("num_episodes", "max_episode_steps")
+    _evaluate, static_argnames=("num_episodes", "per_env", "max_episode_steps")
 )

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from rollout.base import checks, trees
+from rollout.base.files import replace_file
 from rollout.collector import Collector
 from rollout.envs.host.types import HostStep
 from rollout.envs.host.wrappers import HostWrapper
@@ -34,8 +35,9 @@ def record_gif(
 ) -> Episodes:
     """Plays one episode and renders it as an animated GIF.
 
-    The episode is the first episode that `evaluate` plays with the same key. The title
-    of each frame contains the step number and the raw return so far.
+    The episode is the first episode that `collect_episodes` plays from
+    `collector.init(key)`. The title of each frame contains the step number and the raw
+    return so far.
 
     gymnax can render 15 of its environments, and most other suites can render all their
     environments. A custom environment must define `render_frames`; see
@@ -71,7 +73,8 @@ def record_gif(
     if not path.parent.is_dir():
         raise FileNotFoundError(f"`path` must be in a folder that exists, got {path}.")
     gif, episodes = draw_episode(collector, params, key, max_episode_steps)
-    path.write_bytes(gif)
+    with replace_file(path) as file:
+        file.write(gif)
     return episodes
 
 

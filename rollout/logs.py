@@ -1,8 +1,16 @@
-"""Statistics for logs: `EpisodeWindow` inside `jit`, `log_stats` for loggers."""
+"""Statistics for logs, and writers of logs.
+
+`EpisodeWindow` computes statistics inside `jit`, and `log_stats` flattens statistics
+for any logger. `CSVWriter` and `TensorBoardWriter` are loggers.
+"""
 
 import dataclasses
 import functools
+import importlib
+import os
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -12,6 +20,7 @@ from flax import struct
 from jax import lax
 
 from rollout.base import checks
+from rollout.base.files import replace_file
 from rollout.base.platform import choose
 from rollout.stats import (
     CollectStats,
@@ -265,6 +274,112 @@ def _add(window: EpisodeWindow, data: Transition | Episodes) -> EpisodeWindow:
     num = jnp.where(jnp.any(is_lost), 0, listed.num - num_new)
     listed = _Listed(num=num, start=start, lane=lane, values=values_left)
     return window._append(values, num_new).replace(listed=listed)
+
+
+class CSVWriter:
+    """Appends metrics to a CSV file. Use it to log a custom training loop.
+
+        write = rollout.logs.CSVWriter("metrics.csv")
+        write({"loss": 0.5}, step=1000)
+
+    The first line names the columns: `steps`, and the metrics. A metric without a value
+    in a row has an empty cell. A new metric adds a column, which rewrites the file. An
+    existing file is continued. Rows are on disk when a call returns. If the process is
+    killed during a call, the last line may be incomplete.
+
+    Args:
+        path: path of the file, in an existing folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path).expanduser()
+
+    def __call__(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        """Appends one row.
+
+        Args:
+            metrics: one number by name, such as the result of `log_stats`.
+            step: number in the column `steps`, such as the environment steps so far.
+
+        Raises:
+            ValueError: if a name contains a comma, a quote or a line break.
+        """
+        self.append({"steps": int(step), **metrics})
+
+    def append(self, columns: Mapping[str, Any]) -> None:
+        """Appends n rows, given as one array `[n]` or number per column.
+
+        Raises:
+            ValueError: if a name contains a comma, a quote or a line break.
+        """
+        for name in columns:
+            if not name.isprintable() or any(x in name for x in ',"'):
+                raise ValueError(
+                    "`metrics` must have names without commas, quotes and line breaks, "
+                    f"got {name!r}."
+                )
+        names = self.columns
+        if new_names := [name for name in columns if name not in names]:
+            names = [*names, *new_names]
+            self._add_columns(names, len(new_names))
+        values = {name: np.atleast_1d(x).tolist() for name, x in columns.items()}
+        num_rows = len(next(iter(values.values())))
+        rows = zip(*(values.get(x, [""] * num_rows) for x in names), strict=True)
+        with self._path.open("a", newline="") as file:
+            for row in rows:
+                cells = (f"{x:.9g}" if type(x) is float else str(x) for x in row)
+                file.write(",".join(cells) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns of the file, empty for a new file."""
+        if not self._path.exists():
+            return []
+        with self._path.open() as file:
+            header = file.readline().rstrip("\n")
+        return header.split(",") if header else []
+
+    def _add_columns(self, names: list[str], num_new: int) -> None:
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        rows = [line + "," * num_new for line in lines[1:]]
+        with replace_file(self._path) as file:
+            file.write("".join(f"{x}\n" for x in (",".join(names), *rows)).encode())
+
+
+class TensorBoardWriter:
+    """Writes metrics for TensorBoard. Use it to log a custom training loop.
+
+        write = rollout.logs.TensorBoardWriter("runs/a")
+        write({"loss": 0.5}, step=1000)
+
+    The first call creates an event file.
+
+    Args:
+        folder: folder of the event file, which the first call creates if it is missing.
+
+    Raises:
+        ModuleNotFoundError: if the package `tensorboard` is not installed.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder).expanduser()
+        checks.import_optional("tensorboard")
+        self._writer: Any = None
+
+    def __call__(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        """Writes one number by name, at a step."""
+        if self._writer is None:
+            name = "tensorboard.summary.writer.event_file_writer"
+            module = importlib.import_module(name)
+            self._writer = module.EventFileWriter(str(self._folder))
+        proto = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        event = proto.Event(step=int(step), wall_time=time.time())
+        for name, value in metrics.items():
+            event.summary.value.add(tag=name, simple_value=float(value))
+        self._writer.add_event(event)
+        self._writer.flush()
 
 
 class _Statistic(NamedTuple):

@@ -325,6 +325,9 @@ def _evaluate(
 
     def measure(collector: Collector) -> RecommendationStats:
         num_envs, num_items = collector.env.num_envs, collector.env.action_space.n
+        num, per_env = checks.check_num_episodes(
+            "num_episodes", num_episodes, collector.env
+        )
         zeros = _Sums(
             counts=jnp.zeros(num_items, jnp.int32),
             no_valid_action=jnp.zeros((), jnp.int32),
@@ -337,8 +340,9 @@ def _evaluate(
             params,
             lambda sums, row: _add(sums, row, directions),
             zeros,
-            num_episodes=num_episodes,
+            num_episodes=num,
             max_episode_steps=max_episode_steps,
+            per_env=per_env,
         )
         num_shown, num_different = jnp.sum(sums.counts), jnp.sum(sums.counts > 0)
 

@@ -203,6 +203,11 @@ class Agent:
         policy = share_policy(policy, env) if has_agents(env) else policy
         return make_collector(env, policy, self.mesh)
 
+    @functools.cached_property
+    def eval_collector(self) -> Collector | HostCollector:
+        """The collector that runs `eval_policy` in `env`, for `rollout.evaluate`."""
+        return self.make_collector(self.env, self.eval_policy)
+
     @property
     def _custom_networks(self) -> list[str]:
         """Names of the networks that the user passed."""

@@ -72,7 +72,9 @@ def from_envpool(
             pool = make(env, env_type="gymnasium", **counts, **options)
         except (AssertionError, TypeError) as error:
             raise ValueError(f"{env} cannot be created: {error}") from error
-        return _EnvPool(pool, _names(pool, record_info))
+        envs = _EnvPool(pool, _names(pool, record_info))
+    envs.source = (env, options)
+    return envs
 
 
 class _EnvPool(AsyncHostVectorEnv):

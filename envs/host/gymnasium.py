@@ -148,6 +148,7 @@ class _GymnasiumEnvs(HostVectorEnv):
                     "creates one environment, and `num_envs`."
                 )
         self._env, self.num_envs, self._is_closed = env, env.num_envs, False
+        self.source = getattr(env, "spec", None)
         spaces = env.single_observation_space, env.single_action_space
         self._layout = make_layout(spaces, observe_info, record_info)
         self.observation_space = self._layout.obs.space

@@ -59,6 +59,7 @@ class LocalEnvs(HostVectorEnv):
         first: int = 0,
     ) -> None:
         self.make_fns, self._first = list(make_fns), first
+        self.source = self.make_fns
         if not self.make_fns:
             raise ValueError("`make_fns` must have at least one function, got none.")
         self.num_envs = len(self.make_fns)

@@ -85,6 +85,9 @@ class HostVectorEnv(BaseVectorEnv):
             of `carry.env_state`.
         info: `[B, ...]` arrays with the structure, shapes and dtypes of
             `HostStep.info`, which `HostCollector.row_shape` reads; `{}` if empty.
+        source: description of how the environments were created, for example the
+            functions or an id and options. `rollout.recipes.run` compares it before it
+            resumes a run. None if unknown.
     """
 
     is_async: bool = False
@@ -92,6 +95,7 @@ class HostVectorEnv(BaseVectorEnv):
     can_load: bool = False
     shared: ArrayTree = ()
     info: ArrayTree = {}  # noqa: RUF012 (never written to)
+    source: Any = None
 
     @property
     def pending_reset(self) -> np.ndarray | None:

@@ -76,7 +76,9 @@ def make_worker_envs(
     if timeout is not None:
         checks.check_positive("timeout", timeout)
     info = {"observe_info": observe_info, "record_info": record_info}
-    return WorkerEnvs(_pack(make_fns), num_workers, timeout, info)
+    envs = WorkerEnvs(_pack(make_fns), num_workers, timeout, info)
+    envs.source = list(make_fns)
+    return envs
 
 
 class WorkerEnvs(AsyncHostVectorEnv):

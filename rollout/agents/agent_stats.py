@@ -164,10 +164,12 @@ def evaluate_agents(
     checks.check_key(key)
     checks.check_collector(collector)
     checks.check_frozen(collector)
-    num_episodes = checks.check_int("num_episodes", num_episodes)
+    num_episodes, per_env = checks.check_num_episodes(
+        "num_episodes", num_episodes, collector.env
+    )
     max_episode_steps = checks.check_max_episode_steps(max_episode_steps)
     run = _evaluate if collector.is_host else _evaluate_jitted
-    return run(collector, params, key, num_episodes, max_episode_steps)
+    return run(collector, params, key, num_episodes, per_env, max_episode_steps)
 
 
 def _evaluate(
@@ -175,6 +177,7 @@ def _evaluate(
     params: Any,
     key: chex.PRNGKey,
     num_episodes: int,
+    per_env: bool,
     max_episode_steps: int,
 ) -> AgentStats:
     # Add the accumulator inside `jit`: its functions are new objects at every call, so
@@ -182,13 +185,17 @@ def _evaluate(
     collector = keep_agents(collector, params)
     carry = collector.init(key)
     _, episodes = collector.collect_episodes(
-        carry, params, num_episodes, max_episode_steps=max_episode_steps
+        carry,
+        params,
+        num_episodes,
+        max_episode_steps=max_episode_steps,
+        per_env=per_env,
     )
     return summarize_agents(episodes)
 
 
 _evaluate_jitted = jax.jit(
-    _evaluate, static_argnames=("num_episodes", "max_episode_steps")
+    _evaluate, static_argnames=("num_episodes", "per_env", "max_episode_steps")
 )
 
 

@@ -3,6 +3,7 @@
 `checks` validates arguments and the results of users' functions. `types` has aliases
 for annotations. `trees` has operations on pytrees with typed keys, `prng` generates
 random numbers, and `jaxprs` reads traced functions. `programs` shares compiled
-programs between equal objects. `platform` chooses implementations by device, and
-`convolution` is a convolution for networks.
+programs between equal objects. `files` writes files that a killed process leaves whole,
+and `hyperparameters` is the base class of configs. `platform` chooses implementations
+by device, and `convolution` is a convolution for networks.
 """

@@ -268,6 +268,34 @@ def check_frozen(collector: Any) -> None:
         )
 
 
+def check_num_episodes(name: str, value: Any, env: Any) -> tuple[int, bool]:
+    """Checks the number of episodes of an evaluation.
+
+    Args:
+        name: name of the argument.
+        value: N, at least 1; a multiple of B if the lanes have different parameters, as
+            in `rollout.envs.vectorize_each`: all lanes then play equally often.
+        env: the `B` parallel environments.
+
+    Returns:
+        `num_episodes` and `per_env` of `collect_episodes`: N and False, or N / B and
+        True if the lanes differ.
+    """
+    value = check_int(name, value)
+    inner = env
+    while inner is not None and not getattr(inner, "each", False):
+        inner = getattr(inner, "env", None)
+    if inner is None:
+        return value, False
+    if value % env.num_envs:
+        higher = -(-value // env.num_envs) * env.num_envs
+        raise ValueError(
+            f"`{name}` must be a multiple of the {env.num_envs} lanes of "
+            f"`vectorize_each`, which play equally often, got {value}. Pass {higher}."
+        )
+    return value // env.num_envs, True
+
+
 def is_tracing() -> bool:
     """Returns whether JAX is currently tracing a function."""
     return isinstance(jnp.add(1, 1), Tracer)

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import difflib
 import functools
 import importlib
 import runpy
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rollout.base.checks import import_optional
+from rollout.base.hyperparameters import name_hint
 from rollout.envs.host.envpool import from_envpool
 from rollout.envs.host.gymnasium import from_gymnasium
 from rollout.envs.host.pettingzoo import from_pettingzoo
@@ -25,11 +25,6 @@ _ENV_HELP = (
     "id, such as CartPole-v1, jumanji:Snake-v1 or gymnasium:CartPole-v1; or your own "
     "environment, module:Class or file.py:function"
 )
-# Options of other libraries.
-_HINTS = {
-    "--lr": "Did you mean --learning-rate?",
-    "--total-timesteps": "Set --num-updates: each takes num_steps * num_envs steps.",
-}
 
 
 class Parser(ArgumentParser):
@@ -45,9 +40,15 @@ class Parser(ArgumentParser):
             return
         options = [x for x in unknown if x.startswith("-")]
         argument = (options or unknown)[0].partition("=")[0]
-        matches = difflib.get_close_matches(argument, self._option_string_actions, n=1)
-        hint = f"Did you mean {matches[0]}?" if matches else "See --help."
-        self.error(f"unknown argument {argument}. {_HINTS.get(argument, hint)}")
+        names = [_field_of(x) for x in self._option_string_actions]
+        show = lambda name: f"--{name.replace('_', '-')}"  # noqa: E731
+        hint = name_hint(_field_of(argument), names, show) or "See --help."
+        self.error(f"unknown argument {argument}. {hint}")
+
+
+def _field_of(option: str) -> str:
+    """Returns the name of the field of an option: `num_steps` of `--num-steps`."""
+    return option.lstrip("-").replace("-", "_")
 
 
 def parse_count(text: str) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
 from rollout import envs
 from rollout.cli.arguments import (
@@ -30,7 +31,8 @@ from rollout.cli.arguments import (
 from rollout.cli.command import end_on_interrupt, execute
 from rollout.envs.multi_agent import has_agents
 from rollout.recipes import run
-from rollout.recipes.running import name_of
+from rollout.recipes.run_settings import name_of
+from rollout.stats import moments, plural
 
 
 def main(
@@ -64,6 +66,8 @@ def make_parser(agent_class: Any, config: Any, num_envs: int) -> Parser:
     add_env_arguments(parser)
     add = parser.add_argument
     add_count(parser, "--num-envs", "parallel environments", default=num_envs)
+    text = "number of seeds to train in one program (1)"
+    add_count(parser, "--num-seeds", text)
     text = "divide rewards by the standard deviation of returns"
     add("--normalize-rewards", action="store_true", help=text)
     text = "folder of the run (runs/AGENT-ENV)"
@@ -159,9 +163,12 @@ def train_agent(agent_class: Any, config: Any, options: Namespace) -> Iterable[A
     if options.evaluate_every and is_host_env(options):
         eval_env = make_training_env(options, gamma)
     name = f"{agent_class.__name__}-{options.env}".replace(":", "-").lower()
+    key = jax.random.key(options.seed)
+    if options.num_seeds:
+        key = jax.random.split(key, options.num_seeds)
     _, evaluation = run(
         agent_class(env, config, mesh=make_mesh(options.devices)),
-        jax.random.key(options.seed),
+        key,
         folder=options.folder or Path("runs", name),
         evaluate_every=options.evaluate_every,
         num_eval_episodes=options.num_eval_episodes,
@@ -169,7 +176,12 @@ def train_agent(agent_class: Any, config: Any, options: Namespace) -> Iterable[A
         resume=options.resume,
         eval_env=eval_env,
     )
-    return (evaluation,)
+    if not options.num_seeds:
+        return (evaluation,)
+    returns: Any = np.asarray(evaluation.returns.mean)
+    is_finite: Any = np.isfinite(returns)
+    over_seeds = moments(returns, is_finite, xp=np)
+    return (f"return {over_seeds}, {plural(options.num_seeds, 'seed')}",)
 
 
 def make_training_env(options: Namespace, gamma: float | None) -> Any:

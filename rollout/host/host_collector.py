@@ -266,11 +266,18 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         *,
         num_episodes: int,
         max_episode_steps: int | None = None,
+        per_env: bool = False,
     ) -> tuple[Carry, Acc, Episodes]:
         """Plays episodes and folds each transition; see `Collector.fold_episodes`."""
         checks.check_function("fn", fn, "acc", "transition")
         return self._play(
-            carry, params, num_episodes, max_episode_steps, fn=fn, acc=acc
+            carry,
+            params,
+            num_episodes,
+            max_episode_steps,
+            per_env=per_env,
+            fn=fn,
+            acc=acc,
         )
 
     def compile(self, carry: Carry, params: ParamsT) -> None:

@@ -4,6 +4,7 @@
 
 - `ppo`, `recurrent_ppo`, `dqn`, `pqn`, `sac`, `td3`: the agents.
 - `running`: `run` trains with logs, evaluations and checkpoints; `load` reads them.
+- `run_settings`: the settings of a run, which a resumed run must have, as JSON.
 
 The extra `train` installs the dependencies: optax, and packages for curves and GIFs.
 Copy a recipe before you depend on it: recipes may change in any release.

@@ -20,6 +20,7 @@ from flax import struct
 
 import rollout
 from rollout.base import checks
+from rollout.base.hyperparameters import Hyperparameters
 from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.networks import (
@@ -42,7 +43,7 @@ from rollout.trajectories import select_fields
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Hyperparameters):
     """Hyperparameters of DQN, named as in Stable-Baselines3 and CleanRL.
 
     `learning_rate`, `gamma`, `beta` and `tau` may vary under `jax.vmap`. The other

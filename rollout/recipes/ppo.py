@@ -19,6 +19,7 @@ import optax
 from flax import struct
 
 import rollout
+from rollout.base.hyperparameters import Hyperparameters
 from rollout.distributions import ActionDistribution
 from rollout.envs.spaces import get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
@@ -43,8 +44,12 @@ from rollout.training import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Hyperparameters of PPO, named as in PureJaxRL and Stable-Baselines3.
+class Config(Hyperparameters):
+    """Hyperparameters of PPO, named as in rejax.
+
+    `anneal_lr` and `activation` are names of PureJaxRL, `clip_range_vf`, `target_kl`
+    and `stats_window_size` of Stable-Baselines3, and `desired_kl` of rsl_rl. A wrong
+    name raises a `TypeError` that contains the right name.
 
     Attributes:
         num_updates: number of updates in the training.

@@ -19,6 +19,7 @@ import optax
 from flax import struct
 
 import rollout
+from rollout.base.hyperparameters import Hyperparameters
 from rollout.envs.spaces import Discrete, get_action_mask
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient
@@ -41,7 +42,7 @@ from rollout.training import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Hyperparameters):
     """Hyperparameters of PQN, named as in PureJaxQL and Stable-Baselines3.
 
     `learning_rate`, `gamma`, `lambda_` and `max_grad_norm` may vary under `jax.vmap`.

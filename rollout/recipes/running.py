@@ -6,19 +6,19 @@ agent, state = load("runs/cartpole")
 action = agent.predict(state.params, obs)
 """
 
+import contextlib
 import csv
 import dataclasses
-import functools
 import importlib
 import importlib.util
 import json
 import os
 import re
-import sys
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import chex
 import jax
@@ -28,9 +28,18 @@ from jax.experimental import multihost_utils
 import rollout
 from rollout import checkpoint
 from rollout.base import checks
+from rollout.base.files import lock, replace_file
 from rollout.envs import spaces
 from rollout.envs.spaces import EnvSpec
 from rollout.envs.types import AnySpace, ArrayTree, wrapped_env
+from rollout.logs import CSVWriter, TensorBoardWriter
+from rollout.recipes.run_settings import (
+    check_settings,
+    describe,
+    describe_fields,
+    field_defaults,
+)
+from rollout.stats import mean_interval
 
 NUM_CHUNKS = 20  # parts of a training run without `evaluate_every`
 
@@ -46,11 +55,25 @@ class Folder(NamedTuple):
     best = property(lambda self: self.folder / "best")
     last = property(lambda self: self.folder / "last")
     resume = property(lambda self: self.folder / "resume")
+    tables = property(lambda self: (self.metrics, self.evaluations))
 
     def any_exist(self) -> bool:
         """Returns whether the folder contains a run."""
-        tables = self.settings, self.metrics, self.evaluations
-        return any(x.exists() for x in (*tables, self.best, self.last, self.resume))
+        paths = self.settings, *self.tables, self.best, self.last, self.resume
+        return any(path.exists() for path in paths)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Creates the folder, and locks it for one run until the block ends."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        error = ValueError(
+            f"`folder` must not be in use, got {self.folder}, in which another process "
+            "or thread trains. Wait until it ends, or pass another folder."
+        )
+        is_writer = jax.process_index() == 0
+        no_lock = contextlib.nullcontext()
+        with lock(self.folder / ".lock", error) if is_writer else no_lock:
+            yield
 
 
 class Progress(NamedTuple):
@@ -59,16 +82,121 @@ class Progress(NamedTuple):
     Attributes:
         steps: environment steps so far.
         state: the training state of the agent.
-        metrics: metrics of the n updates since the previous call, `[n]` by name. The
-            steps after each of these updates are
+        metrics: metrics of the n updates since the previous call, `[n]` by name, or
+            `[n, S]` for S seeds. The steps after each of these updates are
             `agent.env_steps(int(state.num_updates) - n + np.arange(1, n + 1))`.
         evaluation: the evaluation after the last update, or None.
     """
 
     steps: int
     state: Any
-    metrics: dict[str, np.ndarray]  # [n]
+    metrics: dict[str, np.ndarray]  # [n] or [n, S]
     evaluation: rollout.stats.CollectStats | None
+
+
+class Position(NamedTuple):
+    """State of a run between two parts of the training, `[S]` for several seeds.
+
+    Attributes:
+        state: the training state.
+        best_return: best mean return of an evaluation so far.
+        last_return: mean return of the last evaluation.
+        best_update: number of updates before the best evaluation; -1 before the first.
+        tables: `[2, 2]`, size in bytes and checksum of `metrics.csv` and of
+            `evaluations.csv`.
+    """
+
+    state: Any
+    best_return: np.ndarray  # () or [S] float64
+    last_return: np.ndarray  # () or [S] float64
+    best_update: np.ndarray  # () or [S] int64
+    tables: np.ndarray  # [2, 2] int64
+
+    @classmethod
+    def init(cls, state: Any) -> Self:
+        """Returns the position before the training."""
+        shape = np.shape(state.num_updates)
+        return cls(
+            state=state,
+            best_return=np.full(shape, -np.inf),
+            last_return=np.full(shape, -np.inf),
+            best_update=np.full(shape, -1, np.int64),
+            tables=np.zeros((2, 2), np.int64),
+        )
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates so far."""
+        return int(np.max(self.state.num_updates))
+
+    def evaluated(self, mean_return: np.ndarray) -> Self:
+        """Returns the position after an evaluation."""
+        is_first = self.best_update < 0
+        is_best = is_first | (mean_return > self.best_return)  # False for NaN
+        return self._replace(
+            best_return=np.fmax(self.best_return, mean_return),
+            last_return=np.asarray(mean_return, np.float64),
+            best_update=np.where(is_best, self.num_updates, self.best_update),
+        )
+
+    def has_reached(self, target_return: float | None) -> bool:
+        """Returns whether the last evaluation reached the target."""
+        return target_return is not None and self.last_return.mean() >= target_return
+
+
+class Trainer:
+    """The methods of an agent that `run` calls, mapped over seeds if there are several.
+
+    Args:
+        agent: the agent.
+        collector: environments and policy of the evaluations.
+        num_eval_episodes: episodes per evaluation.
+        num_seeds: S, or None for one seed.
+    """
+
+    def __init__(
+        self, agent: Any, collector: Any, num_eval_episodes: int, num_seeds: int | None
+    ) -> None:
+        self._num_seeds = num_seeds
+
+        def init(key: chex.PRNGKey) -> tuple[Any, chex.PRNGKey]:
+            train_key, eval_key = jax.random.split(key)
+            return agent.init(train_key), eval_key
+
+        def train(states: Any, size: int) -> Any:
+            return jax.vmap(lambda state: agent.train(state, size))(states)
+
+        def evaluate(params: Any, key: chex.PRNGKey, num_updates: Any) -> Any:
+            key = jax.random.fold_in(key, num_updates)
+            return rollout.evaluate(collector, params, key, num_eval_episodes)
+
+        self._init, self._train, self._evaluate = init, agent.train, evaluate
+        if num_seeds is not None:
+            self._init, self._evaluate = (
+                jax.jit(jax.vmap(fn)) for fn in (init, evaluate)
+            )
+            self._train = train
+        if not agent.collector.is_host:
+            self._train = jax.jit(self._train, static_argnums=1)
+
+    def init(self, key: chex.PRNGKey) -> tuple[Any, chex.PRNGKey]:
+        """Returns the initial training state, and the key of the evaluations."""
+        return self._init(key)
+
+    def train(self, state: Any, size: int) -> tuple[Any, dict[str, np.ndarray]]:
+        """Runs updates; returns the next state, and metrics `[n]` or `[n, S]`."""
+        state, metrics = self._train(state, size)
+        metrics = {name: np.asarray(x) for name, x in sorted(metrics.items())}
+        shape: tuple[int, ...] = (size,)
+        if self._num_seeds is not None:
+            metrics = {name: np.swapaxes(x, 0, 1) for name, x in metrics.items()}
+            shape = size, self._num_seeds
+        check_metrics(metrics, shape)
+        return state, metrics
+
+    def evaluate(self, state: Any, key: chex.PRNGKey) -> rollout.stats.CollectStats:
+        """Evaluates the policy of a training state."""
+        return self._evaluate(state.params, key, state.num_updates)
 
 
 class LoadedState(NamedTuple):
@@ -87,19 +215,21 @@ def run(
     target_return: float | None = None,
     resume: bool = False,
     callback: Callable[[Progress], bool | None] | None = None,
+    log: Callable[..., object] | None = None,
     eval_env: Any = None,
 ) -> tuple[Any, rollout.stats.CollectStats]:
     """Trains an agent and writes logs, evaluations and checkpoints to a folder.
 
     The folder contains:
 
-    - `agent.json`: class, config and spaces of the agent, for `load`;
+    - `agent.json`: class, config, fields, environments and spaces of the agent;
     - `metrics.csv`: a row per update, and `evaluations.csv`: a row per evaluation;
     - `best` and `last`: parameters of the best evaluation and of the last update, for
       `load`;
     - `resume`: the whole training state, to continue the run;
     - `curve.png`, and `agent.gif` if the environment can be rendered;
-    - event files for TensorBoard, if the package `tensorboard` is installed.
+    - event files for TensorBoard, if the package `tensorboard` is installed;
+    - `.lock`: an empty file, locked during the run.
 
     Evaluations run `agent.eval_policy`, which takes the most likely action, so their
     returns differ from returns during training.
@@ -110,115 +240,127 @@ def run(
     files do not depend on the devices: a run can be resumed on another number of
     devices, with the same settings but another `mesh`.
 
+    **Several seeds**: for keys `[S]`, such as `jax.random.split(key, 8)`, one program
+    trains S agents, mapped by `jax.vmap`. The tables have a column `seed`, the curve
+    shows the mean over seeds with its 95 % interval, `best` has the parameters of the
+    best evaluation of each seed, and `agent.gif` shows the first seed. The program
+    needs the memory of S agents.
+
     Every process of `jax.distributed` makes the same call, with the same `folder` on a
     shared file system. The first process writes the files.
 
     Args:
         agent: an agent of `rollout.recipes`, or an agent with the same methods.
-        key: one typed key: the source of all randomness.
+        key: one typed key, the source of all randomness; or `[S]` keys, one per seed.
         folder: folder of this run; it must not contain another run.
         evaluate_every: environment steps between evaluations, rounded up to whole
-            updates; None evaluates once, at the end.
-        num_eval_episodes: episodes per evaluation, at least 1.
-        target_return: mean return of an evaluation at which the training stops; None
-            trains for `config.num_updates` updates.
+            updates; None evaluates once, at the end. Steps are counted per seed.
+        num_eval_episodes: episodes per evaluation and seed, at least 1. Under
+            `vectorize_each`, a multiple of the number of lanes.
+        target_return: mean return of an evaluation at which the training stops, for
+            several seeds the mean over the seeds; None trains for `config.num_updates`
+            updates.
         resume: whether to continue the run in `folder`. If there is none, a new run
             starts. `config.num_updates` is the total, including the updates before.
-            Settings must be equal, except `num_updates` and `target_return`.
-            Schedules are compared by name, not by value. If the learning rate is
-            annealed, it follows the schedule of the new `num_updates`.
+            Settings must be equal, except `num_updates` and `target_return`: also the
+            attributes of the networks and environments. Functions, such as schedules,
+            are compared by name. If the learning rate is annealed, it follows the
+            schedule of the new `num_updates`.
         callback: function called with a `Progress` after each evaluation, or 20 times
             without `evaluate_every`. The training stops if it returns False.
+        log: function called as `log(metrics, step=steps)` for every update, with a flat
+            dict of floats and the environment steps, for example `wandb.log`,
+            `mlflow.log_metrics` or a `rollout.logs.CSVWriter`. Names of evaluations
+            begin with `evaluation/`. For several seeds, values are means over the
+            seeds, and the suffixes `_ci_low` and `_ci_high` mark the 95 % interval. A
+            resumed run repeats the calls after the last checkpoint.
         eval_env: separate environments for evaluations during the training, required
             for host environments.
 
     Returns:
-        The last `TrainState`, and the statistics of the last evaluation.
+        The last `TrainState`, and the statistics of the last evaluation. For several
+        seeds, every array has a leading axis S.
 
     Raises:
-        ValueError: if `folder` contains a run and `resume` is False, or if `resume` is
-            True and a setting or a file does not match the run.
+        ValueError: if `folder` contains a run and `resume` is False, if `resume` is
+            True and a setting or a file does not match the run, if another process
+            trains in `folder`, or if there are several keys for host environments or
+            for a `mesh`.
     """
     if agent.collector.is_host:
         check_eval_env(agent.env, eval_env, evaluate_every)
-    checks.check_key(key)
-    num_eval_episodes = checks.check_int("num_eval_episodes", num_eval_episodes)
+    num_seeds = check_keys(agent, key)
+    evaluated = agent if eval_env is None else agent.replace(env=eval_env)
+    checks.check_num_episodes("num_eval_episodes", num_eval_episodes, evaluated.env)
     if evaluate_every is not None:
         evaluate_every = checks.check_int("evaluate_every", evaluate_every, most=None)
-    env = agent.env if eval_env is None else eval_env
-    eval_collector = agent.make_collector(env, agent.eval_policy)
+    trainer = Trainer(agent, evaluated.eval_collector, num_eval_episodes, num_seeds)
     files = Folder(Path(folder).expanduser())
     settings = describe(agent) | {
+        "num_seeds": num_seeds,
         "key": np.asarray(jax.random.key_data(key)).tolist(),
         "evaluate_every": evaluate_every,
         "num_eval_episodes": num_eval_episodes,
     }
-    check_folder(files, settings, resume)
-    train_key, eval_key = jax.random.split(key)
-    state, best_return, last_return = restore(
-        agent, agent.init(train_key), files.resume
-    )
-    num_resumed, num_updates = int(state.num_updates), agent.config.num_updates
-    num_done = num_resumed
-    trim_tables(agent, num_done, files)
-
-    def evaluate(state: Any) -> rollout.stats.CollectStats:
-        eval_step_key = jax.random.fold_in(eval_key, state.num_updates)
-        return rollout.evaluate(
-            eval_collector, state.params, eval_step_key, num_eval_episodes
-        )
-
-    is_host, is_writer = agent.collector.is_host, jax.process_index() == 0
-    train = agent.train if is_host else jax.jit(agent.train, static_argnums=1)
-    writer = TensorBoardWriter(files.folder)
-    evaluation = None
-    is_stopped = target_return is not None and last_return >= target_return
-    while num_done < num_updates and not is_stopped:
-        size = chunk_size(agent, evaluate_every, num_done)
-        state, steps, metrics, speed = train_chunk(agent, train, state, num_done, size)
-        num_done, evaluation = num_done + size, None
-        if is_writer:
-            # Write the settings after an update, so that a failed first update leaves
-            # no files.
-            files.settings.write_text(json.dumps(settings, indent=1) + "\n")
-            append_rows(files.metrics, {"steps": steps, **metrics})
-        if evaluate_every is not None or num_done == num_updates:
-            evaluation = evaluate(state)
-            last_return = float(evaluation.returns.mean)
+    with files.lock():
+        check_folder(files, settings, resume)
+        state, eval_key = trainer.init(key)
+        position = restore(files, agent, Position.init(state))
+        num_resumed, num_updates = position.num_updates, agent.config.num_updates
+        trim_tables(files, position.tables)
+        save_policies(files, position)
+        logs = Logs(files, num_seeds, log)
+        is_writer = jax.process_index() == 0
+        evaluation = None
+        is_stopped = position.has_reached(target_return)
+        while position.num_updates < num_updates and not is_stopped:
+            size = chunk_size(agent, evaluate_every, position.num_updates)
+            position, steps, metrics, speed = train_chunk(
+                agent, trainer, position, size
+            )
+            evaluation = None
+            if evaluate_every is not None or position.num_updates == num_updates:
+                evaluation = trainer.evaluate(position.state, eval_key)
+                position = position.evaluated(np.asarray(evaluation.returns.mean))
             if is_writer:
-                append_rows(files.evaluations, evaluation_row(steps[-1], evaluation))
-            is_first = not checkpoint.steps(files.best)
-            if is_first or last_return > best_return:  # False for NaN
-                save_policy(agent, state, files.best, num_done)
-            best_return = float(np.fmax(best_return, last_return))
-            is_stopped = target_return is not None and last_return >= target_return
-        save_policy(agent, state, files.last, num_done)
-        tree = resume_tree(agent, state, best_return, last_return)
-        checkpoint.save(files.resume, tree, step=num_done)
+                # Write the settings after an update, so that a failed first update
+                # leaves no files.
+                write_settings(files.settings, settings)
+                tables = logs.write(steps, metrics, evaluation, position.tables)
+                position = position._replace(tables=tables)
+                print(progress_line(steps[-1], speed, metrics, evaluation), flush=True)
+            # Tables are on disk before the checkpoint, and policies follow it: a
+            # resumed run trims the tables and saves the missing policies.
+            tree = resume_tree(agent, position)
+            checkpoint.save(files.resume, tree, step=position.num_updates)
+            save_policies(files, position)
+            progress = Progress(int(steps[-1]), position.state, metrics, evaluation)
+            result = None if callback is None else callback(progress)
+            is_stopped = position.has_reached(target_return)
+            # The callback may return `np.bool_`, which is not the object `False`.
+            is_stopped |= result is not None and not result
+        if evaluation is None:  # stopped by the callback, or resumed at the end
+            evaluation = trainer.evaluate(position.state, eval_key)
+        if num_resumed >= num_updates:
+            print(
+                f"no training: the run in {files.folder} has {num_resumed} updates, "
+                f"and `num_updates`, which includes them, is {num_updates}"
+            )
         if is_writer:
-            writer.write(steps, metrics, evaluation)
-            print(progress_line(steps[-1], speed, metrics, evaluation), flush=True)
-        progress = Progress(int(steps[-1]), state, metrics, evaluation)
-        result = None if callback is None else callback(progress)
-        # The callback may return `np.bool_`, which is not the object `False`.
-        is_stopped |= result is not None and not result
-    if evaluation is None:  # stopped by the callback, or resumed at the end
-        evaluation = evaluate(state)
-    if num_resumed >= num_updates:
-        print(
-            f"no training: the run in {files.folder} has {num_resumed} updates, and "
-            f"`num_updates`, which includes them, is {num_updates}"
-        )
-    if is_writer:
-        draw_curve(files, agent)
-        draw_gif(agent, state, eval_key, eval_env, files.folder / "agent.gif")
-    return state, evaluation
+            draw_curve(files, agent)
+            params = position.state.params
+            if num_seeds is not None:
+                params, eval_key = jax.tree.map(lambda x: x[0], (params, eval_key))
+            path = files.folder / "agent.gif"
+            draw_gif(evaluated, params, eval_key, path)
+    return position.state, evaluation
 
 
 def load(
     folder: str | Path,
     *,
     name: str = "best",
+    seed: int | None = None,
     agent_class: Any = None,
     **fields: Any,
 ) -> tuple[Any, LoadedState]:
@@ -233,6 +375,7 @@ def load(
     Args:
         folder: folder of the run.
         name: checkpoint to load, "best" or "last".
+        seed: index of the seed in a run of several seeds, from 0.
         agent_class: class of the agent, if it is not part of `rollout.recipes`.
         **fields: values of all fields that differ from the defaults, such as `network`,
             except `env` and `config`.
@@ -242,20 +385,16 @@ def load(
 
     Raises:
         FileNotFoundError: if the folder contains no run, or no such checkpoint.
-        ValueError: if the agent has a class or fields that must be passed.
+        ValueError: if the agent has a class or fields that must be passed, if a field
+            differs from the field of the run, or if `seed` is not one of the seeds.
     """
     folder = Path(folder).expanduser()
     if not Folder(folder).settings.exists():
         raise FileNotFoundError(f"`folder` must have a run of `run`, got {folder}.")
     settings = json.loads(Folder(folder).settings.read_text())
     agent_class = agent_class or class_of(settings["agent"])
-    # `predict` needs no optimizer.
-    if missing := sorted(settings["fields"].keys() - fields.keys() - {"optimizer"}):
-        field = settings["fields"][missing[0]]
-        raise ValueError(
-            f"`{missing[0]}` must be passed to `load`: the agent in {folder} has a "
-            f"{field}, and `run` does not save code."
-        )
+    num_seeds = check_seed(seed, settings.get("num_seeds"), folder)
+    check_fields(agent_class, fields, settings["fields"], folder)
     config_class = type(agent_class.__dataclass_fields__["config"].default)
     # Skip dicts: they are the names of schedules, whose code is not saved.
     numbers = {x: y for x, y in settings["config"].items() if not isinstance(y, dict)}
@@ -276,36 +415,56 @@ def load(
     agent = agent_class(env=spec, config=config, **fields)
     obs = shape_of_obs(spec.observation_space, spec.num_envs)
     init = lambda obs: agent.init_learner(jax.random.key(0), obs)  # noqa: E731
+    if num_seeds is not None:
+        init = jax.vmap(init, axis_size=num_seeds, in_axes=None)
     params = jax.eval_shape(init, obs).params
-    restored: Any = checkpoint.restore(folder / name, {"params": params})
-    return agent, LoadedState(restored["params"])
+    params: Any = checkpoint.restore(folder / name, {"params": params})["params"]
+    if seed is not None:
+        params = jax.tree.map(lambda x: x[seed], params)
+    return agent, LoadedState(params)
+
+
+def check_seed(seed: int | None, num_seeds: int | None, folder: Path) -> int | None:
+    """Checks the seed to load; returns the number of seeds, or None for a single one.
+
+    Raises:
+        ValueError: if the run has several seeds and `seed` is not one of them, or has
+            one seed and `seed` is given.
+    """
+    if num_seeds is None and seed is not None:
+        raise ValueError(
+            f"`seed` must be omitted, got {seed}: the run in {folder} has one seed."
+        )
+    if num_seeds is not None and seed not in range(num_seeds):
+        raise ValueError(
+            f"`seed` must be from 0 to {num_seeds - 1} for the run in {folder}, got "
+            f"{seed}. Pass, for example, `load(folder, seed=0)`."
+        )
+    return num_seeds
+
+
+def check_fields(
+    agent_class: Any, fields: dict[str, Any], saved: dict[str, Any], folder: Path
+) -> None:
+    """Raises unless fields of an agent, such as networks, equal the saved ones."""
+    defaults = field_defaults(agent_class)
+    for name, default in defaults.items():
+        is_default = saved.get(name) == describe_fields({name: default})[name]
+        is_needed = name != "optimizer"  # `predict` does not need it
+        if is_needed and name not in fields and not is_default:
+            raise ValueError(
+                f"`{name}` must be passed to `load`: the agent in {folder} has a "
+                f"{saved.get(name)}, and `run` does not save code."
+            )
+    values = {name: x for name, x in fields.items() if name in defaults}
+    settings, saved = {"fields": describe_fields(values)}, {"fields": saved}
+    check_settings(settings, saved, f"to load the agent in {folder}")
 
 
 def shape_of_obs(space: AnySpace, num_envs: int) -> Any:
     """Returns the shapes and dtypes of observations, `[num_envs, ...]`."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), num_envs))
     return jax.eval_shape(jax.vmap(space.sample), keys)
-
-
-def describe(agent: Any) -> dict[str, Any]:
-    """Returns the settings from which `load` builds the agent, as JSON."""
-    fields = {
-        x.name: type(vars(agent)[x.name]).__qualname__
-        for x in dataclasses.fields(agent)
-        if x.name not in ("env", "config", "mesh") and vars(agent)[x.name] != x.default
-    }
-    settings = {
-        "agent": name_of(type(agent)),
-        "rollout": rollout.__version__,
-        "config": {
-            name: config_value(value) for name, value in vars(agent.config).items()
-        },
-        "fields": fields,
-        "observation_space": spaces.to_json(agent.spec.observation_space),
-        "action_space": spaces.to_json(agent.spec.action_space),
-        "num_envs": agent.spec.num_envs,
-    }
-    return json.loads(json.dumps(settings))
 
 
 def check_eval_env(env: Any, eval_env: Any, evaluate_every: int | None) -> None:
@@ -329,34 +488,6 @@ def unwrap_env(env: Any) -> Any:
     return env
 
 
-def config_value(value: Any) -> Any:
-    """Returns a hyperparameter as JSON; functions are replaced by their names."""
-    while isinstance(value, functools.partial):
-        value = value.func
-    if callable(value):
-        # A callable object has the name of its class.
-        named = value if hasattr(value, "__qualname__") else type(value)
-        return {"function": f"{named.__module__}.{named.__qualname__}"}
-    if isinstance(value, tuple | list):
-        return [config_value(x) for x in value]
-    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
-    return np.asarray(value).tolist() if is_array else value
-
-
-def config_text(value: Any) -> str:
-    """Formats a result of `config_value` for a message."""
-    if isinstance(value, dict) and "function" in value:
-        return f"the function {value['function'].replace('.<locals>', '')}"
-    return repr(value)
-
-
-def name_of(agent_class: type) -> str:
-    """Returns the module and the name of a class, even if the module is `__main__`."""
-    module = agent_class.__module__
-    spec = getattr(sys.modules[module], "__spec__", None)
-    return f"{spec.name if spec else module}:{agent_class.__qualname__}"
-
-
 def class_of(name: str) -> Any:
     """Returns the class of an agent of this package."""
     module, _, class_name = name.partition(":")
@@ -369,13 +500,36 @@ def class_of(name: str) -> Any:
     return getattr(importlib.import_module(module), class_name)
 
 
+def check_keys(agent: Any, key: Any) -> int | None:
+    """Checks the key or keys of a run; returns the number of seeds, None for one key.
+
+    Raises:
+        ValueError: if `key` is neither one key nor `[S]` keys, or if there are several
+            keys for host environments or for a mesh.
+    """
+    if not checks.has_dtype(key, jax.dtypes.prng_key) or key.shape == ():
+        checks.check_key(key)
+        return None
+    if key.ndim != 1 or not key.size:
+        raise ValueError(
+            "`key` must be one typed key, or `[S]` keys for S seeds, got shape "
+            f"{key.shape}."
+        )
+    if agent.collector.is_host or agent.mesh is not None:
+        reason = "host environments" if agent.mesh is None else "a `mesh`"
+        raise ValueError(
+            f"`key` must be one typed key for {reason}, got {key.size} keys. Call "
+            "`run` once per seed, each with another folder."
+        )
+    return key.size
+
+
 def check_folder(files: Folder, settings: dict[str, Any], resume: bool) -> None:
     """Raises if the folder has a run, unless it can be resumed with these settings."""
     folder = files.folder
     if not files.any_exist():
         if resume and jax.process_index() == 0:
             print(f"no run in {folder}: a new run starts")
-        folder.mkdir(parents=True, exist_ok=True)
         return
     if not resume:
         raise ValueError(
@@ -384,20 +538,16 @@ def check_folder(files: Folder, settings: dict[str, Any], resume: bool) -> None:
         )
     if not files.settings.exists():
         raise ValueError(f"`folder` must have agent.json to resume, got {folder}.")
-    saved = flatten_config(json.loads(files.settings.read_text()))
-    for name, value in flatten_config(settings).items():
-        if name not in ("config.num_updates", "rollout") and value != saved.get(name):
-            option = name.removeprefix("config.")
-            raise ValueError(
-                f"`{option}` must be {config_text(saved.get(name))} to resume the run "
-                f"in {folder}, got {config_text(value)}."
-            )
+    saved = json.loads(files.settings.read_text())
+    check_settings(settings, saved, f"to resume the run in {folder}")
 
 
-def flatten_config(settings: dict[str, Any]) -> dict[str, Any]:
-    """Moves hyperparameters to the top level, with dotted names, `config.name`."""
-    config = {f"config.{name}": value for name, value in settings["config"].items()}
-    return {name: x for name, x in settings.items() if name != "config"} | config
+def write_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Writes the settings, unless the file already has them."""
+    content = json.dumps(settings, indent=1).encode() + b"\n"
+    if not path.exists() or path.read_bytes() != content:
+        with replace_file(path) as file:
+            file.write(content)
 
 
 def chunk_size(agent: Any, evaluate_every: int | None, num_done: int) -> int:
@@ -412,158 +562,216 @@ def chunk_size(agent: Any, evaluate_every: int | None, num_done: int) -> int:
 
 
 def train_chunk(
-    agent: Any, train_fn: Callable[..., Any], state: Any, num_done: int, size: int
-) -> tuple[Any, np.ndarray, dict[str, np.ndarray], float]:
-    """Runs `size` updates after `num_done` updates.
+    agent: Any, trainer: Trainer, position: Position, size: int
+) -> tuple[Position, np.ndarray, dict[str, np.ndarray], float]:
+    """Runs `size` updates.
 
     Returns:
-        The next state, the environment steps after each update, `[size]`, the metrics,
-        `[size]` by name, and the environment steps per second.
+        The next position, the environment steps after each update, `[size]`, the
+        metrics by name, and the environment steps per second, of all seeds.
     """
-    start = time.monotonic()
-    state, metrics = train_fn(state, size)
-    metrics = {name: np.asarray(x) for name, x in sorted(metrics.items())}
-    check_metrics(metrics, size)
+    start, num_done = time.monotonic(), position.num_updates
+    state, metrics = trainer.train(position.state, size)
     seconds = time.monotonic() - start
     steps = agent.env_steps(num_done + np.arange(1, size + 1))
-    return state, steps, metrics, (steps[-1] - agent.env_steps(num_done)) / seconds
+    num_steps = (steps[-1] - agent.env_steps(num_done)) * position.best_return.size
+    return position._replace(state=state), steps, metrics, num_steps / seconds
 
 
-def save_policy(agent: Any, state: Any, path: Path, step: int) -> None:
-    """Saves the checkpoint for `load`, unless a killed process already saved it."""
-    if max(checkpoint.steps(path), default=-1) < step:
-        checkpoint.save(path, {"params": state.params}, step=step)
-
-
-def resume_tree(
-    agent: Any, state: Any, best_return: float, last_return: float
-) -> dict[str, Any]:
+def resume_tree(agent: Any, position: Position) -> dict[str, Any]:
     """Returns the tree that `restore` reads, with the states of host environments."""
-    collector = agent.collector
-    host = collector.save(state.carry) if collector.is_host else []
-    returns = np.array([best_return, last_return], np.float64)
-    return {"state": state, "host": host, "returns": returns}
-
-
-def restore(agent: Any, state: Any, path: Path) -> tuple[Any, float, float]:
-    """Restores the state of a run, and the best and the last evaluation return."""
-    if not checkpoint.steps(path):
-        return state, -np.inf, -np.inf
-    tree: Any = checkpoint.restore(path, resume_tree(agent, state, 0.0, 0.0))
-    state = tree["state"]
+    state, host = position.state, []
     if agent.collector.is_host:
-        carry = agent.collector.restore(state.carry, tree["host"])
+        host = agent.collector.save(state.carry)
+        # The number of a carry counts the calls in one process.
+        number, shared = state.carry.env_state
+        carry = state.carry.replace(env_state=(np.zeros_like(number), shared))
         state = state.replace(carry=carry)
-    best_return, last_return = tree["returns"].tolist()
-    return state, best_return, last_return
+    return {**position._replace(state=state)._asdict(), "host": host}
 
 
-def trim_tables(agent: Any, num_done: int, files: Folder) -> None:
-    """Validates the tables and removes the rows after the checkpoint."""
-    steps = agent.env_steps(np.arange(1, num_done + 1)).tolist()
-    for path in (files.metrics, files.evaluations):
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        last = steps[-1] if steps else -1
-        counts = []
-        for line in lines[1:]:
-            count = line.partition(b",")[0]
-            if not count.isdigit() or int(count) > last:
-                break
-            counts.append(int(count))
-        is_metrics = path == files.metrics
-        is_whole = counts == steps if is_metrics else set(counts) <= set(steps)
-        has_header = lines[:1] == [] or lines[0].startswith(b"steps,")
-        if not (is_whole and has_header) or b"\r" in b"".join(lines):
+def restore(files: Folder, agent: Any, position: Position) -> Position:
+    """Returns the position of the checkpoint, or `position` without a checkpoint."""
+    if not checkpoint.steps(files.resume):
+        return position
+    tree: Any = checkpoint.restore(files.resume, resume_tree(agent, position))
+    host, position = tree.pop("host"), Position(**tree)
+    if agent.collector.is_host:
+        carry = agent.collector.restore(position.state.carry, host)
+        position = position._replace(state=position.state.replace(carry=carry))
+    return position
+
+
+def save_policies(files: Folder, position: Position) -> None:
+    """Saves the policies of `load` at a position, unless they are on disk."""
+    num_updates, params = position.num_updates, position.state.params
+    if num_updates and max(checkpoint.steps(files.last), default=0) < num_updates:
+        checkpoint.save(files.last, {"params": params}, step=num_updates)
+    is_best = position.best_update == num_updates
+    steps = checkpoint.steps(files.best)
+    if is_best.any() and max(steps, default=0) < num_updates:
+        if not is_best.all():  # keep the parameters of the other seeds
+            best: Any = checkpoint.restore(files.best, {"params": params})["params"]
+            params = jax.tree.map(
+                lambda old, new: np.where(
+                    is_best.reshape(-1, *[1] * (new.ndim - 1)), new, old
+                ),
+                *jax.device_get((best, params)),
+            )
+        checkpoint.save(files.best, {"params": params}, step=num_updates)
+
+
+def mark_table(path: Path, mark: np.ndarray) -> np.ndarray:
+    """Returns the size and checksum of a table, given the mark of its first rows."""
+    size, checksum = mark.tolist()
+    with path.open("rb") as file:
+        file.seek(size)
+        content = file.read()
+    return np.array([size + len(content), zlib.crc32(content, checksum)], np.int64)
+
+
+def trim_tables(files: Folder, marks: np.ndarray) -> None:
+    """Validates the tables and removes the rows after the checkpoint.
+
+    Args:
+        files: paths of the tables.
+        marks: `[2, 2]`, size and checksum of each table at the checkpoint.
+    """
+    for path, (size, checksum) in zip(files.tables, marks.tolist(), strict=True):
+        content = path.read_bytes() if path.exists() else b""
+        if len(content) < size or zlib.crc32(content[:size]) != checksum:
             raise ValueError(
-                f"{path} must have the rows that `run` wrote up to {last:,} steps, got "
+                f"{path} must have the rows that `run` wrote up to the checkpoint, got "
                 "other rows. Restore the file, or start in another folder."
             )
         # All processes of `jax.distributed` read the table before the first writes it.
         multihost_utils.sync_global_devices(f"all have read {path.name}")
-        if lines and jax.process_index() == 0:
-            path.write_bytes(b"".join(lines[: len(counts) + 1] if counts else []))
+        if len(content) > size and jax.process_index() == 0:
+            os.truncate(path, size)
 
 
-def check_metrics(metrics: dict[str, np.ndarray], num_updates: int) -> None:
-    """Raises unless each metric is one number per update, and its name fits a table."""
+def check_metrics(metrics: dict[str, np.ndarray], shape: tuple[int, ...]) -> None:
+    """Raises unless each metric has a shape, and a name that fits a table.
+
+    Args:
+        metrics: metrics by name.
+        shape: `(n,)` for n updates, or `(n, S)` for S seeds.
+    """
     for name, values in metrics.items():
-        if name == "steps" or not name.isprintable() or any(x in name for x in ',"'):
+        if (
+            name in ("steps", "seed")
+            or not name.isprintable()
+            or any(x in name for x in ',"')
+        ):
             raise ValueError(
-                "The name of a metric must not be `steps` and must not contain commas, "
-                f"quotes or line breaks, got {name!r}. Rename the metric in `update`."
+                "The name of a metric must not be `steps` or `seed` and must not have "
+                f"commas, quotes or line breaks, got {name!r}. Rename the metric in "
+                "`update`."
             )
-        if values.shape != (num_updates,):
+        if values.shape != shape:
             raise ValueError(
                 f"Metric {name!r} must be one number per update, got shape "
-                f"{values.shape[1:]} per update. Return its mean from `update`."
+                f"{values.shape[len(shape) :]} per update. Return its mean from "
+                "`update`."
             )
 
 
-def append_rows(path: Path, columns: dict[str, Any]) -> None:
-    """Appends rows to a CSV file; a new file begins with a header."""
-    is_new = not path.exists() or not path.stat().st_size
-    rows = zip(*(np.atleast_1d(x).tolist() for x in columns.values()), strict=True)
-    with path.open("a", newline="") as file:
-        if is_new:
-            file.write(",".join(columns) + "\n")
-        for row in rows:
-            cells = (f"{x:.9g}" if type(x) is float else str(x) for x in row)
-            file.write(",".join(cells) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+class Logs:
+    """Writes the tables and calls the loggers.
+
+    Args:
+        files: paths of the tables.
+        num_seeds: S, or None for one seed.
+        log: the logger of the user, or None.
+    """
+
+    def __init__(
+        self, files: Folder, num_seeds: int | None, log: Callable[..., object] | None
+    ) -> None:
+        self._files, self._num_seeds = files, num_seeds
+        self._loggers = [] if log is None else [log]
+        if importlib.util.find_spec("tensorboard") is not None:
+            self._loggers.append(TensorBoardWriter(files.folder))
+
+    def write(
+        self,
+        steps: np.ndarray,
+        metrics: dict[str, np.ndarray],
+        evaluation: rollout.stats.CollectStats | None,
+        marks: np.ndarray,
+    ) -> np.ndarray:
+        """Writes n updates, and the evaluation after the last one.
+
+        Args:
+            steps: `[n]` environment steps after each update.
+            metrics: `[n]` or `[n, S]` by name.
+            evaluation: the evaluation, or None.
+            marks: `[2, 2]`, size and checksum of each table before the call.
+
+        Returns:
+            Size and checksum of each table after the call.
+        """
+        self._append(self._files.metrics, steps, metrics)
+        if evaluation is not None:
+            row = {x: y[None] for x, y in evaluation_row(evaluation).items()}
+            self._append(self._files.evaluations, steps[-1:], row)
+        if self._loggers:
+            for i, step in enumerate(steps.tolist()):
+                values = self._flatten({name: x[i] for name, x in metrics.items()})
+                if evaluation is not None and i == len(steps) - 1:
+                    values |= self._flatten(evaluation, "evaluation")
+                for log in self._loggers:
+                    log(values, step=step)
+        tables = zip(self._files.tables, marks, strict=True)
+        return np.stack([mark_table(*x) if x[0].exists() else x[1] for x in tables])
+
+    def _append(self, path: Path, steps: np.ndarray, values: dict[str, Any]) -> None:
+        columns: dict[str, Any] = {"steps": steps}
+        if self._num_seeds is not None:
+            columns = {
+                "steps": np.repeat(steps, self._num_seeds),
+                "seed": np.tile(np.arange(self._num_seeds), len(steps)),
+            }
+        columns |= {name: np.ravel(x) for name, x in values.items()}
+        writer = CSVWriter(path)
+        if writer.columns not in ([], [*columns]):
+            raise ValueError(
+                f"The metrics of `update` must be those of {path}, "
+                f"{', '.join(writer.columns)}, got {', '.join(columns)}."
+            )
+        writer.append(columns)
+
+    def _flatten(self, stats: Any, prefix: str = "") -> dict[str, float]:
+        return rollout.log_stats(stats, prefix=prefix, num_seeds=self._num_seeds)
 
 
-def evaluation_row(steps: Any, stats: rollout.stats.CollectStats) -> dict[str, Any]:
-    """Returns a row of the table of evaluations."""
+def evaluation_row(stats: rollout.stats.CollectStats) -> dict[str, np.ndarray]:
+    """Returns the columns of the table of evaluations, `()` or `[S]` each."""
     returns = stats.returns
-    return {
-        "steps": int(steps),
-        "return_mean": float(returns.mean),
-        "return_ci_low": float(returns.ci_low),
-        "return_ci_high": float(returns.ci_high),
-        "length_mean": float(stats.lengths.mean),
+    columns = {
+        "return_mean": returns.mean,
+        "return_ci_low": returns.ci_low,
+        "return_ci_high": returns.ci_high,
+        "length_mean": stats.lengths.mean,
     }
+    return {name: np.asarray(x) for name, x in columns.items()}
 
 
 def progress_line(
     steps: Any, speed: Any, metrics: dict[str, Any], evaluation: Any
 ) -> str:
     """Formats the line of output after each part of the training."""
-    text = f"{steps:>12,} steps, return {metrics['return_mean'][-1]:.6g}"
+    text = f"{steps:>12,} steps, return {metrics['return_mean'][-1].mean():.6g}"
     if evaluation is not None:
-        text += f", evaluation {float(evaluation.returns.mean):.6g}"
+        text += f", evaluation {float(np.mean(evaluation.returns.mean)):.6g}"
     return f"{text}, {speed:,.0f} steps/s"
 
 
-class TensorBoardWriter:
-    """Writes scalars for TensorBoard, or nothing if the package is not installed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._writer: Any = None
-
-    def write(self, steps: Any, metrics: dict[str, Any], evaluation: Any) -> None:
-        """Writes the metrics of some updates, and the evaluation after the last one."""
-        if importlib.util.find_spec("tensorboard") is None:
-            return
-        if self._writer is None:  # the first call creates the file
-            name = "tensorboard.summary.writer.event_file_writer"
-            module = importlib.import_module(name)
-            self._writer = module.EventFileWriter(str(self._folder))
-        proto = importlib.import_module("tensorboard.compat.proto.event_pb2")
-        for i, count in enumerate(steps):
-            event = proto.Event(step=int(count), wall_time=time.time())
-            scalars = {name: x[i] for name, x in metrics.items()}
-            if evaluation is not None and i == len(steps) - 1:
-                scalars["evaluation/return_mean"] = evaluation.returns.mean
-            for name, value in scalars.items():
-                event.summary.value.add(tag=name, simple_value=float(value))
-            self._writer.add_event(event)
-        self._writer.flush()
-
-
 def draw_curve(files: Folder, agent: Any) -> None:
-    """Plots the mean return over the environment steps, if matplotlib is installed."""
+    """Plots the mean return over the environment steps, if matplotlib is installed.
+
+    Shows the mean over several seeds with its 95 % interval.
+    """
     try:
         import matplotlib.pyplot as plt
         from matplotlib.ticker import EngFormatter
@@ -575,27 +783,38 @@ def draw_curve(files: Folder, agent: Any) -> None:
     training = f"training, last {window_size} episodes" if window_size else "training"
     lines = (files.metrics, "-", training), (files.evaluations, "o", "evaluation")
     for path, style, label in lines:
-        rows = []
-        if path.exists():
-            with path.open() as file:
-                rows = list(csv.DictReader(file))
-        steps = [int(row["steps"]) for row in rows]
-        returns = [float(row["return_mean"]) for row in rows]
-        axes.plot(steps, returns, style, label=label)
+        steps, returns = read_returns(path)
+        (line,) = axes.plot(steps, returns.mean(0), style, label=label)
+        if len(returns) > 1:
+            _, low, high = mean_interval(returns)
+            axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.2)
     axes.set(xlabel="environment steps", ylabel="mean return")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k
     axes.legend()
-    figure.savefig(files.folder / "curve.png")
+    with replace_file(files.folder / "curve.png") as file:
+        figure.savefig(file, format="png")
     plt.close(figure)
 
 
-def draw_gif(agent: Any, state: Any, key: chex.PRNGKey, env: Any, path: Path) -> None:
+def read_returns(path: Path) -> tuple[np.ndarray, Any]:
+    """Reads the steps, `[n]`, and mean returns, `[S, n]`, of a table."""
+    if not path.exists():
+        return np.zeros(0), np.zeros((1, 0))
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    num_seeds = len({row.get("seed") for row in rows})
+    steps = np.array([int(row["steps"]) for row in rows])[::num_seeds]
+    returns = np.array([float(row["return_mean"]) for row in rows], np.float32)
+    return steps, returns.reshape(len(steps), num_seeds).T
+
+
+def draw_gif(agent: Any, params: Any, key: chex.PRNGKey, path: Path) -> None:
     """Renders an episode of `eval_policy`, if the environment can be rendered."""
-    env = agent.env if env is None else env
-    # One device renders, also if the parameters are on several devices.
-    collector = agent.replace(mesh=None).make_collector(env, agent.eval_policy)
-    params = state.params if agent.mesh is None else jax.device_get(state.params)
+    if agent.mesh is not None:  # one device renders
+        agent, params = agent.replace(mesh=None), jax.device_get(params)
     try:
-        rollout.record_gif(collector, params, key, path, max_episode_steps=200)
+        rollout.record_gif(
+            agent.eval_collector, params, key, path, max_episode_steps=200
+        )
     except Exception as error:  # an environment may raise anything
         print(f"no GIF: {error}")

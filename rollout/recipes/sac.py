@@ -18,6 +18,7 @@ import optax
 from flax import struct
 
 import rollout
+from rollout.base.hyperparameters import Hyperparameters
 from rollout.buffers import ReplayBuffer
 from rollout.distributions import TanhNormal
 from rollout.envs.types import AnySpace, ArrayTree
@@ -41,7 +42,7 @@ from rollout.trajectories import select_fields
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Hyperparameters):
     """Hyperparameters of SAC, named as in CleanRL and Stable-Baselines3.
 
     Attributes:

@@ -19,6 +19,7 @@ from flax import struct
 
 import rollout
 from rollout.base import checks
+from rollout.base.hyperparameters import Hyperparameters
 from rollout.buffers import ReplayBuffer
 from rollout.distributions import TanhNormal
 from rollout.envs.types import AnySpace, ArrayTree
@@ -43,7 +44,7 @@ from rollout.trajectories import select_fields
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Hyperparameters):
     """Hyperparameters of TD3, named as in CleanRL and Stable-Baselines3.
 
     `learning_rate`, `gamma`, `tau`, `policy_delay`, `target_policy_noise` and

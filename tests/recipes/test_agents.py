@@ -14,7 +14,7 @@ import optax
 import pytest
 from cases import quick_jit, raw
 from compiles import count_compiles
-from flax import nnx
+from flax import nnx, struct
 from recipe_cases import AGENTS, MaskedEnv, flatten, in_ci, make_agent
 
 import rollout
@@ -399,6 +399,58 @@ def test_agent_learns(agent_class, env_id, num_envs, changes, min_return):
     stats = rollout.evaluate(collector, state.params, jax.random.key(1), 50)
     assert stats.returns.mean > min_return
     assert agent.env_steps(config.num_updates) < 500_000
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "words"),
+    [
+        (ppo, "lr", "Did you mean `learning_rate`?"),
+        (ppo, "n_steps", "Did you mean `num_steps`?"),
+        (ppo, "clip_range", "Did you mean `clip_eps`?"),
+        (ppo, "total_timesteps", "Set `num_updates`: each update takes"),
+        (ppo, "batch_size", "Set `num_minibatches`"),
+        (ppo, "gama", "Did you mean `gamma`?"),
+        (pqn, "lam", "Did you mean `lambda_`?"),
+        (sac, "polyak", "Did you mean `tau`?"),
+        (dqn, "nonsense", "The fields are num_updates"),
+    ],
+)
+def test_wrong_hyperparameter_names_the_right_one(module, name, words):
+    for make in (module.Config, module.Config().replace):
+        with pytest.raises(TypeError) as error:
+            make(**{name: 1})
+        assert f"`{name}` must be a field of `Config`" in str(error.value)
+        assert words in str(error.value)
+
+
+@struct.dataclass
+class ChoiceEnv:
+    """Five steps whose rewards are the actions, 0 to 3."""
+
+    observation_space = Box(-1.0, 1.0, (2,))
+    action_space = Discrete(4)
+
+    def reset(self, key):
+        return jnp.int32(0), jnp.ones(2)
+
+    def step(self, key, state, action):
+        state = state + 1
+        return envs.EnvStep(
+            state=state, obs=jnp.ones(2), reward=action, terminated=state == 5
+        )
+
+
+@pytest.mark.parametrize("agent_class", [ppo.PPO, dqn.DQN])
+def test_evaluation_of_an_agent_takes_the_most_likely_action(agent_class):
+    config = agent_class.config.replace(hidden_layer_sizes=(4,))
+    agent = agent_class(envs.vectorize(ChoiceEnv(), 4), config)
+    state = agent.init(jax.random.key(0))
+    stats = rollout.evaluate(agent, state, jax.random.key(1), num_episodes=20)
+    action = agent.predict(state.params, np.ones(2, np.float32))
+    assert (stats.returns.mean, stats.returns.std) == (5 * action, 0)
+    assert stats.num_episodes == 20
+    with pytest.raises(ValueError, match="`params` must be the state of the agent"):
+        rollout.evaluate(agent, state.params, jax.random.key(1), 20)
 
 
 class Layers(nn.Module):

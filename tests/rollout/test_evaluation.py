@@ -44,6 +44,24 @@ def test_evaluate_equals_collect_episodes(collector):
         np.testing.assert_allclose(got, want, rtol=1e-6)  # sums of a dozen float32
 
 
+def test_every_lane_plays_equally_often_if_lanes_differ():
+    """Episodes of lane i have 2 + i steps; step n has the reward n."""
+    length = np.arange(2, 6)
+    env = CountEnv(min_length=length, max_length=length, limit=np.full(4, 100))
+    env = envs.NormalizeReward(envs.vectorize_each(env, auto_reset="select"))
+    collector = rollout.Collector(
+        env=env, policy=rollout.random_policy(env.action_space)
+    )
+    stats = rollout.evaluate(collector, None, jax.random.key(0), 8)
+    returns = [n * (n + 1) / 2 for n in length] * 2
+    assert stats.num_episodes == 8
+    assert stats.num_steps == 2 * length.sum()
+    np.testing.assert_allclose(stats.returns.mean, np.mean(returns), rtol=1e-6)
+    np.testing.assert_allclose(stats.returns.std, np.std(returns), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"multiple of the 4 lanes.*got 6\. Pass 8"):
+        rollout.evaluate(collector, None, jax.random.key(0), 6)
+
+
 def test_frozen_normalization_reports_raw_returns(
     collector,
 ):

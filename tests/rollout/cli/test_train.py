@@ -53,7 +53,7 @@ def error_of(capsys, *argv):
 
 def test_every_recipe_is_an_algorithm():
     files = {x.stem for x in Path(train.run.__code__.co_filename).parent.glob("*.py")}
-    assert set(command.ALGORITHMS) == files - {"__init__", "running"}
+    assert set(command.ALGORITHMS) == files - {"__init__", "running", "run_settings"}
 
 
 def test_train_runs_the_recipe_with_its_arguments(monkeypatch):
@@ -126,6 +126,7 @@ def test_help_lists_the_options(capsys):
     [
         (["CartPole-v1", "--num-update=3"], ["--num-update.", "--num-updates"]),
         (["CartPole-v1", "--lr", "3"], ["--lr", "--learning-rate"]),
+        (["CartPole-v1", "--n-steps=3"], ["--n-steps.", "--num-steps"]),
         (["--total-timesteps", "3", "CartPole-v1"], ["--num-updates", "num_envs"]),
         (["CartPole-v1", "--anneal-lr=no"], ["--anneal-lr", "true or false", "no"]),
         (["CartPole-v1", "--hidden-layer-sizes=8,x"], ["--hidden-layer-sizes", "x"]),
