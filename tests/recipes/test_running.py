@@ -404,13 +404,6 @@ class Rate:
         return factor / (1 + count)
 
 
-def test_schedules_are_described_by_name():
-    rates = Rate(), functools.partial(Rate.halve, None, 0.5), Rate().halve
-    names = [describe(make_agent(SMALL.replace(learning_rate=x))) for x in rates]
-    names = [x["config"]["learning_rate"]["function"] for x in names]
-    assert names == [f"{__name__}.Rate{x}" for x in ("", ".halve", ".halve")]
-
-
 def test_failed_start_writes_no_files(tmp_path):
     with pytest.raises(ValueError, match="`num_minibatches` must divide"):
         run_agent(make_agent(SMALL.replace(num_minibatches=7)), tmp_path)
@@ -523,16 +516,6 @@ def test_other_networks_and_environments_cannot_be_resumed(
     check_settings(saved, saved, "to resume")
     with pytest.raises(ValueError, match=words):
         check_settings(settings, saved, "to resume")
-
-
-def test_networks_may_have_arrays_as_fields():
-    scales = [np.array([1.0, x, np.nan]) for x in (2.0, 2.0, 3.0)]
-    a, b, c = (
-        describe(make_agent().replace(network=Net(scale=scale))) for scale in scales
-    )
-    check_settings(a, b, "to resume")
-    with pytest.raises(ValueError, match=r"`network\.scale` must be"):
-        check_settings(a, c, "to resume")
 
 
 def test_functions_of_a_config_need_no_name():
