@@ -8,9 +8,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from rollout.base.programs import hash_of_types
 from rollout.envs.multi_agent import has_agents
 from rollout.envs.spaces import Repeated, as_space
-from rollout.envs.types import ArrayTree, hash_of_types, strong
+from rollout.envs.types import ArrayTree, strong
 
 
 def check_methods(env: Any, suite: str, methods: Sequence[str]) -> None:
