@@ -47,14 +47,15 @@ def from_gymnasium(
 ) -> HostVectorEnv:
     """Adapts Gymnasium environments to `HostVectorEnv`.
 
-    A vector environment may have any autoreset mode. In the mode NEXT_STEP,
-    environments reset automatically in an extra step for which `HostStep.mask` is
-    False. In the mode SAME_STEP, environments reset in the last step of an episode,
-    and `info["final_obs"]` or `info["final_observation"]` must contain the true
-    successors: observations `[B, ...]`, or an array with one observation per
-    environment. In both modes a `reset` of some environments ignores their seeds, and
-    a `reset` of all environments takes effect. An exception in a vector environment is
-    raised to the caller, because the failed environment is unknown.
+    A vector environment may have any autoreset mode, which it states in
+    `metadata["autoreset_mode"]`. In the mode NEXT_STEP, environments reset
+    automatically in an extra step for which `HostStep.mask` is False. In the mode
+    SAME_STEP, environments reset in the last step of an episode, and
+    `info["final_obs"]` or `info["final_observation"]` must contain the true successors:
+    observations `[B, ...]`, or an array with one observation per environment. In both
+    modes a `reset` of some environments ignores their seeds, and a `reset` of all
+    environments takes effect. An exception in a vector environment is raised to the
+    caller, because the failed environment is unknown.
 
     Args:
         env: an id for `gymnasium.make`, a function that creates an environment, or a
@@ -209,11 +210,12 @@ class _GymnasiumEnvs(HostVectorEnv):
         """Steps all environments; see `HostVectorEnv.step`."""
         host_checks.check_open(self._is_closed)
         mask, action = None, self._batch(action)
-        obs, reward, terminated, truncated, info = self._env.step(action)
+        obs, reward, *flags, info = self._env.step(action)
+        terminated, truncated = map(np.asarray, flags)
         # After the end of an episode, a step in NEXT_STEP mode only resets.
         if self._mode == "NEXT_STEP" and np.count_nonzero(self._ended):
             mask = ~self._ended
-        self._ended = np.asarray(terminated | truncated)
+        self._ended = terminated | truncated
         obs, final_info = self._observe(obs, info, self._all), {}
         has_reset = self._mode == "SAME_STEP" and np.count_nonzero(self._ended)
         if has_reset:
@@ -313,10 +315,10 @@ def _mode(env: Any) -> str:
     if name not in _MODES:
         raise ValueError(
             f'`env.metadata["autoreset_mode"]` must be {", ".join(_MODES[:-1])} or '
-            f"{_MODES[-1]} of gymnasium.vector.AutoresetMode, got {name}. Set it in "
-            "the class to the time of its resets: DISABLED if `reset` receives "
-            '`options["reset_mask"]`, NEXT_STEP in the step after an episode, or '
-            "SAME_STEP in the last step of an episode."
+            f"{_MODES[-1]} of gymnasium.vector.AutoresetMode, got {name}. Set it, "
+            "in the class or in `env`, to the time of the resets: DISABLED if `reset` "
+            'receives `options["reset_mask"]`, NEXT_STEP in the step after an episode, '
+            "or SAME_STEP in the last step of an episode."
         )
     return name
 

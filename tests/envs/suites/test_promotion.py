@@ -8,7 +8,7 @@ import numpy as np
 import plain_suites
 import pytest
 from flax import struct
-from suite_checks import play
+from suite_checks import check_contract, play
 
 from rollout import envs
 from rollout.envs.suites import physics
@@ -158,13 +158,15 @@ def test_state_that_starts_with_integers_equals_python_loop(make):
         state = move(state)
         obs.append(state.position)
         rewards.append(state.speed)
-    lanes = envs.vectorize(make(), 2)
-    _, rows = play(lanes, num_steps=6)
+    env = make()
+    _, rows = play(envs.vectorize(env, 2), num_steps=6)
     want = np.stack([rewards] * 2, axis=1)
     np.testing.assert_array_equal(rows.reward, want)
     next_obs = rows.next_obs
     if isinstance(next_obs, dict):
         next_obs = next_obs["agents"][:, :, 0]
+    else:
+        check_contract(env)
     np.testing.assert_array_equal(next_obs[..., 0], np.stack([obs] * 2, axis=1))
     if rows.info and isinstance(rows.info, dict):  # the metrics of brax
         np.testing.assert_array_equal(rows.info["sum"][:, 0], np.cumsum(obs))
