@@ -258,6 +258,7 @@ def seeds_run(tmp_path_factory):
     return folder, agent, state, evaluation, calls
 
 
+@pytest.mark.compiles(50)
 def test_seeds_are_rows_of_the_tables_and_equal_single_runs(seeds_run):
     """A loop without `run` trains each seed, up to the rounding of another program."""
     folder, agent, state, evaluation, _ = seeds_run
@@ -336,7 +337,7 @@ def test_curve_shows_the_mean_of_the_seeds(tmp_path):
     assert returns.tolist() == [[10, 20], [11, 21]]
 
 
-@pytest.mark.compiles(60)
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_resumed_run_of_seeds_has_the_bytes_of_an_uninterrupted_run(
     seeds_run, tmp_path

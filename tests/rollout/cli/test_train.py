@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,20 @@ def test_train_resumes_in_host_environments(tmp_path):
     assert checkpoint.steps(folder / "resume") == [6]
     agent, state = load(folder)
     assert agent.predict(state.params, np.zeros(4, np.float32)) in (0, 1)
+
+
+@pytest.mark.slow
+def test_train_reports_the_interval_over_seeds(tmp_path):
+    options = "--num-updates", "1", "--num-seeds", "3", "--folder", "a"
+    process = run_recipe(tmp_path, "CartPole-v1", *options)
+    assert process.returncode == 0, process.stderr
+    rows = np.genfromtxt(tmp_path / "a" / "evaluations.csv", delimiter=",", names=True)
+    mean = rows["return_mean"].mean()
+    half = 4.302653 * rows["return_mean"].std(ddof=1) / 3**0.5  # Student's t
+    line = process.stdout.splitlines()[-1]
+    numbers = [float(x) for x in re.findall(r"-?[\d.]+", line.replace("95 %", ""))]
+    np.testing.assert_allclose(numbers[:3], [mean, mean - half, mean + half], rtol=1e-4)
+    assert line.endswith(", 3 seeds")
 
 
 @pytest.mark.slow
