@@ -394,17 +394,6 @@ def test_config_accepts_numpy_numbers():
     assert settings["hidden_layer_sizes"] == [8]
 
 
-@pytest.mark.usefixtures("no_pictures")
-class Rate:
-    """A schedule that is an object."""
-
-    def __call__(self, count):
-        return 1e-3 / (1 + count)
-
-    def halve(self, factor, count):
-        return factor / (1 + count)
-
-
 def test_failed_start_writes_no_files(tmp_path):
     with pytest.raises(ValueError, match="`num_minibatches` must divide"):
         run_agent(make_agent(SMALL.replace(num_minibatches=7)), tmp_path)
