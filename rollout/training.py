@@ -67,7 +67,7 @@ class Agent:
     If `env` has several agents with equal spaces that act at every step, they share
     one policy and its parameters (parameter sharing): each agent chooses its action
     from its own observation, and learns from its own rewards. The metric `return_mean`
-    is then the mean return of an agent.
+    is the mean return of the team, the sum over the agents.
 
     Agents compare by value. Assigning to a field raises; `replace` returns a copy.
 

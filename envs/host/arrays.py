@@ -271,7 +271,7 @@ def batched_action(space: Any) -> Callable[[ArrayTree], Any]:
         dtypes = [np.dtype(leaf.dtype) for leaf in parts.spaces]
     # Read dtypes from Gymnasium's spaces: `as_space` narrows them to 32 bits.
     for path in () if dtypes else parts.paths:
-        leaf = space
+        leaf: Any = space
         for key in path:
             leaf = getattr(leaf, "spaces", leaf)[key]
         dtypes.append(np.dtype(leaf.dtype))

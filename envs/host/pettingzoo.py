@@ -690,8 +690,8 @@ class MultiAgentHostEnvs(HostWrapper):
         self.observation_spaces = agents.observation_spaces
         self.action_spaces = agents.action_spaces
         shape = self.num_envs, len(self.agents)
-        self._packed = np.zeros(shape, np.uint32)
-        self._agent_return = np.zeros(shape, np.float32)
+        self._packed: Any = np.zeros(shape, np.uint32)
+        self._agent_return: Any = np.zeros(shape, np.float32)
         values = AgentInfo(
             reward=self._agent_return,
             agent_return=self._agent_return,

@@ -88,7 +88,7 @@ def spec_of_agent(env: Any) -> EnvSpec:
             f"{problem}. Train a policy for each group, or agents that take turns, "
             "with `rollout.agents.policy_map` and `agent.learn`."
         )
-    group = layout.groups[0].name
+    (group,) = env.groups
     return EnvSpec(
         as_space(env.observation_spaces[group], "env.observation_spaces"),
         as_space(env.action_spaces[group], "env.action_spaces"),
@@ -108,7 +108,8 @@ class SharedCollector:
     def __init__(self, collector: Collector | HostCollector) -> None:
         self.collector: Any = collector
         self.is_host, self.env = collector.is_host, collector.env
-        self._group = layout_of(collector.env).groups[0].name
+        (group,) = layout_of(collector.env).groups
+        self._group = group.name
 
     def init(self, key: chex.PRNGKey) -> Carry:
         """Starts the first episode of every environment; see `Collector.init`."""
@@ -117,9 +118,15 @@ class SharedCollector:
     def collect_steps(
         self, carry: Carry, params: Any, num_steps: int
     ) -> tuple[Carry, Transition]:
-        """Takes `num_steps` steps; returns the rows of all agents, `[T, B * A]`."""
+        """Takes `num_steps` steps; returns the rows of all agents, `[T, B * A]`.
+
+        `episode_return` is the return of the agent times the number of agents, so that
+        its mean over the agents is the return of the team, as in `rollout.evaluate`.
+        """
         carry, trajectory = self.collector.collect_steps(carry, params, num_steps)
-        return carry, _rows(trajectory)[self._group]
+        rows = _rows(trajectory)[self._group]
+        num_agents = rows.mask.shape[1] // self.env.num_envs
+        return carry, rows.replace(episode_return=rows.episode_return * num_agents)
 
     def value(self, carry: Carry, params: Any) -> jax.Array:
         """Evaluates the critic at the current observations, `[B * A]`."""

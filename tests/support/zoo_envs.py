@@ -4,6 +4,7 @@ The classes do not import PettingZoo. Their spaces are Gymnasium's.
 """
 
 import collections
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -110,7 +111,7 @@ class Crowd:
         words = [
             sum(x << (32 * i) for i, x in enumerate(parts[j : j + 4])) for j in (0, 4)
         ]
-        full = self.random.bit_generator.state
+        full: Any = self.random.bit_generator.state
         full["state"] = dict(zip(("state", "inc"), words, strict=True))
         full["has_uint32"], full["uinteger"] = (int(x) for x in state["buffer"])
         self.random.bit_generator.state = full
@@ -126,7 +127,7 @@ class Duel:
     An observation is the number of turns, the agent's number, and an action mask.
     """
 
-    possible_agents = ("north", "east", "south")
+    possible_agents: tuple[str, ...] = ("north", "east", "south")
 
     def __init__(self, deads_first=True):
         self.deads_first = deads_first
@@ -140,8 +141,8 @@ class Duel:
     def reset(self, seed=None, options=None):
         self.random, self.num_turns = np.random.default_rng(seed), 0
         self.agents = list(self.possible_agents)
-        self.rewards = dict.fromkeys(self.agents, 0)
-        self._cumulative_rewards = dict.fromkeys(self.agents, 0)
+        self.rewards: dict[str, float] = dict.fromkeys(self.agents, 0)
+        self._cumulative_rewards: dict[str, float] = dict.fromkeys(self.agents, 0)
         self.terminations = dict.fromkeys(self.agents, False)
         self.truncations = dict.fromkeys(self.agents, False)
         self.infos = {x: {"turns": 0} for x in self.agents}
