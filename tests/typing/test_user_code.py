@@ -196,7 +196,7 @@ if TYPE_CHECKING:
         collector.collect_steps(carry, params, 3)  # pyright: ignore[reportArgumentType]
         collector.step(carry, 1.0)  # pyright: ignore[reportArgumentType]
         rollout.Stream(collector, key=carry.key, params=1.0)  # pyright: ignore[reportArgumentType]
-        rollout.evaluate(collector, Gains(carry.step), carry.key, 3)  # pyright: ignore[reportCallIssue]
+        rollout.evaluate(collector, Gains(carry.step), carry.key, 3)  # pyright: ignore[reportArgumentType, reportCallIssue]
         _, trajectory = collector.collect_steps(carry, make_params(), 3)
         rollout.stateless_policy(act_with_state)  # pyright: ignore[reportArgumentType, reportCallIssue]
         print(trajectory.rewards)  # pyright: ignore[reportAttributeAccessIssue]
