@@ -59,25 +59,24 @@ def describe_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return entries
 
 
-def describe_env(env: Any) -> dict[str, Any]:
+def describe_env(env: Any, name: str = "env") -> dict[str, Any]:
     """Describes environments: the class, and the attributes by path.
 
     The attributes of host environments change in an episode. Their description has the
     classes and options of wrappers, and the functions that create the environments.
     """
     if not isinstance(env, HostVectorEnv):
-        return describe_value("env", env)
-    entries: dict[str, Any] = {"env": type(env).__qualname__}
+        return describe_value(name, env)
+    entries: dict[str, Any] = {name: type(env).__qualname__}
     if isinstance(env, HostWrapper):
-        if is_dataclass(env):
-            options = {x.name: getattr(env, x.name) for x in fields(env)}
-            del options["env"]
-            entries |= describe_children(entries["env"], options, ())
-        return entries | describe_env(env.env)
+        options = attributes(env) if is_dataclass(env) else {}
+        options.pop("env", None)
+        entries |= describe_children(name, options, ())
+        return entries | describe_env(env.env, f"{name}.env")
     source = env.source
     if isinstance(source, list):  # often one function for all environments
         source = list({id(x): x for x in source}.values())
-    return describe_value("env", source) if source is not None else entries
+    return describe_value(name, source) if source is not None else entries
 
 
 def describe_value(

@@ -508,6 +508,19 @@ def test_other_networks_and_environments_cannot_be_resumed(
         check_settings(settings, saved, "to resume")
 
 
+def test_options_of_host_wrappers_are_compared():
+    env = envs.from_gymnasium("CartPole-v1", 2)
+    settings = [
+        describe(PPO(envs.NormalizeHostEnv(env, gamma=gamma, only=()), SMALL))
+        for gamma in (0.9, 0.99)
+    ]
+    with pytest.raises(ValueError, match=r"`env\.gamma` must be 0\.9 .* got 0\.99"):
+        check_settings(settings[1], settings[0], "to resume")
+    settings[1] = describe(PPO(env, SMALL))
+    with pytest.raises(ValueError, match="`env` must be 'NormalizeHostEnv'"):
+        check_settings(settings[1], settings[0], "to resume")
+
+
 def test_functions_of_a_config_need_no_name():
     config = SMALL.replace(learning_rate=functools.partial(max, 1e-3))
     name = describe(make_agent(config))["config"]["learning_rate"]["function"]
