@@ -135,8 +135,8 @@ def random_policy_map(env: Any) -> Policy:
     layout_of(env)  # raises if there is one agent
     policies = {}
     for group, space in env.action_spaces.items():
-        mask_fn = masks.find_mask(env.observation_spaces[group], space)
-        policies[group] = random_policy(space, action_mask_fn=mask_fn)
+        action_mask_fn = masks.find_mask(env.observation_spaces[group], space)
+        policies[group] = random_policy(space, action_mask_fn=action_mask_fn)
     groups = {agent: group for group, names in env.groups.items() for agent in names}
     return policy_map(policies, mapping.static_mapping(groups), env)
 
