@@ -218,11 +218,12 @@ def test_coefficients_may_follow_a_schedule(name):
         changed = agent.replace(config=agent.config.replace(**numbers))
         return changed.update(state)[0]
 
-    state = initial = quick_jit(agent.init)(jax.random.key(0))
+    init_fn = quick_jit(agent.init)
+    state = init_fn(jax.random.key(0))
     for i in range(2):
         state = update(state, {option: x[i] for option, x in values.items()})
     scheduled = make_agent(name, **options, **schedules)
-    new_state, _ = quick_jit(scheduled.train)(initial)
+    new_state, _ = quick_jit(scheduled.train)(init_fn(jax.random.key(0)))
     np.testing.assert_allclose(
         flatten(new_state.params), flatten(state.params), rtol=1e-4, atol=1e-6
     )
