@@ -514,6 +514,8 @@ def as_space(space: Any, name: str = "space") -> AnySpace:
     class_name = next((x for x in names if x in _CLASS_NAMES), "")
     parts = space.spaces if class_name in ("Dict", "Tuple") else space
     is_list = type(parts) in (tuple, list)
+    if (is_list or isinstance(parts, Mapping)) and not parts:
+        raise ValueError(f"`{name}` must have at least one part, got {space!r}.")
     if isinstance(parts, Mapping):
         return Dict({key: as_space(part, name) for key, part in parts.items()})
     if is_list:

@@ -104,13 +104,13 @@ class Agent:
                     f"`{name}` must be an object, got the class "
                     f"{value.__name__}. Write `{value.__name__}(...)`."
                 )
-            if name in self._custom_networks:
-                check_module(name, value)
             if isinstance(value, Mesh) and name != "mesh":
                 raise ValueError(
                     f"`{name}` must not be a mesh, got a mesh of {value.size} "
                     "devices. Pass it by name: `mesh=mesh`."
                 )
+            if name in self._custom_networks:
+                check_module(name, value)
         optimizer = getattr(self, "optimizer", None)
         if optimizer is not None and not hasattr(optimizer, "update"):
             raise ValueError(

@@ -138,7 +138,7 @@ CASES = [
         lambda: evaluate(make_normalized_collector()),
         "fixed normalization statistics, got a NormalizeObs",
     ),
-    (lambda: evaluate(3), "must be a `Collector`, whose environments are in JAX, got"),
+    (lambda: evaluate(3), "must be a `Collector` or a `HostCollector`, got"),
 ]
 
 

@@ -135,7 +135,7 @@ def test_help_lists_the_options(capsys):
         (["CartPole-v1", "--no-cache", "--devices=0"], ["`--devices`", "0"]),
         (["--no-cache", "mine.py:nothing"], ["ENV", "mine.py:nothing", "'nothing'"]),
         (["--no-cache", "none.py:make"], ["ENV", "none.py:make", "[Errno 2]"]),
-        (["--no-cache", "pgx:tic_tac_toe"], ["ENV", "single agent", "tic_tac_toe"]),
+        (["--no-cache", "pgx:tic_tac_toe"], ["`env`", "equal spaces", "player_0"]),
     ],
     ids=str,
 )

@@ -96,7 +96,8 @@ def test_space_works_in_collector_buffer_and_checkpoint(backend, name, tmp_path)
     [("gymnasium", "nested"), slow("custom", "repeated"), slow("custom", "plain")],
 )
 def test_check_env_accepts_a_space(backend, name):
-    assert rollout.check_env(make_env(backend, SPACES[name]), num_steps=20) == ()
+    issues = rollout.check_env(make_env(backend, SPACES[name]), num_steps=20)
+    assert {x.name for x in issues} <= {"ending"}  # all episodes have one length
 
 
 @pytest.mark.parametrize(
