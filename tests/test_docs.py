@@ -134,7 +134,7 @@ def check_agents_in_python(names, out):
     assert groups == "{'agents': ('agent_0', 'agent_1', 'agent_2')}"
     first, last = map(float, returns.split())
     assert last > first
-    adversaries, prey, learner, rival = rest
+    adversaries, prey, *_, learner, rival = rest
     assert adversaries.startswith("adversary: ")
     assert prey.startswith("agent: ")
     counts = re.findall(r"(\d+) (?:wins|draws|losses)", learner)
