@@ -30,6 +30,7 @@ from rollout.envs.host.worker_envs import make_worker_envs
 from rollout.envs.host.wrappers import HostWrapper
 from rollout.envs.multi_agent import (
     ACTING,
+    AgentGroup,
     AgentInfo,
     AgentLayout,
     Flag,
@@ -176,7 +177,7 @@ def _read_agents(
                 f"{type(env).__name__} without `{name}`."
             )
     ids = tuple(env.possible_agents)
-    spaces = {x: (env.observation_space(x), env.action_space(x)) for x in ids}
+    spaces = {x: _spaces_of(env, x) for x in ids}
     if groups is None:
         by_name = {str(x): spaces[x] for x in ids}
         groups = group_agents(*({x: y[i] for x, y in by_name.items()} for i in (0, 1)))
@@ -185,7 +186,7 @@ def _read_agents(
     for x, pair in spaces.items():
         for group in (name for name, agents in members.items() if str(x) in agents):
             first = raw_spaces.setdefault(group, pair)
-            if tuple(map(as_space, pair)) != tuple(map(as_space, first)):
+            if not _are_equal(pair, first):
                 raise ValueError(
                     f"`groups[{group!r}]` must have agents with equal spaces, got "
                     f"{first} and, for {x!r}, {pair}."
@@ -215,6 +216,14 @@ def _read_agents(
         record_info=record_info or {},
         has_info=bool(observe_info),
     )
+
+
+def _spaces_of(env: Any, agent: Any) -> tuple[Any, Any]:
+    return env.observation_space(agent), env.action_space(agent)
+
+
+def _are_equal(spaces: tuple[Any, Any], others: tuple[Any, Any]) -> bool:
+    return tuple(map(as_space, spaces)) == tuple(map(as_space, others))
 
 
 class _Described(NamedTuple):
@@ -271,17 +280,15 @@ class _Group(NamedTuple):
         name: name of the group.
         agents: ids of the agents.
         split: maps the actions of the group, `[A_g, ...]`, to a list.
-        obs: arrays of the observations, `[A_g, ...]`.
+        obs: arrays of the observations, `[A_g, ...]`, and their spaces.
         info: arrays of the recorded entries of `info`, `[A_g, ...]`.
-        records: path in `info`, array, and function that writes to it.
     """
 
     name: str
     agents: tuple[Any, ...]
     split: Callable[[ArrayTree], Sequence[Any]]
-    obs: list[np.ndarray]
+    obs: list[tuple[np.ndarray, AnySpace]]
     info: list[np.ndarray]
-    records: list[tuple[tuple[Any, ...], np.ndarray, Callable[[int, Any], None]]]
 
 
 class _Adapter:
@@ -298,51 +305,45 @@ class _Adapter:
         spaces = stacked_spaces(layout, agents.observation_spaces, acting=True)
         self.observation_space = spaces
         self.action_space = stacked_spaces(layout, agents.action_spaces)
-        num_agents = len(agents.ids)
-        self._reward = np.zeros(num_agents, np.float32)
-        self._acting, self._terminated, self._truncated = np.zeros(
-            (3, num_agents), bool
-        )
+        shape = len(agents.ids)
+        self._reward = np.zeros(shape, np.float32)
+        self._acting, self._terminated = np.zeros(shape, bool), np.zeros(shape, bool)
+        self._truncated = np.zeros(shape, bool)
         # Agents that have ended, and whether each of them terminated.
         self._ended: dict[Any, bool] = {}
-        self._actions: dict[Any, Any] = {}
-        self._write_obs_of: dict[Any, Callable[[Any], None]] = {}
-        self._groups = [self._make_group(group) for group in layout.groups]
-        obs: dict[str, Any] = {ACTING: self._acting}
+        # Functions that write an observation, and a leaf of `info` by its path.
+        self._obs_writers: dict[Any, Callable[[Any], None]] = {}
+        self._info_writers: dict[Any, list[tuple[Any, Callable[[Any], None]]]] = {}
+        self._obs: dict[str, Any] = {ACTING: self._acting}
         env_info: dict[str, Any] = {}
-        for group in self._groups:
-            parts = SpaceLeaves(agents.observation_spaces[group.name], "obs")
-            obs[group.name] = parts.unflatten(group.obs)
-            parts = SpaceLeaves(space_like(agents.record_info), "info")
-            env_info[group.name] = parts.unflatten(group.info)
-        self._obs, self._info = (
-            obs,
-            {
-                "reward": self._reward,
-                "terminated": self._terminated,
-                "truncated": self._truncated,
-                "env": env_info,
-            },
-        )
+        self._groups = [self._make_group(x, env_info) for x in layout.groups]
+        self._info: dict[str, Any] = {
+            "reward": self._reward,
+            "terminated": self._terminated,
+            "truncated": self._truncated,
+            "env": env_info,
+        }
 
-    def _make_group(self, group: Any) -> _Group:
+    def _make_group(self, group: AgentGroup, env_info: dict[str, Any]) -> _Group:
         """Allocates the arrays of a group and the functions that write to them."""
-        agents = self._agents
+        agents, name = self._agents, group.name
         ids = tuple(agents.ids[i] for i in group.members)
-        parts = SpaceLeaves(agents.observation_spaces[group.name], "obs")
+        parts = SpaceLeaves(agents.observation_spaces[name], "obs")
         obs = [np.zeros((len(ids), *x.shape), x.dtype) for x in parts.spaces]
         info_parts = SpaceLeaves(space_like(agents.record_info), "info")
         info = [np.zeros((len(ids), *x.shape), x.dtype) for x in info_parts.spaces]
+        self._obs[name] = parts.unflatten(obs)
+        env_info[name] = info_parts.unflatten(info)
         for i, agent in enumerate(ids):
-            name = f"the observation of {agent!r}"
-            parts = SpaceLeaves(agents.observation_spaces[group.name], name)
-            self._write_obs_of[agent] = functools.partial(writer(parts, obs), i)
-        records = [
-            (path, array, leaf_writer(array, f"info of {group.name!r}"))
-            for path, array in zip(info_parts.paths, info, strict=True)
-        ]
-        split = split_action(agents.raw_spaces[group.name][1])
-        return _Group(group.name, ids, split, obs, info, records)
+            title = f"the observation of {agent!r}"
+            write = writer(SpaceLeaves(agents.observation_spaces[name], title), obs)
+            self._obs_writers[agent] = functools.partial(write, i)
+            self._info_writers[agent] = [
+                (path, functools.partial(leaf_writer(x, f"the info of {agent!r}"), i))
+                for path, x in zip(info_parts.paths, info, strict=True)
+            ]
+        split = split_action(agents.raw_spaces[name][1])
+        return _Group(name, ids, split, list(zip(obs, parts.spaces, strict=True)), info)
 
     @property
     def render_mode(self) -> Any:
@@ -359,13 +360,11 @@ class _Adapter:
 
     def _start(self) -> None:
         """Clears the values of the previous episode."""
-        self._ended, self._actions = {}, {}
+        self._ended = {}
         for group in self._groups:
-            parts = SpaceLeaves(self._agents.observation_spaces[group.name], "obs")
-            for array, space in zip(group.obs, parts.spaces, strict=True):
+            for array, space in group.obs:
                 array[:] = _ones(space)
-            for array in group.info:
-                array[:] = 0
+        self._begin_step()
         self._check_spaces()
 
     def _check_spaces(self) -> None:
@@ -373,13 +372,8 @@ class _Adapter:
         for group in self._groups:
             first = self._agents.raw_spaces[group.name]
             for agent in group.agents:
-                spaces = (
-                    self.env.observation_space(agent),
-                    self.env.action_space(agent),
-                )
-                if spaces != first and tuple(map(as_space, spaces)) != tuple(
-                    map(as_space, first)
-                ):
+                spaces = _spaces_of(self.env, agent)
+                if spaces != first and not _are_equal(spaces, first):
                     raise ValueError(
                         f"the spaces of {agent!r} must not change, got {spaces} "
                         f"instead of {first}"
@@ -428,7 +422,7 @@ class _Adapter:
         return self._index[agent]
 
     def _check_agents(self) -> list[Any]:
-        """Returns `agents`; raises if an agent is unknown or has already ended."""
+        """Returns `agents`; raises if an agent is unknown or repeated."""
         agents = list(self.env.agents)
         for agent in agents:
             self._position(agent, "`agents`")
@@ -439,14 +433,10 @@ class _Adapter:
     def _observe(self, agent: Any, obs: Any, info: Any) -> None:
         """Writes the observation and the info of an agent."""
         obs = {"obs": obs, "info": info} if self._agents.has_info else obs
-        self._write_obs_of[agent](obs)
-        if not self._agents.record_info:
-            return
-        for group in self._groups:
-            if agent in group.agents:
-                for path, _, write in group.records:
-                    if path[0] in info:
-                        write(group.agents.index(agent), leaf_at(info, path))
+        self._obs_writers[agent](obs)
+        for path, write in self._info_writers[agent]:
+            if path[0] in info:
+                write(leaf_at(info, path))
 
     def _end(self, agent: Any, terminated: bool, truncated: bool) -> None:
         """Marks an agent as ended in this step."""
@@ -463,7 +453,7 @@ class _Adapter:
             if ended
         }
         self._acting[:] = state["rollout/acting"]
-        arrays = [x for group in self._groups for x in group.obs]
+        arrays = [x for group in self._groups for x, _ in group.obs]
         for number, array in enumerate(arrays):
             array[:] = state[f"rollout/obs_{number}"]
         return {x: y for x, y in state.items() if not x.startswith("rollout/")}
@@ -471,7 +461,7 @@ class _Adapter:
     def _write_state(self) -> dict[str, Any]:
         """Returns the values of an episode for `save_state`."""
         flags = [(x in self._ended, self._ended.get(x, False)) for x in self._index]
-        arrays = [x for group in self._groups for x in group.obs]
+        arrays = [x for group in self._groups for x, _ in group.obs]
         state = {f"rollout/obs_{i}": array for i, array in enumerate(arrays)}
         return state | {"rollout/ended": flags, "rollout/acting": self._acting}
 
@@ -479,11 +469,8 @@ class _Adapter:
 class ParallelAdapter(_Adapter):
     """A `ParallelEnv`: all agents in `agents` act at every step."""
 
-    def reset(
-        self, *, seed: int | None = None, options: Any = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int) -> tuple[Any, dict[str, Any]]:
         """Starts an episode; see `gymnasium.Env.reset`."""
-        del options  # not used by `LocalEnvs`
         result = self.env.reset(seed=seed)
         if type(result) is not tuple or len(result) != 2:
             raise ValueError(
@@ -492,7 +479,6 @@ class ParallelAdapter(_Adapter):
             )
         observations, infos = _mappings(result, ("observations", "infos"))
         self._start()
-        self._begin_step()
         agents = self._check_agents()
         if not agents:
             raise ValueError("`agents` must not be empty after `reset`")
@@ -568,14 +554,10 @@ class ParallelAdapter(_Adapter):
 class TurnAdapter(_Adapter):
     """An `AECEnv`: a step is the turn of the agent `agent_selection`."""
 
-    def reset(
-        self, *, seed: int | None = None, options: Any = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int) -> tuple[Any, dict[str, Any]]:
         """Starts an episode; see `gymnasium.Env.reset`."""
-        del options  # not used by `LocalEnvs`
         self.env.reset(seed=seed)
         self._start()
-        self._begin_step()
         self._skip_ended()
         if not self._acting.any():
             raise ValueError("an agent must act after `reset`, got no agent")
