@@ -122,3 +122,26 @@ def test_buffer_methods_compile_once():
         for key in keys:
             state = use(state, key)[0]
     assert not compiled
+
+
+def test_rewards_of_missing_rows_end_an_n_step_return():
+    """Steps 3 and 4 of an episode were not stored: step 2 has no successor."""
+    collector, _ = make_collector("count", 1), None
+    row = jax.tree.map(lambda x: x[:1, :1], jax.device_get(collect("count")[1]))
+    steps = np.array([[1], [2], [5], [6]], np.int32)
+    rows = jax.tree.map(lambda x: np.repeat(x, 4, axis=0), row).replace(
+        episode_length=steps,
+        episode_id=np.zeros((4, 1), np.int32),
+        reward=steps.astype(np.float32),
+        terminated=np.zeros((4, 1), bool),
+        truncated=np.zeros((4, 1), bool),
+        mask=np.ones((4, 1), bool),
+    )
+    buffer = REPLAY(16, 1, n_step=2, gamma=1.0)
+    state = quick_jit(lambda rows: buffer.add(buffer.init(collector), rows))(rows)
+    batch = buffer.sample(state, jax.random.key(0), 64).experience
+    rewards = set(
+        zip(batch.episode_length.tolist(), batch.reward.tolist(), strict=True)
+    )
+    assert (1, 3.0) in rewards
+    assert (2, 7.0) not in rewards

@@ -243,3 +243,12 @@ def test_target_kl_skips_later_gradient_steps(key_reuse):
         steps = optax.tree_utils.tree_get_all_with_path(new_state.opt_state, "count")
         counts.append({int(count) for _, count in steps})
     assert counts == [{0}, {1}, {1}, {4}]
+
+
+def test_training_does_not_use_the_key_of_the_parameters():
+    agent = PPO(envs.make_vec("CartPole-v1", 2), Config(hidden_layer_sizes=(4,)))
+    state = quick_jit(agent.init)(jax.random.key(0))
+    obs = state.carry.obs
+    again = quick_jit(agent.init_learner)(state.key, obs).params
+    pairs = zip(*map(jax.tree.leaves, (state.params, again)), strict=True)
+    assert not all(np.array_equal(x, y) for x, y in pairs)

@@ -120,3 +120,10 @@ def test_target_entropy_is_an_option():
     with jax.debug_key_reuse(False):
         default, custom = losses(jax.random.key(0))
     np.testing.assert_allclose(default - custom, 0.5 * (2 + 0.7), rtol=1e-4)
+
+
+def test_critics_have_different_parameters():
+    critics = quick_jit(make_agent().init)(jax.random.key(0)).params["critic"]
+    kernels = [x for x in jax.tree.leaves(critics) if x.ndim == 3]  # [2, in, out]
+    assert kernels
+    assert all(np.abs(x[0] - x[1]).max() > 0.01 for x in kernels)

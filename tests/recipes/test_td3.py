@@ -127,3 +127,10 @@ def test_actions_are_random_and_later_have_clipped_noise(key_reuse):
     spec = EnvSpec(agent.spec.observation_space, envs.Box(0.0, np.inf, (2,)), 2)
     unbounded = TD3(spec, CONFIG)  # an unbounded space has no uniform distribution
     assert unbounded.eval_policy == rollout.policies.Greedy(unbounded.policy)
+
+
+def test_critics_have_different_parameters():
+    critics = quick_jit(make_agent().init)(jax.random.key(0)).params["critic"]
+    kernels = [x for x in jax.tree.leaves(critics) if x.ndim == 3]  # [2, in, out]
+    assert kernels
+    assert all(np.abs(x[0] - x[1]).max() > 0.01 for x in kernels)

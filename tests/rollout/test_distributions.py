@@ -263,3 +263,22 @@ def test_squashed_density_equals_a_change_of_variables():
     limit = distribution.postprocess(distribution.squash(np.float32([[30.0] * 4])))
     assert limit[0, 1] > 25
     assert limit[0, 3] == 30
+
+
+def test_parts_of_an_action_are_sampled_independently():
+    space = spaces.Tuple(
+        (spaces.Discrete(2), spaces.Discrete(2), spaces.Box(-1, 1, ()))
+    )
+    distribution = ActionDistribution(space)
+    outputs = jnp.zeros((400, distribution.num_params))
+    first, second, value = distribution.sample(outputs, jax.random.key(0))
+    assert 0.4 < np.mean(first == second) < 0.6
+    assert abs(np.corrcoef(first, value)[0, 1]) < 0.2
+
+
+def test_tanh_normal_has_a_smallest_standard_deviation():
+    """The logarithm is at least -5, as in CleanRL's SAC."""
+    distribution = TanhNormal(spaces.Box(-1.0, 1.0, ()))
+    outputs = jnp.broadcast_to(jnp.array([0.0, -20.0]), (1000, 2))
+    raw_action = distribution.sample(outputs, jax.random.key(0))
+    np.testing.assert_allclose(np.std(raw_action), np.exp(-5.0), rtol=0.1)

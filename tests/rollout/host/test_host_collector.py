@@ -407,3 +407,15 @@ def test_row_shape_equals_collected_rows(make_env, options):
         assert collector.row_shape(None) == row
     finally:
         collector.close()
+
+
+def test_limit_of_the_environment_is_no_unfinished_episode():
+    """Both limits are five steps: the environment truncates the episodes itself."""
+    env = HostCount(3, min_length=100, max_length=100, limit=5)
+    policy = rollout.stateless_policy(lambda params, obs, key: jnp.zeros(3, jnp.int32))
+    collector = HostCollector(env=env, policy=policy)
+    for limit, unfinished in ((5, 0), (4, 6)):
+        stats = rollout.evaluate(
+            collector, None, jax.random.key(0), 6, max_episode_steps=limit
+        )
+        assert (stats.num_episodes, stats.num_unfinished) == (6, unfinished)
