@@ -10,7 +10,6 @@ import contextlib
 import csv
 import dataclasses
 import importlib
-import importlib.util
 import json
 import os
 import re
@@ -690,7 +689,7 @@ class Logs:
     ) -> None:
         self._files, self._num_seeds = files, num_seeds
         self._loggers = [] if log is None else [log]
-        if importlib.util.find_spec("tensorboard") is not None:
+        with contextlib.suppress(ModuleNotFoundError):  # TensorBoard is optional
             self._loggers.append(TensorBoardWriter(files.folder))
 
     def write(
