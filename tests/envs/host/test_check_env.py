@@ -188,7 +188,7 @@ CASES = [
     (SharedReward, "shared", "seeds and actions of other"),
     (SelfResetting, "ending", "after the end"),
     (GlobalGenerator, "seed", "different episodes"),
-    slow(SeedIgnored, "seed", "equal episodes"),
+    slow(SeedIgnored, "ending seed", "equal episodes"),
     (functools.partial(HostCount, fault_fn=raise_os_error), "fault", "OSError: torn"),
     # Gymnasium environments.
     slow(make_gym(flag=staticmethod(int)), "fault", "terminated must have dtype bool"),

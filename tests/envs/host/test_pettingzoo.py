@@ -330,6 +330,6 @@ def test_check_env_finds_no_mistake_in_pettingzoo(module, function):
     with warnings.catch_warnings(action="ignore"):
         module = pytest.importorskip(module)
         env = envs.from_pettingzoo(vars(module)[function], 2)
-        # A board game does not depend on its seed.
+        # A board game does not depend on its seed, and some episodes take longer.
         issues = rollout.check_env(env, num_steps=60)
-    assert {x.name for x in issues} <= {"seed"}
+    assert {x.name for x in issues} <= {"seed", "ending"}
