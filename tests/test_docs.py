@@ -50,7 +50,10 @@ OPTIMIZED = ("docs/accelerators.md", "docs/concepts/keys.md", "docs/evolution.md
 TRAINED = ("docs/lagging_actors.md",)
 # Changes for pages that take more than half a minute.
 SMALLER = {
-    "docs/agents_in_python.md": ["NUM_ROUNDS = 2"],
+    "docs/agents_in_python.md": [
+        "NUM_ROUNDS = 1",
+        "config = config.replace(num_updates=10)",
+    ],
     "docs/learned_models.md": ["NUM_ENVS = 64"],
     "docs/own_gymnasium.md": ["settings = settings.replace(num_updates=20)"],
     "docs/search.md": ["NUM_UPDATES = 6"],
@@ -139,7 +142,7 @@ def check_agents_in_python(names, out):
     assert prey.startswith("agent: ")
     counts = re.findall(r"(\d+) (?:wins|draws|losses)", learner)
     wins, _, losses = map(int, counts)
-    assert wins > 3 * losses
+    assert wins > losses
     assert rival.startswith("random: ")
 
 
