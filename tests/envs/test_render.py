@@ -72,6 +72,7 @@ def make_zero_states(env, num_states):
         if name != DOWNLOADS
     ],
 )
+@pytest.mark.usefixtures("rank_promotion")  # in the step of Swimmer
 def test_can_render_equals_gymnax_renderer(env_id):
     env = envs.make(env_id)
     states = make_zero_states(env, 2)
