@@ -181,8 +181,8 @@ class Agent:
     def spec(self) -> EnvSpec:
         """The spaces of a single environment, and `num_envs`.
 
-        With several agents, the spaces of one agent, and the number of agents in all
-        environments.
+        If several agents share the policy, the spaces are the spaces of one agent, and
+        `num_envs` is the number of agents in all environments.
         """
         if has_agents(self.env):
             return spec_of_agent(self.env)

@@ -500,9 +500,9 @@ class ParallelAdapter(_Adapter):
     ) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Takes one step; see `gymnasium.Env.step`."""
         actions = self._split(action)
-        # Pass the agents that are alive: environments assert that the keys match.
-        before = list(self.env.agents)
-        result = self.env.step({agent: actions[agent] for agent in before})
+        # Environments assert that the keys are the agents that have not ended.
+        acting = list(self.env.agents)
+        result = self.env.step({agent: actions[agent] for agent in acting})
         if type(result) is not tuple or len(result) != len(_STEP):
             raise ValueError(
                 f"`step` must return ({', '.join(_STEP)}), got "
@@ -514,9 +514,9 @@ class ParallelAdapter(_Adapter):
         self._begin_step()
         for agent, reward in rewards.items():
             self._add_reward(agent, reward)
-        now = self._check_agents()
+        remaining = self._check_agents()
         is_ended = {}
-        for agent in before:
+        for agent in acting:
             _entry("rewards", rewards, agent)
             terminated = _flag("terminations", terminations, agent)
             truncated = _flag("truncations", truncations, agent)
@@ -525,15 +525,15 @@ class ParallelAdapter(_Adapter):
                 self._end(agent, terminated, truncated)
                 obs = _entry("observations", observations, agent)
                 self._observe(agent, obs, self._info_of(infos, agent))
-            elif agent not in now:
+            elif agent not in remaining:
                 raise ValueError(
                     f"{agent!r} must not leave `agents` without a flag in "
                     "`terminations` or `truncations`"
                 )
         # Some environments keep all agents in `agents` after the end of the episode.
-        if all(is_ended.values()) and set(now) == set(before):
-            now = []
-        for agent in now:
+        if all(is_ended.values()) and set(remaining) == set(acting):
+            remaining = []
+        for agent in remaining:
             if agent in self._ended:
                 raise ValueError(
                     f"{agent!r} must not be in `agents` after its end. Remove it, or "
@@ -575,12 +575,12 @@ class TurnAdapter(_Adapter):
 
     def _take_turn(self, action: Any) -> None:
         """Steps the selected agent and adds the rewards of all agents."""
-        selected, before = self.env.agent_selection, dict(self._totals())
+        selected, old_totals = self.env.agent_selection, dict(self._totals())
         self.env.step(action)
         for agent, total in self._totals().items():
             # The total of the selected agent starts at 0, because its previous rewards
             # were returned by `last`.
-            old = 0.0 if agent == selected else before.get(agent, 0.0)
+            old = 0.0 if agent == selected else old_totals.get(agent, 0.0)
             self._add_reward(agent, total if not old else total - old)
 
     def _totals(self) -> Mapping[Any, Any]:
@@ -724,7 +724,7 @@ class MultiAgentHostEnvs(HostWrapper):
             self.layout,
             self._packed[index],
             self._agent_return[index],
-            reward=info["reward"].copy(),
+            reward=info["reward"],
             terminated=info["terminated"],
             truncated=info["truncated"],
             acting=result.obs[ACTING],

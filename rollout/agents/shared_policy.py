@@ -19,7 +19,7 @@ _NAME = "shared"  # name of the policy in the `policy_map`
 
 
 class SharedPolicy(Policy):
-    """Lets all agents act by one policy. Its parameters are those of the policy.
+    """Applies one policy, with its parameters, to all agents.
 
     Attributes:
         policies: the `policy_map` of the policy, made by `share_policy`.

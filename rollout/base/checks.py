@@ -56,8 +56,8 @@ def check_not_gymnasium(env: Any) -> None:
 
 
 def check_not_pettingzoo(env: Any) -> None:
-    """Raises if `env` has the agents of PettingZoo."""
-    if hasattr(env, "possible_agents"):
+    """Raises if `env` is an environment of PettingZoo, which is not a pytree."""
+    if hasattr(env, "possible_agents") and jax.tree_util.all_leaves([env]):
         raise ValueError(
             "`env` must not be an environment of PettingZoo, got "
             f"{type(env).__name__}: `rollout.envs.from_pettingzoo` adapts it, for a "
