@@ -8,6 +8,7 @@ from zoo_envs import Crowd, Duel
 
 import rollout
 from rollout import agents, envs
+from rollout.recipes import load, run
 from rollout.recipes.ppo import PPO, Config
 from rollout.recipes.recurrent_ppo import RecurrentPPO
 
@@ -114,3 +115,24 @@ def test_recurrent_ppo_and_normalized_rewards_need_one_agent():
         RecurrentPPO(env)
     with pytest.raises(ValueError, match="one agent"):
         envs.NormalizeHostEnv(env)
+
+
+@pytest.mark.slow
+def test_several_seeds_of_agents_that_share_a_policy(tmp_path):
+    config = CONFIG.replace(normalize_observations=True)
+    agent = PPO(envs.vectorize(Walk(), B), config)
+    keys = jax.random.split(jax.random.key(0), 2)
+    _, stats = run(agent, keys, folder=tmp_path / "a", num_eval_episodes=B)
+    assert stats.returns.mean.shape == (2,)
+    loaded, state = load(tmp_path / "a", seed=1)
+    assert loaded.predict(state.params, np.zeros(2, np.float32)).shape == ()
+
+
+@pytest.mark.slow
+def test_agents_that_share_a_policy_train_on_two_devices():
+    returns = []
+    for mesh in (None, jax.make_mesh((2,), ("lanes",))):
+        agent = PPO(envs.vectorize(Walk(), B), CONFIG, mesh=mesh)
+        _, metrics = jax.jit(agent.train)(agent.init(jax.random.key(0)))
+        returns.append(metrics["return_mean"])
+    np.testing.assert_allclose(*returns, rtol=1e-6)
