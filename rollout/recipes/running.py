@@ -327,12 +327,13 @@ def run(
                 write_settings(files.settings, settings)
                 tables = logs.write(steps, metrics, evaluation, position.tables)
                 position = position._replace(tables=tables)
-                print(progress_line(steps[-1], speed, metrics, evaluation), flush=True)
             # Tables are on disk before the checkpoint, and policies follow it: a
             # resumed run trims the tables and saves the missing policies.
             tree = resume_tree(agent, position)
             checkpoint.save(files.resume, tree, step=position.num_updates)
             save_policies(files, position)
+            if is_writer:  # a printed update is saved
+                print(progress_line(steps[-1], speed, metrics, evaluation), flush=True)
             progress = Progress(int(steps[-1]), position.state, metrics, evaluation)
             result = None if callback is None else callback(progress)
             is_stopped = position.has_reached(target_return)
