@@ -90,7 +90,7 @@ def _best(part):
     ("agent_class", "config", "space", "num_envs", "min_return"),
     [
         (ppo.PPO, CONFIG, TREE, NUM_ENVS, 4.5),
-        (sac.SAC, SAC_CONFIG, HALF_OPEN, 4, 4),
+        pytest.param(sac.SAC, SAC_CONFIG, HALF_OPEN, 4, 4, marks=pytest.mark.trains),
         pytest.param(td3.TD3, TD3_CONFIG, BOX, 4, 4, marks=pytest.mark.trains),
     ],
 )
@@ -252,7 +252,12 @@ def test_advantages_at_time_limits_equal_a_plain_loop():
 @pytest.mark.usefixtures("quick_training")
 @pytest.mark.parametrize(
     ("agent_class", "options"),
-    [(dqn.DQN, {"num_steps": 8, "gradient_steps": 8}), (pqn.PQN, {"num_updates": 30})],
+    [
+        pytest.param(
+            dqn.DQN, {"num_steps": 8, "gradient_steps": 8}, marks=pytest.mark.trains
+        ),
+        (pqn.PQN, {"num_updates": 30}),
+    ],
 )
 def test_q_learning_finds_the_best_valid_action(agent_class, options):
     """The best action is the largest valid number."""

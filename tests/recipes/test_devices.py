@@ -126,7 +126,7 @@ def collectives(text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", in_ci("PPO", "SAC", of=AGENTS))
+@pytest.mark.parametrize("name", in_ci("PPO", of=AGENTS))
 def test_gradient_step_has_one_all_reduce(name):
     flops = {}
     # Each device repeats the optimizer. Its cost is small if there are many rows.
