@@ -109,12 +109,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_rows_equal_a_plain_loop(name):
-    make, play = CASES[name]
+def compare_with_plain_loop(make, play, sizes):
+    """Compares all rows with a plain loop over the environments; returns a count."""
     logged = Logged(make)
     env = envs.from_pettingzoo(logged, B)
-    trajectory, rows = collect(env, [7] * 40)
+    trajectory, rows = collect(env, sizes)
     count = 0
     for lane in range(B):
         # The first environment is only read.
@@ -129,7 +128,28 @@ def test_rows_equal_a_plain_loop(name):
         np.testing.assert_allclose(
             trajectory.episode_return[ended, lane], np.sum(expected, 1), rtol=1e-5
         )
-    assert count > 500
+    return count
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_equal_a_plain_loop(name):
+    assert compare_with_plain_loop(*CASES[name], [7] * 40) > 500
+
+
+PUBLISHED = {
+    "mpe2.simple_spread_v3": ("parallel_env", play_parallel, 6_000),
+    "mpe2.simple_tag_v3": ("parallel_env", play_parallel, 8_000),
+    "pettingzoo.classic.tictactoe_v3": ("env", play_turns, 2_000),
+    "pettingzoo.classic.connect_four_v3": ("env", play_turns, 2_000),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", PUBLISHED)
+def test_rows_of_published_environments_equal_a_plain_loop(module):
+    name, play, num_rows = PUBLISHED[module]
+    make = getattr(pytest.importorskip(module), name)
+    assert compare_with_plain_loop(make, play, [7] * 100) > num_rows
 
 
 @pytest.mark.parametrize("name", ["crowd", "duel"])
