@@ -13,6 +13,9 @@ and follows episodes from row to row, `sampling` samples rows and builds batches
 `offline` converts between buffers and recorded datasets.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from rollout.base.names import raise_missing
 from rollout.buffers import offline as offline
 from rollout.buffers import types as types
 from rollout.buffers.episodic import EpisodeBuffer
@@ -28,3 +31,9 @@ __all__ = [
     "from_data",
     "shard",
 ]
+
+if not TYPE_CHECKING:  # A type checker would accept every attribute.
+
+    def __getattr__(name: str) -> Any:
+        """Raises an error that contains the right name if it is known."""
+        raise_missing("rollout.buffers", name)

@@ -18,6 +18,9 @@ environments that are not written in JAX. `rollout.envs.wrappers` and
 `vectorize` creates the lanes, with one agent or several, and `auto_reset` resets them.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from rollout.base.names import raise_missing
 from rollout.envs import multi_agent as multi_agent
 from rollout.envs import ratings as ratings
 from rollout.envs import recommendation as recommendation
@@ -78,3 +81,9 @@ __all__ = [
     "vectorize",
     "vectorize_each",
 ]
+
+if not TYPE_CHECKING:  # A type checker would accept every attribute.
+
+    def __getattr__(name: str) -> Any:
+        """Raises an error that contains the right name if it is known."""
+        raise_missing("rollout.envs", name)

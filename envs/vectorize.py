@@ -274,6 +274,11 @@ class VectorizedEnv(BaseWrapper, VectorEnv, kw_only=True):
 
     def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode in every lane; see `VectorEnv.reset`."""
+        if jnp.shape(keys)[:1] != (self.num_envs,):
+            raise ValueError(
+                f"`keys` must be {self.num_envs} keys, one per environment, got "
+                f"{checks.describe(keys)}. Pass `jax.random.split(key, num_envs)`."
+            )
         # The number of a lane's first episode is the lane number over all devices.
         number = jnp.arange(self.num_envs, dtype=jnp.int32)
         if self.first_lane is not None:

@@ -42,6 +42,7 @@ from rollout import stats as stats
 from rollout import stream as stream
 from rollout import trajectories as trajectories
 from rollout import types as types
+from rollout.base.names import raise_missing
 from rollout.collector import Collector
 from rollout.env_checker import check_env
 from rollout.evaluation import evaluate
@@ -106,5 +107,5 @@ def __getattr__(name: str) -> Any:
     if name == "inspect_program":
         return importlib.import_module("rollout.inspection").inspect_program
     if name not in _LAZY:
-        raise AttributeError(f"module 'rollout' has no attribute {name!r}")
+        raise_missing("rollout", name)
     return importlib.import_module(f"rollout.{name}")

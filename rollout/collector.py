@@ -10,6 +10,7 @@ import jax
 from flax import struct
 
 from rollout.base import checks, programs
+from rollout.base.names import Hints
 from rollout.envs.types import VectorEnv, check_vector_env
 from rollout.kernel import episodes, keys, scan, step
 from rollout.kernel.state import (
@@ -62,7 +63,7 @@ def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
     return decorate
 
 
-class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
+class Collector(Hints, struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     """Collects the experience of a policy in a vector of environments.
 
     A collector is a pytree whose leaves are the parameters of the environment and the

@@ -16,6 +16,7 @@ import numpy as np
 from flax import struct
 from jax.core import Tracer
 
+from rollout.base.names import Hints
 from rollout.base.platform import to_host
 from rollout.envs.types import ArrayTree
 from rollout.types import Episode, Episodes, Transition, check_data, check_trajectory
@@ -255,7 +256,7 @@ def count_nonfinite(trajectory: Transition) -> jax.Array:
     return jnp.sum(trajectory.mask & flag, dtype=jnp.int32)
 
 
-class CollectStats(struct.PyTreeNode, kw_only=True):
+class CollectStats(Hints, struct.PyTreeNode, kw_only=True):
     """Statistics of the episodes that ended: `stats.returns.mean` is the mean return.
 
     If no episode ended, `num_episodes` is 0, and every mean, standard deviation,

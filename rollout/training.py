@@ -23,6 +23,7 @@ from rollout.agents.shared_policy import (
     spec_of_agent,
 )
 from rollout.base import checks
+from rollout.base.names import Hints
 from rollout.base.prng import inline
 from rollout.base.programs import Static, hash_of_types
 from rollout.collector import Collector
@@ -48,7 +49,7 @@ _CONSTANTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Agent:
+class Agent(Hints):
     """An immutable agent: environments, hyperparameters and a training algorithm.
 
     A subclass is a frozen dataclass that defines:
@@ -120,7 +121,9 @@ class Agent:
         if self.config is not None and not dataclasses.is_dataclass(self.config):
             raise ValueError(
                 "`config` must be a dataclass, such as the `Config(...)` of a recipe, "
-                f"got {checks.describe(self.config)}."
+                f"got {checks.describe(self.config)}. Write "
+                f"`{type(self).__name__}(env, Config(...))` with `env = "
+                "rollout.envs.make_vec(env_id, num_envs)`."
             )
         if isinstance(self.env, BaseVectorEnv) and self.env.learns:
             raise ValueError(
@@ -512,7 +515,15 @@ def predict_step(
 
     Returns:
         The action, `[*shape]`, and the next state.
+
+    Raises:
+        ValueError: if `params` is the training state of an agent.
     """
+    if hasattr(params, "params") and hasattr(params, "carry"):
+        raise ValueError(
+            "`params` must be parameters, got a training state of type "
+            f"{type(params).__name__}. Pass `state.params`."
+        )
     return _predict(hash_of_types(policy), policy, params, obs, state)
 
 

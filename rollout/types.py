@@ -11,6 +11,7 @@ from flax import struct
 from typing_extensions import TypeVar
 
 from rollout.base import checks
+from rollout.base.names import Hints
 from rollout.envs.types import ArrayTree, VectorEnv
 
 Key = chex.PRNGKey
@@ -26,7 +27,7 @@ ObsT = TypeVar("ObsT", bound=Any, default=Any)
 ActionT = TypeVar("ActionT", bound=Any, default=Any)
 
 
-class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
+class Transition(Hints, struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
     """One step of every lane, or a trajectory if stacked over time.
 
     Shapes are given for a trajectory of `T` steps of `B` lanes. A single transition has

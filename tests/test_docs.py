@@ -521,28 +521,6 @@ def test_readme_and_its_first_example_are_short():
     assert len(re.findall(r"^.*\S", blocks(README)[0], re.MULTILINE)) <= 25
 
 
-def test_renamed_names_are_not_used():
-    """Pages, notebooks, docstrings and messages use the new names."""
-    changelog = (ROOT / "CHANGELOG.md").read_text()
-    table = changelog.split("| Before | Now |")[1].split("\n\n")[0]
-    old = [x for row in table.splitlines() for x in row.split("|")[1:2]]
-    names = [name for cell in old for name in re.findall("`(.+?)`", cell)]
-    assert len(names) > 15
-    folders = (
-        "docs/**/*.md",
-        "notebooks/*.ipynb",
-        *(f"{x}/**/*.py" for x in ("rollout", "envs", "buffers")),
-    )
-    for pattern in (*folders, "benchmarks/*.py", "README.md", ".ci/*"):
-        for path in ROOT.glob(pattern):
-            text = path.read_text()
-            matches = [x for x in names if x in text]  # much faster than the pattern
-            matches = [
-                x for x in matches if re.search(rf"(?<![\w.]){re.escape(x)}", text)
-            ]
-            assert not matches, f"{path.relative_to(ROOT)} has {matches}"
-
-
 def linked(name: str) -> set[str]:
     """Returns the files of the repository that a page links to."""
     folder = (ROOT / name).parent

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rollout.base.checks import import_optional
-from rollout.base.hyperparameters import name_hint
+from rollout.base.names import field_hint
 from rollout.envs.host.envpool import from_envpool
 from rollout.envs.host.gymnasium import from_gymnasium
 from rollout.envs.host.pettingzoo import from_pettingzoo
@@ -42,7 +42,7 @@ class Parser(ArgumentParser):
         argument = (options or unknown)[0].partition("=")[0]
         names = [_field_of(x) for x in self._option_string_actions]
         show = lambda name: f"--{name.replace('_', '-')}"  # noqa: E731
-        hint = name_hint(_field_of(argument), names, show) or "See --help."
+        hint = field_hint(_field_of(argument), names, show) or "See --help."
         self.error(f"unknown argument {argument}. {hint}")
 
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from rollout.base import checks
+from rollout.base.names import Hints
 from rollout.envs.host.types import HostVectorEnv, check_host_env
 from rollout.envs.spaces import as_space
 from rollout.host.ctrl_c import delay_ctrl_c
@@ -37,7 +38,7 @@ _BLOCK = 64  # rows per fold
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class HostCollector(Generic[ParamsT, ObsT, ActionT]):
+class HostCollector(Hints, Generic[ParamsT, ObsT, ActionT]):
     """Collects the experience of a policy in host environments, which are not in JAX.
 
     Use it like a `Collector`: methods, arguments and results are the same. A loop in

@@ -10,6 +10,15 @@ The extra `train` installs the dependencies: optax, and packages for curves and 
 Copy a recipe before you depend on it: recipes may change in any release.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from rollout.base.names import raise_missing
 from rollout.recipes.running import load, run
 
 __all__ = ["load", "run"]
+
+if not TYPE_CHECKING:  # A type checker would accept every attribute.
+
+    def __getattr__(name: str) -> Any:
+        """Raises an error that contains the right name if it is known."""
+        raise_missing("rollout.recipes", name)
