@@ -327,6 +327,29 @@ def check_recommendation(names, out):
     assert 0 < float(lines[3][0]) <= 1
 
 
+def check_hindsight(names, out):
+    plain, hindsight = (int(x) for x in re.findall(r"(\d+)%", out))
+    assert plain < 30
+    assert hindsight > 90  # 99 on the page
+
+
+def check_rewards(names, out):
+    """The multiplier keeps the limit. Each weight has the optimal return of a search."""
+    costs = [float(x) for x in re.findall(r"cost (\S+),", out)]
+    assert costs[0] > 20
+    assert max(costs[-2:]) <= 8.0
+    for weights, returns in zip(names["weights"], names["returns"]):
+        values = [0.0] * 5  # of each gear, with no step left
+        for _ in range(32):
+            gains = [weights[0] * x / 4 - weights[1] * (x / 4) ** 2 for x in range(5)]
+            gears = [[max(x - 1, 0), x, min(x + 1, 4)] for x in range(5)]
+            values = [max(gains[y] + values[y] for y in gears[x]) for x in range(5)]
+        np.testing.assert_allclose(weights @ returns, values[0], rtol=0.02)
+    without, with_bonus = (float(x) for x in re.findall(r": return (\S+)", out))
+    assert without < 0.01
+    assert with_bonus > 0.9  # the maximum is 0.99
+
+
 def check_streaming(names, out):
     """Three loggers agree. The second run resumes at the end of the first."""
     metrics = names["metrics"]
