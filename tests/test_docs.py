@@ -333,12 +333,30 @@ def check_hindsight(names, out):
     assert hindsight > 90  # 99 on the page
 
 
+def check_level_replay(names, out):
+    """The weight moves up the levels. Scores equal means of a plain loop."""
+    levels = [int(x) for x in re.findall(r"level (\d)", out)]
+    assert levels[0] <= 1
+    assert levels[-1] >= 5
+    np.testing.assert_allclose(names["weights"].sum(axis=-1), 1.0, rtol=1e-5)
+    assert names["weights"].min() >= 0.01
+    generator = np.random.default_rng(0)
+    values, level = generator.normal(size=(8, 4)), generator.integers(9, size=(8, 4))
+    means = names["mean_by_level"](values, level)
+    for number in range(9):
+        mean = np.mean(
+            [x for x, n in zip(values.flat, level.flat, strict=True) if n == number]
+        )
+        np.testing.assert_allclose(means[number], mean, rtol=1e-5)
+    assert np.isnan(means[9])  # no rows
+
+
 def check_rewards(names, out):
-    """The multiplier keeps the limit. Each weight has the optimal return of a search."""
+    """The multiplier keeps the limit. Each weight has the return of a search."""
     costs = [float(x) for x in re.findall(r"cost (\S+),", out)]
     assert costs[0] > 20
     assert max(costs[-2:]) <= 8.0
-    for weights, returns in zip(names["weights"], names["returns"]):
+    for weights, returns in zip(names["weights"], names["returns"], strict=True):
         values = [0.0] * 5  # of each gear, with no step left
         for _ in range(32):
             gains = [weights[0] * x / 4 - weights[1] * (x / 4) ** 2 for x in range(5)]
