@@ -327,6 +327,47 @@ def check_recommendation(names, out):
     assert 0 < float(lines[3][0]) <= 1
 
 
+def check_hindsight(names, out):
+    plain, hindsight = (int(x) for x in re.findall(r"(\d+)%", out))
+    assert plain < 30
+    assert hindsight > 90  # 99 on the page
+
+
+def check_level_replay(names, out):
+    """The weight moves up the levels. Scores equal means of a plain loop."""
+    levels = [int(x) for x in re.findall(r"level (\d)", out)]
+    assert levels[0] <= 1
+    assert levels[-1] >= 5
+    np.testing.assert_allclose(names["weights"].sum(axis=-1), 1.0, rtol=1e-5)
+    assert names["weights"].min() >= 0.01
+    generator = np.random.default_rng(0)
+    values, level = generator.normal(size=(8, 4)), generator.integers(9, size=(8, 4))
+    means = names["mean_by_level"](values, level)
+    for number in range(9):
+        mean = np.mean(
+            [x for x, n in zip(values.flat, level.flat, strict=True) if n == number]
+        )
+        np.testing.assert_allclose(means[number], mean, rtol=1e-5)
+    assert np.isnan(means[9])  # no rows
+
+
+def check_rewards(names, out):
+    """The multiplier keeps the limit. Each weight has the return of a search."""
+    costs = [float(x) for x in re.findall(r"cost (\S+),", out)]
+    assert costs[0] > 20
+    assert max(costs[-2:]) <= 8.0
+    for weights, returns in zip(names["weights"], names["returns"], strict=True):
+        values = [0.0] * 5  # of each gear, with no step left
+        for _ in range(32):
+            gains = [weights[0] * x / 4 - weights[1] * (x / 4) ** 2 for x in range(5)]
+            gears = [[max(x - 1, 0), x, min(x + 1, 4)] for x in range(5)]
+            values = [max(gains[y] + values[y] for y in gears[x]) for x in range(5)]
+        np.testing.assert_allclose(weights @ returns, values[0], rtol=0.02)
+    without, with_bonus = (float(x) for x in re.findall(r": return (\S+)", out))
+    assert without < 0.01
+    assert with_bonus > 0.9  # the maximum is 0.99
+
+
 def check_streaming(names, out):
     """Three loggers agree. The second run resumes at the end of the first."""
     metrics = names["metrics"]
