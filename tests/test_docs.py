@@ -33,7 +33,7 @@ TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 # These programs train for long even with fewer updates: mark `trains`.
 LONG = ("evolution", "lagging_actors", "learned_models", "learning_problems")
 LONG += ("meta_rl", "own_gymnasium", "population_training", "search", "tuning")
-LONG += ("agents_in_python", "devices", "tutorial")
+LONG += ("agents_in_python", "devices", "hindsight", "rewards", "tutorial")
 MARKS = {"docs/accelerators.md": pytest.mark.compiles_for("h100")}
 MARKS |= {f"docs/{name}.md": pytest.mark.trains for name in LONG}
 NEEDED = {
