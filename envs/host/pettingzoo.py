@@ -181,6 +181,11 @@ def _read_agents(
     if groups is None:
         by_name = {str(x): spaces[x] for x in ids}
         groups = group_agents(*({x: y[i] for x, y in by_name.items()} for i in (0, 1)))
+    for name, agents in groups.items():
+        if isinstance(agents, str):
+            raise ValueError(
+                f"`groups[{name!r}]` must be a list of agents, got the str {agents!r}."
+            )
     members = {x: tuple(map(str, y)) for x, y in groups.items()}
     raw_spaces: dict[str, tuple[Any, Any]] = {}
     for x, pair in spaces.items():

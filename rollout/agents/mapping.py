@@ -41,9 +41,17 @@ def static_mapping(policies: Mapping[str, str] | str) -> FixedMapping:
     A policy is evaluated only for the agents that it controls.
 
     Args:
-        policies: names of policies by agent, for every agent of the environment; or the
-            name of the policy that controls all agents.
+        policies: names of policies by agent, for every agent of the environment, or by
+            group, for every group; or the name of the policy that controls all agents.
+
+    Raises:
+        ValueError: if `policies` is neither a dict nor a name.
     """
+    checks.check_type(
+        "`policies` must be a dict by agent or by group, or the name of a policy",
+        policies,
+        Mapping | str,
+    )
     return FixedMapping(
         policies if isinstance(policies, str) else tuple(policies.items())
     )
@@ -109,19 +117,23 @@ def number(
 def policies_by_agent(
     policies: Mapping[str, Policy | Population],
     mapping: FixedMapping,
-    agents: tuple[str, ...],
+    layout: AgentLayout,
 ) -> dict[str, str]:
     """Validates a fixed mapping; returns the name of each agent's policy."""
+    agents = layout.agents
     if isinstance(mapping.policies, str):
         by_agent = dict.fromkeys(agents, mapping.policies)
     else:
         by_agent = dict(mapping.policies)
+    members = {x.name: [agents[i] for i in x.members] for x in layout.groups}
+    if set(by_agent) == set(members):
+        by_agent = {x: by_agent[name] for name, group in members.items() for x in group}
     single = [x for x, y in policies.items() if not isinstance(y, Population)]
     if set(by_agent) != set(agents) or not set(by_agent.values()) <= set(single):
         raise ValueError(
-            f"`static_mapping` must map the agents {', '.join(agents)} to the policies "
-            f"{', '.join(single) or '(none)'}, got {by_agent}. Use a mapping function "
-            "for the members of a population."
+            f"`static_mapping` must map the agents {', '.join(agents)}, or the groups "
+            f"{', '.join(members)}, to the policies {', '.join(single) or '(none)'}, "
+            f"got {by_agent}. Use a mapping function for the members of a population."
         )
     return by_agent
 

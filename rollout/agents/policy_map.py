@@ -90,7 +90,7 @@ def policy_map(
     layout, by_agent = layout_of(env), None
     groups = {} if groups is None else dict(groups)
     if isinstance(policy_mapping_fn, FixedMapping):
-        by_agent = mapping.policies_by_agent(policies, policy_mapping_fn, layout.agents)
+        by_agent = mapping.policies_by_agent(policies, policy_mapping_fn, layout)
     else:
         _check_mapping_fn(policy_mapping_fn, layout.agents, index.indices[-1][2])
     group_names = {group.name for group in layout.groups}

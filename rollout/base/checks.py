@@ -61,7 +61,8 @@ def check_not_pettingzoo(env: Any) -> None:
         raise ValueError(
             "`env` must not be an environment of PettingZoo, got "
             f"{type(env).__name__}: `rollout.envs.from_pettingzoo` adapts it, for a "
-            "`HostCollector`."
+            "`HostCollector`; on the command line, write `pettingzoo:` before "
+            "`module:name` or `file.py:name`."
         )
 
 

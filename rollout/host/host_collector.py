@@ -319,7 +319,8 @@ class HostCollector(Hints, Generic[ParamsT, ObsT, ActionT]):
         if num_unfinished and not is_saved:
             warnings.warn(
                 "The state of the environments was not saved: "
-                f"{num_unfinished} unfinished episodes restart.",
+                f"{num_unfinished} unfinished episodes restart. To continue them, "
+                "define `save_state` and `load_state` in the class of the environment.",
                 stacklevel=3,  # the caller of `Stream.restore`
             )
         # Delay Ctrl-C until environments and collector are consistent. An error leaves

@@ -266,6 +266,7 @@ def test_agents_that_start_later_need_an_option():
 REFUSED = {
     "gymnasium": (lambda: gymnasium.make("CartPole-v1"), {}, "possible_agents"),
     "groups": (Duel, {"groups": {"all": ["north", "east"]}}, "env.groups"),
+    "str": (Duel, {"groups": {"north": "red", "east": "red"}}, "a list of agents"),
     "unequal": (Crowd, {"groups": {"all": Crowd.possible_agents}}, "equal spaces"),
     "turns": (Duel, {"simultaneous": True}, "AECEnv"),
     "workers": (Duel, {"num_workers": 3}, "num_workers"),

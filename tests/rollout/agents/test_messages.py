@@ -86,10 +86,11 @@ EXTRAS = "The extras of the policy 'x' must be () or a dict"
 GROUPS = "(x, y) to groups (all), each with a policy, got {'x': [], 'y': []}"
 CASES = [
     # policy_map
+    (lambda: static_mapping(lambda agent: "x"), "`policies` must be a dict by agent"),
     (lambda: agents.policy_map(3, MAPPING, TABLE), "`policies` must be a dict by name"),
     (
         lambda: step_policy_map(static_mapping({"a": "x"})),
-        "must map the agents a, b, c to the",
+        "must map the agents a, b, c, or the groups all, to the",
     ),
     (lambda: step_policy_map(lambda key, names: jnp.int32(0)), SHAPE),
     (lambda: step_policy_map(x=policy(lambda obs: obs)), ACTIONS),

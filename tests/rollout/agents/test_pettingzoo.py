@@ -190,6 +190,22 @@ def test_rows_of_asynchronous_lanes_equal_a_plain_loop():
         np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
+def test_static_mapping_by_group_equals_a_mapping_by_agent():
+    env = envs.from_pettingzoo(Crowd, B)
+    policies = {
+        x: rollout.random_policy(space) for x, space in env.action_spaces.items()
+    }
+    by_agent = {x: group for group, names in env.groups.items() for x in names}
+    got, want = (
+        agents.policy_map(policies, agents.static_mapping(names), env)
+        for names in ({"red": "red", "blue": "blue"}, by_agent)
+    )
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    wrong = agents.static_mapping({"red": "blue", "blue": "blue"})
+    other = agents.policy_map(policies, wrong, env)
+    assert jax.tree.structure(other) != jax.tree.structure(want)
+
+
 def test_fault_loses_one_episode():
     class Failing(Duel):
         number = 0
