@@ -231,7 +231,8 @@ def run(
     - `.lock`: an empty file, locked during the run.
 
     Evaluations run `agent.eval_policy`, which takes the most likely action, so their
-    returns differ from returns during training.
+    returns differ from returns during training. Every evaluation plays new episodes,
+    which depend only on `key` and the number of updates.
 
     A run that was killed and resumed writes the same files as an uninterrupted run, bit
     for bit in JAX environments and in host environments that can save their state. Each

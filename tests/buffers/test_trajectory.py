@@ -86,6 +86,34 @@ def test_hindsight_goals_come_from_same_episode():
     assert counts.min() > 0.7 * is_far.sum() / 4
 
 
+def test_hindsight_goals_include_the_last_row_of_an_episode():
+    """The goal of a row is each row from itself to the end of its episode."""
+    lengths = [3, 1, 4]
+    number = np.arange(sum(lengths))
+    last = np.repeat(np.cumsum(lengths) - 1, lengths)
+    rows = {
+        "obs": np.float32(number)[:, None],
+        "goal": np.zeros((len(number), 1), np.float32),
+        "terminated": (number == last)[:, None],
+        "truncated": np.zeros((len(number), 1), bool),
+    }
+
+    def relabel(key, rows, future):
+        return {**rows, "goal": future["obs"]}
+
+    buffer = REPLAY(16, 1, relabel_fn=relabel)
+
+    @quick_jit
+    def sample(rows, key):
+        state = buffer.init(jax.tree.map(lambda x: x[0], rows))
+        return buffer.sample(buffer.add(state, rows), key, 1000).experience
+
+    batch = jax.device_get(sample(rows, jax.random.key(0)))
+    goals = set(zip(batch["obs"].tolist(), batch["goal"].tolist(), strict=True))
+    expected = {(i, j) for i in number for j in range(i, last[i] + 1)}
+    assert goals == expected
+
+
 def test_relabel_fn_may_be_a_bound_method():
     buffer, state, _ = fill_buffer()
 

@@ -239,6 +239,24 @@ def test_best_policy_has_the_largest_mean_return(finished_run, tmp_path, monkeyp
     assert checkpoint.steps(tmp_path / "last")[-1] == 4
 
 
+@pytest.mark.usefixtures("no_pictures")
+def test_every_evaluation_plays_new_episodes(tmp_path):
+    """The policy does not change, so only new episodes change the statistics."""
+    config = SMALL.replace(learning_rate=0.0, normalize_observations=False)
+    evaluations = []
+
+    def append(progress):
+        evaluations.append(progress.evaluation)
+
+    options = {"evaluate_every": 32, "num_eval_episodes": 4, "callback": append}
+    _, last = run_agent(make_agent(config), tmp_path, **options)
+    returns = [(x.returns.mean.item(), x.returns.std.item()) for x in evaluations]
+    assert len(returns) == len(set(returns)) == 4
+    # A resumed run without training repeats the last evaluation.
+    _, again = run_agent(make_agent(config), tmp_path, resume=True, **options)
+    jax.tree.map(np.testing.assert_array_equal, again, last)
+
+
 def seed_keys():
     """Returns new keys: a key may be used once."""
     return jax.random.split(jax.random.key(0), 3)
