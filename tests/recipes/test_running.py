@@ -218,6 +218,13 @@ def test_target_return_and_callback_stop_the_training(finished_run, tmp_path):
     assert evaluation.num_episodes == 4
 
 
+def test_training_stops_at_the_largest_possible_return():
+    """No evaluation of CartPole has a mean return above 500."""
+    position = Position.init(TrainState(params=(), num_updates=np.int32(1)))
+    assert position.evaluated(np.float32(500)).has_reached(500)
+    assert not position.evaluated(np.float32(499.99)).has_reached(500)
+
+
 @pytest.mark.usefixtures("no_pictures")
 def test_best_policy_has_the_largest_mean_return(finished_run, tmp_path, monkeypatch):
     """NaN is not the largest mean. A resumed run restores the best mean."""
