@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from rollout.recipes.running import (
     Folder,
     Position,
     check_metrics,
+    chunk_size,
     draw_curve,
     draw_gif,
     mark_table,
@@ -244,6 +246,29 @@ def test_best_policy_has_the_largest_mean_return(finished_run, tmp_path, monkeyp
         best.append(checkpoint.steps(tmp_path / "best")[-1])
     assert best == [1, 2, 2]
     assert checkpoint.steps(tmp_path / "last")[-1] == 4
+
+
+@pytest.mark.parametrize(
+    ("evaluate_every", "ends"),
+    [(64, [2, 4, 6, 7]), (65, [3, 6, 7]), (1, [1, 2, 3, 4, 5, 6, 7]), (999, [7])],
+)
+def test_parts_of_the_training_end_at_multiples(evaluate_every, ends):
+    """An update has 32 steps. A resumed run evaluates after the same updates."""
+    agent = make_agent(SMALL.replace(num_updates=7))
+    for num_done in range(7):
+        end = num_done + chunk_size(agent, evaluate_every, num_done)
+        assert end == min(x for x in ends if x > num_done)
+
+
+def test_gif_shows_the_first_seed(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(running, "draw_curve", lambda *args: None)
+    monkeypatch.setattr(running, "draw_gif", lambda *args: shown.append(args[1]))
+    agent = make_agent(SMALL.replace(num_updates=1))
+    options = {"key": seed_keys(), "num_eval_episodes": 4}
+    state, _ = run_agent(agent, tmp_path, **options)
+    first = jax.tree.map(lambda x: x[0], state.params)
+    jax.tree.map(np.testing.assert_array_equal, shown, [first])
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -577,6 +602,24 @@ def test_load_compares_the_network(finished_run, tmp_path):
     (tmp_path / "agent.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=r"`network\.activation` must be 'tanh'"):
         load(tmp_path, network=Net("sigmoid"))
+
+
+def test_load_of_another_network_with_an_equal_description(finished_run, tmp_path):
+    """As after a change of the class: the parameters have other shapes."""
+    folder, *_ = finished_run
+    settings = json.loads((folder / "agent.json").read_text())
+    settings["config"]["hidden_layer_sizes"] = [9]
+    (tmp_path / "agent.json").write_text(json.dumps(settings))
+    shutil.copytree(folder / "best", tmp_path / "best")
+    with pytest.raises(ValueError, match=r"code of the run to load.*float32\[8\]"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["file", "file/run"])
+def test_folder_must_be_a_folder(name, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="`folder` must be a folder to write"):
+        run_agent(make_agent(), tmp_path / name)
 
 
 @pytest.mark.slow
