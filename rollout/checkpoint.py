@@ -32,6 +32,10 @@ from rollout.version import __version__
 _SUFFIX = ".checkpoint.npz"  # only files with this suffix are deleted
 
 
+class StructureError(ValueError):
+    """The leaves of a checkpoint differ from the tree to restore."""
+
+
 def save(
     path: str | Path,
     tree: ArrayTree,
@@ -130,7 +134,7 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
     pairs = itertools.zip_longest(expected, specs, fillvalue="no more")
     for like_spec, saved_spec in pairs:
         if like_spec != saved_spec:
-            raise ValueError(
+            raise StructureError(
                 f"`like` must have the leaves that were saved: {saved_spec}, "
                 f"got {like_spec}. Version {version} of rollout saved the checkpoint, "
                 f"and version {__version__} is installed."

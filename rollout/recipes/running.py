@@ -64,12 +64,20 @@ class Folder(NamedTuple):
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Creates the folder, and locks it for one run until the block ends."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         error = ValueError(
             f"`folder` must not be in use, got {self.folder}, in which another process "
             "or thread trains. Wait until it ends, or pass another folder."
         )
         is_writer = jax.process_index() == 0
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if is_writer:
+                (self.folder / ".lock").touch()
+        except OSError as cause:
+            raise ValueError(
+                f"`folder` must be a folder to write files to, got {self.folder}: "
+                f"{cause.strerror}. Pass another folder."
+            ) from cause
         no_lock = contextlib.nullcontext()
         with lock(self.folder / ".lock", error) if is_writer else no_lock:
             yield
@@ -231,7 +239,8 @@ def run(
     - `.lock`: an empty file, locked during the run.
 
     Evaluations run `agent.eval_policy`, which takes the most likely action, so their
-    returns differ from returns during training.
+    returns differ from returns during training. Every evaluation plays new episodes,
+    which depend only on `key` and the number of updates.
 
     A run that was killed and resumed writes the same files as an uninterrupted run, bit
     for bit in JAX environments and in host environments that can save their state. Each
@@ -282,9 +291,9 @@ def run(
 
     Raises:
         ValueError: if `folder` contains a run and `resume` is False, if `resume` is
-            True and a setting or a file does not match the run, if another process
-            trains in `folder`, or if there are several keys for host environments or
-            for a `mesh`.
+            True and a setting or a file does not match the run, if `folder` cannot be
+            written to, if another process trains in it, or if there are several keys
+            for host environments or for a `mesh`.
     """
     if agent.collector.is_host:
         check_eval_env(agent.env, eval_env, evaluate_every)
@@ -386,7 +395,8 @@ def load(
     Raises:
         FileNotFoundError: if the folder contains no run, or no such checkpoint.
         ValueError: if the agent has a class or fields that must be passed, if a field
-            differs from the field of the run, or if `seed` is not one of the seeds.
+            differs from the field of the run, if a class has changed since, or if
+            `seed` is not one of the seeds.
     """
     folder = Path(folder).expanduser()
     if not Folder(folder).settings.exists():
@@ -418,7 +428,8 @@ def load(
     if num_seeds is not None:
         init = jax.vmap(init, axis_size=num_seeds, in_axes=None)
     params = jax.eval_shape(init, obs).params
-    params: Any = checkpoint.restore(folder / name, {"params": params})["params"]
+    purpose = f"to load the agent in {folder}"
+    params = restore_tree(folder / name, {"params": params}, purpose)["params"]
     if seed is not None:
         params = jax.tree.map(lambda x: x[seed], params)
     return agent, LoadedState(params)
@@ -594,12 +605,30 @@ def restore(files: Folder, agent: Any, position: Position) -> Position:
     """Returns the position of the checkpoint, or `position` without a checkpoint."""
     if not checkpoint.steps(files.resume):
         return position
-    tree: Any = checkpoint.restore(files.resume, resume_tree(agent, position))
+    purpose = f"to resume the run in {files.folder}"
+    tree = restore_tree(files.resume, resume_tree(agent, position), purpose)
     host, position = tree.pop("host"), Position(**tree)
     if agent.collector.is_host:
         carry = agent.collector.restore(position.state.carry, host)
         position = position._replace(state=position.state.replace(carry=carry))
     return position
+
+
+def restore_tree(path: Path, like: ArrayTree, purpose: str) -> Any:
+    """Restores a checkpoint; the message says that the classes have changed.
+
+    Args:
+        path: folder of the checkpoint.
+        like: tree of the same structure, shapes and dtypes.
+        purpose: end of the condition, as in `check_settings`.
+    """
+    try:
+        return checkpoint.restore(path, like)
+    except checkpoint.StructureError as error:
+        raise ValueError(
+            "The classes of the agent, networks and environments must have the code of "
+            f"the run {purpose}, got other arrays: {error}"
+        ) from error
 
 
 def save_policies(files: Folder, position: Position) -> None:

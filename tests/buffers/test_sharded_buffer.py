@@ -67,6 +67,11 @@ def test_device_samples_from_its_lanes():
         device, np.repeat(np.arange(NUM_DEVICES), 64 // NUM_DEVICES)
     )
     np.testing.assert_array_equal(batch.weights, 1.0)
+    # The devices sample different rows, as numbered within each device.
+    num_lanes = NUM_ENVS // NUM_DEVICES
+    slot, lane = np.divmod(batch.indices, NUM_ENVS)
+    local_rows = (slot * num_lanes + lane % num_lanes).reshape(NUM_DEVICES, -1)
+    assert len(np.unique(local_rows, axis=0)) == NUM_DEVICES
     sequences = sharded.sample_sequences(state, jax.random.key(0), 16, 3)
     first = np.asarray(sequences.indices)
     want = first + NUM_ENVS * np.minimum(

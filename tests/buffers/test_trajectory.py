@@ -86,6 +86,99 @@ def test_hindsight_goals_come_from_same_episode():
     assert counts.min() > 0.7 * is_far.sum() / 4
 
 
+def make_rows(lengths):
+    """Returns rows of terminated episodes in one lane; row i has observation i."""
+    number = np.arange(sum(lengths), dtype=np.int32)
+    first = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    last = np.repeat(np.cumsum(lengths) - 1, lengths)
+    return {
+        "obs": np.float32(number)[:, None],
+        "reward": np.float32(2**number)[:, None],
+        "terminated": (number == last)[:, None],
+        "truncated": np.zeros((len(number), 1), bool),
+        "episode_length": (number - first + 1).astype(np.int32)[:, None],
+    }
+
+
+def store(buffer, rows):
+    """Returns the state of a new buffer that stores the rows."""
+    return buffer.add(buffer.init(jax.tree.map(lambda x: x[0], rows)), rows)
+
+
+def test_hindsight_goals_include_the_last_row_of_an_episode():
+    """The goal of a row is each row from itself to the end of its episode."""
+    buffer = REPLAY(
+        16, 1, relabel_fn=lambda _, x, future: x | {"reward": future["obs"]}
+    )
+
+    @quick_jit
+    def sample(rows, key):
+        return buffer.sample(store(buffer, rows), key, 1000).experience
+
+    lengths = [3, 1, 4]
+    batch = jax.device_get(sample(make_rows(lengths), jax.random.key(0)))
+    goals = set(zip(batch["obs"].tolist(), batch["reward"].tolist(), strict=True))
+    last = np.repeat(np.cumsum(lengths) - 1, lengths)
+    assert goals == {(i, j) for i in range(8) for j in range(i, last[i] + 1)}
+
+
+def test_choices_of_relabel_fn_do_not_depend_on_the_goal():
+    """`relabel_fn` guesses the offset of the goal, one of 4, with its key."""
+
+    def relabel(key, rows, future):
+        guess = jax.random.randint(key, rows["obs"].shape, 0, 4)
+        return rows | {"reward": jnp.float32(future["obs"] - rows["obs"] == guess)}
+
+    buffer = REPLAY(64, 1, relabel_fn=relabel, relabel_horizon=3)
+
+    @quick_jit
+    def sample(rows, key):
+        return buffer.sample(store(buffer, rows), key, 1000).experience
+
+    batch = jax.device_get(sample(make_rows([64]), jax.random.key(0)))
+    assert 0.15 < batch["reward"].mean() < 0.35
+
+
+def test_newest_row_is_not_followed_by_the_oldest():
+    """A full lane of rows without marks of their episode."""
+    names = "obs", "reward", "terminated", "truncated"
+    rows = {name: make_rows([9])[name][:4] for name in names}
+    rows |= {"next_obs": rows["obs"] + 1}
+    buffer = REPLAY(4, 1, n_step=2, gamma=1.0)
+
+    @quick_jit
+    def sample(rows, key):
+        return buffer.sample(store(buffer, rows), key, 64).experience["reward"]
+
+    # The rewards are 1, 2, 4 and 8.
+    assert set(np.unique(sample(rows, jax.random.key(0)))) == {3, 6, 12, 8}
+
+
+def test_episodes_of_at_most_max_length_are_counted():
+    buffer = REPLAY(16, 1)
+
+    @quick_jit
+    def count(rows):
+        state = store(buffer, rows)
+        return [buffer.count_episodes(state, n) for n in (1, 2, 3, 4)]
+
+    assert list(map(int, count(make_rows([3, 1, 4])))) == [1, 1, 2, 3]
+
+
+def test_unfinished_episode_replaces_only_the_oldest_rows():
+    """A lane of 4 rows: an episode of 2 rows, then 2 and 3 rows of the next one."""
+    buffer = EPISODIC(4, 1)
+
+    @quick_jit
+    def sizes(rows):
+        states = [
+            store(buffer, jax.tree.map(lambda x, n=n: x[:n], rows)) for n in (4, 5)
+        ]
+        return [buffer.size(state) for state in states]
+
+    assert list(map(int, sizes(make_rows([2, 9])))) == [2, 1]
+
+
 def test_relabel_fn_may_be_a_bound_method():
     buffer, state, _ = fill_buffer()
 

@@ -454,6 +454,27 @@ def test_evaluation_of_an_agent_takes_the_most_likely_action(agent_class):
         rollout.evaluate(agent, state.params, jax.random.key(1), 20)
 
 
+@pytest.mark.parametrize("space", [Discrete(3), Box(-1.0, 1.0, (3,))])
+@each_agent("ppo", "recurrent_ppo")
+def test_untrained_policy_prefers_no_action(name, space):
+    """The last layer of the actor has the scale 0.01, as in CleanRL's PPO."""
+    agent = AGENTS[name][0](EnvSpec(Box(-1.0, 1.0, (4,)), space, 64))
+    obs = np.random.default_rng(0).uniform(-1, 1, (64, 4)).astype(np.float32)
+
+    @quick_jit
+    def act(key, obs):
+        params = agent.init_learner(key, obs).params
+        args = params, obs, agent.policy.init(64), jax.random.key(1)
+        return agent.policy.apply(*args).extras, agent.policy.mode(*args).action
+
+    extras, mode = jax.device_get(act(jax.random.key(0), obs))
+    if isinstance(space, Discrete):
+        np.testing.assert_allclose(np.exp(extras["log_prob"]), 1 / 3, atol=0.02)
+    else:
+        np.testing.assert_allclose(mode, 0, atol=0.06)
+    assert np.std(extras["value"]) > 0.1  # the critic has the scale 1
+
+
 class Layers(nn.Module):
     """One output per size. The size None removes the last axis."""
 

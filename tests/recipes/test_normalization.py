@@ -133,6 +133,47 @@ def test_agents_update_statistics_with_all_rows(name):
     assert {x for x, mean in stats["mean"].items() if mean is not None} == {key}
 
 
+@pytest.mark.parametrize("name", ["dqn", "sac", "td3"])
+def test_gradient_steps_read_normalized_observations(name):
+    """Equal to a gradient step without normalization on rows that are normalized."""
+    agent, plain = make_agent(name, normalize_observations=True), make_agent(name)
+    part = "x" if name == "dqn" else "goal"
+    constants = {"mean": 0.3, "var": 0.25}
+
+    def normalize(obs):
+        return obs | {part: (obs[part] - 0.3) / 0.5}
+
+    def step(agent, state, key):
+        if name == "dqn":
+            return agent.gradient_step(state, (key, jnp.int32(1)))[1]
+        return agent.gradient_step(state, state.buffer_state, key)[1]
+
+    @quick_jit
+    def run(key):
+        state = agent.init(key)
+        variables, stats = split_obs_stats(state.params)
+        stats = stats["obs_stats"] | {
+            x: {
+                **stats["obs_stats"][x],
+                part: jnp.full_like(stats["obs_stats"][x][part], y),
+            }
+            for x, y in constants.items()
+        }
+        metrics = step(
+            agent, state.replace(params=variables | {"obs_stats": stats}), key
+        )
+        rows, _ = agent.buffer.to_trajectory(state.buffer_state)
+        rows = rows.replace(obs=normalize(rows.obs), next_obs=normalize(rows.next_obs))
+        buffer_state = plain.buffer.init(jax.tree.map(lambda x: x[0], rows))
+        buffer_state = plain.buffer.add(buffer_state, rows)
+        state = state.replace(params=variables, buffer_state=buffer_state)
+        return metrics, step(plain, state, key)
+
+    metrics, expected = jax.device_get(run(jax.random.key(0)))
+    for metric, value in expected.items():
+        np.testing.assert_allclose(metrics[metric], value, rtol=1e-4, err_msg=metric)
+
+
 @struct.dataclass
 class LargeObsEnv:
     """Rewards the sign of an observation with mean 1,000 and standard deviation 100."""

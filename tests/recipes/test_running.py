@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from rollout.recipes.running import (
     Folder,
     Position,
     check_metrics,
+    chunk_size,
     draw_curve,
     draw_gif,
     mark_table,
@@ -218,6 +220,13 @@ def test_target_return_and_callback_stop_the_training(finished_run, tmp_path):
     assert evaluation.num_episodes == 4
 
 
+def test_training_stops_at_the_largest_possible_return():
+    """No evaluation of CartPole has a mean return above 500."""
+    position = Position.init(TrainState(params=(), num_updates=np.int32(1)))
+    assert position.evaluated(np.float32(500)).has_reached(500)
+    assert not position.evaluated(np.float32(499.99)).has_reached(500)
+
+
 @pytest.mark.usefixtures("no_pictures")
 def test_best_policy_has_the_largest_mean_return(finished_run, tmp_path, monkeypatch):
     """NaN is not the largest mean. A resumed run restores the best mean."""
@@ -237,6 +246,47 @@ def test_best_policy_has_the_largest_mean_return(finished_run, tmp_path, monkeyp
         best.append(checkpoint.steps(tmp_path / "best")[-1])
     assert best == [1, 2, 2]
     assert checkpoint.steps(tmp_path / "last")[-1] == 4
+
+
+@pytest.mark.parametrize(
+    ("evaluate_every", "ends"),
+    [(64, [2, 4, 6, 7]), (65, [3, 6, 7]), (1, [1, 2, 3, 4, 5, 6, 7]), (999, [7])],
+)
+def test_parts_of_the_training_end_at_multiples(evaluate_every, ends):
+    """An update has 32 steps. A resumed run evaluates after the same updates."""
+    agent = make_agent(SMALL.replace(num_updates=7))
+    for num_done in range(7):
+        end = num_done + chunk_size(agent, evaluate_every, num_done)
+        assert end == min(x for x in ends if x > num_done)
+
+
+def test_gif_shows_the_first_seed(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(running, "draw_curve", lambda *args: None)
+    monkeypatch.setattr(running, "draw_gif", lambda *args: shown.append(args[1]))
+    agent = make_agent(SMALL.replace(num_updates=1))
+    options = {"key": seed_keys(), "num_eval_episodes": 4}
+    state, _ = run_agent(agent, tmp_path, **options)
+    first = jax.tree.map(lambda x: x[0], state.params)
+    jax.tree.map(np.testing.assert_array_equal, shown, [first])
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_every_evaluation_plays_new_episodes(tmp_path):
+    """The policy does not change, so only new episodes change the statistics."""
+    config = SMALL.replace(learning_rate=0.0, normalize_observations=False)
+    evaluations = []
+
+    def append(progress):
+        evaluations.append(progress.evaluation)
+
+    options = {"evaluate_every": 32, "num_eval_episodes": 4, "callback": append}
+    _, last = run_agent(make_agent(config), tmp_path, **options)
+    returns = [(x.returns.mean.item(), x.returns.std.item()) for x in evaluations]
+    assert len(returns) == len(set(returns)) == 4
+    # A resumed run without training repeats the last evaluation.
+    _, again = run_agent(make_agent(config), tmp_path, resume=True, **options)
+    jax.tree.map(np.testing.assert_array_equal, again, last)
 
 
 def seed_keys():
@@ -552,6 +602,24 @@ def test_load_compares_the_network(finished_run, tmp_path):
     (tmp_path / "agent.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=r"`network\.activation` must be 'tanh'"):
         load(tmp_path, network=Net("sigmoid"))
+
+
+def test_load_of_another_network_with_an_equal_description(finished_run, tmp_path):
+    """As after a change of the class: the parameters have other shapes."""
+    folder, *_ = finished_run
+    settings = json.loads((folder / "agent.json").read_text())
+    settings["config"]["hidden_layer_sizes"] = [9]
+    (tmp_path / "agent.json").write_text(json.dumps(settings))
+    shutil.copytree(folder / "best", tmp_path / "best")
+    with pytest.raises(ValueError, match=r"code of the run to load.*float32\[8\]"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["file", "file/run"])
+def test_folder_must_be_a_folder(name, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="`folder` must be a folder to write"):
+        run_agent(make_agent(), tmp_path / name)
 
 
 @pytest.mark.slow

@@ -276,9 +276,18 @@ def test_parts_of_an_action_are_sampled_independently():
     assert abs(np.corrcoef(first, value)[0, 1]) < 0.2
 
 
-def test_tanh_normal_has_a_smallest_standard_deviation():
-    """The logarithm is at least -5, as in CleanRL's SAC."""
+@pytest.mark.parametrize(("log_std", "limit"), [(-20.0, -5.0), (20.0, 2.0)])
+def test_tanh_normal_limits_the_standard_deviation(log_std, limit):
+    """The logarithm is from -5 to 2, as in CleanRL's SAC."""
     distribution = TanhNormal(spaces.Box(-1.0, 1.0, ()))
-    outputs = jnp.broadcast_to(jnp.array([0.0, -20.0]), (1000, 2))
+    outputs = jnp.broadcast_to(jnp.array([0.0, log_std]), (1000, 2))
     raw_action = distribution.sample(outputs, jax.random.key(0))
-    np.testing.assert_allclose(np.std(raw_action), np.exp(-5.0), rtol=0.1)
+    np.testing.assert_allclose(np.std(raw_action), np.exp(limit), rtol=0.1)
+
+
+def test_normalized_actions_are_clipped_to_finite_bounds():
+    low, high = np.float32([-2, 3, -INF, -INF]), np.float32([4, INF, -3, INF])
+    distribution = TanhNormal(spaces.Box(low, high, (4,)))
+    actions = np.float32([[-9] * 4, [0.5] * 4, [9] * 4])
+    expected = [[-1, -1, -9, -9], [0.5] * 4, [1, 9, 1, 9]]
+    np.testing.assert_array_equal(distribution.clip(actions), expected)

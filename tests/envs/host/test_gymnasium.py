@@ -266,6 +266,20 @@ def test_automatic_resets_reject_partial_reset(mode):
     np.testing.assert_array_equal(env.reset(SEEDS[:2], ALL[:2]), np.zeros((2, 2)))
 
 
+def test_same_step_mode_resets_ended_environments_one_by_one():
+    fns = [functools.partial(host_envs.Faultless, 2)] * 2
+    env = envs.from_gymnasium(SyncVectorEnv(fns, **SAME_STEP))
+    env.reset(SEEDS[:2], ALL[:2])
+    for _ in range(2):
+        step = env.step(np.int32([1, 1]))
+    assert (step.terminated | step.truncated).all()
+    for index in (0, 1):
+        obs = env.reset(SEEDS[:2], np.arange(2) == index)
+        assert obs[index, 0] == 0
+    with pytest.raises(ValueError, match="`mask` must be True"):
+        env.reset(SEEDS[:2], np.bool_([True, False]))
+
+
 def test_num_workers_starts_processes():
     env = envs.from_gymnasium("CartPole-v1", B, num_workers=2, max_episode_steps=9)
     assert len({*env.pids, os.getpid()}) == 3

@@ -381,6 +381,23 @@ def test_workers_seed_separate_global_generators(make_env):
     assert random.getstate() == state[1]
 
 
+def test_received_environments_are_not_in_flight(make_env):
+    env = make_env([Count] * 2, 2)
+    env.reset(np.uint32([0, 1]), np.bool_([True, True]))
+    env.send(ACTION[:2], np.int32([0, 1]))
+    env.receive(2)
+    with pytest.raises(ValueError, match="`num_ready` must be"):
+        env.receive(1, timeout=0.1)
+
+
+def test_reset_of_some_environments_keeps_global_generators(make_env):
+    env = make_env([GlobalDraws] * 2, 1)
+    seeds, mask = np.uint32([7, 1]), np.bool_([False, True])
+    env.reset(seeds, np.bool_([True, True]))
+    rows = [env.reset(seeds, mask)[1, :2].copy() for _ in range(2)]
+    assert (rows[0] != rows[1]).all()
+
+
 def test_environments_may_start_processes(make_env):
     env = make_env([StartsProcess] * 4, 2)
     assert start(env).shape[0] == 4

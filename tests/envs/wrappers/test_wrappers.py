@@ -445,6 +445,33 @@ def test_no_repeat_masks_previous_actions():
         assert mask.tolist() == [x not in ACTIONS[:n] for x in range(3)]
 
 
+def test_no_repeat_counts_actions_from_their_start():
+    @struct.dataclass
+    class Items(CountEnv):
+        """Its actions are the items 5, 6 and 7; the first observation is item 5."""
+
+        action_space = envs.Discrete(3, start=5)
+        observation_space = envs.spaces.Dict({"item": action_space})
+
+        def reset(self, key):
+            return super().reset(key)[0], {"item": jnp.int32(5)}
+
+        def step(self, key, state, action):
+            return super().step(key, state, action).replace(obs={"item": action})
+
+    env = envs.wrappers.NoRepeat(Items())
+
+    @quick_jit
+    def play(key):
+        state, obs = env.reset(key)
+        step = env.step(key, state, jnp.int32(7))
+        return obs["action_mask"], step.obs["action_mask"]
+
+    first, second = play(jax.random.key(0))
+    assert first.tolist() == [False, True, True]
+    assert second.tolist() == [False, True, False]
+
+
 def test_fixed_length_continues_after_termination():
     _, steps = first_episode("forced")
     assert not steps.terminated.any()
