@@ -482,6 +482,13 @@ def check_tuning(names, out):
     assert len(names["host_study"].trials) == 4
 
 
+def check_own_training_step(names, out):
+    ppo, dqn = (float(x) for x in re.findall(r"return (\S+) ", out))
+    assert ppo > 300
+    assert dqn > 60
+    assert float(out.split()[-1]) > 60  # the mean return of the host environments
+
+
 def check_training(names, out):
     *returns, raw, evaluated = out.splitlines()
     returns = [float(line) for line in returns]
