@@ -248,11 +248,11 @@ def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
     mean = (x * weight).sum() / total
     var = ((x - mean) ** 2 * weight).sum() / total
     # If all rows lie on one side of their mean, they differ by its rounding error only.
-    # The negations let NaN pass.
-    is_below = ((weight > 0) & ~(x >= mean)).any()
-    is_above = ((weight > 0) & ~(x <= mean)).any()
+    # NaN lies on both sides. Several devices exchange these sums together with `var`.
+    below = jnp.where(x >= mean, 0.0, weight).sum()
+    above = jnp.where(x <= mean, 0.0, weight).sum()
     normalized = (x - mean) / (jnp.sqrt(var) + 1e-8)
-    return jnp.where(is_below & is_above, normalized, 0.0)
+    return jnp.where((below > 0) & (above > 0), normalized, 0.0)
 
 
 def _mean_over_devices(
