@@ -1,4 +1,4 @@
-"""Encoders of observations, which the networks of all recipes share, and variables.
+"""Encoders of observations, variables of networks, and checks of a user's network.
 
 `Encoder` turns an observation of any space into feature vectors for dense layers.
 Images go through a convolutional network. The parts of a dictionary are encoded one by
@@ -11,6 +11,7 @@ one.
             return nn.Dense(num_actions)(nn.relu(nn.Dense(128)(features)))
 
 `split_params` separates the parameters to train from the other variables of a network.
+`check_network` checks the outputs of a user's network.
 """
 
 import math
@@ -21,7 +22,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.errors import InvalidRngError, ModifyScopeVariableError
 
+from rollout.base import checks
 from rollout.base.convolution import conv_general_dilated as conv_general_dilated
 from rollout.envs.spaces import MASK, Box, Dict, as_space
 from rollout.envs.types import AnySpace, ArrayTree
@@ -30,6 +33,12 @@ from rollout.envs.wrappers.observations import match_parts
 
 PRIVILEGED = "privileged_state"  # MuJoCo Playground's name for simulator-only values
 _MIN_SIZE = 36  # pixels, the smallest image that the Nature network accepts
+
+_CONSTANTS = (
+    "The recipes call `network.apply(variables, obs)` and train only the collection "
+    "`params`. Use `LayerNorm`, or `BatchNorm(use_running_average=True)`, whose "
+    "statistics are constants, and `Dropout(deterministic=True)`."
+)
 
 
 class NatureCNN(nn.Module):
@@ -318,3 +327,123 @@ def channels_last(image: jax.Array, axes: tuple[int, int]) -> jax.Array:
     channels = [i for i in range(1, image.ndim) if i not in (height, width)]
     image = image.transpose(0, height, width, *channels)
     return image.reshape(*image.shape[:3], math.prod(image.shape[3:]))
+
+
+def check_module(name: str, network: Any) -> None:
+    """Checks that a network is a flax module.
+
+    Raises:
+        ValueError: if `network` does not have the methods `init` and `apply`, or if a
+            field is not hashable, for example an array.
+    """
+    class_name = type(network).__name__
+    if not hasattr(network, "init") or not hasattr(network, "apply"):
+        raise ValueError(
+            f"`{name}` must be a module of `flax.linen`, got a {class_name}. Convert a "
+            "module of `flax.nnx` by `flax.nnx.bridge.to_linen(Class, ...)`."
+        )
+    try:
+        hash(network)
+    except TypeError as error:
+        raise ValueError(
+            f"`{name}` must be hashable, got a {class_name} with a field that is not, "
+            "for example an array. Convert arrays to tuples, or store them by "
+            '`self.variable("constants", name, lambda: array)` in the module: the '
+            "recipes do not train the collection `constants`."
+        ) from error
+
+
+def check_nnx(network: Any, variables: Mapping[str, Any], *args: ArrayTree) -> None:
+    """Checks that a module of `flax.nnx.bridge` does not change its state.
+
+    The bridge discards changes without an error, unlike a module of `flax.linen`.
+
+    Raises:
+        ValueError: if a call changes a variable, as batch normalization in training.
+    """
+    names = [name for name in variables if name != "params"]
+
+    def find_changes(variables: Mapping[str, Any]) -> list[str]:
+        new_variables = network.apply(variables, *args, mutable=names)[1]
+        pairs = {x: (variables[x], new_variables[x]) for x in names}
+        # An unchanged variable is the same tracer.
+        is_same = lambda old, new: old is new  # noqa: E731
+        return [x for x in names if not jax.tree.all(jax.tree.map(is_same, *pairs[x]))]
+
+    changes: list[str] = []
+    jax.eval_shape(lambda x: changes.extend(find_changes(x)), variables)
+    if changes:
+        raise ValueError(f"A network must not change {changes[0]!r}. {_CONSTANTS}")
+
+
+def check_network(
+    name: str,
+    apply_fn: Callable[..., Any],
+    args: tuple[ArrayTree, ...],
+    *shapes: tuple[int, ...],
+    batch_shape: tuple[int, ...],
+) -> None:
+    """Checks the outputs of a network for a batch and for a single observation.
+
+        apply_fn = functools.partial(network.apply, params)
+        check_network("network", apply_fn, (obs,), (num_actions,), (), batch_shape=(B,))
+
+    Collection calls a network with a batch. The loss is the loss of one row, so it
+    calls the network with a single observation. `jax.eval_shape` computes the shapes
+    without running the network.
+
+    Args:
+        name: argument of the agent that has the network, for the message.
+        apply_fn: function of `args` that returns an array or a tuple of arrays.
+        args: `[*batch_shape, ...]`, such as observations.
+        *shapes: shape of each output for a single observation.
+        batch_shape: leading axes of `args`.
+
+    Raises:
+        ValueError: if the number of arrays or a shape is wrong, if the network needs a
+            key or changes variables, as `nn.Dropout` and `nn.BatchNorm` do in training,
+            or if it raises for a single observation.
+    """
+    try:
+        output = jax.eval_shape(apply_fn, *args)
+    except (ModifyScopeVariableError, InvalidRngError) as error:
+        raise ValueError(
+            f"`{name}` must not change variables or need a key. {_CONSTANTS} flax "
+            f"raised: {error}"
+        ) from error
+    _check_output(name, output, [(*batch_shape, *shape) for shape in shapes])
+    row = jax.eval_shape(
+        lambda args: jax.tree.map(lambda x: x[(0,) * len(batch_shape)], args), args
+    )
+    hint = (
+        "The loss is the loss of one row, so a network must accept a single "
+        "observation without a batch axis. To flatten an image after convolutions, "
+        "write `x.reshape(*x.shape[:-3], -1)`."
+    )
+    try:
+        output = jax.eval_shape(apply_fn, *row)
+    except Exception as error:
+        message = f"`{name}` raises for a single observation: {error}\n{hint}"
+        raise ValueError(message) from error
+    _check_output(name, output, [*shapes], f"for a single observation. {hint}")
+
+
+def _check_output(
+    name: str,
+    output: Any,
+    shapes: list[tuple[int, ...]],
+    hint: str = "for a batch. Change the last layers of the network. To remove a last "
+    "axis of size 1, write `x[..., 0]`.",
+) -> None:
+    """Raises unless `output` has the given shapes."""
+    is_tuple = len(shapes) > 1 and isinstance(output, tuple | list)
+    arrays = output if is_tuple else (output,)
+    if [getattr(x, "shape", None) for x in arrays] != shapes:
+        count = "one array" if len(shapes) == 1 else f"a tuple of {len(shapes)} arrays"
+        expected, got = (
+            " and ".join(texts)
+            for texts in (map(str, shapes), map(checks.describe, arrays))
+        )
+        raise ValueError(
+            f"`{name}` must return {count} of shape {expected}, got {got}, {hint}"
+        )

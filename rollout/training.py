@@ -13,7 +13,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.errors import InvalidRngError, ModifyScopeVariableError
 from jax.core import Tracer
 from jax.sharding import Mesh
 
@@ -32,7 +31,14 @@ from rollout.envs.multi_agent import has_agents
 from rollout.envs.spaces import Discrete, EnvSpec, env_spec
 from rollout.envs.types import AnySpace, ArrayTree, BaseVectorEnv
 from rollout.host.host_collector import HostCollector
-from rollout.networks import PRIVILEGED, mask_keys, obs_keys, select_parts
+from rollout.networks import (
+    PRIVILEGED,
+    check_module,
+    check_nnx,
+    mask_keys,
+    obs_keys,
+    select_parts,
+)
 from rollout.normalization import init_obs_stats, split_obs_stats, update_obs_stats
 from rollout.policies import Greedy
 from rollout.sharding import LaneSharding, shard
@@ -40,12 +46,6 @@ from rollout.trajectories import select_fields
 from rollout.types import Policy, Transition
 
 State = TypeVar("State")
-
-_CONSTANTS = (
-    "The recipes call `network.apply(variables, obs)` and train only the collection "
-    "`params`. Use `LayerNorm`, or `BatchNorm(use_running_average=True)`, whose "
-    "statistics are constants, and `Dropout(deterministic=True)`."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -626,126 +626,6 @@ def adapt_learning_rate(
     is_low = (kl < desired_kl / 2) & (kl > 0)
     learning_rate = jnp.where(is_low, higher, learning_rate)
     return jnp.where(kl > 2 * desired_kl, lower, learning_rate)
-
-
-def check_module(name: str, network: Any) -> None:
-    """Checks that a network is a flax module.
-
-    Raises:
-        ValueError: if `network` does not have the methods `init` and `apply`, or if a
-            field is not hashable, for example an array.
-    """
-    class_name = type(network).__name__
-    if not hasattr(network, "init") or not hasattr(network, "apply"):
-        raise ValueError(
-            f"`{name}` must be a module of `flax.linen`, got a {class_name}. Convert a "
-            "module of `flax.nnx` by `flax.nnx.bridge.to_linen(Class, ...)`."
-        )
-    try:
-        hash(network)
-    except TypeError as error:
-        raise ValueError(
-            f"`{name}` must be hashable, got a {class_name} with a field that is not, "
-            "for example an array. Convert arrays to tuples, or store them by "
-            '`self.variable("constants", name, lambda: array)` in the module: the '
-            "recipes do not train the collection `constants`."
-        ) from error
-
-
-def check_nnx(network: Any, variables: Mapping[str, Any], *args: ArrayTree) -> None:
-    """Checks that a module of `flax.nnx.bridge` does not change its state.
-
-    The bridge discards changes without an error, unlike a module of `flax.linen`.
-
-    Raises:
-        ValueError: if a call changes a variable, as batch normalization in training.
-    """
-    names = [name for name in variables if name != "params"]
-
-    def find_changes(variables: Mapping[str, Any]) -> list[str]:
-        new_variables = network.apply(variables, *args, mutable=names)[1]
-        pairs = {x: (variables[x], new_variables[x]) for x in names}
-        # An unchanged variable is the same tracer.
-        is_same = lambda old, new: old is new  # noqa: E731
-        return [x for x in names if not jax.tree.all(jax.tree.map(is_same, *pairs[x]))]
-
-    changes: list[str] = []
-    jax.eval_shape(lambda x: changes.extend(find_changes(x)), variables)
-    if changes:
-        raise ValueError(f"A network must not change {changes[0]!r}. {_CONSTANTS}")
-
-
-def check_network(
-    name: str,
-    apply_fn: Callable[..., Any],
-    args: tuple[ArrayTree, ...],
-    *shapes: tuple[int, ...],
-    batch_shape: tuple[int, ...],
-) -> None:
-    """Checks the outputs of a network for a batch and for a single observation.
-
-        apply_fn = functools.partial(network.apply, params)
-        check_network("network", apply_fn, (obs,), (num_actions,), (), batch_shape=(B,))
-
-    Collection calls a network with a batch. The loss is the loss of one row, so it
-    calls the network with a single observation. `jax.eval_shape` computes the shapes
-    without running the network.
-
-    Args:
-        name: argument of the agent that has the network, for the message.
-        apply_fn: function of `args` that returns an array or a tuple of arrays.
-        args: `[*batch_shape, ...]`, such as observations.
-        *shapes: shape of each output for a single observation.
-        batch_shape: leading axes of `args`.
-
-    Raises:
-        ValueError: if the number of arrays or a shape is wrong, if the network needs a
-            key or changes variables, as `nn.Dropout` and `nn.BatchNorm` do in training,
-            or if it raises for a single observation.
-    """
-    try:
-        output = jax.eval_shape(apply_fn, *args)
-    except (ModifyScopeVariableError, InvalidRngError) as error:
-        raise ValueError(
-            f"`{name}` must not change variables or need a key. {_CONSTANTS} flax "
-            f"raised: {error}"
-        ) from error
-    _check_output(name, output, [(*batch_shape, *shape) for shape in shapes])
-    row = jax.eval_shape(
-        lambda args: jax.tree.map(lambda x: x[(0,) * len(batch_shape)], args), args
-    )
-    hint = (
-        "The loss is the loss of one row, so a network must accept a single "
-        "observation without a batch axis. To flatten an image after convolutions, "
-        "write `x.reshape(*x.shape[:-3], -1)`."
-    )
-    try:
-        output = jax.eval_shape(apply_fn, *row)
-    except Exception as error:
-        message = f"`{name}` raises for a single observation: {error}\n{hint}"
-        raise ValueError(message) from error
-    _check_output(name, output, [*shapes], f"for a single observation. {hint}")
-
-
-def _check_output(
-    name: str,
-    output: Any,
-    shapes: list[tuple[int, ...]],
-    hint: str = "for a batch. Change the last layers of the network. To remove a last "
-    "axis of size 1, write `x[..., 0]`.",
-) -> None:
-    """Raises unless `output` has the given shapes."""
-    is_tuple = len(shapes) > 1 and isinstance(output, tuple | list)
-    arrays = output if is_tuple else (output,)
-    if [getattr(x, "shape", None) for x in arrays] != shapes:
-        count = "one array" if len(shapes) == 1 else f"a tuple of {len(shapes)} arrays"
-        expected, got = (
-            " and ".join(texts)
-            for texts in (map(str, shapes), map(checks.describe, arrays))
-        )
-        raise ValueError(
-            f"`{name}` must return {count} of shape {expected}, got {got}, {hint}"
-        )
 
 
 def scan_updates(

@@ -25,6 +25,7 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient
 from rollout.networks import (
     Encoder,
+    check_network,
     join,
     join_params,
     split_params,
@@ -36,7 +37,6 @@ from rollout.training import (
     Agent,
     check_counts,
     check_discrete,
-    check_network,
     jit_on_host,
 )
 

@@ -28,6 +28,7 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient, normalize
 from rollout.networks import (
     Encoder,
+    check_network,
     join,
     join_params,
     split_params,
@@ -40,7 +41,6 @@ from rollout.training import (
     adapt_learning_rate,
     check_counts,
     check_desired_kl,
-    check_network,
     jit_on_host,
     predict_step,
 )

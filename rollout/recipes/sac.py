@@ -25,6 +25,7 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.minibatches import mean_gradient
 from rollout.networks import (
     Encoder,
+    check_network,
     join,
     join_params,
     split_params,
@@ -34,7 +35,6 @@ from rollout.normalization import normalize_obs, split_obs_stats, update_obs_sta
 from rollout.training import (
     Agent,
     check_counts,
-    check_network,
     jit_on_host,
     scan_updates,
 )

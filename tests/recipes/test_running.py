@@ -20,20 +20,18 @@ from rollout import checkpoint, envs
 from rollout.logs import CSVWriter
 from rollout.recipes import load, run, running
 from rollout.recipes.ppo import PPO, Config
-from rollout.recipes.run_settings import check_settings, describe
-from rollout.recipes.running import (
+from rollout.recipes.run_files import (
     Folder,
-    Position,
     check_metrics,
-    chunk_size,
     draw_curve,
     draw_gif,
     mark_table,
     read_returns,
-    save_policies,
     trim_tables,
     write_settings,
 )
+from rollout.recipes.run_settings import check_settings, describe
+from rollout.recipes.running import Position, chunk_size, save_policies
 
 
 class TrainState(NamedTuple):
