@@ -619,6 +619,13 @@ def test_packages_export_few_names():
         assert len(names) <= number, message
 
 
+def test_tests_of_the_features_exist():
+    links = re.findall(r"\[`(test_\w+)`\]\(\.\./(\S+)\)", TEXTS["docs/features.md"])
+    assert len(links) > 50
+    for name, file in links:
+        assert f"\ndef {name}(" in (ROOT / file).read_text(), name
+
+
 def test_wrappers_of_the_page_exist():
     names = re.findall(r"`([A-Z]\w+)\(", TEXTS["docs/wrappers.md"])
     assert len(names) >= 8
