@@ -100,7 +100,7 @@ def steps() -> dict[str, list[str]]:
         "start_speed": speed("start_speed"),
         "peer_trainings": [f"{ONE_CORE}peer_trainings.py --json docs/speed.json"],
         # Tests that train for long. Requires the extras test and suites, mctx, optuna.
-        "tests": ["python -m pytest -q -m trains"],
+        "tests": ["python -m pytest -q -m very_slow"],
         "tables": ["python benchmarks/tables.py"],
         "charts": ["python benchmarks/charts.py"],
     }

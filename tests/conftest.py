@@ -52,6 +52,14 @@ def pytest_configure(config):
     assert jax.device_count() == 8  # initializes the devices
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
+def pytest_collection_modifyitems(items):
+    """Marks very slow tests as slow."""
+    for item in items:
+        if item.get_closest_marker("very_slow"):
+            item.add_marker("slow")
+
+
 def pytest_ignore_collect(collection_path, config):
     """Skips files in which all tests are slow: their import may take seconds."""
     if collection_path.suffix == ".py" and _is_quick(config):

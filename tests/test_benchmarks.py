@@ -291,7 +291,7 @@ def test_launch_chart_contains_the_data(charts):
 
 
 @pytest.mark.slow
-@pytest.mark.trains  # `regenerate.py` also runs the script
+@pytest.mark.very_slow  # `regenerate.py` also runs the script
 @pytest.mark.usefixtures("quick_compile")
 def test_learning_comparison_runs_once_per_seed(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(FOLDER))

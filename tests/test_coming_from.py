@@ -186,7 +186,7 @@ def check_brax(names, out):
 
 
 @pytest.mark.slow
-@pytest.mark.trains
+@pytest.mark.very_slow
 @pytest.mark.usefixtures("key_reuse", "rank_promotion")  # Craftax and brax need both
 @pytest.mark.parametrize("name", TRAINING_CHANGES)
 def test_program_trains(name, request, capsys, tmp_path, monkeypatch):

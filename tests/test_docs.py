@@ -30,12 +30,12 @@ README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {"README.md": README}
 TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
-# These programs train for long even with fewer updates: mark `trains`.
+# These programs train for long even with fewer updates: mark `very_slow`.
 LONG = ("evolution", "lagging_actors", "learned_models", "learning_problems")
 LONG += ("meta_rl", "own_gymnasium", "population_training", "search", "tuning")
 LONG += ("agents_in_python", "devices", "hindsight", "rewards", "tutorial")
 MARKS = {"docs/accelerators.md": pytest.mark.compiles_for("h100")}
-MARKS |= {f"docs/{name}.md": pytest.mark.trains for name in LONG}
+MARKS |= {f"docs/{name}.md": pytest.mark.very_slow for name in LONG}
 NEEDED = {
     "docs/agents_in_python.md": "mpe2",
     "docs/deploy.md": "jax2onnx",

@@ -48,7 +48,7 @@ CHANGES = {
     "12": {"NUM_SEEDS": 1, "TOTAL_STEPS": 2_000, "NUM_MOMENTS": 3},
 }
 
-# These notebooks train for long even with the changes: mark `trains`.
+# These notebooks train for long even with the changes: mark `very_slow`.
 LONG = ("03", "04", "05", "06", "09", "10", "12")
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -102,7 +102,7 @@ def test_pictures_have_alternative_texts(path):
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(x, marks=[pytest.mark.trains] * x.stem.startswith(LONG))
+        pytest.param(x, marks=[pytest.mark.very_slow] * x.stem.startswith(LONG))
         for x in NOTEBOOKS
         if not x.stem.startswith("08")  # the next test runs it
     ],

@@ -90,8 +90,8 @@ def _best(part):
     ("agent_class", "config", "space", "num_envs", "min_return"),
     [
         (ppo.PPO, CONFIG, TREE, NUM_ENVS, 4.5),
-        pytest.param(sac.SAC, SAC_CONFIG, HALF_OPEN, 4, 4, marks=pytest.mark.trains),
-        pytest.param(td3.TD3, TD3_CONFIG, BOX, 4, 4, marks=pytest.mark.trains),
+        pytest.param(sac.SAC, SAC_CONFIG, HALF_OPEN, 4, 4, marks=pytest.mark.very_slow),
+        pytest.param(td3.TD3, TD3_CONFIG, BOX, 4, 4, marks=pytest.mark.very_slow),
     ],
 )
 def test_agents_learn_any_space(agent_class, config, space, num_envs, min_return):
@@ -254,7 +254,7 @@ def test_advantages_at_time_limits_equal_a_plain_loop():
     ("agent_class", "options"),
     [
         pytest.param(
-            dqn.DQN, {"num_steps": 8, "gradient_steps": 8}, marks=pytest.mark.trains
+            dqn.DQN, {"num_steps": 8, "gradient_steps": 8}, marks=pytest.mark.very_slow
         ),
         (pqn.PQN, {"num_updates": 30}),
     ],

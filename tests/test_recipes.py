@@ -68,7 +68,7 @@ LATER_CHANGES = {
     "domain_randomization": """\
 agent = agent.replace(config=config.replace(num_updates=2))"""
 }
-# These programs train for long: mark `trains`. Short tests run most of them.
+# These programs train for long: mark `very_slow`. Short tests run most of them.
 LONG = ("domain_randomization", "dqn", "ippo", "league", "recurrent_ppo", "smax")
 LONG += ("curriculum", "sweep", "td3", "vdn")
 BLUE = (31, 119, 180)  # matplotlib's first color
@@ -140,7 +140,7 @@ def test_page_of_an_agent_includes_its_file(name):
     assert f"](../../{path})" in PAGES[name]
 
 
-@pytest.mark.slow
+@pytest.mark.very_slow
 @pytest.mark.usefixtures("quick_compile")
 def test_programs_of_ppo_run(folder, capsys):
     changed = "config=agent.config.replace(num_updates=2)"
@@ -151,7 +151,7 @@ def test_programs_of_ppo_run(folder, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.trains
+@pytest.mark.very_slow
 @pytest.mark.usefixtures("quick_training")
 def test_programs_of_ppo_learn(folder, capsys):
     run("ppo.md", *programs("ppo"))
@@ -163,7 +163,7 @@ def test_programs_of_ppo_learn(folder, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.trains
+@pytest.mark.very_slow
 @pytest.mark.usefixtures("quick_training")
 @pytest.mark.parametrize("name", OBSERVATIONS)
 def test_observation_programs_run(name, folder, capsys):
@@ -299,7 +299,7 @@ def page_requirements(name, request):
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
     brax = pytest.mark.filterwarnings("ignore")  # deprecations in brax
-    return [brax] * (name == "sac") + [pytest.mark.trains] * (name in LONG)
+    return [brax] * (name == "sac") + [pytest.mark.very_slow] * (name in LONG)
 
 
 @pytest.mark.slow
@@ -345,7 +345,7 @@ def test_sac_runs_on_a_pendulum(folder, quick_compile, key_reuse):
 
 
 @pytest.mark.slow
-@pytest.mark.trains
+@pytest.mark.very_slow
 @pytest.mark.usefixtures("quick_training")
 def test_clone_has_the_return_of_the_expert(folder, key_reuse):
     """`key_reuse` allows all policies to play the same 100 episodes."""
@@ -377,7 +377,7 @@ def test_atari_life_loss_terminates_only_the_loss(folder):
     ("changes", "min_return"),
     [
         (RUN_CHANGES, 500),
-        pytest.param(TRAINING_CHANGES, 1_300, marks=pytest.mark.trains),
+        pytest.param(TRAINING_CHANGES, 1_300, marks=pytest.mark.very_slow),
     ],
 )
 def test_action_masks_program_takes_valid_actions(

@@ -29,9 +29,10 @@ OFF_POLICY = ("dqn", "sac", "td3")
 MODELS = {"network": "model", "actor_network": "actor", "critic_network": "critic"}
 
 
-def each_agent(*names, slow=()):
-    """Parametrizes a test with names of agents. Tests of `slow` agents are slow."""
+def each_agent(*names, slow=(), very_slow=()):
+    """Parametrizes a test with names of agents, which are in one of three groups."""
     marked = [pytest.param(name, marks=pytest.mark.slow) for name in slow]
+    marked += [pytest.param(name, marks=pytest.mark.very_slow) for name in very_slow]
     return pytest.mark.parametrize("name", [*names, *marked])
 
 
@@ -121,7 +122,7 @@ def label(params):
 
 
 @pytest.mark.usefixtures("quick_compile")
-@each_agent("ppo", slow=("recurrent_ppo", "dqn", "pqn", "sac", "td3"))
+@each_agent("ppo", slow=("sac",), very_slow=("recurrent_ppo", "dqn", "pqn", "td3"))
 def test_optimizer_is_replaced(name):
     """Plain gradient descent, and no updates of the first layers."""
     parts = {"trained": optax.sgd(0.1), "frozen": optax.set_to_zero()}
@@ -148,7 +149,7 @@ def test_optimizer_must_be_one(name):
 
 
 @pytest.mark.usefixtures("quick_compile")
-@each_agent("ppo", "dqn", slow=("recurrent_ppo", "pqn", "sac", "td3"))
+@each_agent("ppo", "dqn", slow=("sac",), very_slow=("recurrent_ppo", "pqn", "td3"))
 def test_training_starts_from_given_parameters(name):
     """Also with another number of environments, and with statistics."""
     agent = make_agent(name, normalize_observations=True)
@@ -277,7 +278,7 @@ NUMBERS = {
 
 
 @pytest.mark.usefixtures("quick_compile", "key_reuse")
-@each_agent("ppo", slow=("recurrent_ppo", "dqn", "pqn", "sac", "td3"))
+@each_agent("ppo", slow=("sac",), very_slow=("recurrent_ppo", "dqn", "pqn", "td3"))
 def test_training_may_be_mapped_over_seeds_and_numbers(name):
     """The first two lanes differ in the seed, and each further lane in one number."""
     agent = make_agent(name, learning_rate=0.05)
@@ -313,7 +314,7 @@ def test_training_may_be_mapped_over_seeds_and_numbers(name):
 
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.compiles(60)
-@each_agent("ppo", "dqn", slow=("recurrent_ppo", "pqn", "sac", "td3"))
+@each_agent("ppo", "dqn", slow=("sac",), very_slow=("recurrent_ppo", "pqn", "td3"))
 def test_equal_host_agents_share_programs(name):
     env_id = "Pendulum-v1" if name in ("sac", "td3") else "CartPole-v1"
     results = []
@@ -363,9 +364,8 @@ def test_split_training_has_the_same_bits(name, request):
     jax.tree.map(np.testing.assert_array_equal, metrics, parts)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@each_agent(*AGENTS)
+@each_agent(slow=("ppo", "sac"), very_slow=("recurrent_ppo", "dqn", "pqn", "td3"))
 def test_training_passes_debug_nans(name):
     """No episode ends in the first update, so `return_mean` is undefined."""
     agent = make_agent(name, num_steps=1, num_updates=1, stats_window_size=7)
@@ -375,7 +375,7 @@ def test_training_passes_debug_nans(name):
 
 
 @pytest.mark.slow
-@pytest.mark.trains  # `test_recipe_spaces.py` trains each agent for a short time
+@pytest.mark.very_slow  # `test_recipe_spaces.py` trains each agent for a short time
 @pytest.mark.usefixtures("quick_training")
 @pytest.mark.parametrize(
     ("agent_class", "env_id", "num_envs", "changes", "min_return"),
@@ -634,7 +634,7 @@ def test_optimizer_gets_only_the_collection_params(name):
         assert entries & names in (expected, set())
 
 
-@each_agent("ppo", slow=("recurrent_ppo", "dqn", "pqn", "sac", "td3"))
+@each_agent("ppo", slow=("td3",), very_slow=("recurrent_ppo", "dqn", "pqn", "sac"))
 def test_only_the_collection_params_is_trained(name):
     agent = make_custom_agent(name)
 
@@ -718,7 +718,7 @@ def test_loss_of_one_row_must_be_a_scalar(name):
         jax.eval_shape(agent.update, init(agent))
 
 
-@each_agent("ppo", "sac", slow=("recurrent_ppo", "dqn", "pqn", "td3"))
+@each_agent("ppo", "sac", very_slow=("recurrent_ppo", "dqn", "pqn", "td3"))
 def test_agents_reject_environments_that_update_statistics(name):
     agent = make_agent(name)
     env = envs.NormalizeObs(agent.env)
@@ -863,7 +863,7 @@ for name in AGENTS:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.very_slow
 def test_programs_are_deterministic():
     """Otherwise JAX's persistent cache of compiled programs misses at random."""
     outputs = []

@@ -100,7 +100,7 @@ EXACT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", in_ci("PPO", "recurrent PPO", of=EXACT))
 def test_update_with_one_minibatch_equals_one_device(name):
     """A minibatch of all rows does not depend on the number of devices."""
     make = EXACT[name]
@@ -164,7 +164,7 @@ def test_gradient_step_has_one_all_reduce(name):
         check_close(new_state.params, state.params)
 
 
-@pytest.mark.slow
+@pytest.mark.very_slow
 @pytest.mark.usefixtures("quick_compile")
 def test_run_resumes_on_another_number_of_devices(tmp_path):
     for num_updates, num_devices in ((2, 4), (4, None), (6, 2)):
@@ -187,7 +187,7 @@ def test_run_resumes_on_another_number_of_devices(tmp_path):
     check_close(saved.params, state.params, rtol=0, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.very_slow
 @pytest.mark.usefixtures("quick_compile")
 def test_training_starts_from_parameters_on_other_devices():
     params = None

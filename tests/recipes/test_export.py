@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cases import quick_jit
 from privileged_env import PrivilegedEnv
-from recipe_cases import AimEnv, MaskedEnv, make_agent
+from recipe_cases import AimEnv, MaskedEnv, in_ci, make_agent
 
 from rollout import envs
 from rollout.normalization import split_obs_stats
@@ -22,7 +22,7 @@ ENVS = {
 }
 NUM_OBS = 1000
 LIMIT = 1e-5  # rounding of float32 actions, and of the memory over 1,000 steps
-each_agent = pytest.mark.parametrize("name", ENVS)
+each_agent = pytest.mark.parametrize("name", in_ci("ppo", "recurrent_ppo", of=ENVS))
 
 
 @functools.cache
@@ -143,7 +143,9 @@ def test_exported_actions_are_clipped(name, play_exported):
 
 @pytest.mark.slow
 @each_export
-@pytest.mark.parametrize("name", ["ppo", "recurrent_ppo", "sac", "td3"])
+@pytest.mark.parametrize(
+    "name", in_ci("ppo", of=["ppo", "recurrent_ppo", "sac", "td3"])
+)
 def test_exported_agent_needs_only_parts_of_the_actor(name, play_exported):
     agent, params, obs, memory = train(name, PrivilegedEnv(4))
     act = make_act(agent, params)

@@ -50,8 +50,11 @@ def make_camera(name, **changes):
 @pytest.mark.parametrize(
     "name",
     [
-        x if x in ("ppo", "dqn", "sac") else pytest.param(x, marks=pytest.mark.slow)
-        for x in AGENTS
+        *("ppo", "dqn", "sac"),
+        *(
+            pytest.param(name, marks=pytest.mark.very_slow)
+            for name in ("recurrent_ppo", "pqn", "td3")
+        ),
     ],
 )
 def test_networks_encode_images_and_buffers_store_bytes(name):
@@ -70,7 +73,7 @@ def test_networks_encode_images_and_buffers_store_bytes(name):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile", "key_reuse")
-@pytest.mark.parametrize("name", in_ci("ppo", "td3"))
+@pytest.mark.parametrize("name", in_ci("ppo"))
 def test_image_training_may_be_mapped_over_seeds(name):
     """Each seed of a mapped training equals a training without `vmap`."""
     agent = make_camera(name, num_updates=1)

@@ -105,7 +105,7 @@ def test_observations_are_shifted_scaled_and_clipped():
 @pytest.mark.parametrize(
     "name",
     [
-        x if x in ("ppo", "dqn") else pytest.param(x, marks=pytest.mark.slow)
+        x if x in ("ppo", "dqn") else pytest.param(x, marks=pytest.mark.very_slow)
         for x in AGENTS
     ],
 )

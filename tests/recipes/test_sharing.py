@@ -117,7 +117,7 @@ def test_recurrent_ppo_and_normalized_rewards_need_one_agent():
         envs.NormalizeHostEnv(env)
 
 
-@pytest.mark.slow
+@pytest.mark.very_slow
 def test_several_seeds_of_agents_that_share_a_policy(tmp_path):
     config = CONFIG.replace(normalize_observations=True)
     agent = PPO(envs.vectorize(Walk(), B), config)
@@ -128,7 +128,7 @@ def test_several_seeds_of_agents_that_share_a_policy(tmp_path):
     assert loaded.predict(state.params, np.zeros(2, np.float32)).shape == ()
 
 
-@pytest.mark.slow
+@pytest.mark.very_slow
 def test_agents_that_share_a_policy_train_on_two_devices():
     returns = []
     for mesh in (None, jax.make_mesh((2,), ("lanes",))):

@@ -29,7 +29,7 @@ NUM_UPDATES = 8  # updates of the complete script
 # Seconds in which the remaining process must end. Other tests slow it down.
 TIMEOUT = 150
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.very_slow]
 
 
 def make_scripts(*, total=NUM_UPDATES):

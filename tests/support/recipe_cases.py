@@ -201,6 +201,6 @@ def check_update(agent, plain_step, init_fn, close):
 
 
 def in_ci(*names, of=AGENTS):
-    """Returns parameters for all agents; all but `names` have the mark `trains`."""
-    marks = {name: [pytest.mark.trains] * (name not in names) for name in of}
+    """Returns parameters for all agents; all but `names` have the mark `very_slow`."""
+    marks = {name: [pytest.mark.very_slow] * (name not in names) for name in of}
     return [pytest.param(name, marks=marks[name]) for name in of]

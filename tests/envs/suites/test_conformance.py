@@ -38,9 +38,13 @@ QUICK_GAMES = ("pgx:tic_tac_toe",)
 
 def parametrize_envs(names, quick=()):
     """Parametrizes a test; importing most suites takes seconds."""
-    slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+    marks = {
+        name: [pytest.mark.slow] * (name not in quick)
+        + [pytest.mark.very_slow] * name.startswith("craftax:")  # compiles for minutes
+        for name in names
+    }
     return pytest.mark.parametrize(
-        "env_id", [x if x in quick else slow(x) for x in names]
+        "env_id", [pytest.param(name, marks=marks[name]) for name in names]
     )
 
 

@@ -74,6 +74,7 @@ def test_jumanji_discount_distinguishes_termination_and_truncation(
 
 # Some games warn about their scatters.
 @pytest.mark.filterwarnings("ignore:scatter inputs have:FutureWarning")
+@pytest.mark.very_slow
 def test_jumanji_games_satisfy_the_contract():
     pytest.importorskip("jumanji")
     for env_id in envs.env_ids("jumanji"):

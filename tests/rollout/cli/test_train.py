@@ -147,7 +147,7 @@ def test_wrong_argument_is_one_line(argv, words, capsys, monkeypatch, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.very_slow
 def test_train_resumes_in_host_environments(tmp_path):
     options = "gymnasium:CartPole-v1", "--evaluate-every", "64", "--num-updates"
     runs = [
@@ -166,7 +166,7 @@ def test_train_resumes_in_host_environments(tmp_path):
     assert agent.predict(state.params, np.zeros(4, np.float32)) in (0, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.very_slow
 def test_train_reports_the_interval_over_seeds(tmp_path):
     options = "--num-updates", "1", "--num-seeds", "3", "--folder", "a"
     process = run_recipe(tmp_path, "CartPole-v1", *options)
@@ -181,7 +181,7 @@ def test_train_reports_the_interval_over_seeds(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.trains
+@pytest.mark.very_slow
 def test_train_keeps_compiled_programs(tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
