@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import quick_jit
 from flax import struct
-from recipe_cases import AGENTS, flatten, in_ci, make_agent
+from recipe_cases import flatten, in_ci, make_agent
 
 from rollout import envs
 from rollout.envs import Box, Discrete

@@ -200,8 +200,8 @@ class LargeObsEnv:
         )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", in_ci("ppo", of=DISCRETE))
+@pytest.mark.very_slow
+@pytest.mark.parametrize("name", DISCRETE)
 def test_agents_learn_from_large_observations(name):
     agent_class = AGENTS[name][0]
     config = agent_class.config.replace(num_updates=20, normalize_observations=True)

@@ -47,7 +47,7 @@ def critic_outputs(agent, params, obs):
 quick_agents = pytest.mark.parametrize(
     "name",
     [
-        x if x in ("ppo", "sac") else pytest.param(x, marks=pytest.mark.slow)
+        x if x in ("ppo", "sac") else pytest.param(x, marks=pytest.mark.very_slow)
         for x in NAMES
     ],
 )

@@ -34,13 +34,15 @@ MODULES = {
 }
 QUICK_CASES = ("physics:custom",)
 QUICK_GAMES = ("pgx:tic_tac_toe",)
+# Craftax compiles for minutes. The other suites here have a second environment.
+VERY_SLOW = ("craftax:", "navix:Navix-Dynamic-", "xminigrid:MiniGrid-MemoryS8")
 
 
 def parametrize_envs(names, quick=()):
     """Parametrizes a test; importing most suites takes seconds."""
     marks = {
         name: [pytest.mark.slow] * (name not in quick)
-        + [pytest.mark.very_slow] * name.startswith("craftax:")  # compiles for minutes
+        + [pytest.mark.very_slow] * name.startswith(VERY_SLOW)
         for name in names
     }
     return pytest.mark.parametrize(
@@ -193,6 +195,7 @@ KNOWN_ISSUES = {
 CHECKED = {x.partition(":")[0]: x for x in (*AGENT_CASES, *CASES)}
 
 
+@pytest.mark.very_slow  # the checker compiles many programs
 @parametrize_envs(sorted({"jumanji:LevelBasedForaging-v0", *CHECKED.values()}))
 def test_check_env_reports_known_issues_only(env_id):
     for cases in (CASES, AGENT_CASES):
