@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import quick_jit
 from flax import struct
-from recipe_cases import AGENTS, in_ci, make_agent
+from recipe_cases import AGENTS, make_agent
 
 import rollout
 from rollout import envs, normalization
