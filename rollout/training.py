@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -554,6 +555,11 @@ def make_collector(
         ValueError: if `env` is not a `VectorEnv` or a `HostVectorEnv`, or is not a
             `VectorEnv` that the mesh can shard.
     """
+    if isinstance(env, EnvSpec):
+        raise ValueError(
+            "The agent must have environments to collect experience, got an EnvSpec. "
+            "Pass environments to an agent of `load`: `agent.replace(env=env)`."
+        )
     collector: Any = HostCollector if isinstance(env, HostVectorEnv) else Collector
     collector = collector(env=env, policy=policy)
     return collector if mesh is None else shard(collector, mesh)
@@ -567,6 +573,21 @@ def check_counts(config: Any, *names: str) -> None:
     """
     for name in names:
         checks.check_int(f"config.{name}", vars(config)[name])
+
+
+def check_activation(config: Any) -> None:
+    """Checks the activation function of a network.
+
+    Raises:
+        ValueError: if `config.activation` is not the name of a function of flax.linen.
+    """
+    name = config.activation
+    if not (isinstance(name, str) and callable(getattr(nn, name, None))):
+        raise ValueError(
+            "`config.activation` must be the name of a function of `flax.linen`, for "
+            f"example 'tanh', got {checks.describe(name)}. Pass a custom network for "
+            "another function."
+        )
 
 
 def check_discrete(name: str, action_space: AnySpace) -> None:

@@ -74,8 +74,9 @@ NAMES = {
     "rollout.discounted_returns": ("compute_returns", "discount_cumsum"),
     "rollout.envs.FrameStack": ("FrameStackObservation", "VecFrameStack"),
     "rollout.envs.NormalizeObs": (
-        *("NormalizeObservation", "NormalizeVecObservation", "VecNormalize"),
+        *("NormalizeObservation", "NormalizeVecObservation"),
     ),
+    "rollout.envs.NormalizeHostEnv": ("VecNormalize",),
     "rollout.envs.from_gymnasium": ("GymWrapper", "GymnasiumWrapper", "from_gym"),
     "rollout.envs.make_vec": ("get_environment", "make_env", "make_vec_env"),
     "rollout.envs.types.Env": ("Environment", "JaxEnv"),

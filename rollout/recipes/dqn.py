@@ -35,6 +35,7 @@ from rollout.normalization import normalize_obs, split_obs_stats, update_obs_sta
 from rollout.policies import EpsilonGreedy, LinearSchedule, mask_values
 from rollout.training import (
     Agent,
+    check_activation,
     check_counts,
     check_discrete,
     jit_on_host,
@@ -211,6 +212,7 @@ class DQN(Agent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_activation(self.config)
         check_counts(self.config, "gradient_steps", "stats_window_size")
         if checks.is_concrete(self.config.target_update_interval):  # may be traced
             check_counts(self.config, "target_update_interval")

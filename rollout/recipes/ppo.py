@@ -37,6 +37,7 @@ from rollout.targets import explained_variance
 from rollout.training import (
     Agent,
     adapt_learning_rate,
+    check_activation,
     check_counts,
     check_desired_kl,
     jit_on_host,
@@ -264,6 +265,7 @@ class PPO(Agent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_activation(self.config)
         check_counts(self.config, "num_minibatches", "num_epochs", "stats_window_size")
         check_desired_kl(self.config, self.optimizer)
 

@@ -35,6 +35,7 @@ from rollout.normalization import normalize_obs, split_obs_stats, update_obs_sta
 from rollout.policies import EpsilonGreedy, LinearSchedule, mask_values
 from rollout.training import (
     Agent,
+    check_activation,
     check_counts,
     check_discrete,
     jit_on_host,
@@ -192,6 +193,7 @@ class PQN(Agent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_activation(self.config)
         check_counts(self.config, "num_minibatches", "num_epochs", "stats_window_size")
         check_discrete("PQN", self.spec.action_space)
 

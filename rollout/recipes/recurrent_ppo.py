@@ -39,6 +39,7 @@ from rollout.targets import explained_variance
 from rollout.training import (
     Agent,
     adapt_learning_rate,
+    check_activation,
     check_counts,
     check_desired_kl,
     jit_on_host,
@@ -337,6 +338,7 @@ class RecurrentPPO(Agent):
                 "Several agents share a `PPO`, or a policy with memory in a "
                 "`rollout.agents.policy_map`."
             )
+        check_activation(self.config)
         check_counts(self.config, "num_minibatches", "num_epochs", "stats_window_size")
         check_desired_kl(self.config, self.optimizer)
 

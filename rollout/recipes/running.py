@@ -224,7 +224,9 @@ def run(
         key: one typed key, the source of all randomness; or `[S]` keys, one per seed.
         folder: folder of this run; it must not contain another run.
         evaluate_every: environment steps between evaluations, rounded up to whole
-            updates; None evaluates once, at the end. Steps are counted per seed.
+            updates; None evaluates once, at the end. Steps are counted per seed. The
+            run saves its state and calls `callback` at the same times, and 20 times
+            during the run if None: a killed run loses the updates since then.
         num_eval_episodes: episodes per evaluation and seed, at least 1. Under
             `vectorize_each`, a multiple of the number of lanes.
         target_return: mean return of an evaluation at which the training stops, for
@@ -236,8 +238,8 @@ def run(
             attributes of the networks and environments. Functions, such as schedules,
             are compared by name. If the learning rate is annealed, it follows the
             schedule of the new `num_updates`.
-        callback: function called with a `Progress` after each evaluation, or 20 times
-            without `evaluate_every`. The training stops if it returns False.
+        callback: function called with a `Progress` after each evaluation and its
+            checkpoint. The training stops if it returns False.
         log: function called as `log(metrics, step=steps)` for every update, with a flat
             dict of floats and the environment steps, for example `wandb.log`,
             `mlflow.log_metrics` or a `rollout.logs.CSVWriter`. Names of evaluations
@@ -257,6 +259,12 @@ def run(
             written to, if another process trains in it, or if there are several keys
             for host environments or for a `mesh`.
     """
+    for name, fn in {"callback": callback, "log": log}.items():
+        if fn is not None and not callable(fn):
+            raise ValueError(
+                f"`{name}` must be a function, got {checks.describe(fn)}. To use "
+                "several, pass a function that calls them."
+            )
     if agent.collector.is_host:
         check_eval_env(agent.env, eval_env, evaluate_every)
     num_seeds = check_keys(agent, key)
@@ -356,13 +364,23 @@ def load(
 
     Raises:
         FileNotFoundError: if the folder contains no run, or no such checkpoint.
-        ValueError: if the agent has a class or fields that must be passed, if a field
-            differs from the field of the run, if a class has changed since, or if
-            `seed` is not one of the seeds.
+        ValueError: if `name` is neither "best" nor "last", if the agent has a class or
+            fields that must be passed, if a field differs from the field of the run, if
+            a class has changed since, or if `seed` is not one of the seeds.
     """
     folder = Path(folder).expanduser()
+    if name not in ("best", "last"):
+        raise ValueError(
+            f"`name` must be 'best' or 'last', got {name!r}. `run(..., resume=True)` "
+            "restores the training state."
+        )
     if not Folder(folder).settings.exists():
-        raise FileNotFoundError(f"`folder` must have a run of `run`, got {folder}.")
+        hint = ""
+        if Folder(folder.parent).settings.exists():
+            hint = f" Pass the folder of the run: `load({str(folder.parent)!r})`."
+        raise FileNotFoundError(
+            f"`folder` must have a run of `run`, got {folder}.{hint}"
+        )
     settings = json.loads(Folder(folder).settings.read_text())
     agent_class = agent_class or class_of(settings["agent"])
     num_seeds = check_seed(seed, settings.get("num_seeds"), folder)
@@ -426,8 +444,8 @@ def check_fields(
         is_needed = name != "optimizer"  # `predict` does not need it
         if is_needed and name not in fields and not is_default:
             raise ValueError(
-                f"`{name}` must be passed to `load`: the agent in {folder} has a "
-                f"{saved.get(name)}, and `run` does not save code."
+                f"`{name}` must be passed to `load`: the agent in {folder} has "
+                f"the value {saved.get(name)}, and `run` does not save code."
             )
     values = {name: x for name, x in fields.items() if name in defaults}
     settings, saved = {"fields": describe_fields(values)}, {"fields": saved}

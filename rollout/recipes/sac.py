@@ -34,6 +34,7 @@ from rollout.networks import (
 from rollout.normalization import normalize_obs, split_obs_stats, update_obs_stats
 from rollout.training import (
     Agent,
+    check_activation,
     check_counts,
     jit_on_host,
     scan_updates,
@@ -201,6 +202,7 @@ class SAC(Agent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_activation(self.config)
         check_counts(self.config, "gradient_steps", "stats_window_size")
         TanhNormal(self.spec.action_space)  # raises if it is not a Box of floats
 

@@ -36,6 +36,7 @@ from rollout.normalization import normalize_obs, split_obs_stats, update_obs_sta
 from rollout.policies import Greedy, RandomWarmup
 from rollout.training import (
     Agent,
+    check_activation,
     check_counts,
     jit_on_host,
     scan_updates,
@@ -214,6 +215,7 @@ class TD3(Agent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_activation(self.config)
         check_counts(self.config, "gradient_steps", "stats_window_size")
         if checks.is_concrete(self.config.policy_delay):  # may be traced
             check_counts(self.config, "policy_delay")
