@@ -9,7 +9,7 @@ count steps and reset.
 import copy
 import inspect
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -43,20 +43,23 @@ def adapt(
 
     Args:
         env: environment of the suite, without training wrappers.
-        model_field: attribute of `env` that holds the physical model. The result has no
-            leaves if `env` has no such attribute.
+        model_field: attribute of `env` that holds the physical model. It is a leaf of
+            the result, if `env` has it.
         frame_field: field of the state that `env.render` expects, or None if it expects
             the complete state.
         has_shared_arrays: whether `vmap` of `env` returns arrays without a lane axis.
             MuJoCo Warp stores the contacts of all lanes in such arrays.
 
     Returns:
-        An `Env` with the state of `env`. Arrays without a lane axis are replaced by
-        None between steps, and are zero at the beginning of a step.
+        An `Env` with the state of `env`. Its leaves are the model and all attributes
+        with traced arrays, so that they may vary by lane. Arrays of the state without
+        a lane axis are replaced by None between steps, and are zero at the beginning of
+        a step.
 
     Raises:
         TypeError: if `env` lacks a method.
-        ValueError: if `env` has a training wrapper.
+        ValueError: if `env` has a training wrapper, or if `env` and an environment that
+            it wraps have different traced arrays in attributes of the same name.
     """
     check_methods(env, "brax or MuJoCo Playground", ("reset", "step", "action_size"))
     inner = env
@@ -72,12 +75,13 @@ def adapt(
                 "for batches, resets and time limits."
             )
         inner = vars(inner).get("env")
+    parameters = _traced_attributes(env)
     # Custom environments may have no physical model.
-    model = getattr(env, model_field, None)
+    if (model := getattr(env, model_field, None)) is not None:
+        parameters[model_field] = jax.tree.map(jnp.asarray, model)
     return _PhysicsEnv(
-        model=jax.tree.map(jnp.asarray, model),
+        parameters=parameters,
         env=env,
-        model_field=model_field,
         frame_field=frame_field,
         shared=_shared_leaves(env) if has_shared_arrays else None,
         action_space=Box(-1.0, 1.0, (env.action_size,), jnp.dtype(jnp.float32)),
@@ -107,11 +111,14 @@ class _SharedLeaves(NamedTuple):
 
 
 class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
-    """An `Env` over a brax or Playground environment; the model holds the leaves."""
+    """An `Env` over a brax or Playground environment.
 
-    model: ArrayTree = struct.field(repr=False)  # more than a hundred arrays
+    Attributes:
+        parameters: attributes of `env` that are leaves, by name, such as the model.
+    """
+
+    parameters: dict[str, ArrayTree] = struct.field(repr=False)  # hundreds of arrays
     env: Any = struct.field(pytree_node=False)
-    model_field: str = struct.field(pytree_node=False)
     frame_field: str | None = struct.field(pytree_node=False)
     shared: _SharedLeaves | None = struct.field(pytree_node=False, repr=False)
     action_space: AnySpace = struct.field(pytree_node=False)
@@ -121,7 +128,7 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
         return space_of(shapes_of_reset(self)[1])
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        env = _with_model(self.env, self.model_field, self.model)
+        env = _with_attributes(self.env, self.parameters)
         state = env.reset(_raw(key))
         lane_state = state if self.shared is None else self.shared.remove(state)
         return promote(self, key, lane_state, state.obs)
@@ -136,7 +143,7 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
         if is_raw and old.shape == new.shape:
             state_copy.info["rng"] = new
         # `next_state` is the true successor, because no training wrapper resets.
-        env = _with_model(self.env, self.model_field, self.model)
+        env = _with_attributes(self.env, self.parameters)
         next_state = env.step(state_copy, action)
         next_state = keep_dtypes(next_state, state)
         # `done` is also True at time limits, which brax marks in `info`.
@@ -191,19 +198,44 @@ def _shared_leaves(env: Any) -> _SharedLeaves:
     return _SharedLeaves(structure, shared)
 
 
-def _with_model(env: Any, field: str, model: ArrayTree) -> Any:
-    """Copies an environment and all wrapped environments, and replaces the model."""
-    if model is None:
+def _traced_attributes(env: Any) -> dict[str, ArrayTree]:
+    """Returns the attributes with traced arrays, also of wrapped environments."""
+    attributes: dict[str, ArrayTree] = {}
+    while env is not None:
+        for name, value in vars(env).items():
+            if not _is_traced(value):
+                continue
+            if attributes.setdefault(name, value) is not value:
+                raise ValueError(
+                    f"`env` must have one attribute {name!r} with traced arrays, got "
+                    f"another one in the wrapped {type(env).__name__}. Rename one."
+                )
+        env = vars(env).get("env")
+    return attributes
+
+
+def _is_traced(value: Any) -> bool:
+    """Returns whether a value is a pytree with traced arrays."""
+    try:
+        leaves = jax.tree.leaves(value)
+    except (TypeError, ValueError):  # for example a dict whose keys cannot be sorted
+        return False
+    return any(isinstance(x, jax.core.Tracer) for x in leaves)
+
+
+def _with_attributes(env: Any, attributes: Mapping[str, ArrayTree]) -> Any:
+    """Copies an environment and all wrapped environments, and sets attributes."""
+    if not attributes:
         return env
     new_env = copy.copy(env)
     for name, value in vars(env).items():
         # Rebind methods stored in attributes: they are bound to the original.
         if inspect.ismethod(value) and value.__self__ is env:
             setattr(new_env, name, types.MethodType(value.__func__, new_env))
-    if field in vars(env):
-        setattr(new_env, field, model)
+    for name in attributes.keys() & vars(env).keys():
+        setattr(new_env, name, attributes[name])
     if "env" in vars(env):
-        new_env.env = _with_model(env.env, field, model)
+        new_env.env = _with_attributes(env.env, attributes)
     return new_env
 
 

@@ -4,6 +4,7 @@
 
 - `ppo`, `recurrent_ppo`, `dqn`, `pqn`, `sac`, `td3`: the agents.
 - `running`: `run` trains with logs, evaluations and checkpoints; `load` reads them.
+- `run_files`: the files of a run: tables, loggers, the curve and the animation.
 - `run_settings`: the settings of a run, which a resumed run must have, as JSON.
 
 The extra `train` installs the dependencies: optax, and packages for curves and GIFs.

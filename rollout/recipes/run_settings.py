@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 import rollout
 from rollout.base import trees
@@ -22,6 +23,7 @@ from rollout.envs import spaces
 from rollout.envs.host.types import HostVectorEnv
 from rollout.envs.host.wrappers import HostWrapper
 
+_IS_LEAF = "pytree_node"  # key of flax in the metadata of a field
 _MAX_ENTRIES = 100  # attributes of one object; more are replaced by a digest
 
 
@@ -135,7 +137,8 @@ def attributes(value: Any) -> dict[Any, Any]:
         return dict(zip(names, value, strict=True))
     if is_dataclass(value):
         # `repr=False` marks internal fields, for example the parent of a flax module.
-        names = [field.name for field in fields(value) if field.repr]
+        # Leaves are parameters.
+        names = [x.name for x in fields(value) if x.repr or x.metadata.get(_IS_LEAF)]
         return {name: getattr(value, name) for name in names if hasattr(value, name)}
     members = getattr(value, "__dict__", {}).items()
     return {name: x for name, x in members if not is_internal(value, name, x)}
@@ -152,6 +155,8 @@ def is_internal(owner: Any, name: str, value: Any) -> bool:
 
 def describe_array(value: Any) -> Any:
     """Returns a small array as a list or number, and any other as a digest."""
+    if isinstance(value, Tracer):  # a copy in a static attribute; the leaf is described
+        return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, jax.Array):
         value = trees.unwrap_keys(value)
     array = np.asarray(value)

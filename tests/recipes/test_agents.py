@@ -769,6 +769,8 @@ INVALID_CALLS = [
     ("`num_updates` must be", lambda: train(1.0)),
     ("`num_updates` must be", lambda: train(True)),
     (f"`config.gradient_steps` {COUNT}", lambda: make_agent("sac", gradient_steps=0)),
+    ("`config.activation` must be the name", lambda: make_agent("ppo", activation=max)),
+    ("`config.activation` must be the name", lambda: make_agent("sac", activation="X")),
     (f"`config.policy_delay` {COUNT}", lambda: make_agent("td3", policy_delay=0)),
     ("`num_minibatches` must divide the 2 items", lambda: update(num_minibatches=3)),
     (SHAPE, lambda: predict(FOUR, np.zeros(3))),

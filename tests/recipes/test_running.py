@@ -14,10 +14,12 @@ import jax
 import numpy as np
 import pytest
 from compiles import QUICK_FLAGS
+from plain_suites import Suite
 from recipe_cases import in_ci
 
 import rollout
 from rollout import checkpoint, envs
+from rollout.envs.suites import physics
 from rollout.logs import CSVWriter
 from rollout.recipes import load, run, running
 from rollout.recipes.ppo import PPO, Config
@@ -410,6 +412,7 @@ AT_LEAST_1 = "must be an int of at least 1"
         (f"`evaluate_every` {AT_LEAST_1}", {"evaluate_every": 64.0}),
         (f"`num_eval_episodes` {AT_LEAST_1}", {"num_eval_episodes": 0}),
         ("`key` must be one typed key", {"key": 0}),
+        ("`callback` must be a function, got list", {"callback": [print]}),
     ],
 )
 def test_wrong_options_raise_before_training(words, options, tmp_path):
@@ -557,6 +560,18 @@ def test_other_networks_and_environments_cannot_be_resumed(
         check_settings(settings, saved, "to resume")
 
 
+class Robot(Suite):
+    """An environment with the interface of brax and a parameter."""
+
+    def __init__(self, speed):
+        super().__init__()
+        self.speed = speed
+
+
+def adapt(env):
+    return physics.adapt(env, model_field="model", frame_field=None)
+
+
 def test_options_of_host_wrappers_are_compared():
     env = envs.from_gymnasium("CartPole-v1", 2)
     settings = [
@@ -568,6 +583,18 @@ def test_options_of_host_wrappers_are_compared():
     settings[1] = describe(PPO(env, SMALL))
     with pytest.raises(ValueError, match="`env` must be 'NormalizeHostEnv'"):
         check_settings(settings[1], settings[0], "to resume")
+
+
+def test_parameters_of_lanes_are_compared():
+    def settings_of_lanes(speeds):
+        make = lambda speed: adapt(Robot(speed))  # noqa: E731
+        env = envs.vectorize_each(jax.vmap(make)(speeds))
+        return describe(PPO(env, SMALL))
+
+    first, equal, other = map(settings_of_lanes, np.float32([[1, 2], [1, 2], [1, 3]]))
+    check_settings(equal, first, "to resume")
+    with pytest.raises(ValueError, match=r"speed` must be \[1\.0, 2\.0\] to resume"):
+        check_settings(other, first, "to resume")
 
 
 def test_functions_of_a_config_need_no_name():
@@ -590,8 +617,18 @@ def test_load_names_missing_parts(words, changes, finished_run, tmp_path):
     (tmp_path / "agent.json").write_text(json.dumps(settings | changes))
     with pytest.raises(ValueError, match=words):
         load(tmp_path)
-    with pytest.raises(FileNotFoundError, match="`folder` must have a run"):
+    with pytest.raises(FileNotFoundError, match=r"Pass the folder of the run: `load"):
         load(folder / "best")
+    with pytest.raises(ValueError, match="`name` must be 'best' or 'last', got 'all'"):
+        load(folder, name="all")
+
+
+def test_loaded_agent_needs_environments_for_an_evaluation(finished_run):
+    agent, state = load(finished_run[0])
+    with pytest.raises(
+        ValueError, match=r"agent of `load`: `agent.replace\(env=env\)`"
+    ):
+        rollout.evaluate(agent, state, jax.random.key(0), 2)
 
 
 def test_load_compares_the_network(finished_run, tmp_path):

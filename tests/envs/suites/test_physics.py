@@ -52,7 +52,9 @@ def test_replaced_model_is_used_and_done_terminates():
     env = adapt(Suite())
     assert isinstance(env.observation_space, envs.spaces.Dict)
     assert len(repr(env)) < 1000
-    _, step = first_step(env.replace(model=jnp.float32(5.0)), jax.random.key(3))
+    _, step = first_step(
+        env.replace(parameters={"model": jnp.float32(5.0)}), jax.random.key(3)
+    )
     assert (step.reward, step.obs["privileged_state"][0]) == (5.0, 5.0)
     assert (step.reward.dtype, step.terminated.dtype) == (jnp.float32, bool)
     assert step.terminated
@@ -60,6 +62,45 @@ def test_replaced_model_is_used_and_done_terminates():
     _, step = first_step(env, jax.random.key(3))
     assert step.reward == 2.0
     assert not step.terminated
+
+
+class Wind(Suite):
+    """A suite whose reward has two parameters, one in a wrapped environment."""
+
+    def __init__(self, model, wind, inner=None):
+        super().__init__()
+        self.model, self.wind = model, {"speed": wind}
+        if inner is not None:
+            self.env = inner
+
+    def step(self, state, action):
+        step = super().step(state, action)
+        bias = self.env.bias if hasattr(self, "env") else 0.0
+        return step.replace(reward=10 * self.model + self.wind["speed"] + bias)
+
+
+class Bias:
+    def __init__(self, bias):
+        self.bias = bias
+
+
+def test_traced_attributes_vary_by_lane():
+    def make(x):
+        return adapt(Wind(x, x + 1, Bias(100 * x)))
+
+    lanes = jax.vmap(make)(jnp.arange(3.0))
+    _, step = jax.vmap(first_step, (0, None))(lanes, KEY)
+    expected = [10 * x + x + 1 + 100 * x for x in range(3)]
+    np.testing.assert_array_equal(step.reward, expected)
+
+
+def test_traced_attributes_need_different_names():
+    class Other(Bias):
+        def __init__(self, bias):
+            self.wind = bias
+
+    with pytest.raises(ValueError, match=r"one attribute 'wind' .* wrapped Other"):
+        jax.vmap(lambda x: adapt(Wind(x, x, Other(2 * x))))(jnp.arange(3.0))
 
 
 def test_brax_truncation_flag_truncates():
@@ -86,7 +127,9 @@ def test_shared_arrays_are_not_in_the_state(auto_reset):
     models = np.array([1.0, 2.0, 3.0], np.float32)
     (carry, rows), (_, expected) = (
         play(
-            envs.vectorize_each(x.replace(model=models), auto_reset=auto_reset),
+            envs.vectorize_each(
+                x.replace(parameters={"model": models}), auto_reset=auto_reset
+            ),
             num_steps=9,
         )
         for x in (env, adapt(Suite()))
@@ -146,8 +189,9 @@ def test_brax_training_wrappers_raise_and_custom_wrappers_use_model(brax_envs):
         lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(env.reset, KEY)[0]
     )
     for scale in (1.0, 3.0):
-        model = env.model.replace(gravity=env.model.gravity * scale)
-        step = env.replace(model=model).step(KEY, state, jnp.zeros(1))
+        model = env.parameters["sys"]
+        model = model.replace(gravity=model.gravity * scale)
+        step = env.replace(parameters={"sys": model}).step(KEY, state, jnp.zeros(1))
         np.testing.assert_allclose(step.reward, -9.81 * scale, rtol=1e-6)
 
 
