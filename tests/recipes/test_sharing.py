@@ -225,7 +225,36 @@ def test_agents_in_python_share_a_policy():
 def test_agents_that_cannot_share_a_policy_raise(make):
     env = envs.from_pettingzoo(make, 2)
     with pytest.raises(ValueError, match="policy_map"):
-        PPO(env, CONFIG).init(jax.random.key(0))
+        PPO(env, CONFIG)
+
+
+def test_a_single_environment_with_several_agents_raises():
+    with pytest.raises(ValueError, match="vectorize"):
+        PPO(Walk(), CONFIG)
+
+
+def test_bounds_of_agents_may_be_computed_inside_jit():
+    @jax.tree_util.register_static
+    class Bounded(Drift):
+        @property
+        def action_spaces(self):
+            return {"agents": envs.Box(jnp.float32(0), jnp.float32(1), ())}
+
+    @jax.jit
+    def read():
+        agent = td3.TD3(envs.vectorize(Bounded(), B), td3.Config())
+        return agent.distribution.postprocess(jnp.array([[-2.0], [0.0], [2.0]]))
+
+    np.testing.assert_allclose(read(), [0.0, 0.5, 1.0])
+
+
+def test_observation_without_entries_raises():
+    @jax.tree_util.register_static
+    class Blind(Walk):
+        observation_spaces = {"agents": envs.Box(0.0, 1.0, (0,))}  # noqa: RUF012
+
+    with pytest.raises(ValueError, match="at least one entry"):
+        PPO(envs.vectorize(Blind(), B), CONFIG)
 
 
 def test_recurrent_ppo_and_normalized_rewards_need_one_agent():
