@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agents import Walk
 from cases import quick_jit
 from zoo_envs import Crowd, Duel
 
@@ -14,45 +15,8 @@ from rollout.recipes import dqn, load, pqn, run, sac, td3
 from rollout.recipes.ppo import PPO, Config
 from rollout.recipes.recurrent_ppo import RecurrentPPO
 
-B, A = 4, 3
+B, A = 4, len(Walk.agents)
 CONFIG = Config(num_updates=2, num_steps=8, num_minibatches=2, num_epochs=1)
-
-
-@jax.tree_util.register_static
-class Walk:
-    """Three agents walk; agent i ends after 4 + i steps, the last by truncation."""
-
-    agents = "a", "b", "c"
-    groups = {"agents": agents}  # noqa: RUF012
-    simultaneous = True
-    observation_spaces = {"agents": envs.Box(-100.0, 100.0, (2,))}  # noqa: RUF012
-    action_spaces = {"agents": envs.Discrete(2)}  # noqa: RUF012
-
-    def reset(self, key):
-        position = jax.random.randint(key, (A,), -2, 3)
-        state = position, jnp.int32(0)
-        return state, self.observe(state), jnp.ones(A, bool)
-
-    def observe(self, state):
-        position, n = state
-        n = jnp.broadcast_to(n, A)
-        return {"agents": jnp.stack([position, n], -1).astype(jnp.float32)}
-
-    def step(self, key, state, action):
-        position, n = state
-        state = position + 2 * action["agents"] - 1, n + 1
-        ended = n + 1 == 4 + jnp.arange(A)
-        is_last = jnp.arange(A) == A - 1
-        return envs.multi_agent.MultiAgentStep(
-            state=state,
-            obs=self.observe(state),
-            acting=jnp.ones(A, bool),
-            reward=-jnp.abs(state[0]).astype(jnp.float32),
-            terminated=ended & ~is_last,
-            truncated=ended & is_last,
-            episode_terminated=False,
-            episode_truncated=False,
-        )
 
 
 @pytest.mark.compiles(60)
