@@ -6,7 +6,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import chex
@@ -144,7 +144,7 @@ class Box(_Bounded, struct.PyTreeNode, eq=False):
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(map(operator.index, self.shape)))
+        object.__setattr__(self, "shape", _check_shape(self.shape))
         # `np.float32` and its dtype compare equal, but hash differently.
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         dtype, bounds = narrow(self.dtype), (self.low, self.high)
@@ -287,7 +287,8 @@ class MultiBinary(_Bounded, struct.PyTreeNode, eq=False):
         dtype: dtype of an element: integer or bool.
 
     Raises:
-        ValueError: if `dtype` is neither integer nor bool.
+        ValueError: if `shape` is not a tuple of ints of at least 0, or if `dtype` is
+            neither integer nor bool.
     """
 
     shape: tuple[int, ...] = struct.field(pytree_node=False)
@@ -297,7 +298,7 @@ class MultiBinary(_Bounded, struct.PyTreeNode, eq=False):
     low, high = 0, 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(map(operator.index, self.shape)))
+        object.__setattr__(self, "shape", _check_shape(self.shape))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         if self.dtype != bool:
             checks.check_int_dtype(self.dtype, self.low, self.high)
@@ -459,10 +460,22 @@ def env_spec(env: Any) -> EnvSpec:
             "`rollout.envs.make_vec(env_id, num_envs)`, got "
             f"{checks.describe(env)} without `{missing[0]}`."
         )
+    return make_spec(lambda: (env.observation_space, env.action_space), env.num_envs)
+
+
+def make_spec(read_fn: Callable[[], tuple[Any, Any]], num_envs: int) -> EnvSpec:
+    """Makes an `EnvSpec`; see `env_spec`.
+
+    Args:
+        read_fn: function that reads the observation space and the action space.
+        num_envs: number of environments.
+    """
+    names = "observation_space", "action_space"
 
     def read() -> tuple[AnySpace, AnySpace]:
-        observation_space = as_space(env.observation_space, "env.observation_space")
-        return observation_space, as_space(env.action_space, "env.action_space")
+        observation_space, action_space = read_fn()
+        observation_space = as_space(observation_space, "env.observation_space")
+        return observation_space, as_space(action_space, "env.action_space")
 
     spaces = read()
     if not checks.is_concrete(spaces):  # constants become tracers inside `jit`
@@ -483,7 +496,7 @@ def env_spec(env: Any) -> EnvSpec:
         observation_space = jax.tree.map(
             lambda x: x if checks.is_concrete(x) else np.inf, observation_space
         )
-    return EnvSpec(observation_space, action_space, env.num_envs)
+    return EnvSpec(observation_space, action_space, num_envs)
 
 
 def as_space(space: Any, name: str = "space") -> AnySpace:
@@ -677,6 +690,20 @@ def _parts(spaces: Any, items: Iterable[tuple[Any, Any]]) -> dict[Any, AnySpace]
     if not spaces:
         raise ValueError(f"`spaces` must have at least one part, got {spaces!r}.")
     return {name: as_space(part, f"spaces[{name!r}]") for name, part in items}
+
+
+def _check_shape(shape: Any) -> tuple[int, ...]:
+    """Returns a shape as a tuple of ints; raises unless the sizes are ints."""
+    try:
+        sizes = tuple(map(operator.index, shape))
+    except TypeError:
+        sizes = (-1,)
+    if min(sizes, default=0) < 0:
+        fix = f" Write `({shape},)`." if isinstance(shape, int | np.integer) else ""
+        raise ValueError(
+            f"`shape` must be a tuple of ints of at least 0, got {shape!r}.{fix}"
+        )
+    return sizes
 
 
 def _tuples(x: int | list) -> int | tuple:

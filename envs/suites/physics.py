@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.core import Tracer
 
 from rollout.base.checks import import_optional
 from rollout.envs.spaces import Box, space_of
@@ -220,7 +221,7 @@ def _is_traced(value: Any) -> bool:
         leaves = jax.tree.leaves(value)
     except (TypeError, ValueError):  # for example a dict whose keys cannot be sorted
         return False
-    return any(isinstance(x, jax.core.Tracer) for x in leaves)
+    return any(isinstance(x, Tracer) for x in leaves)
 
 
 def _with_attributes(env: Any, attributes: Mapping[str, ArrayTree]) -> Any:

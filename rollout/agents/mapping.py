@@ -26,6 +26,12 @@ from rollout.kernel.state import check_values
 from rollout.policies import base
 from rollout.types import Key, Obs, Params, Policy, PolicyStep
 
+# The fix for a function that maps the name of an agent to the name of a policy.
+BY_FUNCTION = (
+    "For a function of the name of an agent, as in RLlib, pass `static_mapping("
+    "{agent: fn(agent) for agent in env.agents})`."
+)
+
 MappingFn = Callable[[Key, tuple[str, ...]], jax.Array]
 
 
@@ -47,11 +53,10 @@ def static_mapping(policies: Mapping[str, str] | str) -> FixedMapping:
     Raises:
         ValueError: if `policies` is neither a dict nor a name.
     """
-    checks.check_type(
-        "`policies` must be a dict by agent or by group, or the name of a policy",
-        policies,
-        Mapping | str,
-    )
+    rule = "`policies` must be a dict by agent or by group, or the name of a policy"
+    if callable(policies):
+        raise ValueError(f"{rule}, got a function. {BY_FUNCTION}")
+    checks.check_type(rule, policies, Mapping | str)
     return FixedMapping(
         policies if isinstance(policies, str) else tuple(policies.items())
     )

@@ -160,7 +160,14 @@ def _sample_indices(fn: MappingFn, agents: tuple[str, ...]) -> jax.Array:
     """Calls a mapping function with several keys; returns `[_NUM_SAMPLES, A]`."""
 
     def sample(key: Key) -> jax.Array:
-        result = fn(key, agents)
+        try:
+            result = fn(key, agents)
+        except Exception as error:
+            raise ValueError(
+                "`policy_mapping_fn` must be a function of a key and the names of all "
+                f"agents, `(key, agents)`, got {checks.describe(fn)}, which raised "
+                f"{type(error).__name__}: {error}. {mapping.BY_FUNCTION}"
+            ) from error
         is_int = checks.has_dtype(result, jnp.integer)
         if not is_int or result.shape != (len(agents),):
             raise ValueError(

@@ -8,9 +8,10 @@ import jax
 from rollout.agents.mapping import static_mapping
 from rollout.agents.policy_map import PolicyMap, policy_map
 from rollout.agents.transitions import agent_transitions, last_values
+from rollout.base import checks
 from rollout.collector import Collector
 from rollout.envs.multi_agent import layout_of
-from rollout.envs.spaces import EnvSpec, as_space
+from rollout.envs.spaces import EnvSpec, make_spec
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
 from rollout.types import Carry, Key, Policy, PolicyStep, Transition
@@ -76,7 +77,8 @@ def spec_of_agent(env: Any) -> EnvSpec:
 
     Raises:
         ValueError: if the agents cannot share the training of one policy: if their
-            spaces differ, or if some agents do not act at every step until their end.
+            spaces differ, or if some agents do not act at every step until their end;
+            if `env` is a single environment; if a space has no entries.
     """
     layout = layout_of(env)
     if len(layout.groups) > 1 or not layout.simultaneous:
@@ -88,10 +90,14 @@ def spec_of_agent(env: Any) -> EnvSpec:
             f"{problem}. Train a policy for each group, or agents that take turns, "
             "with `rollout.agents.policy_map` and `agent.learn`."
         )
+    if not hasattr(env, "num_envs"):
+        raise ValueError(
+            f"`env` must be parallel environments, got {checks.describe(env)} without "
+            "`num_envs`. Call `rollout.envs.vectorize(env, num_envs)` first."
+        )
     (group,) = env.groups
-    return EnvSpec(
-        as_space(env.observation_spaces[group], "env.observation_spaces"),
-        as_space(env.action_spaces[group], "env.action_spaces"),
+    return make_spec(
+        lambda: (env.observation_spaces[group], env.action_spaces[group]),
         env.num_envs * len(layout.agents),
     )
 

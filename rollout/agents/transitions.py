@@ -20,7 +20,13 @@ from rollout.collector import Collector
 from rollout.envs.multi_agent import AgentGroup, AgentInfo, AgentLayout, layout_of
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
-from rollout.types import AsyncInfo, Carry, PerAgent, Transition
+from rollout.types import (
+    AsyncInfo,
+    Carry,
+    PerAgent,
+    Transition,
+    check_trajectory,
+)
 
 _UNROLL = 16  # steps in one iteration on accelerators
 
@@ -99,8 +105,10 @@ class Pending(struct.PyTreeNode, kw_only=True):
         layout = layout_of(collector.env)
         if layout.simultaneous:
             return ()
-        row = trees.blank(collector.row_shape(params))
-        zeros = jnp.zeros((*row.mask.shape, len(layout.agents)), jnp.float32)
+        num_envs = collector.env.num_envs
+        # A row of asynchronous lanes is shorter than the lanes.
+        row = trees.blank(collector.row_shape(params), (num_envs,), skip=1)
+        zeros = jnp.zeros((num_envs, len(layout.agents)), jnp.float32)
         return cls(
             is_open=zeros.astype(bool),
             reward=zeros,
@@ -134,7 +142,8 @@ def agent_transitions(
         pending: from `Pending.init` or the previous call.
         trajectory: `[T, B, ...]`, the next steps. Pass every trajectory exactly once
             and in order: otherwise the wrong actions are answered. Episodes may be
-            discarded between trajectories, as in `collect_episodes`.
+            discarded between trajectories, as in `collect_episodes`. Pass rows of a
+            `HostCollector` with `num_ready` to `rollout.host.regroup_by_env` first.
         recorded_value_fn: function of the extras of one group that returns the values
             that the policies recorded, for example `lambda extras: extras["value"]`.
             Required if the policy has a critic and the agents take turns: the value of
@@ -146,8 +155,8 @@ def agent_transitions(
 
     Raises:
         ValueError: if the environment of the trajectory does not have several agents;
-            if `pending` belongs to another collector; if a required
-            `recorded_value_fn` is missing.
+            if the rows are in the order of service of `num_ready`; if `pending` belongs
+            to another collector; if a required `recorded_value_fn` is missing.
     """
     return _transitions(pending, trajectory, recorded_value_fn, is_team=False)
 
@@ -309,6 +318,7 @@ def _transitions(
     *,
     is_team: bool,
 ) -> tuple[Any, AgentRows]:
+    check_trajectory(trajectory)
     info = agents_of(trajectory)
     groups = info.layout.groups
     if info.layout.simultaneous:  # every action is answered at once
@@ -376,12 +386,14 @@ def _match(
     """
 
     def step(state: tuple, inputs: tuple) -> tuple:
-        is_open, reward, total, taken_at, episode_id = state
+        is_open, reward, total, taken_at, old_id = state
         number, row, agents = inputs
         mask = row.mask[:, None]
+        # Idle rows, which have no episode, leave pending actions unchanged.
+        episode_id = jnp.where(row.mask, row.episode_id, old_id)
         # If the id changes without an ending, the old episode was discarded. A resumed
         # host environment may play an episode again from its start.
-        is_same = ((episode_id == row.episode_id) & ~row.first)[:, None]
+        is_same = ((old_id == episode_id) & ~(row.first & row.mask))[:, None]
         # The order matters, since all three can happen at one step: open the action,
         # add the reward of the step, and answer the action.
         acted = agents.acted & mask
@@ -391,7 +403,7 @@ def _match(
         is_answered = is_open & mask & (row.done[:, None] | ~agents.waiting)
         total = jnp.where(is_same, total, 0.0) + jnp.where(is_answered, reward, 0.0)
         is_open &= ~is_answered
-        state = is_open, reward, total, taken_at, row.episode_id
+        state = is_open, reward, total, taken_at, episode_id
         return state, _Answers(is_answered, is_open, reward, total, taken_at)
 
     # Keep observations and actions out of the loop: `taken_at` is their index.

@@ -255,8 +255,9 @@ class PPO(Agent):
         mesh: devices for the training; see `rollout.training.Agent`.
 
     Raises:
-        ValueError: if a number of minibatches, epochs or episodes of `config` is not an
-            int of at least 1.
+        ValueError: if the action space is not supported, if several agents cannot share
+            a policy, or if a number of minibatches, epochs or episodes of `config` is
+            not an int of at least 1.
     """
 
     config: Config = Config()
@@ -266,6 +267,7 @@ class PPO(Agent):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_activation(self.config)
+        ActionDistribution(self.spec.action_space)  # raises if `env` does not fit
         check_counts(self.config, "num_minibatches", "num_epochs", "stats_window_size")
         check_desired_kl(self.config, self.optimizer)
 

@@ -324,6 +324,10 @@ class RecurrentPPO(Agent):
         optimizer: an optimizer of optax. None uses Adam with `learning_rate`,
             `anneal_lr` and `max_grad_norm` of `config`.
         mesh: devices for the training; see `rollout.training.Agent`.
+
+    Raises:
+        ValueError: if `env` has several agents, or if `network` lacks a method of
+            `ActorCritic`.
     """
 
     config: Config = Config()
@@ -339,6 +343,16 @@ class RecurrentPPO(Agent):
                 "`rollout.agents.policy_map`."
             )
         check_activation(self.config)
+        names = "initialize_memory", "encode", "heads"
+        if self.network is not None and not all(
+            hasattr(self.network, x) for x in names
+        ):
+            raise ValueError(
+                "`network` must have the methods `initialize_memory`, `encode` and "
+                f"`heads` of `ActorCritic`, got a {type(self.network).__name__}. "
+                "Define them in a module of `flax.linen`, which may contain modules of "
+                "`flax.nnx.bridge`, or use `PPO` for a network without memory."
+            )
         check_counts(self.config, "num_minibatches", "num_epochs", "stats_window_size")
         check_desired_kl(self.config, self.optimizer)
 

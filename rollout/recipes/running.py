@@ -236,8 +236,9 @@ def run(
             starts. `config.num_updates` is the total, including the updates before.
             Settings must be equal, except `num_updates` and `target_return`: also the
             attributes of the networks and environments. Functions, such as schedules,
-            are compared by name. If the learning rate is annealed, it follows the
-            schedule of the new `num_updates`.
+            and classes are compared by name: changes of their code, such as another
+            reward or another class attribute, are not found. If the learning rate is
+            annealed, it follows the schedule of the new `num_updates`.
         callback: function called with a `Progress` after each evaluation and its
             checkpoint. The training stops if it returns False.
         log: function called as `log(metrics, step=steps)` for every update, with a flat

@@ -190,6 +190,9 @@ MESSAGES = [
     ),
     (lambda: envs.Box(0, 1, (), np.complex64), "`dtype` must be"),
     (lambda: MultiDiscrete((3, 0)), "`nvec` must be"),
+    (lambda: envs.spaces.MultiBinary(3), "got 3. Write `(3,)`."),
+    (lambda: envs.Box(0.0, 1.0, 3), "got 3. Write `(3,)`."),
+    (lambda: envs.Box(0.0, 1.0, (2, -1)), "got (2, -1)."),
     (lambda: MultiDiscrete((3, 4), start=(1, 2, 3)), "`start`"),
     # `vectorize`, `vectorize_each`
     (lambda: vectorize_each(make_uneven_lanes()), "got (3,), (4,)"),

@@ -686,6 +686,53 @@ def test_network_of_nnx_is_bridged():
     assert {"params", "batch_stats"} == params.keys()
 
 
+class Bridged(nnx.Module):
+    """A layer of nnx, for policies, values and critics."""
+
+    def __init__(self, num_inputs, size, *, with_value=False, rngs):
+        self.with_value = with_value
+        self.dense = nnx.Linear(num_inputs, size + with_value, rngs=rngs)
+
+    def __call__(self, obs, *action):
+        x = obs["x"] if "x" in obs else obs["goal"][..., 0]
+        outputs = self.dense(jnp.concatenate([x, *action], axis=-1))
+        return (outputs[..., :-1], outputs[..., -1]) if self.with_value else outputs
+
+
+@each_agent("ppo", slow=("dqn", "pqn", "sac", "td3"))
+def test_networks_of_nnx_are_trained(name):
+    bridge = nnx.bridge.to_linen
+    if name in ("sac", "td3"):
+        actor_network = bridge(Bridged, 2, 4 if name == "sac" else 2)
+        networks = {
+            "actor_network": actor_network,
+            "critic_network": bridge(Bridged, 4, 1),
+        }
+    else:
+        networks = {"network": bridge(Bridged, 2, 3, with_value=name == "ppo")}
+    agent = make_agent(name).replace(**networks)
+
+    @quick_jit
+    def train(key):
+        state = agent.init(key)
+        return state.params, agent.train(state)[0].params
+
+    params, trained = jax.device_get(train(jax.random.key(0)))
+    for old, new in zip(jax.tree.leaves(params), jax.tree.leaves(trained), strict=True):
+        assert (old != new).any()
+    if "critic" in params:
+        first, second = params["critic"]["params"]["dense"]["kernel"]
+        assert (first != second).any()
+
+
+@pytest.mark.parametrize(
+    "network", [nn.Dense(3), nnx.bridge.to_linen(Normalized, training=False)]
+)
+def test_network_without_memory_raises(network):
+    with pytest.raises(ValueError, match="`initialize_memory`, `encode` and `heads`"):
+        make_agent("recurrent_ppo").replace(network=network)
+
+
 @pytest.mark.parametrize(
     ("network", "message"),
     [

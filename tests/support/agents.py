@@ -283,3 +283,40 @@ def rows_of(rows, num_envs, num_agents):
             values = (obs, reward, next_obs) if is_acting else (None, reward, None)
             agent_rows.append((*values, *flags))
     return rows_by_agent
+
+
+@jax.tree_util.register_static
+class Walk:
+    """Three agents walk; agent i ends after 4 + i steps, the last by truncation."""
+
+    agents = "a", "b", "c"
+    groups = {"agents": agents}  # noqa: RUF012
+    simultaneous = True
+    observation_spaces = {"agents": envs.Box(-100.0, 100.0, (2,))}  # noqa: RUF012
+    action_spaces = {"agents": envs.Discrete(2)}  # noqa: RUF012
+
+    def reset(self, key):
+        position = jax.random.randint(key, (3,), -2, 3)
+        state = position, jnp.int32(0)
+        return state, self.observe(state), jnp.ones(3, bool)
+
+    def observe(self, state):
+        position, n = state
+        n = jnp.broadcast_to(n, 3)
+        return {"agents": jnp.stack([position, n], -1).astype(jnp.float32)}
+
+    def step(self, key, state, action):
+        position, n = state
+        state = position + 2 * action["agents"] - 1, n + 1
+        ended = n + 1 == 4 + jnp.arange(3)
+        is_last = jnp.arange(3) == 2
+        return envs.multi_agent.MultiAgentStep(
+            state=state,
+            obs=self.observe(state),
+            acting=jnp.ones(3, bool),
+            reward=-jnp.abs(state[0]).astype(jnp.float32),
+            terminated=ended & ~is_last,
+            truncated=ended & is_last,
+            episode_terminated=False,
+            episode_truncated=False,
+        )

@@ -87,6 +87,12 @@ GROUPS = "(x, y) to groups (all), each with a policy, got {'x': [], 'y': []}"
 CASES = [
     # policy_map
     (lambda: static_mapping(lambda agent: "x"), "`policies` must be a dict by agent"),
+    (lambda: static_mapping(lambda agent: "x"), "{agent: fn(agent) for agent in"),
+    (
+        lambda: step_policy_map(lambda name, episode: name.startswith("a")),
+        "{agent: fn(agent) for agent in",
+    ),
+    (lambda: step_policy_map(lambda name: "x"), "{agent: fn(agent) for agent in"),
     (lambda: agents.policy_map(3, MAPPING, TABLE), "`policies` must be a dict by name"),
     (
         lambda: step_policy_map(static_mapping({"a": "x"})),

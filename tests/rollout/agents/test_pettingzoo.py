@@ -29,6 +29,8 @@ def collect(env, sizes, *, num_ready=None, **options):
     trajectories, rows = [], []
     for size in sizes:
         carry, trajectory = collector.collect_steps(carry, params, size)
+        if num_ready is not None:
+            trajectory = rollout.host.regroup_by_env(trajectory)
         pending, window = transitions(pending, trajectory)
         trajectories.append(trajectory)
         rows.append(window)
@@ -166,28 +168,40 @@ def test_rows_of_workers_equal_rows_in_this_process(name):
 
 
 @pytest.mark.compiles(80)
-def test_rows_of_asynchronous_lanes_equal_a_plain_loop():
-    make, play = CASES["duel"]
+@pytest.mark.parametrize("name", ["crowd_together", "duel"])
+def test_rows_of_asynchronous_lanes_equal_a_plain_loop(name):
+    """Actions are pending at the end of windows, which end with idle rows."""
+    make, play = CASES[name]
     logged = Logged(make)
-    collect(envs.from_pettingzoo(logged, B), [20])
-    seeds = [log[0] for log in logged.logs[1:]]
+    collect(envs.from_pettingzoo(logged, B), [60])
     env = envs.from_pettingzoo(make, B, num_workers=2)
-    collector = rollout.HostCollector(
-        env=env, policy=agents.random_policy_map(env), num_ready=2
-    )
+    trajectory, rows = collect(env, [3] * 15, num_ready=2)
+    env.close()
+    count = 0
+    for lane, seeds in enumerate(logged.logs[1:]):
+        # Regrouped windows end with rows without a step.
+        mask = trajectory.mask[:, lane]
+        steps = jax.tree.map(lambda x, m=mask: x[m], trajectory)
+        want = play(make(), seeds, lane_actions(env, steps, lane))
+        count += check_rows(env, rows, lane, want)
+        ended = steps.terminated[:, lane] | steps.truncated[:, lane]
+        got = steps.info.agents.agent_return[ended, lane]
+        expected = [[x[agent] for agent in env.agents] for x in want.returns]
+        assert len(got) > 0
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+    assert count > 60
+
+
+def test_rows_in_the_order_of_service_raise():
+    env = envs.from_pettingzoo(CASES["crowd_together"][0], B, num_workers=2)
+    policy = agents.random_policy_map(env)
+    collector = rollout.HostCollector(env=env, policy=policy, num_ready=2)
     params = dict.fromkeys(env.groups)
     carry = collector.init(jax.random.key(0))
-    _, trajectory = collector.collect_steps(carry, params, 60)
-    assert agents.summarize_agents(trajectory).num_steps == trajectory.mask.sum()
-    rows = rollout.host.regroup_by_env(trajectory)
+    _, trajectory = collector.collect_steps(carry, params, 2)
     env.close()
-    for lane, seed in enumerate(seeds):
-        action_fn = lane_actions(env, jax.device_get(rows), lane)
-        first = int(np.flatnonzero((rows.terminated | rows.truncated)[:, lane])[0])
-        want = play(make(), [seed], action_fn)
-        got = rows.info.agents.agent_return[first, lane]
-        expected = [want.returns[0][agent] for agent in env.agents]
-        np.testing.assert_allclose(got, expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="regroup_by_env"):
+        agents.agent_transitions((), trajectory)
 
 
 def test_static_mapping_by_group_equals_a_mapping_by_agent():

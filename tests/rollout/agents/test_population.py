@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agents import schedule
+from agents import Walk, schedule
 from cases import quick_jit
 
 import rollout
@@ -79,6 +79,89 @@ def make_collector(num_envs):
     }
     policy = rollout.agents.policy_map(policies, mapping, env)
     return rollout.Collector(env=env, policy=policy)
+
+
+def logits_of(params, obs):
+    return obs @ params["w"] + params["b"][None]
+
+
+def choose(params, obs, key):
+    del key
+    return logits_of(params, obs).argmax(-1).astype(jnp.int32), {}
+
+
+def surrogate(params, obs, action, reward, weight):
+    log_probs = jax.nn.log_softmax(logits_of(params, obs))
+    log_prob = jnp.take_along_axis(log_probs, action[:, None], axis=1)[:, 0]
+    return -(weight * log_prob * reward).sum() / 20
+
+
+@jax.jit
+def descend(params, *rows):
+    grads = jax.grad(surrogate)(params, *rows)
+    return jax.tree.map(lambda x, y: x - 0.1 * y, params, grads)
+
+
+def play_alone(params, member, trajectory):
+    """Plays the episodes of a member in a plain loop; returns padded rows."""
+    obs = jax.device_get(trajectory.obs["agents"])
+    ids = jax.device_get(trajectory.extras.policy_id)
+    position, rows = obs[0, ..., 0].copy(), []
+    for t, lane, agent in np.ndindex(ids.shape):
+        number = obs[t, lane, agent, 1]
+        if number == 0:
+            position[lane, agent] = obs[t, lane, agent, 0]  # sampled by the reset
+        if ids[t, lane, agent] != 1 + member or number >= 4 + agent:
+            continue
+        row = np.array([position[lane, agent], number], np.float32)
+        action = np.argmax(row @ params["w"] + params["b"])
+        position[lane, agent] += 2 * action - 1
+        rows.append((row, action, -abs(position[lane, agent]), 1.0))
+    padding = ids.size - len(rows)
+    arrays = [np.array(x) for x in zip(*rows, strict=True)]
+    return [np.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) for x in arrays]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
+def test_members_trained_together_equal_members_trained_alone():
+    env = envs.vectorize(Walk(), 4)
+    policy = rollout.stateless_policy(choose)
+    policies = {"fixed": policy, "league": rollout.agents.Population(policy, P)}
+    policy = rollout.agents.policy_map(policies, mapping, env)
+    collector = rollout.Collector(env=env, policy=policy)
+    rng = np.random.default_rng(0)
+    shapes = {"w": (P, 2, 2), "b": (P, 2)}
+    params = {x: np.float32(rng.normal(size=y)) for x, y in shapes.items()}
+    fixed = {"w": np.zeros((2, 2), np.float32), "b": np.zeros(2, np.float32)}
+    alone = [jax.tree.map(lambda x, i=i: x[i], params) for i in range(P)]
+
+    @quick_jit
+    def update(carry, params):
+        weights = {"fixed": fixed, "league": params}
+        carry, t = collector.collect_steps(carry, weights, 24)
+        rows = rollout.agents.agent_transitions((), t)[1]["agents"]
+        flat = [x.reshape(-1, *x.shape[2:]) for x in (rows.obs, rows.action)]
+
+        def train(params, member):
+            weight = rows.mask & (rows.policy_id == 1 + member)
+            return descend(params, *flat, rows.reward.ravel(), 1.0 * weight.ravel())
+
+        return carry, jax.vmap(train)(params, jnp.arange(P)), t
+
+    carry, moved = quick_jit(collector.init)(KEY), False
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    for _ in range(3):
+        carry, new_params, t = update(carry, params)
+        for member in range(P):
+            rows = play_alone(alone[member], member, t)
+            assert rows[3].sum() > 5
+            alone[member] = jax.device_get(descend(alone[member], *rows))
+            got = jax.tree.map(lambda x, i=member: x[i], new_params)
+            jax.tree.map(close, got, alone[member])
+        moved |= np.abs(new_params["w"] - params["w"]).max() > 0.1
+        params = new_params
+    assert moved
 
 
 LEAGUE = {"fixed": None, "league": jnp.arange(P, dtype=jnp.int32)}
