@@ -399,9 +399,7 @@ def load(
             `seed` is not one of the seeds.
     """
     folder = Path(folder).expanduser()
-    if not Folder(folder).settings.exists():
-        raise FileNotFoundError(f"`folder` must have a run of `run`, got {folder}.")
-    settings = json.loads(Folder(folder).settings.read_text())
+    settings = read_settings(folder)
     agent_class = agent_class or class_of(settings["agent"])
     num_seeds = check_seed(seed, settings.get("num_seeds"), folder)
     check_fields(agent_class, fields, settings["fields"], folder)
@@ -433,6 +431,17 @@ def load(
     if seed is not None:
         params = jax.tree.map(lambda x: x[seed], params)
     return agent, LoadedState(params)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Returns the settings of a run, as `describe` returned them.
+
+    Raises:
+        FileNotFoundError: if the folder contains no run.
+    """
+    if not Folder(folder).settings.exists():
+        raise FileNotFoundError(f"`folder` must have a run of `run`, got {folder}.")
+    return json.loads(Folder(folder).settings.read_text())
 
 
 def check_seed(seed: int | None, num_seeds: int | None, folder: Path) -> int | None:
