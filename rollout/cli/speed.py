@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rollout import inspection, profiling
+from rollout import checkpoint, inspection, profiling
 from rollout.agents.agent_stats import keep_agents, summarize_agents
 from rollout.agents.policy_map import random_policy_map
 from rollout.cli.arguments import env_title, is_host_env, make_env
@@ -59,16 +59,20 @@ def render(options: Namespace) -> Iterator[str]:
     """Plays one episode and renders it as a GIF."""
     make_fn = load_collector if options.folder else make_collector
     collector, params = make_fn(options, 1, is_rendered=True)
-    episodes = record_gif(
-        collector,
-        params,
-        jax.random.key(options.seed),
-        options.file,
-        max_episode_steps=options.max_episode_steps,
-        height=options.height,
-        every=options.every,
-        fps=options.fps,
-    )
+    try:
+        episodes = record_gif(
+            collector,
+            params,
+            jax.random.key(options.seed),
+            options.file,
+            max_episode_steps=options.max_episode_steps,
+            height=options.height,
+            every=options.every,
+            fps=options.fps,
+        )
+    finally:
+        if is_host_env(options):  # MuJoCo prints errors about a window at exit
+            collector.close()
     yield from run_lines(options)
     yield from episode_lines(summarize(episodes), None)
 
@@ -113,14 +117,16 @@ def load_collector(
 ) -> tuple[Any, Any]:
     """Makes the collector with the policy of a run, and the parameters of the policy.
 
-    The parameters are those of the best evaluation. The policy takes the most likely
-    action. If the run has several seeds, the collector plays the first.
+    The parameters are those of the best evaluation, or of the last update if the run
+    was killed before its first evaluation. The policy takes the most likely action. If
+    the run has several seeds, the parameters are those of the first.
     """
     from rollout.recipes import running  # requires optax
 
     folder = options.folder.expanduser()
     seed = None if running.read_settings(folder).get("num_seeds") is None else 0
-    trained, state = running.load(folder, seed=seed)
+    name = "best" if checkpoint.steps(folder / "best") else "last"
+    trained, state = running.load(folder, name=name, seed=seed)
     agent = trained.replace(env=make_env(options, num_envs, is_rendered))
     for name in ("observation_space", "action_space"):
         space, trained_space = getattr(agent.spec, name), getattr(trained.spec, name)
