@@ -110,7 +110,7 @@ def steps() -> dict[str, list[str]]:
 def gallery_commands() -> list[str]:
     """Returns the commands of the gallery; their GIFs are written to `docs`."""
     page = (DOCS / "gallery.md").read_text()
-    lines = re.findall(r"^rollout .*(?:\\\n.*)*", page, re.MULTILINE)
+    lines = re.findall(r"^rollout (?:.*\\\n)*.*", page, re.MULTILINE)
     commands = [" ".join(x.replace("\\\n", " ").split()) for x in lines]
     return [re.sub(r"(\w+\.gif)", r"docs/\1", f"python -m {x}") for x in commands]
 
