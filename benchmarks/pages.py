@@ -111,7 +111,8 @@ def digest(path: Path) -> str | None:
     blocks, shown = BLOCK.findall(text), pictures(path, text)
     if not (shown or any("```text" in x[0] for x in BLOCK.finditer(text))):
         return None
-    parts = [json.dumps(blocks).encode(), *(x.read_bytes() for x in shown)]
+    images = (x.read_bytes() for x in shown if x.exists())  # a new one does not exist
+    parts = [json.dumps(blocks).encode(), *images]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

@@ -15,6 +15,7 @@ Each result has a record of the machine, the versions, the date and the commit: 
 """
 
 import argparse
+import re
 import shlex
 import subprocess
 import sys
@@ -48,8 +49,8 @@ def steps() -> dict[str, list[str]]:
         "agent": [
             "python -m rollout train ppo CartPole-v1 --folder runs/agent",
             "cp runs/agent/curve.png docs/agent.png",
-            "cp runs/agent/agent.gif docs/agent.gif",
         ],
+        "gallery": gallery_commands(),
         **{
             x.stem: [f"python benchmarks/curves.py docs/recipes/{x.name}"]
             for x in curves
@@ -104,6 +105,14 @@ def steps() -> dict[str, list[str]]:
         "tables": ["python benchmarks/tables.py"],
         "charts": ["python benchmarks/charts.py"],
     }
+
+
+def gallery_commands() -> list[str]:
+    """Returns the commands of the gallery; their GIFs are written to `docs`."""
+    page = (DOCS / "gallery.md").read_text()
+    lines = re.findall(r"^rollout (?:.*\\\n)*.*", page, re.MULTILINE)
+    commands = [" ".join(x.replace("\\\n", " ").split()) for x in lines]
+    return [re.sub(r"(\w+\.gif)", r"docs/\1", f"python -m {x}") for x in commands]
 
 
 def run(command: str) -> bool:

@@ -10,7 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -25,7 +25,37 @@ from rollout.envs.wrappers.wrapper import Wrapper, WrapperState
 
 _INTERVAL = 100  # ms per frame, as in gymnax
 _TITLE_HEIGHT, _MIN_WIDTH, _MAX_WIDTH = 20, 200, 600  # pixels of a frame
+_NUM_COLORS = 64  # of a GIF whose height is given
 _NO_SCREEN = {"SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy"}
+
+
+class GifFormat(NamedTuple):
+    """Size and speed of a GIF."""
+
+    height: int | None = None  # pixels of a frame without its title; None: as rendered
+    every: int = 1  # steps between two frames
+    fps: float | None = None  # frames per second; None: the default of the suite
+
+
+DEFAULT_FORMAT = GifFormat()
+
+
+def check_format(height: int | None, every: int, fps: float | None) -> GifFormat:
+    """Checks the size and speed of a GIF.
+
+    Raises:
+        ValueError: if `height` or `every` is not an int of at least 1, or `fps` is not
+            from 1 to 50.
+    """
+    if height is not None:
+        height = checks.check_int("height", height)
+    every = checks.check_int("every", every)
+    if fps is not None and not 1 <= fps <= 50:
+        raise ValueError(
+            "`fps` must be from 1 to 50, because browsers play faster GIFs slowly, "
+            f"got {fps}. Show fewer frames with `every`."
+        )
+    return GifFormat(height, every, fps)
 
 
 def can_render(env: Env) -> bool:
@@ -63,6 +93,13 @@ def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
             `render_frames` does not return one frame per state.
         ModuleNotFoundError: if a package that the renderer needs is not installed.
     """
+    return states_to_gif(env, states, rewards, DEFAULT_FORMAT)
+
+
+def states_to_gif(
+    env: Env, states: ArrayTree, rewards: Any, gif_format: GifFormat
+) -> bytes:
+    """Renders an episode as `render_gif` does, in a given size and speed."""
     check_render(env)
     num_steps = np.size(rewards)
     checks.check_shape("`rewards` must be", np.asarray(rewards), (num_steps,))
@@ -77,15 +114,19 @@ def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
         frames = _check_frames(
             type(inner).__name__, inner.render_frames(rows), len(rows)
         )
-        return _to_gif(frames, rewards, getattr(inner, "frame_interval", _INTERVAL))
+        interval = getattr(inner, "frame_interval", _INTERVAL)
+        return _to_gif(frames, rewards, interval, gif_format)
 
 
-def frames_to_gif(frames: Iterable[np.ndarray], rewards: Any) -> bytes:
-    """Converts rendered frames to an animated GIF with 10 frames per second.
+def frames_to_gif(
+    frames: Iterable[np.ndarray], rewards: Any, gif_format: GifFormat = DEFAULT_FORMAT
+) -> bytes:
+    """Converts rendered frames to an animated GIF, with 10 frames per second.
 
     Args:
         frames: `T + 1` frames, `[H, W, 3]` or `[H, W, 4]` uint8.
         rewards: `[T]` float, rewards of the steps; titles show the return so far.
+        gif_format: size and speed of the GIF.
 
     Returns:
         The contents of the file.
@@ -94,7 +135,7 @@ def frames_to_gif(frames: Iterable[np.ndarray], rewards: Any) -> bytes:
         ModuleNotFoundError: if Pillow is not installed.
     """
     check_packages()
-    return _to_gif(frames, rewards, _INTERVAL)
+    return _to_gif(frames, rewards, _INTERVAL, gif_format)
 
 
 def expose_state(env: Env) -> Env:
@@ -186,28 +227,62 @@ def _check_frames(name: str, frames: Iterable[Any], num: int) -> Iterator[np.nda
         raise ValueError(f"{condition} return one frame per state, {num}, got {count}.")
 
 
-def _to_gif(images: Iterable[np.ndarray], rewards: Any, interval: int) -> bytes:
-    """Scales images to a similar width, adds titles and encodes them as a GIF."""
+def _to_gif(
+    images: Iterable[np.ndarray], rewards: Any, interval: float, gif_format: GifFormat
+) -> bytes:
+    """Scales images, adds titles and encodes them as a GIF."""
     from PIL import Image, ImageDraw
 
+    height, every, fps = gif_format
     # The return before each step and after the last step.
     returns = np.append(0.0, np.cumsum(rewards, dtype=np.float64))
     frames = []
     for t, (pixels, total) in enumerate(zip(images, returns, strict=True)):
-        # Enlarge small grids and reduce large images by integer factors.
-        scale = -(-_MIN_WIDTH // pixels.shape[1])
-        pixels = pixels[..., :3].repeat(scale, 0).repeat(scale, 1)
-        picture = Image.fromarray(pixels).reduce(-(-pixels.shape[1] // _MAX_WIDTH))
+        if t % every and t != len(returns) - 1:
+            continue
+        picture = _scale(pixels[..., :3], height)
         size = picture.width, picture.height + _TITLE_HEIGHT
         frame = Image.new("RGB", size, "white")
         frame.paste(picture, (0, _TITLE_HEIGHT))
         ImageDraw.Draw(frame).text((4, 4), f"step {t}, return {total:.2f}", "black")
         # Store one byte per pixel, since Pillow holds all frames until it saves.
-        frames.append(frame.quantize())
+        frames.append(frame.quantize() if height is None else frame)
+    if height is not None:
+        frames = _share_colors(frames)
+    interval = interval if fps is None else 1000 / fps
     file = io.BytesIO()
-    options = {"duration": interval, "loop": 0}  # loop 0 repeats forever
+    options = {"duration": round(interval), "loop": 0}  # loop 0 repeats forever
     frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], **options)
     return file.getvalue()
+
+
+def _scale(pixels: np.ndarray, height: int | None) -> Any:
+    """Scales an image to a height, or to a similar width for all environments."""
+    from PIL import Image
+
+    if height is not None:
+        width = max(1, round(height * pixels.shape[1] / pixels.shape[0]))
+        return Image.fromarray(pixels).resize((width, height), Image.Resampling.BOX)
+    # Enlarge small grids and reduce large images by integer factors.
+    scale = -(-_MIN_WIDTH // pixels.shape[1])
+    pixels = pixels.repeat(scale, 0).repeat(scale, 1)
+    return Image.fromarray(pixels).reduce(-(-pixels.shape[1] // _MAX_WIDTH))
+
+
+def _share_colors(frames: list[Any]) -> list[Any]:
+    """Reduces all frames to the same colors.
+
+    Equal pixels of consecutive frames stay equal, so the file is small.
+    """
+    from PIL import Image
+
+    samples = frames[:: -(-len(frames) // 16)]
+    sample_height = frames[0].height
+    mosaic = Image.new("RGB", (frames[0].width, len(samples) * sample_height))
+    for number, frame in enumerate(samples):
+        mosaic.paste(frame, (0, number * sample_height))
+    palette = mosaic.quantize(_NUM_COLORS)
+    return [x.quantize(palette=palette, dither=Image.Dither.NONE) for x in frames]
 
 
 @contextlib.contextmanager

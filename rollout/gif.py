@@ -13,12 +13,15 @@ from rollout.collector import Collector
 from rollout.envs.host.types import HostStep
 from rollout.envs.host.wrappers import HostWrapper
 from rollout.envs.render import (
+    DEFAULT_FORMAT,
+    GifFormat,
+    check_format,
     check_packages,
     check_render,
     expose_lane_states,
     frames_to_gif,
     no_screen,
-    render_gif,
+    states_to_gif,
 )
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
@@ -32,6 +35,9 @@ def record_gif(
     path: str | Path,
     *,
     max_episode_steps: int = 1000,
+    height: int | None = None,
+    every: int = 1,
+    fps: float | None = None,
 ) -> Episodes:
     """Plays one episode and renders it as an animated GIF.
 
@@ -55,14 +61,21 @@ def record_gif(
         max_episode_steps: number of steps after which the episode is truncated, at
             least 1. Memory for this many states is allocated. 1,000 frames of a robot
             take 30 MB.
+        height: height of a frame in pixels, without the title of 20 pixels. All frames
+            then share 64 colors, so the file is smaller. None keeps the size of the
+            renderer, at most 600 pixels wide, and 256 colors per frame.
+        every: number of steps between two frames, at least 1. The last step is always
+            shown.
+        fps: frames per second, from 1 to 50. None shows 20 for classic control of
+            gymnax and 10 for all other environments.
 
     Returns:
         The episode, `[1]`: the return, the length and the flags of its last step.
 
     Raises:
         ValueError: if the environment cannot be rendered, `key` is not one typed key,
-            `path` does not end in .gif or `max_episode_steps` is not an int of at least
-            1.
+            `path` does not end in .gif, `max_episode_steps`, `height` or `every` is
+            not an int of at least 1, or `fps` is not from 1 to 50.
         FileNotFoundError: if the folder of `path` does not exist.
         ModuleNotFoundError: if a package for rendering is not installed. The extra
             `render` installs all of them.
@@ -72,14 +85,19 @@ def record_gif(
         raise ValueError(f"`path` must end in .gif, got {path}.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"`path` must be in a folder that exists, got {path}.")
-    gif, episodes = draw_episode(collector, params, key, max_episode_steps)
+    gif_format = check_format(height, every, fps)
+    gif, episodes = draw_episode(collector, params, key, max_episode_steps, gif_format)
     with replace_file(path) as file:
         file.write(gif)
     return episodes
 
 
 def draw_episode(
-    collector: Any, params: Any, key: chex.PRNGKey, max_episode_steps: int
+    collector: Any,
+    params: Any,
+    key: chex.PRNGKey,
+    max_episode_steps: int,
+    gif_format: GifFormat = DEFAULT_FORMAT,
 ) -> tuple[bytes, Episodes]:
     """Plays and renders one episode; returns the content of the GIF and the episode.
 
@@ -93,12 +111,16 @@ def draw_episode(
     checks.check_collector(collector)
     checks.check_frozen(collector)
     render_fn: Any = _render_host if collector.is_host else _render_states
-    gif, episodes = render_fn(collector, params, key, max_episode_steps)
+    gif, episodes = render_fn(collector, params, key, max_episode_steps, gif_format)
     return gif, jax.device_get(episodes)
 
 
 def _render_states(
-    collector: Collector, params: Any, key: chex.PRNGKey, max_episode_steps: int
+    collector: Collector,
+    params: Any,
+    key: chex.PRNGKey,
+    max_episode_steps: int,
+    gif_format: GifFormat,
 ) -> tuple[bytes, Episodes]:
     """Plays an episode of a JAX environment and renders the states."""
     lanes, env = expose_lane_states(collector.env)
@@ -114,7 +136,8 @@ def _render_states(
     )
     join = lambda x, y: np.concatenate([x[:num, 0], y[num - 1 : num, 0]])  # noqa: E731
     states = trees.wrap_keys(jax.tree.map(join, states, next_states), info["state"])
-    return render_gif(env, states, _raw_rewards(returns, num)), episodes
+    rewards = _raw_rewards(returns, num)
+    return states_to_gif(env, states, rewards, gif_format), episodes
 
 
 def _play(
@@ -143,7 +166,11 @@ def _raw_rewards(returns: ArrayTree, num_steps: int) -> np.ndarray:
 
 
 def _render_host(
-    collector: HostCollector, params: Any, key: chex.PRNGKey, max_episode_steps: int
+    collector: HostCollector,
+    params: Any,
+    key: chex.PRNGKey,
+    max_episode_steps: int,
+    gif_format: GifFormat,
 ) -> tuple[bytes, Episodes]:
     """Plays an episode in the first host environment, which renders its frames."""
     check_packages()
@@ -154,7 +181,8 @@ def _render_host(
     with no_screen():
         _, returns, episodes = _play(exposed, params, key, max_episode_steps)
     num = episodes.episode_length.item()
-    return frames_to_gif(recorder.frames, _raw_rewards(returns, num)), episodes
+    rewards = _raw_rewards(returns, num)
+    return frames_to_gif(recorder.frames, rewards, gif_format), episodes
 
 
 class _FrameRecorder(HostWrapper):

@@ -9,11 +9,15 @@ import importlib.util
 import json
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
 import jax
 import pytest
+
+from rollout.cli import train
+from rollout.cli.command import make_parser
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
@@ -75,9 +79,12 @@ def page(tmp_path):
     return tmp_path / "page.md"
 
 
-def test_pages_script_updates_outputs_and_pictures(page):
+@pytest.mark.parametrize("is_new", [False, True])
+def test_pages_script_updates_outputs_and_pictures(page, is_new):
     text = PAGE.format(last="print(x + 1)")
     page.write_text(text)
+    if is_new:
+        (page.parent / "plot.png").unlink()
     assert regenerate(page).returncode == 0
     assert page.read_text() == text.replace("old\n", "3\n4\n")
     assert (page.parent / "plot.png").read_text() == "new\n"
@@ -135,6 +142,33 @@ def test_every_picture_has_a_command():
         programs = path.with_suffix(".md"), path.with_suffix(".json")
         name = path.relative_to(ROOT).as_posix()
         assert f"`{name}`" in listed or any(x.exists() for x in programs), name
+
+
+def test_every_animation_of_the_gallery_has_a_command(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    regenerate = importlib.import_module("regenerate")
+    commands = [shlex.split(x) for x in regenerate.steps()["gallery"]]
+    assert len(commands) >= 10
+    folders, rendered = set(), set()
+    for python, _, package, name, *argv in commands:
+        assert (python, package) == ("python", "rollout")
+        if name == "render":
+            options = make_parser().parse_args([name, *argv])
+            assert str(options.folder) in folders  # a command before trains the agent
+            rendered.add(str(options.file))
+            continue
+        algorithm, env, *_ = argv
+        recipe = importlib.import_module(f"rollout.recipes.{algorithm}")
+        agent_class = getattr(recipe, algorithm.upper())
+        parser = train.make_parser(agent_class, recipe.Config(), num_envs=1)
+        _, unknown = parser.parse_known_args(argv[1:])
+        assert unknown == []
+        folders.add(f"runs/{algorithm}-{env.replace(':', '-')}".lower())
+    page = (DOCS / "gallery.md").read_text()
+    shown = set(re.findall(r"\]\((\w+\.gif)\)", page))
+    assert {x for x in shown if f'"{x}"' not in page} == {x[5:] for x in rendered}
+    readme = (ROOT / "README.md").read_text()
+    assert shown == set(re.findall(r'src="docs/(\w+\.gif)"', readme))
 
 
 @pytest.mark.slow

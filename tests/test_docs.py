@@ -54,6 +54,7 @@ SMALLER = {
         "NUM_ROUNDS = 1",
         "config = config.replace(num_updates=10)",
     ],
+    "docs/gallery.md": ["NUM_UPDATES = 5"],
     "docs/learned_models.md": ["NUM_ENVS = 64"],
     "docs/own_gymnasium.md": ["settings = settings.replace(num_updates=20)"],
     "docs/search.md": ["NUM_UPDATES = 6"],
@@ -480,6 +481,24 @@ def check_tuning(names, out):
     assert names["curves"].shape == (3, 15)
     assert len(names["study"].trials) == 2 * 4
     assert len(names["host_study"].trials) == 4
+
+
+def check_gallery(names, out):
+    words = out.split()
+    wins, draws, losses = (int(words[i]) for i in (1, 7, 13))
+    assert wins + draws + losses == 1000
+    assert wins > 600
+    with Image.open("connect_four.gif") as image:
+        assert image.size == (175, 20 + 150)
+        num_moves = image.n_frames - 1
+        image.seek(num_moves)
+        frame = np.asarray(image.convert("RGB")).astype(int)
+    colors = frame[20 + 12 :: 25, 12::25].reshape(42, 3)  # centers of the fields
+    reds, greens = colors[:, 0] > 150, colors[:, 1] > 150
+    num_red, num_yellow = (reds & ~greens).sum(), (reds & greens).sum()
+    num_yellow -= (colors.min(-1) > 200).sum()  # empty fields are white
+    assert num_red + num_yellow == num_moves >= 7
+    assert abs(num_red - num_yellow) <= 1
 
 
 def check_own_training_step(names, out):

@@ -60,11 +60,17 @@ def make_parser() -> Parser:
     text = "longest episode, with --num-episodes (1000000)"
     add_count(command, "--max-episode-steps", text)
 
-    text = "play one episode with the random policy, and render it"
+    text = "play one episode with a trained agent or the random policy, and render it"
     command = add_command("render", speed.render, text)
     add_env_arguments(command)
     command.add_argument("file", type=Path, metavar="FILE", help="path, ends in .gif")
+    text = "folder of a run of `rollout train` (the random policy)"
+    command.add_argument("--run", type=Path, metavar="FOLDER", help=text, dest="folder")
     add_count(command, "--max-episode-steps", "longest episode", default=1000)
+    add_count(command, "--height", "pixels of a frame; the file is smaller")
+    add_count(command, "--every", "steps between two frames", default=1)
+    text = "frames per second (20 for classic control, 10 for other environments)"
+    command.add_argument("--fps", type=float, metavar="FLOAT", help=text)
 
     text = "report how the steps would run on an accelerator, without the device"
     command = add_command("inspect", speed.inspect, text)

@@ -1,4 +1,4 @@
-"""Commands with the random policy: `speed`, `render` and `inspect`."""
+"""The commands `speed`, `render` and `inspect`."""
 
 import os
 import sys
@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rollout import inspection, profiling
+from rollout import checkpoint, inspection, profiling
 from rollout.agents.agent_stats import keep_agents, summarize_agents
 from rollout.agents.policy_map import random_policy_map
 from rollout.cli.arguments import env_title, is_host_env, make_env
 from rollout.collector import Collector
+from rollout.envs import spaces
 from rollout.envs.multi_agent import has_agents
 from rollout.gif import record_gif
 from rollout.host.host_collector import HostCollector
@@ -56,9 +57,22 @@ def measure(options: Namespace) -> Iterator[str]:
 
 def render(options: Namespace) -> Iterator[str]:
     """Plays one episode and renders it as a GIF."""
-    collector, params = make_collector(options, 1, is_rendered=True)
-    key, limit = jax.random.key(options.seed), options.max_episode_steps
-    episodes = record_gif(collector, params, key, options.file, max_episode_steps=limit)
+    make_fn = load_collector if options.folder else make_collector
+    collector, params = make_fn(options, 1, is_rendered=True)
+    try:
+        episodes = record_gif(
+            collector,
+            params,
+            jax.random.key(options.seed),
+            options.file,
+            max_episode_steps=options.max_episode_steps,
+            height=options.height,
+            every=options.every,
+            fps=options.fps,
+        )
+    finally:
+        if is_host_env(options):  # MuJoCo prints errors about a window at exit
+            collector.close()
     yield from run_lines(options)
     yield from episode_lines(summarize(episodes), None)
 
@@ -96,6 +110,32 @@ def make_collector(
         return collector_class(env=env, policy=policy), None
     collector = collector_class(env=env, policy=random_policy_map(env))
     return collector, dict.fromkeys(env.groups)
+
+
+def load_collector(
+    options: Namespace, num_envs: int, is_rendered: bool = False
+) -> tuple[Any, Any]:
+    """Makes the collector with the policy of a run, and the parameters of the policy.
+
+    The parameters are those of the best evaluation, or of the last update if the run
+    was killed before its first evaluation. The policy takes the most likely action. If
+    the run has several seeds, the parameters are those of the first.
+    """
+    from rollout.recipes import running  # requires optax
+
+    folder = options.folder.expanduser()
+    seed = None if running.read_settings(folder).get("num_seeds") is None else 0
+    name = "best" if checkpoint.steps(folder / "best") else "last"
+    trained, state = running.load(folder, name=name, seed=seed)
+    agent = trained.replace(env=make_env(options, num_envs, is_rendered))
+    for name in ("observation_space", "action_space"):
+        space, trained_space = getattr(agent.spec, name), getattr(trained.spec, name)
+        if spaces.to_json(space) != spaces.to_json(trained_space):
+            raise ValueError(
+                f"ENV must have the {name} of the run in {folder}, {trained_space}, "
+                f"got {space} of {options.env}."
+            )
+    return agent.eval_collector, state.params
 
 
 def default_num_envs(options: Namespace) -> int:

@@ -176,6 +176,9 @@ def train_agent(agent_class: Any, config: Any, options: Namespace) -> Iterable[A
         resume=options.resume,
         eval_env=eval_env,
     )
+    for host_env in (env, eval_env) if is_host_env(options) else ():
+        if host_env is not None:
+            host_env.close()  # MuJoCo prints errors about a window at exit
     if not options.num_seeds:
         return (evaluation,)
     returns: Any = np.asarray(evaluation.returns.mean)

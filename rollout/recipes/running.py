@@ -375,14 +375,7 @@ def load(
             f"`name` must be 'best' or 'last', got {name!r}. `run(..., resume=True)` "
             "restores the training state."
         )
-    if not Folder(folder).settings.exists():
-        hint = ""
-        if Folder(folder.parent).settings.exists():
-            hint = f" Pass the folder of the run: `load({str(folder.parent)!r})`."
-        raise FileNotFoundError(
-            f"`folder` must have a run of `run`, got {folder}.{hint}"
-        )
-    settings = json.loads(Folder(folder).settings.read_text())
+    settings = read_settings(folder)
     agent_class = agent_class or class_of(settings["agent"])
     num_seeds = check_seed(seed, settings.get("num_seeds"), folder)
     check_fields(agent_class, fields, settings["fields"], folder)
@@ -414,6 +407,22 @@ def load(
     if seed is not None:
         params = jax.tree.map(lambda x: x[seed], params)
     return agent, LoadedState(params)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Returns the settings of a run, as `describe` returned them.
+
+    Raises:
+        FileNotFoundError: if the folder contains no run.
+    """
+    if not Folder(folder).settings.exists():
+        hint = ""
+        if Folder(folder.parent).settings.exists():
+            hint = f" Pass the folder of the run: {str(folder.parent)!r}."
+        raise FileNotFoundError(
+            f"`folder` must have a run of `run`, got {folder}.{hint}"
+        )
+    return json.loads(Folder(folder).settings.read_text())
 
 
 def check_seed(seed: int | None, num_seeds: int | None, folder: Path) -> int | None:

@@ -6,19 +6,24 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import chex
 import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from command_line import error_line
 from compiles import QUICK_FLAGS
 from plain_suites import Suite
 from recipe_cases import in_ci
 
 import rollout
 from rollout import checkpoint, envs
+from rollout.cli import main
+from rollout.cli.speed import load_collector
 from rollout.envs.suites import physics
 from rollout.logs import CSVWriter
 from rollout.recipes import load, run, running
@@ -142,6 +147,26 @@ def test_loaded_agent_predicts_without_an_environment(finished_run):
     for obs in np.float32(np.random.default_rng(0).normal(size=(5, 4))):
         expected = agent.predict(state.params, obs)
         assert loaded.predict(saved.params, obs) == expected
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1"])
+def test_render_command_plays_the_best_policy_of_a_run(
+    env_id, finished_run, tmp_path, capsys
+):
+    folder, agent, *_ = finished_run
+    path = tmp_path / "a.gif"
+    options = f"--run={folder}", "--seed=3", "--max-episode-steps=9", "--height=50"
+    if env_id == "Acrobot-v1":
+        error = error_line(capsys, "render", env_id, str(path), *options)
+        assert "ENV must have the observation_space of the run" in error
+        return
+    main(["render", env_id, str(path), *options])
+    collector = agent.replace(env=envs.make_vec(env_id, 1)).eval_collector
+    params, key = load(folder)[1].params, jax.random.key(3)
+    rollout.record_gif(
+        collector, params, key, tmp_path / "b.gif", max_episode_steps=9, height=50
+    )
+    assert path.read_bytes() == (tmp_path / "b.gif").read_bytes()
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -328,6 +353,13 @@ def test_seeds_are_rows_of_the_tables_and_equal_single_runs(seeds_run):
     table = read_table(folder / "evaluations.csv")
     assert table["steps"].tolist() == [64] * 3 + [128] * 3
     np.testing.assert_allclose(table["return_mean"][3:], evaluation.returns.mean)
+
+
+def test_render_command_plays_the_first_seed(seeds_run):
+    folder, *_ = seeds_run
+    options = Namespace(folder=folder, env="CartPole-v1", env_param=[], seed=0)
+    _, params = load_collector(options, num_envs=1)
+    chex.assert_trees_all_equal(params, load(folder, seed=0)[1].params)
 
 
 def test_load_selects_the_best_parameters_of_a_seed(seeds_run):
@@ -617,7 +649,7 @@ def test_load_names_missing_parts(words, changes, finished_run, tmp_path):
     (tmp_path / "agent.json").write_text(json.dumps(settings | changes))
     with pytest.raises(ValueError, match=words):
         load(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"Pass the folder of the run: `load"):
+    with pytest.raises(FileNotFoundError, match="Pass the folder of the run: "):
         load(folder / "best")
     with pytest.raises(ValueError, match="`name` must be 'best' or 'last', got 'all'"):
         load(folder, name="all")

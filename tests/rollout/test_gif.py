@@ -1,5 +1,6 @@
 """Tests of the frames and titles of `record_gif`."""
 
+import io
 import sys
 
 import gymnasium
@@ -14,6 +15,7 @@ from PIL import Image
 
 import rollout
 from rollout import envs
+from rollout.envs.render import GifFormat, frames_to_gif
 from rollout.gif import draw_episode
 
 KEY = jax.random.key(3)
@@ -170,6 +172,47 @@ def test_host_environments_are_rendered(num_envs, max_episode_steps, length, tmp
     assert brightness(path) == [10 * n for n in range(length + 1)]
     assert episode.episode_return == [1.5 * length]
     assert episode.truncated == [length == 4]
+
+
+@pytest.mark.parametrize("is_host", [False, True])
+def test_height_every_and_fps_set_size_and_speed(is_host, tmp_path):
+    collector = make_collector(make_lanes("limited"))
+    if is_host:
+        collector = make_host_collector(1, render_mode="rgb_array")
+    path = tmp_path / "a.gif"
+    rollout.record_gif(collector, None, KEY, path, height=10, every=3, fps=25)
+    # Steps 0, 3 and the last step, 4. All frames and titles share 64 colors.
+    np.testing.assert_allclose(brightness(path), [0, 30, 40], atol=4)
+    with Image.open(path) as image:
+        assert image.size == (15, 10 + 20)  # frames are 40 x 60; the title has 20
+        assert image.info["duration"] == 40
+
+
+def test_frames_of_a_given_height_share_64_colors():
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 256, (9, 30, 200, 3), np.uint8)
+    size = GifFormat(height=30)
+    with Image.open(io.BytesIO(frames_to_gif(noise, np.zeros(8), size))) as image:
+        frames = []
+        for number in range(image.n_frames):
+            image.seek(number)
+            frames.append(np.asarray(image.convert("RGB")).reshape(-1, 3))
+    assert len(frames) == 9
+    assert 32 < len(np.unique(np.concatenate(frames), axis=0)) <= 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"height": 0}, "`height` must be .* at least 1, got 0"),
+        ({"every": 1.5}, "`every` must be an int"),
+        ({"fps": 60}, "`fps` must be from 1 to 50, .* got 60.* `every`"),
+    ],
+)
+def test_invalid_size_or_speed_raises(options, message, tmp_path):
+    collector = make_collector(make_lanes("limited"))
+    with pytest.raises(ValueError, match=message):
+        rollout.record_gif(collector, None, KEY, tmp_path / "a.gif", **options)
 
 
 def test_gymnasium_vector_environments_are_rendered(tmp_path):

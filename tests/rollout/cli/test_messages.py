@@ -42,6 +42,8 @@ CASES = [
     # Rendering and inspection.
     (["render", CARTPOLE, "none/a.gif"], "`path`", "none/a.gif"),
     (["render", "MemoryChain-bsuite", "a.gif"], "MemoryChain-bsuite"),
+    (["render", CARTPOLE, "a.gif", "--run=none"], "`folder`", "none"),
+    (["render", CARTPOLE, "a.gif", "--fps=99"], "`fps`", "from 1 to 50", "99"),
     (["inspect", HOST, "h100"], "`collector`", "JAX"),
     # Packages.
     (INSPECT, "pip install"),
