@@ -50,8 +50,9 @@ def check_not_gymnasium(env: Any) -> None:
     modules = {cls.__module__.partition(".")[0] for cls in type(env).__mro__}
     if modules & {"gym", "gymnasium"} and jax.tree_util.all_leaves([env]):
         raise ValueError(
-            f"`env` must not be an environment of Gymnasium, got {type(env).__name__}: "
-            "`rollout.envs.from_gymnasium` adapts it, for a `HostCollector`."
+            f"`env` must not be an environment of Gymnasium, got {type(env).__name__}. "
+            f"Write `rollout.envs.from_gymnasium({type(env).__name__}, num_envs=4)` "
+            "for a `HostCollector`, an agent or `check_env`."
         )
 
 

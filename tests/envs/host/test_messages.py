@@ -12,6 +12,7 @@ from files_of_others import OldGym
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from host_envs import Count
 
+import rollout
 from rollout import envs
 from rollout.envs.host.local_envs import LocalEnvs
 
@@ -72,6 +73,7 @@ OTHER_SPACES = "same action space, got Discrete(3, start=1)"
 CLOSED = "`env` must be open"
 WRONG_CALLS = [
     # `from_gymnasium`
+    (lambda: rollout.check_env(Count()), "`rollout.envs.from_gymnasium(Count, num_"),
     (lambda: envs.from_gymnasium("CartPole-v1"), "`num_envs` must be given"),
     (
         lambda: envs.from_gymnasium(lambda: make_vector(), num_workers=2),
