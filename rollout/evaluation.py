@@ -104,14 +104,7 @@ def evaluate(
             does.
     """
     checks.check_key(key)
-    if isinstance(collector, HasEvalCollector):
-        if not hasattr(params, "params"):
-            raise ValueError(
-                "`params` must be the state of the agent, which has `params`, got "
-                f"{checks.describe(params)}. To pass only parameters, pass "
-                "`agent.eval_collector` in place of the agent."
-            )
-        collector, params = collector.eval_collector, params.params
+    collector, params = choose_collector(collector, params)
     checks.check_collector(collector)
     checks.check_frozen(collector)
     num_episodes, per_env = checks.check_num_episodes(
@@ -119,6 +112,27 @@ def evaluate(
     )
     run = _evaluate if collector.is_host else _evaluate_jitted
     return run(collector, params, key, num_episodes, per_env, max_episode_steps)
+
+
+def choose_collector(collector: Any, params: Any) -> tuple[Any, Any]:
+    """Returns the collector for evaluations, and the parameters of its policy.
+
+    Args:
+        collector: a collector, or an agent.
+        params: parameters; for an agent, a state with `params`.
+
+    Raises:
+        ValueError: if `params` is not the state of an agent.
+    """
+    if not isinstance(collector, HasEvalCollector):
+        return collector, params
+    if not hasattr(params, "params"):
+        raise ValueError(
+            "`params` must be the state of the agent, which has `params`, got "
+            f"{checks.describe(params)}. To pass only parameters, pass "
+            "`agent.eval_collector` in place of the agent."
+        )
+    return collector.eval_collector, params.params
 
 
 def _evaluate(

@@ -24,13 +24,14 @@ from rollout.envs.render import (
     states_to_gif,
 )
 from rollout.envs.types import ArrayTree
+from rollout.evaluation import choose_collector
 from rollout.host.host_collector import HostCollector
-from rollout.types import Episodes, ParamsT
+from rollout.types import Episodes
 
 
 def record_gif(
-    collector: Collector[ParamsT] | HostCollector[ParamsT],
-    params: ParamsT,
+    collector: Any,
+    params: Any,
     key: chex.PRNGKey,
     path: str | Path,
     *,
@@ -53,9 +54,10 @@ def record_gif(
         collector.replace(env=envs.from_gymnasium(id, 1, render_mode="rgb_array"))
 
     Args:
-        collector: collector with the policy and the environments. Host environments
-            are stepped, so later calls with an earlier carry of the collector raise.
-        params: parameters of the policy.
+        collector: collector with the policy and the environments; or an agent, which
+            takes the most likely action. Host environments are stepped, so later calls
+            with an earlier carry of the collector raise.
+        params: parameters of the policy; for an agent, its training state.
         key: one typed key, the source of all randomness.
         path: path of the GIF file, which must end in .gif, in an existing folder.
         max_episode_steps: number of steps after which the episode is truncated, at
@@ -108,6 +110,7 @@ def draw_episode(
     checks.check_outside_jit("record_gif")
     checks.check_key(key)
     max_episode_steps = checks.check_int("max_episode_steps", max_episode_steps)
+    collector, params = choose_collector(collector, params)
     checks.check_collector(collector)
     checks.check_frozen(collector)
     render_fn: Any = _render_host if collector.is_host else _render_states

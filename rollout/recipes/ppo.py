@@ -342,10 +342,11 @@ class PPO(Agent):
             state.carry, state.params, self.config.num_steps
         )
         last_value = self.collector.value(carry, state.params)
+        # `learn` gets no carry: that of host environments is not a pytree of arrays.
         state, metrics = self.learn(state.replace(carry=()), trajectory, last_value)
         return state.replace(carry=carry), metrics
 
-    @jit_on_host
+    @jit_on_host  # in JAX environments, the caller compiles the whole training
     def learn(
         self, state: TrainState, trajectory: rollout.Transition, last_value: jax.Array
     ) -> tuple[TrainState, Metrics]:
@@ -369,6 +370,7 @@ class PPO(Agent):
             acting=jnp.float32(getattr(trajectory, "acting", trajectory.mask)),
         )
         num_gradients = config.num_epochs * config.num_minibatches
+        # `agent.config` has the present values of the schedules, for `loss`.
         agent = self.evaluate_schedules(
             state.num_updates * num_gradients, "clip_eps", "ent_coef"
         )
@@ -436,7 +438,7 @@ class PPO(Agent):
         updates, new_opt_state = self.make_optimizer().update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         new = join_params(params, constants), new_opt_state
-        if self.config.target_kl is not None:
+        if self.config.target_kl is not None:  # instead of a `break`
             stopped |= metrics["kl"] > 1.5 * self.config.target_kl
             keep = functools.partial(jnp.where, stopped)
             new = jax.tree.map(keep, (variables, opt_state), new)

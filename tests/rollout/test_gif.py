@@ -17,6 +17,7 @@ import rollout
 from rollout import envs
 from rollout.envs.render import GifFormat, frames_to_gif
 from rollout.gif import draw_episode
+from rollout.recipes.ppo import PPO, Config
 
 KEY = jax.random.key(3)
 
@@ -48,6 +49,18 @@ def test_multi_agent_environment_is_rendered(tmp_path):
     episode = rollout.record_gif(collector, {"all": None}, KEY, path)
     with Image.open(path) as image:
         assert image.n_frames == episode.episode_length.item() + 1
+
+
+def test_agent_is_rendered_with_its_most_likely_actions(tmp_path):
+    env = envs.vectorize(RenderedEnv(), 2)
+    agent = PPO(env, Config(hidden_layer_sizes=(2,)))
+    state = agent.init(KEY)
+    rollout.record_gif(agent, state, KEY, tmp_path / "a.gif")
+    collector = agent.collector.replace(policy=agent.eval_policy)
+    rollout.record_gif(collector, state.params, KEY, tmp_path / "b.gif")
+    assert (tmp_path / "a.gif").read_bytes() == (tmp_path / "b.gif").read_bytes()
+    with pytest.raises(ValueError, match="`params` must be the state of the agent"):
+        rollout.record_gif(agent, state.params, KEY, tmp_path / "a.gif")
 
 
 class Counter(gymnasium.Env):
