@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 # Fields of configs, and their names in other libraries.
 _FIELDS = {
     "num_updates": ("num_iterations", "n_updates"),
-    "num_steps": ("n_steps", "train_freq", "rollout_length", "unroll_length"),
+    "num_steps": (
+        *("n_steps", "train_freq", "train_frequency", "rollout_length"),
+        "unroll_length",
+    ),
     "num_epochs": ("n_epochs", "epochs", "update_epochs", "num_sgd_iter"),
     "num_minibatches": ("n_minibatches", "nminibatches"),
     "learning_rate": ("lr",),
@@ -30,6 +33,8 @@ _FIELDS = {
     "exploration_final_eps": ("end_e", "eps_end", "epsilon_end"),
     "hidden_layer_sizes": ("net_arch", "hidden_sizes", "policy_kwargs"),
     "normalize_observations": ("normalize_obs", "norm_obs"),
+    # Options of the command.
+    "folder": ("exp_name", "run_name", "log_dir", "logdir"),
 }
 _TOTAL = "each update takes `num_steps * num_envs` environment steps"
 _BATCH = "an update has `num_steps * num_envs` rows"

@@ -127,6 +127,7 @@ def test_help_lists_the_options(capsys):
     [
         (["CartPole-v1", "--num-update=3"], ["--num-update.", "--num-updates"]),
         (["CartPole-v1", "--lr", "3"], ["--lr", "--learning-rate"]),
+        (["CartPole-v1", "--exp-name", "a"], ["--exp-name", "--folder"]),
         (["CartPole-v1", "--n-steps=3"], ["--n-steps.", "--num-steps"]),
         (["--total-timesteps", "3", "CartPole-v1"], ["--num-updates", "num_envs"]),
         (["CartPole-v1", "--anneal-lr=no"], ["--anneal-lr", "true or false", "no"]),
