@@ -152,9 +152,10 @@ def test_evaluation_without_the_privileged_part():
 def test_selected_parts_with_a_custom_network_raise(name):
     agent = make_robot(name)
     field = "critic_network" if hasattr(agent, "critic") else "network"
+    network = agent.model if name == "recurrent_ppo" else nn.Dense(3)
     with pytest.raises(ValueError, match=rf"`config\.critic_obs` .* custom `{field}`"):
-        make_robot(name, critic_obs=("state",)).replace(**{field: nn.Dense(3)})
-    assert agent.replace(**{field: nn.Dense(3)}).actor_obs == agent.critic_obs
+        make_robot(name, critic_obs=("state",)).replace(**{field: network})
+    assert agent.replace(**{field: network}).actor_obs == agent.critic_obs
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -119,7 +119,14 @@ RECIPES = {
 
 
 @pytest.mark.compiles(60)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pqn",
+        pytest.param("dqn", marks=pytest.mark.slow),
+        *(pytest.param(x, marks=pytest.mark.very_slow) for x in ("sac", "td3")),
+    ],
+)
 def test_update_of_a_shared_policy_equals_one_agent_on_plain_rows(name, key_reuse):
     agent_class, env, config = RECIPES[name]
     spaces = env.observation_spaces["agents"], env.action_spaces["agents"]

@@ -177,7 +177,10 @@ MESSAGES = [
     ),
     # Invalid configurations and states of agents.
     (lambda: PPO(None, {"gamma": 0.9}), "`config` must be a dataclass, such as"),
-    (lambda: PPO(None).train({"params": 1}), "`state` must be a result of `agent.init"),
+    (
+        lambda: PPO(make_collector("count", 5).env).train({"params": 1}),
+        "`state` must be a result of `agent.init",
+    ),
     # Invalid arrays.
     (lambda: gae(next_value=ROWS[0]), "`next_value` must be an array of shape"),
     (lambda: gae(truncated=ROWS), "`truncated` must be bool, got float32"),

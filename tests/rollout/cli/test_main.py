@@ -112,7 +112,7 @@ def test_custom_classes_of_gymnax_and_gymnasium_run(tmp_path, capsys):
         assert table["environment"] == env
         assert float(table["length"].split()[0]) > 8  # no pole falls immediately
     error = error_line(capsys, "speed", f"{file}:CartPoleEnv")
-    assert "`rollout.envs.from_gymnasium`" in error
+    assert "`rollout.envs.from_gymnasium(CartPoleEnv, num_envs=4)`" in error
 
 
 @slow
