@@ -208,7 +208,7 @@ def test_gymnasium_benchmark_runs(monkeypatch):
     assert {x.only for x in peers.values()} == set(loops[2:])
 
 
-@pytest.mark.slow
+@pytest.mark.very_slow
 @pytest.mark.usefixtures("quick_compile")
 def test_overhead_benchmark_runs(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))

@@ -33,7 +33,8 @@ TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 # These programs train for long even with fewer updates: mark `very_slow`.
 LONG = ("evolution", "lagging_actors", "learned_models", "learning_problems")
 LONG += ("meta_rl", "own_gymnasium", "population_training", "search", "tuning")
-LONG += ("agents_in_python", "devices", "hindsight", "rewards", "tutorial")
+LONG += ("agents_in_python", "devices", "gallery", "hindsight", "many_machines")
+LONG += ("rewards", "tutorial")
 MARKS = {"docs/accelerators.md": pytest.mark.compiles_for("h100")}
 MARKS |= {f"docs/{name}.md": pytest.mark.very_slow for name in LONG}
 NEEDED = {

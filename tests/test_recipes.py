@@ -317,7 +317,16 @@ def test_program_learns(name, folder, capsys):
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile", "page_requirements")
 # Tests below run `ippo` and `recurrent_ppo` with the changes that the pages describe.
-@pytest.mark.parametrize("name", ["cloning", "league", "smax", "sweep", "td3", "vdn"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cloning", "td3", "vdn"),
+        *(
+            pytest.param(name, marks=pytest.mark.very_slow)
+            for name in ("league", "smax", "sweep")
+        ),
+    ],
+)
 def test_program_runs(name, folder):
     assert np.isfinite(run_page(name, RUN_CHANGES).get("returns", 0.0)).all()
 

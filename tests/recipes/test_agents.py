@@ -123,7 +123,7 @@ def label(params):
 
 
 @pytest.mark.usefixtures("quick_compile")
-@each_agent("ppo", slow=("sac",), very_slow=("recurrent_ppo", "dqn", "pqn", "td3"))
+@each_agent("ppo", very_slow=("recurrent_ppo", "dqn", "pqn", "sac", "td3"))
 def test_optimizer_is_replaced(name):
     """Plain gradient descent, and no updates of the first layers."""
     parts = {"trained": optax.sgd(0.1), "frozen": optax.set_to_zero()}
@@ -279,7 +279,7 @@ NUMBERS = {
 
 
 @pytest.mark.usefixtures("quick_compile", "key_reuse")
-@each_agent("ppo", slow=("sac",), very_slow=("recurrent_ppo", "dqn", "pqn", "td3"))
+@each_agent("ppo", very_slow=("recurrent_ppo", "dqn", "pqn", "sac", "td3"))
 def test_training_may_be_mapped_over_seeds_and_numbers(name):
     """The first two lanes differ in the seed, and each further lane in one number."""
     agent = make_agent(name, learning_rate=0.05)
@@ -350,7 +350,7 @@ def test_initial_state_is_uniformly_committed(name):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("key_reuse")
-@pytest.mark.parametrize("name", in_ci("ppo", "sac"))
+@pytest.mark.parametrize("name", in_ci("ppo"))
 def test_split_training_has_the_same_bits(name, request):
     if name not in ("ppo", "dqn"):  # compile one agent of each kind as users do
         request.getfixturevalue("quick_compile")
@@ -366,7 +366,7 @@ def test_split_training_has_the_same_bits(name, request):
 
 
 @pytest.mark.usefixtures("quick_compile")
-@each_agent(slow=("ppo", "sac"), very_slow=("recurrent_ppo", "dqn", "pqn", "td3"))
+@each_agent(slow=("ppo",), very_slow=("recurrent_ppo", "dqn", "pqn", "sac", "td3"))
 def test_training_passes_debug_nans(name):
     """No episode ends in the first update, so `return_mean` is undefined."""
     agent = make_agent(name, num_steps=1, num_updates=1, stats_window_size=7)

@@ -100,7 +100,7 @@ EXACT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", in_ci("PPO", "recurrent PPO", of=EXACT))
+@pytest.mark.parametrize("name", in_ci("PPO", of=EXACT))
 def test_update_with_one_minibatch_equals_one_device(name):
     """A minibatch of all rows does not depend on the number of devices."""
     make = EXACT[name]
@@ -256,7 +256,7 @@ def test_custom_vector_environment_raises():
         agent.init(jax.random.key(0))
 
 
-@pytest.mark.slow
+@pytest.mark.very_slow
 def test_sharded_training_may_be_mapped_over_seeds():
     agent = make_ppo(make_mesh(2), **ONE_BATCH)
     keys = jax.random.split(jax.random.key(0), 2)

@@ -95,7 +95,7 @@ UNIFORM = {"prioritized": False, "tau": 1.0, "target_update_interval": 1, "n_ste
     "changes",
     [
         pytest.param({}, id="prioritized"),
-        pytest.param(UNIFORM, id="uniform", marks=pytest.mark.slow),
+        pytest.param(UNIFORM, id="uniform", marks=pytest.mark.very_slow),
     ],
 )
 def test_update_equals_a_plain_loop(changes, key_reuse):

@@ -123,8 +123,7 @@ RECIPES = {
     "name",
     [
         "pqn",
-        pytest.param("dqn", marks=pytest.mark.slow),
-        *(pytest.param(x, marks=pytest.mark.very_slow) for x in ("sac", "td3")),
+        *(pytest.param(x, marks=pytest.mark.very_slow) for x in ("dqn", "sac", "td3")),
     ],
 )
 def test_update_of_a_shared_policy_equals_one_agent_on_plain_rows(name, key_reuse):

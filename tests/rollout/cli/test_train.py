@@ -198,7 +198,12 @@ def test_train_keeps_compiled_programs(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
-    [["gymnasium:mine.py:make"], ["mine.py:make_jax", "--env-param", "limit=5"]],
+    [
+        ["gymnasium:mine.py:make"],
+        pytest.param(
+            ["mine.py:make_jax", "--env-param", "limit=5"], marks=pytest.mark.very_slow
+        ),
+    ],
     ids=str,
 )
 def test_train_loads_functions_of_files(argv, tmp_path):
