@@ -24,13 +24,13 @@ from rollout.envs.render import (
     states_to_gif,
 )
 from rollout.envs.types import ArrayTree
-from rollout.evaluation import choose_collector
+from rollout.evaluation import HasEvalCollector, choose_collector
 from rollout.host.host_collector import HostCollector
 from rollout.types import Episodes
 
 
 def record_gif(
-    collector: Any,
+    collector: Collector | HostCollector | HasEvalCollector,
     params: Any,
     key: chex.PRNGKey,
     path: str | Path,

@@ -575,13 +575,16 @@ def check_counts(config: Any, *names: str) -> None:
         checks.check_int(f"config.{name}", vars(config)[name])
 
 
-def check_activation(config: Any) -> None:
-    """Checks the activation function of a network.
+def check_activation(agent: Agent) -> None:
+    """Checks the activation function of the default network of an agent.
 
     Raises:
-        ValueError: if `config.activation` is not the name of a function of flax.linen.
+        ValueError: if `config.activation` is not the name of a function of flax.linen,
+            and the agent has no custom network.
     """
-    name = config.activation
+    if agent._custom_networks:
+        return
+    name = agent.config.activation
     if not (isinstance(name, str) and callable(getattr(nn, name, None))):
         raise ValueError(
             "`config.activation` must be the name of a function of `flax.linen`, for "

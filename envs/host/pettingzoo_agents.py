@@ -3,15 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollout.envs.host.arrays import (
-    make_layout,
-)
+from rollout.envs.host.arrays import make_layout
 from rollout.envs.host.types import EnvFault
-from rollout.envs.multi_agent import (
-    AgentLayout,
-    group_agents,
-    layout_of,
-)
+from rollout.envs.multi_agent import AgentLayout, group_agents, layout_of
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace
 

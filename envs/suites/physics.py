@@ -59,8 +59,8 @@ def adapt(
 
     Raises:
         TypeError: if `env` lacks a method.
-        ValueError: if `env` has a training wrapper, or if `env` and an environment that
-            it wraps have different traced arrays in attributes of the same name.
+        ValueError: if `env` has a training wrapper, or if an attribute with
+            traced arrays has another value in an environment that `env` wraps.
     """
     check_methods(env, "brax or MuJoCo Playground", ("reset", "step", "action_size"))
     inner = env
@@ -76,7 +76,7 @@ def adapt(
                 "for batches, resets and time limits."
             )
         inner = vars(inner).get("env")
-    parameters = _traced_attributes(env)
+    parameters = _traced_attributes(env, model_field)
     # Custom environments may have no physical model.
     if (model := getattr(env, model_field, None)) is not None:
         parameters[model_field] = jax.tree.map(jnp.asarray, model)
@@ -199,19 +199,27 @@ def _shared_leaves(env: Any) -> _SharedLeaves:
     return _SharedLeaves(structure, shared)
 
 
-def _traced_attributes(env: Any) -> dict[str, ArrayTree]:
-    """Returns the attributes with traced arrays, also of wrapped environments."""
-    attributes: dict[str, ArrayTree] = {}
+def _traced_attributes(env: Any, model_field: str) -> dict[str, ArrayTree]:
+    """Returns the attributes with traced arrays, also of wrapped environments.
+
+    Omits the model. `_with_attributes` sets an attribute of every wrapped environment
+    that has it, so a name must stand for one value.
+    """
+    levels = []
     while env is not None:
-        for name, value in vars(env).items():
-            if not _is_traced(value):
-                continue
-            if attributes.setdefault(name, value) is not value:
-                raise ValueError(
-                    f"`env` must have one attribute {name!r} with traced arrays, got "
-                    f"another one in the wrapped {type(env).__name__}. Rename one."
-                )
+        levels.append(vars(env))
         env = vars(env).get("env")
+    attributes: dict[str, ArrayTree] = {}
+    for level in levels:
+        for name, value in level.items():
+            if name in ("env", model_field) or not _is_traced(value):
+                continue
+            if any(other.get(name, value) is not value for other in levels):
+                raise ValueError(
+                    f"`env` must have one attribute {name!r}, which has traced arrays, "
+                    "got another value in a wrapped environment. Rename one."
+                )
+            attributes[name] = value
     return attributes
 
 

@@ -212,7 +212,7 @@ class DQN(Agent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_activation(self.config)
+        check_activation(self)
         check_counts(self.config, "gradient_steps", "stats_window_size")
         if checks.is_concrete(self.config.target_update_interval):  # may be traced
             check_counts(self.config, "target_update_interval")

@@ -266,7 +266,7 @@ class PPO(Agent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_activation(self.config)
+        check_activation(self)
         ActionDistribution(self.spec.action_space)  # raises if `env` does not fit
         check_counts(self.config, "num_minibatches", "num_epochs", "stats_window_size")
         check_desired_kl(self.config, self.optimizer)
@@ -342,7 +342,7 @@ class PPO(Agent):
             state.carry, state.params, self.config.num_steps
         )
         last_value = self.collector.value(carry, state.params)
-        # `learn` gets no carry: that of host environments is not a pytree of arrays.
+        # `learn` is also compiled for host environments, whose carry is no pytree.
         state, metrics = self.learn(state.replace(carry=()), trajectory, last_value)
         return state.replace(carry=carry), metrics
 
@@ -370,7 +370,7 @@ class PPO(Agent):
             acting=jnp.float32(getattr(trajectory, "acting", trajectory.mask)),
         )
         num_gradients = config.num_epochs * config.num_minibatches
-        # `agent.config` has the present values of the schedules, for `loss`.
+        # `agent.config` has the current values of the schedules, for `loss`.
         agent = self.evaluate_schedules(
             state.num_updates * num_gradients, "clip_eps", "ent_coef"
         )

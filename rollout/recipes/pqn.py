@@ -193,7 +193,7 @@ class PQN(Agent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_activation(self.config)
+        check_activation(self)
         check_counts(self.config, "num_minibatches", "num_epochs", "stats_window_size")
         check_discrete("PQN", self.spec.action_space)
 

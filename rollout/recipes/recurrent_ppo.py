@@ -342,7 +342,7 @@ class RecurrentPPO(Agent):
                 "Several agents share a `PPO`, or a policy with memory in a "
                 "`rollout.agents.policy_map`."
             )
-        check_activation(self.config)
+        check_activation(self)
         names = "initialize_memory", "encode", "heads"
         if self.network is not None and not all(
             hasattr(self.network, x) for x in names

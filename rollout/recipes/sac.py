@@ -202,7 +202,7 @@ class SAC(Agent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_activation(self.config)
+        check_activation(self)
         check_counts(self.config, "gradient_steps", "stats_window_size")
         TanhNormal(self.spec.action_space)  # raises if it is not a Box of floats
 

@@ -215,7 +215,7 @@ class TD3(Agent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_activation(self.config)
+        check_activation(self)
         check_counts(self.config, "gradient_steps", "stats_window_size")
         if checks.is_concrete(self.config.policy_delay):  # may be traced
             check_counts(self.config, "policy_delay")

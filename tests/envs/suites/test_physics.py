@@ -94,13 +94,14 @@ def test_traced_attributes_vary_by_lane():
     np.testing.assert_array_equal(step.reward, expected)
 
 
-def test_traced_attributes_need_different_names():
+@pytest.mark.parametrize("wind", [lambda x: 2 * x, lambda x: 5.0])
+def test_traced_attributes_need_different_names(wind):
     class Other(Bias):
         def __init__(self, bias):
             self.wind = bias
 
-    with pytest.raises(ValueError, match=r"one attribute 'wind' .* wrapped Other"):
-        jax.vmap(lambda x: adapt(Wind(x, x, Other(2 * x))))(jnp.arange(3.0))
+    with pytest.raises(ValueError, match=r"one attribute 'wind'.* a wrapped env"):
+        jax.vmap(lambda x: adapt(Wind(x, x, Other(wind(x)))))(jnp.arange(3.0))
 
 
 def test_brax_truncation_flag_truncates():
