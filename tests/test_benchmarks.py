@@ -324,7 +324,6 @@ def test_launch_chart_contains_the_data(charts):
         assert all(f"{sum(pair):g}" in chart for pair in pairs)
 
 
-@pytest.mark.slow
 @pytest.mark.very_slow  # `regenerate.py` also runs the script
 @pytest.mark.usefixtures("quick_compile")
 def test_learning_comparison_runs_once_per_seed(monkeypatch, tmp_path):

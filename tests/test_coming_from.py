@@ -185,7 +185,6 @@ def check_brax(names, out):
     assert out.splitlines()[-1].endswith(", 128 episodes")
 
 
-@pytest.mark.slow
 @pytest.mark.very_slow
 @pytest.mark.usefixtures("key_reuse", "rank_promotion")  # Craftax and brax need both
 @pytest.mark.parametrize("name", TRAINING_CHANGES)

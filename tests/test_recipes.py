@@ -150,7 +150,6 @@ def test_programs_of_ppo_run(folder, capsys):
     assert pathlib.Path("runs/cartpole/curve.png").is_file()
 
 
-@pytest.mark.slow
 @pytest.mark.very_slow
 @pytest.mark.usefixtures("quick_training")
 def test_programs_of_ppo_learn(folder, capsys):
@@ -162,7 +161,6 @@ def test_programs_of_ppo_learn(folder, capsys):
     assert pathlib.Path("runs/cartpole/curve.png").is_file()
 
 
-@pytest.mark.slow
 @pytest.mark.very_slow
 @pytest.mark.usefixtures("quick_training")
 @pytest.mark.parametrize("name", OBSERVATIONS)
@@ -353,7 +351,6 @@ def test_sac_runs_on_a_pendulum(folder, quick_compile, key_reuse):
     assert np.isfinite(names["returns"]).all()
 
 
-@pytest.mark.slow
 @pytest.mark.very_slow
 @pytest.mark.usefixtures("quick_training")
 def test_clone_has_the_return_of_the_expert(folder, key_reuse):

@@ -375,7 +375,6 @@ def test_training_passes_debug_nans(name):
         assert (metrics["return_mean"] < 0).all()
 
 
-@pytest.mark.slow
 @pytest.mark.very_slow  # `test_recipe_spaces.py` trains each agent for a short time
 @pytest.mark.usefixtures("quick_training")
 @pytest.mark.parametrize(

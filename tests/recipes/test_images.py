@@ -47,16 +47,7 @@ def make_camera(name, **changes):
     return make_agent(name, env, **changes)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("ppo", "dqn", "sac"),
-        *(
-            pytest.param(name, marks=pytest.mark.very_slow)
-            for name in ("recurrent_ppo", "pqn", "td3")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", in_ci("ppo", "dqn", "sac"))
 def test_networks_encode_images_and_buffers_store_bytes(name):
     agent = make_camera(name)
     state = jax.eval_shape(agent.init, jax.random.key(0))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import quick_jit
 from flax import struct
-from recipe_cases import AGENTS, make_agent
+from recipe_cases import AGENTS, in_ci, make_agent
 
 import rollout
 from rollout import envs, normalization
@@ -102,13 +102,7 @@ def test_observations_are_shifted_scaled_and_clipped():
     assert normalize_obs({"params": {}}, obs) is obs
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        x if x in ("ppo", "dqn") else pytest.param(x, marks=pytest.mark.very_slow)
-        for x in AGENTS
-    ],
-)
+@pytest.mark.parametrize("name", in_ci("ppo", "dqn"))
 def test_agents_update_statistics_with_all_rows(name):
     agent = make_agent(name, normalize_observations=True)
 

@@ -8,7 +8,7 @@ import pytest
 from cases import quick_jit
 from flax import struct
 from privileged_env import PrivilegedEnv
-from recipe_cases import make_agent
+from recipe_cases import in_ci, make_agent
 
 import rollout
 from rollout import envs
@@ -44,13 +44,7 @@ def critic_outputs(agent, params, obs):
 
 
 # Recurrent PPO is similar to PPO, and TD3 is similar to SAC.
-quick_agents = pytest.mark.parametrize(
-    "name",
-    [
-        x if x in ("ppo", "sac") else pytest.param(x, marks=pytest.mark.very_slow)
-        for x in NAMES
-    ],
-)
+quick_agents = pytest.mark.parametrize("name", in_ci("ppo", "sac", of=NAMES))
 
 
 @quick_agents

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from agents import Walk
 from cases import quick_jit
+from recipe_cases import in_ci
 from zoo_envs import Crowd, Duel
 
 import rollout
@@ -119,13 +120,7 @@ RECIPES = {
 
 
 @pytest.mark.compiles(60)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "pqn",
-        *(pytest.param(x, marks=pytest.mark.very_slow) for x in ("dqn", "sac", "td3")),
-    ],
-)
+@pytest.mark.parametrize("name", in_ci("pqn", of=RECIPES))
 def test_update_of_a_shared_policy_equals_one_agent_on_plain_rows(name, key_reuse):
     agent_class, env, config = RECIPES[name]
     spaces = env.observation_spaces["agents"], env.action_spaces["agents"]

@@ -182,7 +182,6 @@ def test_train_reports_the_interval_over_seeds(tmp_path):
     assert line.endswith(", 3 seeds")
 
 
-@pytest.mark.slow
 @pytest.mark.very_slow
 def test_train_keeps_compiled_programs(tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
