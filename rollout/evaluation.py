@@ -1,6 +1,6 @@
 """`evaluate`: computes statistics of a policy over exactly N episodes."""
 
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, overload
 
 import chex
 import jax
@@ -10,17 +10,7 @@ from rollout.base import checks
 from rollout.collector import Collector
 from rollout.host.host_collector import HostCollector
 from rollout.stats import CollectStats, count_nonfinite, summarize
-from rollout.types import ParamsT, Transition
-
-
-@runtime_checkable
-class HasEvalCollector(Protocol):
-    """An agent, which has a collector for evaluations."""
-
-    @property
-    def eval_collector(self) -> Any:
-        """The environments and the policy that takes the most likely action."""
-        ...
+from rollout.types import HasEvalCollector, ParamsT, Transition, choose_collector
 
 
 @overload
@@ -112,27 +102,6 @@ def evaluate(
     )
     run = _evaluate if collector.is_host else _evaluate_jitted
     return run(collector, params, key, num_episodes, per_env, max_episode_steps)
-
-
-def choose_collector(collector: Any, params: Any) -> tuple[Any, Any]:
-    """Returns the collector for evaluations, and the parameters of its policy.
-
-    Args:
-        collector: a collector, or an agent.
-        params: parameters; for an agent, a state with `params`.
-
-    Raises:
-        ValueError: if `params` is not the state of an agent.
-    """
-    if not isinstance(collector, HasEvalCollector):
-        return collector, params
-    if not hasattr(params, "params"):
-        raise ValueError(
-            "`params` must be the state of the agent, which has `params`, got "
-            f"{checks.describe(params)}. To pass only parameters, pass "
-            "`agent.eval_collector` in place of the agent."
-        )
-    return collector.eval_collector, params.params
 
 
 def _evaluate(

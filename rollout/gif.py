@@ -24,9 +24,8 @@ from rollout.envs.render import (
     states_to_gif,
 )
 from rollout.envs.types import ArrayTree
-from rollout.evaluation import HasEvalCollector, choose_collector
 from rollout.host.host_collector import HostCollector
-from rollout.types import Episodes
+from rollout.types import Episodes, HasEvalCollector, choose_collector
 
 
 def record_gif(

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, runtime_checkable
 
 import chex
 import jax
@@ -397,6 +397,37 @@ class KernelSpec(Protocol):
     record_fn: RecordFn | None
     accumulators: Any  # `Accumulators`
     init: Callable[..., Carry]
+
+
+@runtime_checkable
+class HasEvalCollector(Protocol):
+    """An agent, which has a collector for evaluations."""
+
+    @property
+    def eval_collector(self) -> Any:
+        """The environments and the policy that takes the most likely action."""
+        ...
+
+
+def choose_collector(collector: Any, params: Any) -> tuple[Any, Any]:
+    """Returns the collector for evaluations, and the parameters of its policy.
+
+    Args:
+        collector: a collector, or an agent.
+        params: parameters; for an agent, a state with `params`.
+
+    Raises:
+        ValueError: if `params` is not the state of an agent.
+    """
+    if not isinstance(collector, HasEvalCollector):
+        return collector, params
+    if not hasattr(params, "params"):
+        raise ValueError(
+            "`params` must be the state of the agent, which has `params`, got "
+            f"{checks.describe(params)}. To pass only parameters, pass "
+            "`agent.eval_collector` in place of the agent."
+        )
+    return collector.eval_collector, params.params
 
 
 def check_policy(value: Any) -> None:
