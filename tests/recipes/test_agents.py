@@ -843,6 +843,12 @@ def test_invalid_arguments_raise(words, call):
         call()
 
 
+def test_activation_of_a_custom_network_is_not_checked():
+    agent = make_agent("ppo").replace(network=nn.Dense(3))
+    config = agent.config.replace(activation=nn.tanh)
+    assert agent.replace(config=config).config.activation is nn.tanh
+
+
 def test_observations_may_be_lists():
     agent = ppo.PPO(EnvSpec(FOUR, CHOICE, 1))
     assert agent.prepare_obs([0.0] * 4).dtype == np.float32
