@@ -1,18 +1,22 @@
 """How fast does a `HostCollector` step environments of PettingZoo?
 
 Collects `STEPS` steps of 8 environments with random actions, in this process and in two
-workers, and divides the CPU time by that of a plain loop, which samples actions with
-NumPy and stores nothing. Reports microseconds per step of one environment.
+workers, and divides the time by that of a plain loop, which samples actions with NumPy
+and stores nothing. Tianshou's `Collector`, if it is installed, steps the same
+environments in this process; it takes parallel environments in turns. Reports
+microseconds per step of one environment.
 
-    pip install ".[pettingzoo]"
+    pip install ".[pettingzoo]" tianshou
     taskset -c 0,1 python benchmarks/pettingzoo_speed.py
 """
 
 import functools
+import importlib.util
+import logging
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,14 +29,22 @@ warnings.simplefilter("ignore")
 NUM_ENVS, STEPS = 8, 200
 
 
-def makers() -> dict[str, Callable[[], Any]]:
-    """Returns the functions that create an environment, by name."""
-    from mpe2 import simple_spread_v3
-    from pettingzoo.classic import connect_four_v3
+class Task(NamedTuple):
+    """An environment, and how to step it in turns."""
+
+    make: Callable[[], Any]
+    make_in_turns: Callable[[], Any]
+    num_turns: int  # of a step
+
+
+def make_tasks() -> dict[str, Task]:
+    """Returns the environments by name."""
+    from mpe2 import simple_spread_v3 as spread
+    from pettingzoo.classic import connect_four_v3 as four
 
     return {
-        "simple spread, parallel": simple_spread_v3.parallel_env,
-        "connect four, in turns": connect_four_v3.env,
+        "simple spread, parallel": Task(spread.parallel_env, spread.env, 3),
+        "connect four, in turns": Task(four.env, four.env, 1),
     }
 
 
@@ -86,16 +98,46 @@ def collection(env: Any) -> Callable[[], Any]:
     return collect
 
 
+def tianshou_collection(task: Task) -> Callable[[], None]:
+    """Creates a program that collects steps with random actions by Tianshou."""
+    from tianshou.algorithm.multiagent.marl import MultiAgentOffPolicyAlgorithm
+    from tianshou.algorithm.random import MARLRandomDiscreteMaskedOffPolicyAlgorithm
+    from tianshou.data import Collector, VectorReplayBuffer
+    from tianshou.env import DummyVectorEnv
+    from tianshou.env.pettingzoo_env import PettingZooEnv
+
+    logging.getLogger("tianshou").setLevel(logging.ERROR)
+    num_rows = STEPS * task.num_turns * NUM_ENVS
+    env = PettingZooEnv(task.make_in_turns())
+    players = [
+        MARLRandomDiscreteMaskedOffPolicyAlgorithm(env.action_space)
+        for _ in env.agents
+    ]
+    collector = Collector(
+        MultiAgentOffPolicyAlgorithm(algorithms=players, env=env),
+        DummyVectorEnv([lambda: PettingZooEnv(task.make_in_turns())] * NUM_ENVS),
+        VectorReplayBuffer(num_rows, NUM_ENVS),
+    )
+    collector.reset()
+
+    def collect() -> None:
+        collector.collect(n_step=num_rows)
+
+    return collect
+
+
 def speed_rows(args: Namespace) -> Iterator[dict[str, str]]:
     """Times each environment."""
-    for name, make in makers().items():
-        adapt = functools.partial(envs.from_pettingzoo, make, NUM_ENVS)
-        programs = {"loop": plain_loop(make)}
+    for name, task in make_tasks().items():
+        adapt = functools.partial(envs.from_pettingzoo, task.make, NUM_ENVS)
+        programs = {"loop": plain_loop(task.make)}
         for label, num_workers in (("here", None), ("two workers", 2)):
             programs[label] = collection(adapt(num_workers=num_workers))
+        if importlib.util.find_spec("tianshou"):
+            programs["tianshou"] = tianshou_collection(task)
         timing = measure(programs, args.repeats)
         us = {x: 1e6 * y.wall / (NUM_ENVS * STEPS) for x, y in timing.items()}
-        yield {
+        row = {
             "environment": name,
             "plain loop, us": f"{us['loop']:.0f}",
             "collector, us": f"{us['here']:.0f}",
@@ -103,7 +145,11 @@ def speed_rows(args: Namespace) -> Iterator[dict[str, str]]:
             "two workers, us": f"{us['two workers']:.0f}",
             "two workers / loop": f"{us['two workers'] / us['loop']:.2f}",
         }
+        if "tianshou" in us:
+            row["Tianshou, us"] = f"{us['tianshou']:.0f}"
+            row["Tianshou / collector"] = f"{us['tianshou'] / us['here']:.2f}"
+        yield row
 
 
 if __name__ == "__main__":
-    run(__doc__, 5, {"pettingzoo": speed_rows})
+    run(__doc__, 5, {"environments of PettingZoo": speed_rows})

@@ -91,6 +91,7 @@ def steps() -> dict[str, list[str]]:
         "overhead": [f"{ONE_CORE}overhead.py --json docs/speed.json"],
         "agents_speed": speed("agents_speed"),
         "host_speed": speed("host_speed"),
+        "pettingzoo_speed": speed("pettingzoo_speed"),
         "buffer_speed": speed("buffer_speed"),
         "convolution_speed": [
             f"{ONE_CORE}convolution_speed.py --json docs/speed.json",

@@ -212,6 +212,11 @@ class Agent(Hints):
         """The collector that runs `eval_policy` in `env`, for `rollout.evaluate`."""
         return self.make_collector(self.env, self.eval_policy)
 
+    @functools.cached_property
+    def _without_env(self) -> Static:
+        """This agent with spaces in place of environments, as an argument of `jit`."""
+        return Static(self.replace(env=self.spec))
+
     @property
     def _custom_networks(self) -> list[str]:
         """Names of the networks that the user passed."""
@@ -496,7 +501,7 @@ def jit_on_host(method: Callable[..., Any], **options: Any) -> Callable[..., Any
     @functools.wraps(method)
     def call(self: Agent, *args: Any) -> Any:
         if isinstance(self.env, HostVectorEnv):
-            return compiled(Static(self.replace(env=self.spec)), *args)
+            return compiled(self._without_env, *args)
         return method(self, *args)
 
     return call

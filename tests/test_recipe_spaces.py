@@ -84,14 +84,14 @@ def _best(part):
     return jnp.clip(1.0, low, high) if is_float else high
 
 
-@pytest.mark.slow
+@pytest.mark.very_slow
 @pytest.mark.usefixtures("quick_training")
 @pytest.mark.parametrize(
     ("agent_class", "config", "space", "num_envs", "min_return"),
     [
         (ppo.PPO, CONFIG, TREE, NUM_ENVS, 4.5),
-        pytest.param(sac.SAC, SAC_CONFIG, HALF_OPEN, 4, 4, marks=pytest.mark.very_slow),
-        pytest.param(td3.TD3, TD3_CONFIG, BOX, 4, 4, marks=pytest.mark.very_slow),
+        (sac.SAC, SAC_CONFIG, HALF_OPEN, 4, 4),
+        (td3.TD3, TD3_CONFIG, BOX, 4, 4),
     ],
 )
 def test_agents_learn_any_space(agent_class, config, space, num_envs, min_return):

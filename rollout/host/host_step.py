@@ -31,6 +31,7 @@ from rollout.host.host_state import (
     mark,
     put,
 )
+from rollout.types import Transition
 
 
 class Decision(NamedTuple):
@@ -205,10 +206,17 @@ def record(spec: HostSpec, state: HostState) -> HostState:
         return state
     rows, accumulated = state.rows.read(state.num_rows), state.accumulated
     if spec.record_fn is None:
-        recorded = jax.device_put(rows)
+        # For a row, a compiled copy takes a fifth of the time of `jax.device_put`.
+        recorded = (_copy if rows.reward.shape[0] == 1 else jax.device_put)(rows)
     else:
         accumulated, recorded = spec.record_fn(accumulated, rows, state.rows.lane)
     return state.replace(accumulated=accumulated, recorded=recorded)
+
+
+@jax.jit
+def _copy(rows: Transition) -> Transition:
+    """Copies rows to the device."""
+    return rows
 
 
 def _write_final_value(

@@ -103,11 +103,13 @@ class Session:
             )
         for name in ("key", "step", "next_episode", "obs", "episode"):
             value, expected = vars(carry)[name], vars(self._carry)[name]
+            if value is expected:  # the usual case, kept fast
+                continue
             message = f"`carry.{name}` must be as the latest call returned it, since "
             message += "only `policy_state` may be replaced"
             checks.check_same_types(message, expected, value)
             for x, y in zip(*map(jax.tree.leaves, (expected, value)), strict=True):
-                if x is y:  # the usual case: avoid the transfer from the device
+                if x is y:  # avoid the transfer from the device
                     continue
                 if not np.array_equal(*trees.unwrap_keys((x, y)), equal_nan=True):
                     raise ValueError(f"{message}.")

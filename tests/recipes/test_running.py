@@ -18,7 +18,6 @@ import pytest
 from command_line import error_line
 from compiles import QUICK_FLAGS
 from plain_suites import Suite
-from recipe_cases import in_ci
 
 import rollout
 from rollout import checkpoint, envs
@@ -690,8 +689,8 @@ def test_folder_must_be_a_folder(name, tmp_path):
         run_agent(make_agent(), tmp_path / name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", in_ci("jax", of=("jax", "host", "seeds")))
+@pytest.mark.very_slow
+@pytest.mark.parametrize("kind", ["jax", "host", "seeds"])
 def test_killed_runs_equal_an_uninterrupted_run(kind):
     """Kills a run in JAX, on the host or of several seeds, twice."""
     program = ROOT / "tests" / "support" / "killed_runs.py"

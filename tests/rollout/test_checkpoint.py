@@ -302,7 +302,7 @@ def read_hashes(folder):
 
 @pytest.mark.slow
 def test_killed_run_resumes_with_the_same_batches(start_streamer, tmp_path):
-    complete, killed, num_kills = tmp_path / "whole", tmp_path / "killed", 7
+    complete, killed, num_kills = tmp_path / "whole", tmp_path / "killed", 4
     assert exit_code(start_streamer(complete)) == 0
     rng = random.Random(0)
     for _ in range(num_kills):

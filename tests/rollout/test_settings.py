@@ -49,7 +49,7 @@ def test_undefined_traced_statistics_pass_debug_nans():
     assert np.isnan(window.returns.mean)
 
 
-@pytest.mark.slow
+@pytest.mark.very_slow
 @pytest.mark.usefixtures("key_reuse")
 def test_stream_and_profile_run_without_jit():
     collector, batches = make_collector("count", 2).replace(policy=first_action), []
