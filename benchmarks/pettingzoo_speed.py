@@ -110,8 +110,7 @@ def tianshou_collection(task: Task) -> Callable[[], None]:
     num_rows = STEPS * task.num_turns * NUM_ENVS
     env = PettingZooEnv(task.make_in_turns())
     players = [
-        MARLRandomDiscreteMaskedOffPolicyAlgorithm(env.action_space)
-        for _ in env.agents
+        MARLRandomDiscreteMaskedOffPolicyAlgorithm(env.action_space) for _ in env.agents
     ]
     collector = Collector(
         MultiAgentOffPolicyAlgorithm(algorithms=players, env=env),
