@@ -71,9 +71,11 @@ PEERS = {
             "JaxMARL's `vdn_rnn.py`",
             "Craftax_Baselines' `ppo.py`",
             "evosax",
-            "sbx",
-            "Stable-Baselines3",
         )
+    }
+    | {
+        name: Peer(("trainings of peers",), ("training over rollout",), name)
+        for name in ("sbx", "Stable-Baselines3")
     },
     "Gymnasium: MuJoCo and Atari": {
         "plain loop, in this process": Peer(
