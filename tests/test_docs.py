@@ -52,7 +52,7 @@ TRAINED = ("docs/lagging_actors.md",)
 # Changes for pages that take more than half a minute.
 SMALLER = {
     "docs/agents_in_python.md": [
-        "NUM_ROUNDS = 1",
+        "NUM_ROUNDS, NUM_UPDATES, NUM_ENVS = 2, 4, 32",
         "config = config.replace(num_updates=10)",
     ],
     "docs/gallery.md": ["NUM_UPDATES = 5"],
