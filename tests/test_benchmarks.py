@@ -306,7 +306,7 @@ def test_ranges_of_the_speed_page_equal_the_chart(charts, data):
             ends[0].add(min(cells, key=float))
             ends[1].add(max(cells, key=float))
     ranges = re.findall(r"([\d.]+)\s+to\s+([\d.]+)\s+(?:times|of)", sentences)
-    assert len(ranges) == 8
+    assert len(ranges) == 10
     for low, high in ranges:
         assert low in ends[0]
         assert high in ends[1]
