@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rollout.base.types import ArrayTree
@@ -216,7 +217,7 @@ def record(spec: HostSpec, state: HostState) -> HostState:
 @jax.jit
 def _copy(rows: Transition) -> Transition:
     """Copies rows to the device."""
-    return rows
+    return jax.tree.map(jnp.asarray, rows)  # a conversion only without `jit`
 
 
 def _write_final_value(

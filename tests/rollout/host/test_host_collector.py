@@ -75,6 +75,14 @@ def test_short_calls_and_single_steps_equal_one_long_call():
     assert expected.truncated.any()
 
 
+@pytest.mark.compiles(200)
+def test_a_row_has_arrays_of_jax_without_jit():
+    host = on_host().replace(accumulators={}, record_fn=None)
+    with jax.disable_jit():
+        _, row = host.step(host.init(KEY), None)
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(row))
+
+
 def test_automatic_resets_only_add_masked_out_rows():
     valid_rows = []
     for resets_itself in (False, True):
