@@ -1,9 +1,9 @@
 """How fast does a `HostCollector` step environments of PettingZoo?
 
 Collects `STEPS` steps of 8 environments with random actions, in this process and in two
-workers, and divides the time by that of a plain loop, which samples actions with NumPy
-and stores nothing. Tianshou's `Collector`, if it is installed, steps the same
-environments in this process; it takes parallel environments in turns. Reports
+workers, and divides the time by the time of a plain loop, which samples actions with
+NumPy and stores nothing. Tianshou's `Collector`, if it is installed, steps the same
+environments in this process. It steps parallel environments in turns. Reports
 microseconds per step of one environment.
 
     pip install ".[pettingzoo]" tianshou
@@ -34,7 +34,7 @@ class Task(NamedTuple):
 
     make: Callable[[], Any]
     make_in_turns: Callable[[], Any]
-    num_turns: int  # of a step
+    num_turns: int  # in each step
 
 
 def make_tasks() -> dict[str, Task]:
@@ -99,7 +99,7 @@ def collection(env: Any) -> Callable[[], Any]:
 
 
 def tianshou_collection(task: Task) -> Callable[[], None]:
-    """Creates a program that collects steps with random actions by Tianshou."""
+    """Creates a program in which Tianshou collects steps with random actions."""
     from tianshou.algorithm.multiagent.marl import MultiAgentOffPolicyAlgorithm
     from tianshou.algorithm.random import MARLRandomDiscreteMaskedOffPolicyAlgorithm
     from tianshou.data import Collector, VectorReplayBuffer

@@ -83,6 +83,30 @@ def test_a_row_has_arrays_of_jax_without_jit():
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(row))
 
 
+class UnknownDistance(gymnasium.Env):
+    """An info is NaN, for example a distance that is unknown."""
+
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, False, False, {"distance": np.nan}
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_infos_may_be_nan_with_debug_nans(num_steps):
+    info = {"distance": np.float32(0)}
+    env = envs.from_gymnasium(UnknownDistance, 2, record_info=info)
+    collector = HostCollector(env, rollout.random_policy(env.action_space))
+    with jax.debug_nans(True):
+        carry = collector.init(KEY)
+        _, rows = collector.collect_steps(carry, None, num_steps)
+    assert np.isnan(rows.info["distance"]).all()
+
+
 def test_automatic_resets_only_add_masked_out_rows():
     valid_rows = []
     for resets_itself in (False, True):
