@@ -8,6 +8,7 @@ Reports medians of single runs in random order, in one process:
   agents share one policy, or each agent is assigned one of P members; the baseline
   gathers the parameters of a member per agent.
 
+    pip install ".[test]"
     python benchmarks/agents_speed.py
     python benchmarks/agents_speed.py --tables population --repeats 50
 """

@@ -12,6 +12,7 @@ interleaved runs in one process, in microseconds per step.
   `"shared"`, and `PrioritizedReplayBuffer`. `shared` has capacity for the final
   observations of 5 % of the rows.
 
+    pip install ".[bench]"
     python benchmarks/buffer_speed.py
     python benchmarks/buffer_speed.py --cases 1 --repeats 5
 """

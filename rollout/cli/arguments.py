@@ -75,8 +75,10 @@ def parse_env_param(text: str) -> tuple[str, Any]:
             return name, ast.literal_eval(literal)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         pass
-    message = "must be NAME=VALUE, VALUE a Python literal"
-    raise ArgumentTypeError(f"{message}, got {text!r}")
+    message = "must be NAME=VALUE, VALUE a Python literal, got"
+    # A shell removes one pair of quotes.
+    hint = """Pass a string as "name='text'", a bool as name=True"""
+    raise ArgumentTypeError(f"{message} {text!r}. {hint}")
 
 
 def add_count(parser: Any, name: str, text: str, default: int | None = None) -> None:

@@ -34,6 +34,7 @@ CASES = [
     ([*SPEED, "--max-episode-steps=3"], "--max-episode-steps", "--num-episodes"),
     # Parameters of the environment.
     ([*SPEED, "--env-param=gravity"], "--env-param", "literal", "'gravity'"),
+    ([*SPEED, "--env-param=name=text"], "--env-param", "'name=text'", "name=True"),
     ([*SPEED, "--env-param==1"], "--env-param", "NAME=VALUE", "'=1'"),
     ([*SPEED, "--env-param=num_envs=3"], "x_threshold", "num_envs"),
     ([*SPEED, "--env-param=gravity='a'"], "`gravity`", "number"),
