@@ -20,6 +20,8 @@ from rollout.envs.host.arrays import (
 from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
 from rollout.envs.types import ArrayTree
 
+_STEPS = "TimeLimit.elapsed_steps"  # a saved array
+
 
 class LocalEnvs(HostVectorEnv):
     """Steps several environments in this process; supports `rebuild`, `save`, `load`.
@@ -237,13 +239,35 @@ def close(env: Any) -> None:
         env.close()
 
 
+def _unwrap(env: Any) -> tuple[Any, list[Any]]:
+    """Removes the wrappers that `gymnasium.make` and `max_episode_steps=` add.
+
+    Other wrappers stay, because they may have a state of their own: their class must
+    define `save_state` and `load_state`.
+
+    Returns:
+        The environment inside, and the wrappers with a time limit around it.
+    """
+    limits = []
+    while type(env).__module__ == "gymnasium.wrappers.common":
+        name = type(env).__name__
+        if name not in ("OrderEnforcing", "PassiveEnvChecker", "TimeLimit"):
+            break
+        if name == "TimeLimit":
+            limits.append(env)
+        env = env.env
+    return env, limits
+
+
 def _save(env: Any) -> bytes | None:
     """Serializes the arrays of `save_state`; returns None without this method."""
+    env, limits = _unwrap(env)
     # Check the class: Gymnasium's wrappers forward attributes of the environment.
     if not hasattr(type(env), "save_state"):
         return None
     file = io.BytesIO()
-    for name, value in env.save_state().items():
+    arrays = {_STEPS: [x._elapsed_steps for x in limits]} if limits else {}
+    for name, value in {**arrays, **env.save_state()}.items():
         # Use NumPy's format without pickle, so that loading runs no code.
         for array in (np.asarray(name), np.asarray(value)):
             np.lib.format.write_array(file, array, allow_pickle=False)
@@ -254,18 +278,28 @@ def _load(env: Any, state: bytes) -> None:
     """Restores the state of an environment from the bytes of `_save`.
 
     Raises:
-        ValueError: if the environment has no `load_state`.
+        ValueError: if the environment has no `load_state`, or other time limits than
+            the saved environment.
     """
-    if not hasattr(type(env), "load_state"):
+    inner, limits = _unwrap(env)
+    if not hasattr(type(inner), "load_state"):
         raise ValueError(
             "`env` must have `load_state`, like the saved environment, got "
-            f"{type(env).__name__}."
+            f"{type(inner).__name__}."
         )
     file, arrays = io.BytesIO(state), {}
     while file.tell() < len(state):
         name = np.lib.format.read_array(file, allow_pickle=False)
         arrays[str(name)] = np.lib.format.read_array(file, allow_pickle=False)
+    steps = arrays.pop(_STEPS, ())
+    if len(steps) != len(limits):
+        raise ValueError(
+            f"`env` must have {len(steps)} time limits, like the saved environment, "
+            f"got {len(limits)}. Pass the same `max_episode_steps`."
+        )
     # Reset first: Gymnasium's wrappers raise if `step` precedes `reset`, and many
     # environments allocate the arrays that `load_state` fills in `reset`.
     env.reset(seed=0)
-    env.load_state(arrays)
+    inner.load_state(arrays)
+    for limit, count in zip(limits, steps, strict=True):
+        limit._elapsed_steps = int(count)

@@ -34,7 +34,10 @@ _FIELDS = {
     "hidden_layer_sizes": ("net_arch", "hidden_sizes", "policy_kwargs"),
     "normalize_observations": ("normalize_obs", "norm_obs"),
     # Options of the command.
-    "folder": ("exp_name", "run_name", "log_dir", "logdir"),
+    "folder": (
+        *("exp_name", "run_name", "log_dir", "logdir"),
+        *("out", "output", "output_dir", "save_dir"),
+    ),
 }
 _TOTAL = "each update takes `num_steps * num_envs` environment steps"
 _BATCH = "an update has `num_steps * num_envs` rows"
@@ -82,6 +85,7 @@ NAMES = {
         *("NormalizeObservation", "NormalizeVecObservation"),
     ),
     "rollout.envs.NormalizeHostEnv": ("VecNormalize",),
+    "rollout.envs.env_ids": ("available_envs", "list_envs", "registered_envs"),
     "rollout.envs.from_gymnasium": ("GymWrapper", "GymnasiumWrapper", "from_gym"),
     "rollout.envs.make_vec": ("get_environment", "make_env", "make_vec_env"),
     "rollout.envs.types.Env": ("Environment", "JaxEnv"),
@@ -115,6 +119,7 @@ _INTERNAL = ("base", "cli", "kernel")  # packages outside of the API reference
 MEMBERS = {
     "Agent": {
         "agent.collector": ("collect", "collect_rollouts", "rollout"),
+        "agent.collector.value(carry, params)": ("predict_values", "value"),
         "agent.env_steps(num_updates)": ("num_timesteps", "total_timesteps"),
         "agent.init": ("create", "reset", "setup"),
         "agent.predict": (

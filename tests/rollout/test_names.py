@@ -88,6 +88,7 @@ def test_every_suggested_name_of_a_package_exists():
         ("collector", "collect", "collector.collect_steps"),
         ("agent", "save", "rollout.checkpoint.save(path, state)"),
         ("agent", "get_action", "agent.predict"),
+        ("agent", "value", "agent.collector.value(carry, params)"),
     ],
 )
 def test_missing_attribute_names_the_right_one(objects, label, name, right_name):

@@ -225,3 +225,72 @@ def test_integers_beyond_32_bits_are_faults(env_class, first, message):
     assert env.reset(SEED, MASK).tolist() == [[first] * 2]
     assert not env.step(np.int32([1])).faulty.any()
     assert message in str(env.step(np.int32([1])).causes[0])
+
+
+class Resumable(gymnasium.Env):
+    """Counts the steps of an episode, and saves the count."""
+
+    observation_space = gymnasium.spaces.Box(0, np.inf, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.count = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        return np.float32([self.count]), 0.0, False, False, {}
+
+    def save_state(self):
+        return {"count": self.count}
+
+    def load_state(self, arrays):
+        self.count = int(arrays["count"])
+
+
+def limited(make, limit):
+    return lambda: gymnasium.wrappers.TimeLimit(make(), limit)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        limited(Resumable, 5),
+        limited(limited(Resumable, 9), 5),
+        lambda: gymnasium.make(
+            gymnasium.envs.registration.EnvSpec("Resumable-v0", Resumable),
+            max_episode_steps=5,
+        ),
+    ],
+)
+def test_time_limits_continue_from_saved_state(make):
+    envs = [LocalEnvs([make]) for _ in range(2)]
+    for env in envs:
+        env.reset(np.zeros(1, np.int64), MASK[:1])
+    for _ in range(3):
+        step = envs[0].step(ACTION[:1])
+    envs[1].load(envs[0].save(), np.copy(step.obs))
+    for count in (4, 5):
+        for env in envs:
+            step = env.step(ACTION[:1])
+            assert step.obs == count
+            assert step.truncated == (count == 5)
+
+
+def test_loading_requires_the_same_time_limits():
+    envs = [LocalEnvs([x]) for x in (Resumable, limited(Resumable, 5))]
+    for env in envs:
+        env.reset(np.zeros(1, np.int64), MASK[:1])
+    obs = np.zeros((1, 1), np.float32)
+    with pytest.raises(ValueError, match=r"must have 0 time limits, .* got 1"):
+        envs[1].load(envs[0].save(), obs)
+
+
+class StatefulWrapper(gymnasium.Wrapper):
+    """A wrapper whose state would be lost."""
+
+
+def test_unknown_wrappers_must_define_save_state():
+    env = LocalEnvs([lambda: StatefulWrapper(Resumable())])
+    env.reset(np.zeros(1, np.int64), MASK[:1])
+    assert env.save() is None
