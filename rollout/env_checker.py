@@ -445,8 +445,24 @@ def _check_by_gymnasium(issues: dict[str, str], env: HostVectorEnv) -> None:
                 name=error.name,
             ) from error
         except Exception as error:
-            issues["gymnasium"] = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
+            with contextlib.suppress(Exception):  # the environment may be faulty
+                space, (obs, _) = single_env.observation_space, single_env.reset(seed=0)
+                message += "".join(_entries_outside(space, obs, "observation"))
+            issues["gymnasium"] = message
     close(single_env)
+
+
+def _entries_outside(space: Any, value: Any, name: str) -> Iterator[str]:
+    """Describes the entries of an observation that are not in Gymnasium's space."""
+    if hasattr(space, "spaces") and isinstance(value, dict | tuple):  # Dict or Tuple
+        is_dict = isinstance(value, dict)
+        for key, inner in space.spaces.items() if is_dict else enumerate(space.spaces):
+            yield from _entries_outside(inner, value[key], f"{name}[{key!r}]")
+    elif not space.contains(value):
+        array = np.asarray(value)
+        kind = type(value).__name__
+        yield f" `{name}` is a {kind}, {array.dtype} {array.shape}, outside of {space}."
 
 
 class _StepAfterEnd(Exception):  # noqa: N818

@@ -280,6 +280,10 @@ class ParallelAdapter(_Adapter):
             result, _STEP
         )
         self._begin_step()
+        for name, entries in zip(_STEP[:4], result, strict=False):
+            if not entries.keys() <= self._index.keys():
+                for agent in entries:
+                    self._position(agent, f"`{name}`")
         for agent, reward in rewards.items():
             self._add_reward(agent, reward)
         remaining = self._check_agents()

@@ -146,6 +146,10 @@ def evaluate_agents(
 
         print(rollout.agents.evaluate_agents(collector, params, key, 1000))
 
+    A `HostCollector` with `on_fault="restart"` may lose some of the N episodes, as in
+    `rollout.evaluate`: `num_episodes` is then smaller, and each fault is logged.
+    `collector.fault_stats` does not count these faults.
+
     Args:
         collector: a collector of an environment with several agents.
         params: parameters of the policy.

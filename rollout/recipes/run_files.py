@@ -264,4 +264,4 @@ def draw_gif(agent: Any, params: Any, key: chex.PRNGKey, path: Path) -> None:
             agent.eval_collector, params, key, path, max_episode_steps=200
         )
     except Exception as error:  # an environment may raise anything
-        print(f"no GIF: {error}")
+        print(f"no GIF: {str(error) or repr(error)}")

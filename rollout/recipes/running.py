@@ -224,7 +224,8 @@ def run(
         key: one typed key, the source of all randomness; or `[S]` keys, one per seed.
         folder: folder of this run; it must not contain another run.
         evaluate_every: environment steps between evaluations, rounded up to whole
-            updates; None evaluates once, at the end. Steps are counted per seed. The
+            updates; None evaluates once, at the end. Steps are counted per seed, and
+            steps before the first update (`learning_starts`) are not counted. The
             run saves its state and calls `callback` at the same times, and 20 times
             during the run if None: a killed run loses the updates since then.
         num_eval_episodes: episodes per evaluation and seed, at least 1. Under

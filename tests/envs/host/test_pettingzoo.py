@@ -203,6 +203,10 @@ BROKEN = {  # environment: words of the message
         change(Crowd, step=lambda _, x: (x[0], x[1] | {"green_0": 0.0}, *x[2:])),
         ["rewards", "green_0"],
     ),
+    "unknown_flag": (
+        change(Crowd, step=lambda _, x: (*x[:2], x[2] | {"__all__": True}, *x[3:])),
+        ["terminations", "__all__"],
+    ),
     "leaves": (
         change(Crowd, step=set_agents(lambda x: x.agents[:1])),
         ["must not leave", "_"],
