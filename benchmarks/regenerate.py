@@ -15,6 +15,7 @@ Each result has a record of the machine, the versions, the date and the commit: 
 """
 
 import argparse
+import os
 import re
 import shlex
 import subprocess
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the commands")
     args = parser.parse_args()
     commands = steps()
+    os.environ.setdefault("MUJOCO_GL", "egl")  # brax renders without a display
     if unknown := set(args.steps) - commands.keys():
         parser.error(f"unknown steps {sorted(unknown)}; the steps are {[*commands]}")
     failures = []

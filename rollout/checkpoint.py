@@ -113,7 +113,8 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
     Args:
         path: the folder passed to `save`.
         like: a tree with the saved structure, shapes and dtypes, or its
-            `jax.eval_shape`. Values are not read, and bytes may have any length. For a
+            `jax.eval_shape`. Values are not read, and bytes may have any length. A
+            Python number also stands for an array of JAX's default dtype. For a
             stream, pass the `state()` of a new stream. Each restored array is placed on
             the devices and in the processes of the matching leaf.
         step: number of the checkpoint; None for the newest checkpoint.
@@ -130,10 +131,13 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
     if step is not None:
         step = checks.check_int("step", step, least=0, most=None)
     version, specs, saved = _read(path, step)
+    # A Python number also stands for the array that JAX makes of it, for example
+    # `step=0` in `TrainState.create` of flax, which becomes an array inside `jit`.
     expected = _describe("like", like)
-    pairs = itertools.zip_longest(expected, specs, fillvalue="no more")
-    for like_spec, saved_spec in pairs:
-        if like_spec != saved_spec:
+    arrays = _describe("like", jax.tree.map(_narrow, like))
+    pairs = itertools.zip_longest(expected, arrays, specs, fillvalue="no more")
+    for like_spec, array_spec, saved_spec in pairs:
+        if saved_spec not in (like_spec, array_spec):
             raise StructureError(
                 f"`like` must have the leaves that were saved: {saved_spec}, "
                 f"got {like_spec}. Version {version} of rollout saved the checkpoint, "
@@ -226,6 +230,14 @@ def _words(leaf: Any) -> jax.Array | np.ndarray:
     return trees.unwrap_keys(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
 
 
+def _narrow(leaf: Any) -> Any:
+    """Replaces a number of Python by the shape and dtype of JAX's array of it."""
+    if isinstance(leaf, bytes) or hasattr(leaf, "dtype"):
+        return leaf
+    dtype = jax.dtypes.canonicalize_dtype(_as_array(leaf).dtype)
+    return jax.ShapeDtypeStruct((), dtype)
+
+
 def _as_array(leaf: Any) -> Any:
     """Converts Python numbers to arrays, and keeps arrays, shapes and typed keys."""
     return leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
@@ -241,7 +253,9 @@ def _read_leaf(array: np.ndarray, old: Any) -> Any:
     """Inverts `_words` and `_bits`: returns a leaf like `old`, on the same devices."""
     if isinstance(old, bytes):
         return array.tobytes()
-    old = _as_array(old)
+    narrow, old = _narrow(old), _as_array(old)
+    if array.dtype == narrow.dtype != old.dtype:
+        old = narrow
     if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
         impl = []  # read by tracing: `old` may be only a shape and dtype
         jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), old)

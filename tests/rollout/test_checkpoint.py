@@ -69,6 +69,22 @@ def test_error_names_the_version_of_the_checkpoint(tmp_path, monkeypatch):
         checkpoint.restore(tmp_path, {"a": 1.0})
 
 
+def test_python_number_stands_for_an_array(tmp_path):
+    saved = {"step": jnp.int32(3), "rate": jnp.float32(0.1), "flag": jnp.bool_(True)}
+    checkpoint.save(tmp_path, saved)
+    like = {"step": 0, "rate": 0.0, "flag": False}  # flax's `TrainState` has `step=0`
+    restored = checkpoint.restore(tmp_path, like)
+    assert isinstance(restored["step"], jax.Array)
+    chex.assert_trees_all_equal(restored, saved)
+    chex.assert_trees_all_equal_shapes_and_dtypes(restored, saved)
+    checkpoint.save(tmp_path, {"step": 2**40, "rate": 0.1, "flag": True}, step=1)
+    restored = checkpoint.restore(tmp_path, like)
+    assert restored["step"] == 2**40
+    assert restored["rate"] == 0.1
+    with pytest.raises(checkpoint.StructureError, match="step"):
+        checkpoint.restore(tmp_path, {**like, "step": 0.0})
+
+
 def test_buffer_is_restored_from_shapes(tmp_path):
     buffer = buffers.ReplayBuffer(128, 16, next_obs="shared", final_obs_capacity=32)
     add = jax.jit(buffer.add)
