@@ -454,15 +454,13 @@ def _check_by_gymnasium(issues: dict[str, str], env: HostVectorEnv) -> None:
 
 
 def _entries_outside(space: Any, value: Any, name: str) -> Iterator[str]:
-    """Describes the entries of an observation that are not in Gymnasium's space."""
+    """Describes the entries of an observation outside of Gymnasium's space."""
     if hasattr(space, "spaces") and isinstance(value, dict | tuple):  # Dict or Tuple
         is_dict = isinstance(value, dict)
         for key, inner in space.spaces.items() if is_dict else enumerate(space.spaces):
             yield from _entries_outside(inner, value[key], f"{name}[{key!r}]")
     elif not space.contains(value):
-        array = np.asarray(value)
-        kind = type(value).__name__
-        yield f" `{name}` is a {kind}, {array.dtype} {array.shape}, outside of {space}."
+        yield f" `{name}` is {checks.describe(value)}, outside of {space}."
 
 
 class _StepAfterEnd(Exception):  # noqa: N818

@@ -242,8 +242,8 @@ def close(env: Any) -> None:
 def _unwrap(env: Any) -> tuple[Any, list[Any]]:
     """Removes the wrappers that `gymnasium.make` and `max_episode_steps=` add.
 
-    Other wrappers stay, because they may have a state of their own: their class must
-    define `save_state` and `load_state`.
+    Other wrappers may have a state, so they are not removed: their class must define
+    `save_state` and `load_state`.
 
     Returns:
         The environment inside, and the wrappers with a time limit around it.
@@ -266,8 +266,10 @@ def _save(env: Any) -> bytes | None:
     if not hasattr(type(env), "save_state"):
         return None
     file = io.BytesIO()
-    arrays = {_STEPS: [x._elapsed_steps for x in limits]} if limits else {}
-    for name, value in {**arrays, **env.save_state()}.items():
+    arrays = dict(env.save_state())
+    if limits:  # the counter is None before the first reset
+        arrays[_STEPS] = [x._elapsed_steps or 0 for x in limits]
+    for name, value in arrays.items():
         # Use NumPy's format without pickle, so that loading runs no code.
         for array in (np.asarray(name), np.asarray(value)):
             np.lib.format.write_array(file, array, allow_pickle=False)

@@ -189,6 +189,12 @@ class _Adapter:
             )
         return self._index[agent]
 
+    def _check_keys(self, name: str, entries: Mapping[Any, Any]) -> None:
+        """Raises if a dict by agent has an unknown agent."""
+        if not entries.keys() <= self._index.keys():
+            for agent in entries:
+                self._position(agent, name)
+
     def _check_agents(self) -> list[Any]:
         """Returns `agents`; raises if an agent is unknown or repeated."""
         agents = list(self.env.agents)
@@ -246,6 +252,7 @@ class ParallelAdapter(_Adapter):
                 f"{checks.describe(result)}"
             )
         observations, infos = _mappings(result, ("observations", "infos"))
+        self._check_keys("`observations`", observations)
         self._start()
         agents = self._check_agents()
         if not agents:
@@ -280,10 +287,9 @@ class ParallelAdapter(_Adapter):
             result, _STEP
         )
         self._begin_step()
-        for name, entries in zip(_STEP[:4], result, strict=False):
-            if not entries.keys() <= self._index.keys():
-                for agent in entries:
-                    self._position(agent, f"`{name}`")
+        self._check_keys("`observations`", observations)
+        self._check_keys("`terminations`", terminations)
+        self._check_keys("`truncations`", truncations)
         for agent, reward in rewards.items():
             self._add_reward(agent, reward)
         remaining = self._check_agents()

@@ -263,3 +263,29 @@ class Levels(gymnasium.Env):
 def make_levels():
     """Returns `Levels` in a wrapper, as `gymnasium.make` does."""
     return gymnasium.wrappers.TimeLimit(Levels(), 100)
+
+
+class Resumable(gymnasium.Env):
+    """Counts the steps of an episode, and saves the count."""
+
+    observation_space = gymnasium.spaces.Box(0, np.inf, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.count = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        return np.float32([self.count]), 0.0, False, False, {}
+
+    def save_state(self):
+        return {"count": self.count}
+
+    def load_state(self, arrays):
+        self.count = int(arrays["count"])
+
+
+def make_limited():
+    """Creates a `Resumable` that is truncated after five steps."""
+    return gymnasium.wrappers.TimeLimit(Resumable(), 5)

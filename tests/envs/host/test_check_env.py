@@ -193,7 +193,7 @@ CASES = [
     # Gymnasium environments.
     slow(make_gym(flag=staticmethod(int)), "fault", "terminated must have dtype bool"),
     (make_gym(obs=np.zeros(2, "F")), "gymnasium fault", "obs must have dtype float32"),
-    (make_gym(obs=np.zeros(2, "F")), "gymnasium fault", "ndarray, complex64 (2,)"),
+    (make_gym(obs=np.zeros(2, "F")), "gymnasium fault", "complex64 of shape (2,)"),
     (make_gym(WithoutOptions), "gymnasium", "`options`"),
     (make_sync_vector("NEXT_STEP"), "contract", "NEXT_STEP"),
     # No issues.

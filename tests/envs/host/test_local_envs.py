@@ -227,27 +227,6 @@ def test_integers_beyond_32_bits_are_faults(env_class, first, message):
     assert message in str(env.step(np.int32([1])).causes[0])
 
 
-class Resumable(gymnasium.Env):
-    """Counts the steps of an episode, and saves the count."""
-
-    observation_space = gymnasium.spaces.Box(0, np.inf, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        self.count = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        self.count += 1
-        return np.float32([self.count]), 0.0, False, False, {}
-
-    def save_state(self):
-        return {"count": self.count}
-
-    def load_state(self, arrays):
-        self.count = int(arrays["count"])
-
-
 def limited(make, limit):
     return lambda: gymnasium.wrappers.TimeLimit(make(), limit)
 
@@ -255,10 +234,10 @@ def limited(make, limit):
 @pytest.mark.parametrize(
     "make",
     [
-        limited(Resumable, 5),
-        limited(limited(Resumable, 9), 5),
+        limited(host_envs.Resumable, 5),
+        limited(limited(host_envs.Resumable, 9), 5),
         lambda: gymnasium.make(
-            gymnasium.envs.registration.EnvSpec("Resumable-v0", Resumable),
+            gymnasium.envs.registration.EnvSpec("Resumable-v0", host_envs.Resumable),
             max_episode_steps=5,
         ),
     ],
@@ -277,8 +256,21 @@ def test_time_limits_continue_from_saved_state(make):
             assert step.truncated == (count == 5)
 
 
+@all_adapters
+def test_all_adapters_save_time_limits(make_env, adapter):
+    env, target = (make_env(adapter, host_envs.make_limited) for _ in range(2))
+    for x in (env, target):
+        x.reset(np.zeros(3, np.int64), np.ones(3, bool))
+    for _ in range(4):
+        step = env.step(ACTION)
+    target.load(env.save(), np.copy(step.obs))
+    assert target.step(ACTION).truncated.all()
+
+
 def test_loading_requires_the_same_time_limits():
-    envs = [LocalEnvs([x]) for x in (Resumable, limited(Resumable, 5))]
+    envs = [
+        LocalEnvs([x]) for x in (host_envs.Resumable, limited(host_envs.Resumable, 5))
+    ]
     for env in envs:
         env.reset(np.zeros(1, np.int64), MASK[:1])
     obs = np.zeros((1, 1), np.float32)
@@ -291,6 +283,6 @@ class StatefulWrapper(gymnasium.Wrapper):
 
 
 def test_unknown_wrappers_must_define_save_state():
-    env = LocalEnvs([lambda: StatefulWrapper(Resumable())])
+    env = LocalEnvs([lambda: StatefulWrapper(host_envs.Resumable())])
     env.reset(np.zeros(1, np.int64), MASK[:1])
     assert env.save() is None

@@ -207,6 +207,10 @@ BROKEN = {  # environment: words of the message
         change(Crowd, step=lambda _, x: (*x[:2], x[2] | {"__all__": True}, *x[3:])),
         ["terminations", "__all__"],
     ),
+    "unknown_start": (
+        change(Crowd, reset=lambda _, x: (x[0] | {"green_0": None}, x[1])),
+        ["observations", "green_0"],
+    ),
     "leaves": (
         change(Crowd, step=set_agents(lambda x: x.agents[:1])),
         ["must not leave", "_"],
