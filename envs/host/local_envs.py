@@ -266,7 +266,7 @@ def _save(env: Any) -> bytes | None:
     if not hasattr(type(env), "save_state"):
         return None
     file = io.BytesIO()
-    arrays: dict[str, Any] = dict(env.save_state())
+    arrays = dict(env.save_state())
     if limits:  # the counter is None before the first reset
         arrays[_STEPS] = [x._elapsed_steps or 0 for x in limits]
     for name, value in arrays.items():

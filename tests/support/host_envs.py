@@ -277,7 +277,7 @@ class Resumable(gymnasium.Env):
 
     def step(self, action):
         self.count += 1
-        return np.float32([self.count]), 0.0, False, False, {}
+        return np.full(1, self.count, np.float32), 0.0, False, False, {}
 
     def save_state(self):
         return {"count": self.count}
